@@ -1,0 +1,162 @@
+"""Every option there is: frozen, strict, with its default in one place. No torch, no ray."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import pydantic
+from pydantic import Field, field_validator, model_validator
+from typing_extensions import Self
+
+from rayspec.types import ConfigError
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+Strategy = Literal["knapspec", "static", "ar"]
+Verification = Literal["coupled", "rejection"]
+
+
+class Options(pydantic.BaseModel):
+    """Base of all option groups. Raises ConfigError naming the option, the value and the nearest valid name."""
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except pydantic.ValidationError as error:
+            raise ConfigError("; ".join(_explain(type(self), dict(item)) for item in error.errors())) from None
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with `changes` applied and everything validated again."""
+        return type(self)(**{name: getattr(self, name) for name in type(self).model_fields} | changes)
+
+
+def _explain(options: type[Options], error: Mapping[str, Any]) -> str:
+    name = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        valid = sorted(options.model_fields)
+        near = difflib.get_close_matches(name, valid, n=1)
+        return f"unknown option {name!r}; " + (f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(valid)}")
+    if error["type"] == "missing":
+        return f"option {name!r} is missing: give it a value"
+    value, message = error["input"], str(error["msg"]).removeprefix("Value error, ")
+    if isinstance(error.get("ctx", {}).get("error"), ConfigError):
+        return f"in {name!r}: {message}"
+    if error["type"] == "literal_error" and isinstance(value, str):
+        near = difflib.get_close_matches(value, re.findall(r"'(.+?)'", error["ctx"]["expected"]), n=1)
+        message += f"; did you mean {near[0]!r}?" if near else ""
+    return f"option {name!r} is {value!r}: {message}" if name else message
+
+
+class SamplingParams(Options):
+    """How one request is sampled. Names, defaults and limits are vLLM's.
+
+    temperature 0 (or below 1e-5) is greedy. `seed` None draws a fresh seed; with a seed the text is a pure function of
+    (model, prompt, parameters). `logprobs` k returns the chosen token and the k most likely ones.
+    """
+
+    n: int = Field(1, ge=1, le=1024)
+    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    repetition_penalty: float = Field(1.0, gt=0.0)
+    temperature: float = Field(1.0, ge=0.0, le=2.0)
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    top_k: int = Field(0, ge=-1)
+    min_p: float = Field(0.0, ge=0.0, le=1.0)
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    max_tokens: int = Field(16, ge=1)
+    min_tokens: int = Field(0, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=20)
+    logit_bias: dict[int, float] = Field(default_factory=dict)
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_stop_or_many(cls, stop: Any) -> Any:
+        return () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+
+    @field_validator("stop_token_ids", "logit_bias", mode="before")
+    @classmethod
+    def _none_is_empty(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+        empty: Any = {} if info.field_name == "logit_bias" else ()
+        return empty if value is None else value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if "" in self.stop:
+            raise ValueError("option 'stop' holds an empty string: leave it out")
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens}): lower it")
+        if any(not -100 <= bias <= 100 for bias in self.logit_bias.values()):
+            raise ValueError("option 'logit_bias' must lie between -100 and 100")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"option 'seed' is {self.seed}: it must fit 64 bits")
+        return self
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < 1e-5
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+
+class KnapsackOptions(Options):
+    """The plan search (KnapSpec). Budgets are weights of skipped sublayers in units of total / resolution."""
+
+    resolution: int = Field(128, ge=16, le=4096, description="integer units that the whole model's time is cut into")
+    num_tap_tokens: int = Field(8, ge=1, le=256, description="recently committed tokens the search looks at")
+    max_states: int = Field(16, ge=2, le=1024, description="states kept a row; more is finer and slower")
+    min_cosine: float = Field(0.5, ge=-1.0, le=1.0, description="states less similar to the target are dropped")
+    max_skipped_share: float = Field(0.75, gt=0.0, lt=1.0, description="of the model's time")
+
+
+class SpeculationOptions(Options):
+    """How, and whether, drafts are made.
+
+    strategy: "knapspec" (plans chosen while running), "static" (the sublayers in `skip`, always), "ar" (none).
+    verification: "coupled" (text depends on the seed only) or "rejection" (higher acceptance when sampling).
+    """
+
+    strategy: Strategy = "knapspec"
+    verification: Verification = "coupled"
+    max_draft_tokens: int = Field(16, ge=1, le=127)
+    skip: tuple[int, ...] = Field((), description="static only: sublayers the draft leaves out")
+    confidence_stop: bool = Field(True, description="end a draft when its next token is not worth its time")
+    gate: bool = Field(True, description="turn drafting off where it is measured not to pay")
+    optimise_share: float = Field(0.02, ge=0.0, le=1.0, description="of elapsed time, for plan search")
+    knapsack: KnapsackOptions = KnapsackOptions()
+
+    @model_validator(mode="after")
+    def _skip_needs_static(self) -> Self:
+        if self.skip and self.strategy != "static":
+            raise ValueError(f"option 'skip' works with strategy 'static' only, not {self.strategy!r}: remove one")
+        return self
+
+
+class EngineConfig(Options):
+    """One engine: the model, where it runs, how much it holds at once, how it speculates."""
+
+    model: str
+    tokenizer: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    dtype: DType = "auto"
+    device: str = Field("auto", description="auto, cpu, cuda, cuda:1, ...")
+    num_threads: int | None = Field(None, ge=1, description="torch CPU threads; None leaves torch's own choice")
+    quantization_config: dict[str, Any] | None = None
+    max_model_len: int | None = Field(None, ge=2, description="prompt and output tokens; None: the model's own")
+    max_num_seqs: int = Field(8, ge=1, description="sequences decoded at once")
+    max_num_batched_tokens: int = Field(512, ge=16, description="prompt tokens run between two decode rounds")
+    kv_cache_tokens: int | None = Field(None, ge=16, description="tokens the KV arena holds; None: from free memory")
+    deterministic: bool = Field(False, description="fixed kernel shapes: same tokens in bf16 whatever the batch")
+    speculation: SpeculationOptions = SpeculationOptions()
+    profile_cache: str | None = Field(None, description="folder of saved latency profiles; None: the user's cache")

@@ -1,0 +1,333 @@
+"""The engine: continuous batching of requests through rounds of draft, verify, accept, commit."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rayspec.config import EngineConfig
+from rayspec.decode.drafting.skip_draft import Turn
+from rayspec.decode.scheduler import Chunk, Scheduler, held
+from rayspec.decode.selection.base import Selector, Situation
+from rayspec.decode.sequence import Detokenizer, SequenceState
+from rayspec.decode.stages import Committed, Opening, Piece, Stages
+from rayspec.planning.latency import LatencyModel
+from rayspec.types import (
+    EmptyPromptError,
+    EngineStats,
+    InvalidTokenError,
+    NonFiniteLogitsError,
+    OutOfMemoryError,
+    PromptTooLongError,
+    RayspecError,
+    Request,
+    RequestError,
+    RequestMetrics,
+    RequestOutput,
+)
+
+_SEED_STRIDE = 0x9E3779B97F4A7C15
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request in work and its sequences (params.n of them)."""
+
+    request: Request
+    prompt_token_ids: list[int]
+    sequences: list[SequenceState] = field(default_factory=list)
+
+    @property
+    def finished(self) -> bool:
+        return all(sequence.finished for sequence in self.sequences)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """What the engine must know of the model's tokens."""
+
+    size: int
+    eos_token_ids: tuple[int, ...]
+
+
+class Engine:
+    """Not thread-safe: one thread adds requests and calls `step` until nothing is unfinished."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        stages: Stages,
+        scheduler: Scheduler,
+        selector: Selector,
+        vocabulary: Vocabulary,
+        max_model_len: int,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        latency: LatencyModel | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.config = config
+        self.stats = EngineStats()
+        self.tokenizer = tokenizer
+        self.latency = latency
+        self.max_model_len = max_model_len
+        self._stages = stages
+        self._scheduler = scheduler
+        self._selector = selector
+        self._vocabulary = vocabulary
+        self._clock = clock
+        self._live: dict[str, _Live] = {}
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._live)
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._live)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises RequestError: the prompt is empty, too long, or not made of this model's tokens."""
+        if request.request_id in self._live:
+            raise RequestError(f"request id {request.request_id!r} is in use: give each request its own")
+        live = _Live(request, self._tokens_of(request))
+        for index in range(request.params.n):
+            live.sequences.append(self._new_sequence(live, index))
+        for sequence in live.sequences:
+            self._stages.open(
+                Opening(
+                    sequence_id=sequence.sequence_id,
+                    params=sequence.params,
+                    seed=sequence.seed,
+                    prompt_token_ids=live.prompt_token_ids,
+                    output_token_ids=(),
+                    eos_token_ids=self._vocabulary.eos_token_ids,
+                )
+            )
+            self._scheduler.add(sequence)
+        self._live[request.request_id] = live
+        self.stats.num_prompt_tokens += len(live.prompt_token_ids)
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request now and free what it holds; returns what it had become, or None when it is not here."""
+        live = self._live.get(request_id)
+        if live is None:
+            return None
+        for sequence in live.sequences:
+            if not sequence.finished:
+                sequence.finish_reason = "abort"
+                self._retire(sequence)
+        return self._finish(live)
+
+    def abort_all(self) -> list[RequestOutput]:
+        """`abort` for every request."""
+        return [output for name in list(self._live) if (output := self.abort(name)) is not None]
+
+    def step(self) -> list[RequestOutput]:
+        """Prefill a chunk, take every prefilled sequence through one round; returns the requests that finished."""
+        started = self._clock()
+        step = self._scheduler.schedule()
+        self.stats.num_preemptions += len(step.preempted)
+        self._stages.move(step.moves)
+        if step.chunks:
+            self._guarded(lambda: self._prefill(step.chunks), [chunk.sequence for chunk in step.chunks])
+        if step.decode:
+            self._guarded(lambda: self._round(step.decode), step.decode[-1:])
+        self.stats.total_s += self._clock() - started
+        return [self._finish(live) for live in list(self._live.values()) if live.finished]
+
+    def _guarded(self, work: Callable[[], None], victims: Sequence[SequenceState]) -> None:
+        """Run out of memory: the victims fail, the engine goes on."""
+        try:
+            work()
+        except RuntimeError as error:
+            if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+                raise
+            for sequence in victims:
+                reason = str(error).splitlines()[0]
+                self._fail(
+                    sequence,
+                    OutOfMemoryError(f"{reason}: lower max_num_batched_tokens, max_num_seqs or kv_cache_tokens"),
+                )
+
+    def _prefill(self, chunks: Sequence[Chunk]) -> None:
+        started = self._clock()
+        pieces = []
+        for chunk in chunks:
+            sequence, end = chunk.sequence, chunk.first + chunk.num_tokens
+            replay = chunk.first >= sequence.num_prompt_tokens
+            tokens = sequence.token_ids[chunk.first : end]
+            start = held(sequence).start
+            pieces.append(Piece(sequence.sequence_id, start, chunk.first, tokens, chunk.completes, replay))
+        for chunk, committed in zip(chunks, self._stages.prefill(pieces), strict=True):
+            chunk.sequence.num_computed += chunk.num_tokens
+            if committed is not None:
+                self._commit(chunk.sequence, committed)
+        self.stats.prefill_s += self._clock() - started
+
+    def _round(self, sequences: Sequence[SequenceState]) -> None:
+        started = self._clock()
+        situation = self._situation(sequences)
+        plan = self._selector.plan(situation)
+        turns = [self._turn(sequence, plan.num_draft_tokens) for sequence in sequences]
+        result = self._stages.round(
+            turns, plan, self._selector.keep_drafting(situation), tap=self._selector.wants_taps
+        )
+        num_tokens = 0
+        for sequence, committed, drafted, num_accepted in zip(
+            sequences, result.committed, result.drafts, result.num_accepted, strict=True
+        ):
+            num_tokens += self._commit(sequence, committed)
+            self._count(sequence, len(drafted.token_ids), num_accepted)
+        self.stats.draft_s += result.draft_s
+        self.stats.verify_s += result.verify_s
+        self._selector.observe(situation, plan, result, num_tokens, self._clock() - started)
+        self._improve(sequences, situation)
+
+    def _improve(self, sequences: Sequence[SequenceState], situation: Situation) -> None:
+        started = self._clock()
+        starts = {s.sequence_id: held(s).start for s in sequences if not s.finished}
+        record = self._selector.improve(situation, lambda: self._stages.search(starts))
+        if record is not None:
+            self.stats.plans.append(record)
+            self.stats.optimise_s += self._clock() - started
+        self.stats.gate_reason = self._selector.gate_reason
+
+    def _turn(self, sequence: SequenceState, num_draft_tokens: int) -> Turn:
+        return Turn(
+            sequence_id=sequence.sequence_id,
+            start=held(sequence).start,
+            length=sequence.num_tokens,
+            last_token=sequence.token_ids[-1],
+            max_draft_tokens=min(num_draft_tokens, sequence.num_remaining - 1),
+            end_tokens=() if sequence.params.ignore_eos else self._vocabulary.eos_token_ids,
+        )
+
+    def _situation(self, sequences: Sequence[SequenceState]) -> Situation:
+        outstanding = sum(s.num_remaining for s in (*self._scheduler.running, *self._scheduler.waiting))
+        return Situation(
+            context=sum(sequence.num_tokens for sequence in sequences) // len(sequences),
+            batch=len(sequences),
+            elapsed_s=self.stats.total_s,
+            num_outstanding_tokens=outstanding,
+        )
+
+    def _commit(self, sequence: SequenceState, committed: Committed) -> int:
+        """Make the target's tokens the sequence's; returns how many counted."""
+        if not committed.finite:
+            self._fail(
+                sequence,
+                NonFiniteLogitsError(
+                    f"the model gave NaN or infinite logits after {sequence.num_tokens} tokens: "
+                    "the weights are damaged or overflow in this dtype; try bfloat16 or float32"
+                ),
+            )
+            return 0
+        num_tokens = sequence.commit(committed.token_ids, committed.logprobs)
+        self.stats.num_generated_tokens += num_tokens
+        if sequence.metrics.first_token_s is None:
+            sequence.metrics.first_token_s = self._clock()
+        sequence.num_computed = sequence.num_tokens - 1
+        if sequence.finished:
+            self._retire(sequence)
+        return num_tokens
+
+    def _count(self, sequence: SequenceState, num_draft_tokens: int, num_accepted: int) -> None:
+        for counts in (sequence.metrics, self.stats):
+            counts.num_rounds += 1
+            counts.num_draft_tokens += num_draft_tokens
+            counts.num_accepted_tokens += num_accepted
+        if num_draft_tokens == 0:
+            self.stats.num_plain_rounds += 1
+        else:
+            lengths = self.stats.accepted_lengths
+            lengths[num_accepted] = lengths.get(num_accepted, 0) + 1
+
+    def _tokens_of(self, request: Request) -> list[int]:
+        if request.prompt_token_ids is not None:
+            token_ids = [int(token) for token in request.prompt_token_ids]
+        elif request.prompt is None or self.tokenizer is None:
+            raise RequestError("the request has no prompt: give `prompt` (with a tokenizer) or `prompt_token_ids`")
+        else:
+            token_ids = self.tokenizer(request.prompt)["input_ids"]
+        if not token_ids:
+            raise EmptyPromptError("the prompt has zero tokens: give it some text")
+        if len(token_ids) >= self.max_model_len:
+            raise PromptTooLongError(
+                f"the prompt has {len(token_ids)} tokens, max_model_len is {self.max_model_len} with the output: "
+                "shorten or split it, or raise max_model_len"
+            )
+        foreign = [token for token in token_ids if not 0 <= token < self._vocabulary.size]
+        if foreign:
+            raise InvalidTokenError(
+                f"prompt token {foreign[0]} is outside the vocabulary of {self._vocabulary.size}: "
+                "use the model's own tokenizer"
+            )
+        return token_ids
+
+    def _new_sequence(self, live: _Live, index: int) -> SequenceState:
+        params = live.request.params
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        sequence = SequenceState(
+            sequence_id=f"{live.request.request_id}/{index}",
+            index=index,
+            params=params,
+            seed=_signed((seed + index * _SEED_STRIDE)),
+            token_ids=list(live.prompt_token_ids),
+            num_prompt_tokens=len(live.prompt_token_ids),
+            max_total_tokens=min(len(live.prompt_token_ids) + params.max_tokens, self.max_model_len),
+            eos_token_ids=self._vocabulary.eos_token_ids,
+            detokenizer=Detokenizer(self.tokenizer, params) if self.tokenizer else None,
+            metrics=RequestMetrics(arrival_s=self._clock()),
+        )
+        if not self._scheduler.fits(sequence):
+            raise OutOfMemoryError(
+                f"the request may need {sequence.max_total_tokens} tokens of KV cache, more than there are: "
+                "raise kv_cache_tokens or lower max_tokens"
+            )
+        return sequence
+
+    def _fail(self, sequence: SequenceState, error: RayspecError) -> None:
+        if not sequence.finished:
+            sequence.fail(error)
+            self._retire(sequence)
+
+    def _retire(self, sequence: SequenceState) -> None:
+        self._scheduler.remove(sequence)
+        self._stages.close(sequence.sequence_id)
+        sequence.metrics.finished_s = self._clock()
+
+    def _finish(self, live: _Live) -> RequestOutput:
+        del self._live[live.request.request_id]
+        return RequestOutput(
+            request_id=live.request.request_id,
+            prompt=live.request.prompt,
+            prompt_token_ids=tuple(live.prompt_token_ids),
+            outputs=[sequence.output() for sequence in live.sequences],
+            finished=True,
+            metrics=_summed([sequence.metrics for sequence in live.sequences]),
+            error=next((sequence.error for sequence in live.sequences if sequence.error), None),
+        )
+
+
+def _signed(seed: int) -> int:
+    """Wrapped into the signed 64-bit range."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+def _summed(metrics: Sequence[RequestMetrics]) -> RequestMetrics:
+    first_tokens = [m.first_token_s for m in metrics if m.first_token_s is not None]
+    return RequestMetrics(
+        num_rounds=sum(m.num_rounds for m in metrics),
+        num_draft_tokens=sum(m.num_draft_tokens for m in metrics),
+        num_accepted_tokens=sum(m.num_accepted_tokens for m in metrics),
+        num_preemptions=sum(m.num_preemptions for m in metrics),
+        arrival_s=min(m.arrival_s for m in metrics),
+        first_token_s=min(first_tokens, default=None),
+        finished_s=max((m.finished_s or 0.0 for m in metrics), default=None),
+    )

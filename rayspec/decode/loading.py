@@ -1,0 +1,153 @@
+"""From an EngineConfig to an engine that is ready to run."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from rayspec.config import EngineConfig
+from rayspec.decode.engine import Engine, Vocabulary
+from rayspec.decode.profile import load_or_measure
+from rayspec.decode.runner import Runner
+from rayspec.decode.scheduler import Scheduler
+from rayspec.decode.selection.base import FixedPlan, Selector, static_plan
+from rayspec.decode.selection.knapspec import KnapSpec
+from rayspec.decode.stages import LocalStages, Stages
+from rayspec.decode.whole_model import WholeModelStages
+from rayspec.model.architecture import Decomposition, decompose, max_positions
+from rayspec.model.kv_arena import KVArena, bytes_per_slot
+from rayspec.model.weights import load_model, load_tokenizer, resolve_device
+from rayspec.planning.latency import LatencyModel
+from rayspec.types import CheckpointError, ConfigError, UnsupportedModelError, no_draft
+
+logger = logging.getLogger(__name__)
+
+# Rows of every decode pass in deterministic mode.
+_BUCKET_ROWS = 8
+_DEFAULT_MODEL_LEN = 4096
+_MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.8}
+
+
+def load_engine(config: EngineConfig, *, with_tokenizer: bool = True) -> Engine:
+    """Load model and tokenizer, split the model, measure it, and put an engine on top.
+
+    Raises ConfigError and CheckpointError. A family that does not split into sublayers gets an engine that decodes
+    plainly, and a warning that says why.
+    """
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    device = resolve_device(config.device)
+    tokenizer = load_tokenizer(config) if with_tokenizer else None
+    model = load_model(config)
+    max_model_len = _max_model_len(config, model)
+    vocabulary = Vocabulary(size=_vocab_size(model), eos_token_ids=_eos_token_ids(model))
+    try:
+        parts = decompose(model)
+    except UnsupportedModelError as error:
+        return _plain_engine(config, model, str(error), vocabulary, max_model_len, tokenizer)
+    num_slots = _num_slots(config, parts, max_model_len, device)
+    bucket_rows = _BUCKET_ROWS if config.deterministic else None
+    dtype = parts.final_norm.weight.dtype
+    arena = KVArena(parts.shapes, num_slots, dtype=dtype, device=device, num_spare=bucket_rows or 0)  # type: ignore[arg-type]
+    runner = Runner(parts, arena, device=device, bucket_rows=bucket_rows)
+    latency = load_or_measure(runner, config.profile_cache) if config.speculation.strategy == "knapspec" else None
+    stages = LocalStages(
+        runner,
+        vocab_size=vocabulary.size,
+        verification=config.speculation.verification,
+        num_tap_tokens=config.speculation.knapsack.num_tap_tokens,
+    )
+    return Engine(
+        config.replace(max_model_len=max_model_len, kv_cache_tokens=num_slots, device=str(device)),
+        stages=stages,
+        scheduler=_scheduler(config, num_slots),
+        selector=_selector(config, runner.num_sublayers, latency),
+        vocabulary=vocabulary,
+        max_model_len=max_model_len,
+        tokenizer=tokenizer,
+        latency=latency,
+    )
+
+
+def _plain_engine(
+    config: EngineConfig, model: PreTrainedModel, reason: str, vocabulary: Vocabulary, max_model_len: int, tokenizer: object
+) -> Engine:
+    if config.deterministic:
+        raise ConfigError(f"option 'deterministic' needs a model that splits into sublayers: {reason}")
+    logger.warning("speculation is off for this model, which decodes plainly: %s", reason)
+    stages: Stages = WholeModelStages(model, vocab_size=vocabulary.size)
+    num_slots = config.kv_cache_tokens or config.max_num_seqs * max_model_len
+    return Engine(
+        config.replace(max_model_len=max_model_len, kv_cache_tokens=num_slots),
+        stages=stages,
+        scheduler=_scheduler(config, num_slots),
+        selector=FixedPlan(no_draft(stages.num_sublayers, reason)),
+        vocabulary=vocabulary,
+        max_model_len=max_model_len,
+        tokenizer=tokenizer,  # type: ignore[arg-type]
+    )
+
+
+def _scheduler(config: EngineConfig, num_slots: int) -> Scheduler:
+    drafts = config.speculation.strategy != "ar"
+    return Scheduler(
+        num_slots,
+        max_num_seqs=config.max_num_seqs,
+        max_prefill_tokens=config.max_num_batched_tokens,
+        lookahead=config.speculation.max_draft_tokens if drafts else 0,
+        chunk_grid=config.max_num_batched_tokens if config.deterministic else None,
+    )
+
+
+def _selector(config: EngineConfig, num_sublayers: int, latency: LatencyModel | None) -> Selector:
+    options = config.speculation
+    if options.strategy == "knapspec":
+        assert latency is not None
+        return KnapSpec(options, latency)
+    if options.strategy == "static":
+        try:
+            return FixedPlan(static_plan(options.skip, num_sublayers, options.max_draft_tokens))
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+    return FixedPlan(no_draft(num_sublayers, "ar"))
+
+
+def _max_model_len(config: EngineConfig, model: PreTrainedModel) -> int:
+    limit = max_positions(model.config)
+    if config.max_model_len is None:
+        return limit or _DEFAULT_MODEL_LEN
+    if limit is not None and config.max_model_len > limit:
+        raise ConfigError(f"option 'max_model_len' is {config.max_model_len}, the model ends at {limit}: lower it")
+    return config.max_model_len
+
+
+def _num_slots(config: EngineConfig, parts: Decomposition, max_model_len: int, device: torch.device) -> int:
+    """What was asked for; else room for `max_num_seqs` full contexts, or a share of the free memory if that is less."""
+    if config.kv_cache_tokens is not None:
+        return config.kv_cache_tokens
+    wanted = config.max_num_seqs * max_model_len
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    slot = bytes_per_slot(list(parts.shapes.values()), parts.final_norm.weight.dtype)  # type: ignore[arg-type]
+    affordable = int(free * _MEMORY_SHARE[device.type] / slot)
+    if affordable < 16:
+        raise CheckpointError(f"only {free / 2**30:.1f} GiB are free on {device}, too little for a KV cache")
+    return min(wanted, affordable)
+
+
+def _vocab_size(model: PreTrainedModel) -> int:
+    return int(model.get_output_embeddings().weight.shape[0])
+
+
+def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    generation = getattr(model, "generation_config", None)
+    eos: int | Sequence[int] | None = getattr(generation, "eos_token_id", None)
+    if eos is None:
+        eos = getattr(model.config, "eos_token_id", None)
+    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)

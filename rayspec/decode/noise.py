@@ -1,0 +1,110 @@
+"""Counter-based noise: every number is a pure function of (seed, position, stream), on any device, in any batch.
+
+Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11; constants and known answers from
+Random123). The seed is the key; the counter is (block, position, origin, stream) and yields four 32-bit words. The
+words are the same bits on every device. Floats are made from them in float64 and rounded once, so devices agree up to
+the last bit of their float64 logarithm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+Integers = Sequence[int] | Tensor
+
+_NUM_ROUNDS = 10
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_LOW = 0xFFFFFFFF
+_NUM_WORDS = 4
+_CHUNK_BLOCKS = {"cpu": 1 << 16}  # blocks computed at once: what stays in the cache
+_CHUNK_BLOCKS_ELSEWHERE = 1 << 22  # what stays well under a GB
+
+
+class Stream(IntEnum):
+    """What a number is for. Streams are independent of each other at every position.
+
+    TARGET: the token plain decoding takes, and the bonus token. DRAFT: the draft's token under the rejection rule.
+    ACCEPT: whether a draft token is accepted. RECOVER: the token that replaces a rejected one.
+    """
+
+    TARGET = 0
+    DRAFT = 1
+    ACCEPT = 2
+    RECOVER = 3
+
+
+def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The four 32-bit words of Philox-4x32-10, as int64, for a `counter` of four and a `key` of two 32-bit words
+    (int64 tensors that broadcast together)."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_NUM_ROUNDS):  # int64 products wrap: their 64 bits are the unsigned ones
+        low, high = c2 * _MULTIPLIERS[1], c0 * _MULTIPLIERS[0]
+        c0, c1, c2, c3 = (low >> 32 ^ c1 ^ k0) & _LOW, low, (high >> 32 ^ c3 ^ k1) & _LOW, high
+        k0, k1 = k0 + _WEYL[0], k1 + _WEYL[1]  # bits above the low 32 of c1, c3, k0 and k1 are masked away later
+    return c0, c1 & _LOW, c2, c3 & _LOW
+
+
+def gumbel(
+    seeds: Integers,
+    positions: Integers,
+    vocab_size: int,
+    stream: int | Tensor,
+    device: torch.device | str,
+    *,
+    origins: Integers | None = None,
+) -> Tensor:
+    """Standard Gumbel noise for every token, float32 [N, vocab_size], N = len(seeds): argmax(log p + noise) ~ p.
+
+    seeds: 64-bit integers (negative ones are taken modulo 2**64). positions, origins: in [0, 2**32). stream: one
+    `Stream`, or int64 [N]. Token v's number does not depend on vocab_size. Resolution 2**-32: values lie in
+    (-3.2, 22.9), and tokens of probability far below 2**-32 are not resolved.
+    """
+    key, position, origin, kind = _columns(seeds, positions, origins, stream, device)
+    num_rows, num_blocks = position.shape[0], -(-vocab_size // _NUM_WORDS)
+    block = torch.arange(num_blocks, device=device)
+    noise = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=device)
+    limit = _CHUNK_BLOCKS.get(noise.device.type, _CHUNK_BLOCKS_ELSEWHERE)
+    step = max(1, limit // max(1, num_blocks))
+    for at in range(0, num_rows, step):
+        here = slice(at, at + step)
+        words = philox((block, position[here], origin[here], kind[here]), [half[here] for half in key])
+        uniforms = torch.stack(words, dim=-1).flatten(1)[:, :vocab_size].to(torch.float64)
+        noise[here] = uniforms.add_(0.5).mul_(2.0**-32).log_().neg_().log_().neg_()
+    return noise
+
+
+def uniform(
+    seeds: Integers,
+    positions: Integers,
+    stream: int | Tensor,
+    device: torch.device | str = "cpu",
+    *,
+    origins: Integers | None = None,
+) -> Tensor:
+    """Uniform noise, float64 [N], strictly inside (0, 1): 52 bits, centred in their cells. Arguments as `gumbel`."""
+    key, position, origin, kind = _columns(seeds, positions, origins, stream, device)
+    words = philox((torch.zeros_like(position), position, origin, kind), key)
+    return ((words[0] << 20 | words[1] >> 12).to(torch.float64) + 0.5).mul_(2.0**-52).squeeze(1)
+
+
+def integers(values: Integers, device: torch.device | str) -> Tensor:
+    """`values` as int64 on `device`, modulo 2**64. Copies from the host without waiting for the device."""
+    if not isinstance(values, Tensor):
+        values = torch.tensor([(value + 2**63) % 2**64 - 2**63 for value in values], dtype=torch.int64)
+    return values.to(device, torch.int64, non_blocking=True)
+
+
+def _columns(
+    seeds: Integers, positions: Integers, origins: Integers | None, stream: int | Tensor, device: torch.device | str
+) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor, Tensor]:
+    """Key words, position, origin and stream, each int64 [N, 1]."""
+    seed, position = integers(seeds, device).unsqueeze(1), integers(positions, device).unsqueeze(1)
+    origin = torch.zeros_like(position) if origins is None else integers(origins, device).unsqueeze(1)
+    kind = stream.unsqueeze(1) if isinstance(stream, Tensor) else torch.full_like(position, int(stream))
+    return (seed & _LOW, seed >> 32 & _LOW), position, origin, kind

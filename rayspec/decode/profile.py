@@ -1,0 +1,133 @@
+"""Measures the LatencyModel of this model on this device, through the very forward that will run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import transformers
+
+from rayspec.decode.runner import Batch, Runner, RowSpan
+from rayspec.planning.latency import HEAD, OVERHEAD, LatencyModel, Measurement, StaleProfileError
+
+logger = logging.getLogger(__name__)
+
+ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
+CONTEXTS = (32, 1024, 4096)
+_WIDE_ROWS = (1, 8, 32)
+_NUM_REPEATS = 5
+
+
+def load_or_measure(runner: Runner, folder: str | None) -> LatencyModel:
+    """The saved model for exactly this model, dtype, device, threads and versions; measured, and saved, otherwise."""
+    key = profile_key(runner)
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    path = Path(folder or _user_cache()) / f"latency-{name}.json"
+    try:
+        return LatencyModel.load(path, key)
+    except FileNotFoundError:
+        pass
+    except StaleProfileError as error:
+        logger.warning("%s", error)
+    model = measure(runner)
+    try:
+        model.save(path, key)
+    except OSError as error:
+        logger.warning("the latency profile could not be saved (%s): it is measured again next time", error)
+    return model
+
+
+def profile_key(runner: Runner) -> dict[str, Any]:
+    """Whatever changes what a forward costs. A profile with another key is not used."""
+    device = runner.device
+    config = {k: v for k, v in runner.parts.config.to_dict().items() if not k.startswith("_")}
+    return {
+        "model": hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest(),
+        "dtype": str(runner.parts.final_norm.weight.dtype),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+        "host": platform.node(),
+        "num_threads": torch.get_num_threads() if device.type == "cpu" else 0,
+        "bucket_rows": runner.bucket_rows,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+@torch.inference_mode()
+def measure(runner: Runner, clock: Callable[[], float] = time.perf_counter) -> LatencyModel:
+    """Time each kind of sublayer over rows, context and batch, the head over rows, and a forward's fixed cost.
+
+    All sublayers of a kind run one after another, as in a forward, so that their weights come from where they come
+    from in use. Uses the arena, which must hold no sequences.
+    """
+    names = runner.parts.curve_names
+    measurements = []
+    for rows, context, batch_size in _grid(runner.arena.num_slots):
+        spans = [RowSpan(0, context, rows // batch_size)] * batch_size
+        batch = runner.batch(spans)
+        hidden = runner.embed(torch.zeros(rows, dtype=torch.int64, device=runner.device))
+        for name in dict.fromkeys(names):
+            if context > CONTEXTS[0] and not name.startswith("attention"):
+                continue
+            seconds = _sublayer_seconds(runner, batch, hidden, [own == name for own in names], clock)
+            measurements.append(
+                Measurement(kind=name, rows=rows, context=context, batch=batch_size, seconds=seconds)
+            )
+        if context == CONTEXTS[0] and batch_size == 1:
+            head_s = _seconds(lambda hidden=hidden: runner.head(hidden), runner.device, clock)  # type: ignore[misc]
+            measurements.append(Measurement(kind=HEAD, rows=rows, context=0, batch=1, seconds=head_s))
+    fixed_s = _seconds(lambda: _prepare(runner), runner.device, clock)
+    measurements.append(Measurement(kind=OVERHEAD, rows=1, context=0, batch=1, seconds=fixed_s))
+    return LatencyModel.fit(measurements, names)
+
+
+def _grid(num_slots: int) -> Iterator[tuple[int, int, int]]:
+    """(rows, context, sequences) to be measured; what the arena cannot hold is left out."""
+    for context in CONTEXTS:
+        for rows in ROW_COUNTS if context == CONTEXTS[0] else _WIDE_ROWS:
+            if context + rows <= num_slots:
+                yield rows, context, 1
+    for context in CONTEXTS[:2]:
+        if context + 1 <= num_slots:
+            yield 8, context, 8
+
+
+def _prepare(runner: Runner) -> None:
+    runner.batch([RowSpan(0, 0, 1)])
+    runner.embed(torch.zeros(1, dtype=torch.int64, device=runner.device))
+
+
+def _sublayer_seconds(
+    runner: Runner, batch: Batch, hidden: torch.Tensor, keep: list[bool], clock: Callable[[], float]
+) -> float:
+    return _seconds(lambda: runner.run(batch, hidden, keep=keep), runner.device, clock) / sum(keep)
+
+
+def _seconds(work: Callable[[], object], device: torch.device, clock: Callable[[], float]) -> float:
+    """Median of a few runs after one that warms up."""
+    times = []
+    for _ in range(_NUM_REPEATS + 1):
+        _synchronise(device)
+        started = clock()
+        work()
+        _synchronise(device)
+        times.append(clock() - started)
+    return median(times[1:])
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _user_cache() -> str:
+    return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "rayspec")

@@ -1,0 +1,112 @@
+"""Runs packed rows through spans of sublayers, in one batch or, when deterministic, in buckets of one fixed shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rayspec.model.architecture import Decomposition
+from rayspec.model.attention import PackedRows, pack
+from rayspec.model.kv_arena import KVArena
+from rayspec.model.sublayers import Tap, run
+
+
+@dataclass(frozen=True, slots=True)
+class RowSpan:
+    """`num_rows` rows that extend the sequence at arena slot `start` from position `first`."""
+
+    start: int
+    first: int
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows of one pass. Each bucket is (rows that are real, rows as the kernels see them)."""
+
+    buckets: tuple[tuple[int, PackedRows], ...]
+
+    @property
+    def num_rows(self) -> int:
+        return sum(num_real for num_real, _ in self.buckets)
+
+
+class Runner:
+    """The model of this process with its arena. `bucket_rows` fixes the shape of decode passes: every kernel then sees
+    the same number of rows, whatever the plan and the batch, and each row attends by itself."""
+
+    def __init__(self, parts: Decomposition, arena: KVArena, *, device: torch.device, bucket_rows: int | None) -> None:
+        self.parts = parts
+        self.arena = arena
+        self.device = device
+        self.bucket_rows = bucket_rows
+        self._like_hidden = torch.zeros(1, 1, 1, dtype=parts.final_norm.weight.dtype, device=device)
+
+    @property
+    def num_sublayers(self) -> int:
+        return len(self.parts.sublayers)
+
+    def batch(self, spans: Sequence[RowSpan], *, fixed_shape: bool = True) -> Batch:
+        """Pack rows for `embed`, `run` and `head`. `fixed_shape=False`: a prefill chunk, whose shape is its own."""
+        cut = [(span.start, span.first, span.num_rows) for span in spans]
+        size = self.bucket_rows if fixed_shape else None
+        if size is None:
+            packs = [pack(self.arena, cut, device=self.device)]
+        else:
+            single = [(start, first + row, 1) for start, first, num_rows in cut for row in range(num_rows)]
+            packs = [
+                pack(self.arena, single[at : at + size], pad_to=size, device=self.device)
+                for at in range(0, len(single), size)
+            ]
+        for rows in packs:
+            self.parts.rotate(self._like_hidden, rows)
+        return Batch(tuple((sum(group.num_rows for group in rows.groups), rows) for rows in packs))
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[N] int64 -> [1, N, hidden_size]."""
+        return self.parts.embed(token_ids)
+
+    def run(
+        self,
+        batch: Batch,
+        hidden: Tensor,
+        *,
+        first: int = 0,
+        last: int | None = None,
+        keep: Sequence[bool] | None = None,
+        tap: Tap | None = None,
+    ) -> Tensor:
+        """Sublayers `first` .. `last` (exclusive) over [1, N, hidden_size]."""
+        span = self.parts.sublayers[first:last]
+        if (
+            self.bucket_rows is None
+            or len(batch.buckets) == 1
+            and batch.buckets[0][0] == hidden.shape[1] == len(batch.buckets[0][1].positions)
+        ):
+            return run(span, hidden, batch.buckets[0][1], keep=keep, tap=tap)
+        parts, at = [], 0
+        for num_real, rows in batch.buckets:
+            padded = _pad_rows(hidden[:, at : at + num_real], len(rows.positions))
+            parts.append(run(span, padded, rows, keep=keep, tap=_real_rows(tap, num_real))[:, :num_real])
+            at += num_real
+        return torch.cat(parts, 1)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """[1, N, hidden_size] -> logits [N, vocab_size]."""
+        if self.bucket_rows is None:
+            return self.parts.head(hidden)
+        size, num_rows = self.bucket_rows, hidden.shape[1]
+        pieces = [self.parts.head(_pad_rows(hidden[:, at : at + size], size)) for at in range(0, num_rows, size)]
+        return torch.cat(pieces)[:num_rows]
+
+
+def _pad_rows(hidden: Tensor, size: int) -> Tensor:
+    """[1, n, hidden_size] -> [1, size, hidden_size], zeros behind."""
+    return torch.nn.functional.pad(hidden, (0, 0, 0, size - hidden.shape[1]))
+
+
+def _real_rows(tap: Tap | None, num_real: int) -> Tap | None:
+    return None if tap is None else lambda index, hidden: tap(index, hidden[:, :num_real])

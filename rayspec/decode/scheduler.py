@@ -1,0 +1,170 @@
+"""Which sequences do what in the next step. Decides only: no tensors, no clock."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from rayspec.decode.sequence import SequenceState
+from rayspec.model.kv_arena import Span, SpanAllocator
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Copy `length` arena slots before anything else happens in the step."""
+
+    source: int
+    destination: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens `first` .. `first + num_tokens` of a sequence to be prefilled."""
+
+    sequence: SequenceState
+    first: int
+    num_tokens: int
+
+    @property
+    def completes(self) -> bool:
+        """The chunk ends with the sequence's newest token, so the next one can be sampled."""
+        return self.first + self.num_tokens == self.sequence.num_tokens
+
+
+@dataclass(slots=True)
+class Step:
+    moves: list[Move] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    decode: list[SequenceState] = field(default_factory=list)
+    preempted: list[SequenceState] = field(default_factory=list)
+
+
+class Scheduler:
+    """Continuous batching over one arena: first come, first served; when it is full the youngest is preempted.
+
+    `lookahead` is how many tokens beyond its newest one a sequence may write in a round. With `chunk_grid` a sequence's
+    prompt is cut at multiples of it and chunks run alone, so that their shapes do not depend on other sequences.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        *,
+        max_num_seqs: int,
+        max_prefill_tokens: int,
+        lookahead: int,
+        chunk_grid: int | None = None,
+    ) -> None:
+        self.allocator = SpanAllocator(num_slots)
+        self.waiting: deque[SequenceState] = deque()
+        self.running: list[SequenceState] = []
+        self._fair_share = num_slots // max_num_seqs
+        self._max_num_seqs = max_num_seqs
+        self._max_prefill_tokens = max_prefill_tokens
+        self._lookahead = lookahead
+        self._chunk_grid = chunk_grid
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def fits(self, sequence: SequenceState) -> bool:
+        """Whether the arena can hold the sequence to its end when it is alone."""
+        return sequence.max_total_tokens <= self.allocator.num_slots
+
+    def add(self, sequence: SequenceState) -> None:
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: SequenceState) -> None:
+        """Forget a finished or aborted sequence and free its span."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        self._release(sequence)
+
+    def schedule(self) -> Step:
+        step = Step()
+        self._make_room(step)
+        self._admit()
+        self._cut_chunks(step)
+        step.decode = [sequence for sequence in self.running if sequence.prefilled]
+        return step
+
+    def _make_room(self, step: Step) -> None:
+        """Every running sequence gets the slots of its next round, at the cost of the youngest ones."""
+        for sequence in list(self.running):
+            while sequence.span is not None and not self._grow(sequence, step):
+                self._preempt(self.running[-1], step)
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.running) < self._max_num_seqs:
+            sequence = self.waiting[0]
+            wanted = max(self._needed(sequence), min(sequence.max_total_tokens, self._fair_share))
+            span = self.allocator.allocate(wanted)
+            if span is None:
+                return
+            sequence.span = span
+            self.running.append(self.waiting.popleft())
+
+    def _cut_chunks(self, step: Step) -> None:
+        budget = self._max_prefill_tokens
+        for sequence in self.running:
+            num_left = sequence.num_tokens - sequence.num_computed
+            if sequence.prefilled or num_left <= 0:
+                continue
+            num_tokens = min(num_left, budget)
+            if self._chunk_grid is not None:
+                if step.chunks:
+                    return
+                num_tokens = self._on_grid(sequence, num_left)
+            step.chunks.append(Chunk(sequence, sequence.num_computed, num_tokens))
+            budget -= num_tokens
+            if budget <= 0:
+                return
+
+    def _on_grid(self, sequence: SequenceState, num_left: int) -> int:
+        """Up to the next grid line of the prompt; generated tokens are replayed as the decode rows they were."""
+        assert self._chunk_grid is not None
+        num_prompt_left = sequence.num_prompt_tokens - sequence.num_computed
+        if num_prompt_left > 0:
+            return min(num_prompt_left, self._chunk_grid - sequence.num_computed % self._chunk_grid)
+        return min(num_left, self._chunk_grid)
+
+    def _needed(self, sequence: SequenceState) -> int:
+        return min(sequence.num_tokens + self._lookahead, sequence.max_total_tokens)
+
+    def _grow(self, sequence: SequenceState, step: Step) -> bool:
+        span, needed = sequence.span, self._needed(sequence)
+        assert span is not None
+        if needed <= span.capacity:
+            return True
+        for capacity in (min(max(needed, 2 * span.capacity), sequence.max_total_tokens), needed):
+            grown = self.allocator.extend(span, capacity)
+            if grown is None and (grown := self.allocator.allocate(capacity)) is not None:
+                step.moves.append(Move(span.start, grown.start, sequence.num_computed))
+                self.allocator.release(span)
+            if grown is not None:
+                sequence.span = grown
+                return True
+        return False
+
+    def _preempt(self, sequence: SequenceState, step: Step) -> None:
+        self._release(sequence)
+        sequence.num_computed = 0
+        sequence.metrics.num_preemptions += 1
+        self.running.remove(sequence)
+        self.waiting.appendleft(sequence)
+        step.preempted.append(sequence)
+
+    def _release(self, sequence: SequenceState) -> None:
+        if sequence.span is not None:
+            self.allocator.release(sequence.span)
+            sequence.span = None
+
+
+def held(sequence: SequenceState) -> Span:
+    """The span of a running sequence."""
+    assert sequence.span is not None
+    return sequence.span

@@ -1,0 +1,72 @@
+"""Who chooses the plan. A selector is asked before every round and told what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rayspec.decode.drafting.skip_draft import KeepDrafting
+from rayspec.decode.plan_search import PlanSearch
+from rayspec.decode.stages import RoundResult
+from rayspec.types import Plan, PlanRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """What a plan is chosen for. context: mean tokens a sequence holds; elapsed_s: engine time so far;
+    num_outstanding_tokens: tokens that running and waiting requests may still want."""
+
+    context: int
+    batch: int
+    elapsed_s: float
+    num_outstanding_tokens: int
+
+
+class Selector(Protocol):
+    """`plan` is pure bookkeeping and costs nothing; `improve` may spend time, within the selector's budget."""
+
+    @property
+    def wants_taps(self) -> bool: ...
+
+    @property
+    def gate_reason(self) -> str: ...
+
+    def plan(self, situation: Situation) -> Plan: ...
+
+    def keep_drafting(self, situation: Situation) -> KeepDrafting | None: ...
+
+    def observe(self, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None: ...
+
+    def improve(self, situation: Situation, search: Callable[[], PlanSearch | None]) -> PlanRecord | None: ...
+
+
+class FixedPlan:
+    """The same plan in every round: "ar" (no draft) and "static"."""
+
+    wants_taps = False
+    gate_reason = "the strategy has no gate"
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    def plan(self, situation: Situation) -> Plan:
+        return self._plan
+
+    def keep_drafting(self, situation: Situation) -> KeepDrafting | None:
+        return None
+
+    def observe(self, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
+        pass
+
+    def improve(self, situation: Situation, search: Callable[[], PlanSearch | None]) -> PlanRecord | None:
+        return None
+
+
+def static_plan(skip: Sequence[int], num_sublayers: int, num_draft_tokens: int) -> Plan:
+    """Raises ValueError when a sublayer does not exist."""
+    foreign = [index for index in skip if not 0 <= index < num_sublayers]
+    if foreign:
+        raise ValueError(f"option 'skip' names sublayer {foreign[0]}; the model has 0 to {num_sublayers - 1}")
+    keep = tuple(index not in set(skip) for index in range(num_sublayers))
+    return Plan(keep=keep, num_draft_tokens=num_draft_tokens, source="static")

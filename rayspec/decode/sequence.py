@@ -1,0 +1,133 @@
+"""One sequence being generated. Its committed tokens are the only truth; the arena is a cache of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedTokenizerBase
+
+from rayspec.config import SamplingParams
+from rayspec.model.kv_arena import Span
+from rayspec.types import CompletionOutput, FinishReason, Logprob, RayspecError, RequestMetrics
+
+
+class Detokenizer:
+    """Text of a growing list of tokens, never cutting a UTF-8 character in two, and where a stop string ends it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, params: SamplingParams) -> None:
+        self._tokenizer = tokenizer
+        self._params = params
+        self._token_ids: list[int] = []
+        self._text = ""
+        self._num_shown = 0  # tokens whose text is in _text
+        self._window = 0  # first token that is decoded again, for the spaces between tokens
+
+    def push(self, token_id: int) -> str | None:
+        """Add a token; returns the stop string that it completed, if any. Without stop strings nothing is decoded."""
+        self._token_ids.append(token_id)
+        if not self._params.stop:
+            return None
+        shown = self._decode(self._token_ids[self._window : self._num_shown])
+        grown = self._decode(self._token_ids[self._window :])
+        if len(grown) <= len(shown) or grown.endswith("�"):
+            return None
+        searched_from = max(0, len(self._text) - max(map(len, self._params.stop)) + 1)
+        self._text += grown[len(shown) :]
+        self._window, self._num_shown = self._num_shown, len(self._token_ids)
+        found = [(position, s) for s in self._params.stop if (position := self._text.find(s, searched_from)) >= 0]
+        if not found:
+            return None
+        position, stop = min(found)
+        self._text = self._text[: position + (len(stop) if self._params.include_stop_str_in_output else 0)]
+        return stop
+
+    def text(self, *, stopped: bool) -> str:
+        """The text so far; after a stop string, the text before it."""
+        return self._text if stopped else self._decode(self._token_ids)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._params.skip_special_tokens)  # type: ignore[return-value]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class SequenceState:
+    """A request's sequence (a request with n > 1 has several) and how far it has come."""
+
+    sequence_id: str
+    index: int
+    params: SamplingParams
+    seed: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    max_total_tokens: int
+    eos_token_ids: Collection[int]
+    detokenizer: Detokenizer | None
+    num_computed: int = 0
+    span: Span | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: RayspecError | None = None
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def prefilled(self) -> bool:
+        """All tokens but the newest are in the arena: the sequence can take part in a round."""
+        return self.num_computed == self.num_tokens - 1 and self.num_tokens > self.num_prompt_tokens
+
+    @property
+    def num_remaining(self) -> int:
+        return self.max_total_tokens - self.num_tokens
+
+    def commit(self, token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob]] = ()) -> int:
+        """Append tokens up to the first that ends the sequence; returns how many were taken."""
+        for position, token_id in enumerate(token_ids):
+            self.token_ids.append(token_id)
+            if logprobs:
+                self.logprobs.append(logprobs[position])
+            self._check_end(token_id)
+            if self.finished:
+                return position + 1
+        return len(token_ids)
+
+    def _check_end(self, token_id: int) -> None:
+        stop_string = self.detokenizer.push(token_id) if self.detokenizer else None
+        enough = self.num_tokens - self.num_prompt_tokens >= self.params.min_tokens
+        if enough and not self.params.ignore_eos and token_id in self.eos_token_ids:
+            self.finish_reason = "stop"
+        elif enough and token_id in self.params.stop_token_ids:
+            self.finish_reason, self.stop_reason = "stop", token_id
+        elif enough and stop_string is not None:
+            self.finish_reason, self.stop_reason = "stop", stop_string
+        elif self.num_remaining <= 0:
+            self.finish_reason = "length"
+
+    def fail(self, error: RayspecError) -> None:
+        self.finish_reason, self.error = "error", error
+
+    def output(self) -> CompletionOutput:
+        """A snapshot. `text` is empty when the engine has no tokenizer."""
+        stopped = isinstance(self.stop_reason, str)
+        chosen = [row[token_id].logprob for row, token_id in zip(self.logprobs, self.output_token_ids, strict=False)]
+        return CompletionOutput(
+            index=self.index,
+            text=self.detokenizer.text(stopped=stopped) if self.detokenizer else "",
+            token_ids=tuple(self.output_token_ids),
+            cumulative_logprob=sum(chosen) if self.logprobs else None,
+            logprobs=self.logprobs or None,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )

@@ -1,0 +1,202 @@
+"""Which draft tokens stand, and what comes after them. Both rules give exactly the target's distribution.
+
+**Coupled.** The target's token is a function of the committed tokens and the noise (seed, position); drafts are only
+compared with it. The text is therefore that of plain decoding, token for token, whatever was drafted and however often
+a position was looked at.
+
+**Rejection** (Leviathan et al. 2023, "Fast inference from Transformers via speculative decoding", theorem 1): a draft
+token x, sampled from q, is accepted with probability min(1, p(x) / q(x)); a rejected one is replaced by a sample of
+norm(max(p - q, 0)); after the last one a bonus token is sampled from p. A draft token that was not sampled counts as
+certain: q is one-hot at x.
+
+Why noise that is a function of the position does not bias the rejection rule. Let s be a position and F the noise of
+all positions before s. Given the committed tokens before s, which F determines, the token at s is exactly p-distributed
+if (a) q at s, and whether s is drafted at all in the round that decides it, do not depend on the noise of s, and (b)
+the numbers used at s are independent of F and of each other. (b) holds: a position is *decided* in one round only, by
+ACCEPT and then RECOVER, or by TARGET, each used at s for nothing else. A round that is rejected before s also looks at
+s, but its ACCEPT and RECOVER numbers there influence nothing. Only the token drafted there does: it is seen by the rest
+of that round's draft, by its confidences and by statistics, and through these it may steer the next round. So DRAFT
+noise is also a function of the round's origin (the number of committed tokens when it began, larger in every round),
+and a later round drafts s with numbers that nobody has seen. (a) within a round is the duty of whoever ends a draft:
+**drop a drafted token, or stop before it, by what was known before it was drawn** (earlier draft tokens, the
+confidence, which is a property of q), **never by which token it is.** Stopping after a token is always fine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rayspec.decode.noise import Stream, gumbel, integers, uniform
+from rayspec.decode.sampling import Rows, check_tokens, processed_logits, target_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What to commit for one sequence: the accepted draft tokens, then one recovered or bonus token."""
+
+    token_ids: list[int]
+    num_accepted: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """One rejection round of S sequences, packed. Sequence s owns rows first[s] .. first[s] + lengths[s]; the last one
+    is for the bonus token, the others have a draft token each.
+
+    scores: float32 [N, V], processed target logits. drafts: int64 [N], the draft token of each row, anything in bonus
+    rows. draft_scores: float32 [M, V], processed draft logits. draft_rows: int64 [N], the row of draft_scores that a
+    row's token was sampled from, or -1 if it was not sampled. seeds, positions (of the first row), first, lengths:
+    int64 [S]. longest: the largest of `lengths`, known on the host.
+    """
+
+    scores: Tensor
+    drafts: Tensor
+    draft_scores: Tensor
+    draft_rows: Tensor
+    seeds: Tensor
+    positions: Tensor
+    first: Tensor
+    lengths: Tensor
+    longest: int
+
+
+def verify_coupled(logits: Tensor, rows: Sequence[Rows]) -> list[Verdict]:
+    """Verdicts by the coupled rule from raw target logits [N, V], greedy and sampled alike; pending holds the draft.
+    One host synchronisation."""
+    tokens = target_tokens(logits, rows).tolist()
+    return [_agreement(row.pending, tokens[row.start : row.end]) for row in rows]
+
+
+def verify_rejection(logits: Tensor, rows: Sequence[Rows], draft_logits: Sequence[Tensor | None]) -> list[Verdict]:
+    """Verdicts by the rejection rule from raw target logits [N, V]; pending holds the draft, of g_i tokens.
+
+    draft_logits: for each sequence the processed logits [g_i, V] that its draft was sampled from, or None where it was
+    not sampled (looked up, argmax): its tokens then stand with probability p(x). Greedy sequences compare exactly and
+    ignore theirs. An empty draft gives the token of plain decoding. One host synchronisation. Raises ValueError if
+    draft_logits do not match the draft.
+    """
+    if len(draft_logits) != len(rows):
+        raise ValueError(f"{len(draft_logits)} draft_logits for {len(rows)} sequences: give one (or None) each")
+    if all(row.sampler.greedy or not row.pending for row in rows):
+        return verify_coupled(logits, rows)
+    accepted, last = decide(_packed(logits, rows, draft_logits))
+    decided = torch.stack((accepted, last)).tolist()
+    return [
+        Verdict([*row.pending[:num_accepted], token], num_accepted)
+        for row, num_accepted, token in zip(rows, *decided, strict=True)
+    ]
+
+
+def decide(batch: Round) -> tuple[Tensor, Tensor]:
+    """The rejection rule on tensors: how many draft tokens of each sequence stand, and the token after them; int64 [S]
+    each, without host synchronisation."""
+    target = batch.scores.softmax(-1)
+    draft = batch.draft_scores.softmax(-1)
+    ahead = torch.arange(batch.longest, device=target.device)
+    drafted = ahead < batch.lengths.unsqueeze(1)
+    at = torch.where(drafted, batch.first.unsqueeze(1) + ahead, 0)  # [S, longest]: row of each draft token
+    noise = uniform(
+        batch.seeds.repeat_interleave(batch.longest),
+        (batch.positions.unsqueeze(1) + ahead).flatten(),
+        Stream.ACCEPT,
+        target.device,
+    )
+    accepts = _accepts(*_at_drafts(target, draft, batch, at.flatten()), noise).view_as(drafted) & drafted
+    num_accepted = accepts.long().cumprod(1).sum(1)
+    return num_accepted, _last_tokens(batch, target, draft, num_accepted)
+
+
+def _at_drafts(target: Tensor, draft: Tensor, batch: Round, at: Tensor) -> tuple[Tensor, Tensor]:
+    """p and q of the draft tokens in rows `at`, float64, like `at`."""
+    tokens, rows = batch.drafts[at], batch.draft_rows[at]
+    p = target[at, tokens].double()
+    if not len(draft):
+        return p, torch.ones_like(p)
+    return p, torch.where(rows < 0, 1.0, draft[rows.clamp_min(0), tokens].double())
+
+
+def _accepts(p: Tensor, q: Tensor, noise: Tensor) -> Tensor:
+    """Accept with probability min(1, p / q): float64 p, q and uniform noise, never 0, so that p = 0 is never accepted.
+    q = 0 cannot have been drafted and is refused."""
+    return (q > 0) & (noise * q <= p)
+
+
+def _last_tokens(batch: Round, target: Tensor, draft: Tensor, num_accepted: Tensor) -> Tensor:
+    """The recovered or bonus token of each sequence, int64 [S]."""
+    at = batch.first + num_accepted
+    bonus = num_accepted == batch.lengths
+    stream = torch.where(bonus, int(Stream.TARGET), int(Stream.RECOVER))
+    positions = batch.positions + num_accepted
+    noise = gumbel(batch.seeds, positions, target.shape[1], stream, target.device)
+    residual = _residual(target[at], _draft_distribution(batch, draft, at))
+    scores = torch.where(bonus.unsqueeze(1), batch.scores[at], residual.log())
+    return (scores + noise).argmax(-1)
+
+
+def _draft_distribution(batch: Round, draft: Tensor, at: Tensor) -> Tensor:
+    """q in rows `at`, float32 [len(at), V]."""
+    one_hot = torch.zeros_like(batch.scores[at]).scatter_(1, batch.drafts[at].unsqueeze(1), 1.0)
+    if not len(draft):
+        return one_hot
+    rows = batch.draft_rows[at]
+    return torch.where(rows.unsqueeze(1) < 0, one_hot, draft[rows.clamp_min(0)])
+
+
+def _residual(target: Tensor, draft: Tensor) -> Tensor:
+    """max(p - q, 0), not normalised; p itself where nothing is left (p equals q up to rounding)."""
+    residual = (target - draft).clamp_min_(0)
+    return torch.where(residual.sum(1, keepdim=True) > 0, residual, target)
+
+
+def _packed(logits: Tensor, rows: Sequence[Rows], draft_logits: Sequence[Tensor | None]) -> Round:
+    sampled_from = [None if row.sampler.greedy else given for row, given in zip(rows, draft_logits, strict=True)]
+    drafts, draft_rows, num_dense = [0] * len(logits), [-1] * len(logits), 0
+    for row, given in zip(rows, sampled_from, strict=True):
+        drafts[row.start : row.end - 1] = row.pending
+        if given is not None:
+            if len(given) != len(row.pending):
+                raise ValueError(f"draft_logits have {len(given)} rows for a draft of {len(row.pending)} tokens")
+            draft_rows[row.start : row.end - 1] = range(num_dense, num_dense + len(given))
+            num_dense += len(given)
+    check_tokens("pending", drafts, logits.shape[1])
+    scores = _certain_if_greedy(processed_logits(logits, rows), rows)
+    dense = [given for given in sampled_from if given is not None]
+    lengths = [len(row.pending) for row in rows]
+    samplers = [row.sampler for row in rows]
+    of_rows = integers([*drafts, *draft_rows], scores.device).view(2, -1)
+    of_sequences = integers(
+        [*(s.seed for s in samplers), *(s.position for s in samplers), *(row.start for row in rows), *lengths],
+        scores.device,
+    ).view(4, -1)
+    return Round(
+        scores=scores,
+        drafts=of_rows[0],
+        draft_scores=torch.cat(dense).float() if dense else scores[:0],
+        draft_rows=of_rows[1],
+        seeds=of_sequences[0],
+        positions=of_sequences[1],
+        first=of_sequences[2],
+        lengths=of_sequences[3],
+        longest=max(lengths),
+    )
+
+
+def _certain_if_greedy(scores: Tensor, rows: Sequence[Rows]) -> Tensor:
+    """A greedy target is certain of its argmax, which makes the rule an exact comparison. Changes `scores` in place."""
+    greedy = [index for row in rows if row.sampler.greedy for index in range(row.start, row.end)]
+    if greedy:
+        where = integers(greedy, scores.device)
+        best = scores[where].argmax(1, keepdim=True)
+        scores[where] = torch.full_like(scores[where], -torch.inf).scatter_(1, best, 0.0)
+    return scores
+
+
+def _agreement(draft: Sequence[int], targets: Sequence[int]) -> Verdict:
+    """Draft tokens stand as long as they equal the target's, which come one more."""
+    mismatches = (index for index, token in enumerate(draft) if token != targets[index])
+    num_accepted = next(mismatches, len(draft))
+    return Verdict(list(targets[: num_accepted + 1]), num_accepted)

@@ -1,0 +1,96 @@
+"""Plain decoding for families that do not split into sublayers: transformers' own forward and cache, no drafts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from rayspec.decode.drafting.skip_draft import Draft, KeepDrafting, Turn
+from rayspec.decode.plan_search import PlanSearch
+from rayspec.decode.sampling import Rows, TokenSampler, finite_rows, target_tokens, top_logprobs
+from rayspec.decode.scheduler import Move
+from rayspec.decode.stages import Committed, Opening, Piece, RoundResult
+from rayspec.types import Logprob, Plan
+
+
+class WholeModelStages:
+    """The `Stages` of a model that is run as one piece, sequence by sequence. Each sequence has its own cache."""
+
+    def __init__(self, model: PreTrainedModel, *, vocab_size: int) -> None:
+        self._model = model
+        self._vocab_size = vocab_size
+        self._samplers: dict[str, TokenSampler] = {}
+        self._caches: dict[str, DynamicCache] = {}
+
+    @property
+    def num_sublayers(self) -> int:
+        return 2 * int(self._model.config.num_hidden_layers)
+
+    def open(self, opening: Opening) -> None:
+        self._samplers[opening.sequence_id] = TokenSampler(
+            opening.params,
+            seed=opening.seed,
+            prompt_token_ids=opening.prompt_token_ids,
+            output_token_ids=opening.output_token_ids,
+            eos_token_ids=opening.eos_token_ids,
+            vocab_size=self._vocab_size,
+            device=self._model.device,
+        )
+
+    def close(self, sequence_id: str) -> None:
+        del self._samplers[sequence_id]
+        self._caches.pop(sequence_id, None)
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """Caches are not in an arena: there is nothing to move."""
+
+    @torch.inference_mode()
+    def prefill(self, pieces: Sequence[Piece]) -> list[Committed | None]:
+        return [
+            self._choose(piece.sequence_id, logits) if piece.sample else None
+            for piece in pieces
+            for logits in [self._forward(piece.sequence_id, piece.first, piece.token_ids)]
+        ]
+
+    @torch.inference_mode()
+    def round(self, turns: Sequence[Turn], plan: Plan, keep_drafting: KeepDrafting | None, *, tap: bool) -> RoundResult:
+        started = time.perf_counter()
+        committed = [
+            self._choose(turn.sequence_id, self._forward(turn.sequence_id, turn.length - 1, [turn.last_token]))
+            for turn in turns
+        ]
+        return RoundResult(
+            committed=committed,
+            drafts=[Draft() for _ in turns],
+            num_accepted=[0] * len(turns),
+            num_draft_steps=0,
+            draft_s=0.0,
+            verify_s=time.perf_counter() - started,
+        )
+
+    def search(self, starts: Mapping[str, int]) -> PlanSearch | None:
+        return None
+
+    def _forward(self, sequence_id: str, first: int, token_ids: Sequence[int]) -> Tensor:
+        """Logits [1, V] after the tokens. From position 0 the sequence starts again with an empty cache."""
+        if first == 0:
+            self._caches[sequence_id] = DynamicCache(config=self._model.config)
+        tokens = torch.tensor([list(token_ids)], device=self._model.device)
+        output = self._model(
+            input_ids=tokens, past_key_values=self._caches[sequence_id], use_cache=True, logits_to_keep=1
+        )
+        return output.logits[0, -1:]  # type: ignore[no-any-return]
+
+    def _choose(self, sequence_id: str, logits: Tensor) -> Committed:
+        sampler = self._samplers[sequence_id]
+        token_ids = target_tokens(logits, [Rows(sampler, 0, ())]).tolist()
+        if not bool(finite_rows(logits)[0]):
+            return Committed(token_ids, (), False)
+        count = sampler.params.logprobs
+        logprobs: Sequence[dict[int, Logprob]] = () if count is None else top_logprobs(logits, token_ids, count)
+        sampler.commit(token_ids)
+        return Committed(token_ids, logprobs, True)

@@ -1,0 +1,175 @@
+"""Packed ragged attention over the arena, registered with transformers' attention interface as "rayspec".
+
+Rows of many sequences lie side by side; each sequence's rows attend to its own span. No padding, no mask in decode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from rayspec.model.kv_arena import KVArena
+
+IMPLEMENTATION = "rayspec"
+# Up to here the query heads that share a key head are folded into rows, so that keys are read once, not once a head.
+_MAX_FOLDED_ROWS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """Consecutive rows `first` .. `first + num_rows` that belong to one sequence.
+
+    The sequence's position 0 is arena slot `start`; positions 0 .. `context` - 1 are there already. In a writing batch
+    the rows are positions `context`, `context` + 1, ... and see one another causally. Otherwise they are alternatives
+    for the one position `context` (branches of the plan search): each sees the context and itself.
+    """
+
+    first: int
+    num_rows: int
+    start: int
+    context: int
+
+
+@dataclass(slots=True)
+class PackedRows:
+    """A packed batch: what attention must know about its N rows.
+
+    positions: [N] int64; slots: [N] int64 where keys and values go, None for branches that leave no trace.
+    """
+
+    arena: KVArena
+    positions: Tensor
+    slots: Tensor | None
+    groups: Sequence[RowGroup]
+    rope: dict[str, Any] = field(default_factory=dict)
+    masks: dict[tuple[int, int | None, int], Tensor] = field(default_factory=dict)
+
+
+def pack(
+    arena: KVArena, spans: Sequence[tuple[int, int, int]], *, device: torch.device, pad_to: int = 0
+) -> PackedRows:
+    """Rows that extend sequences. spans: (arena start, first position, number of rows) of each.
+
+    Rows up to `pad_to` are added that attend to nothing and write to the arena's spare slots.
+    """
+    groups, positions, slots, first = [], [], [], 0
+    for start, context, num_rows in spans:
+        groups.append(RowGroup(first, num_rows, start, context))
+        positions.extend(range(context, context + num_rows))
+        slots.extend(range(start + context, start + context + num_rows))
+        first += num_rows
+    num_padding = max(0, pad_to - first)
+    positions.extend([0] * num_padding)
+    slots.extend(range(arena.num_slots, arena.num_slots + num_padding))
+    where = torch.tensor([positions, slots], device=device)
+    return PackedRows(arena, where[0], where[1], groups)
+
+
+def pack_branches(arena: KVArena, tokens: Sequence[tuple[int, int]], num_branches: int, positions: Tensor) -> PackedRows:
+    """`num_branches` alternatives for each token. tokens: (arena start, position); positions: [tokens * branches]."""
+    groups = [
+        RowGroup(index * num_branches, num_branches, start, position) for index, (start, position) in enumerate(tokens)
+    ]
+    return PackedRows(arena, positions, None, groups)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packed: PackedRows,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention signature. query: [1, H, N, D]; key, value: [1, H_kv, N, D]; returns [1, N, H, D_v]."""
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    keys, values = packed.arena.keys[layer], packed.arena.values[layer]
+    if packed.slots is not None:
+        packed.arena.write(layer, packed.slots, key[0], value[0])
+    output = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
+    for group in packed.groups:
+        rows = slice(group.first, group.first + group.num_rows)
+        past = max(0, group.context + 1 - sliding_window) if sliding_window else 0
+        if packed.slots is None:
+            context = slice(group.start + past, group.start + group.context)
+            mixed = _branches(
+                query[0, :, rows], key[0, :, rows], value[0, :, rows], keys[:, context], values[:, context],
+                scaling, softcap,
+            )  # fmt: skip
+        else:
+            seen = slice(group.start + past, group.start + group.context + group.num_rows)
+            mask = _mask(packed, group, sliding_window, past) if group.num_rows > 1 else None
+            mixed = _causal(query[0, :, rows], keys[:, seen], values[:, seen], mask, scaling, softcap)
+        output[0, rows] = mixed.transpose(0, 1)
+    return output, None
+
+
+def _mask(packed: PackedRows, group: RowGroup, sliding_window: int | None, past: int) -> Tensor:
+    """[num_rows, keys] bool, True = may see. Layers with the same window share it."""
+    name = (group.first, sliding_window, past)
+    if name not in packed.masks:
+        device = packed.positions.device
+        rows = torch.arange(group.context, group.context + group.num_rows, device=device)[:, None]
+        columns = torch.arange(past, group.context + group.num_rows, device=device)
+        mask = columns <= rows
+        packed.masks[name] = mask & (columns > rows - sliding_window) if sliding_window else mask
+    return packed.masks[name]
+
+
+def _causal(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
+) -> Tensor:
+    """query: [H, m, D]; keys, values: [H_kv, n, D]; mask: [m, n] or None; returns [H, m, D_v]."""
+    num_heads, num_rows, dim = query.shape
+    num_shared = num_heads // keys.shape[0]
+    if num_rows <= _MAX_FOLDED_ROWS or softcap:
+        query = query.reshape(keys.shape[0], num_shared * num_rows, dim)
+        mask = mask.repeat(num_shared, 1) if mask is not None else None
+        if softcap:
+            scores = torch.tanh(query @ keys.transpose(1, 2) * (scaling / softcap)) * softcap
+            scores = scores if mask is None else scores.masked_fill(~mask, float("-inf"))
+            mixed = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype) @ values
+        else:
+            mixed = scaled_dot_product_attention(query[None], keys[None], values[None], mask, scale=scaling)[0]
+        return mixed.reshape(num_heads, num_rows, values.shape[-1])
+    return scaled_dot_product_attention(
+        query[None], keys[None], values[None], mask, scale=scaling, enable_gqa=num_shared > 1
+    )[0]
+
+
+def _branches(
+    query: Tensor,
+    own_key: Tensor,
+    own_value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scaling: float,
+    softcap: float | None,
+) -> Tensor:
+    """Each row sees the shared context and itself. query: [H, m, D]; own: [H_kv, m, D]; keys: [H_kv, n, D]."""
+    num_kv_heads, num_rows, _ = own_key.shape
+    folded = query.reshape(num_kv_heads, -1, num_rows, query.shape[-1])
+    shared = folded.flatten(1, 2) @ keys.transpose(1, 2)
+    own = (folded * own_key[:, None]).sum(-1).reshape(num_kv_heads, -1, 1)
+    scores = torch.cat([shared, own], -1).float() * scaling
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    weights = torch.softmax(scores, -1).to(values.dtype)
+    mixed = (weights[..., :-1] @ values).reshape(num_kv_heads, -1, num_rows, values.shape[-1])
+    mixed = mixed + weights[..., -1:].reshape(num_kv_heads, -1, num_rows, 1) * own_value[:, None]
+    return mixed.reshape(query.shape[0], num_rows, values.shape[-1])
+
+
+AttentionInterface.register(IMPLEMENTATION, packed_attention)

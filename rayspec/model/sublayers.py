@@ -1,0 +1,65 @@
+"""THE forward. Prefill, draft, verify, profile and plan search are calls of `run` with other rows and other spans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, nn
+
+from rayspec.model.attention import PackedRows
+
+Tap = Callable[[int, Tensor], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sublayer:
+    """One attention or MLP block with its norms and residual. `index` counts sublayers, `layer` decoder layers."""
+
+    index: int
+    kind: Literal["attention", "mlp"]
+    layer: int
+    layer_type: str
+    block: nn.Module
+    pre_norm: nn.Module | None
+    post_norm: nn.Module | None
+    residual_scale: float
+
+    def __call__(self, hidden: Tensor, rows: PackedRows) -> Tensor:
+        """hidden: [1, N, hidden_size] in and out."""
+        branch = hidden if self.pre_norm is None else self.pre_norm(hidden)
+        if self.kind == "attention":
+            branch, _ = self.block(
+                hidden_states=branch,
+                position_embeddings=rows.rope[self.layer_type],
+                position_ids=rows.positions[None],
+                attention_mask=None,
+                packed=rows,
+            )
+        else:
+            branch = self.block(branch)
+        if self.post_norm is not None:
+            branch = self.post_norm(branch)
+        return hidden + (branch if self.residual_scale == 1 else branch * self.residual_scale)
+
+
+def run(
+    span: Sequence[Sublayer],
+    hidden: Tensor,
+    rows: PackedRows,
+    *,
+    keep: Sequence[bool] | None = None,
+    tap: Tap | None = None,
+) -> Tensor:
+    """Run a contiguous span of sublayers over packed rows.
+
+    hidden: [1, N, hidden_size]. keep: flag per sublayer of the whole model; None runs all. `tap(i, hidden)` is called
+    with the hidden states after sublayer i, run or not. Returns the hidden states after the span.
+    """
+    for sublayer in span:
+        if keep is None or keep[sublayer.index]:
+            hidden = sublayer(hidden, rows)
+        if tap is not None:
+            tap(sublayer.index, hidden)
+    return hidden

@@ -1,0 +1,215 @@
+"""The nouns every floor shares: plans, outputs, errors. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+if TYPE_CHECKING:
+    from rayspec.config import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class RayspecError(Exception):
+    """Base of every error rayspec raises on purpose. `kind` is stable: it is what reports and output rows show."""
+
+    kind: ClassVar[str] = "internal"
+
+
+class ConfigError(RayspecError, ValueError):
+    """An option is unknown or has a value that cannot work."""
+
+    kind = "config"
+
+
+class CheckpointError(RayspecError):
+    """The model or tokenizer could not be loaded completely."""
+
+    kind = "checkpoint"
+
+
+class UnsupportedModelError(RayspecError):
+    """The architecture cannot be run the way that was asked for."""
+
+    kind = "unsupported_model"
+
+
+class RequestError(RayspecError, ValueError):
+    """One request or one input row is at fault; the others go on."""
+
+    kind = "request"
+
+
+class EmptyPromptError(RequestError):
+    kind = "empty_prompt"
+
+
+class PromptTooLongError(RequestError):
+    kind = "prompt_too_long"
+
+
+class InvalidTokenError(RequestError):
+    kind = "invalid_token"
+
+
+class InputFileError(RequestError):
+    """A file or row of the input could not be read as what it should be."""
+
+    kind = "input"
+
+
+class NonFiniteLogitsError(RequestError):
+    """The model produced NaN or infinite logits for this sequence."""
+
+    kind = "non_finite_logits"
+
+
+class OutOfMemoryError(RequestError):
+    """The KV arena or the device cannot hold this sequence."""
+
+    kind = "out_of_memory"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How the target drafts for itself.
+
+    keep: one flag per sublayer, in order (attention and MLP of layer 0, of layer 1, ...); True = the draft runs it.
+    num_draft_tokens: the most tokens drafted before a verify; 0 = no draft at all (plain decoding).
+    source: who made the plan and why, for reports.
+    """
+
+    keep: tuple[bool, ...]
+    num_draft_tokens: int
+    source: str
+
+    def __post_init__(self) -> None:
+        if self.num_draft_tokens < 0:
+            raise ValueError(f"num_draft_tokens is {self.num_draft_tokens}; it must be 0 (no draft) or more")
+
+    @property
+    def drafts(self) -> bool:
+        return self.num_draft_tokens > 0
+
+    @property
+    def prefix(self) -> int:
+        """Number of leading sublayers that the draft and the target compute alike."""
+        return self.keep.index(False) if False in self.keep else len(self.keep)
+
+
+def no_draft(num_sublayers: int, source: str) -> Plan:
+    return Plan(keep=(True,) * num_sublayers, num_draft_tokens=0, source=source)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRecord:
+    """A decision of the plan search, for reports. Rates are in tokens per second of one sequence."""
+
+    elapsed_s: float
+    context: int
+    batch: int
+    plan: Plan
+    estimated_acceptance: float
+    predicted_tpt: float
+    plain_tpt: float
+    optimise_s: float
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineStats:
+    """What an engine has done since it was made. Seconds are wall time inside the engine."""
+
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_rounds: int = 0
+    num_plain_rounds: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_preemptions: int = 0
+    prefill_s: float = 0.0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    optimise_s: float = 0.0
+    total_s: float = 0.0
+    accepted_lengths: dict[int, int] = field(default_factory=dict)
+    gate_reason: str = ""
+    plans: list[PlanRecord] = field(default_factory=list)
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
+
+    @property
+    def mean_accepted_length(self) -> float | None:
+        """Tokens committed a drafted round: 1 + accepted / rounds, as vLLM counts it."""
+        rounds = self.num_rounds - self.num_plain_rounds
+        return 1 + self.num_accepted_tokens / rounds if rounds else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logprob:
+    """Log-probability of one token under the model's raw distribution, and its rank (1 = most likely)."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One prompt to complete: text, or the token ids themselves (which then win)."""
+
+    request_id: str
+    params: SamplingParams
+    prompt: str | None = None
+    prompt_token_ids: Sequence[int] | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestMetrics:
+    """Counts and times of one request. A *round* is one verify; rounds without a draft count too."""
+
+    num_rounds: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_preemptions: int = 0
+    arrival_s: float = 0.0
+    first_token_s: float | None = None
+    finished_s: float | None = None
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
+
+
+@dataclass(slots=True, kw_only=True)
+class CompletionOutput:
+    """One generated text, shaped like vLLM's."""
+
+    index: int
+    text: str
+    token_ids: Sequence[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestOutput:
+    """What one request has become, shaped like vLLM's. `error` is set when it failed; `outputs` then holds what
+    had been generated."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: Sequence[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    error: RayspecError | None = None
