@@ -103,18 +103,36 @@ def no_draft(num_sublayers: int, source: str) -> Plan:
     return Plan(keep=(True,) * num_sublayers, num_draft_tokens=0, source=source)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class PlanRecord:
-    """A decision of the plan search, for reports. Rates are in tokens per second of one sequence."""
+    """A decision of the plan search, why it was made, and how it did. Rates are tokens per second of one sequence.
+
+    `optimise_s` is 0 when a known candidate was taken without a new search. `num_tokens` and `sequence_s` (seconds
+    times sequences) grow while the plan is in use.
+    """
 
     elapsed_s: float
     context: int
     batch: int
     plan: Plan
+    reason: str
     estimated_acceptance: float
     predicted_tpt: float
     plain_tpt: float
     optimise_s: float
+    num_tokens: int = 0
+    sequence_s: float = 0.0
+    num_accepted_tokens: int = 0
+    num_tested_tokens: int = 0
+
+    @property
+    def measured_tpt(self) -> float | None:
+        return self.num_tokens / self.sequence_s if self.sequence_s else None
+
+    @property
+    def observed_acceptance(self) -> float | None:
+        """Share of the draft tokens that were tested, that is, up to and with the first rejected one."""
+        return self.num_accepted_tokens / self.num_tested_tokens if self.num_tested_tokens else None
 
 
 @dataclass(slots=True, kw_only=True)

@@ -175,9 +175,7 @@ class Engine:
         situation = self._situation(sequences)
         plan = self._selector.plan(situation)
         turns = [self._turn(sequence, plan.num_draft_tokens) for sequence in sequences]
-        result = self._stages.round(
-            turns, plan, self._selector.keep_drafting(situation), tap=self._selector.wants_taps
-        )
+        result = self._stages.round(turns, plan, self._selector.keep_drafting(situation), tap=self._selector.wants_taps)
         num_tokens = 0
         for sequence, committed, drafted, num_accepted in zip(
             sequences, result.committed, result.drafts, result.num_accepted, strict=True

@@ -74,7 +74,12 @@ def load_engine(config: EngineConfig, *, with_tokenizer: bool = True) -> Engine:
 
 
 def _plain_engine(
-    config: EngineConfig, model: PreTrainedModel, reason: str, vocabulary: Vocabulary, max_model_len: int, tokenizer: object
+    config: EngineConfig,
+    model: PreTrainedModel,
+    reason: str,
+    vocabulary: Vocabulary,
+    max_model_len: int,
+    tokenizer: object,
 ) -> Engine:
     if config.deterministic:
         raise ConfigError(f"option 'deterministic' needs a model that splits into sublayers: {reason}")

@@ -44,9 +44,9 @@ def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, Te
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_NUM_ROUNDS):  # int64 products wrap: their 64 bits are the unsigned ones
-        low, high = c2 * _MULTIPLIERS[1], c0 * _MULTIPLIERS[0]
-        c0, c1, c2, c3 = (low >> 32 ^ c1 ^ k0) & _LOW, low, (high >> 32 ^ c3 ^ k1) & _LOW, high
-        k0, k1 = k0 + _WEYL[0], k1 + _WEYL[1]  # bits above the low 32 of c1, c3, k0 and k1 are masked away later
+        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (p1 >> 32 ^ c1 ^ k0) & _LOW, p1, (p0 >> 32 ^ c3 ^ k1) & _LOW, p0
+        k0, k1 = k0 + _WEYL[0], k1 + _WEYL[1]  # of c1, c3, k0 and k1 only the low 32 bits count
     return c0, c1 & _LOW, c2, c3 & _LOW
 
 

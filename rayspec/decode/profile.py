@@ -79,9 +79,7 @@ def measure(runner: Runner, clock: Callable[[], float] = time.perf_counter) -> L
             if context > CONTEXTS[0] and not name.startswith("attention"):
                 continue
             seconds = _sublayer_seconds(runner, batch, hidden, [own == name for own in names], clock)
-            measurements.append(
-                Measurement(kind=name, rows=rows, context=context, batch=batch_size, seconds=seconds)
-            )
+            measurements.append(Measurement(kind=name, rows=rows, context=context, batch=batch_size, seconds=seconds))
         if context == CONTEXTS[0] and batch_size == 1:
             head_s = _seconds(lambda hidden=hidden: runner.head(hidden), runner.device, clock)  # type: ignore[misc]
             measurements.append(Measurement(kind=HEAD, rows=rows, context=0, batch=1, seconds=head_s))

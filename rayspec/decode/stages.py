@@ -195,9 +195,7 @@ class LocalStages:
         return hidden
 
     def _embed_rows(self, turns: Sequence[Turn], drafts: Sequence[Draft]) -> Tensor:
-        tokens = [
-            token for turn, one in zip(turns, drafts, strict=True) for token in (turn.last_token, *one.token_ids)
-        ]
+        tokens = [token for turn, one in zip(turns, drafts, strict=True) for token in (turn.last_token, *one.token_ids)]
         return self.runner.embed(torch.tensor(tokens, device=self.runner.device))
 
     def _rejoin(self, turns: Sequence[Turn], drafted: DraftRound, prefix: int) -> Tensor:

@@ -117,7 +117,9 @@ def decompose(model: PreTrainedModel) -> Decomposition:
         raise
     except (AttributeError, TypeError, KeyError, RuntimeError, ValueError) as error:
         config._attn_implementation = before
-        raise UnsupportedModelError(f"{config.model_type}: the decoder does not run sublayer by sublayer: {error}") from error
+        raise UnsupportedModelError(
+            f"{config.model_type}: the decoder does not run sublayer by sublayer: {error}"
+        ) from error
     config._attn_implementation = IMPLEMENTATION
     return parts
 
@@ -140,7 +142,9 @@ def max_positions(config: PretrainedConfig) -> int | None:
 def _require_croppable_attention(config: PretrainedConfig) -> None:
     foreign = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if foreign:
-        raise UnsupportedModelError(f"{config.model_type}: state of {', '.join(sorted(foreign))} layers cannot be cropped")
+        raise UnsupportedModelError(
+            f"{config.model_type}: state of {', '.join(sorted(foreign))} layers cannot be cropped"
+        )
     if getattr(config, "num_kv_shared_layers", 0):
         raise UnsupportedModelError(f"{config.model_type}: layers share keys and values, so they cannot be skipped")
 

@@ -51,9 +51,7 @@ class PackedRows:
     masks: dict[tuple[int, int | None, int], Tensor] = field(default_factory=dict)
 
 
-def pack(
-    arena: KVArena, spans: Sequence[tuple[int, int, int]], *, device: torch.device, pad_to: int = 0
-) -> PackedRows:
+def pack(arena: KVArena, spans: Sequence[tuple[int, int, int]], *, device: torch.device, pad_to: int = 0) -> PackedRows:
     """Rows that extend sequences. spans: (arena start, first position, number of rows) of each.
 
     Rows up to `pad_to` are added that attend to nothing and write to the arena's spare slots.
@@ -71,7 +69,9 @@ def pack(
     return PackedRows(arena, where[0], where[1], groups)
 
 
-def pack_branches(arena: KVArena, tokens: Sequence[tuple[int, int]], num_branches: int, positions: Tensor) -> PackedRows:
+def pack_branches(
+    arena: KVArena, tokens: Sequence[tuple[int, int]], num_branches: int, positions: Tensor
+) -> PackedRows:
     """`num_branches` alternatives for each token. tokens: (arena start, position); positions: [tokens * branches]."""
     groups = [
         RowGroup(index * num_branches, num_branches, start, position) for index, (start, position) in enumerate(tokens)

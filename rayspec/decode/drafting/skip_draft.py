@@ -69,9 +69,7 @@ def draft(
     active = [index for index, turn in enumerate(turns) if turn.max_draft_tokens > 0]
     while active:
         drafts = [result.drafts[index] for index in active]
-        inputs = [
-            d.token_ids[-1] if d.token_ids else turns[i].last_token for i, d in zip(active, drafts, strict=True)
-        ]
+        inputs = [d.token_ids[-1] if d.token_ids else turns[i].last_token for i, d in zip(active, drafts, strict=True)]
         batch = runner.batch(
             [
                 RowSpan(turns[i].start, turns[i].length - 1 + len(d.token_ids), 1)

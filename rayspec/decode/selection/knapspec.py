@@ -1,2 +1,281 @@
+"""KnapSpec: the knapsack over sublayers, solved again whenever what it went by has changed, judged by what it earns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rayspec.config import SpeculationOptions
+from rayspec.decode.drafting.skip_draft import KeepDrafting
+from rayspec.decode.plan_search import PlanSearch
+from rayspec.decode.selection.base import Situation
+from rayspec.decode.stages import RoundResult
+from rayspec.planning.acceptance import Choice, best_choice, shrink, worth_drafting
+from rayspec.planning.budget import Budget, Trigger
+from rayspec.planning.calibration import Calibration, Correction
+from rayspec.planning.gate import Gate
+from rayspec.planning.knapsack import count_rows, quantize, solve
+from rayspec.planning.latency import LatencyModel
+from rayspec.types import Plan, PlanRecord, no_draft
+
+# The first search is an investment: it may take this share of the work that is waiting.
+_FIRST_SEARCH_SHARE = 0.1
+# Rounds between two looks at whether another known candidate has become the better choice.
+_ROUNDS_TO_REVIEW = 16
+_USE_HALF_LIFE = 256.0
+
+
+@dataclass(slots=True)
+class Candidate:
+    """A draft the last search found, what the tapped tokens say of its acceptance, and what use has shown."""
+
+    keep: tuple[bool, ...]
+    similarity: float
+    num_agreed: int
+    num_tapped: int
+    num_accepted: float = 0.0
+    num_tested: float = 0.0
+
+    @property
+    def estimate(self) -> float:
+        """Acceptance by the tapped tokens alone, on the low side; similarity stands in for the tokens not seen."""
+        prior = min(max(self.similarity, 0.0), 1.0)
+        return float(shrink(self.num_agreed, self.num_tapped, prior).lower())
+
+    def observe(self, num_accepted: int, num_tested: int) -> None:
+        fade = 0.5 ** (num_tested / _USE_HALF_LIFE)
+        self.num_accepted = self.num_accepted * fade + num_accepted
+        self.num_tested = self.num_tested * fade + num_tested
+
+
 class KnapSpec:
-    def __init__(self,*a): pass
+    """Selector of plans by the knapsack. It drafts only where that is predicted, and then measured, to pay.
+
+    Between searches the known candidates are compared again now and then, with what was learned of the one in use;
+    that costs nothing. `clock` times searches.
+    """
+
+    def __init__(
+        self, options: SpeculationOptions, latency: LatencyModel, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._options = options
+        self._latency = latency
+        self._clock = clock
+        self._no_draft = no_draft(len(latency.sublayers), "knapspec: no draft")
+        self._plan = self._no_draft
+        self._choice: Choice | None = None
+        self._record: PlanRecord | None = None
+        self._candidates: list[Candidate] = []
+        self._rounds_to_review = _ROUNDS_TO_REVIEW
+        self._budget = Budget(options.optimise_share)
+        self._trigger = Trigger()
+        self._gate = Gate()
+        self._correction = Correction()
+        self._calibration = Calibration()
+        self._wants_taps = True
+
+    @property
+    def wants_taps(self) -> bool:
+        return self._wants_taps
+
+    @property
+    def gate_reason(self) -> str:
+        return self._gate.reason if self._options.gate else "the gate is off"
+
+    def plan(self, situation: Situation) -> Plan:
+        if self._options.gate and self._gate.choose() == "plain":
+            return self._no_draft
+        return self._plan
+
+    def keep_drafting(self, situation: Situation) -> KeepDrafting | None:
+        """Draft on while the next token is expected to earn more than its time costs at the predicted rate."""
+        candidate = self._in_use
+        if not self._options.confidence_stop or candidate is None or self._choice is None:
+            return None
+        context, batch = situation.context, situation.batch
+        step_s = self._latency.draft_step_s(self._plan.keep, context=context, batch=batch)
+        row_s = (
+            self._latency.verify_s(rows=8 * batch, context=context, batch=batch)
+            - self._latency.verify_s(rows=batch, context=context, batch=batch)
+        ) / (7 * batch)
+        rate = self._choice.tpt * batch
+        usual = self._acceptance([candidate])[0]
+
+        def keep(confidences: Sequence[Sequence[float]]) -> Sequence[bool]:
+            survival = [float(np.prod(self._calibration.acceptance(one))) for one in confidences]
+            worth: list[bool] = worth_drafting(survival, usual, rate=rate, step_s=step_s, row_s=row_s).tolist()
+            return worth
+
+        return keep
+
+    def observe(self, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
+        num_accepted, num_tested = self._learn(result)
+        step_s = self._latency.decode_step_s(context=situation.context, batch=situation.batch)
+        drafted = any(one.token_ids for one in result.drafts)
+        if drafted or not plan.drafts:
+            mode = "draft" if drafted else "plain"
+            self._gate.observe(mode, num_tokens, seconds, reference_rate=situation.batch / step_s)
+        self._trigger.observe(num_tokens=num_tokens / situation.batch, num_accepted=num_accepted, num_tested=num_tested)
+        if self._record is not None and plan is self._record.plan:
+            self._record.num_tokens += num_tokens
+            self._record.sequence_s += seconds * situation.batch
+            self._record.num_accepted_tokens += num_accepted
+            self._record.num_tested_tokens += num_tested
+        self._rounds_to_review -= 1
+
+    def improve(self, situation: Situation, search: Callable[[], PlanSearch | None]) -> PlanRecord | None:
+        """Search when there is a reason and the budget allows; else, now and then, review the known candidates."""
+        reason = self._trigger.reason(context=situation.context, batch=situation.batch)
+        affordable = reason is not None and self._affordable(situation)
+        if reason is not None and affordable and self._wants_taps:
+            found = search()
+            if found is not None and found.num_tokens >= self._options.knapsack.num_tap_tokens:
+                return self._search(situation, found, reason)
+        self._wants_taps = affordable
+        if self._rounds_to_review <= 0 and self._candidates:
+            return self._review(situation)
+        return None
+
+    @property
+    def _in_use(self) -> Candidate | None:
+        index = self._choice.candidate if self._choice else None
+        return None if index is None else self._candidates[index]
+
+    def _learn(self, result: RoundResult) -> tuple[int, int]:
+        """From the draft tokens that were tested: up to and with the first rejected one of each draft."""
+        num_accepted = num_tested = 0
+        confidences: list[float] = []
+        outcomes: list[bool] = []
+        for one, accepted in zip(result.drafts, result.num_accepted, strict=True):
+            tested = min(accepted + 1, len(one.token_ids))
+            num_accepted, num_tested = num_accepted + accepted, num_tested + tested
+            confidences.extend(one.confidences[:tested])
+            outcomes.extend(position < accepted for position in range(tested))
+        candidate = self._in_use
+        if num_tested and candidate is not None:
+            self._calibration.observe(confidences, outcomes)
+            self._correction.observe(candidate.estimate, num_accepted=num_accepted, num_tested=num_tested)
+            candidate.observe(num_accepted, num_tested)
+        return num_accepted, num_tested
+
+    def _acceptance(self, candidates: Sequence[Candidate]) -> list[float]:
+        """What to expect of each: its estimate, corrected by what was seen of all, then drawn to what was seen of it."""
+        corrected = self._correction.apply([candidate.estimate for candidate in candidates])
+        return [
+            float(shrink(one.num_accepted, one.num_tested, float(prior), strength=16.0).mean)
+            for one, prior in zip(candidates, corrected, strict=True)
+        ]
+
+    def _affordable(self, situation: Situation) -> bool:
+        step_s = self._latency.decode_step_s(context=situation.context, batch=situation.batch)
+        remaining_s = situation.num_outstanding_tokens * step_s / situation.batch
+        cost_s = self._search_cost_s(situation)
+        if (
+            self._budget.spent_s == 0
+            and self._options.optimise_share > 0
+            and cost_s <= _FIRST_SEARCH_SHARE * remaining_s
+        ):
+            return True
+        return self._budget.allows(cost_s, elapsed_s=situation.elapsed_s, expected_remaining_s=remaining_s)
+
+    def _search_cost_s(self, situation: Situation) -> float:
+        options = self._options.knapsack
+        num_states = count_rows(
+            self._weights(situation), max_weight=self._max_weight(situation), max_states=options.max_states
+        )
+        rows = np.asarray(num_states) * options.num_tap_tokens
+        return float(
+            sum(
+                self._latency.sublayer_s(
+                    index, rows=int(count), context=situation.context, batch=options.num_tap_tokens
+                )
+                for index, count in enumerate(rows)
+            )
+        )
+
+    def _weights(self, situation: Situation) -> list[int]:
+        seconds = self._latency.sublayers_s(rows=situation.batch, context=situation.context, batch=situation.batch)
+        return quantize(seconds.tolist(), self._options.knapsack.resolution)
+
+    def _max_weight(self, situation: Situation) -> int:
+        return int(sum(self._weights(situation)) * self._options.knapsack.max_skipped_share)
+
+    def _search(self, situation: Situation, found: PlanSearch, reason: str) -> PlanRecord:
+        started = self._clock()
+        options = self._options.knapsack
+        solution = solve(
+            self._weights(situation),
+            found,
+            max_weight=self._max_weight(situation),
+            min_similarity=options.min_cosine,
+            max_states=options.max_states,
+        )
+        agreed = found.agreement(solution.states)
+        previous = self._in_use
+        self._candidates = [
+            Candidate(one.keep, one.similarity, int(agreed[one.index]), found.num_tokens) for one in solution.candidates
+        ]
+        for one in self._candidates:
+            if previous is not None and one.keep == previous.keep:
+                one.num_accepted, one.num_tested = previous.num_accepted, previous.num_tested
+        if previous is not None and all(one.keep != previous.keep for one in self._candidates):
+            self._candidates.append(previous)
+        self._wants_taps = False
+        spent_s = self._clock() - started
+        self._budget.spend(spent_s)
+        return self._decide(situation, reason, spent_s)
+
+    def _review(self, situation: Situation) -> PlanRecord | None:
+        """Another known candidate, or another length, if it has become clearly better than the one in use."""
+        self._rounds_to_review = _ROUNDS_TO_REVIEW
+        choice = self._best(situation)
+        in_use = self._choice.candidate if self._choice else None
+        if choice.candidate == in_use:
+            self._choice = choice
+            return None
+        return self._decide(situation, "what was observed favours another candidate", 0.0)
+
+    def _best(self, situation: Situation) -> Choice:
+        return best_choice(
+            [candidate.keep for candidate in self._candidates],
+            self._acceptance(self._candidates),
+            self._latency,
+            context=situation.context,
+            batch=situation.batch,
+            max_draft_tokens=self._options.max_draft_tokens,
+        )
+
+    def _decide(self, situation: Situation, reason: str, spent_s: float) -> PlanRecord:
+        before = self._plan.keep if self._plan.drafts else None
+        self._choice = choice = self._best(situation)
+        candidate = self._in_use
+        expected = self._acceptance([candidate])[0] if candidate else 0.0
+        if candidate is None:
+            self._plan = self._no_draft
+        else:
+            length = self._options.max_draft_tokens if self._options.confidence_stop else choice.num_draft_tokens
+            self._plan = Plan(keep=candidate.keep, num_draft_tokens=length, source="knapspec")
+        after = self._plan.keep if self._plan.drafts else None
+        self._gate.new_plan(choice.predicted_gain)
+        self._trigger.planned(
+            changed=after != before,
+            context=situation.context,
+            batch=situation.batch,
+            expected_acceptance=expected if candidate else None,
+        )
+        self._rounds_to_review = _ROUNDS_TO_REVIEW
+        self._record = PlanRecord(
+            elapsed_s=situation.elapsed_s,
+            context=situation.context,
+            batch=situation.batch,
+            plan=self._plan,
+            reason=reason,
+            estimated_acceptance=expected,
+            predicted_tpt=choice.tpt,
+            plain_tpt=choice.plain_tpt,
+            optimise_s=spent_s,
+        )
+        return self._record

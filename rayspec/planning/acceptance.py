@@ -1,0 +1,143 @@
+"""From acceptance to a decision: expected tokens, the best draft and its length, and when a draft should end.
+
+Acceptance is the probability that a draft token equals the target's, given that all before it did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from rayspec.planning.latency import LatencyModel
+
+Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+
+
+def expected_tokens(acceptance: ArrayLike, num_draft_tokens: ArrayLike) -> Floats:
+    """Tokens a round commits: 1 + a + ... + a^g = (1 - a^(g+1)) / (1 - a); g + 1 at a = 1 (Leviathan et al., eq. 1).
+
+    Broadcasts. Raises ValueError outside 0 <= a <= 1, g >= 0.
+    """
+    a, terms = np.broadcast_arrays(np.asarray(acceptance, float), np.asarray(num_draft_tokens, float) + 1)
+    if not ((a >= 0) & (a <= 1) & (terms >= 1)).all():
+        raise ValueError("acceptance must lie between 0 and 1, and num_draft_tokens be 0 or more")
+    with np.errstate(divide="ignore", invalid="ignore"):
+        total = -np.expm1(terms * np.log(a)) / (1 - a)
+    return np.where(a == 1, terms, total)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """Acceptance of some candidates as Beta distributions: `alpha` accepted and `beta` rejected tokens, prior and all.
+
+    Decide by `lower`, not by `mean`: the candidate chosen is the one whose few tokens flatter it most, and a draft that
+    disappoints costs more than a missed one. How far `lower` misses is learned by `Correction` from use.
+    """
+
+    alpha: Floats
+    beta: Floats
+
+    @property
+    def mean(self) -> Floats:
+        return self.alpha / (self.alpha + self.beta)
+
+    @property
+    def deviation(self) -> Floats:
+        return np.sqrt(self.mean * (1 - self.mean) / (self.alpha + self.beta + 1))
+
+    def lower(self, num_deviations: float = 0.5) -> Floats:
+        return np.clip(self.mean - num_deviations * self.deviation, 0.0, 1.0)
+
+
+def shrink(matches: ArrayLike, total: ArrayLike, prior: ArrayLike, strength: float = 4.0) -> Estimate:
+    """Acceptance after `matches` of `total` tap tokens agreed, drawn to `prior` as if by `strength` more tokens."""
+    agreed, seen, expected = np.broadcast_arrays(*(np.asarray(value, float) for value in (matches, total, prior)))
+    if strength <= 0 or not ((agreed >= 0) & (agreed <= seen) & (expected >= 0) & (expected <= 1)).all():
+        raise ValueError("need 0 <= matches <= total, 0 <= prior <= 1 and strength > 0")
+    return Estimate(alpha=agreed + strength * expected, beta=seen - agreed + strength * (1 - expected))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What to do. candidate: index, or None for no draft. Rates in tokens per second of one sequence."""
+
+    candidate: int | None
+    num_draft_tokens: int
+    tpt: float
+    plain_tpt: float
+
+    @property
+    def predicted_gain(self) -> float:
+        return self.tpt / self.plain_tpt
+
+
+def best_choice(
+    keeps: Sequence[Sequence[bool]],
+    acceptance: ArrayLike,
+    latency: LatencyModel,
+    *,
+    context: float,
+    batch: int,
+    max_draft_tokens: int,
+    reuse_prefix: bool = True,
+    min_gain: float = 0.02,
+) -> Choice:
+    """The (candidate, draft length) with the most tokens per second; no draft unless it gains more than `min_gain`.
+
+    KnapSpec's eq. 4, with head, overheads, hops and the true cost of the verify's rows: expected tokens /
+    (length * draft step + verify + round overhead). `acceptance` [num_candidates] should be `Estimate.lower`, corrected
+    by what was observed in use. With `reuse_prefix`, the sublayers before a candidate's first skipped one verify only
+    the last token drafted. A candidate that skips nothing is plain decoding, and so never drafted with.
+    """
+    plain_tpt = 1.0 / latency.decode_step_s(context=context, batch=batch)
+    plain = Choice(candidate=None, num_draft_tokens=0, tpt=plain_tpt, plain_tpt=plain_tpt)
+    keep = np.asarray(keeps, bool).reshape(len(keeps), -1)
+    if keep.size == 0 or keep.all() or max_draft_tokens < 1:
+        return plain
+    lengths = np.arange(1, max_draft_tokens + 1)
+    draft_s = np.asarray([latency.draft_step_s(row, context=context, batch=batch) for row in keep.tolist()])
+    prefix = np.where(keep.all(axis=1), keep.shape[1], keep.argmin(axis=1)) * reuse_prefix
+    verify_s = _verify_s(latency, lengths, context, batch)[prefix]
+    tokens = expected_tokens(np.asarray(acceptance, float)[:, None], lengths)
+    tpt = tokens / (draft_s[:, None] * lengths + verify_s + latency.round_s)
+    tpt[keep.all(axis=1)] = 0.0
+    candidate, length = np.unravel_index(int(tpt.argmax()), tpt.shape)
+    best_tpt = float(tpt[candidate, length])
+    if best_tpt <= plain_tpt * (1 + min_gain):
+        return plain
+    return Choice(candidate=int(candidate), num_draft_tokens=int(lengths[length]), tpt=best_tpt, plain_tpt=plain_tpt)
+
+
+def _verify_s(latency: LatencyModel, lengths: NDArray[np.int64], context: float, batch: int) -> Floats:
+    """[num_sublayers + 1, num_lengths]: seconds of a verify whose first p sublayers run one row a sequence."""
+    num_sublayers = len(latency.sublayers)
+    one_row = latency.sublayers_s(rows=batch, context=context, batch=batch)
+    leading = np.concatenate([[0.0], np.cumsum(one_row)])
+    columns = []
+    for length in lengths.tolist():
+        rows = batch * (length + 1)
+        rest = np.cumsum(latency.sublayers_s(rows=rows, context=context, batch=batch)[::-1])[::-1]
+        columns.append(leading + np.append(rest, 0.0) + latency.head_s(rows))
+    constant = latency.overhead_s + latency.hops_s((True,) * num_sublayers)
+    return np.stack(columns, axis=1) + constant
+
+
+def worth_drafting(survival: ArrayLike, acceptance: ArrayLike, *, rate: float, step_s: float, row_s: float) -> Flags:
+    """[num_sequences]: which sequences should draft one more token; none where the step does not pay.
+
+    survival: probability that all tokens drafted so far are accepted. acceptance: of the next one. rate: tokens per
+    second of the whole batch, as achieved now. step_s: seconds of a draft step whoever takes part; row_s: more for
+    each that does, its row in the verify included.
+
+    By the renewal-reward argument the best policy is the one under which tokens - rate * seconds is never negative at
+    the margin, `rate` being the best rate itself; as survival only falls, looking one token ahead is enough. So a
+    sequence takes part iff survival * acceptance > rate * row_s, and the step is made iff those who take part earn,
+    together, more than rate * step_s on top. For one sequence: survival * acceptance > rate * (step_s + row_s).
+    """
+    surplus = np.atleast_1d(np.asarray(survival, float) * np.asarray(acceptance, float)) - rate * row_s
+    takes_part = surplus > 0
+    return takes_part & (float(surplus[takes_part].sum()) > rate * step_s)

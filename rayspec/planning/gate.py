@@ -1,0 +1,257 @@
+"""Whether to draft at all, by tokens per second as measured with and without.
+
+Most rounds run the mode that is known to be faster (the incumbent). Now and then a burst of rounds probes the other,
+and what those bursts cost is bounded: they are short when the probe clearly loses, rarer each time it does, and
+together never take more than a share of the time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Mode = Literal["draft", "plain"]
+
+CLIP = 3.0  # seconds of a round count up to this many medians: tails are heavy, and say nothing about the mode
+LOOK_EVERY = 8  # rounds between looks at the incumbent's own rate
+CHANGE_ROUNDS, CHANGE_ERRORS = 32, 4.0  # a change is when this many rounds differ by this many errors from those before
+FIRST_TRIALS = 12  # rounds' worth of time that probes may cost before they have earned it
+PRIOR_ROUNDS = 8  # what is known of a mode's spread counts as this many rounds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rate:
+    """Tokens per second, its standard error, and the relative variance of one round."""
+
+    mean: float
+    error: float
+    variance: float
+
+    def clearly_below(self, other: _Rate, num_errors: float) -> bool:
+        return self.mean + num_errors * math.hypot(self.error, other.error) < other.mean
+
+    def clearly_above(self, other: _Rate, num_errors: float) -> bool:
+        return other.clearly_below(self, num_errors)
+
+
+class _Rounds:
+    """The last rounds of one mode."""
+
+    def __init__(self, length: int, prior_variance: float) -> None:
+        self._rounds: deque[tuple[float, float]] = deque(maxlen=length)
+        self._prior_variance = prior_variance
+
+    def __len__(self) -> int:
+        return len(self._rounds)
+
+    def add(self, num_tokens: float, seconds: float) -> None:
+        self._rounds.append((num_tokens, seconds))
+
+    def extend(self, rounds: _Rounds) -> None:
+        self._rounds.extend(rounds._rounds)
+
+    def forget_before_change(self, num_recent: int, num_errors: float) -> None:
+        """Drops all but the last `num_recent` rounds where these are clearly faster or slower than those before."""
+        if len(self) < 2 * num_recent:
+            return
+        older, newer = (_Rounds(len(self), self._prior_variance) for _ in range(2))
+        for k, (num_tokens, seconds) in enumerate(self._rounds):
+            (newer if k >= len(self) - num_recent else older).add(num_tokens, seconds)
+        before, now = older.rate(), newer.rate()
+        if now.clearly_below(before, num_errors) or now.clearly_above(before, num_errors):
+            self._rounds = deque(newer._rounds, maxlen=self._rounds.maxlen)
+
+    @property
+    def median_s(self) -> float:
+        return float(np.median([seconds for _, seconds in self._rounds]))
+
+    def loss_s(self, rate: float) -> float:
+        """Seconds that these rounds took longer than their tokens take at `rate`; negative if they were faster."""
+        tokens, seconds = self._clipped()
+        return float(seconds.sum() - tokens.sum() / rate) if rate > 0 else 0.0
+
+    def rate(self) -> _Rate:
+        """Ratio of the sums, not mean of the ratios, since rounds differ in length; and the error of that.
+
+        The spread of a few rounds is itself uncertain, so `prior_variance` stands in for more of them.
+        """
+        tokens, seconds = self._clipped()
+        mean = float(tokens.sum() / seconds.sum())
+        if mean == 0:
+            return _Rate(mean=0.0, error=0.0, variance=self._prior_variance)
+        squares = float(np.sum((tokens / (mean * seconds.mean()) - seconds / seconds.mean()) ** 2))
+        variance = (squares + PRIOR_ROUNDS * self._prior_variance) / (len(tokens) + PRIOR_ROUNDS)
+        return _Rate(mean=mean, error=mean * math.sqrt(variance / len(tokens)), variance=variance)
+
+    def _clipped(self) -> tuple[Floats, Floats]:
+        tokens, seconds = np.asarray(self._rounds, float).T
+        return tokens, np.minimum(seconds, CLIP * np.median(seconds))
+
+
+class Gate:
+    """Says which mode the next round should use. Feed it every round; it keeps no clock.
+
+    probe_every: rounds between probes; doubles with each that changes nothing, up to `max_probe_every`.
+    burst: most rounds of a probe; min_burst: fewest; a new plan's first trial takes twice the fewest.
+    hysteresis: by how much the other mode must be faster to take over. max_loss_share: of all time, that probes may
+    cost. winning_errors, losing_errors: standard errors of a difference that end a burst early.
+    """
+
+    def __init__(
+        self,
+        *,
+        probe_every: int = 64,
+        max_probe_every: int = 256,
+        burst: int = 32,
+        min_burst: int = 4,
+        window: int = 96,
+        hysteresis: float = 0.03,
+        max_loss_share: float = 0.01,
+        winning_errors: float = 2.0,
+        losing_errors: float = 1.0,
+    ) -> None:
+        if not 1 <= min_burst <= burst or not 1 <= probe_every <= max_probe_every or window < burst:
+            raise ValueError("need 1 <= min_burst <= burst <= window and 1 <= probe_every <= max_probe_every")
+        self._probe_every = probe_every
+        self._max_probe_every = max_probe_every
+        self._burst = burst
+        self._min_burst = min_burst
+        self._window = window
+        self._hysteresis = hysteresis
+        self._max_loss_share = max_loss_share
+        self._winning_errors = winning_errors
+        self._losing_errors = losing_errors
+
+        self._may_draft = False
+        self._incumbent: Mode = "plain"
+        self._variance: dict[Mode, float] = {"draft": 0.25, "plain": 0.01}  # of one round; learned from probes
+        self._recent = self._rounds("plain", window)  # of the incumbent
+        self._rival: _Rate | None = None  # the other mode, when last probed
+        self._probe: _Rounds | None = None
+        self._probe_min = min_burst
+        self._interval = probe_every
+        self._rounds_to_probe = 0
+        self._elapsed_s = 0.0
+        self._lost_s = 0.0
+        self._predicted_gain = 1.0
+
+    def choose(self) -> Mode:
+        """The mode of the next round. Changes nothing."""
+        return self._incumbent if self._probe is None else _other(self._incumbent)
+
+    def observe(self, mode: Mode, num_tokens: int, seconds: float, *, reference_rate: float = 1.0) -> None:
+        """A finished round: tokens committed over the batch, wall seconds.
+
+        reference_rate: tokens per second that plain decoding should make of this batch and context by the latency
+        model. With it, rounds are compared relative to that, so that a batch that shrinks between two probes is not
+        taken for a mode that has become slower. Leave it out, always, if there is no model.
+        """
+        if num_tokens < 0 or seconds <= 0 or reference_rate <= 0:
+            raise ValueError(
+                f"{num_tokens} tokens in {seconds} s at a reference of {reference_rate} tokens/s cannot be"
+            )
+        relative_s = seconds * reference_rate
+        self._elapsed_s += relative_s
+        if self._probe is not None and mode != self._incumbent:
+            self._observe_probe(self._probe, num_tokens, relative_s)
+        elif mode == self._incumbent:
+            self._recent.add(num_tokens, relative_s)
+            self._rounds_to_probe -= 1
+            if self._rounds_to_probe % LOOK_EVERY == 0:
+                self._recent.forget_before_change(CHANGE_ROUNDS, CHANGE_ERRORS)
+            if self._probe is None and self._should_probe():
+                self._probe = self._rounds(_other(mode), self._burst)
+
+    def new_plan(self, predicted_gain: float) -> None:
+        """A plan has arrived that should be `predicted_gain` times as fast as plain decoding; up to 1: do not draft.
+
+        Where drafting is on, it goes on and is judged afresh; where it is off, the plan gets a trial, as soon as probes
+        have not cost too much already.
+        """
+        self._may_draft = predicted_gain > 1
+        self._predicted_gain = predicted_gain
+        self._probe = None
+        if self._incumbent == "plain":
+            self._rival = None
+        else:
+            if not self._may_draft:
+                self._incumbent, self._rival = "plain", None
+            self._recent = self._rounds(self._incumbent, self._window)
+        self._interval = self._probe_every
+        self._rounds_to_probe = self._interval if self._incumbent == "draft" else 0
+        self._probe_min = min(2 * self._min_burst, self._burst)
+
+    @property
+    def reason(self) -> str:
+        """One sentence for reports."""
+        if not self._may_draft:
+            return "not drafting: there is no plan that promises to be faster"
+        doing = "drafting" if self._incumbent == "draft" else "not drafting"
+        if self._probe is not None:
+            other = "plain decoding" if self._incumbent == "draft" else "the draft"
+            return f"{doing}, but trying {other} for up to {self._burst} rounds"
+        if self._rival is None or not len(self._recent):
+            return f"{doing}: the plan promises x{self._predicted_gain:.2f} and has not been tried yet"
+        rates = {self._incumbent: self._recent.rate().mean, _other(self._incumbent): self._rival.mean}
+        gain = rates["draft"] / rates["plain"] if rates["plain"] else math.inf
+        return f"{doing}: measured x{gain:.2f} of plain decoding, x{self._predicted_gain:.2f} predicted"
+
+    def _should_probe(self) -> bool:
+        if not self._may_draft or len(self._recent) < self._min_burst:
+            return False
+        due = self._rounds_to_probe <= 0
+        if not due and self._rival is not None and self._rounds_to_probe % LOOK_EVERY == 0:
+            due = self._recent.rate().clearly_below(self._rival, self._losing_errors)
+        return due and self._lost_s <= self._allowance_s
+
+    def _observe_probe(self, probe: _Rounds, num_tokens: int, relative_s: float) -> None:
+        probe.add(num_tokens, relative_s)
+        if len(probe) < self._min_burst:
+            return
+        rival, recent = probe.rate(), self._recent.rate()
+        self._variance[_other(self._incumbent)] = rival.variance
+        loss_s = max(probe.loss_s(recent.mean), 0.0)
+        judged = len(probe) >= self._probe_min
+        wins = rival.mean > recent.mean * (1 + self._hysteresis)
+        enough = self._winning_errors if len(probe) < self._burst else self._losing_errors
+        if judged and wins and rival.clearly_above(recent, enough):
+            self._take_over(probe, recent)
+        elif (
+            len(probe) >= self._burst
+            or (judged and rival.clearly_below(recent, self._losing_errors))
+            or self._lost_s + loss_s > self._allowance_s
+        ):
+            self._end_probe(rival, loss_s)
+
+    def _rounds(self, mode: Mode, length: int) -> _Rounds:
+        return _Rounds(length, self._variance[mode])
+
+    def _take_over(self, probe: _Rounds, recent: _Rate) -> None:
+        self._incumbent, self._rival = _other(self._incumbent), recent
+        self._recent = self._rounds(self._incumbent, self._window)
+        self._recent.extend(probe)
+        self._probe, self._interval = None, self._probe_every
+        self._rounds_to_probe = self._interval
+        self._probe_min = self._min_burst
+
+    def _end_probe(self, rival: _Rate, loss_s: float) -> None:
+        self._rival, self._probe = rival, None
+        self._lost_s += loss_s
+        self._interval = min(2 * self._interval, self._max_probe_every)
+        self._rounds_to_probe = self._interval
+        self._probe_min = self._min_burst
+
+    @property
+    def _allowance_s(self) -> float:
+        """What probes may have cost by now: a share of the time, and something to start with."""
+        return self._max_loss_share * self._elapsed_s + FIRST_TRIALS * self._recent.median_s
+
+
+def _other(mode: Mode) -> Mode:
+    return "plain" if mode == "draft" else "draft"

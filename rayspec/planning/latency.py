@@ -1,0 +1,270 @@
+"""What a forward costs: seconds of each sublayer, of the head, of hops and of weight transfers.
+
+A curve is fitted for each kind of sublayer on each device, from measurements on that very device. Nothing is assumed
+about which kind is the heavy one, and there is no cap on their ratio.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rayspec.planning.least_squares import robust_relative_fit
+from rayspec.types import RayspecError
+
+Floats = NDArray[np.float64]
+
+FORMAT = "rayspec-latency-1"
+HEAD, OVERHEAD, ROUND = "head", "overhead", "round"
+
+
+class StaleProfileError(RayspecError):
+    """A saved profile cannot be used: another model, device or version, or not a profile at all. Profile again."""
+
+    kind = "stale_profile"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """Seconds of one run.
+
+    kind: "attention", "mlp", or any other kind of sublayer (one that starts with "attention" reads context); "head";
+        "overhead", what a forward costs outside sublayers and head; "round", what a round costs outside its forwards.
+    rows: new tokens in total over the batch. context: tokens that each sequence already held. batch: sequences.
+    """
+
+    kind: str
+    rows: int
+    context: int
+    batch: int
+    seconds: float
+    device: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """seconds = base(rows) + kv_s * batch * context + score_s * rows * context.
+
+    base is piecewise linear through the measured row counts (what GEMMs cost is a staircase rather than a line),
+    never falls, is constant below the first knot and goes on beyond the last with the slope of the upper half. From a
+    single knot it grows in proportion. residual: median relative error on the measurements, for reports.
+    """
+
+    rows: tuple[int, ...]
+    base_s: tuple[float, ...]
+    kv_s: float = 0.0
+    score_s: float = 0.0
+    residual: float = 0.0
+
+    CONTEXT_KIND: ClassVar[str] = "attention"
+
+    @classmethod
+    def fit(cls, measurements: Sequence[Measurement]) -> Curve:
+        """From measurements of one kind on one device. Repeats count by their median."""
+        repeats: dict[tuple[int, int, int], list[float]] = defaultdict(list)
+        for each in measurements:
+            if each.rows < 1 or each.context < 0 or each.batch < 1 or not 0 < each.seconds < float("inf"):
+                raise ValueError(f"{each} cannot be: rows and batch start at 1, context at 0, seconds above 0")
+            repeats[each.rows, each.context, each.batch].append(each.seconds)
+        cells = np.asarray(list(repeats), np.float64)
+        seconds = np.asarray([float(np.median(values)) for values in repeats.values()])
+        rows, context, batch = cells.T
+        knots = np.unique(rows)
+        columns = [rows[:, None] >= knots]  # base as a sum of steps up, each >= 0
+        if measurements[0].kind.startswith(cls.CONTEXT_KIND):
+            columns += [(batch * context)[:, None], (rows * context)[:, None]]
+        matrix = np.concatenate(columns, axis=1).astype(np.float64)
+        found = robust_relative_fit(matrix, seconds)
+        kv_s, score_s = found[len(knots) :] if len(columns) > 1 else (0.0, 0.0)
+        return cls(
+            rows=tuple(int(count) for count in knots),
+            base_s=tuple(float(value) for value in np.cumsum(found[: len(knots)])),
+            kv_s=float(kv_s),
+            score_s=float(score_s),
+            residual=float(np.median(np.abs(matrix @ found / seconds - 1))),
+        )
+
+    def seconds(self, *, rows: float, context: float = 0, batch: float = 1) -> float:
+        if rows <= 0:
+            return 0.0
+        base = float(np.interp(rows, self.rows, self.base_s)) + self._slope_s * max(rows - self.rows[-1], 0)
+        return base + context * (self.kv_s * batch + self.score_s * rows)
+
+    @property
+    def _slope_s(self) -> float:
+        """Seconds a row beyond the last knot, over the upper half: two close knots would make it a matter of noise."""
+        last = self.rows[-1]
+        middle = max((k for k, count in enumerate(self.rows) if 2 * count <= last), default=0)
+        if self.rows[middle] == last:
+            return self.base_s[-1] / last
+        return (self.base_s[-1] - self.base_s[middle]) / (last - self.rows[middle])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatencyModel:
+    """Seconds of forwards over `rows` new tokens of `batch` sequences that hold `context` tokens each.
+
+    sublayers: name of the curve of each sublayer. head: name of the head's curve. overhead_s: of a forward; round_s:
+    of a round, on top of its forwards. stages: stage of each sublayer; a forward hops from the first stage (embedding)
+    over the stages where something is kept to the last (head) and back, hop_s each. transfer_s: to bring the weights
+    of each sublayer, whenever it runs.
+    """
+
+    sublayers: tuple[str, ...]
+    curves: Mapping[str, Curve]
+    head: str
+    overhead_s: float = 0.0
+    round_s: float = 0.0
+    hop_s: float = 0.0
+    stages: tuple[int, ...]
+    transfer_s: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        missing = {*self.sublayers, self.head} - set(self.curves)
+        if missing:
+            raise ValueError(f"no curve for {sorted(missing)}; there are {sorted(self.curves)}: measure them too")
+        for name, values in (("stages", self.stages), ("transfer_s", self.transfer_s)):
+            if len(values) != len(self.sublayers):
+                raise ValueError(f"{name} has {len(values)} entries for {len(self.sublayers)} sublayers")
+
+    @classmethod
+    def fit(
+        cls,
+        measurements: Sequence[Measurement],
+        sublayer_kinds: Sequence[str],
+        *,
+        devices: Sequence[str] | None = None,
+        stages: Sequence[int] | None = None,
+        hop_s: float = 0.0,
+        transfer_s: Sequence[float] | None = None,
+    ) -> LatencyModel:
+        """One curve for each kind and device in `measurements`.
+
+        devices: of each sublayer, needed if the measurements come from several; the head is on the last one. Raises
+        ValueError if a sublayer or the head has no measurement.
+        """
+        if not sublayer_kinds:
+            raise ValueError("sublayer_kinds is empty: name the kind of each sublayer")
+        grouped: dict[str, list[Measurement]] = defaultdict(list)
+        for each in measurements:
+            grouped[_curve_name(each.kind, each.device)].append(each)
+        found = {each.device for each in measurements}
+        if devices is None and len(found) > 1:
+            raise ValueError(f"measurements come from {sorted(found)}: tell the device of each sublayer in `devices`")
+        places = list(devices) if devices is not None else list(found or {""}) * len(sublayer_kinds)
+        return cls(
+            sublayers=tuple(map(_curve_name, sublayer_kinds, places)),
+            curves={
+                name: Curve.fit(group) for name, group in grouped.items() if group[0].kind not in (OVERHEAD, ROUND)
+            },
+            head=_curve_name(HEAD, places[-1]),
+            overhead_s=_median_s(measurements, OVERHEAD),
+            round_s=_median_s(measurements, ROUND),
+            hop_s=hop_s,
+            stages=tuple(stages) if stages is not None else (0,) * len(sublayer_kinds),
+            transfer_s=tuple(transfer_s) if transfer_s is not None else (0.0,) * len(sublayer_kinds),
+        )
+
+    def sublayer_s(self, sublayer: int, *, rows: float, context: float, batch: float) -> float:
+        """Seconds of one sublayer, its weight transfer included; 0 for no rows."""
+        if rows <= 0:
+            return 0.0
+        curve = self.curves[self.sublayers[sublayer]]
+        return curve.seconds(rows=rows, context=context, batch=batch) + self.transfer_s[sublayer]
+
+    def sublayers_s(self, *, rows: float, context: float, batch: float) -> Floats:
+        """[num_sublayers]: `sublayer_s` of each. These are the weights of the knapsack."""
+        if rows <= 0:
+            return np.zeros(len(self.sublayers))
+        by_name = {
+            name: self.curves[name].seconds(rows=rows, context=context, batch=batch) for name in set(self.sublayers)
+        }
+        return np.asarray([by_name[name] for name in self.sublayers], np.float64) + self.transfer_s
+
+    def head_s(self, rows: float) -> float:
+        return self.curves[self.head].seconds(rows=rows)
+
+    def hops_s(self, keep: Sequence[bool]) -> float:
+        """Seconds between stages in a forward that runs the kept sublayers; stages with none are bypassed."""
+        if not self.stages or self.hop_s == 0:
+            return 0.0
+        first, last = self.stages[0], self.stages[-1]
+        route = [first, *(stage for stage, kept in zip(self.stages, keep, strict=True) if kept), last, first]
+        return self.hop_s * sum(here != there for here, there in itertools.pairwise(route))
+
+    def draft_step_s(self, keep: Sequence[bool], *, context: float, batch: float) -> float:
+        """One draft step: one row of each sequence through the kept sublayers and the head."""
+        sublayers = self.sublayers_s(rows=batch, context=context, batch=batch)
+        return self._forward_s(float(sublayers[np.asarray(keep, bool)].sum()), batch, keep)
+
+    def verify_s(
+        self, *, rows: float, context: float, batch: float, from_sublayer: int = 0, leading_rows: float = 0
+    ) -> float:
+        """One forward of the target over `rows` rows.
+
+        Where the draft has run the sublayers before `from_sublayer` already, only `leading_rows` rows still need them:
+        usually one a sequence, because the last token drafted has not been run at all.
+        """
+        sublayers = self.sublayers_s(rows=rows, context=context, batch=batch)[from_sublayer:].sum()
+        leading = self.sublayers_s(rows=leading_rows, context=context, batch=batch)[:from_sublayer].sum()
+        return self._forward_s(float(sublayers + leading), rows, (True,) * len(self.sublayers))
+
+    def decode_step_s(self, *, context: float, batch: float) -> float:
+        """A whole round without a draft: one row of each sequence through everything, and the round's overhead."""
+        return self.verify_s(rows=batch, context=context, batch=batch) + self.round_s
+
+    def _forward_s(self, sublayers_s: float, rows: float, keep: Sequence[bool]) -> float:
+        return sublayers_s + self.head_s(rows) + self.overhead_s + self.hops_s(keep)
+
+    def save(self, path: str | os.PathLike[str], key: Mapping[str, Any]) -> None:
+        """Writes JSON, whole or not at all. `key` says what the numbers hold for: model, dtype, device, versions."""
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = target.with_name(f"{target.name}.{os.getpid()}.part")
+        content = {"format": FORMAT, "key": dict(key), "model": dataclasses.asdict(self)}
+        scratch.write_text(json.dumps(content, indent=1, sort_keys=True))
+        scratch.replace(target)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], key: Mapping[str, Any]) -> LatencyModel:
+        """What `save` wrote under the same key. Raises FileNotFoundError, or StaleProfileError saying what differs."""
+        try:
+            content = json.loads(Path(path).read_text())
+            if content["format"] != FORMAT:
+                raise StaleProfileError(f"profile {path} has format {content['format']!r}, not {FORMAT!r}: delete it")
+            saved, wanted = content["key"], json.loads(json.dumps(dict(key)))
+            names = [name for name in sorted({*saved, *wanted}) if saved.get(name) != wanted.get(name)]
+            differing = [f"{name} is {saved.get(name)!r}, not {wanted.get(name)!r}" for name in names]
+            if differing:
+                raise StaleProfileError(f"profile {path} is for something else: {'; '.join(differing)}: profile again")
+            return cls._from_json(content["model"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise StaleProfileError(f"profile {path} is not readable ({error!r}): delete it") from error
+
+    @classmethod
+    def _from_json(cls, values: Mapping[str, Any]) -> LatencyModel:
+        curves = {
+            name: Curve(**{**curve, "rows": tuple(curve["rows"]), "base_s": tuple(curve["base_s"])})
+            for name, curve in values["curves"].items()
+        }
+        lists = {name: tuple(values[name]) for name in ("sublayers", "stages", "transfer_s")}
+        return cls(**{**values, **lists, "curves": curves})
+
+
+def _curve_name(kind: str, device: str) -> str:
+    return f"{kind}@{device}" if device else kind
+
+
+def _median_s(measurements: Sequence[Measurement], kind: str) -> float:
+    seconds = [each.seconds for each in measurements if each.kind == kind]
+    return float(np.median(seconds)) if seconds else 0.0

@@ -1,0 +1,500 @@
+"""Both rules give the target's distribution, and the checks that say so would notice if they did not.
+
+Every draw is a seed, so a test gives the same statistic every time. The bound is vLLM's, df + 10 sqrt(2 df): a correct
+implementation exceeds it by chance with odds of 5e-9 at df = 15, below 1e-11 from df = 30 on. Each check runs on the
+implementation and on copies of it with a planted bias, which must exceed the bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from rayspec.config import SamplingParams
+from rayspec.decode import verify
+from rayspec.decode.noise import Stream, gumbel, uniform
+from rayspec.decode.sampling import Rows, TokenSampler, draft_tokens, target_tokens
+from rayspec.decode.verify import Round, decide, verify_coupled, verify_rejection
+
+EVERYTHING = SamplingParams(
+    temperature=0.9,
+    top_p=0.95,
+    top_k=5,
+    min_p=0.01,
+    presence_penalty=0.4,
+    frequency_penalty=0.3,
+    repetition_penalty=1.2,
+    logit_bias={1: 0.7},
+    min_tokens=2,
+)
+MILD = SamplingParams(temperature=0.8, top_p=0.97, top_k=14, min_p=0.002, logit_bias={3: 1.0})
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small tensors only: more threads would just wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def sampler_of(params: SamplingParams, vocab_size: int, seed: int = 0) -> TokenSampler:
+    return TokenSampler(params, seed=seed, prompt_token_ids=(), eos_token_ids=(0,), vocab_size=vocab_size, device="cpu")
+
+
+def random_logits(vocab_size: int, seed: int, scale: float = 1.0) -> Tensor:
+    return scale * torch.randn(vocab_size, generator=torch.Generator().manual_seed(seed))
+
+
+def excess(counts: Tensor, probabilities: Tensor) -> float:
+    """The chi-squared statistic over its bound: a correct sampler stays below 1. Cells expected less than five times
+    are one cell; something that cannot happen but did is infinite."""
+    counts, expected = counts.flatten().double(), probabilities.flatten().double() * counts.sum()
+    if (counts[expected == 0] > 0).any():
+        return math.inf
+    rare = expected < 5
+    pooled = [(counts[~rare], expected[~rare])]
+    if expected[rare].sum() > 5:
+        pooled.append((counts[rare].sum()[None], expected[rare].sum()[None]))
+    observed, wanted = (torch.cat(parts) for parts in zip(*pooled, strict=True))
+    df = len(wanted) - 1
+    return ((observed - wanted) ** 2 / wanted).sum().item() / (df + 10 * math.sqrt(2 * df))
+
+
+# ---- one round, one draft token, many seeds -------------------------------------------------------------------------
+
+
+def draw_draft(scores: Tensor, seeds: Tensor, position: int) -> Tensor:
+    """As `draft_tokens` does under the rejection rule."""
+    at = torch.full_like(seeds, position)
+    return (scores + gumbel(seeds, at, scores.shape[-1], Stream.DRAFT, "cpu", origins=at)).argmax(1)
+
+
+def one_round(
+    target: Tensor,
+    after: Tensor,
+    draft: Tensor,
+    num_draws: int,
+    *,
+    certain: bool = False,
+    drawn: Callable[[Tensor, Tensor, int], Tensor] = draw_draft,
+    kept: Callable[[Tensor], Tensor] = torch.ones_like,
+    chunk: int = 20_000,
+) -> tuple[Tensor, Tensor]:
+    """Counts [V] of the first token, and of the token after an accepted draft. Processed logits [V] each."""
+    vocab_size, position = len(target), 3
+    counts = torch.zeros(2, vocab_size, dtype=torch.int64)
+    for begin in range(0, num_draws, chunk):
+        seeds = torch.arange(begin, min(begin + chunk, num_draws))
+        num = len(seeds)
+        tokens = drawn(draft, seeds, position)
+        index = torch.arange(num)
+        batch = Round(
+            scores=torch.stack((target, after)).repeat(num, 1),
+            drafts=tokens.repeat_interleave(2),
+            draft_scores=target[None, :][:0] if certain else draft.expand(num, -1),
+            draft_rows=torch.full((2 * num,), -1) if certain else index.repeat_interleave(2),
+            seeds=seeds,
+            positions=torch.full((num,), position),
+            first=2 * index,
+            lengths=kept(tokens).clamp(0, 1),
+            longest=1,
+        )
+        accepted, last = decide(batch)
+        counts[0] += torch.where(accepted > 0, tokens, last).bincount(minlength=vocab_size)
+        counts[1] += last[accepted > 0].bincount(minlength=vocab_size)
+    return counts[0], counts[1]
+
+
+def narrow(kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    raw, after = random_logits(16, 1), random_logits(16, 2)
+    draft = {"opposite": -raw, "close": raw + random_logits(16, 3, 0.3), "same": raw, "flat": 0 * raw}[kind]
+    sampler = sampler_of(MILD, 16)
+    target, after, draft = (sampler.process(row[None], [])[0] for row in (raw, after, draft))
+    return target, after, draft
+
+
+def certain_draft(scores: Tensor, seeds: Tensor, position: int) -> Tensor:
+    return scores.argmax().expand(len(seeds))
+
+
+def assert_one_round(target: Tensor, after: Tensor, counts: tuple[Tensor, Tensor]) -> None:
+    assert excess(counts[0], target.softmax(0)) < 1
+    assert excess(counts[1], after.softmax(0)) < 1
+    assert counts[1].sum() > 1000
+
+
+@pytest.mark.parametrize("kind", ["opposite", "close", "same", "flat"])
+@pytest.mark.parametrize("certain", ["sampled", "looked_up", "sampled_but_called_certain"])
+def test_narrow(kind: str, certain: str) -> None:
+    target, after, draft = narrow(kind)
+    drawn = certain_draft if certain == "looked_up" else draw_draft
+    if certain == "looked_up" and kind == "opposite":
+        draft = target.sort().values[-4] - (target - target.sort().values[-4]).abs()  # an unlikely but possible token
+    counts = one_round(target, after, draft, 200_000, certain=certain != "sampled", drawn=drawn)
+    assert_one_round(target, after, counts)
+
+
+def plant_nothing(patch: pytest.MonkeyPatch) -> None:
+    pass
+
+
+def plant_recovered_from_target(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(verify, "_residual", lambda target, draft: target)
+
+
+def plant_coarse_uniform(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(verify, "uniform", lambda *arguments: (uniform(*arguments) * 16).floor() / 16)
+
+
+def plant_shared_noise(patch: pytest.MonkeyPatch) -> None:
+    """The recovered token is drawn with the noise that the draft was drawn with."""
+
+    def shared(seeds: Tensor, positions: Tensor, vocab_size: int, stream: Tensor, device: torch.device) -> Tensor:
+        recovers = stream == int(Stream.RECOVER)
+        stream = torch.where(recovers, int(Stream.DRAFT), stream)
+        return gumbel(seeds, positions, vocab_size, stream, device, origins=torch.where(recovers, positions, 0))
+
+    patch.setattr(verify, "gumbel", shared)
+
+
+def plant_lenient(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(verify, "_accepts", lambda p, q, noise: noise * q <= 1.2 * p)
+
+
+def plant_wrong_ratio(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(verify, "_accepts", lambda p, q, noise: noise <= p)
+
+
+ROUND_PLANTS = [
+    plant_recovered_from_target,
+    plant_coarse_uniform,
+    plant_shared_noise,
+    plant_lenient,
+    plant_wrong_ratio,
+]
+
+
+@pytest.mark.parametrize("plant", [plant_nothing, *ROUND_PLANTS])
+def test_narrow_flags_planted_biases(monkeypatch: pytest.MonkeyPatch, plant: Callable[..., None]) -> None:
+    """Of the two drafts at least one must show the bias: each is blind to some (vLLM's wide test was)."""
+    plant(monkeypatch)
+    worst = 0.0
+    for kind in ("opposite", "close"):
+        target, after, draft = narrow(kind)
+        worst = max(worst, excess(one_round(target, after, draft, 200_000)[0], target.softmax(0)))
+    assert (worst < 1) == (plant is plant_nothing)
+
+
+def draft_with_accept_noise(scores: Tensor, seeds: Tensor, position: int) -> Tensor:
+    u = uniform(seeds, torch.full_like(seeds, position), Stream.ACCEPT)
+    return torch.searchsorted(scores.double().softmax(0).cumsum(0), u).clamp_max(len(scores) - 1)
+
+
+def draft_with_recover_noise(scores: Tensor, seeds: Tensor, position: int) -> Tensor:
+    return (scores + gumbel(seeds, torch.full_like(seeds, position), len(scores), Stream.RECOVER, "cpu")).argmax(1)
+
+
+@pytest.mark.parametrize(
+    ("drawn", "kept", "honest"),
+    [
+        (draw_draft, lambda tokens: tokens * 0 + 1, True),
+        (draft_with_accept_noise, lambda tokens: tokens * 0 + 1, False),
+        (draft_with_recover_noise, lambda tokens: tokens * 0 + 1, False),
+        (certain_draft, lambda tokens: tokens * 0 + 1, False),  # says it was sampled
+        (draw_draft, lambda tokens: tokens % 2, False),  # drops a draft by which token it is
+    ],
+    ids=["honest", "accept_noise", "recover_noise", "not_sampled", "dropped_by_token"],
+)
+def test_narrow_flags_dishonest_drafts(
+    drawn: Callable[[Tensor, Tensor, int], Tensor], kept: Callable[[Tensor], Tensor], honest: bool
+) -> None:
+    worst = 0.0
+    for kind in ("opposite", "close"):
+        target, after, draft = narrow(kind)
+        counts = one_round(target, after, draft, 200_000, drawn=drawn, kept=kept)
+        worst = max(worst, excess(counts[0], target.softmax(0)))
+    assert (worst < 1) == honest
+
+
+@pytest.mark.parametrize(
+    ("kind", "plant"),
+    [("opposite", plant_nothing), ("close", plant_nothing), ("opposite", plant_recovered_from_target)],
+)
+def test_wide(monkeypatch: pytest.MonkeyPatch, kind: str, plant: Callable[..., None]) -> None:
+    raw, after = random_logits(1000, 5), random_logits(1000, 6)
+    sampler = sampler_of(SamplingParams(temperature=0.9, top_p=0.99, min_p=1e-4), 1000)
+    draft = -raw if kind == "opposite" else raw + random_logits(1000, 7, 0.5)
+    target, after, draft = (sampler.process(row[None], [])[0] for row in (raw, after, draft))
+    plant(monkeypatch)
+    first, second = one_round(target, after, draft, 20_000, chunk=2_000)
+    assert (excess(first, target.softmax(0)) < 1) == (plant is plant_nothing)
+    if kind == "close":
+        assert_one_round(target, after, (first, second))
+
+
+# ---- several rounds, a model with memory ----------------------------------------------------------------------------
+
+VOCAB, NUM_TOKENS, LONGEST = 6, 3, 2
+
+
+@dataclass(frozen=True)
+class Toy:
+    """A target and a draft over VOCAB tokens, as tables over every history of up to NUM_TOKENS + LONGEST tokens:
+    raw logits of a second-order Markov chain, and what a sampler's parameters make of them."""
+
+    params: SamplingParams
+    raw_target: Tensor
+    raw_draft: Tensor
+    target: Tensor
+    draft: Tensor
+
+    @classmethod
+    def make(cls, params: SamplingParams) -> Toy:
+        sampler = sampler_of(params, VOCAB)
+        raw: list[tuple[Tensor, Tensor]] = []
+        processed: list[list[Tensor]] = []
+        for length in range(NUM_TOKENS + LONGEST):
+            for history in product(range(VOCAB), repeat=length):
+                state = index_of(list(history[-2:]))
+                target = random_logits(VOCAB, state)
+                raw.append((target, random_logits(VOCAB, 1000 + state) - 0.3 * target))
+                processed.append([sampler.process(row[None], history, first=length)[0] for row in raw[-1]])
+        raw_target, raw_draft = (torch.stack(rows) for rows in zip(*raw, strict=True))
+        target, draft = (torch.stack(rows) for rows in zip(*processed, strict=True))
+        return cls(params, raw_target, raw_draft, target, draft)
+
+    def joint(self) -> Tensor:
+        """Exact probabilities of the first NUM_TOKENS tokens, [VOCAB] * NUM_TOKENS."""
+        joint = torch.ones(1, dtype=torch.float64)
+        for length in range(NUM_TOKENS):
+            begin = index_of([0] * length)
+            table = self.target[begin : begin + VOCAB**length].double()
+            joint = (joint.unsqueeze(1) * table.softmax(1)).flatten()
+        return joint
+
+
+def history_index(tokens: Tensor, lengths: Tensor) -> Tensor:
+    """Rows of Toy's tables for the first `lengths` tokens of each row of [S, at least max(lengths)]."""
+    index = torch.zeros_like(lengths)
+    for at in range(tokens.shape[1]):
+        index = torch.where(at < lengths, index * VOCAB + tokens[:, at], index)
+    return index + (VOCAB**lengths - 1) // (VOCAB - 1)
+
+
+Lengths = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def varied_lengths(seeds: Tensor, committed: Tensor, stale: Tensor) -> Tensor:
+    return (seeds + committed) % (LONGEST + 1)
+
+
+def steered_lengths(seeds: Tensor, committed: Tensor, stale: Tensor) -> Tensor:
+    """Looks at what an earlier round drafted here, behind a rejection: drafts only if that was an even token."""
+    return torch.where(stale < 0, 2, (stale % 2 == 0).long())
+
+
+def generate(
+    toy: Toy, num_draws: int, lengths_of: Lengths, *, fresh: bool = True, rule: Callable[..., tuple[Tensor, Tensor]]
+) -> Tensor:
+    """Rounds until each of `num_draws` seeds has NUM_TOKENS tokens: int64 [num_draws, NUM_TOKENS]."""
+    seeds = torch.arange(num_draws)
+    tokens = torch.zeros(num_draws, NUM_TOKENS + LONGEST + 1, dtype=torch.int64)
+    committed, stale = torch.zeros_like(seeds), torch.full_like(seeds, -1)
+    while (live := (committed < NUM_TOKENS).nonzero().flatten()).numel():
+        begin, text, own = committed[live], tokens[live], seeds[live]
+        lengths = lengths_of(own, begin, stale[live])
+        draft_scores = torch.zeros(len(live), LONGEST, VOCAB)
+        for ahead in range(LONGEST):
+            at = begin + ahead
+            scores = toy.draft[history_index(text, at)]
+            noise = rule_noise(rule)(own, at, begin if fresh else torch.zeros_like(begin))
+            text.scatter_(1, at.unsqueeze(1), (scores + noise).argmax(1, keepdim=True))
+            draft_scores[:, ahead] = scores
+        accepted, last = rule(toy, text, begin, lengths, draft_scores, own)
+        rejected = begin + accepted + 1
+        drafted = text.gather(1, rejected.clamp_max(tokens.shape[1] - 1).unsqueeze(1)).squeeze(1)
+        stale[live] = torch.where(accepted + 1 < lengths, drafted, -1)
+        text.scatter_(1, (begin + accepted).unsqueeze(1), last.unsqueeze(1))
+        tokens[live], committed[live] = text, begin + accepted + 1
+    return tokens[:, :NUM_TOKENS]
+
+
+def rule_noise(rule: Callable[..., tuple[Tensor, Tensor]]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    if rule is reject:
+        return lambda seeds, at, origins: gumbel(seeds, at, VOCAB, Stream.DRAFT, "cpu", origins=origins)
+    return lambda seeds, at, origins: gumbel(seeds, at, VOCAB, Stream.TARGET, "cpu")
+
+
+def reject(
+    toy: Toy, text: Tensor, begin: Tensor, lengths: Tensor, draft_scores: Tensor, seeds: Tensor
+) -> tuple[Tensor, Tensor]:
+    ahead = torch.arange(LONGEST + 1)
+    owned = ahead <= lengths.unsqueeze(1)  # ragged: sequence s has lengths[s] + 1 rows
+    histories = torch.stack([history_index(text, begin + offset) for offset in range(LONGEST + 1)], 1)
+    drafts = text.gather(1, (begin.unsqueeze(1) + ahead).clamp_max(text.shape[1] - 1))
+    draft_rows = torch.arange(len(seeds)).unsqueeze(1) * LONGEST + ahead
+    return decide(
+        Round(
+            scores=toy.target[histories[owned]],
+            drafts=drafts[owned],
+            draft_scores=draft_scores.flatten(0, 1),
+            draft_rows=torch.where(ahead < lengths.unsqueeze(1), draft_rows, -1)[owned],
+            seeds=seeds,
+            positions=begin,
+            first=(lengths + 1).cumsum(0) - lengths - 1,
+            lengths=lengths,
+            longest=LONGEST,
+        )
+    )
+
+
+def couple(
+    toy: Toy, text: Tensor, begin: Tensor, lengths: Tensor, draft_scores: Tensor, seeds: Tensor, lenient: int = 1
+) -> tuple[Tensor, Tensor]:
+    """The coupled rule, vectorised over sequences; `lenient` k > 1 lets any of the k best noisy tokens stand."""
+    targets, stands = [], []
+    for ahead in range(LONGEST + 1):
+        at = begin + ahead
+        scores = toy.target[history_index(text, at)] + gumbel(seeds, at, VOCAB, Stream.TARGET, "cpu")
+        targets.append(scores.argmax(1))
+        stands.append((scores.topk(lenient, dim=1).indices == text.gather(1, at.unsqueeze(1))).any(1))
+    accepts = torch.stack(stands, 1) & (torch.arange(LONGEST + 1) < lengths.unsqueeze(1))
+    accepted = accepts.long().cumprod(1).sum(1)
+    return accepted, torch.stack(targets, 1).gather(1, accepted.unsqueeze(1)).squeeze(1)
+
+
+def couple_leniently(*arguments: Tensor) -> tuple[Tensor, Tensor]:
+    return couple(*arguments, lenient=2)  # type: ignore[arg-type, misc]
+
+
+def joint_excess(toy: Toy, tokens: Tensor) -> float:
+    cells = (tokens * VOCAB ** torch.arange(NUM_TOKENS - 1, -1, -1)).sum(1)
+    return excess(cells.bincount(minlength=VOCAB**NUM_TOKENS), toy.joint())
+
+
+@pytest.fixture(scope="module", params=["plain", "everything"])
+def toy(request: pytest.FixtureRequest) -> Toy:
+    return Toy.make(EVERYTHING if request.param == "everything" else SamplingParams())
+
+
+@pytest.mark.parametrize("rule", [reject, couple])
+@pytest.mark.parametrize("lengths_of", [varied_lengths, steered_lengths])
+def test_joint_of_several_rounds(toy: Toy, rule: Callable[..., tuple[Tensor, Tensor]], lengths_of: Lengths) -> None:
+    assert joint_excess(toy, generate(toy, 100_000, lengths_of, rule=rule)) < 1
+
+
+def plant_same_uniform_everywhere(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(verify, "uniform", lambda seeds, positions, *rest: uniform(seeds, positions * 0, *rest))
+
+
+def plant_same_noise_everywhere(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(verify, "gumbel", lambda seeds, positions, *rest: gumbel(seeds, positions * 0, *rest))
+
+
+def plant_bonus_with_the_next_draft(patch: pytest.MonkeyPatch) -> None:
+    def shared(seeds: Tensor, positions: Tensor, vocab_size: int, stream: Tensor, device: torch.device) -> Tensor:
+        bonus = (stream == int(Stream.TARGET)).long()
+        stream = torch.where(bonus > 0, int(Stream.DRAFT), stream)
+        return gumbel(
+            seeds, positions + bonus, vocab_size, stream, device, origins=torch.where(bonus > 0, positions + 1, 0)
+        )
+
+    patch.setattr(verify, "gumbel", shared)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [*ROUND_PLANTS, plant_same_uniform_everywhere, plant_same_noise_everywhere, plant_bonus_with_the_next_draft],
+)
+def test_joint_flags_planted_biases(monkeypatch: pytest.MonkeyPatch, toy: Toy, plant: Callable[..., None]) -> None:
+    plant(monkeypatch)
+    assert joint_excess(toy, generate(toy, 100_000, varied_lengths, rule=reject)) > 1
+
+
+def test_joint_flags_draft_noise_that_a_stale_draft_has_shown(toy: Toy) -> None:
+    """Why DRAFT noise depends on the round: `steered_lengths` above passes with it and fails without."""
+    assert joint_excess(toy, generate(toy, 100_000, steered_lengths, rule=reject, fresh=False)) > 1
+
+
+def test_joint_flags_a_lenient_coupled_rule(toy: Toy) -> None:
+    assert joint_excess(toy, generate(toy, 100_000, varied_lengths, rule=couple_leniently)) > 1
+
+
+# ---- the engine's own path ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocab_size", [16, 1000])
+def test_coupled_target_tokens(vocab_size: int) -> None:
+    """Many positions of one sequence; neighbours must be independent too."""
+    num = 200_000 if vocab_size == 16 else 20_000
+    sampler = sampler_of(MILD.replace(top_k=0), vocab_size, seed=-5)
+    logits = random_logits(vocab_size, 8)
+    tokens = torch.cat(
+        [
+            target_tokens(logits.expand(10_000, -1), [Rows(sampler_at(sampler, begin), 0, range(9_999))])
+            for begin in range(0, num, 10_000)
+        ]
+    )
+    p = sampler.process(logits[None], [])[0].double().softmax(0)
+    assert excess(tokens.bincount(minlength=vocab_size), p) < 1
+    if vocab_size == 16:
+        pairs = tokens[:-1:2] * 16 + tokens[1::2]
+        assert excess(pairs.bincount(minlength=256), p.outer(p)) < 1
+
+
+def sampler_at(sampler: TokenSampler, position: int) -> TokenSampler:
+    return TokenSampler(
+        sampler.params,
+        seed=sampler.seed,
+        prompt_token_ids=range(position),
+        eos_token_ids=(),
+        vocab_size=sampler.vocab_size,
+        device="cpu",
+    )
+
+
+@pytest.mark.parametrize("rule", [reject, couple])
+def test_engine_path_draws_what_the_vectorised_one_draws(toy: Toy, rule: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    """TokenSampler, Rows, draft_tokens and verify_*, per sequence, against `generate` with the same seeds."""
+    num = 150
+    want = generate(toy, num, varied_lengths, rule=rule).tolist()
+    samplers = [sampler_of(toy.params, VOCAB, seed) for seed in range(num)]
+    texts: list[list[int]] = [[] for _ in samplers]
+    verification = "rejection" if rule is reject else "coupled"
+    while live := [index for index, text in enumerate(texts) if len(text) < NUM_TOKENS]:
+        lengths = [(index + len(texts[index])) % (LONGEST + 1) for index in live]
+        pendings: list[list[int]] = [[] for _ in live]
+        draft_logits: list[list[Tensor]] = [[] for _ in live]
+        for ahead in range(LONGEST):
+            going = [at for at, length in enumerate(lengths) if ahead < length]
+            rows = [Rows(samplers[live[at]], 0, tuple(pendings[at])) for at in going]
+            logits = toy.raw_draft[[index_of(texts[live[at]] + pendings[at]) for at in going]]
+            drafts = draft_tokens(logits, rows, verification)  # type: ignore[arg-type]
+            for place, (at, token) in enumerate(zip(going, drafts.token_ids.tolist(), strict=True)):
+                pendings[at].append(token)
+                if drafts.logits is not None:
+                    draft_logits[at].append(drafts.logits[place])
+        rows = []
+        histories: list[int] = []
+        for index, pending in zip(live, pendings, strict=True):
+            rows.append(Rows(samplers[index], len(histories), pending))
+            histories += [index_of(texts[index] + pending[:j]) for j in range(len(pending) + 1)]
+        logits = toy.raw_target[histories]
+        given = [torch.stack(each) if each else None for each in draft_logits]
+        verdicts = verify_rejection(logits, rows, given) if rule is reject else verify_coupled(logits, rows)
+        for index, verdict in zip(live, verdicts, strict=True):
+            samplers[index].commit(verdict.token_ids)
+            texts[index].extend(verdict.token_ids)
+    assert [text[:NUM_TOKENS] for text in texts] == want
+
+
+def index_of(history: list[int]) -> int:
+    return int(history_index(torch.tensor([history], dtype=torch.int64), torch.tensor([len(history)])))

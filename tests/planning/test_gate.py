@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from rayspec.planning.gate import Gate
+
+ACCEPTANCE, NUM_DRAFT_TOKENS = 0.85, 5
+DRAFT_TOKENS = sum(ACCEPTANCE**k for k in range(NUM_DRAFT_TOKENS + 1))
+
+
+def simulate(
+    seed: int, gain: Callable[[int], float], num_rounds: int, new_plan_every: int | None = None
+) -> tuple[float, float]:
+    """Time lost against always knowing the faster mode, and the share of rounds in it.
+
+    A plain round takes 1 s, a drafted one as long as its mean tokens at `gain` times that rate. Every round's time is
+    disturbed by 10 %, and one of fifty takes 5 to 21 times as long.
+    """
+    rng, gate = np.random.default_rng(seed), Gate()
+    for _ in range(4):
+        gate.observe("plain", 1, 1.0)
+    gate.new_plan(1.3)
+    spent_s = oracle_s = num_right = 0.0
+    for index in range(num_rounds):
+        if new_plan_every and index and index % new_plan_every == 0:
+            gate.new_plan(1.3)
+        mode, now = gate.choose(), gain(index)
+        mean_tokens, seconds = (1.0, 1.0) if mode == "plain" else (DRAFT_TOKENS, DRAFT_TOKENS / now)
+        tokens = 1 + (mode == "draft") * int((rng.random(NUM_DRAFT_TOKENS) < ACCEPTANCE).cumprod().sum())
+        spent_s += seconds
+        oracle_s += mean_tokens / max(1.0, now)
+        num_right += (mode == "draft") == (now > 1)
+        gate.observe(mode, tokens, seconds * rng.lognormal(0, 0.1) * (1 + (rng.random() < 0.02) * rng.uniform(4, 20)))
+    return spent_s / oracle_s - 1, num_right / num_rounds
+
+
+@pytest.mark.parametrize(
+    "gain, num_rounds, most_lost",
+    [
+        (lambda index: 0.45, 4000, 0.02),
+        (lambda index: 0.8, 4000, 0.02),
+        (lambda index: 1.25, 3000, 0.01),
+        (lambda index: 1.6, 3000, 0.01),
+        (lambda index: 0.7 if index < 3000 else 1.4, 9000, 0.03),
+        (lambda index: 1.4 if index < 3000 else 0.7, 6000, 0.03),
+    ],
+    ids=["collapse", "never pays", "pays", "pays much", "comes to pay", "stops paying"],
+)
+def test_close_to_the_oracle(gain: Callable[[int], float], num_rounds: int, most_lost: float) -> None:
+    lost, right = zip(*(simulate(seed, gain, num_rounds) for seed in range(4)), strict=True)
+    assert np.mean(lost) < most_lost and max(lost) < most_lost + 0.02
+    assert np.mean(right) > 0.95
+
+
+@pytest.mark.parametrize("gain", [0.95, 1.05])
+def test_where_it_hardly_matters_little_is_lost(gain: float) -> None:
+    assert np.mean([simulate(seed, lambda index: gain, 3000)[0] for seed in range(4)]) < 0.03
+
+
+def test_plans_that_keep_coming_and_never_pay() -> None:
+    assert np.mean([simulate(seed, lambda index: 0.5, 3000, new_plan_every=100)[0] for seed in range(4)]) < 0.03
+
+
+def steady(gate: Gate, num_rounds: int, draft_s: float, batch: Callable[[int], int] = lambda index: 1) -> list[str]:
+    """Rounds without noise: one token a sequence plain, three drafted. Seconds do not depend on the batch."""
+    modes = []
+    for index in range(num_rounds):
+        mode, size = gate.choose(), batch(index)
+        modes.append(mode)
+        tokens, seconds = (size, 1.0) if mode == "plain" else (3 * size, draft_s)
+        gate.observe(mode, tokens, seconds, reference_rate=float(size))
+    return modes
+
+
+def test_starts_plain_and_tries_a_plan_once_it_knows_the_plain_rate() -> None:
+    gate = Gate()
+    assert set(steady(gate, 200, 1.0)) == {"plain"}
+    assert "no plan" in gate.reason
+    gate.new_plan(1.5)
+    assert set(steady(gate, 1, 1.0)) == {"plain"}
+    modes = steady(gate, 500, 2.0)
+    assert modes[0] == "draft" and modes.count("plain") <= 40
+    assert gate.reason.startswith("drafting: measured x1.5")
+
+
+def test_a_plan_not_to_draft_is_obeyed_at_once() -> None:
+    gate = Gate()
+    steady(gate, 10, 2.0)
+    gate.new_plan(1.5)
+    steady(gate, 100, 2.0)
+    gate.new_plan(1.0)
+    assert set(steady(gate, 300, 2.0)) == {"plain"}
+
+
+def test_probes_of_a_loser_become_rare() -> None:
+    gate = Gate()
+    steady(gate, 10, 6.0)
+    gate.new_plan(1.5)
+    modes = steady(gate, 6000, 6.0)
+    assert modes[:1000].count("draft") > modes[-1000:].count("draft")
+    assert 0 < modes[2000:].count("draft") < 0.01 * 4000 * 2
+    assert gate.reason.startswith("not drafting: measured x0.50")
+
+
+def test_a_shrinking_batch_is_not_taken_for_a_slower_mode() -> None:
+    gate = Gate()
+    steady(gate, 10, 2.0, lambda index: 32)
+    gate.new_plan(1.5)
+    modes = steady(gate, 1000, 2.0, lambda index: max(1, 32 - index // 30))
+    assert modes.count("plain") < 60
+
+
+def test_impossible_arguments() -> None:
+    with pytest.raises(ValueError):
+        Gate(min_burst=8, burst=4)
+    with pytest.raises(ValueError):
+        Gate().observe("plain", 1, 0.0)

@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayspec.planning.latency import Curve, LatencyModel, Measurement, StaleProfileError
+from rayspec.planning.least_squares import nonnegative_least_squares
+
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+BASE = {"attention": 90e-6, "mlp": 300e-6, "head": 150e-6}
+KEY = {"model": "abc", "dtype": "bfloat16", "threads": 2}
+
+
+def planted_s(kind: str, rows: int, context: int, batch: int) -> float:
+    base = BASE[kind] * (1 + 0.01 * rows + 0.02 * max(rows - 16, 0))
+    return base + (4e-9 * batch * context + 1e-9 * rows * context if kind == "attention" else 0)
+
+
+def measure(noise: float = 0.0, seed: int = 0, device: str = "", slower: float = 1.0) -> list[Measurement]:
+    rng = np.random.default_rng(seed)
+    found = []
+    for kind, rows, context, batch in [
+        (kind, rows, context, batch)
+        for kind in BASE
+        for rows in ROWS
+        for context in (256, 4096, 16384)
+        for batch in (1, 4)
+        if rows >= batch
+    ]:
+        for _ in range(5):
+            seconds = slower * planted_s(kind, rows, context, batch) * rng.lognormal(0, noise)
+            found.append(
+                Measurement(kind=kind, rows=rows, context=context, batch=batch, seconds=seconds, device=device)
+            )
+    return found
+
+
+def model(noise: float = 0.0, **options: object) -> LatencyModel:
+    extra = [
+        Measurement(kind="overhead", rows=1, context=0, batch=1, seconds=20e-6),
+        Measurement(kind="round", rows=1, context=0, batch=1, seconds=50e-6),
+    ]
+    return LatencyModel.fit(measure(noise) + extra, ["attention", "mlp"] * 4, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_recovers_what_was_planted(noise: float) -> None:
+    fitted = model(noise)
+    for rows, context, batch in [(1, 1000, 1), (4, 9000, 4), (12, 12000, 2), (48, 3000, 1)]:
+        for sublayer, kind in enumerate(("attention", "mlp")):
+            seconds = fitted.sublayer_s(sublayer, rows=rows, context=context, batch=batch)
+            assert seconds == pytest.approx(planted_s(kind, rows, context, batch), rel=0.06 if noise else 0.01)
+        assert fitted.head_s(rows) == pytest.approx(planted_s("head", rows, 0, 1), rel=0.06 if noise else 0.01)
+    attention = fitted.curves["attention"]
+    assert attention.kv_s == pytest.approx(4e-9, rel=0.15 if noise else 0.01)
+    assert attention.score_s == pytest.approx(1e-9, rel=0.15 if noise else 0.01)
+    assert attention.residual < (0.06 if noise else 1e-3)
+    assert (fitted.overhead_s, fitted.round_s) == (20e-6, 50e-6)
+
+
+def test_an_outlier_hardly_counts() -> None:
+    spoiled = measure() + [Measurement(kind="mlp", rows=3, context=0, batch=1, seconds=1.0)]
+    spoiled += [Measurement(kind="mlp", rows=rows, context=7, batch=1, seconds=0.02) for rows in (1, 8)]
+    fitted = LatencyModel.fit(spoiled, ["attention", "mlp"])
+    assert fitted.sublayer_s(1, rows=8, context=0, batch=1) == pytest.approx(planted_s("mlp", 8, 0, 1), rel=0.05)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 64), st.integers(0, 20000), st.integers(1, 4), st.floats(1e-6, 1e-2)),
+        min_size=1,
+        max_size=20,
+    )
+)
+def test_any_curve_is_monotone_and_never_negative(cells: list[tuple[int, int, int, float]]) -> None:
+    curve = Curve.fit([Measurement(kind="attention", rows=r, context=c, batch=b, seconds=s) for r, c, b, s in cells])
+    by_rows = [curve.seconds(rows=rows, context=100, batch=1) for rows in (0, *range(1, 200, 7))]
+    by_context = [curve.seconds(rows=4, context=context, batch=2) for context in (0, 10, 1000, 10**6)]
+    assert min(by_rows) >= 0 and by_rows[0] == 0
+    assert all(b >= a - 1e-12 for a, b in zip(by_rows, by_rows[1:], strict=False))
+    assert all(b >= a for a, b in zip(by_context, by_context[1:], strict=False))
+
+
+def test_extrapolation() -> None:
+    curve = Curve(rows=(1, 32, 64), base_s=(1.0, 1.0, 2.0))
+    assert curve.seconds(rows=128) == pytest.approx(4.0)
+    assert Curve(rows=(4,), base_s=(1.0,)).seconds(rows=8) == pytest.approx(2.0)
+    assert Curve(rows=(4,), base_s=(1.0,)).seconds(rows=1) == pytest.approx(1.0)
+    two_close = Curve(rows=(1, 31, 32), base_s=(1.0, 2.0, 3.0))
+    assert two_close.seconds(rows=64) == pytest.approx(3 + 32 * 2 / 31)
+
+
+def test_forwards_add_up() -> None:
+    fitted = model()
+    every = fitted.sublayers_s(rows=3, context=2000, batch=1)
+    assert every.tolist() == [fitted.sublayer_s(i, rows=3, context=2000, batch=1) for i in range(8)]
+    verify = fitted.verify_s(rows=3, context=2000, batch=1)
+    assert verify == pytest.approx(every.sum() + fitted.head_s(3) + fitted.overhead_s)
+    one = fitted.sublayers_s(rows=1, context=2000, batch=1)
+    reused = fitted.verify_s(rows=3, context=2000, batch=1, from_sublayer=3, leading_rows=1)
+    assert reused == pytest.approx(one[:3].sum() + every[3:].sum() + fitted.head_s(3) + fitted.overhead_s)
+    keep = [True, False] * 4
+    draft = fitted.draft_step_s(keep, context=2000, batch=1)
+    assert draft == pytest.approx(one[::2].sum() + fitted.head_s(1) + fitted.overhead_s)
+    assert fitted.decode_step_s(context=2000, batch=1) == pytest.approx(
+        fitted.draft_step_s([True] * 8, context=2000, batch=1) + fitted.round_s
+    )
+
+
+def test_hops_bypass_stages_with_nothing_to_run() -> None:
+    fitted = model(stages=[0, 0, 1, 1, 2, 2, 3, 3], hop_s=1.0)
+    assert fitted.hops_s([True] * 8) == 4
+    assert fitted.hops_s([True, True, False, False, True, True, True, True]) == 3
+    assert fitted.hops_s([False] * 8) == 2  # embedding to head, and the token back
+    assert model(hop_s=1.0).hops_s([True] * 8) == 0
+
+
+def test_transfers_are_paid_by_whoever_runs() -> None:
+    fitted = model(transfer_s=[0.0] * 7 + [1.0])
+    assert fitted.draft_step_s([True] * 7 + [False], context=100, batch=1) < 1
+    assert fitted.verify_s(rows=4, context=100, batch=1) > 1
+    assert fitted.verify_s(rows=4, context=100, batch=1, from_sublayer=8) < 1
+
+
+def test_devices_have_their_own_curves() -> None:
+    measured = measure(device="fast") + measure(device="slow", slower=3.0)
+    with pytest.raises(ValueError, match="devices"):
+        LatencyModel.fit(measured, ["attention", "mlp"])
+    fitted = LatencyModel.fit(measured, ["attention", "mlp"] * 2, devices=["fast", "fast", "slow", "slow"])
+    seconds = fitted.sublayers_s(rows=2, context=5000, batch=1)
+    assert seconds[2:] == pytest.approx(3 * seconds[:2], rel=1e-3)
+    assert fitted.head == "head@slow"
+    with pytest.raises(ValueError, match="expert"):
+        LatencyModel.fit(measure(), ["attention", "expert"])
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    fitted = model(0.05, stages=[0] * 4 + [1] * 4, hop_s=1e-3)
+    path = tmp_path / "profiles" / "p.json"
+    fitted.save(path, KEY)
+    assert LatencyModel.load(path, KEY) == fitted
+    assert list(path.parent.iterdir()) == [path]
+    with pytest.raises(StaleProfileError, match="threads is 2, not 4"):
+        LatencyModel.load(path, {**KEY, "threads": 4})
+    with pytest.raises(StaleProfileError, match="device"):
+        LatencyModel.load(path, {**KEY, "device": "cpu"})
+    for content in ("{", "[]", json.dumps({"format": "other"}), path.read_text().replace('"head"', '"had"')):
+        path.write_text(content)
+        with pytest.raises(StaleProfileError):
+            LatencyModel.load(path, KEY)
+    with pytest.raises(FileNotFoundError):
+        LatencyModel.load(tmp_path / "none.json", KEY)
+
+
+def test_impossible_measurements_are_refused() -> None:
+    for changes in ({"rows": 0}, {"seconds": 0.0}, {"seconds": float("nan")}, {"context": -1}):
+        values = {"kind": "mlp", "rows": 1, "context": 0, "batch": 1, "seconds": 1.0, **changes}
+        with pytest.raises(ValueError):
+            Curve.fit([Measurement(**values)])  # type: ignore[arg-type]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6))
+def test_nonnegative_least_squares_is_optimal(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    matrix, target = rng.normal(size=(12, 5)), rng.normal(size=12)
+    solution = nonnegative_least_squares(matrix, target)
+    gradient = matrix.T @ (matrix @ solution - target)
+    assert (solution >= 0).all()
+    assert (gradient > -1e-7).all()
+    assert np.abs(gradient * solution).max() < 1e-7
