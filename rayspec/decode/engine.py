@@ -275,7 +275,7 @@ class Engine:
             sequence_id=f"{live.request.request_id}/{index}",
             index=index,
             params=params,
-            seed=_signed((seed + index * _SEED_STRIDE)),
+            seed=_signed(seed + index * _SEED_STRIDE),
             token_ids=list(live.prompt_token_ids),
             num_prompt_tokens=len(live.prompt_token_ids),
             max_total_tokens=min(len(live.prompt_token_ids) + params.max_tokens, self.max_model_len),

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import transformers
 
-from rayspec.decode.runner import Batch, Runner, RowSpan
+from rayspec.decode.runner import Batch, RowSpan, Runner
 from rayspec.planning.latency import HEAD, OVERHEAD, LatencyModel, Measurement, StaleProfileError
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from torch import Tensor
 from rayspec.config import SamplingParams, Verification
 from rayspec.decode.drafting.skip_draft import Draft, DraftRound, KeepDrafting, Turn, draft
 from rayspec.decode.plan_search import PlanSearch, TappedToken
-from rayspec.decode.runner import Batch, Runner, RowSpan
+from rayspec.decode.runner import Batch, RowSpan, Runner
 from rayspec.decode.sampling import Rows, TokenSampler, finite_rows, target_tokens, top_logprobs
 from rayspec.decode.scheduler import Move
 from rayspec.decode.verify import Verdict, verify_coupled, verify_rejection

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from rayspec.planning.latency import LatencyModel
+from rayspec.planning.stopping import NEVER, StopRule, expected_draft
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -27,7 +28,7 @@ def expected_tokens(acceptance: ArrayLike, num_draft_tokens: ArrayLike) -> Float
         raise ValueError("acceptance must lie between 0 and 1, and num_draft_tokens be 0 or more")
     with np.errstate(divide="ignore", invalid="ignore"):
         total = -np.expm1(terms * np.log(a)) / (1 - a)
-    return np.where(a == 1, terms, total)
+    return np.asarray(np.where(a == 1, terms, total))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,47 +84,50 @@ def best_choice(
     context: float,
     batch: int,
     max_draft_tokens: int,
+    stop_rule: StopRule = NEVER,
     reuse_prefix: bool = True,
     min_gain: float = 0.02,
 ) -> Choice:
     """The (candidate, draft length) with the most tokens per second; no draft unless it gains more than `min_gain`.
 
-    KnapSpec's eq. 4, with head, overheads, hops and the true cost of the verify's rows: expected tokens /
-    (length * draft step + verify + round overhead). `acceptance` [num_candidates] should be `Estimate.lower`, corrected
-    by what was observed in use. With `reuse_prefix`, the sublayers before a candidate's first skipped one verify only
+    KnapSpec's eq. 4, with head, overheads, hops, the true cost of the verify's rows, and drafts that `stop_rule` may
+    end early: expected tokens / (draft steps * seconds of one + verify + round overhead). `acceptance` [num_candidates]
+    should be `Estimate.lower`, corrected by what was observed in use. With `reuse_prefix`, the sublayers before a
+    candidate's first skipped one verify only
     the last token drafted. A candidate that skips nothing is plain decoding, and so never drafted with.
     """
     plain_tpt = 1.0 / latency.decode_step_s(context=context, batch=batch)
     plain = Choice(candidate=None, num_draft_tokens=0, tpt=plain_tpt, plain_tpt=plain_tpt)
-    keep = np.asarray(keeps, bool).reshape(len(keeps), -1)
+    keep = np.asarray(keeps, bool).reshape(len(keeps), len(latency.sublayers))
     if keep.size == 0 or keep.all() or max_draft_tokens < 1:
         return plain
-    lengths = np.arange(1, max_draft_tokens + 1)
+    expected = expected_draft(np.asarray(acceptance, float), max_draft_tokens, stop_rule)
     draft_s = np.asarray([latency.draft_step_s(row, context=context, batch=batch) for row in keep.tolist()])
     prefix = np.where(keep.all(axis=1), keep.shape[1], keep.argmin(axis=1)) * reuse_prefix
-    verify_s = _verify_s(latency, lengths, context, batch)[prefix]
-    tokens = expected_tokens(np.asarray(acceptance, float)[:, None], lengths)
-    tpt = tokens / (draft_s[:, None] * lengths + verify_s + latency.round_s)
+    verify_s = _verify_s(latency, expected.num_drafted, prefix, context, batch)
+    tpt = (1 + expected.num_accepted) / (draft_s[:, None] * expected.num_drafted + verify_s + latency.round_s)
     tpt[keep.all(axis=1)] = 0.0
     candidate, length = np.unravel_index(int(tpt.argmax()), tpt.shape)
     best_tpt = float(tpt[candidate, length])
     if best_tpt <= plain_tpt * (1 + min_gain):
         return plain
-    return Choice(candidate=int(candidate), num_draft_tokens=int(lengths[length]), tpt=best_tpt, plain_tpt=plain_tpt)
+    return Choice(candidate=int(candidate), num_draft_tokens=int(length) + 1, tpt=best_tpt, plain_tpt=plain_tpt)
 
 
-def _verify_s(latency: LatencyModel, lengths: NDArray[np.int64], context: float, batch: int) -> Floats:
-    """[num_sublayers + 1, num_lengths]: seconds of a verify whose first p sublayers run one row a sequence."""
-    num_sublayers = len(latency.sublayers)
+def _verify_s(latency: LatencyModel, num_drafted: Floats, prefix: Floats, context: float, batch: int) -> Floats:
+    """[num_candidates, num_lengths]: seconds of the verify of drafts of that many tokens, whose first `prefix` [num_
+    candidates] sublayers run one row a sequence. Between whole rows it is interpolated."""
+    num_sublayers, longest = len(latency.sublayers), int(np.ceil(num_drafted.max()))
     one_row = latency.sublayers_s(rows=batch, context=context, batch=batch)
     leading = np.concatenate([[0.0], np.cumsum(one_row)])
+    lengths = np.arange(longest + 1)
     columns = []
     for length in lengths.tolist():
         rows = batch * (length + 1)
         rest = np.cumsum(latency.sublayers_s(rows=rows, context=context, batch=batch)[::-1])[::-1]
         columns.append(leading + np.append(rest, 0.0) + latency.head_s(rows))
-    constant = latency.overhead_s + latency.hops_s((True,) * num_sublayers)
-    return np.stack(columns, axis=1) + constant
+    table = np.stack(columns, axis=1) + latency.overhead_s + latency.hops_s((True,) * num_sublayers)
+    return np.stack([np.interp(row, lengths, table[at]) for row, at in zip(num_drafted, prefix, strict=True)])
 
 
 def worth_drafting(survival: ArrayLike, acceptance: ArrayLike, *, rate: float, step_s: float, row_s: float) -> Flags:

@@ -47,7 +47,7 @@ class Correction:
         """Estimates, corrected; same shape. 0 and 1 stay what they are."""
         a = np.asarray(acceptance, float)
         odds = np.exp(self.offset)
-        return np.asarray(a * odds / (a * odds + 1 - a))
+        return np.asarray(np.where(a == 1, 1.0, a * odds / (a * odds + 1 - a)))
 
 
 class Calibration:

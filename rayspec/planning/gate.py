@@ -22,6 +22,7 @@ CLIP = 3.0  # seconds of a round count up to this many medians: tails are heavy,
 LOOK_EVERY = 8  # rounds between looks at the incumbent's own rate
 CHANGE_ROUNDS, CHANGE_ERRORS = 32, 4.0  # a change is when this many rounds differ by this many errors from those before
 FIRST_TRIALS = 12  # rounds' worth of time that probes may cost before they have earned it
+TYPICAL_ROUNDS = 4  # what a round took in the last probe counts as this many, where it is decided what an outlier is
 PRIOR_ROUNDS = 8  # what is known of a mode's spread counts as this many rounds
 
 
@@ -43,9 +44,10 @@ class _Rate:
 class _Rounds:
     """The last rounds of one mode."""
 
-    def __init__(self, length: int, prior_variance: float) -> None:
+    def __init__(self, length: int, prior_variance: float, typical_s: float | None = None) -> None:
         self._rounds: deque[tuple[float, float]] = deque(maxlen=length)
         self._prior_variance = prior_variance
+        self._typical_s = typical_s
 
     def __len__(self) -> int:
         return len(self._rounds)
@@ -91,7 +93,8 @@ class _Rounds:
 
     def _clipped(self) -> tuple[Floats, Floats]:
         tokens, seconds = np.asarray(self._rounds, float).T
-        return tokens, np.minimum(seconds, CLIP * np.median(seconds))
+        known = [] if self._typical_s is None else [self._typical_s] * TYPICAL_ROUNDS
+        return tokens, np.minimum(seconds, CLIP * np.median([*seconds.tolist(), *known]))
 
 
 class Gate:
@@ -131,6 +134,7 @@ class Gate:
         self._may_draft = False
         self._incumbent: Mode = "plain"
         self._variance: dict[Mode, float] = {"draft": 0.25, "plain": 0.01}  # of one round; learned from probes
+        self._typical_s: dict[Mode, float] = {}  # of one round, in the last probe
         self._recent = self._rounds("plain", window)  # of the incumbent
         self._rival: _Rate | None = None  # the other mode, when last probed
         self._probe: _Rounds | None = None
@@ -166,7 +170,8 @@ class Gate:
             if self._rounds_to_probe % LOOK_EVERY == 0:
                 self._recent.forget_before_change(CHANGE_ROUNDS, CHANGE_ERRORS)
             if self._probe is None and self._should_probe():
-                self._probe = self._rounds(_other(mode), self._burst)
+                rival = _other(mode)
+                self._probe = _Rounds(self._burst, self._variance[rival], self._typical_s.get(rival))
 
     def new_plan(self, predicted_gain: float) -> None:
         """A plan has arrived that should be `predicted_gain` times as fast as plain decoding; up to 1: do not draft.
@@ -177,6 +182,7 @@ class Gate:
         self._may_draft = predicted_gain > 1
         self._predicted_gain = predicted_gain
         self._probe = None
+        self._typical_s.pop("draft", None)
         if self._incumbent == "plain":
             self._rival = None
         else:
@@ -227,7 +233,7 @@ class Gate:
             or (judged and rival.clearly_below(recent, self._losing_errors))
             or self._lost_s + loss_s > self._allowance_s
         ):
-            self._end_probe(rival, loss_s)
+            self._end_probe(probe, rival, loss_s)
 
     def _rounds(self, mode: Mode, length: int) -> _Rounds:
         return _Rounds(length, self._variance[mode])
@@ -240,7 +246,8 @@ class Gate:
         self._rounds_to_probe = self._interval
         self._probe_min = self._min_burst
 
-    def _end_probe(self, rival: _Rate, loss_s: float) -> None:
+    def _end_probe(self, probe: _Rounds, rival: _Rate, loss_s: float) -> None:
+        self._typical_s[_other(self._incumbent)] = probe.median_s
         self._rival, self._probe = rival, None
         self._lost_s += loss_s
         self._interval = min(2 * self._interval, self._max_probe_every)

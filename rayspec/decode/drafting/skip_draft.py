@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rayspec.config import Verification
-from rayspec.decode.runner import Runner, RowSpan
+from rayspec.decode.runner import RowSpan, Runner
 from rayspec.decode.sampling import Rows, TokenSampler, draft_tokens
 from rayspec.types import Plan
 

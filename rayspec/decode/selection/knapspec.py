@@ -19,6 +19,7 @@ from rayspec.planning.calibration import Calibration, Correction
 from rayspec.planning.gate import Gate
 from rayspec.planning.knapsack import count_rows, quantize, solve
 from rayspec.planning.latency import LatencyModel
+from rayspec.planning.stopping import NEVER, StopRecord
 from rayspec.types import Plan, PlanRecord, no_draft
 
 # The first search is an investment: it may take this share of the work that is waiting.
@@ -75,6 +76,7 @@ class KnapSpec:
         self._gate = Gate()
         self._correction = Correction()
         self._calibration = Calibration()
+        self._stops = StopRecord()
         self._wants_taps = True
 
     @property
@@ -112,7 +114,7 @@ class KnapSpec:
         return keep
 
     def observe(self, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
-        num_accepted, num_tested = self._learn(result)
+        num_accepted, num_tested = self._learn(plan, result)
         step_s = self._latency.decode_step_s(context=situation.context, batch=situation.batch)
         drafted = any(one.token_ids for one in result.drafts)
         if drafted or not plan.drafts:
@@ -144,7 +146,7 @@ class KnapSpec:
         index = self._choice.candidate if self._choice else None
         return None if index is None else self._candidates[index]
 
-    def _learn(self, result: RoundResult) -> tuple[int, int]:
+    def _learn(self, plan: Plan, result: RoundResult) -> tuple[int, int]:
         """From the draft tokens that were tested: up to and with the first rejected one of each draft."""
         num_accepted = num_tested = 0
         confidences: list[float] = []
@@ -154,6 +156,8 @@ class KnapSpec:
             num_accepted, num_tested = num_accepted + accepted, num_tested + tested
             confidences.extend(one.confidences[:tested])
             outcomes.extend(position < accepted for position in range(tested))
+            ended = tested == len(one.token_ids) < plan.num_draft_tokens
+            self._stops.observe(num_accepted=accepted, num_tested=tested, ended=ended)
         candidate = self._in_use
         if num_tested and candidate is not None:
             self._calibration.observe(confidences, outcomes)
@@ -246,6 +250,7 @@ class KnapSpec:
             context=situation.context,
             batch=situation.batch,
             max_draft_tokens=self._options.max_draft_tokens,
+            stop_rule=self._stops.rule if self._options.confidence_stop else NEVER,
         )
 
     def _decide(self, situation: Situation, reason: str, spent_s: float) -> PlanRecord:
