@@ -38,21 +38,24 @@ def simulate(
 
 
 @pytest.mark.parametrize(
-    "gain, num_rounds, most_lost",
+    "gain, num_rounds, most_lost, least_right",
     [
-        (lambda index: 0.45, 4000, 0.02),
-        (lambda index: 0.8, 4000, 0.02),
-        (lambda index: 1.25, 3000, 0.01),
-        (lambda index: 1.6, 3000, 0.01),
-        (lambda index: 0.7 if index < 3000 else 1.4, 9000, 0.03),
-        (lambda index: 1.4 if index < 3000 else 0.7, 6000, 0.03),
+        (lambda index: 0.45, 4000, 0.02, 0.95),
+        (lambda index: 0.8, 4000, 0.02, 0.95),
+        (lambda index: 1.25, 3000, 0.01, 0.95),
+        (lambda index: 1.6, 3000, 0.01, 0.95),
+        (lambda index: 0.7 if index < 3000 else 1.4, 9000, 0.03, 0.85),
+        (lambda index: 1.4 if index < 3000 else 0.7, 6000, 0.03, 0.95),
     ],
     ids=["collapse", "never pays", "pays", "pays much", "comes to pay", "stops paying"],
 )
-def test_close_to_the_oracle(gain: Callable[[int], float], num_rounds: int, most_lost: float) -> None:
+def test_close_to_the_oracle(
+    gain: Callable[[int], float], num_rounds: int, most_lost: float, least_right: float
+) -> None:
+    """That a draft has come to pay is seen in probes only, and how often these run is what bounds their cost."""
     lost, right = zip(*(simulate(seed, gain, num_rounds) for seed in range(4)), strict=True)
     assert np.mean(lost) < most_lost and max(lost) < most_lost + 0.02
-    assert np.mean(right) > 0.95
+    assert np.mean(right) > least_right
 
 
 @pytest.mark.parametrize("gain", [0.95, 1.05])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -64,7 +65,7 @@ def test_recovers_what_was_planted(noise: float) -> None:
 
 
 def test_an_outlier_hardly_counts() -> None:
-    spoiled = measure() + [Measurement(kind="mlp", rows=3, context=0, batch=1, seconds=1.0)]
+    spoiled = [*measure(), Measurement(kind="mlp", rows=3, context=0, batch=1, seconds=1.0)]
     spoiled += [Measurement(kind="mlp", rows=rows, context=7, batch=1, seconds=0.02) for rows in (1, 8)]
     fitted = LatencyModel.fit(spoiled, ["attention", "mlp"])
     assert fitted.sublayer_s(1, rows=8, context=0, batch=1) == pytest.approx(planted_s("mlp", 8, 0, 1), rel=0.05)
@@ -83,8 +84,8 @@ def test_any_curve_is_monotone_and_never_negative(cells: list[tuple[int, int, in
     by_rows = [curve.seconds(rows=rows, context=100, batch=1) for rows in (0, *range(1, 200, 7))]
     by_context = [curve.seconds(rows=4, context=context, batch=2) for context in (0, 10, 1000, 10**6)]
     assert min(by_rows) >= 0 and by_rows[0] == 0
-    assert all(b >= a - 1e-12 for a, b in zip(by_rows, by_rows[1:], strict=False))
-    assert all(b >= a for a, b in zip(by_context, by_context[1:], strict=False))
+    assert all(b >= a - 1e-12 for a, b in itertools.pairwise(by_rows))
+    assert all(b >= a for a, b in itertools.pairwise(by_context))
 
 
 def test_extrapolation() -> None:
