@@ -16,7 +16,7 @@ __all__ = ["LLM", "SamplingParams", "__version__"]
 def __getattr__(name: str) -> Any:
     """`LLM` brings torch and transformers along, so it is imported when it is first asked for."""
     if name == "LLM":
-        from rayspec.llm import LLM
+        from rayspec.llm import LLM  # noqa: PLC0415
 
         return LLM
     raise AttributeError(f"module 'rayspec' has no attribute {name!r}")

@@ -73,8 +73,9 @@ class LLM:
         """Prompt tokens of a conversation. Raises ConfigError when the tokenizer has no chat template."""
         if not self.tokenizer.chat_template:
             raise ConfigError(f"the tokenizer of {self.config.model!r} has no chat template: use generate()")
-        encoded = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
-        return list(encoded["input_ids"])  # type: ignore[index]
+        conversation = [dict(message) for message in messages]
+        encoded: Any = self.tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=True)
+        return list(encoded["input_ids"])
 
     def stream(self, requests: Iterable[Request]) -> Iterator[RequestOutput]:
         """Run requests as they come; yields each as it finishes. Takes no more of them than keep the engine busy."""

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rayspec.config import EngineConfig
 from rayspec.decode.engine import Engine, Vocabulary
@@ -51,8 +51,7 @@ def load_engine(config: EngineConfig, *, with_tokenizer: bool = True) -> Engine:
         return _plain_engine(config, model, str(error), vocabulary, max_model_len, tokenizer)
     num_slots = _num_slots(config, parts, max_model_len, device)
     bucket_rows = _BUCKET_ROWS if config.deterministic else None
-    dtype = parts.final_norm.weight.dtype
-    arena = KVArena(parts.shapes, num_slots, dtype=dtype, device=device, num_spare=bucket_rows or 0)  # type: ignore[arg-type]
+    arena = KVArena(parts.shapes, num_slots, dtype=parts.dtype, device=device, num_spare=bucket_rows or 0)
     runner = Runner(parts, arena, device=device, bucket_rows=bucket_rows)
     latency = load_or_measure(runner, config.profile_cache) if config.speculation.strategy == "knapspec" else None
     stages = LocalStages(
@@ -79,7 +78,7 @@ def _plain_engine(
     reason: str,
     vocabulary: Vocabulary,
     max_model_len: int,
-    tokenizer: object,
+    tokenizer: PreTrainedTokenizerBase | None,
 ) -> Engine:
     if config.deterministic:
         raise ConfigError(f"option 'deterministic' needs a model that splits into sublayers: {reason}")
@@ -93,7 +92,7 @@ def _plain_engine(
         selector=FixedPlan(no_draft(stages.num_sublayers, reason)),
         vocabulary=vocabulary,
         max_model_len=max_model_len,
-        tokenizer=tokenizer,  # type: ignore[arg-type]
+        tokenizer=tokenizer,
     )
 
 
@@ -139,7 +138,7 @@ def _num_slots(config: EngineConfig, parts: Decomposition, max_model_len: int, d
         free, _ = torch.cuda.mem_get_info(device)
     else:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    slot = bytes_per_slot(list(parts.shapes.values()), parts.final_norm.weight.dtype)  # type: ignore[arg-type]
+    slot = bytes_per_slot(list(parts.shapes.values()), parts.dtype)
     affordable = int(free * _MEMORY_SHARE[device.type] / slot)
     if affordable < 16:
         raise CheckpointError(f"only {free / 2**30:.1f} GiB are free on {device}, too little for a KV cache")
@@ -147,7 +146,7 @@ def _num_slots(config: EngineConfig, parts: Decomposition, max_model_len: int, d
 
 
 def _vocab_size(model: PreTrainedModel) -> int:
-    return int(model.get_output_embeddings().weight.shape[0])
+    return int(model.get_output_embeddings().weight.shape[0])  # type: ignore[no-untyped-call]
 
 
 def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:

@@ -52,7 +52,7 @@ def profile_key(runner: Runner) -> dict[str, Any]:
     config = {k: v for k, v in runner.parts.config.to_dict().items() if not k.startswith("_")}
     return {
         "model": hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest(),
-        "dtype": str(runner.parts.final_norm.weight.dtype),
+        "dtype": str(runner.parts.dtype),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
         "host": platform.node(),
         "num_threads": torch.get_num_threads() if device.type == "cpu" else 0,

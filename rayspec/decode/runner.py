@@ -43,7 +43,7 @@ class Runner:
         self.arena = arena
         self.device = device
         self.bucket_rows = bucket_rows
-        self._like_hidden = torch.zeros(1, 1, 1, dtype=parts.final_norm.weight.dtype, device=device)
+        self._like_hidden = torch.zeros(1, 1, 1, dtype=parts.dtype, device=device)
 
     @property
     def num_sublayers(self) -> int:

@@ -67,6 +67,15 @@ class Decomposition:
     logit_softcap: float | None
     shapes: dict[int, LayerShape]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of hidden states."""
+        return next(self.final_norm.parameters()).dtype
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.final_norm.parameters()).device
+
     def embed(self, token_ids: Tensor) -> Tensor:
         """token_ids: [N] -> [1, N, hidden_size]."""
         hidden: Tensor = self.embedding(token_ids[None])
@@ -149,15 +158,15 @@ def _require_croppable_attention(config: PretrainedConfig) -> None:
         raise UnsupportedModelError(f"{config.model_type}: layers share keys and values, so they cannot be skipped")
 
 
-def _trunk(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList]:
-    trunk = model.base_model
+def _trunk(model: PreTrainedModel) -> tuple[Any, Any]:
+    trunk: Any = model.base_model
     layers = getattr(trunk, "layers", None)
     if not isinstance(layers, nn.ModuleList) or len(layers) == 0 or not hasattr(trunk, "rotary_emb"):
         raise UnsupportedModelError(f"{model.config.model_type}: no list of decoder layers with a rotary embedding")
     return trunk, layers
 
 
-def _layer_shapes(layers: nn.ModuleList, model: PreTrainedModel) -> dict[int, LayerShape]:
+def _layer_shapes(layers: Any, model: PreTrainedModel) -> dict[int, LayerShape]:
     config = model.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     shapes = {}
@@ -176,7 +185,7 @@ def _matching_layout(layer: nn.Module, config: PretrainedConfig) -> NormLayout:
 
 
 def _assemble(
-    model: PreTrainedModel, trunk: nn.Module, layers: nn.ModuleList, layout: NormLayout, shapes: dict[int, LayerShape]
+    model: PreTrainedModel, trunk: Any, layers: Any, layout: NormLayout, shapes: dict[int, LayerShape]
 ) -> Decomposition:
     config = model.config
     typed_rope = all(isinstance(v, dict) for v in (getattr(config, "rope_parameters", None) or {"": None}).values())
@@ -203,20 +212,19 @@ def _assemble(
         config=config,
         embedding=model.get_input_embeddings(),
         embedding_scale=float(getattr(config, "embedding_multiplier", 1.0)),
-        rotary=trunk.rotary_emb,  # type: ignore[arg-type]
+        rotary=trunk.rotary_emb,
         sublayers=tuple(sublayers),
-        final_norm=trunk.norm,  # type: ignore[arg-type]
-        lm_head=model.get_output_embeddings(),
+        final_norm=trunk.norm,
+        lm_head=model.get_output_embeddings(),  # type: ignore[no-untyped-call]
         logit_scale=float(getattr(config, "logit_scale", 1.0)) / float(getattr(config, "logits_scaling", 1.0)),
         logit_softcap=getattr(config, "final_logit_softcapping", None),
         shapes=shapes,
     )
 
 
-def _check_layers(model: PreTrainedModel, layers: nn.ModuleList, parts: Decomposition) -> None:
+def _check_layers(model: PreTrainedModel, layers: Any, parts: Decomposition) -> None:
     """Each kind of layer must equal its two sublayers, attention included, on random hidden states."""
-    weight = parts.final_norm.weight
-    dtype, device = weight.dtype, weight.device
+    dtype, device = parts.dtype, parts.device
     arena = KVArena(parts.shapes, _NUM_CHECK_TOKENS, dtype=dtype, device=device)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, _NUM_CHECK_TOKENS, model.config.hidden_size, generator=generator).to(device, dtype)
@@ -239,7 +247,7 @@ def _check_layers(model: PreTrainedModel, layers: nn.ModuleList, parts: Decompos
 
 def _check_ends(model: PreTrainedModel, trunk: Any, parts: Decomposition) -> None:
     """The model without layers must equal embedding, final norm and head: finds scales and caps we do not know."""
-    device = parts.final_norm.weight.device
+    device = parts.device
     token_ids = torch.arange(_NUM_CHECK_TOKENS, device=device) % model.config.vocab_size
     layers, trunk.layers = trunk.layers, nn.ModuleList()
     try:
@@ -250,7 +258,7 @@ def _check_ends(model: PreTrainedModel, trunk: Any, parts: Decomposition) -> Non
     _require_equal(expected, actual, f"{model.config.model_type}: embedding, norm and head differ from the model's")
 
 
-def _distinct_layers(layers: nn.ModuleList, config: PretrainedConfig) -> list[int]:
+def _distinct_layers(layers: Any, config: PretrainedConfig) -> list[int]:
     types: Sequence[str] = getattr(config, "layer_types", None) or [""] * len(layers)
     first: dict[tuple[Any, ...], int] = {}
     for number, layer in enumerate(layers):

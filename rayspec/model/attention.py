@@ -56,7 +56,10 @@ def pack(arena: KVArena, spans: Sequence[tuple[int, int, int]], *, device: torch
 
     Rows up to `pad_to` are added that attend to nothing and write to the arena's spare slots.
     """
-    groups, positions, slots, first = [], [], [], 0
+    groups: list[RowGroup] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    first = 0
     for start, context, num_rows in spans:
         groups.append(RowGroup(first, num_rows, start, context))
         positions.extend(range(context, context + num_rows))

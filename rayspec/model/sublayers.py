@@ -28,7 +28,7 @@ class Sublayer:
 
     def __call__(self, hidden: Tensor, rows: PackedRows) -> Tensor:
         """hidden: [1, N, hidden_size] in and out."""
-        branch = hidden if self.pre_norm is None else self.pre_norm(hidden)
+        branch: Tensor = hidden if self.pre_norm is None else self.pre_norm(hidden)
         if self.kind == "attention":
             branch, _ = self.block(
                 hidden_states=branch,

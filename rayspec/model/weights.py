@@ -41,9 +41,10 @@ def load_model(config: EngineConfig) -> PreTrainedModel:
     if config.quantization_config is not None:
         options |= {"quantization_config": config.quantization_config, "device_map": {"": device}}
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(config.model, **options)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(config.model, **options)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise CheckpointError(f"model {config.model!r} could not be loaded: {error}") from error
+    model, info = loaded
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         names = sorted(str(name) for name in info.get(problem) or ())
         if names:
@@ -60,7 +61,7 @@ def load_tokenizer(config: EngineConfig) -> PreTrainedTokenizerBase:
     """The tokenizer of `config.tokenizer`, by default the model's. Raises CheckpointError."""
     source = config.tokenizer or config.model
     try:
-        return AutoTokenizer.from_pretrained(  # type: ignore[no-any-return]
+        return AutoTokenizer.from_pretrained(
             source, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
     except (OSError, ValueError, KeyError, ImportError) as error:

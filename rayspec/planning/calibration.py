@@ -14,14 +14,15 @@ class Correction:
     """One offset, in logits, between estimated and observed acceptance; applied to every candidate's estimate.
 
     Of the tokens drafted, only those up to the first rejected one were tested; what follows it says nothing. Old tokens
-    fade with a half-life; `strength` tokens of faith in the estimates keep the offset near 0 at first.
+    fade with a half-life; `strength` tokens of faith keep the offset near `prior_offset` at first.
     """
 
-    def __init__(self, *, half_life_tokens: float = 512.0, strength: float = 32.0) -> None:
+    def __init__(self, *, half_life_tokens: float = 512.0, strength: float = 32.0, prior_offset: float = 0.0) -> None:
         if half_life_tokens <= 0 or strength <= 0:
             raise ValueError(f"half_life_tokens ({half_life_tokens}) and strength ({strength}) must be above 0")
         self._half_life_tokens = half_life_tokens
         self._strength = strength
+        self._prior_offset = prior_offset
         self._num_tested = 0.0
         self._num_accepted = 0.0
         self._num_expected = 0.0
@@ -36,11 +37,12 @@ class Correction:
 
     @property
     def offset(self) -> float:
-        """Logits to add. 0 until something was observed."""
+        """Logits to add. `prior_offset` until something was observed."""
         if self._num_tested == 0:
-            return 0.0
+            return self._prior_offset
         expected = self._num_expected / self._num_tested
-        observed = (self._num_accepted + self._strength * expected) / (self._num_tested + self._strength)
+        believed = 1 / (1 + np.exp(-_logit(expected) - self._prior_offset))
+        observed = (self._num_accepted + self._strength * believed) / (self._num_tested + self._strength)
         return float(_logit(observed) - _logit(expected))
 
     def apply(self, acceptance: ArrayLike) -> Floats:
