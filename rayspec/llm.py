@@ -90,7 +90,7 @@ class LLM:
                 try:
                     engine.add(request)
                 except RequestError as error:
-                    yield _refused(request, error)
+                    yield RequestOutput.refused(request, error)
             yield from engine.step()
 
     def shutdown(self) -> None:
@@ -130,13 +130,3 @@ class LLM:
             raise ConfigError(f"{len(params)} sampling params for {count} prompts: give one, or one for each")
         return list(params)
 
-
-def _refused(request: Request, error: RequestError) -> RequestOutput:
-    return RequestOutput(
-        request_id=request.request_id,
-        prompt=request.prompt,
-        prompt_token_ids=tuple(request.prompt_token_ids or ()),
-        outputs=[],
-        finished=True,
-        error=error,
-    )

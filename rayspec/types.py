@@ -231,3 +231,15 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     error: RayspecError | None = None
+
+    @classmethod
+    def refused(cls, request: Request, error: RequestError) -> RequestOutput:
+        """The output of a request that never ran."""
+        return cls(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=tuple(request.prompt_token_ids or ()),
+            outputs=[],
+            finished=True,
+            error=error,
+        )

@@ -32,6 +32,7 @@ from rayspec.types import (
 )
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15
+_MAX_PLAN_RECORDS = 1024
 
 
 @dataclass(slots=True)
@@ -192,7 +193,7 @@ class Engine:
         starts = {s.sequence_id: held(s).start for s in sequences if not s.finished}
         record = self._selector.improve(situation, lambda: self._stages.search(starts))
         if record is not None:
-            self.stats.plans.append(record)
+            self.stats.plans = [*self.stats.plans[-_MAX_PLAN_RECORDS + 1 :], record]
             self.stats.optimise_s += self._clock() - started
         self.stats.gate_reason = self._selector.gate_reason
 

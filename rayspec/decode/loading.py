@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 # Rows of every decode pass in deterministic mode.
 _BUCKET_ROWS = 8
 _DEFAULT_MODEL_LEN = 4096
+# Of the memory that is free once the model is loaded; a CPU is shared with others.
 _MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.8}
 
 
@@ -134,15 +135,18 @@ def _num_slots(config: EngineConfig, parts: Decomposition, max_model_len: int, d
     if config.kv_cache_tokens is not None:
         return config.kv_cache_tokens
     wanted = config.max_num_seqs * max_model_len
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-    else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = _free_bytes(device)
     slot = bytes_per_slot(list(parts.shapes.values()), parts.dtype)
     affordable = int(free * _MEMORY_SHARE[device.type] / slot)
     if affordable < 16:
         raise CheckpointError(f"only {free / 2**30:.1f} GiB are free on {device}, too little for a KV cache")
     return min(wanted, affordable)
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _vocab_size(model: PreTrainedModel) -> int:
