@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from rayspec.model.architecture import Decomposition
 from rayspec.model.attention import PackedRows, pack
@@ -81,31 +82,28 @@ class Runner:
     ) -> Tensor:
         """Sublayers `first` .. `last` (exclusive) over [1, N, hidden_size]."""
         span = self.parts.sublayers[first:last]
-        if (
-            self.bucket_rows is None
-            or len(batch.buckets) == 1
-            and batch.buckets[0][0] == hidden.shape[1] == len(batch.buckets[0][1].positions)
-        ):
-            return run(span, hidden, batch.buckets[0][1], keep=keep, tap=tap)
         parts, at = [], 0
         for num_real, rows in batch.buckets:
             padded = _pad_rows(hidden[:, at : at + num_real], len(rows.positions))
             parts.append(run(span, padded, rows, keep=keep, tap=_real_rows(tap, num_real))[:, :num_real])
             at += num_real
-        return torch.cat(parts, 1)
+        return _joined(parts, 1)
 
     def head(self, hidden: Tensor) -> Tensor:
         """[1, N, hidden_size] -> logits [N, vocab_size]."""
-        if self.bucket_rows is None:
-            return self.parts.head(hidden)
-        size, num_rows = self.bucket_rows, hidden.shape[1]
+        num_rows = hidden.shape[1]
+        size = self.bucket_rows or num_rows
         pieces = [self.parts.head(_pad_rows(hidden[:, at : at + size], size)) for at in range(0, num_rows, size)]
-        return torch.cat(pieces)[:num_rows]
+        return _joined(pieces, 0)[:num_rows]
 
 
 def _pad_rows(hidden: Tensor, size: int) -> Tensor:
     """[1, n, hidden_size] -> [1, size, hidden_size], zeros behind."""
-    return torch.nn.functional.pad(hidden, (0, 0, 0, size - hidden.shape[1]))
+    return pad(hidden, (0, 0, 0, size - hidden.shape[1])) if hidden.shape[1] < size else hidden
+
+
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
 def _real_rows(tap: Tap | None, num_real: int) -> Tap | None:
