@@ -23,8 +23,8 @@ class Detokenizer:
         self._num_shown = 0  # tokens whose text is in _text
         self._window = 0  # first token that is decoded again, for the spaces between tokens
 
-    def push(self, token_id: int) -> str | None:
-        """Add a token; returns the stop string that it completed, if any. Without stop strings nothing is decoded."""
+    def push(self, token_id: int, *, may_stop: bool) -> str | None:
+        """Add a token; returns the stop string that it completed. Without stop strings nothing is decoded."""
         self._token_ids.append(token_id)
         if not self._params.stop:
             return None
@@ -32,19 +32,23 @@ class Detokenizer:
         grown = self._decode(self._token_ids[self._window :])
         if len(grown) <= len(shown) or grown.endswith("�"):
             return None
-        searched_from = max(0, len(self._text) - max(map(len, self._params.stop)) + 1)
+        length = len(self._text)
         self._text += grown[len(shown) :]
         self._window, self._num_shown = self._num_shown, len(self._token_ids)
-        found = [(position, s) for s in self._params.stop if (position := self._text.find(s, searched_from)) >= 0]
-        if not found:
+        starts = [(self._text.find(stop, max(0, length - len(stop) + 1)), stop) for stop in self._params.stop]
+        found = [(position, stop) for position, stop in starts if position >= 0]
+        if not found or not may_stop:
             return None
         position, stop = min(found)
         self._text = self._text[: position + (len(stop) if self._params.include_stop_str_in_output else 0)]
         return stop
 
-    def text(self, *, stopped: bool) -> str:
-        """The text so far; after a stop string, the text before it."""
-        return self._text if stopped else self._decode(self._token_ids)
+    def text(self, *, stopped: bool, finished: bool) -> str:
+        """The text so far, without a character that may be half of one; after a stop string, the text before it."""
+        if stopped:
+            return self._text
+        text = self._decode(self._token_ids)
+        return text if finished else text.rstrip("\N{REPLACEMENT CHARACTER}")
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._params.skip_special_tokens)  # type: ignore[return-value]
@@ -104,8 +108,8 @@ class SequenceState:
         return len(token_ids)
 
     def _check_end(self, token_id: int) -> None:
-        stop_string = self.detokenizer.push(token_id) if self.detokenizer else None
         enough = self.num_tokens - self.num_prompt_tokens >= self.params.min_tokens
+        stop_string = self.detokenizer.push(token_id, may_stop=enough) if self.detokenizer else None
         if enough and not self.params.ignore_eos and token_id in self.eos_token_ids:
             self.finish_reason = "stop"
         elif enough and token_id in self.params.stop_token_ids:
@@ -124,7 +128,7 @@ class SequenceState:
         chosen = [row[token_id].logprob for row, token_id in zip(self.logprobs, self.output_token_ids, strict=False)]
         return CompletionOutput(
             index=self.index,
-            text=self.detokenizer.text(stopped=stopped) if self.detokenizer else "",
+            text=self.detokenizer.text(stopped=stopped, finished=self.finished) if self.detokenizer else "",
             token_ids=tuple(self.output_token_ids),
             cumulative_logprob=sum(chosen) if self.logprobs else None,
             logprobs=self.logprobs or None,

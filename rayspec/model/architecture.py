@@ -144,7 +144,8 @@ def max_positions(config: PretrainedConfig) -> int | None:
     for parameters in rope.values() if all(isinstance(v, dict) for v in rope.values()) else [rope]:
         if isinstance(parameters, dict) and parameters.get("rope_type") in _RESCALED_ROPE:
             original = parameters.get("original_max_position_embeddings")
-            return original or config.original_max_position_embeddings  # type: ignore[no-any-return]
+            limit: int = original or getattr(config, "original_max_position_embeddings", config.max_position_embeddings)
+            return limit
     return getattr(config, "max_position_embeddings", None)
 
 

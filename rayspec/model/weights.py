@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from rayspec.config import EngineConfig
@@ -37,12 +38,13 @@ def load_model(config: EngineConfig) -> PreTrainedModel:
         "dtype": config.dtype if config.dtype == "auto" else getattr(torch, config.dtype),
         "attn_implementation": "eager",
         "output_loading_info": True,
+        "ignore_mismatched_sizes": True,  # so that they are reported by name, below
     }
     if config.quantization_config is not None:
         options |= {"quantization_config": config.quantization_config, "device_map": {"": device}}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(config.model, **options)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise CheckpointError(f"model {config.model!r} could not be loaded: {error}") from error
     model, info = loaded
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
@@ -61,9 +63,12 @@ def load_tokenizer(config: EngineConfig) -> PreTrainedTokenizerBase:
     """The tokenizer of `config.tokenizer`, by default the model's. Raises CheckpointError."""
     source = config.tokenizer or config.model
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             source, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         hint = "" if Path(source).exists() else "; it is not a local folder"
         raise CheckpointError(f"tokenizer {source!r} could not be loaded{hint}: {error}") from error
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # what some families make of a folder without its files
+        raise CheckpointError(f"tokenizer {source!r} has no vocabulary: its files are missing; set option 'tokenizer'")
+    return tokenizer

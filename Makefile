@@ -1,0 +1,38 @@
+PYTHON ?= python3.11
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.setup-stamp
+DEMO_OUT ?= demo-out
+BENCH_OUT ?= bench-out
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint bench clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+
+setup: $(STAMP) ## make .venv and install rayspec into it (nothing to do when up to date)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: setup ## summarize the bundled reports and real documents: demo-out/report.md
+	$(BIN)/python jobs/summarize.py --model demo --output $(DEMO_OUT) --overwrite
+
+test: setup ## run the test suite
+	$(BIN)/python -m pytest
+
+lint: setup ## ruff and mypy --strict
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict
+
+bench: setup ## decoding speed on the widened demo model, against transformers generate
+	mkdir -p $(BENCH_OUT)
+	$(BIN)/rayspec bench --model demo --widen 8 --dtype bfloat16 --threads 2 --input demo --context 1024 \
+	  --strategies ar,knapspec --max-tokens 128 --num-prompts 4 --batch 1 --repeats 3 --json $(BENCH_OUT)/bench.json
+
+clean: ## remove what the targets made, except .venv
+	rm -rf $(DEMO_OUT) $(BENCH_OUT) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

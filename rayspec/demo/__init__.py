@@ -1,0 +1,65 @@
+"""The bundled model, and documents to try it on. Importing this needs neither torch nor transformers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from pydoc_data.topics import topics
+
+from rayspec.demo.corpus import generate_report
+
+__all__ = ["SampleDocument", "exact_lines", "model_path", "python_documents", "sample_documents", "tokenizer_path"]
+
+
+_MAX_DOCUMENTS = 100_000  # with one seed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleDocument:
+    """A document to summarize. `summary` is the one right summary, or None where there is none."""
+
+    id: str
+    text: str
+    summary: str | None
+
+
+def model_path() -> str:
+    """Directory of the bundled model: a `transformers` checkpoint with its tokenizer."""
+    return str(Path(__file__).parent / "model")
+
+
+def tokenizer_path() -> str:
+    """Directory of the bundled tokenizer."""
+    return model_path()
+
+
+def sample_documents(n: int, *, num_sentences: int = 40, seed: int = 0) -> list[SampleDocument]:
+    """`n` synthetic audit reports, the same for equal arguments; a sentence is about 14 tokens.
+
+    With a seed below a million none of them occurs in training. Raises `ValueError` unless 0 <= n <= 100000 and
+    num_sentences >= 1.
+    """
+    if not 0 <= n <= _MAX_DOCUMENTS:
+        raise ValueError(f"n={n} documents: n must be from 0 to {_MAX_DOCUMENTS}")
+    documents = []
+    for index in range(n):
+        report = generate_report(seed * _MAX_DOCUMENTS + index, num_sentences=num_sentences)
+        documents.append(SampleDocument(id=f"report-{seed}-{index}", text=report.text, summary=report.summary))
+    return documents
+
+
+def python_documents(n: int) -> list[SampleDocument]:
+    """The `n` longest texts of Python's own language reference, longest first, without summaries.
+
+    Fewer where this Python ships fewer. Raises `ValueError` if n < 0.
+    """
+    if n < 0:
+        raise ValueError(f"n={n} documents: n must be at least 0")
+    longest = sorted(topics.items(), key=lambda topic: (-len(topic[1]), topic[0]))[:n]
+    return [SampleDocument(id=f"python-{name}", text=text, summary=None) for name, text in longest]
+
+
+def exact_lines(summary: str, reference: str) -> tuple[int, int]:
+    """How many lines of `reference` the summary has at their place, character for character; and how many there are."""
+    expected, found = reference.splitlines(), summary.splitlines()
+    return sum(line == other for line, other in zip(expected, found, strict=False)), len(expected)

@@ -1,0 +1,77 @@
+"""Wider models that compute the same function: something to measure speed on, with text that can be checked."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
+
+__all__ = ["widen"]
+
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+@torch.no_grad()
+def widen(model: PreTrainedModel, k: int) -> PreTrainedModel:
+    """A new model, `k` times as wide in hidden size, heads, KV heads and MLP, that gives the same logits.
+
+    Every hidden unit, head and MLP unit stands there k times: matrices are tiled k by k and divided by k, embeddings
+    and norms are repeated, and the final norm is divided by k, so that tied heads stay tied. The decoder's matrices
+    grow by k * k, the vocabulary's by k; depth and head size stay. The result has the device and data type of `model`
+    and takes no memory beyond itself and one of its matrices. It differs from `model` only by rounding: by about 1e-5
+    in float32 logits; in bfloat16 its weights are exact where k is a power of two.
+
+    Raises `ValueError` if k < 1, for families other than Llama, Mistral, Qwen2 and Qwen3, and for quantized or
+    tensor-parallel weights.
+    """
+    _check(model, k)
+    config = copy.deepcopy(model.config)
+    config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for size in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"):
+        setattr(config, size, getattr(config, size) * k)
+    wide = _without_weights(type(model), config, model)
+    narrow_parameters = dict(model.named_parameters())
+    for name, parameter in wide.named_parameters():
+        parameter.copy_(_widened(name, narrow_parameters[name], k))
+    wide.generation_config = copy.deepcopy(model.generation_config)
+    wide.train(model.training)
+    return wide
+
+
+def _check(model: PreTrainedModel, k: int) -> None:
+    if k < 1:
+        raise ValueError(f"k={k}: a model can be widened by 1 or more")
+    family = model.config.model_type
+    if family not in _FAMILIES:
+        raise ValueError(f"model_type={family!r} cannot be widened: only {', '.join(_FAMILIES)} can")
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise ValueError("a quantized model cannot be widened: load it without quantization_config")
+    sizes = {type(parameter.data) for parameter in model.parameters()}
+    if sizes != {Tensor}:
+        raise ValueError("only plain tensors can be widened: load the model without tp_plan and without quantization")
+
+
+def _without_weights(family: Any, config: Any, like: PreTrainedModel) -> PreTrainedModel:
+    """A model of this config whose parameters still hold anything; device and data type are those of `like`."""
+    with torch.device(like.device), no_init_weights():
+        wide: PreTrainedModel = family._from_config(
+            config, dtype=like.dtype, attn_implementation=like.config._attn_implementation
+        )
+    wide.tie_weights()
+    return wide
+
+
+def _widened(name: str, weight: Tensor, k: int) -> Tensor:
+    """The wide model's parameter of this name."""
+    if name.endswith(("embed_tokens.weight", "lm_head.weight")):
+        return weight.repeat(1, k)
+    if name.endswith(("q_norm.weight", "k_norm.weight")):  # over a head's units, whose number stays
+        return weight
+    if weight.ndim == 1:
+        is_final_norm = name.endswith("model.norm.weight")
+        return weight.repeat(k) / (k if is_final_norm else 1)
+    return weight.repeat(k, k).div_(k)

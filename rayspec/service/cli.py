@@ -1,0 +1,236 @@
+"""The `rayspec` command."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+import rayspec
+from rayspec.config import SamplingParams
+from rayspec.service.batch import complete
+from rayspec.service.bench_result import bench_table, save_bench
+from rayspec.service.documents import Columns, Document, read_documents
+from rayspec.service.latency_table import latency_table
+from rayspec.service.loading import load_llm
+from rayspec.service.options import Asked, with_settings
+from rayspec.service.progress import showing_progress
+from rayspec.service.prompts import SUMMARY_SAMPLING, PromptBuilder, fitting_prompt_tokens, summary_prompt
+from rayspec.service.report import RunReport
+from rayspec.service.results import check_output, open_writer, save_config
+from rayspec.service.settings import Settings
+from rayspec.service.terminal import clean_exit, error_console, exit_on_sigterm
+from rayspec.types import ConfigError
+
+app = typer.Typer(
+    name="rayspec",
+    help="Lossless, training-free speed-up of Hugging Face causal LMs: the model drafts for itself.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+_EPILOG = """Exit codes: 0 every row succeeded, 1 none did or the engine failed, 2 usage, 3 some rows failed,
+130 interrupted and 143 terminated, with the rows so far in the output."""
+
+Inputs = Annotated[
+    list[str],
+    typer.Argument(metavar="INPUT...", help="files (.txt, .md, .jsonl, .ndjson, .parquet), folders or patterns"),
+]
+Output = Annotated[Path, typer.Option("--output", "-o", help="file to write: .jsonl or .parquet")]
+IdColumn = Annotated[
+    str | None,
+    typer.Option(help="column of the row's id; without it: 'id' where there is one, else the file and row number"),
+]
+Limit = Annotated[int | None, typer.Option(min=1, help="stop after so many rows")]
+Truncate = Annotated[bool, typer.Option(help="cut what is longer than the context at its end, instead of failing it")]
+Overwrite = Annotated[bool, typer.Option(help="replace an output that exists")]
+Report = Annotated[Path | None, typer.Option(help="folder for a report and a picture of the plans")]
+
+
+@app.command(epilog=_EPILOG)
+@with_settings(sampling=SUMMARY_SAMPLING)
+def summarize(
+    *,
+    asked: Asked,
+    inputs: Inputs,
+    output: Output,
+    text_column: Annotated[str, typer.Option(help="column of the document's text")] = "text",
+    id_column: IdColumn = None,
+    prompt: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="what to ask; {text} stands for the document")
+    ] = None,
+    truncate: Truncate = False,
+    limit: Limit = None,
+    overwrite: Overwrite = False,
+    report: Report = None,
+) -> None:
+    """Summarize documents: a row each, in a .jsonl or .parquet file. A .txt file is one document."""
+    with clean_exit():
+        settings = asked.settings()
+        job = _Job(settings, inputs, output, overwrite=overwrite, report=report, text_column="summary")
+        job.run(
+            Columns(text=text_column, id=id_column),
+            template=prompt or summary_prompt(settings.engine.model),
+            chat=True,
+            truncate=truncate,
+            limit=limit,
+        )
+
+
+@app.command(epilog=_EPILOG)
+@with_settings(sampling=SamplingParams())
+def generate(
+    *,
+    asked: Asked,
+    inputs: Inputs,
+    output: Output,
+    prompt_column: Annotated[str, typer.Option(help="column of the prompt")] = "prompt",
+    messages_column: Annotated[str, typer.Option(help="column of chat messages, used where present")] = "messages",
+    id_column: IdColumn = None,
+    chat: Annotated[bool, typer.Option(help="put prompts through the chat template as a user's message")] = False,
+    truncate: Truncate = False,
+    limit: Limit = None,
+    overwrite: Overwrite = False,
+    report: Report = None,
+) -> None:
+    """Complete prompts and answer chats: a row each, in a .jsonl or .parquet file. A .txt file is one prompt."""
+    with clean_exit():
+        job = _Job(asked.settings(), inputs, output, overwrite=overwrite, report=report, text_column="text")
+        columns = Columns(text=prompt_column, id=id_column, messages=messages_column)
+        job.run(columns, template="{text}", chat=chat, truncate=truncate, limit=limit)
+
+
+@app.command()
+@with_settings()
+def profile(asked: Asked) -> None:
+    """Measure what a forward costs here, sublayer by sublayer, and print it. Plans are chosen by these numbers."""
+    with clean_exit():
+        settings = asked.settings()
+        with load_llm(settings.engine) as llm:
+            if llm.engine.latency is None:
+                raise ConfigError(
+                    f"model {settings.engine.model!r} runs with strategy {llm.config.speculation.strategy!r}, which "
+                    "needs no profile: use --strategy knapspec, with a model whose layers split into sublayers"
+                )
+            Console().print(latency_table(llm.engine.latency, max_context=llm.engine.max_model_len))
+
+
+@app.command()
+@with_settings()
+def bench(
+    *,
+    asked: Asked,
+    input_: Annotated[
+        str, typer.Option("--input", help="a file of documents, or 'demo' for the bundled ones")
+    ] = "demo",
+    context: Annotated[int, typer.Option(min=2, help="prompt tokens; documents are cut to it")] = 1024,
+    strategies: Annotated[str, typer.Option(help="what to compare, with commas; 'ar' always runs")] = "ar,knapspec",
+    max_tokens: Annotated[int, typer.Option(min=2, help="output tokens of a prompt")] = 128,
+    num_prompts: Annotated[int, typer.Option(min=1)] = 4,
+    batch: Annotated[int, typer.Option(min=1, help="sequences decoded at once")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="rounds in which every strategy runs once")] = 3,
+    widen: Annotated[int, typer.Option(min=1, help="make the model so many times as wide, with the same text")] = 1,
+    threads: Annotated[int | None, typer.Option(min=1, help="the same as --num-threads")] = None,
+    hf: Annotated[bool, typer.Option(help="compare with transformers generate")] = True,
+    json: Annotated[Path | None, typer.Option(help="file to write the numbers to")] = None,
+) -> None:
+    """Compare strategies, and transformers generate, on the same prompts in the same run."""
+    from rayspec.service.bench import BenchOptions, run_bench  # noqa: PLC0415 - brings torch, which others wait for
+
+    with clean_exit():
+        asked.flags["num_threads"] = threads if threads is not None else asked.flags["num_threads"]
+        options = BenchOptions(
+            engine=asked.settings().engine,
+            input=input_,
+            context=context,
+            strategies=tuple(name.strip() for name in strategies.split(",") if name.strip()),
+            max_tokens=max_tokens,
+            num_prompts=num_prompts,
+            batch=batch,
+            repeats=repeats,
+            widen=widen,
+            hf=hf,
+        )
+        console = error_console()
+        result = run_bench(options, lambda line: console.print(line, highlight=False, soft_wrap=True))
+        Console().print(bench_table(result))
+        if json is not None:
+            save_bench(result, json)
+
+
+@app.command()
+def version() -> None:
+    """Print the versions of rayspec and of what it stands on."""
+    print(f"rayspec {rayspec.__version__}")  # noqa: T201 - a command's output
+    for name in ("torch", "transformers", "ray", "pyarrow"):
+        print(f"{name} {metadata.version(name)}")  # noqa: T201 - a command's output
+
+
+class _Job:
+    """Documents of files to rows of a file, by one engine."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        inputs: list[str],
+        output: Path,
+        *,
+        overwrite: bool,
+        report: Path | None,
+        text_column: str,
+    ) -> None:
+        check_output(output, overwrite=overwrite)
+        if any(Path(name).exists() and output.exists() and Path(name).samefile(output) for name in inputs):
+            raise ConfigError(f"option 'output' is {str(output)!r}, which is an input too: choose another name")
+        self._settings, self._inputs, self._output = settings, inputs, output
+        self._report_folder, self._text_column = report, text_column
+
+    def run(self, columns: Columns, *, template: str, chat: bool, truncate: bool, limit: int | None) -> None:
+        """Ends the process with the code that the rows add up to."""
+        sampling = self._settings.sampling
+        with load_llm(self._settings.engine) as llm:
+            exit_on_sigterm()
+            room = fitting_prompt_tokens(llm.engine.max_model_len, sampling) if truncate else None
+            prompts = PromptBuilder(llm=llm, params=sampling, template=template, chat=chat, max_prompt_tokens=room)
+            documents = itertools.islice(read_documents(self._inputs, columns), limit)
+            config = self._settings.resolved(llm.config)
+            report = RunReport()
+            try:
+                self._write_rows(llm, documents, prompts, report)
+            finally:
+                save_config(self._output.with_suffix(".config.yaml"), config)
+                if self._report_folder is not None:
+                    self._report_folder.mkdir(parents=True, exist_ok=True)
+                    report.write(self._report_folder, stats=llm.stats, config=config, title="rayspec run")
+        raise typer.Exit(report.tally.exit_code)
+
+    def _write_rows(
+        self, llm: rayspec.LLM, documents: Iterable[Document], prompts: PromptBuilder, report: RunReport
+    ) -> None:
+        console = error_console()
+        try:
+            with (
+                open_writer(self._output, text_column=self._text_column) as writer,
+                showing_progress(report.tally, console) as show,
+            ):
+                for row in complete(llm, documents, prompts):
+                    writer.write(row)
+                    report.add(row)
+                    show()
+        finally:
+            console.print(f"{report.tally}: {self._output}", markup=False, highlight=False, soft_wrap=True)
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,276 @@
+"""Reading the input: text, JSON lines and Parquet files, row by row. A bad row or file is an error of its own."""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rayspec.types import InputFileError
+
+_ROWS_PER_READ = 16  # long documents: a batch of rows must stay small
+_DEFAULT_ID_COLUMN = "id"
+
+
+class UnreadableFileError(InputFileError):
+    kind = "unreadable_file"
+
+
+class EmptyFileError(InputFileError):
+    kind = "empty_file"
+
+
+class NotUtf8Error(InputFileError):
+    kind = "not_utf8"
+
+
+class MalformedRowError(InputFileError):
+    kind = "malformed_row"
+
+
+class MissingColumnError(InputFileError):
+    kind = "missing_column"
+
+
+class InvalidValueError(InputFileError):
+    """The text or id is null, empty or of the wrong type."""
+
+    kind = "invalid_value"
+
+
+class DuplicateIdError(InputFileError):
+    kind = "duplicate_id"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """Which columns of a JSON-lines or Parquet row hold what.
+
+    id None: "id" where the file has it, else the file's name and the row's number. messages: a column of chat messages
+    that is used instead of the text where it is present; None: text only.
+    """
+
+    text: str = "text"
+    id: str | None = None
+    messages: str | None = None
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name in (self.id or _DEFAULT_ID_COLUMN, self.text, self.messages) if name is not None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """One row of the input: its text or its chat messages, or the reason why it has neither."""
+
+    id: str
+    source: str
+    text: str | None = None
+    messages: Sequence[Mapping[str, str]] | None = None
+    error: InputFileError | None = None
+
+
+def read_documents(inputs: Iterable[str], columns: Columns) -> Iterator[Document]:
+    """The rows of files, folders and glob patterns, read as they are asked for. Never raises for what a file holds."""
+    check = DuplicateCheck()
+    for path in expand(inputs):
+        for document in read_file(path, columns):
+            yield check(document)
+
+
+def expand(inputs: Iterable[str]) -> Iterator[str]:
+    """Paths of files: folders become the files below them that can be read, patterns what they match, in order.
+
+    What matches nothing is passed on as it is, so that reading it says so.
+    """
+    for name in inputs:
+        path = Path(name)
+        if path.is_dir():
+            below = [str(file) for file in sorted(path.rglob("*")) if file.suffix.lower() in _READERS]
+            yield from below or [name]
+        elif path.exists() or not glob.has_magic(name):
+            yield name
+        else:
+            yield from sorted(glob.glob(name, recursive=True)) or [name]
+
+
+def read_file(path: str, columns: Columns) -> Iterator[Document]:
+    """The rows of one file. A file that cannot be read, or ends early, yields an error row in place of the rest."""
+    reader = _READERS.get(Path(path).suffix.lower())
+    if reader is None or Path(path).is_dir():
+        known = ", ".join(_READERS)
+        yield _failed(path, UnreadableFileError(f"{path}: not a file that can be read; known are {known}"))
+        return
+    num_rows = 0
+    try:
+        for source, row in reader(path, columns):
+            num_rows += 1
+            yield _document(row, source, columns)
+    except (OSError, pa.ArrowException) as error:
+        detail = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        where = f"after {num_rows} rows " if num_rows else ""
+        yield _failed(path, UnreadableFileError(f"{path}: could not be read {where}({detail})"))
+        return
+    if num_rows == 0:
+        yield _failed(path, EmptyFileError(f"{path}: the file is empty; give it rows or leave it out"))
+
+
+class DuplicateCheck:
+    """Turns every row whose id another row has already into an error. A row read twice is the same row."""
+
+    def __init__(self) -> None:
+        self._sources: dict[str, str] = {}
+
+    def __call__(self, document: Document) -> Document:
+        first = self._sources.setdefault(document.id, document.source)
+        if document.error is not None or first == document.source:
+            return document
+        message = f"{document.source}: id {document.id!r} is that of {first} too; ids must be unique"
+        return replace(document, text=None, messages=None, error=DuplicateIdError(message))
+
+
+_Row = Mapping[str, Any] | InputFileError
+_Reader = Callable[[str, Columns], Iterator[tuple[str, _Row]]]
+
+
+def _read_text(path: str, columns: Columns) -> Iterator[tuple[str, _Row]]:
+    """One document: the whole file."""
+    content = Path(path).read_bytes()
+    if content:
+        text = _decode(content, path)
+        row = {columns.text: text, columns.id or _DEFAULT_ID_COLUMN: path}
+        yield path, text if isinstance(text, InputFileError) else row
+
+
+def _read_jsonl(path: str, _columns: Columns) -> Iterator[tuple[str, _Row]]:
+    with Path(path).open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            source = f"{path}:{number}"
+            if line.strip():
+                yield source, _parse_line(line, source)
+
+
+def _parse_line(line: bytes, source: str) -> _Row:
+    text = _decode(line, source)
+    if isinstance(text, InputFileError):
+        return text
+    try:
+        row = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        return MalformedRowError(f"{source}: not valid JSON: {error}")
+    if b"\\u" in line and not _is_unicode(row):
+        return MalformedRowError(f"{source}: holds half of a surrogate pair, which is no character")
+    if not isinstance(row, dict):
+        return MalformedRowError(f"{source}: a row must be a JSON object, not {type(row).__name__}")
+    return row
+
+
+def _is_unicode(row: object) -> bool:
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _read_parquet(path: str, columns: Columns) -> Iterator[tuple[str, _Row]]:
+    number = 0
+    with pq.ParquetFile(path) as file:
+        wanted = [name for name in columns.names if name in file.schema_arrow.names]
+        for batch in file.iter_batches(batch_size=_ROWS_PER_READ, columns=wanted):
+            for index in range(batch.num_rows):
+                number += 1
+                source = f"{path}:{number}"
+                yield source, _parquet_row(batch, index, source)
+
+
+def _parquet_row(batch: pa.RecordBatch, index: int, source: str) -> _Row:
+    try:
+        return {name: batch.column(name)[index].as_py() for name in batch.schema.names}
+    except UnicodeDecodeError as error:
+        return NotUtf8Error(f"{source}: not UTF-8 at byte {error.start}: {error.reason}; write the file again")
+
+
+_READERS: dict[str, _Reader] = {
+    ".txt": _read_text,
+    ".md": _read_text,
+    ".jsonl": _read_jsonl,
+    ".ndjson": _read_jsonl,
+    ".parquet": _read_parquet,
+}
+
+
+def _decode(content: bytes, source: str) -> str | InputFileError:
+    try:
+        return content.removeprefix(codecs.BOM_UTF8).decode("utf-8")
+    except UnicodeDecodeError as error:
+        return NotUtf8Error(f"{source}: not UTF-8 at byte {error.start}: {error.reason}; convert the file")
+
+
+def _failed(source: str, error: InputFileError, row_id: str | None = None) -> Document:
+    return Document(id=row_id or source, source=source, error=error)
+
+
+def _document(row: _Row, source: str, columns: Columns) -> Document:
+    if isinstance(row, InputFileError):
+        return _failed(source, row)
+    try:
+        row_id = _row_id(row, source, columns)
+    except InputFileError as error:
+        return _failed(source, error)
+    try:
+        messages = _messages(row, source, columns)
+        text = _text(row, source, columns) if messages is None else None
+    except InputFileError as error:
+        return _failed(source, error, row_id)
+    return Document(id=row_id, source=source, text=text, messages=messages)
+
+
+def _row_id(row: Mapping[str, Any], source: str, columns: Columns) -> str:
+    value = row.get(columns.id or _DEFAULT_ID_COLUMN)
+    if columns.id is None and value is None:
+        return source
+    if columns.id is not None and columns.id not in row:
+        raise MissingColumnError(f"{source}: no column {columns.id!r} for the id; {_present(row)}")
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        raise InvalidValueError(f"{source}: the id is {value!r}; it must be text or a whole number")
+    return str(value)
+
+
+def _text(row: Mapping[str, Any], source: str, columns: Columns) -> str:
+    if columns.text not in row:
+        raise MissingColumnError(f"{source}: no column {columns.text!r} for the text; {_present(row)}")
+    value = row[columns.text]
+    if not isinstance(value, str):
+        name = "null" if value is None else type(value).__name__
+        raise InvalidValueError(f"{source}: column {columns.text!r} is {name}; it must be text")
+    if not value.strip():
+        raise InvalidValueError(f"{source}: column {columns.text!r} is empty; there is nothing to work on")
+    return value
+
+
+def _messages(row: Mapping[str, Any], source: str, columns: Columns) -> list[dict[str, str]] | None:
+    value = row.get(columns.messages) if columns.messages is not None else None
+    if value is None:
+        return None
+    good = isinstance(value, list) and value and all(_is_message(message) for message in value)
+    if not good:
+        raise InvalidValueError(
+            f'{source}: column {columns.messages!r} must be a list of {{"role": ..., "content": ...}}'
+        )
+    return [{"role": message["role"], "content": message["content"]} for message in value]
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
+
+
+def _present(row: Mapping[str, Any]) -> str:
+    return f"the row has {', '.join(map(repr, row)) or 'none that were asked for'}"

@@ -1,0 +1,57 @@
+"""Where and how a number was measured, to stand beside it."""
+
+from __future__ import annotations
+
+import datetime as dt
+import platform
+import shlex
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+_PACKAGES = ("rayspec", "torch", "transformers", "ray", "numpy")
+
+
+def describe_environment() -> dict[str, object]:
+    """Command, versions, hardware, threads, commit (of a source checkout) and date."""
+    return {
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in _PACKAGES},
+        "hardware": _hardware(),
+        "threads": torch.get_num_threads(),
+        "commit": _commit(),
+        "date": dt.datetime.now(tz=dt.timezone.utc).date().isoformat(),
+    }
+
+
+def _hardware() -> str:
+    if torch.cuda.is_available():
+        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    return _cpu_name()
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def _commit() -> str | None:
+    """Of the checkout this file is in, with a "+" where it differs from the commit; None where there is none."""
+    folder = Path(__file__).parent
+    try:
+        commit = _git(folder, "rev-parse", "--short=12", "HEAD")
+        return commit + ("+" if _git(folder, "status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(folder), *arguments]  # git as found on PATH, our own arguments
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()  # noqa: S603

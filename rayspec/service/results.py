@@ -1,0 +1,178 @@
+"""Writing the output: one row an input row, as JSON lines or Parquet, whole or not there."""
+
+from __future__ import annotations
+
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+from typing_extensions import Self
+
+from rayspec.types import ConfigError, RayspecError, RequestOutput
+
+_ROWS_PER_GROUP = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultRow:
+    """What became of one input row. `error_kind` is stable and None for a row that succeeded; `latency_s` runs from the
+    engine's taking the request to its last token."""
+
+    id: str
+    text: str | None = None
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    finish_reason: str | None = None
+    error_kind: str | None = None
+    error: str | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    acceptance_rate: float | None = None
+    latency_s: float | None = None
+    decode_s: float | None = None
+
+    @classmethod
+    def of_output(cls, row_id: str, output: RequestOutput) -> ResultRow:
+        """The first completion of a finished request. A failed one keeps what it had generated."""
+        metrics, completion = output.metrics, output.outputs[0] if output.outputs else None
+        return cls(
+            id=row_id,
+            text=completion.text if completion is not None else None,
+            num_prompt_tokens=len(output.prompt_token_ids),
+            num_output_tokens=len(completion.token_ids) if completion is not None else 0,
+            finish_reason="error" if output.error is not None else completion.finish_reason if completion else None,
+            error_kind=output.error.kind if output.error is not None else None,
+            error=str(output.error) if output.error is not None else None,
+            num_draft_tokens=metrics.num_draft_tokens,
+            num_accepted_tokens=metrics.num_accepted_tokens,
+            acceptance_rate=metrics.acceptance_rate,
+            latency_s=_between(metrics.arrival_s, metrics.finished_s),
+            decode_s=_between(metrics.first_token_s, metrics.finished_s),
+        )
+
+    @classmethod
+    def of_error(cls, row_id: str, error: RayspecError) -> ResultRow:
+        return cls(id=row_id, finish_reason="error", error_kind=error.kind, error=str(error))
+
+
+def _between(start_s: float | None, end_s: float | None) -> float | None:
+    return end_s - start_s if start_s is not None and end_s is not None else None
+
+
+class ResultWriter(ABC):
+    """Writes rows to a hidden file beside `path` and moves it there when closed, whatever ends the `with` block: an
+    interrupted run leaves the rows it had. `text_column` names the column of the generated text."""
+
+    def __init__(self, path: Path, text_column: str) -> None:
+        self.path = path
+        self.partial_path = path.with_name(f".{path.name}.partial")
+        self._text_column = text_column
+
+    @abstractmethod
+    def write(self, row: ResultRow) -> None: ...
+
+    @abstractmethod
+    def _finish(self) -> None: ...
+
+    def close(self) -> None:
+        self._finish()
+        os.replace(self.partial_path, self.path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _columns(self, row: ResultRow) -> dict[str, Any]:
+        return {self._text_column if name == "text" else name: value for name, value in asdict(row).items()}
+
+
+class JsonlWriter(ResultWriter):
+    """A line a row, on disk as soon as it is written."""
+
+    def __init__(self, path: Path, text_column: str) -> None:
+        super().__init__(path, text_column)
+        self._file = self.partial_path.open("w", encoding="utf-8")
+
+    def write(self, row: ResultRow) -> None:
+        self._file.write(json.dumps(self._columns(row), ensure_ascii=False) + "\n")
+        self._file.flush()
+
+    def _finish(self) -> None:
+        self._file.close()
+
+
+class ParquetWriter(ResultWriter):
+    """A row group every 64 rows."""
+
+    def __init__(self, path: Path, text_column: str) -> None:
+        super().__init__(path, text_column)
+        self._schema = parquet_schema(text_column)
+        self._file = pq.ParquetWriter(self.partial_path, self._schema)
+        self._rows: list[dict[str, Any]] = []
+
+    def write(self, row: ResultRow) -> None:
+        self._rows.append(self._columns(row))
+        if len(self._rows) >= _ROWS_PER_GROUP:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._file.write_table(pa.Table.from_pylist(self._rows, schema=self._schema))
+        self._rows.clear()
+
+    def _finish(self) -> None:
+        if self._rows:
+            self._flush()
+        self._file.close()
+
+
+def parquet_schema(text_column: str) -> pa.Schema:
+    integers = {"num_prompt_tokens", "num_output_tokens", "num_draft_tokens", "num_accepted_tokens"}
+    reals = {"acceptance_rate", "latency_s", "decode_s"}
+    return pa.schema(
+        (
+            text_column if name == "text" else name,
+            pa.int64() if name in integers else pa.float64() if name in reals else pa.string(),
+        )
+        for name in ResultRow.__dataclass_fields__
+    )
+
+
+_WRITERS: dict[str, type[ResultWriter]] = {".jsonl": JsonlWriter, ".parquet": ParquetWriter}
+
+
+def open_writer(path: Path, *, text_column: str) -> ResultWriter:
+    """The writer for the suffix of `path`, which check_output has accepted."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return _WRITERS[path.suffix.lower()](path, text_column)
+
+
+def check_output(path: Path, *, overwrite: bool) -> None:
+    """Raises ConfigError for an output that cannot be, or must not be, written. Called before anything is loaded."""
+    if path.suffix.lower() not in _WRITERS:
+        raise ConfigError(f"option 'output' is {str(path)!r}: its name must end in {' or '.join(_WRITERS)}")
+    if path.exists() and not overwrite:
+        raise ConfigError(f"option 'output' is {str(path)!r}, which exists: choose another name or pass --overwrite")
+    if path.is_dir():
+        raise ConfigError(f"option 'output' is {str(path)!r}, a folder: name a file")
+    ancestor = next(parent for parent in path.absolute().parents if parent.exists())
+    if not ancestor.is_dir() or not os.access(ancestor, os.W_OK):
+        raise ConfigError(
+            f"option 'output' is {str(path)!r}: {str(ancestor)!r} cannot be written to; choose another place"
+        )
+
+
+def save_config(path: Path, config: Mapping[str, Any]) -> None:
+    """The resolved options as YAML that `--config` reads back."""
+    path.write_text(yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True), encoding="utf-8")

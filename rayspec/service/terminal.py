@@ -1,0 +1,47 @@
+"""How commands and jobs talk to a terminal and end: one clean line for an error, and an exit code that says which."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from rich.console import Console
+
+from rayspec.service.tally import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USAGE
+from rayspec.types import ConfigError, RayspecError
+
+
+def error_console() -> Console:
+    """Where progress and errors go, so that output can be piped."""
+    return Console(stderr=True)
+
+
+@contextmanager
+def clean_exit() -> Iterator[None]:
+    """Ends the process with a line and a code instead of a traceback, for what users and signals cause."""
+    try:
+        yield
+    except ConfigError as error:
+        _fail(error, EXIT_USAGE)
+    except RayspecError as error:
+        _fail(error, EXIT_FAILED)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+
+
+def exit_on_sigterm() -> None:
+    """Unwind on SIGTERM, so that files are closed. Ray replaces the handler: call this after it has started."""
+    signal.signal(signal.SIGTERM, _terminate)
+
+
+def _terminate(number: int, frame: object) -> NoReturn:
+    raise SystemExit(EXIT_TERMINATED)
+
+
+def _fail(error: RayspecError, code: int) -> NoReturn:
+    message = " ".join(str(error).split())
+    error_console().print(f"error: {message}", markup=False, highlight=False, soft_wrap=True)
+    sys.exit(code)

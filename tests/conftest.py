@@ -1,0 +1,31 @@
+"""What all tests share: no network, nothing left in the user's folders."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def user_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where latency profiles are saved meanwhile: one folder for the whole run, so that each is measured once."""
+    folder = tmp_path_factory.mktemp("cache")
+    patch = pytest.MonkeyPatch()
+    patch.setenv("XDG_CACHE_HOME", str(folder))
+    yield folder
+    patch.undo()
+
+
+@pytest.fixture(scope="session")
+def ray_folder() -> Iterator[Path]:
+    """A folder for Ray's sessions with a short name: the paths of its sockets may have about 100 characters."""
+    folder = Path(tempfile.mkdtemp(prefix="rs-"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,157 @@
+"""One bad request is one bad request: it gets a typed error that says what to do, and the others complete."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from rayspec.config import SamplingParams
+from rayspec.decode.engine import Engine
+from rayspec.model.architecture import decompose
+from rayspec.types import (
+    EmptyPromptError,
+    InvalidTokenError,
+    NonFiniteLogitsError,
+    OutOfMemoryError,
+    Plan,
+    PromptTooLongError,
+    Request,
+    RequestError,
+)
+from tests.engines import GREEDY, RandomPlans, complete, engine_with, finish, requests_for, require_idle, tokens_of
+from tests.families import VOCAB_SIZE, build, cases, checkpoint, parts_of
+
+LENGTHS = (20, 5, 60, 33)
+PARTS = parts_of(checkpoint("qwen2"))
+KNOWN = cases(checkpoint("qwen2"), LENGTHS, 24)
+POISON = 3
+
+
+def _engine(**options: Any) -> Engine:
+    return engine_with(PARTS, RandomPlans(0, len(PARTS.sublayers)), **options)
+
+
+BAD: list[Any] = [
+    pytest.param([], GREEDY, EmptyPromptError, "zero tokens", id="empty"),
+    pytest.param([5] * 300, GREEDY, PromptTooLongError, "300 tokens, max_model_len is 300", id="too long"),
+    pytest.param([5, VOCAB_SIZE], GREEDY, InvalidTokenError, f"token {VOCAB_SIZE}", id="foreign token"),
+    pytest.param([5, -1], GREEDY, InvalidTokenError, "token -1", id="negative token"),
+    pytest.param(
+        [5], SamplingParams(logit_bias={VOCAB_SIZE: 1.0}), InvalidTokenError, f"logit_bias.*{VOCAB_SIZE}", id="bias"
+    ),
+    pytest.param(
+        [5] * 200, SamplingParams(max_tokens=90), OutOfMemoryError, "kv_cache_tokens", id="larger than the arena"
+    ),
+]
+
+
+@pytest.mark.parametrize(("prompt", "params", "error", "message"), BAD)
+def test_a_bad_request_is_refused_and_the_others_complete(
+    prompt: list[int], params: SamplingParams, error: type[RequestError], message: str
+) -> None:
+    engine = _engine(max_model_len=300, kv_cache_tokens=256)
+    for request in requests_for(KNOWN.prompts):
+        engine.add(request)
+    engine.step()
+    for n in (1, 3):
+        with pytest.raises(error, match=message):
+            engine.add(Request(request_id="bad", params=params.replace(n=n), prompt_token_ids=prompt))
+    outputs = finish(engine)
+    assert tokens_of(outputs[str(index)] for index in range(len(LENGTHS))) == KNOWN.expected
+
+
+def test_an_id_in_use_is_refused_and_free_again_afterwards() -> None:
+    engine = _engine()
+    request = requests_for(KNOWN.prompts[:1])[0]
+    engine.add(request)
+    with pytest.raises(RequestError, match="'0' is in use"):
+        engine.add(request)
+    assert tokens_of(finish(engine).values()) == KNOWN.expected[:1]
+    engine.add(request)
+    assert tokens_of(finish(engine).values()) == KNOWN.expected[:1]
+
+
+def test_a_text_without_a_tokenizer_is_refused() -> None:
+    engine = _engine()
+    for prompt in ("text", None):
+        with pytest.raises(RequestError, match="prompt_token_ids"):
+            engine.add(Request(request_id="a", params=GREEDY, prompt=prompt))
+    require_idle(engine)
+
+
+@pytest.fixture(scope="module")
+def poisoned() -> Any:
+    """The same model, but a prompt or a draft with the poisonous token gives NaN wherever it is seen."""
+    model = build("qwen2")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[POISON] = torch.nan
+    return decompose(model)
+
+
+@pytest.mark.parametrize("verification", ["coupled", "rejection"])
+def test_nan_logits_cost_that_sequence_only(poisoned: Any, verification: str) -> None:
+    prompts = copy.deepcopy(KNOWN.prompts)
+    for prompt in prompts:
+        assert POISON not in prompt
+    sick = [prompts[0][:10] + [POISON], [POISON], prompts[2][:40] + [POISON] + prompts[2][41:]]
+    engine = engine_with(
+        poisoned, RandomPlans(0, 8), max_num_seqs=4, max_num_batched_tokens=32, verification=verification
+    )
+    outputs = complete(engine, [sick[0], prompts[0], sick[1], prompts[1], prompts[2], sick[2], prompts[3]])
+    for index in (0, 2, 5):
+        assert isinstance(outputs[index].error, NonFiniteLogitsError)
+        assert "NaN" in str(outputs[index].error)
+        assert outputs[index].outputs[0].token_ids == ()
+    assert tokens_of(outputs[index] for index in (1, 3, 4, 6)) == KNOWN.expected
+
+
+def test_nan_in_the_middle_of_generation_keeps_what_came_before(poisoned: Any) -> None:
+    """The bias makes the model say the poisonous token at once; what comes after it cannot be computed."""
+    params = SamplingParams(temperature=0, max_tokens=24, logit_bias={POISON: 100.0})
+    for plan in (None, RandomPlans(1, 8)):
+        output = complete(engine_with(poisoned, plan), KNOWN.prompts[:1], params)[0]
+        assert isinstance(output.error, NonFiniteLogitsError)
+        assert output.outputs[0].token_ids == (POISON,)
+
+
+def test_a_draft_that_goes_wrong_does_not_cost_the_sequence(poisoned: Any) -> None:
+    """The draft skips everything and drafts the poisonous token; the target would never say it."""
+    parts = poisoned
+    skip_all = Plan(keep=(False,) * len(parts.sublayers), num_draft_tokens=4, source="all skipped")
+    healthy = complete(engine_with(parts), KNOWN.prompts)
+    forced = engine_with(parts, skip_all, wrap=_Drafting)
+    outputs = complete(forced, KNOWN.prompts)
+    assert tokens_of(outputs) == tokens_of(healthy) == KNOWN.expected
+
+
+class _Drafting:
+    """Stages whose draft model loves the poisonous token, as a draft that skips the wrong sublayers may."""
+
+    def __init__(self, stages: Any) -> None:
+        self._stages = stages
+        self._head = stages.runner.head
+        self._run = stages.runner.run
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stages, name)
+
+    def round(self, turns: Any, plan: Any, keep_drafting: Any, *, tap: bool) -> Any:
+        runner, drafting = self._stages.runner, False
+
+        def run(batch: Any, hidden: Any, **options: Any) -> Any:
+            nonlocal drafting
+            drafting = "keep" in options
+            return self._run(batch, hidden, **options)
+
+        def head(hidden: Any) -> Any:
+            logits = self._head(hidden)
+            return logits.index_fill(-1, torch.tensor([POISON]), 1e3) if drafting else logits
+
+        runner.run, runner.head = run, head
+        try:
+            return self._stages.round(turns, plan, keep_drafting, tap=tap)
+        finally:
+            runner.run, runner.head = self._run, self._head

@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from rayspec.config import SamplingParams
+from rayspec.decode.engine import Engine
+from rayspec.decode.stages import LocalStages
+from rayspec.types import OutOfMemoryError, RequestOutput
+from tests.engines import (
+    GREEDY,
+    RandomPlans,
+    complete,
+    engine_with,
+    finish,
+    random_plan,
+    require_idle,
+    requests_for,
+    tokens_of,
+)
+from tests.families import cases, checkpoint, parts_of
+
+LENGTHS = (20, 5, 60, 33, 12)
+PARTS = parts_of(checkpoint("llama"))
+KNOWN = cases(checkpoint("llama"), LENGTHS, 24)
+
+
+def _engine(seed: int = 0, **options: Any) -> Engine:
+    return engine_with(PARTS, RandomPlans(seed, len(PARTS.sublayers)), **options)
+
+
+def _outputs(engine: Engine) -> dict[str, RequestOutput]:
+    return finish(engine)
+
+
+def test_counts_add_up() -> None:
+    engine = _engine(max_num_seqs=3)
+    outputs = complete(engine, KNOWN.prompts)
+    stats, metrics = engine.stats, [output.metrics for output in outputs]
+    assert stats.num_generated_tokens == sum(len(output.outputs[0].token_ids) for output in outputs)
+    assert stats.num_prompt_tokens == sum(LENGTHS)
+    for name in ("num_rounds", "num_draft_tokens", "num_accepted_tokens", "num_preemptions"):
+        assert getattr(stats, name) == sum(getattr(one, name) for one in metrics)
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert 0 < stats.num_plain_rounds < stats.num_rounds
+    assert sum(stats.accepted_lengths.values()) == stats.num_rounds - stats.num_plain_rounds
+    assert sum(n * count for n, count in stats.accepted_lengths.items()) == stats.num_accepted_tokens
+    assert stats.mean_accepted_length is not None
+    assert 1 < stats.mean_accepted_length < 7
+    assert stats.total_s >= stats.prefill_s + stats.draft_s + stats.verify_s > 0
+    for one in metrics:
+        assert one.first_token_s is not None
+        assert one.finished_s is not None
+        assert one.arrival_s <= one.first_token_s <= one.finished_s
+
+
+def test_every_round_commits_a_token_and_no_more_than_it_may() -> None:
+    engine = engine_with(PARTS, random_plan(random.Random(1), 8, 6))
+    for request in requests_for(KNOWN.prompts, SamplingParams(temperature=0, max_tokens=3)):
+        engine.add(request)
+    outputs = _outputs(engine)
+    assert [tuple(outputs[str(i)].outputs[0].token_ids) for i in range(5)] == [t[:3] for t in KNOWN.expected]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2])
+def test_the_shortest_outputs(max_tokens: int) -> None:
+    outputs = complete(_engine(), KNOWN.prompts, SamplingParams(temperature=0, max_tokens=max_tokens))
+    assert tokens_of(outputs) == [tokens[:max_tokens] for tokens in KNOWN.expected]
+    assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
+
+
+def test_the_models_context_is_filled_to_the_last_token() -> None:
+    engine = _engine(max_model_len=60 + 10)
+    outputs = complete(engine, KNOWN.prompts, SamplingParams(temperature=0, max_tokens=24))
+    assert tokens_of(outputs)[2] == KNOWN.expected[2][:10]
+    assert tokens_of(outputs)[:2] == KNOWN.expected[:2]
+
+
+def test_eos_right_after_the_prompt() -> None:
+    eos = KNOWN.expected[0][0]
+    engine = engine_with(PARTS, RandomPlans(0, 8), eos=(eos,))
+    output = complete(engine, KNOWN.prompts[:1])[0].outputs[0]
+    assert (output.token_ids, output.finish_reason) == ((eos,), "stop")
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 5, 8])
+@pytest.mark.parametrize("victim", ["0", "2", "4"])
+def test_abort_at_any_time_frees_what_was_held_and_disturbs_nobody(num_steps: int, victim: str) -> None:
+    engine = _engine(num_steps, max_num_seqs=3, max_num_batched_tokens=16, kv_cache_tokens=200)
+    for request in requests_for(KNOWN.prompts):
+        engine.add(request)
+    outputs: dict[str, RequestOutput] = {}
+    for _ in range(num_steps):
+        outputs |= {output.request_id: output for output in engine.step()}
+    aborted = engine.abort(victim)
+    assert aborted is not None
+    assert aborted.finished
+    assert aborted.error is None
+    assert aborted.outputs[0].finish_reason == "abort"
+    partial = tuple(aborted.outputs[0].token_ids)
+    assert partial == KNOWN.expected[int(victim)][: len(partial)]
+    assert engine.abort(victim) is None, "it is gone"
+    outputs |= _outputs(engine)
+    assert outputs.keys() == {str(index) for index in range(5)} - {victim}
+    for name, output in outputs.items():
+        assert tuple(output.outputs[0].token_ids) == KNOWN.expected[int(name)]
+
+
+def test_abort_all_leaves_an_engine_as_good_as_new() -> None:
+    engine = _engine(max_num_seqs=2)
+    for request in requests_for(KNOWN.prompts, SamplingParams(temperature=0, max_tokens=24, n=2)):
+        engine.add(request)
+    for _ in range(4):
+        engine.step()
+    aborted = engine.abort_all()
+    assert {output.request_id for output in aborted} == {str(index) for index in range(5)}
+    assert all(len(output.outputs) == 2 for output in aborted)
+    require_idle(engine)
+    assert tokens_of(complete(engine, KNOWN.prompts)) == KNOWN.expected
+
+
+def test_a_step_without_work_does_nothing() -> None:
+    engine = _engine()
+    assert engine.step() == []
+    assert engine.abort_all() == []
+
+
+class _RunsOutOfMemory:
+    """Stages that fail once, on the call of that number, before or after they have done their work."""
+
+    def __init__(self, stages: LocalStages, phase: str, call: int, error: RuntimeError) -> None:
+        self._stages, self._phase, self._calls_left, self._error = stages, phase, call, error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stages, name)
+
+    def prefill(self, pieces: Sequence[Any]) -> Any:
+        self._fail("prefill")
+        return self._stages.prefill(pieces)
+
+    def round(self, *args: Any, **options: Any) -> Any:
+        self._fail("round")
+        return self._stages.round(*args, **options)
+
+    def _fail(self, phase: str) -> None:
+        if phase == self._phase:
+            self._calls_left -= 1
+            if self._calls_left == 0:
+                raise self._error
+
+
+@pytest.mark.parametrize("call", [1, 2, 4])
+@pytest.mark.parametrize("phase", ["prefill", "round"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+    ],
+)
+def test_out_of_memory_costs_its_victims_and_nobody_else(phase: str, call: int, error: RuntimeError) -> None:
+    engine = engine_with(
+        PARTS,
+        RandomPlans(call, len(PARTS.sublayers)),
+        wrap=lambda stages: _RunsOutOfMemory(stages, phase, call, error),
+        max_num_seqs=3,
+        max_num_batched_tokens=24,
+    )
+    outputs = complete(engine, KNOWN.prompts)
+    failed = [output for output in outputs if output.error is not None]
+    assert 1 <= len(failed) <= (1 if phase == "round" else 3)
+    for output in failed:
+        assert isinstance(output.error, OutOfMemoryError)
+        assert "max_num_batched_tokens" in str(output.error)
+        assert output.outputs[0].finish_reason == "error"
+    for output, expected in zip(outputs, KNOWN.expected, strict=True):
+        tokens = tuple(output.outputs[0].token_ids)
+        assert tokens == (expected if output.error is None else expected[: len(tokens)])
+
+
+def test_any_other_failure_is_not_swallowed() -> None:
+    engine = engine_with(
+        PARTS, wrap=lambda stages: _RunsOutOfMemory(stages, "round", 1, RuntimeError("shapes do not match"))
+    )
+    for request in requests_for(KNOWN.prompts, GREEDY):
+        engine.add(request)
+    with pytest.raises(RuntimeError, match="shapes"):
+        while engine.has_unfinished:
+            engine.step()
+    engine.abort_all()
+    require_idle(engine)
+
+
+def test_a_request_of_many_is_done_when_all_are() -> None:
+    engine = _engine(max_num_seqs=2)
+    params = SamplingParams(temperature=1.0, seed=1, n=5, max_tokens=9)
+    engine.add(requests_for(KNOWN.prompts[:1], params)[0])
+    output = _outputs(engine)["0"]
+    assert [one.index for one in output.outputs] == [0, 1, 2, 3, 4]
+    assert all(len(one.token_ids) == 9 for one in output.outputs)
+    assert len({tuple(one.token_ids) for one in output.outputs}) == 5
+    assert engine.stats.num_generated_tokens == 45

@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from rayspec import demo
+from rayspec.config import SamplingParams
+from rayspec.decode.sequence import Detokenizer, SequenceState
+from rayspec.types import Logprob, RequestError
+
+EOS = 1
+
+
+@cache
+def _tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(demo.tokenizer_path())
+
+
+def _encode(text: str) -> list[int]:
+    tokens: list[int] = _tokenizer()(text, add_special_tokens=False)["input_ids"]
+    return tokens
+
+
+def _sequence(with_text: bool = True, max_model_len: int = 1000, **params: Any) -> SequenceState:
+    options = SamplingParams(**({"max_tokens": 500} | params))
+    prompt = _encode("A prompt.")
+    return SequenceState(
+        sequence_id="a/0",
+        index=0,
+        params=options,
+        seed=0,
+        token_ids=list(prompt),
+        num_prompt_tokens=len(prompt),
+        max_total_tokens=min(len(prompt) + options.max_tokens, max_model_len),
+        eos_token_ids=(EOS,),
+        detokenizer=Detokenizer(_tokenizer(), options) if with_text else None,
+    )
+
+
+TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), min_size=1, max_size=30)
+EMOJI = "The fee is 5 €, naïve 👩‍👩‍👧‍👦 and 日本語 🎉 done."
+
+
+@settings(max_examples=60, deadline=None)
+@given(TEXTS)
+def test_text_is_what_the_tokens_say(text: str) -> None:
+    sequence = _sequence()
+    tokens = _encode(text)
+    sequence.commit(tokens)
+    assert sequence.output().text == _tokenizer().decode(tokens)
+
+
+@settings(max_examples=60, deadline=None)
+@given(TEXTS, st.data())
+def test_a_stop_string_ends_the_text_wherever_tokens_end(text: str, data: st.DataObject) -> None:
+    """Against the rule by the book: the first position, of the text so far, at which a stop string is complete."""
+    whole = _tokenizer().decode(_encode(text))
+    first = data.draw(st.integers(0, len(whole) - 1))
+    stop = whole[first : first + data.draw(st.integers(1, 5))]
+    for include in (False, True):
+        sequence = _sequence(stop=[stop], include_stop_str_in_output=include)
+        num_taken = sequence.commit(_encode(text))
+        output = sequence.output()
+        at = whole.index(stop)
+        assert output.text == whole[: at + (len(stop) if include else 0)]
+        assert output.finish_reason == "stop"
+        assert output.stop_reason == stop
+        assert num_taken == len(output.token_ids)
+        shown = _tokenizer().decode(list(output.token_ids))
+        assert stop in shown
+        assert stop not in _tokenizer().decode(list(output.token_ids)[:-1])
+
+
+def test_a_stop_string_is_found_across_commits_of_any_size() -> None:
+    tokens = _encode(EMOJI)
+    for size in (1, 2, 3, 7):
+        sequence = _sequence(stop=["日本語 🎉", "never"])
+        taken = 0
+        for at in range(0, len(tokens), size):
+            taken += sequence.commit(tokens[at : at + size])
+            if sequence.finished:
+                break
+        assert sequence.output().text == EMOJI.split("日本語")[0]
+        assert taken == len(sequence.output_token_ids) < len(tokens)
+
+
+def test_of_several_stop_strings_the_earliest_counts() -> None:
+    sequence = _sequence(stop=["done", "naïve", "fee is 5"])
+    sequence.commit(_encode(EMOJI))
+    assert sequence.output().text == "The "
+    assert sequence.stop_reason == "fee is 5"
+
+
+def test_text_with_a_stop_string_pending_is_complete_without_it() -> None:
+    sequence = _sequence(stop=["done for good"], max_tokens=len(_encode(EMOJI)))
+    sequence.commit(_encode(EMOJI))
+    output = sequence.output()
+    assert (output.finish_reason, output.text) == ("length", EMOJI)
+
+
+def test_a_snapshot_never_cuts_a_character() -> None:
+    tokens = _encode(EMOJI)
+    assert any("\N{REPLACEMENT CHARACTER}" in _tokenizer().decode(tokens[:count]) for count in range(len(tokens)))
+    sequence = _sequence()
+    shown = ""
+    for token in tokens:
+        sequence.commit([token])
+        text = sequence.output().text
+        assert "\N{REPLACEMENT CHARACTER}" not in text
+        assert text.startswith(shown)
+        shown = text
+    assert shown == EMOJI
+
+
+def test_min_tokens_holds_stop_strings_back_and_keeps_their_text() -> None:
+    tokens = _encode("one stop two stop three stop")
+    second = _encode("one stop two stop")
+    sequence = _sequence(stop=["stop"], min_tokens=len(_encode("one stop two")))
+    sequence.commit(tokens)
+    assert sequence.output_token_ids == second
+    assert sequence.output().text == "one stop two "
+
+
+def test_tokens_after_the_end_are_not_taken() -> None:
+    words = _encode("some words and more of them")
+    sequence = _sequence()
+    assert sequence.commit([*words, EOS, *words]) == len(words) + 1
+    output = sequence.output()
+    assert (output.finish_reason, output.stop_reason) == ("stop", None)
+    assert output.token_ids == (*words, EOS)
+    assert output.text == "some words and more of them", "special tokens are not text"
+
+
+@pytest.mark.parametrize(
+    ("params", "tokens", "taken", "reason", "stop_reason"),
+    [
+        ({"max_tokens": 3}, [5, 6, 7, 8], 3, "length", None),
+        ({"max_tokens": 3}, [5, 6, EOS, 8], 3, "stop", None),
+        ({"ignore_eos": True}, [5, EOS, 7, 8], 4, None, None),
+        ({"stop_token_ids": [7, 9]}, [5, 6, 7, 8], 3, "stop", 7),
+        ({"stop_token_ids": [7], "min_tokens": 4}, [7, 7, 7, 7, 7], 4, "stop", 7),
+        ({"min_tokens": 2}, [EOS, 6, EOS, 8], 3, "stop", None),
+        ({"ignore_eos": True, "stop_token_ids": [EOS]}, [5, EOS, 7], 2, "stop", EOS),
+    ],
+)
+def test_where_a_sequence_ends(
+    params: dict[str, Any], tokens: list[int], taken: int, reason: str | None, stop_reason: int | None
+) -> None:
+    for with_text in (True, False):
+        sequence = _sequence(with_text, **params)
+        assert sequence.commit(tokens) == taken
+        assert sequence.output_token_ids == tokens[:taken]
+        assert (sequence.finish_reason, sequence.stop_reason) == (reason, stop_reason)
+
+
+def test_the_models_context_ends_a_sequence() -> None:
+    num_prompt = len(_encode("A prompt."))
+    sequence = _sequence(max_model_len=num_prompt + 2)
+    assert sequence.commit([5, 6, 7, 8]) == 2
+    assert sequence.finish_reason == "length"
+    assert sequence.num_remaining == 0
+
+
+def test_logprobs_stay_with_their_tokens() -> None:
+    rows = [{token: Logprob(logprob=-float(token), rank=1)} for token in (5, 6, EOS, 8)]
+    sequence = _sequence(logprobs=0)
+    sequence.commit([5, 6, EOS, 8], rows)
+    output = sequence.output()
+    assert output.logprobs == rows[:3]
+    assert output.cumulative_logprob == -(5 + 6 + EOS)
+
+
+def test_an_error_keeps_what_there_is() -> None:
+    sequence = _sequence()
+    sequence.commit([5, 6])
+    sequence.fail(RequestError("broken"))
+    assert sequence.output().finish_reason == "error"
+    assert sequence.output().token_ids == (5, 6)
+
+
+def test_a_short_stop_string_that_was_held_back_does_not_count_later() -> None:
+    sequence = _sequence(stop=["two", "a very long stop string"], min_tokens=len(_encode("one two three")))
+    sequence.commit(_encode("one two three four five"))
+    assert not sequence.finished

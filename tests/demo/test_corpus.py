@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayspec.demo import exact_lines, python_documents, sample_documents
+from rayspec.demo.corpus import WORDS, generate_report
+
+sizes = st.integers(1, 60).flatmap(lambda sentences: st.tuples(st.just(sentences), st.integers(1, sentences)))
+
+
+@given(seed=st.integers(0, 2**48), size=sizes)
+@settings(max_examples=60, deadline=None)
+def test_a_summary_is_extracted_word_for_word_and_in_order(seed: int, size: tuple[int, int]) -> None:
+    num_sentences, num_findings = size
+    report = generate_report(seed, num_sentences=num_sentences, num_findings=num_findings)
+    title, *findings = report.summary.split("\n")
+    assert report.text.startswith(f"{title}\n")
+    assert len(findings) == num_findings
+    places = [report.text.index(finding) for finding in findings]
+    assert places == sorted(places)
+    assert [finding.split(":")[0] for finding in findings] == [f"Finding {n + 1}" for n in range(num_findings)]
+    assert report.text.count("Finding ") == num_findings
+
+
+@given(seed=st.integers(0, 2**48), num_sentences=st.integers(1, 80))
+@settings(max_examples=30, deadline=None)
+def test_the_same_arguments_give_the_same_report(seed: int, num_sentences: int) -> None:
+    report = generate_report(seed, num_sentences=num_sentences)
+    assert report == generate_report(seed, num_sentences=num_sentences)
+    assert report.text != generate_report(seed + 1, num_sentences=num_sentences).text
+
+
+def test_a_report_has_as_many_sentences_as_asked_for() -> None:
+    body = generate_report(3, num_sentences=200).text.split("\n")[1:]
+    paragraphs = [line for line in body if not re.fullmatch(r"\d+\. \w+", line)]
+    assert sum(len(re.findall(r"[a-z\d]\.(?: |$)", paragraph)) for paragraph in paragraphs) == 200
+
+
+@pytest.mark.parametrize("kind", ["place", "program", "items"])
+def test_findings_share_no_names_with_each_other_or_the_background(kind: str) -> None:
+    for seed in range(20):
+        report = generate_report(seed, num_sentences=40, num_findings=8)
+        named = [word for line in report.findings for word in re.findall(r"\w+", line) if word in WORDS[kind]]
+        assert len(named) == len(set(named))
+        background = report.text
+        for line in report.summary.split("\n"):
+            background = background.replace(line, "")
+        assert not set(named) & set(re.findall(r"\w+", background))
+
+
+def test_articles_agree() -> None:
+    text = generate_report(5, num_sentences=2000).text
+    assert not re.search(r"\b[Aa] [aeio]\w+ (survey|building|levy)", text)
+    assert not re.search(r"\b[Aa]n [^aeiou\W]\w* (survey|building|levy)", text)
+
+
+@pytest.mark.parametrize(("num_sentences", "num_findings"), [(5, 6), (5, 0), (0, 1), (0, None)])
+def test_impossible_sizes_are_refused(num_sentences: int, num_findings: int | None) -> None:
+    with pytest.raises(ValueError, match="num_sentences"):
+        generate_report(1, num_sentences=num_sentences, num_findings=num_findings)
+
+
+def test_sample_documents_are_distinct_and_repeatable() -> None:
+    documents = sample_documents(5, num_sentences=12, seed=4)
+    assert documents == sample_documents(5, num_sentences=12, seed=4)
+    assert len({document.text for document in documents + sample_documents(5, num_sentences=12, seed=5)}) == 10
+    assert len({document.id for document in documents}) == 5
+    assert sample_documents(0) == []
+    with pytest.raises(ValueError, match="n=-1"):
+        sample_documents(-1)
+
+
+def test_python_documents_come_longest_first() -> None:
+    documents = python_documents(4)
+    lengths = [len(document.text) for document in documents]
+    assert len(documents) == 4
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] > 20_000
+    assert all(document.summary is None for document in documents)
+    with pytest.raises(ValueError, match="n=-1"):
+        python_documents(-1)
+
+
+@pytest.mark.parametrize(
+    ("summary", "expected"),
+    [("a\nb\nc", (3, 3)), ("a\nx\nc", (2, 3)), ("a", (1, 3)), ("b\na\nc\nd", (1, 3)), ("", (0, 3))],
+)
+def test_exact_lines_compares_line_by_line(summary: str, expected: tuple[int, int]) -> None:
+    assert exact_lines(summary, "a\nb\nc") == expected
+
+
+def test_importing_the_demo_does_not_import_torch() -> None:
+    check = "import rayspec.demo, sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from rayspec.demo import model_path, sample_documents
+from rayspec.demo.evaluate import score
+from rayspec.demo.tokenizer import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    torch.set_num_threads(1)
+    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32)
+    return loaded
+
+
+def test_the_checkpoint_is_small_and_deep(model: PreTrainedModel) -> None:
+    assert (Path(model_path()) / "model.safetensors").stat().st_size <= 16 * 2**20
+    assert sum(parameter.numel() for parameter in model.parameters()) < 8_000_000
+    assert model.config.num_hidden_layers >= 16
+    assert model.config.max_position_embeddings >= 8192
+
+
+def test_the_checkpoint_names_no_path_and_is_complete() -> None:
+    files = {path.name: path for path in Path(model_path()).iterdir()}
+    expected = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "MODEL_CARD.md"}
+    assert expected <= files.keys()
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        values = json.loads(files[name].read_text())
+        assert not [value for value in values.values() if isinstance(value, str) and value.startswith("/")]
+    assert json.loads(files["config.json"].read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(("num_sentences", "num_reports", "least_share"), [(15, 6, 0.8), (60, 4, 0.7)])
+def test_most_lines_of_held_out_summaries_are_exact(
+    model: PreTrainedModel, num_sentences: int, num_reports: int, least_share: float
+) -> None:
+    documents = sample_documents(num_reports, num_sentences=num_sentences, seed=77)
+    result = score(model, load_tokenizer(), documents, batch_size=num_reports)
+    assert result.exact_lines >= least_share * result.lines

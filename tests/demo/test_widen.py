@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from rayspec.demo import model_path, sample_documents
+from rayspec.demo.evaluate import summarize
+from rayspec.demo.tokenizer import load_tokenizer
+from rayspec.demo.widen import widen
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+BUILDERS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama-tied": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)),
+    "llama-biased": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True)),
+    "mistral-other-head-size": lambda: MistralForCausalLM(MistralConfig(**SHAPE, head_dim=16, sliding_window=8)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=True)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=8)),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def random_model(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = BUILDERS[name]()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    model.train(False)
+    return model
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("name", BUILDERS)
+def test_widened_models_give_the_same_logits(name: str, k: int) -> None:
+    model = random_model(name)
+    wide = widen(model, k)
+    ids = torch.randint(0, 64, (2, 24))
+    with torch.inference_mode():
+        torch.testing.assert_close(wide(ids).logits, model(ids).logits, atol=1e-5, rtol=1e-5)
+    assert wide.config.hidden_size == 32 * k
+    assert wide.config.num_key_value_heads == 2 * k
+    assert wide.config.tie_word_embeddings == model.config.tie_word_embeddings
+    assert model.config.hidden_size == 32
+
+
+@pytest.mark.parametrize("k", [2, 3])
+def test_the_widened_bundled_model_writes_the_same_text(k: int) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32)
+    wide = widen(model, k)
+    tokenizer, document = load_tokenizer(), sample_documents(1, num_sentences=12)[0].text
+    inputs = tokenizer(document, return_tensors="pt")
+    with torch.inference_mode():
+        torch.testing.assert_close(wide(**inputs).logits, model(**inputs).logits, atol=1e-4, rtol=0)
+    assert summarize(wide, tokenizer, [document], max_new_tokens=40) == summarize(
+        model, tokenizer, [document], max_new_tokens=40
+    )
+
+
+def test_bfloat16_weights_stay_exact_for_powers_of_two() -> None:
+    model = random_model("llama-tied").bfloat16()
+    wide = widen(model, 4)
+    assert {parameter.dtype for parameter in wide.parameters()} == {torch.bfloat16}
+    narrow = model.get_parameter("model.layers.1.mlp.down_proj.weight")
+    assert torch.equal(wide.get_parameter("model.layers.1.mlp.down_proj.weight")[:32, :48] * 4, narrow)
+    assert wide.get_parameter("lm_head.weight") is wide.get_parameter("model.embed_tokens.weight")
+
+
+@pytest.mark.parametrize("k", [0, -2])
+def test_k_below_one_is_refused(k: int) -> None:
+    with pytest.raises(ValueError, match=f"k={k}"):
+        widen(random_model("llama-tied"), k)
+
+
+def test_other_families_are_refused_by_name() -> None:
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=32))
+    with pytest.raises(ValueError, match="model_type='gpt2'"):
+        widen(gpt2, 2)
+
+
+def test_quantized_models_are_refused() -> None:
+    model = random_model("llama-tied")
+    object.__setattr__(model, "hf_quantizer", object())
+    with pytest.raises(ValueError, match="quantized"):
+        widen(model, 2)

@@ -1,0 +1,178 @@
+"""Engines over a model that is loaded once, and selectors that try harder than any real one to break them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from rayspec.config import EngineConfig, SamplingParams
+from rayspec.decode.drafting.skip_draft import KeepDrafting
+from rayspec.decode.engine import Engine, Vocabulary
+from rayspec.decode.plan_search import PlanSearch
+from rayspec.decode.runner import Runner
+from rayspec.decode.scheduler import Scheduler
+from rayspec.decode.selection.base import FixedPlan, Selector, Situation
+from rayspec.decode.stages import LocalStages, RoundResult, Stages
+from rayspec.model.architecture import Decomposition
+from rayspec.model.kv_arena import KVArena
+from rayspec.types import Plan, PlanRecord, Request, RequestOutput, no_draft
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+BUCKET_ROWS = 8
+
+
+def random_plan(rng: random.Random, num_sublayers: int, max_draft_tokens: int) -> Plan:
+    """Nothing, everything, all attention or all MLP skipped, or a random set of random size."""
+    kind = rng.choice(["nothing", "everything", "attention", "mlp", "some", "some", "some", "few", "few", "few"])
+    number = {"some": rng.randint(0, num_sublayers), "few": rng.randint(1, 2)}.get(kind, 0)
+    skip = {
+        "nothing": set(),
+        "everything": set(range(num_sublayers)),
+        "attention": set(range(0, num_sublayers, 2)),
+        "mlp": set(range(1, num_sublayers, 2)),
+    }.get(kind, set(rng.sample(range(num_sublayers), number)))
+    keep = tuple(index not in skip for index in range(num_sublayers))
+    return Plan(keep=keep, num_draft_tokens=rng.randint(0, max_draft_tokens), source=kind)
+
+
+class RandomPlans:
+    """Another random plan in every round; drafts end at random, and taps come and go."""
+
+    gate_reason = "random"
+
+    def __init__(self, seed: int, num_sublayers: int, max_draft_tokens: int = 6) -> None:
+        self._rng = random.Random(seed)
+        self._num_sublayers = num_sublayers
+        self._max_draft_tokens = max_draft_tokens
+        self.plans: list[Plan] = []
+        self.num_searches = 0
+
+    @property
+    def wants_taps(self) -> bool:
+        return self._rng.random() < 0.25
+
+    def plan(self, situation: Situation) -> Plan:
+        self.plans.append(random_plan(self._rng, self._num_sublayers, self._max_draft_tokens))
+        return self.plans[-1]
+
+    def keep_drafting(self, situation: Situation) -> KeepDrafting | None:
+        if self._rng.random() < 0.5:
+            return None
+        return lambda confidences: [self._rng.random() < 0.7 for _ in confidences]
+
+    def observe(self, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
+        assert num_tokens > 0 or not any(one.finite for one in result.committed)
+
+    def improve(self, situation: Situation, search: Callable[[], PlanSearch | None]) -> PlanRecord | None:
+        """Takes a look at the tapped states, as a search in the middle of everything would, and must leave no trace."""
+        found = search() if self._rng.random() < 0.1 else None
+        if found is not None:
+            self.num_searches += 1
+            states = found.start()
+            for sublayer in range(self._num_sublayers):
+                states = found.run(sublayer, states)
+        return None
+
+
+def engine_with(
+    parts: Decomposition,
+    selector: Selector | Plan | None = None,
+    *,
+    wrap: Callable[[LocalStages], Stages] = lambda stages: stages,
+    eos: Sequence[int] = (),
+    max_model_len: int = 1024,
+    tokenizer: Any = None,
+    verification: str = "coupled",
+    max_draft_tokens: int = 6,
+    **options: Any,
+) -> Engine:
+    """An engine like `load_engine`'s over parts that are loaded already. No selector: plain decoding."""
+    config = EngineConfig(
+        model="test", device="cpu", max_model_len=max_model_len, **({"kv_cache_tokens": 4096} | options)
+    )
+    num_sublayers = len(parts.sublayers)
+    if selector is None:
+        selector = FixedPlan(no_draft(num_sublayers, "ar"))
+    elif isinstance(selector, Plan):
+        selector = FixedPlan(selector)
+    assert config.kv_cache_tokens is not None
+    bucket_rows = BUCKET_ROWS if config.deterministic else None
+    device, weight = torch.device("cpu"), parts.final_norm.weight
+    assert isinstance(weight, torch.Tensor)
+    arena = KVArena(parts.shapes, config.kv_cache_tokens, dtype=weight.dtype, device=device, num_spare=bucket_rows or 0)
+    vocab_size = int(parts.lm_head.weight.shape[0])  # type: ignore[union-attr, arg-type]
+    stages = LocalStages(
+        Runner(parts, arena, device=device, bucket_rows=bucket_rows),
+        vocab_size=vocab_size,
+        verification=verification,  # type: ignore[arg-type]
+        num_tap_tokens=6,
+    )
+    return Engine(
+        config,
+        stages=wrap(stages),
+        scheduler=Scheduler(
+            config.kv_cache_tokens,
+            max_num_seqs=config.max_num_seqs,
+            max_prefill_tokens=config.max_num_batched_tokens,
+            lookahead=max_draft_tokens,
+            chunk_grid=config.max_num_batched_tokens if config.deterministic else None,
+        ),
+        selector=selector,
+        vocabulary=Vocabulary(size=vocab_size, eos_token_ids=tuple(eos)),
+        max_model_len=max_model_len,
+        tokenizer=tokenizer,
+    )
+
+
+def requests_for(
+    prompts: Iterable[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] = GREEDY
+) -> list[Request]:
+    prompts = list(prompts)
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    return [
+        Request(request_id=str(index), params=one, prompt_token_ids=prompt)
+        for index, (prompt, one) in enumerate(zip(prompts, each, strict=True))
+    ]
+
+
+def finish(engine: Engine) -> dict[str, RequestOutput]:
+    """Steps until nothing is left, and checks that nothing stays behind."""
+    outputs = {}
+    while engine.has_unfinished:
+        outputs |= {output.request_id: output for output in engine.step()}
+    require_idle(engine)
+    return outputs
+
+
+def require_idle(engine: Engine) -> None:
+    scheduler = engine._scheduler
+    assert scheduler.allocator.num_free == scheduler.allocator.num_slots
+    assert not scheduler.has_work
+    assert not getattr(engine._stages, "_samplers", None)
+    stats = engine.stats
+    assert stats.num_accepted_tokens <= stats.num_draft_tokens
+    assert sum(length * count for length, count in stats.accepted_lengths.items()) == stats.num_accepted_tokens
+
+
+def complete(
+    engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] = GREEDY
+) -> list[RequestOutput]:
+    """All prompts at once, outputs in their order."""
+    requests = requests_for(prompts, params)
+    for request in requests:
+        engine.add(request)
+    outputs = finish(engine)
+    return [outputs[request.request_id] for request in requests]
+
+
+def tokens_of(outputs: Iterable[RequestOutput]) -> list[tuple[int, ...]]:
+    """The tokens of each request's first output; an error is raised."""
+    tokens = []
+    for output in outputs:
+        if output.error is not None:
+            raise output.error
+        tokens.append(tuple(output.outputs[0].token_ids))
+    return tokens

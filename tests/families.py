@@ -1,0 +1,173 @@
+"""Tiny random checkpoints of the model families, on disk once a session and loaded the way any checkpoint is."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from rayspec.config import EngineConfig
+from rayspec.model.architecture import Decomposition, decompose
+from rayspec.model.weights import load_model
+
+VOCAB_SIZE = 199
+WINDOW = 12
+_MIXED_LAYERS = ["sliding_attention", "full_attention"] * 2
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    # Large enough that layers matter, the most likely token varies, and the two most likely ones are far apart.
+    "initializer_range": 0.25,
+}
+# What makes each family itself. Those that can be tied are tied in some and not in others.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": True},
+    "qwen2": {"tie_word_embeddings": False},
+    "qwen3": {"tie_word_embeddings": True, "num_key_value_heads": 1},
+    "mistral": {"sliding_window": WINDOW},
+    "gemma2": {
+        "sliding_window": WINDOW,
+        "layer_types": _MIXED_LAYERS,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 20.0,
+        "query_pre_attn_scalar": 32,
+        "tie_word_embeddings": False,
+    },
+    "gemma3_text": {"sliding_window": WINDOW, "layer_types": _MIXED_LAYERS, "tie_word_embeddings": False},
+    "phi3": {"sliding_window": WINDOW, "partial_rotary_factor": 0.5},
+    "glm4": {"partial_rotary_factor": 0.5},
+    "olmo2": {"num_key_value_heads": 4},
+    "smollm3": {"no_rope_layers": [1, 0, 1, 0]},
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 2.0,
+        "attention_multiplier": 0.3,
+    },
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW},
+}
+# Families whose layers are not attention, then MLP, in a way that can be skipped: they decode plainly.
+WHOLE_FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt_neox": {"use_parallel_residual": True},
+    "cohere": {},
+    "gpt2": {"n_positions": 2048},
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+}
+
+torch.set_num_threads(1)  # for matrices this small a second thread only gets in the way
+_folder = tempfile.TemporaryDirectory(prefix="rayspec-families-")
+
+
+def build(family: str, **changes: Any) -> PreTrainedModel:
+    """A random model of the family, the same every time."""
+    known = FAMILIES.get(family) or WHOLE_FAMILIES.get(family) or {}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **(_SIZES | known | changes))
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim == 1:  # norms and biases, which start as ones and zeros and would hide mistakes
+                weight.add_(torch.randn_like(weight) * 0.1)
+            elif "embed" in name:
+                weight.copy_(torch.randn_like(weight))
+    # No EOS of its own: a test that wants one says so.
+    model.generation_config = GenerationConfig(pad_token_id=0)
+    model.config.eos_token_id = None
+    return model
+
+
+@cache
+def checkpoint(family: str) -> str:
+    """Folder of the family's checkpoint."""
+    path = Path(_folder.name) / family
+    build(family).save_pretrained(path)
+    return str(path)
+
+
+@cache
+def reference(path: str) -> PreTrainedModel:
+    """The checkpoint as transformers runs it."""
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@cache
+def parts_of(path: str, dtype: str = "float32") -> Decomposition:
+    """The checkpoint, loaded and split by rayspec."""
+    return decompose(load_model(EngineConfig(model=path, dtype=dtype, device="cpu")))  # type: ignore[arg-type]
+
+
+def greedy(
+    path: str, prompts: Sequence[Sequence[int]], max_tokens: int, eos: Sequence[int] = ()
+) -> list[tuple[int, ...]]:
+    """What transformers' generate makes of each prompt by itself."""
+    outputs = []
+    for prompt in prompts:
+        tokens = reference(path).generate(
+            torch.tensor([list(prompt)]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            do_sample=False,
+            max_new_tokens=max_tokens,
+            eos_token_id=list(eos) or None,
+            pad_token_id=0,
+        )
+        outputs.append(tuple(tokens[0, len(prompt) :].tolist()))
+    return outputs
+
+
+@torch.no_grad()
+def margins(path: str, prompt: Sequence[int], output: Sequence[int]) -> torch.Tensor:
+    """By how much the most likely token leads, at each token of the output."""
+    logits = reference(path)(torch.tensor([[*prompt, *output]]), use_cache=False).logits[0]
+    top = logits[len(prompt) - 1 : -1].float().topk(2).values
+    return top[:, 0] - top[:, 1]
+
+
+@dataclass(frozen=True)
+class Cases:
+    """Prompts and what transformers' generate makes of them."""
+
+    prompts: list[list[int]]
+    expected: list[tuple[int, ...]]
+
+
+@cache
+def cases(path: str, lengths: tuple[int, ...], max_tokens: int) -> Cases:
+    """Random prompts of these lengths whose greedy continuation has no near-tie, which float32 rounding could flip."""
+    prompts, expected, seed = [], [], 0
+    for length in lengths:
+        while True:
+            (prompt,), seed = ragged_prompts([length], seed), seed + 1
+            (output,) = greedy(path, [prompt], max_tokens)
+            if float(margins(path, prompt, output).min()) > 2e-3:
+                break
+        prompts.append(prompt)
+        expected.append(output)
+    return Cases(prompts, expected)
+
+
+def ragged_prompts(lengths: Sequence[int], seed: int = 0, vocab_size: int = VOCAB_SIZE) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(3, vocab_size) for _ in range(length)] for length in lengths]

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, PreTrainedModel
+
+from rayspec.model import architecture
+from rayspec.model.architecture import NormLayout, decompose, max_positions
+from rayspec.model.attention import IMPLEMENTATION
+from rayspec.types import UnsupportedModelError
+from tests.families import FAMILIES, WHOLE_FAMILIES, build, checkpoint, parts_of
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_splits_into_attention_and_mlp(family: str) -> None:
+    parts = parts_of(checkpoint(family))
+    assert [sublayer.kind for sublayer in parts.sublayers] == ["attention", "mlp"] * 4
+    assert [sublayer.index for sublayer in parts.sublayers] == list(range(8))
+    assert [sublayer.layer for sublayer in parts.sublayers] == [index // 2 for index in range(8)]
+    assert parts.config._attn_implementation == IMPLEMENTATION
+    assert len(parts.curve_names) == 8
+
+
+def test_sublayers_that_are_other_work_have_curves_of_their_own() -> None:
+    names = parts_of(checkpoint("qwen3_moe")).curve_names
+    assert len({names[1], names[3]}) == 2
+    assert names[1] == names[5] == names[7]
+    assert len({name for name in parts_of(checkpoint("gemma2")).curve_names if name.startswith("attention")}) == 2
+    assert set(parts_of(checkpoint("llama")).curve_names) == {"attention", "mlp"}
+
+
+@pytest.mark.parametrize("family", WHOLE_FAMILIES)
+def test_a_family_that_does_not_split_is_refused_and_left_as_it_was(family: str) -> None:
+    model = build(family)
+    tokens = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        before = model(tokens, use_cache=False).logits
+    implementation = model.config._attn_implementation
+    with pytest.raises(UnsupportedModelError) as caught:
+        decompose(model)
+    assert family in str(caught.value)
+    assert model.config._attn_implementation == implementation
+    with torch.no_grad():
+        assert torch.equal(model(tokens, use_cache=False).logits, before)
+
+
+def _swapped_norms(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = NormLayout("post_attention_layernorm", None, "input_layernorm", None)
+    monkeypatch.setattr(architecture, "LAYOUTS", (wrong, *architecture.LAYOUTS))
+
+
+def _post_norms(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = NormLayout(None, "input_layernorm", None, "post_attention_layernorm")
+    monkeypatch.setattr(architecture, "LAYOUTS", (wrong,))
+
+
+def _scaled_layer(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that does something the split does not know of."""
+    kind = type(model.base_model.layers[0])
+    forward = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, *args, **options: forward(self, *args, **options) * 1.01)
+
+
+def _scaled_embedding(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = type(model.base_model)
+    forward = kind.forward
+
+    def scaled(self: Any, input_ids: Any = None, **options: Any) -> Any:
+        return forward(self, inputs_embeds=self.embed_tokens(input_ids) + 0.1, **options)
+
+    monkeypatch.setattr(kind, "forward", scaled)
+
+
+def _scaled_head(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = type(model).forward
+
+    def scaled(self: Any, *args: Any, **options: Any) -> Any:
+        output = forward(self, *args, **options)
+        output.logits = output.logits * 1.01
+        return output
+
+    monkeypatch.setattr(type(model), "forward", scaled)
+
+
+@pytest.mark.parametrize("plant", [_swapped_norms, _post_norms, _scaled_layer, _scaled_embedding, _scaled_head])
+def test_a_split_that_is_wrong_is_found(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")
+    plant(model, monkeypatch)
+    with pytest.raises(UnsupportedModelError, match="llama"):
+        decompose(model)
+
+
+def test_one_odd_layer_in_the_middle_is_found() -> None:
+    model = build("llama")
+    layer = model.base_model.layers[2]
+    layer.input_layernorm, layer.post_attention_layernorm = torch.nn.Identity(), torch.nn.Identity()
+    layer.extra = torch.nn.Linear(64, 64)
+
+    def forward(hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
+        mixed, _ = layer.self_attn(hidden_states=hidden_states, **options)
+        return layer.extra(hidden_states + mixed)  # type: ignore[no-any-return]
+
+    layer.forward = forward
+    with pytest.raises(UnsupportedModelError, match="layer 2"):
+        decompose(model)
+
+
+def test_layers_with_state_that_cannot_be_cropped_are_refused() -> None:
+    model = build("llama")
+    model.config.layer_types = ["full_attention", "linear_attention"] * 2
+    with pytest.raises(UnsupportedModelError, match="linear_attention"):
+        decompose(model)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "expected"),
+    [
+        ("llama", {}, 2048),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}, 2048),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}}, 2048),
+        (
+            "llama",
+            {
+                "rope_parameters": {
+                    "rope_type": "dynamic",
+                    "factor": 4.0,
+                    "rope_theta": 1e4,
+                    "original_max_position_embeddings": 512,
+                }
+            },
+            512,
+        ),
+        (
+            "phi3",
+            {
+                "original_max_position_embeddings": 256,
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 1e4,
+                    "short_factor": [1.0] * 8,
+                    "long_factor": [2.0] * 8,
+                    "original_max_position_embeddings": 256,
+                },
+            },
+            256,
+        ),
+        ("gemma3_text", {}, 2048),
+    ],
+)
+def test_the_context_ends_where_the_rotary_embedding_would_be_rescaled(
+    family: str, changes: dict[str, Any], expected: int
+) -> None:
+    sizes = {"max_position_embeddings": 2048, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    config = AutoConfig.for_model(family, **(sizes | changes))
+    assert max_positions(config) == expected

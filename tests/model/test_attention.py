@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rayspec.model.attention import pack, pack_branches, packed_attention
+from rayspec.model.kv_arena import KVArena, LayerShape
+
+CPU = torch.device("cpu")
+HEADS, DIM, VALUE_DIM, SLOTS = 4, 8, 6, 96
+MODULE: Any = SimpleNamespace(layer_idx=3)
+OPTIONS = [
+    pytest.param({"sliding_window": window, "softcap": softcap, "scaling": scaling}, id=f"{window}-{softcap}-{scaling}")
+    for window in (None, 1, 5, 64)
+    for softcap in (None, 2.0)
+    for scaling in (None, 0.7)
+]
+
+
+def _expected(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: int,
+    *,
+    sliding_window: int | None,
+    softcap: float | None,
+    scaling: float | None,
+) -> Tensor:
+    """One row by the book. query: [H, D]; keys: [H_kv, n, D], of positions 0 .. n - 1; returns [H, D_v]."""
+    first = max(0, position + 1 - sliding_window) if sliding_window else 0
+    rows = []
+    for head, one in enumerate(query.double()):
+        shared = head // (len(query) // len(keys))
+        scores = keys[shared, first : position + 1].double() @ one * (scaling or query.shape[-1] ** -0.5)
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        rows.append(scores.softmax(-1) @ values[shared, first : position + 1].double())
+    return torch.stack(rows).float()
+
+
+def _arena(kv_heads: int, num_spare: int = 0) -> KVArena:
+    shapes = {3: LayerShape(kv_heads, DIM, VALUE_DIM)}
+    arena = KVArena(shapes, SLOTS, dtype=torch.float32, device=CPU, num_spare=num_spare)
+    torch.manual_seed(0)
+    for tensor in (arena.keys[3], arena.values[3]):
+        tensor.copy_(torch.randn_like(tensor) * 2)
+    return arena
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_ragged_rows_attend_to_their_own_sequence_only(kv_heads: int, options: dict[str, Any]) -> None:
+    arena = _arena(kv_heads, num_spare=4)
+    spans = [(60, 0, 1), (0, 17, 1), (20, 3, 36), (70, 9, 6)]  # one is longer than what is folded into rows
+    num_rows = sum(count for _, _, count in spans)
+    rows = pack(arena, spans, device=CPU, pad_to=num_rows + 2)
+    query = torch.randn(1, HEADS, num_rows + 2, DIM)
+    key, value = torch.randn(1, kv_heads, num_rows + 2, DIM), torch.randn(1, kv_heads, num_rows + 2, VALUE_DIM)
+    before = arena.keys[3].clone()
+    output, _ = packed_attention(MODULE, query, key, value, None, packed=rows, **options)
+    assert output.shape == (1, num_rows + 2, HEADS, VALUE_DIM)
+    at, written = 0, set()
+    for start, context, count in spans:
+        for offset in range(count):
+            position = context + offset
+            assert torch.equal(arena.keys[3][:, start + position], key[0, :, at])
+            written.add(start + position)
+            keys, values = arena.keys[3][:, start:SLOTS], arena.values[3][:, start:SLOTS]
+            expected = _expected(query[0, :, at], keys, values, position, **options)
+            torch.testing.assert_close(output[0, at], expected, atol=2e-5, rtol=2e-5)
+            assert rows.positions[at] == position
+            at += 1
+    untouched = [slot for slot in range(SLOTS) if slot not in written]
+    assert torch.equal(arena.keys[3][:, untouched], before[:, untouched])
+    assert not output[0, num_rows:].any(), "padding rows attend to nothing"
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_branches_see_the_context_and_themselves(kv_heads: int, options: dict[str, Any]) -> None:
+    arena = _arena(kv_heads)
+    tokens, num_branches = [(0, 7), (40, 21), (70, 0)], 5
+    num_rows = len(tokens) * num_branches
+    positions = torch.tensor([position for _, position in tokens]).repeat_interleave(num_branches)
+    rows = pack_branches(arena, tokens, num_branches, positions)
+    query = torch.randn(1, HEADS, num_rows, DIM)
+    key, value = torch.randn(1, kv_heads, num_rows, DIM), torch.randn(1, kv_heads, num_rows, VALUE_DIM)
+    keys_before, values_before = arena.keys[3].clone(), arena.values[3].clone()
+    output, _ = packed_attention(MODULE, query, key, value, None, packed=rows, **options)
+    assert torch.equal(arena.keys[3], keys_before)
+    assert torch.equal(arena.values[3], values_before)
+    for at in range(num_rows):
+        start, position = tokens[at // num_branches]
+        keys = torch.cat([keys_before[:, start : start + position], key[0, :, at : at + 1]], 1)
+        values = torch.cat([values_before[:, start : start + position], value[0, :, at : at + 1]], 1)
+        expected = _expected(query[0, :, at], keys, values, position, **options)
+        torch.testing.assert_close(output[0, at], expected, atol=2e-5, rtol=2e-5)
+
+
+def test_what_another_sequence_left_behind_is_not_seen() -> None:
+    arena = _arena(2)
+    arena.keys[3].fill_(float("nan"))
+    arena.values[3].fill_(float("nan"))
+    for context, count in ((0, 5), (5, 1), (6, 40)):
+        rows = pack(arena, [(8, context, count)], device=CPU)
+        parts = [torch.randn(1, heads, count, dim) for heads, dim in ((HEADS, DIM), (2, DIM), (2, VALUE_DIM))]
+        for window in (None, 3):
+            output, _ = packed_attention(MODULE, *parts, None, packed=rows, sliding_window=window)
+            assert output.isfinite().all()

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rayspec.model.attention import PackedRows, pack
+from rayspec.model.kv_arena import KVArena
+from rayspec.model.sublayers import run
+from tests.families import FAMILIES, checkpoint, parts_of, ragged_prompts, reference
+
+CPU = torch.device("cpu")
+
+
+def _rows(family: str, spans: list[tuple[int, int, int]], arena: KVArena, hidden: torch.Tensor) -> PackedRows:
+    rows = pack(arena, spans, device=CPU)
+    parts_of(checkpoint(family)).rotate(hidden, rows)
+    return rows
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_pieces_of_packed_sequences_give_the_logits_of_transformers(family: str) -> None:
+    path = checkpoint(family)
+    parts = parts_of(path)
+    prompts = ragged_prompts([40, 9, 23], seed=5)
+    starts = [50, 0, 10]
+    arena = KVArena(parts.shapes, 100, dtype=torch.float32, device=CPU)
+    logits: list[list[torch.Tensor]] = [[], [], []]
+    for cuts in ([17, 1, 5], [1, 1, 0], [13, 7, 17], [9, 0, 1]):
+        spans, pieces = [], []
+        for number, count in enumerate(cuts):
+            done = sum(len(one) for one in logits[number])
+            if count:
+                spans.append((number, done, count))
+                pieces.append(torch.tensor(prompts[number][done : done + count]))
+        hidden = parts.embed(torch.cat(pieces))
+        rows = _rows(family, [(starts[number], done, count) for number, done, count in spans], arena, hidden)
+        result = parts.head(run(parts.sublayers, hidden, rows))
+        for (number, _, _), one in zip(spans, result.split([count for _, _, count in spans]), strict=True):
+            logits[number].append(one)
+    for prompt, actual in zip(prompts, logits, strict=True):
+        expected = reference(path)(torch.tensor([prompt]), use_cache=False).logits[0]
+        torch.testing.assert_close(torch.cat(actual), expected, atol=2e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_a_skipped_sublayer_passes_its_input_on_and_taps_see_every_boundary() -> None:
+    parts = parts_of(checkpoint("llama"))
+    arena = KVArena(parts.shapes, 8, dtype=torch.float32, device=CPU)
+    hidden = parts.embed(torch.tensor([5, 6, 7]))
+    rows = _rows("llama", [(0, 0, 3)], arena, hidden)
+    seen: dict[int, torch.Tensor] = {}
+    keep = [True, False, True, True, False, False, True, True]
+    output = run(parts.sublayers, hidden, rows, keep=keep, tap=seen.__setitem__)
+    assert list(seen) == list(range(8))
+    before = hidden
+    for index, kept in enumerate(keep):
+        assert torch.equal(seen[index], before) != kept
+        before = seen[index]
+    assert torch.equal(output, seen[7])
+    middle = run(parts.sublayers[2:6], seen[1], rows, keep=keep)
+    assert torch.equal(middle, seen[5]), "keep counts sublayers of the whole model"

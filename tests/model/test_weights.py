@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rayspec import demo
+from rayspec.config import EngineConfig
+from rayspec.model.weights import load_model, load_tokenizer, resolve_device
+from rayspec.types import CheckpointError, ConfigError
+from tests.families import build, checkpoint
+
+
+def _config(path: str | Path) -> EngineConfig:
+    return EngineConfig(model=str(path), dtype="float32", device="cpu")
+
+
+def _copy(tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], None], family: str = "qwen2") -> Path:
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint(family), folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_every_tensor_comes_from_the_file() -> None:
+    model = load_model(_config(checkpoint("qwen2")))
+    expected = build("qwen2").state_dict()
+    assert not model.training
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, expected[name])
+
+
+def test_dtype_auto_is_the_checkpoints_own() -> None:
+    config = EngineConfig(model=demo.model_path(), device="cpu")
+    assert load_model(config).dtype == torch.bfloat16
+    assert load_model(config.replace(dtype="float16")).dtype == torch.float16
+
+
+def test_a_missing_tensor_is_an_error(tmp_path: Path) -> None:
+    folder = _copy(tmp_path, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_model(_config(folder))
+
+
+def test_an_extra_tensor_is_an_error(tmp_path: Path) -> None:
+    folder = _copy(tmp_path, lambda tensors: tensors.update({"model.layers.9.stray.weight": torch.zeros(3)}))
+    with pytest.raises(CheckpointError, match="stray"):
+        load_model(_config(folder))
+
+
+def test_a_tensor_of_another_shape_is_an_error(tmp_path: Path) -> None:
+    name = "model.layers.2.self_attn.o_proj.weight"
+    folder = _copy(tmp_path, lambda tensors: tensors.update({name: torch.zeros(8, 8)}))
+    with pytest.raises(CheckpointError, match=r"layers\.2\.self_attn\.o_proj"):
+        load_model(_config(folder))
+
+
+def test_a_missing_shard_is_an_error(tmp_path: Path) -> None:
+    build("qwen2").save_pretrained(tmp_path, max_shard_size="100KB")
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    assert len(shards) > 2
+    assert load_model(_config(tmp_path)).num_parameters() > 0
+    shards[1].unlink()
+    with pytest.raises(CheckpointError, match=shards[1].name):
+        load_model(_config(tmp_path))
+
+
+def test_a_shard_that_is_cut_short_is_an_error(tmp_path: Path) -> None:
+    folder = _copy(tmp_path, lambda tensors: None)
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
+    with pytest.raises(CheckpointError, match="model"):
+        load_model(_config(folder))
+
+
+def test_no_such_folder_is_an_error_that_names_it(tmp_path: Path) -> None:
+    missing = tmp_path / "no-such-model"
+    with pytest.raises(CheckpointError, match="no-such-model"):
+        load_model(_config(missing))
+
+
+def test_a_folder_without_a_config_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=tmp_path.name):
+        load_model(_config(tmp_path))
+
+
+def test_a_config_that_is_not_json_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError):
+        load_model(_config(tmp_path))
+
+
+def test_an_unknown_architecture_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "never-heard-of"}))
+    with pytest.raises(CheckpointError, match="never-heard-of"):
+        load_model(_config(tmp_path))
+
+
+def test_no_tokenizer_is_an_error() -> None:
+    with pytest.raises(CheckpointError, match="tokenizer"):
+        load_tokenizer(_config(checkpoint("qwen2")))
+    config = EngineConfig(model=checkpoint("qwen2"), tokenizer=demo.tokenizer_path())
+    assert load_tokenizer(config).decode([5]) != ""
+
+
+@pytest.mark.parametrize("name", ["gpu", "cpuu", ""])
+def test_a_device_that_does_not_exist_is_an_error(name: str) -> None:
+    with pytest.raises(ConfigError, match="device"):
+        resolve_device(name)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
+def test_cuda_without_cuda_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="CUDA"):
+        resolve_device("cuda:0")
+    assert resolve_device("auto") == torch.device("cpu")

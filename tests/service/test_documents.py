@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import json
+import os
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rayspec.service.documents import Columns, Document, DuplicateCheck, expand, read_documents, read_file
+
+TEXT = Columns()
+
+
+def write_lines(path: Path, *rows: Any) -> str:
+    lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    return str(path)
+
+
+def read(*inputs: str | Path, columns: Columns = TEXT) -> list[Document]:
+    return list(read_documents(map(str, inputs), columns))
+
+
+def outcome(document: Document) -> str | None:
+    return document.error.kind if document.error is not None else document.text
+
+
+def test_a_text_file_is_one_document(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("Grüße,\n世界", encoding="utf-8")
+    assert read(path) == [Document(id=str(path), source=str(path), text="Grüße,\n世界")]
+
+
+def test_a_byte_order_mark_is_not_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"\xef\xbb\xbfhello")
+    assert read(path)[0].text == "hello"
+
+
+def test_json_lines_have_ids_or_get_them_from_their_place(tmp_path: Path) -> None:
+    path = write_lines(
+        tmp_path / "a.jsonl", {"id": "x", "text": "one"}, b"", {"text": "two"}, {"id": 7, "text": "three"}
+    )
+    assert [(d.id, d.text) for d in read(path)] == [("x", "one"), (f"{path}:3", "two"), ("7", "three")]
+
+
+def test_columns_can_have_other_names(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", {"key": "x", "body": "one", "id": "no", "text": "no"})
+    assert [(d.id, d.text) for d in read(path, columns=Columns(id="key", text="body"))] == [("x", "one")]
+
+
+def test_parquet_gives_the_same_documents_as_json_lines(tmp_path: Path) -> None:
+    rows = [{"id": f"r{i}", "text": f"text {i}" if i != 3 else None, "other": i} for i in range(40)]
+    lines = write_lines(tmp_path / "a.jsonl", *rows)
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=7)
+    ours, theirs = read(lines), read(tmp_path / "a.parquet")
+    assert [(d.id, outcome(d)) for d in ours] == [(d.id, outcome(d)) for d in theirs]
+    assert len(theirs) == 40
+
+
+def test_a_bad_line_is_one_bad_row(tmp_path: Path) -> None:
+    path = write_lines(
+        tmp_path / "a.jsonl",
+        {"id": "good", "text": "fine"},
+        b'{"id": "x", "text": "cut',
+        b'["a", "list"]',
+        b'{"id": "y", "text": "caf\xe9"}',
+        {"id": "z"},
+        {"id": "n", "text": None},
+        {"id": "number", "text": 3},
+        {"id": "blank", "text": " \n"},
+        {"id": None, "text": "an id is made up"},
+        {"id": [1], "text": "a list is no id"},
+        b'{"id": "surrogate", "text": "\\ud800"}',
+        {"id": "good", "text": "again"},
+        {"id": "last", "text": "fine"},
+    )
+    assert [outcome(d) for d in read(path)] == [
+        "fine",
+        "malformed_row",
+        "malformed_row",
+        "not_utf8",
+        "missing_column",
+        "invalid_value",
+        "invalid_value",
+        "invalid_value",
+        "an id is made up",
+        "invalid_value",
+        "malformed_row",
+        "duplicate_id",
+        "fine",
+    ]
+
+
+def test_an_error_names_place_and_remedy(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", {"id": "x", "body": "one"})
+    error = read(path)[0].error
+    assert str(error) == f"{path}:1: no column 'text' for the text; the row has 'id', 'body'"
+
+
+def test_a_text_that_is_not_utf8_says_where(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"caf\xe9")
+    assert "not UTF-8 at byte 3" in str(read(path)[0].error)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_an_empty_file_is_an_error(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    assert [outcome(d) for d in read(tmp_path / name)] == ["empty_file"]
+
+
+def test_an_empty_parquet_file_is_an_error(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "a.parquet")
+    assert [outcome(d) for d in read(tmp_path / "a.parquet")] == ["empty_file"]
+
+
+@pytest.mark.parametrize("name", ["absent.txt", "absent.jsonl", "absent.parquet", "no*thing.txt", "a.pdf"])
+def test_what_cannot_be_read_is_one_error_and_the_rest_is_read(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a.pdf").write_bytes(b"%PDF")
+    (tmp_path / "good.txt").write_text("fine", encoding="utf-8")
+    documents = read(tmp_path / name, tmp_path / "good.txt")
+    assert [outcome(d) for d in documents] == ["unreadable_file", "fine"]
+    assert name in str(documents[0].error)
+
+
+def test_a_damaged_parquet_file_yields_the_rows_before_the_damage(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    rows = [{"id": str(i), "text": os.urandom(2000).hex()} for i in range(200)]
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=20, compression="zstd", use_dictionary=False)
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 2
+    content[middle - 20_000 : middle + 20_000] = bytes(40_000)
+    path.write_bytes(content)
+    outcomes = [outcome(d) for d in read(path)]
+    assert outcomes[0] == rows[0]["text"]
+    assert outcomes[-1] == "unreadable_file"
+
+
+def test_parquet_text_that_is_not_utf8_is_one_bad_row(tmp_path: Path) -> None:
+    text = pa.array([b"good", b"caf\xe9", b"fine"]).cast(pa.string(), safe=False)
+    pq.write_table(pa.table({"text": text}), tmp_path / "a.parquet")
+    assert [outcome(d) for d in read(tmp_path / "a.parquet")] == ["good", "not_utf8", "fine"]
+
+
+def test_parquet_text_may_be_large_or_dictionary_coded(tmp_path: Path) -> None:
+    columns = {"id": pa.array(["x"]).dictionary_encode(), "text": pa.array(["fine"], pa.large_string())}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    assert [(d.id, d.text) for d in read(tmp_path / "a.parquet")] == [("x", "fine")]
+
+
+def test_a_file_that_is_no_parquet_is_one_error(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"not parquet at all")
+    assert [outcome(d) for d in read(tmp_path / "a.parquet")] == ["unreadable_file"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may read everything")
+def test_a_file_without_permission_is_one_error(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("secret", encoding="utf-8")
+    path.chmod(0)
+    assert [outcome(d) for d in read(path)] == ["unreadable_file"]
+
+
+def test_folders_and_patterns_expand_in_order(tmp_path: Path) -> None:
+    for name in ("b.txt", "a.txt", "c.jsonl", "notes.pdf", "deep/d.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    relative = [Path(path).relative_to(tmp_path).as_posix() for path in expand([str(tmp_path)])]
+    assert relative == ["a.txt", "b.txt", "c.jsonl", "deep/d.txt"]
+    assert [Path(path).name for path in expand([f"{tmp_path}/*.txt"])] == ["a.txt", "b.txt"]
+    assert [Path(path).name for path in expand([f"{tmp_path}/**/*.txt"])] == ["a.txt", "b.txt", "d.txt"]
+
+
+def test_a_name_with_brackets_that_exists_is_no_pattern(tmp_path: Path) -> None:
+    (tmp_path / "a[1].txt").write_text("fine", encoding="utf-8")
+    assert [outcome(d) for d in read(tmp_path / "a[1].txt")] == ["fine"]
+
+
+def test_ids_are_unique_across_files(tmp_path: Path) -> None:
+    first = write_lines(tmp_path / "a.jsonl", {"id": "x", "text": "one"})
+    second = write_lines(tmp_path / "b.jsonl", {"id": "x", "text": "two"})
+    documents = read(first, second)
+    assert [outcome(d) for d in documents] == ["one", "duplicate_id"]
+    assert f"{first}:1" in str(documents[1].error)
+
+
+def test_a_row_that_is_read_again_is_no_duplicate() -> None:
+    check, document = DuplicateCheck(), Document(id="x", source="a.jsonl:1", text="one")
+    assert check(document) == check(document) == document
+
+
+def test_reading_is_lazy(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", *({"id": str(i), "text": "t"} for i in range(5000)))
+    documents = read_documents([path, str(tmp_path / "absent.txt")], TEXT)
+    assert [d.id for d in islice(documents, 3)] == ["0", "1", "2"]
+
+
+def test_messages_stand_in_for_the_text(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "hello", "name": "ignored"}]
+    path = write_lines(
+        tmp_path / "a.jsonl",
+        {"messages": chat},
+        {"prompt": "no chat"},
+        {"messages": []},
+        {"messages": [{"role": "user"}]},
+        {"messages": "hello"},
+    )
+    documents = list(read_file(path, Columns(text="prompt", messages="messages")))
+    assert documents[0].messages == [{"role": "user", "content": "hello"}]
+    assert [outcome(d) for d in documents[1:]] == ["no chat", "invalid_value", "invalid_value", "invalid_value"]

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import typer
+from typer.testing import CliRunner
+
+from rayspec.config import EngineConfig, KnapsackOptions, SamplingParams, SpeculationOptions
+from rayspec.service.options import Asked, with_settings
+from rayspec.service.settings import Settings
+
+app = typer.Typer(rich_markup_mode=None)
+seen: list[Settings] = []
+
+
+@app.command()
+@with_settings(sampling=SamplingParams(max_tokens=77))
+def command(*, asked: Asked, name: str = "nobody") -> None:
+    """A command with options of its own."""
+    assert name in {"nobody", "me"}
+    seen.append(asked.settings())
+
+
+def settings_of(*arguments: str) -> Settings:
+    seen.clear()
+    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return seen[0]
+
+
+def test_flags_become_options_of_the_right_group() -> None:
+    settings = settings_of(
+        *("--model", "m", "--max-num-seqs", "3", "--strategy", "static", "--skip", "2", "--skip", "5", "--no-gate"),
+        *("--temperature", "0.25", "--stop", "a", "--stop", "b", "--set", "speculation.knapsack.max_states=32"),
+        *("--name", "me", "--deterministic"),
+    )
+    assert settings.engine == EngineConfig(
+        model="m",
+        max_num_seqs=3,
+        deterministic=True,
+        speculation=SpeculationOptions(
+            strategy="static", skip=(2, 5), gate=False, knapsack=KnapsackOptions(max_states=32)
+        ),
+    )
+    assert settings.sampling == SamplingParams(temperature=0.25, stop=("a", "b"), max_tokens=77)
+
+
+def test_what_is_not_said_is_left_to_the_defaults() -> None:
+    assert settings_of("--model", "m").engine == EngineConfig(model="m")
+
+
+def test_help_shows_the_defaults_of_the_option_groups() -> None:
+    text = " ".join(CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).output.split())
+    assert f"sequences decoded at once [default: {EngineConfig.model_fields['max_num_seqs'].default}]" in text
+    assert "--max-tokens <int> [default: 77]" in text
+    assert "knapspec, static, ar [default: knapspec]" in text
+
+
+def test_every_simple_option_has_a_flag() -> None:
+    text = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).output
+    without = {"quantization_config", "speculation", "knapsack", "logit_bias", "n"}
+    for options in (EngineConfig, SpeculationOptions, SamplingParams):
+        for name in options.model_fields.keys() - without:
+            assert f"--{name.replace('_', '-')}" in text

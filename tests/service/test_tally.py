@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import pytest
+
+from rayspec.service.results import ResultRow
+from rayspec.service.tally import Tally
+from rayspec.types import PromptTooLongError
+
+GOOD = ResultRow(id="a", num_prompt_tokens=100, num_output_tokens=30, num_draft_tokens=20, num_accepted_tokens=15)
+BAD = ResultRow.of_error("b", PromptTooLongError("too long"))
+
+
+def test_rows_add_up() -> None:
+    seconds = iter([10.0, 14.0, 14.0, 14.0])
+    tally = Tally(clock=lambda: next(seconds))
+    for row in (GOOD, BAD, GOOD):
+        tally.add(row)
+    assert (tally.num_rows, tally.num_failed, tally.num_prompt_tokens, tally.num_output_tokens) == (3, 1, 200, 60)
+    assert tally.tokens_per_s == 15.0
+    assert tally.acceptance_rate == 0.75
+    assert tally.errors == {"prompt_too_long": 1}
+
+
+def test_without_drafts_there_is_no_acceptance() -> None:
+    tally = Tally()
+    tally.add(BAD)
+    assert tally.acceptance_rate is None
+    assert "acceptance" not in str(tally)
+
+
+@pytest.mark.parametrize(("rows", "code"), [([GOOD], 0), ([GOOD, BAD], 3), ([BAD, BAD], 1), ([], 1)])
+def test_the_exit_code_says_how_many_failed(rows: list[ResultRow], code: int) -> None:
+    tally = Tally()
+    for row in rows:
+        tally.add(row)
+    assert tally.exit_code == code

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rayspec.config import EngineConfig, KnapsackOptions, SamplingParams, SpeculationOptions
+from rayspec.types import ConfigError
+
+
+def config(**options: Any) -> EngineConfig:
+    return EngineConfig(model="m", **options)
+
+
+def speculation(**options: Any) -> SpeculationOptions:
+    return SpeculationOptions(**options)
+
+
+def test_an_unknown_option_is_answered_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match=r"unknown option 'max_num_seq'; did you mean 'max_num_seqs'\?"):
+        config(max_num_seq=4)
+
+
+def test_an_unknown_option_like_no_other_is_answered_with_all_names() -> None:
+    with pytest.raises(ConfigError, match="unknown option 'zzz'; valid: confidence_stop, gate"):
+        speculation(zzz=1)
+
+
+def test_an_unknown_option_deep_down_names_its_group() -> None:
+    with pytest.raises(ConfigError, match=r"'speculation'.*unknown option 'strategi'; did you mean 'strategy'"):
+        config(speculation={"strategi": "ar"})
+
+
+def test_an_unknown_strategy_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"'strategy' is 'knapspac'.*did you mean 'knapspec'\?"):
+        speculation(strategy="knapspac")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_seqs": 0},
+        {"max_model_len": 1},
+        {"dtype": "float8"},
+        {"num_threads": 0},
+        {"kv_cache_tokens": 3},
+        {"speculation": {"max_draft_tokens": 0}},
+        {"speculation": {"optimise_share": float("nan")}},
+        {"speculation": {"knapsack": {"resolution": 1}}},
+    ],
+)
+def test_a_value_that_cannot_work_is_refused_by_name(options: dict[str, Any]) -> None:
+    name = next(iter(options))
+    with pytest.raises(ConfigError, match=name):
+        config(**options)
+
+
+def test_the_model_is_required() -> None:
+    with pytest.raises(ConfigError, match="option 'model' is missing"):
+        EngineConfig(**dict[str, Any]())
+
+
+def test_skip_belongs_to_the_static_strategy() -> None:
+    assert SpeculationOptions(strategy="static", skip=(1, 3)).skip == (1, 3)
+    with pytest.raises(ConfigError, match="'skip' works with strategy 'static' only, not 'knapspec'"):
+        SpeculationOptions(skip=(1,))
+
+
+def test_options_are_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        config().dtype = "float32"  # type: ignore[misc]
+
+
+def test_replace_validates_again_and_leaves_the_original() -> None:
+    before = config(dtype="float32", speculation={"knapsack": {"resolution": 256}})
+    after = before.replace(max_num_seqs=3)
+    assert (before.max_num_seqs, after.max_num_seqs) == (8, 3)
+    assert (after.dtype, after.speculation.knapsack) == ("float32", KnapsackOptions(resolution=256))
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        before.replace(max_num_seqs=-1)
+
+
+def test_what_is_dumped_is_read_back() -> None:
+    options = config(dtype="bfloat16", speculation={"strategy": "static", "skip": [2, 5]}, kv_cache_tokens=512)
+    assert EngineConfig(**options.model_dump(mode="json")) == options
+    assert EngineConfig(**options.model_dump(exclude_unset=True)) == options
+
+
+def test_sampling_defaults_are_those_of_vllm() -> None:
+    params = SamplingParams()
+    assert (params.n, params.temperature, params.top_p, params.top_k, params.min_p) == (1, 1.0, 1.0, 0, 0.0)
+    assert (params.max_tokens, params.min_tokens, params.seed, params.stop) == (16, 0, None, ())
+    assert not params.greedy
+    assert not params.has_penalties
+
+
+@pytest.mark.parametrize("temperature", [0, 0.0, 1e-6])
+def test_a_temperature_of_almost_zero_is_greedy(temperature: float) -> None:
+    assert SamplingParams(temperature=temperature).greedy
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": -0.1},
+        {"temperature": 2.1},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"top_k": -2},
+        {"top_k": 1.5},
+        {"min_p": 1.5},
+        {"n": 0},
+        {"max_tokens": 0},
+        {"min_tokens": -1},
+        {"presence_penalty": 2.5},
+        {"frequency_penalty": -2.5},
+        {"repetition_penalty": 0.0},
+        {"logprobs": 21},
+        {"logit_bias": {1: 101.0}},
+        {"seed": 2**64},
+        {"stop": [""]},
+        {"temperature": float("inf")},
+    ],
+)
+def test_sampling_outside_its_limits_is_refused_by_name(options: dict[str, Any]) -> None:
+    name = next(iter(options))
+    with pytest.raises(ConfigError, match=name):
+        SamplingParams(**options)
+
+
+def test_min_tokens_beyond_max_tokens_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"min_tokens \(5\) exceeds max_tokens \(4\): lower it"):
+        SamplingParams(min_tokens=5, max_tokens=4)
+
+
+@pytest.mark.parametrize(("given", "kept"), [(None, ()), ("end", ("end",)), (["a", "b"], ("a", "b"))])
+def test_stop_is_one_string_or_many(given: Any, kept: tuple[str, ...]) -> None:
+    assert SamplingParams(stop=given).stop == kept
+
+
+def test_nothing_stands_for_no_stop_tokens_and_no_bias() -> None:
+    nothing: dict[str, Any] = {"stop_token_ids": None, "logit_bias": None}
+    params = SamplingParams(**nothing)
+    assert (params.stop_token_ids, params.logit_bias) == ((), {})

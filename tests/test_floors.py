@@ -1,0 +1,156 @@
+"""Imports point down only, and each floor keeps to the libraries it may use."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Floor:
+    """A module or package and what it may import: other floors by name, and of the libraries all but `without`, or,
+    where `only` is given, the standard library and those."""
+
+    name: str
+    below: frozenset[str]
+    without: frozenset[str] = frozenset()
+    only: frozenset[str] | None = field(default=None)
+
+
+BASEMENT = frozenset({"rayspec.config", "rayspec.types"})
+PLANNING = BASEMENT | {"rayspec.planning"}
+MODEL = PLANNING | {"rayspec.model"}
+DECODE = MODEL | {"rayspec.decode"}
+NO_RAY = frozenset({"ray"})
+EVERYTHING = DECODE | {"rayspec", "rayspec.llm", "rayspec.demo", "rayspec.pipeline", "rayspec.service"}
+
+FLOORS = (
+    Floor(name="rayspec.types", below=BASEMENT, only=frozenset()),
+    Floor(name="rayspec.config", below=BASEMENT, only=frozenset({"pydantic", "typing_extensions"})),
+    Floor(name="rayspec.planning", below=PLANNING, only=frozenset({"numpy", "typing_extensions"})),
+    Floor(name="rayspec.model", below=MODEL, without=NO_RAY),
+    Floor(name="rayspec.decode", below=DECODE, without=NO_RAY),
+    # The documents of the demo are plain Python; what makes and changes the model needs torch.
+    Floor(name="rayspec.demo", below=frozenset({"rayspec.demo"}), without=NO_RAY),
+    Floor(name="rayspec.llm", below=DECODE | {"rayspec.llm", "rayspec.demo"}, without=NO_RAY),
+    Floor(name="rayspec.pipeline", below=DECODE | {"rayspec.pipeline"}),
+    Floor(name="rayspec.service", below=EVERYTHING),
+    Floor(name="jobs", below=EVERYTHING | {"jobs"}),
+    Floor(name="rayspec", below=BASEMENT | {"rayspec.llm", "rayspec"}, only=frozenset({"typing_extensions"})),
+)
+NEEDS_NO_MODEL = ("rayspec/demo/__init__.py", "rayspec/demo/corpus.py")
+
+
+def violations(path: str, source: str) -> list[str]:
+    """What the module at `path` (as rayspec/planning/knapsack.py) imports and must not."""
+    module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    if module.split(".")[0] == "rayspec" and module != "rayspec" and _floor(module).name == "rayspec":
+        return [f"{path}: stands on no floor; name its floor in this test"]
+    floor = _floor(module)
+    package = module if path.endswith("__init__.py") else module.rpartition(".")[0]
+    return [
+        f"{path}:{line}: {floor.name} must not import {name}"
+        for line, name in _imports(ast.parse(source), package)
+        if not _allowed(floor, path, name)
+    ]
+
+
+def _floor(module: str) -> Floor:
+    return next(floor for floor in FLOORS if module == floor.name or module.startswith(floor.name + "."))
+
+
+def _allowed(floor: Floor, path: str, name: str) -> bool:
+    top = name.split(".", maxsplit=1)[0]
+    if top in {"rayspec", "jobs"}:
+        return _floor(name).name in floor.below
+    if path in NEEDS_NO_MODEL and top in {"torch", "transformers"}:
+        return False
+    if floor.only is not None:
+        return top in sys.stdlib_module_names or top in floor.only
+    return top not in floor.without
+
+
+def _imports(tree: ast.Module, package: str) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.lineno, name) for name in _from_names(node, package))
+
+
+def _from_names(node: ast.ImportFrom, package: str) -> list[str]:
+    parents = package.rsplit(".", node.level - 1)[0].split(".") if node.level else []
+    source = ".".join([*parents, *([node.module] if node.module else [])])
+    if source != "rayspec":
+        return [source]
+    # `from rayspec import demo` is an import of rayspec.demo; of a name that is no module, one of rayspec itself.
+    names = (f"rayspec.{alias.name}" for alias in node.names)
+    known = {floor.name for floor in FLOORS}
+    return [name if name in known else "rayspec" for name in names]
+
+
+def test_the_tree_keeps_its_floors() -> None:
+    paths = [path for folder in ("rayspec", "jobs") for path in sorted((ROOT / folder).rglob("*.py"))]
+    assert len(paths) > 20
+    found = [
+        violation
+        for path in paths
+        for violation in violations(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8"))
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("rayspec/types.py", "import numpy"),
+        ("rayspec/config.py", "import torch"),
+        ("rayspec/config.py", "from rayspec.planning import knapsack"),
+        ("rayspec/planning/knapsack.py", "import torch.nn"),
+        ("rayspec/planning/knapsack.py", "from rayspec.model.sublayers import run"),
+        ("rayspec/planning/knapsack.py", "from ..decode import engine"),
+        ("rayspec/planning/knapsack.py", "def f():\n    import ray"),
+        ("rayspec/model/sublayers.py", "import ray"),
+        ("rayspec/model/sublayers.py", "from rayspec.decode.engine import Engine"),
+        ("rayspec/model/sublayers.py", "from rayspec import demo"),
+        ("rayspec/model/sublayers.py", "from rayspec import LLM"),
+        ("rayspec/decode/engine.py", "import ray.actor"),
+        ("rayspec/decode/selection/knapspec.py", "from rayspec.service.report import RunReport"),
+        ("rayspec/decode/engine.py", "from rayspec import pipeline"),
+        ("rayspec/decode/engine.py", "from rayspec.demo import sample_documents"),
+        ("rayspec/demo/__init__.py", "import torch"),
+        ("rayspec/demo/corpus.py", "from rayspec.model import weights"),
+        ("rayspec/demo/train.py", "import ray"),
+        ("rayspec/llm.py", "from ray import get"),
+        ("rayspec/llm.py", "from rayspec.service import cli"),
+        ("rayspec/pipeline/shard.py", "from rayspec.service import cli"),
+        ("rayspec/pipeline/shard.py", "import jobs.summarize"),
+        ("rayspec/__init__.py", "import torch"),
+        ("rayspec/new_module.py", ""),
+    ],
+)
+def test_a_planted_violation_is_found(path: str, source: str) -> None:
+    assert violations(path, source)
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("rayspec/planning/knapsack.py", "import math\nimport numpy as np\nfrom rayspec.types import Plan"),
+        ("rayspec/planning/knapsack.py", "from .latency import LatencyModel"),
+        ("rayspec/decode/engine.py", "import torch\nfrom rayspec.model import weights\nfrom ..planning import gate"),
+        ("rayspec/pipeline/shard.py", "import ray\nfrom rayspec.decode.stages import Stages"),
+        ("rayspec/service/cli.py", "import ray\nimport rayspec\nfrom rayspec import demo, LLM"),
+        ("rayspec/__init__.py", "from rayspec.config import SamplingParams\nfrom rayspec.llm import LLM"),
+        ("jobs/summarize.py", "from rayspec.service.report import RunReport"),
+    ],
+)
+def test_what_is_allowed_is_not(path: str, source: str) -> None:
+    assert violations(path, source) == []

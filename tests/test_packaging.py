@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+import rayspec
+from rayspec import demo
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_installed_version_is_the_package_s() -> None:
+    assert metadata.version("rayspec") == rayspec.__version__
+
+
+def test_constraints_allow_what_is_required() -> None:
+    pins = {}
+    for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
+        if line and not line.startswith("#"):
+            pin = Requirement(line)
+            pins[pin.name.lower()] = next(iter(pin.specifier)).version
+    required = [Requirement(text) for text in metadata.requires("rayspec") or ()]
+    pinned = [requirement for requirement in required if requirement.name.lower() in pins]
+    assert len(pinned) > 15
+    for requirement in pinned:
+        version = pins[requirement.name.lower()]
+        assert requirement.specifier.contains(version), f"constraints.txt has {version}, pyproject asks {requirement}"
+
+
+def test_importing_rayspec_brings_no_torch() -> None:
+    code = "import sys, rayspec, rayspec.demo, rayspec.types; sys.exit('torch' in sys.modules or 'ray' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_bundled_model_is_small_and_whole() -> None:
+    files = {path.name: path.stat().st_size for path in Path(demo.model_path()).iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= files.keys()
+    assert sum(files.values()) <= 16 * 2**20
+
+
+@pytest.mark.parametrize("target", ["setup", "demo", "test", "lint", "bench"])
+def test_the_makefile_has_the_targets_of_the_readme(target: str) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert re.search(rf"^{target}:.*## ", makefile, re.MULTILINE)
+
+
+def test_python_floor_and_licence_are_declared() -> None:
+    about = metadata.metadata("rayspec")
+    assert about["Requires-Python"] == ">=3.10"
+    assert about["License-Expression"] == "Apache-2.0"
