@@ -155,7 +155,7 @@ class EngineConfig(Options):
     quantization_config: dict[str, Any] | None = None
     max_model_len: int | None = Field(None, ge=2, description="prompt and output tokens; None: the model's own")
     max_num_seqs: int = Field(8, ge=1, description="sequences decoded at once")
-    max_num_batched_tokens: int = Field(512, ge=16, description="prompt tokens run between two decode rounds")
+    max_num_batched_tokens: int = Field(1024, ge=16, description="prompt tokens run between two decode rounds")
     kv_cache_tokens: int | None = Field(None, ge=16, description="tokens the KV arena holds; None: from free memory")
     deterministic: bool = Field(False, description="fixed kernel shapes: same tokens in bf16 whatever the batch")
     speculation: SpeculationOptions = SpeculationOptions()

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from rayspec.service.ray_session import ray_session
+
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
@@ -29,3 +31,22 @@ def ray_folder() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="rs-"))
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def ray_environment(ray_folder: Path) -> Iterator[None]:
+    """Ray keeps its files to itself, here and in processes started from here."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("RAY_TMPDIR", str(ray_folder))
+    patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
+        patch.delenv(name, raising=False)
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(ray_environment: None) -> Iterator[None]:
+    """One private Ray for all tests that need one in this process."""
+    with ray_session():
+        yield

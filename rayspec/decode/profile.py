@@ -34,7 +34,7 @@ def load_or_measure(runner: Runner, folder: str | None) -> LatencyModel:
     path = Path(folder or _user_cache()) / f"latency-{name}.json"
     try:
         return LatencyModel.load(path, key)
-    except FileNotFoundError:
+    except OSError:
         pass
     except StaleProfileError as error:
         logger.warning("%s", error)

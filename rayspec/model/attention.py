@@ -113,21 +113,25 @@ def packed_attention(
             )  # fmt: skip
         else:
             seen = slice(group.start + past, group.start + group.context + group.num_rows)
-            mask = _mask(packed, group, sliding_window, past) if group.num_rows > 1 else None
+            mask = _mask(packed, group, sliding_window, past, query.dtype) if group.num_rows > 1 else None
             mixed = _causal(query[0, :, rows], keys[:, seen], values[:, seen], mask, scaling, softcap)
         output[0, rows] = mixed.transpose(0, 1)
     return output, None
 
 
-def _mask(packed: PackedRows, group: RowGroup, sliding_window: int | None, past: int) -> Tensor:
-    """[num_rows, keys] bool, True = may see. Layers with the same window share it."""
+def _mask(packed: PackedRows, group: RowGroup, sliding_window: int | None, past: int, dtype: torch.dtype) -> Tensor:
+    """[num_rows, keys], 0 where a row may look and -inf elsewhere: boolean masks cost SDPA a conversion in every layer.
+    Layers with the same window share it."""
     name = (group.first, sliding_window, past)
     if name not in packed.masks:
         device = packed.positions.device
         rows = torch.arange(group.context, group.context + group.num_rows, device=device)[:, None]
         columns = torch.arange(past, group.context + group.num_rows, device=device)
-        mask = columns <= rows
-        packed.masks[name] = mask & (columns > rows - sliding_window) if sliding_window else mask
+        seen = columns <= rows
+        if sliding_window:
+            seen &= columns > rows - sliding_window
+        mask = torch.zeros(seen.shape, dtype=dtype, device=device)
+        packed.masks[name] = mask.masked_fill_(~seen, float("-inf"))
     return packed.masks[name]
 
 
@@ -142,7 +146,7 @@ def _causal(
         mask = mask.repeat(num_shared, 1) if mask is not None else None
         if softcap:
             scores = torch.tanh(query @ keys.transpose(1, 2) * (scaling / softcap)) * softcap
-            scores = scores if mask is None else scores.masked_fill(~mask, float("-inf"))
+            scores = scores if mask is None else scores + mask
             mixed = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype) @ values
         else:
             mixed = scaled_dot_product_attention(query[None], keys[None], values[None], mask, scale=scaling)[0]

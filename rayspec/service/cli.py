@@ -146,6 +146,7 @@ def bench(
 
     with clean_exit():
         asked.flags["num_threads"] = threads if threads is not None else asked.flags["num_threads"]
+        asked.flags["strategy"] = "static" if asked.flags["skip"] else None  # each contender has its own
         options = BenchOptions(
             engine=asked.settings().engine,
             input=input_,

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
 import rayspec
 from rayspec.config import EngineConfig
 from rayspec.service.documents import Document, DuplicateCheck
-from rayspec.service.engine_loop import EngineLoop
+from rayspec.service.engine_loop import EngineDeadError, EngineLoop
 from rayspec.service.loading import load_llm
 from rayspec.service.prompts import PromptBuilder, fitting_prompt_tokens
 from rayspec.service.results import ResultRow
@@ -68,8 +68,12 @@ class EngineWorker:
     async def stats(self) -> EngineStats:
         return copy.deepcopy(self._llm.stats)
 
-    async def check_alive(self) -> bool:
-        return self._loop.alive
+    async def death(self) -> EngineDeadError | None:
+        """Why the engine has ended; None while it runs."""
+        return self._loop.death
+
+    async def process_id(self) -> int:
+        return os.getpid()
 
     async def stop(self) -> None:
         self._loop.stop()
@@ -101,6 +105,16 @@ def call(reference: Any) -> Any:
         if isinstance(error.cause, RayspecError):
             raise error.cause from None
         raise
+
+
+def death_of(engine: Any) -> EngineDeadError | None:
+    """Why an actor's engine has ended; None while it runs."""
+    try:
+        death: EngineDeadError | None = ray.get(engine.death.remote())
+    except RayActorError as error:
+        reason = str(error).splitlines()[0]
+        return EngineDeadError(f"the engine's process has ended: {reason} Was it killed, or out of memory?")
+    return death
 
 
 def wants_gpu(config: EngineConfig) -> bool:

@@ -54,8 +54,9 @@ class EngineLoop:
         self._thread.start()
 
     @property
-    def alive(self) -> bool:
-        return self._death is None
+    def death(self) -> EngineDeadError | None:
+        """Why the loop has ended; None while it runs."""
+        return self._death
 
     def submit(self, request: Request) -> Future[RequestOutput]:
         future: Future[RequestOutput] = Future()
@@ -134,4 +135,3 @@ def _settle(future: Future[RequestOutput], outcome: RequestOutput | EngineDeadEr
         future.set_exception(outcome)
     else:
         future.set_result(outcome)
-

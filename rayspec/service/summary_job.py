@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import ray.data
+from ray.exceptions import RayError
 
 from rayspec.service.data import complete_dataset, read_dataset, result_rows
 from rayspec.service.documents import Columns
-from rayspec.service.engine_actor import Task, call, start_engine
+from rayspec.service.engine_actor import Task, call, death_of, start_engine
 from rayspec.service.progress import showing_progress
 from rayspec.service.prompts import summary_prompt
 from rayspec.service.ray_session import ray_session
@@ -41,7 +42,10 @@ class SummaryJob:
         limit: int | None = None,
         references: Mapping[str, str] | None = None,
     ) -> RunReport:
-        """Returns when every row is written. An interrupted run leaves the rows it had, and no report."""
+        """Returns when every row is written. A run that ends early leaves the rows it had, and no report.
+
+        Raises EngineDeadError, CheckpointError.
+        """
         self._folder.mkdir(parents=True, exist_ok=True)
         columns = Columns(text=text_column, id=id_column)
         with ray_session():
@@ -50,7 +54,14 @@ class SummaryJob:
             config = call(engine.load.remote())
             save_config(self._folder / "config.yaml", config)
             report = RunReport(references=references or {})
-            self._write_rows(complete_dataset(read_dataset(inputs, columns, limit=limit), engine), report)
+            results = complete_dataset(read_dataset(inputs, columns, limit=limit), engine)
+            try:
+                self._write_rows(results, report)
+            except RayError:
+                death = death_of(engine)
+                if death is None:
+                    raise
+                raise death from None
             report.write(self._folder, stats=call(engine.stats.remote()), config=config, title="Summaries")
             call(engine.stop.remote())
         return report

@@ -18,8 +18,8 @@ from tests.engines import (
     engine_with,
     finish,
     random_plan,
-    require_idle,
     requests_for,
+    require_idle,
     tokens_of,
 )
 from tests.families import cases, checkpoint, parts_of

@@ -94,7 +94,8 @@ def test_no_draft_where_none_pays_or_none_is_left() -> None:
     every = (True,) * NUM_SUBLAYERS
     for keeps, acceptance in (([], []), ([every], [1.0]), ([half, every], [0.0, 1.0])):
         choice = best_choice(keeps, acceptance, model, context=10, batch=1, max_draft_tokens=8)
-        assert choice.candidate is None and choice.num_draft_tokens == 0
+        assert choice.candidate is None
+        assert choice.num_draft_tokens == 0
         assert choice.tpt == choice.plain_tpt == pytest.approx(1 / model.decode_step_s(context=10, batch=1))
 
 
@@ -126,7 +127,9 @@ def test_correction_learns_the_offset_and_applies_it_to_others() -> None:
         correction.observe(0.9, num_accepted=int(rng.binomial(8, 0.7)), num_tested=8)
     assert correction.apply(0.9) == pytest.approx(0.7, abs=0.05)
     corrected = correction.apply([0.0, 0.5, 0.8, 0.95, 1.0])
-    assert (np.diff(corrected) > 0).all() and corrected[0] == 0 and corrected[-1] == 1
+    assert (np.diff(corrected) > 0).all()
+    assert corrected[0] == 0
+    assert corrected[-1] == 1
     for _ in range(500):
         correction.observe(0.9, num_accepted=int(rng.binomial(8, 0.9)), num_tested=8)
     assert correction.apply(0.9) == pytest.approx(0.9, abs=0.04)

@@ -63,7 +63,8 @@ def deep_instance(seed: int, num_layers: int = 32) -> tuple[list[int], np.ndarra
 
 def check_consistent(solution: Solution, weights: Sequence[int], damages: Sequence[float], num_states: int) -> None:
     first = solution.candidates[0]
-    assert all(first.keep) and first.weight == 0
+    assert all(first.keep)
+    assert first.weight == 0
     assert len(solution.candidates) <= num_states
     assert [c.weight for c in solution.candidates] == sorted({c.weight for c in solution.candidates})
     for row, candidate in enumerate(solution.candidates):
@@ -111,7 +112,7 @@ def test_pruned_is_consistent_never_better_and_never_over_its_limits(
     assert all(ran <= most for ran, most in zip(solution.num_rows_run, bound, strict=True))
 
 
-@pytest.mark.parametrize("max_states, mean_gap", [(16, 0.35), (32, 0.15)])
+@pytest.mark.parametrize(("max_states", "mean_gap"), [(16, 0.35), (32, 0.15)])
 def test_gap_of_a_thinned_search(max_states: int, mean_gap: float) -> None:
     """Mean excess damage at 20, 35, 50 and 65 % skipped, over 8 instances of 64 sublayers."""
     gaps = []
@@ -185,8 +186,10 @@ def test_quantize_examples() -> None:
     assert quantize([1.0, 3.0], 16) == [4, 12]
     assert quantize([0.0, 0.0], 16) == [0, 0]
     deep = quantize([120e-6, 545e-6] * 126, 128)  # more sublayers than units: the unit gets finer
-    assert min(deep) > 0 and 3.5 < deep[1] / deep[0] < 6
+    assert min(deep) > 0
+    assert 3.5 < deep[1] / deep[0] < 6
     offloaded = quantize([800.0] * 48 + [1.0] * 112, 128)
-    assert min(offloaded[:48]) > 0 and max(offloaded[48:]) == 0
+    assert min(offloaded[:48]) > 0
+    assert max(offloaded[48:]) == 0
     with pytest.raises(ValueError):
         quantize([1.0, float("nan")], 16)

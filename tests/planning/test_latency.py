@@ -83,7 +83,8 @@ def test_any_curve_is_monotone_and_never_negative(cells: list[tuple[int, int, in
     curve = Curve.fit([Measurement(kind="attention", rows=r, context=c, batch=b, seconds=s) for r, c, b, s in cells])
     by_rows = [curve.seconds(rows=rows, context=100, batch=1) for rows in (0, *range(1, 200, 7))]
     by_context = [curve.seconds(rows=4, context=context, batch=2) for context in (0, 10, 1000, 10**6)]
-    assert min(by_rows) >= 0 and by_rows[0] == 0
+    assert min(by_rows) >= 0
+    assert by_rows[0] == 0
     assert all(b >= a - 1e-12 for a, b in itertools.pairwise(by_rows))
     assert all(b >= a for a, b in itertools.pairwise(by_context))
 

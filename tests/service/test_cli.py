@@ -15,7 +15,6 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from click.testing import Result
 from typer.testing import CliRunner
 
 from rayspec import demo
@@ -24,7 +23,7 @@ from rayspec.service.cli import app
 FAST = ("--model", "demo", "--dtype", "float32", "--num-threads", "1", "--max-model-len", "1024")
 PLAIN = (*FAST, "--strategy", "ar")
 
-Run = Callable[..., Result]
+Run = Callable[..., Any]
 
 
 @pytest.fixture

@@ -84,6 +84,7 @@ def test_the_loop_sleeps_without_work_and_wakes_for_it() -> None:
     engine = CountingEngine()
     loop = EngineLoop(engine)
     assert names_of([loop.submit(request("first"))]) == ["first"]
+    assert loop.death is None
     time.sleep(0.05)
     assert engine.num_idle_steps == 0
     assert names_of([loop.submit(request("second"))]) == ["second"]
@@ -129,7 +130,7 @@ def test_when_the_engine_dies_everyone_who_waits_is_told_why() -> None:
     for future in futures:
         with pytest.raises(EngineDeadError, match="RuntimeError: the device is gone"):
             future.result(WAIT_S)
-    assert not loop.alive
+    assert loop.death is not None
     with pytest.raises(EngineDeadError, match="the device is gone"):
         loop.submit(request("late"))
 

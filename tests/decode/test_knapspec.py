@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayspec import demo
+from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
+from rayspec.decode.engine import Engine
+from rayspec.decode.loading import load_engine
+from rayspec.decode.profile import measure
+from rayspec.decode.runner import Runner
+from rayspec.decode.selection.knapspec import KnapSpec
+from rayspec.planning.latency import LatencyModel
+from tests.demo_model import EOS, demo_parts, demo_prompts
+from tests.engines import complete, engine_with, tokens_of
+from tests.families import checkpoint, greedy, parts_of, ragged_prompts
+
+LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def demo_latency() -> LatencyModel:
+    return _latency(engine_with(demo_parts()))
+
+
+def _latency(engine: Engine) -> LatencyModel:
+    runner: Runner = engine._stages.runner  # type: ignore[attr-defined]
+    return measure(runner)
+
+
+class _Clock:
+    """Makes every search take no time, so that what is chosen depends on the model, not on the machine."""
+
+    def __call__(self) -> float:
+        return 0.0
+
+
+def _knapspec(latency: LatencyModel, **options: Any) -> KnapSpec:
+    values: dict[str, Any] = {"optimise_share": 1.0, "knapsack": {"num_tap_tokens": 6}}
+    return KnapSpec(SpeculationOptions(**(values | options)), latency, clock=_Clock())
+
+
+@pytest.mark.parametrize("verification", ["coupled", "rejection"])
+def test_on_the_demo_model_it_finds_plans_that_draft_and_changes_no_token(
+    demo_latency: LatencyModel, verification: str
+) -> None:
+    prompts = demo_prompts(2, 12)
+    selector = _knapspec(demo_latency, gate=False)
+    engine = engine_with(
+        demo_parts(), selector, verification=verification, max_draft_tokens=16, eos=(EOS,), max_num_seqs=2
+    )
+    outputs = complete(engine, prompts, SamplingParams(temperature=0, max_tokens=120))
+    expected = greedy(demo.model_path(), prompts, 120, eos=(EOS,))
+    assert tokens_of(outputs) == expected
+    assert engine.stats.num_draft_tokens > 20
+    assert engine.stats.acceptance_rate is not None
+    assert engine.stats.acceptance_rate > 0.5
+    drafting = [record for record in engine.stats.plans if record.plan.drafts]
+    assert drafting
+    for record in drafting:
+        assert 0 < sum(not keep for keep in record.plan.keep) < 32
+        assert record.predicted_tpt > record.plain_tpt > 0
+        assert record.plan.source == "knapspec"
+        assert record.reason
+    used = [record for record in drafting if record.num_tokens]
+    assert used
+    assert all(record.measured_tpt is not None and record.observed_acceptance is not None for record in used)
+
+
+def test_on_random_weights_it_ends_up_not_drafting_and_says_so() -> None:
+    parts = parts_of(checkpoint("qwen2"))
+    engine = engine_with(parts, max_num_seqs=2)
+    selector = _knapspec(_latency(engine))
+    engine = engine_with(parts, selector, max_draft_tokens=16, max_num_seqs=2)
+    prompts = ragged_prompts([40, 60], seed=1)
+    outputs = complete(engine, prompts, LONG)
+    assert tokens_of(outputs) == tokens_of(complete(engine_with(parts), prompts, LONG))
+    stats = engine.stats
+    assert stats.num_plain_rounds >= 0.8 * stats.num_rounds
+    assert stats.gate_reason
+    assert stats.plans, "it did look"
+    assert not stats.plans[-1].plan.drafts or "plain" in stats.gate_reason
+
+
+def test_the_gate_stops_a_plan_that_only_looked_good(demo_latency: LatencyModel) -> None:
+    """Predictions say that sublayers take all the time; in truth drafting is made slow."""
+    import time
+
+    class _SlowDrafts(KnapSpec):
+        def keep_drafting(self, situation: Any) -> Any:
+            if self._plan.drafts and self.plan(situation).drafts:
+                time.sleep(0.05)
+            return super().keep_drafting(situation)
+
+    options = SpeculationOptions(optimise_share=1.0, knapsack={"num_tap_tokens": 6})
+    engine = engine_with(demo_parts(), _SlowDrafts(options, demo_latency), max_draft_tokens=16)
+    output = complete(engine, demo_prompts(1, 10), SamplingParams(temperature=0, max_tokens=150, ignore_eos=True))[0]
+    stats = engine.stats
+    assert output.error is None
+    assert any(record.plan.drafts for record in stats.plans)
+    assert 0 < stats.num_draft_tokens
+    assert stats.num_plain_rounds > 0.6 * stats.num_rounds
+
+
+def test_no_budget_means_no_search(demo_latency: LatencyModel) -> None:
+    engine = engine_with(demo_parts(), _knapspec(demo_latency, optimise_share=0.0), max_draft_tokens=16)
+    complete(engine, demo_prompts(1, 8), SamplingParams(temperature=0, max_tokens=40))
+    assert engine.stats.plans == []
+    assert engine.stats.num_draft_tokens == 0
+    assert engine.stats.optimise_s == 0
+
+
+def test_a_loaded_engine_measures_searches_and_drafts(tmp_path: Path) -> None:
+    config = EngineConfig(
+        model=demo.model_path(),
+        dtype="float32",
+        device="cpu",
+        max_model_len=1024,
+        kv_cache_tokens=2048,
+        profile_cache=str(tmp_path),
+        speculation={"strategy": "knapspec", "gate": False, "optimise_share": 0.5},  # type: ignore[arg-type]
+    )
+    prompts = demo_prompts(2, 12)
+    outputs = complete(load_engine(config), prompts, SamplingParams(temperature=0, max_tokens=100))
+    assert tokens_of(outputs) == greedy(demo.model_path(), prompts, 100, eos=(EOS,))
+    assert list(tmp_path.glob("latency-*.json"))

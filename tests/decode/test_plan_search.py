@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rayspec.config import SamplingParams
+from rayspec.decode.plan_search import PlanSearch
+from rayspec.decode.runner import RowSpan
+from rayspec.decode.selection.base import FixedPlan
+from rayspec.model.architecture import Decomposition
+from rayspec.planning.knapsack import solve
+from rayspec.types import Plan
+from tests.demo_model import demo_parts, demo_prompts
+from tests.engines import engine_with, random_plan, requests_for
+from tests.families import FAMILIES, cases, checkpoint, parts_of
+
+
+class _Taps(FixedPlan):
+    """One plan, taps always, and the search kept for a look."""
+
+    wants_taps = True
+    search: PlanSearch | None = None
+    starts: Any = None
+
+    def improve(self, situation: Any, search: Any) -> None:
+        self.search = search()
+
+
+def _search(parts: Decomposition, prompts: list[list[int]], plan: Plan, num_steps: int) -> tuple[PlanSearch, Any]:
+    """A search in the middle of generation, and the runner it looks at."""
+    selector = _Taps(plan)
+    engine = engine_with(parts, selector, max_num_seqs=len(prompts), max_model_len=1024)
+    for request in requests_for(prompts, SamplingParams(temperature=0, max_tokens=64)):
+        engine.add(request)
+    for _ in range(num_steps):
+        engine.step()
+    assert selector.search is not None
+    return selector.search, engine._stages.runner  # type: ignore[attr-defined]
+
+
+def _branch(search: PlanSearch, keep: tuple[bool, ...]) -> torch.Tensor:
+    states = search.start()
+    for index, kept in enumerate(keep):
+        states = search.run(index, states) if kept else states
+    return states
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_branch_is_what_a_draft_of_one_token_computes(family: str) -> None:
+    parts = parts_of(checkpoint(family))
+    num_sublayers = len(parts.sublayers)
+    prompts = cases(checkpoint(family), (1, 600, 37, 3, 150, 12, 70), 24).prompts[2:5]
+    plan = Plan(keep=(True,) * num_sublayers, num_draft_tokens=2, source="all")
+    search, runner = _search(parts, prompts, plan, 4)
+    assert search.num_tokens == 6
+    rng = random.Random(0)
+    keeps = [random_plan(rng, num_sublayers, 1).keep for _ in range(10)]
+    states = [_branch(search, keep) for keep in keeps]
+    inputs = search.start()[:, 0]
+    with torch.inference_mode():
+        for at, (start, position) in enumerate(search._tokens):
+            for keep, state in zip(keeps, states, strict=True):
+                batch = runner.batch([RowSpan(start, position, 1)])
+                saved = {k: v[:, start + position].clone() for k, v in runner.arena.keys.items()}
+                values = {k: v[:, start + position].clone() for k, v in runner.arena.values.items()}
+                drafted = runner.run(batch, inputs[at][None, None], keep=keep)
+                torch.testing.assert_close(state[at, 0], drafted[0, 0], atol=1e-4, rtol=1e-4)
+                for layer, key in saved.items():
+                    runner.arena.keys[layer][:, start + position] = key
+                    runner.arena.values[layer][:, start + position] = values[layer]
+
+
+def test_many_branches_at_once_are_the_branches_one_by_one() -> None:
+    parts = parts_of(checkpoint("gemma2"))
+    prompts = cases(checkpoint("gemma2"), (1, 600, 37, 3, 150, 12, 70), 24).prompts[2:4]
+    search, _ = _search(parts, prompts, Plan(keep=(True,) * 8, num_draft_tokens=2, source="all"), 4)
+    start = search.start()
+    ran = search.run(0, start)
+    many = search.gather((ran, start), np.array([1, 0, 0]))
+    assert torch.equal(many[:, :1], start)
+    assert torch.equal(many[:, 1:2], ran)
+    together = search.run(2, search.run(1, many))
+    for at, one in enumerate((start, ran, ran)):
+        alone = search.run(2, search.run(1, one))
+        torch.testing.assert_close(together[:, at : at + 1], alone, atol=1e-5, rtol=1e-5)
+
+
+def test_running_everything_is_the_target_itself() -> None:
+    parts = demo_parts()
+    search, runner = _search(parts, demo_prompts(2, 8), Plan(keep=(True,) * 32, num_draft_tokens=3, source="all"), 6)
+    states = search.start()
+    for index in range(32):
+        states = search.run(index, states)
+        assert search.similarity(index, states) == pytest.approx([1.0], abs=1e-5)
+    assert search.agreement(states).tolist() == [search.num_tokens]
+    worse = search.gather((states, search.start()), np.array([0, 1]))
+    assert search.similarity(31, worse)[1] < 0.9
+    assert search.agreement(worse)[1] < search.num_tokens
+
+
+def test_the_knapsack_finds_nearly_what_brute_force_finds_on_the_demo_model() -> None:
+    """All 2^10 ways to skip sublayers of a window, against the search, at every budget."""
+    parts = demo_parts()
+    window = range(12, 22)
+    search, _ = _search(parts, demo_prompts(2, 8), Plan(keep=(True,) * 32, num_draft_tokens=3, source="all"), 6)
+    may_skip = [index in window for index in range(32)]
+    weights = [5 if index % 2 == 0 else 3 for index in range(32)]
+    best = _brute_force(search, window, weights)
+    solution = solve(
+        weights,
+        search,
+        max_weight=sum(weights[index] for index in window),
+        min_similarity=0.0,
+        max_states=16,
+        may_skip=may_skip,
+    )
+    found = {one.weight: one.similarity for one in solution.candidates}
+    assert found[0] == pytest.approx(1.0, abs=1e-5)
+    for budget in range(5, sum(weights[index] for index in window) + 1):
+        most_similar = max(similarity for weight, similarity in best.items() if budget - 4 <= weight <= budget)
+        reached = max((s for weight, s in found.items() if weight >= budget - 4), default=0.0)
+        assert reached >= 0.99 * most_similar, f"at budget {budget}"
+    for one in solution.candidates:
+        whole = _branch(search, one.keep)
+        assert search.similarity(31, whole)[0] == pytest.approx(one.similarity, abs=1e-4)
+
+
+def _brute_force(search: PlanSearch, window: range, weights: list[int]) -> dict[int, float]:
+    """The best mean cosine at the end of the model, by skipped weight."""
+    states = search.start()
+    for index in range(window.start):
+        states = search.run(index, states)
+    skipped = np.zeros(1, np.int64)
+    for index in window:
+        ran = search.run(index, states)
+        states = search.gather((ran, states), np.arange(2 * len(skipped)))
+        skipped = np.concatenate([skipped, skipped + weights[index]])
+    for index in range(window.stop, 32):
+        states = search.run(index, states)
+    assert len(skipped) == 2 ** len(window)
+    best: dict[int, float] = {}
+    for weight, similarity in zip(skipped.tolist(), search.similarity(31, states).tolist(), strict=True):
+        best[weight] = max(best.get(weight, -1.0), similarity)
+    assert len(set(itertools.islice(best, 100))) > 10
+    return best

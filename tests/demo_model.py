@@ -1,0 +1,34 @@
+"""The bundled model for tests: loaded once, with short documents to summarize."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from rayspec import demo
+from rayspec.model.architecture import Decomposition
+from tests.families import parts_of
+
+EOS = 1
+
+
+def demo_parts(dtype: str = "float32") -> Decomposition:
+    return parts_of(demo.model_path(), dtype)
+
+
+@cache
+def demo_tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(demo.tokenizer_path())
+
+
+def demo_prompts(count: int, num_sentences: int, seed: int = 3) -> list[list[int]]:
+    return [
+        list(
+            demo_tokenizer().apply_chat_template(
+                [{"role": "user", "content": document.text}], add_generation_prompt=True, return_dict=True
+            )["input_ids"]
+        )
+        for document in demo.sample_documents(count, num_sentences=num_sentences, seed=seed)
+    ]
