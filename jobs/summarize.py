@@ -24,6 +24,8 @@ from rayspec.service.samples import read_references, write_samples
 from rayspec.service.summary_job import SummaryJob
 from rayspec.service.terminal import clean_exit
 
+_PLAIN_WIDTH = 120
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
@@ -61,12 +63,15 @@ def summarize(
 
 
 def _show(report: RunReport, output: Path) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_PLAIN_WIDTH)
     table = Table(title=str(report.tally), title_justify="left")
     for heading in DOCUMENT_HEADINGS:
-        table.add_column(heading, justify="left" if heading in {"id", "error"} else "right")
+        text = heading in {"id", "error"}
+        table.add_column(heading, justify="left" if text else "right", no_wrap=text)
     for cells in report.document_cells():
         table.add_row(*cells)
-    console = Console()
     console.print(table)
     if report.num_reference_lines:
         console.print(f"{report.num_exact_lines} of {report.num_reference_lines} reference lines are exact")

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from rayspec import demo
 from rayspec.config import SamplingParams
 from rayspec.types import Plan
+from tests.demo_model import EOS, demo_parts, demo_prompts, demo_tokenizer
 from tests.engines import GREEDY, RandomPlans, complete, engine_with, random_plan, requests_for, tokens_of
-from tests.families import FAMILIES, Cases, cases, checkpoint, parts_of
+from tests.families import FAMILIES, Cases, cases, checkpoint, greedy, parts_of
 
 LENGTHS = (1, 600, 37, 3, 150, 12, 70)
 MAX_TOKENS = 24
@@ -175,3 +177,50 @@ def test_requests_that_come_late_do_not_change_those_that_run() -> None:
             engine.add(waiting.pop(0))
         outputs |= {output.request_id: output for output in engine.step()}
     assert tokens_of(outputs[str(index)] for index in range(len(LENGTHS))) == known.expected
+
+
+DEMO_MODES = [
+    pytest.param({}, SamplingParams(temperature=0, max_tokens=40), id="greedy"),
+    pytest.param({"kv_cache_tokens": 640}, SamplingParams(temperature=0, max_tokens=40), id="preempted"),
+    pytest.param({}, SamplingParams(temperature=0.7, top_p=0.9, seed=4, max_tokens=40, logprobs=1), id="sampled"),
+]
+
+
+@pytest.mark.parametrize("verification", ["coupled", "rejection"])
+@pytest.mark.parametrize(("options", "params"), DEMO_MODES)
+def test_the_demo_model_in_every_mode(options: dict[str, Any], params: SamplingParams, verification: str) -> None:
+    parts, prompts = demo_parts(), demo_prompts(4, 8)
+    selector = RandomPlans(2, 32, max_draft_tokens=8)
+    engine = engine_with(
+        parts, selector, verification=verification, eos=(EOS,), max_num_seqs=4, max_draft_tokens=8, **options
+    )
+    outputs = complete(engine, prompts, params)
+    assert (engine.stats.num_preemptions > 0) == ("kv_cache_tokens" in options)
+    assert engine.stats.num_accepted_tokens > 0
+    if params.greedy:
+        assert tokens_of(outputs) == greedy(demo.model_path(), prompts, 40, eos=(EOS,))
+    elif verification == "coupled":
+        assert tokens_of(outputs) == tokens_of(complete(engine_with(parts, eos=(EOS,)), prompts, params))
+    else:
+        assert all(output.error is None for output in outputs)
+        assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 4
+
+
+def test_stop_strings_cut_the_same_text_with_and_without_drafts() -> None:
+    parts, prompts = demo_parts(), demo_prompts(3, 8)
+    plain = complete(
+        engine_with(parts, eos=(EOS,), tokenizer=demo_tokenizer()),
+        prompts,
+        SamplingParams(temperature=0, max_tokens=70),
+    )
+    for index, output in enumerate(plain):
+        text = output.outputs[0].text
+        stop = text[len(text) // 2 - 3 : len(text) // 2 + 3]
+        params = SamplingParams(temperature=0, max_tokens=70, stop=[stop])
+        for selector in (None, RandomPlans(index, 32)):
+            engine = engine_with(parts, selector, eos=(EOS,), tokenizer=demo_tokenizer())
+            cut = complete(engine, [prompts[index]], params)[0].outputs[0]
+            assert cut.text == text[: text.index(stop)]
+            assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
+            assert tuple(cut.token_ids) == tuple(output.outputs[0].token_ids)[: len(cut.token_ids)]
+            assert engine.stats.num_generated_tokens == len(cut.token_ids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -42,7 +43,7 @@ def test_rows_pass_through_the_engine_together_and_bad_ones_around_it(tmp_path: 
     (tmp_path / "a.jsonl").write_text("\n".join([*lines, "no json"]) + "\n", encoding="utf-8")
     (tmp_path / "b.txt").write_text("a text", encoding="utf-8")
     (tmp_path / "c.parquet").write_bytes(b"no parquet")
-    engine = ray.remote(SlowEcho).options(max_concurrency=100, num_cpus=0).remote()
+    engine: Any = ray.remote(SlowEcho).options(max_concurrency=100, num_cpus=0).remote()
     rows = {row.id: row for row in result_rows(complete_dataset(read_dataset([str(tmp_path)], Columns()), engine))}
     assert len(rows) == 63
     assert {row_id: row.text for row_id, row in rows.items() if row_id.startswith("r")} == {

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from rayspec.decode.runner import Runner, RowSpan
+from rayspec.model.kv_arena import KVArena
+from rayspec.types import Plan
+from tests.families import FAMILIES, checkpoint, parts_of
+
+CPU = torch.device("cpu")
+
+
+def _runner(family: str, bucket_rows: int | None, dtype: str = "float32") -> Runner:
+    parts = parts_of(checkpoint(family), dtype)
+    weight = parts.final_norm.weight
+    assert isinstance(weight, torch.Tensor)
+    arena = KVArena(parts.shapes, 120, dtype=weight.dtype, device=CPU, num_spare=bucket_rows or 0)
+    return Runner(parts, arena, device=CPU, bucket_rows=bucket_rows)
+
+
+SPANS = [RowSpan(80, 0, 5), RowSpan(0, 0, 13), RowSpan(30, 0, 1), RowSpan(40, 0, 3)]
+NUM_ROWS = sum(span.num_rows for span in SPANS)
+TOKENS = torch.arange(3, 3 + NUM_ROWS)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_buckets_give_what_one_batch_gives(family: str) -> None:
+    whole, cut = _runner(family, None), _runner(family, 8)
+    keep = [True, True, False, True, True, False, True, True]
+    results = []
+    for runner in (whole, cut):
+        batch = runner.batch(SPANS)
+        assert batch.num_rows == NUM_ROWS
+        taps: dict[int, list[torch.Tensor]] = {}
+        hidden = runner.run(batch, runner.embed(TOKENS), last=3, keep=keep)
+        hidden = runner.run(
+            batch,
+            hidden,
+            first=3,
+            keep=keep,
+            tap=lambda i, h, t=taps: t.setdefault(i, []).append(h),  # type: ignore[misc]
+        )
+        results.append((hidden, runner.head(hidden), {i: torch.cat(h, 1) for i, h in taps.items()}))
+    assert len(cut.batch(SPANS).buckets) == 3
+    (hidden, logits, taps), (cut_hidden, cut_logits, cut_taps) = results
+    torch.testing.assert_close(cut_hidden, hidden, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(cut_logits, logits, atol=5e-4, rtol=1e-4)
+    assert list(cut_taps) == list(taps) == [3, 4, 5, 6, 7]
+    for index, states in taps.items():
+        torch.testing.assert_close(cut_taps[index], states, atol=1e-4, rtol=1e-4)
+    for layer, keys in whole.arena.keys.items():
+        for span in SPANS:
+            written = slice(span.start, span.start + span.num_rows)
+            torch.testing.assert_close(cut.arena.keys[layer][:, written], keys[:, written], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("family", "bucket_rows"), [("llama", 8), ("gemma2", 8), ("granite", 8), ("qwen3_moe", 1)])
+@torch.inference_mode()
+def test_in_buckets_a_row_is_the_same_to_the_bit_whatever_runs_beside_it(
+    family: str, bucket_rows: int, dtype: str
+) -> None:
+    """Every row alone in its bucket, and all rows in shuffled company. Experts see as many rows as choose them, so
+    that for a mixture of experts a bucket must be one row."""
+    runner = _runner(family, bucket_rows, dtype)
+    spans = [RowSpan(10 * index, 0, 1) for index in range(11)]
+    tokens = torch.arange(20, 31)
+    alone = []
+    for index, span in enumerate(spans):
+        batch = runner.batch([span])
+        alone.append(runner.head(runner.run(batch, runner.embed(tokens[index : index + 1])))[0])
+    order = list(range(11))
+    random.Random(0).shuffle(order)
+    batch = runner.batch([spans[index] for index in order])
+    together = runner.head(runner.run(batch, runner.embed(tokens[order])))
+    for at, index in enumerate(order):
+        assert torch.equal(together[at], alone[index])
+
+
+@torch.inference_mode()
+def test_padding_rows_touch_nothing_that_is_in_use() -> None:
+    runner = _runner("llama", 8)
+    before = {layer: keys[:, :120].clone() for layer, keys in runner.arena.keys.items()}
+    runner.run(runner.batch([RowSpan(7, 0, 1)]), runner.embed(torch.tensor([5])))
+    for layer, keys in runner.arena.keys.items():
+        changed = (keys[:, :120] != before[layer]).any(-1).any(0).nonzero().flatten().tolist()
+        assert changed == [7]
+
+
+def test_the_prefix_of_a_plan_ends_at_the_first_skipped_sublayer() -> None:
+    for skip, prefix in (((), 4), ((0,), 0), ((3,), 3), ((1, 2), 1)):
+        keep = tuple(index not in skip for index in range(4))
+        assert Plan(keep=keep, num_draft_tokens=1, source="").prefix == prefix

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rayspec.config import SamplingParams
+from rayspec.decode.drafting.skip_draft import Turn
+from rayspec.decode.runner import Runner
+from rayspec.decode.stages import LocalStages, Opening, Piece
+from rayspec.model.kv_arena import KVArena
+from rayspec.types import Plan
+from tests.families import VOCAB_SIZE, cases, checkpoint, parts_of
+
+PATH = checkpoint("llama")
+KNOWN = cases(PATH, (20, 5, 33), 24)
+STARTS = (100, 0, 50)
+CPU = torch.device("cpu")
+
+
+def _stages(num_tap_tokens: int = 8) -> LocalStages:
+    parts = parts_of(PATH)
+    runner = Runner(parts, KVArena(parts.shapes, 200, dtype=torch.float32, device=CPU), device=CPU, bucket_rows=None)
+    stages = LocalStages(runner, vocab_size=VOCAB_SIZE, verification="coupled", num_tap_tokens=num_tap_tokens)
+    for name, prompt in enumerate(KNOWN.prompts):
+        stages.open(
+            Opening(
+                sequence_id=str(name),
+                params=SamplingParams(temperature=0, max_tokens=24),
+                seed=0,
+                prompt_token_ids=prompt,
+                output_token_ids=(),
+                eos_token_ids=(),
+            )
+        )
+    return stages
+
+
+def _prefilled(num_tap_tokens: int = 8) -> LocalStages:
+    stages = _stages(num_tap_tokens)
+    pieces = [Piece(str(name), STARTS[name], 0, prompt, sample=True) for name, prompt in enumerate(KNOWN.prompts)]
+    committed = stages.prefill(pieces)
+    assert [tuple(one.token_ids) for one in committed if one] == [tokens[:1] for tokens in KNOWN.expected]
+    return stages
+
+
+def _turns(lengths: tuple[int, ...] = (4, 0, 6), **options: Any) -> list[Turn]:
+    return [
+        Turn(
+            sequence_id=str(name),
+            start=STARTS[name],
+            length=len(prompt) + 1,
+            last_token=KNOWN.expected[name][0],
+            max_draft_tokens=lengths[name],
+            **options,
+        )
+        for name, prompt in enumerate(KNOWN.prompts)
+    ]
+
+
+def _plan(*skip: int) -> Plan:
+    return Plan(keep=tuple(index not in skip for index in range(8)), num_draft_tokens=6, source="test")
+
+
+def test_only_pieces_that_sample_give_a_token() -> None:
+    stages = _stages()
+    prompt = KNOWN.prompts[0]
+    first, other = stages.prefill(
+        [Piece("0", 100, 0, prompt[:11], sample=False), Piece("1", 0, 0, KNOWN.prompts[1], sample=True)]
+    )
+    assert first is None
+    assert other is not None
+    (last,) = stages.prefill([Piece("0", 100, 11, prompt[11:], sample=True)])
+    assert last is not None
+    assert tuple(last.token_ids) == KNOWN.expected[0][:1]
+
+
+@pytest.mark.parametrize("tap", [False, True])
+@pytest.mark.parametrize("skip", [(), (0,), (3,), (2, 5, 6), tuple(range(8)), (7,)])
+def test_a_round_commits_what_is_accepted_and_one_more(skip: tuple[int, ...], tap: bool) -> None:
+    result = _prefilled().round(_turns(), _plan(*skip), None, tap=tap)
+    assert [len(one.token_ids) for one in result.drafts] == [4, 0, 6]
+    assert result.num_draft_steps == 6
+    for name, (committed, drafted, accepted) in enumerate(
+        zip(result.committed, result.drafts, result.num_accepted, strict=True)
+    ):
+        assert committed.finite
+        assert tuple(committed.token_ids) == KNOWN.expected[name][1 : 2 + accepted]
+        assert list(committed.token_ids[:accepted]) == drafted.token_ids[:accepted]
+        if accepted < len(drafted.token_ids):
+            assert committed.token_ids[accepted] != drafted.token_ids[accepted]
+        assert all(0 < confidence <= 1 for confidence in drafted.confidences)
+    if not skip:
+        assert result.num_accepted == [4, 0, 6]
+
+
+def test_a_draft_ends_at_an_end_token_and_when_it_is_told_to() -> None:
+    end = KNOWN.expected[2][3]
+    result = _prefilled().round(_turns(end_tokens=(end,)), _plan(), None, tap=False)
+    assert result.drafts[2].token_ids == list(KNOWN.expected[2][1:4])
+    asked: list[list[int]] = []
+
+    def keep(confidences: Any) -> list[bool]:
+        asked.append([len(one) for one in confidences])
+        return [len(one) < 2 for one in confidences]
+
+    result = _prefilled().round(_turns(), _plan(), keep, tap=False)
+    assert [len(one.token_ids) for one in result.drafts] == [2, 0, 2]
+    assert asked == [[1, 1], [2, 2]]
+
+
+def test_without_a_draft_nothing_is_drafted() -> None:
+    result = _prefilled().round(_turns((0, 0, 0)), _plan(2), None, tap=False)
+    assert result.num_draft_steps == 0
+    assert [tuple(one.token_ids) for one in result.committed] == [tokens[1:2] for tokens in KNOWN.expected]
+
+
+def test_taps_are_the_targets_states_of_committed_tokens() -> None:
+    stages = _prefilled()
+    result = stages.round(_turns(), _plan(2), None, tap=True)
+    taps = list(stages._taps)
+    assert len(taps) == min(8, sum(accepted + 1 for accepted in result.num_accepted))
+    for tap in taps:
+        name = int(tap.sequence_id)
+        offset = tap.position - len(KNOWN.prompts[name])
+        assert tap.states.shape == (9, 64)
+        assert int(tap.next_token) == KNOWN.expected[name][offset + 1]
+        embedded = stages.runner.embed(torch.tensor([KNOWN.expected[name][offset]]))[0, 0]
+        assert torch.equal(tap.states[0], embedded)
+        assert int(stages.runner.head(tap.states[-1][None, None]).argmax()) == KNOWN.expected[name][offset + 1]
+
+
+def test_a_search_sees_live_sequences_only() -> None:
+    stages = _prefilled(num_tap_tokens=100)
+    assert stages.search({"0": 100}) is None, "no taps yet"
+    stages.round(_turns((0, 0, 0)), _plan(), None, tap=True)
+    found = stages.search({"0": 100, "2": 50})
+    assert found is not None
+    assert found.num_tokens == 2
+    assert found.context == (20 + 33) // 2
+    assert stages.search({"9": 0}) is None
+
+
+def test_a_new_sequence_with_an_old_name_has_no_old_taps() -> None:
+    stages = _prefilled()
+    stages.round(_turns((0, 0, 0)), _plan(), None, tap=True)
+    stages.close("0")
+    assert stages.search({"0": 100}) is None
