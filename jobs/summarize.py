@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from rayspec.service.options import Asked, with_settings
@@ -22,9 +21,7 @@ from rayspec.service.prompts import SUMMARY_SAMPLING
 from rayspec.service.report import DOCUMENT_HEADINGS, RunReport
 from rayspec.service.samples import read_references, write_samples
 from rayspec.service.summary_job import SummaryJob
-from rayspec.service.terminal import clean_exit
-
-_PLAIN_WIDTH = 120
+from rayspec.service.terminal import clean_exit, output_console
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -63,15 +60,13 @@ def summarize(
 
 
 def _show(report: RunReport, output: Path) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_PLAIN_WIDTH)
     table = Table(title=str(report.tally), title_justify="left")
     for heading in DOCUMENT_HEADINGS:
         text = heading in {"id", "error"}
         table.add_column(heading, justify="left" if text else "right", no_wrap=text)
     for cells in report.document_cells():
         table.add_row(*cells)
+    console = output_console()
     console.print(table)
     if report.num_reference_lines:
         console.print(f"{report.num_exact_lines} of {report.num_reference_lines} reference lines are exact")

@@ -32,6 +32,18 @@ class Opening:
     output_token_ids: Sequence[int]
     eos_token_ids: Sequence[int]
 
+    def sampler(self, vocab_size: int, device: torch.device) -> TokenSampler:
+        """For whoever holds the LM head."""
+        return TokenSampler(
+            self.params,
+            seed=self.seed,
+            prompt_token_ids=self.prompt_token_ids,
+            output_token_ids=self.output_token_ids,
+            eos_token_ids=self.eos_token_ids,
+            vocab_size=vocab_size,
+            device=device,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -103,15 +115,7 @@ class LocalStages:
         return self.runner.num_sublayers
 
     def open(self, opening: Opening) -> None:
-        self._samplers[opening.sequence_id] = TokenSampler(
-            opening.params,
-            seed=opening.seed,
-            prompt_token_ids=opening.prompt_token_ids,
-            output_token_ids=opening.output_token_ids,
-            eos_token_ids=opening.eos_token_ids,
-            vocab_size=self._vocab_size,
-            device=self.runner.device,
-        )
+        self._samplers[opening.sequence_id] = opening.sampler(self._vocab_size, self.runner.device)
 
     def close(self, sequence_id: str) -> None:
         del self._samplers[sequence_id]

@@ -31,15 +31,7 @@ class WholeModelStages:
         return 2 * int(self._model.config.num_hidden_layers)
 
     def open(self, opening: Opening) -> None:
-        self._samplers[opening.sequence_id] = TokenSampler(
-            opening.params,
-            seed=opening.seed,
-            prompt_token_ids=opening.prompt_token_ids,
-            output_token_ids=opening.output_token_ids,
-            eos_token_ids=opening.eos_token_ids,
-            vocab_size=self._vocab_size,
-            device=self._model.device,
-        )
+        self._samplers[opening.sequence_id] = opening.sampler(self._vocab_size, self._model.device)
 
     def close(self, sequence_id: str) -> None:
         del self._samplers[sequence_id]

@@ -19,7 +19,7 @@ from rayspec.service.bench_hf import HfGenerate
 from rayspec.service.bench_result import BASELINE, HF, Sample, bench_row
 from rayspec.service.documents import Columns, Document, read_documents
 from rayspec.service.environment import describe_environment
-from rayspec.service.loading import load_llm
+from rayspec.service.loading import hide_progress_bars, load_llm
 from rayspec.service.prompts import PromptBuilder, summary_prompt
 from rayspec.types import ConfigError, EngineStats
 
@@ -59,6 +59,7 @@ class Contender(Protocol):
 def run_bench(options: BenchOptions, say: Callable[[str], None]) -> dict[str, Any]:
     """Loads every contender, warms it up, and lets them take turns. Raises ConfigError, CheckpointError."""
     names = _names(options)
+    hide_progress_bars()
     with model_folder(options.engine, options.widen) as folder, ExitStack() as stack:
         say("loading")
         baseline = stack.enter_context(load_llm(engine_config(options, folder, BASELINE)))

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
+from rich.console import Group
 from rich.table import Table
 
 from rayspec.types import EngineStats, PlanRecord
@@ -118,34 +119,45 @@ def _measured_tpt(records: Sequence[PlanRecord]) -> float | None:
     return sum(record.num_tokens for record in records) / seconds if seconds else None
 
 
-def bench_table(result: dict[str, Any]) -> Table:
-    options, environment = result["options"], result["environment"]
-    prompt_tokens = result["prompt_tokens"]
-    title = (
-        f"{options['engine']['model']} x{options['widen']} {options['engine']['dtype']}, {environment['hardware']}, "
-        f"{environment['threads']} threads, {len(prompt_tokens)} prompts of {min(prompt_tokens)} to "
-        f"{max(prompt_tokens)} tokens, batch {options['batch']}, {options['repeats']} repeats"
+def bench_tables(result: dict[str, Any]) -> Group:
+    """How fast each strategy was, and what it did with its time."""
+    options, environment, prompt_tokens = result["options"], result["environment"], result["prompt_tokens"]
+    heading = (
+        f"{options['engine']['model']}{_width(options['widen'])} in {options['engine']['dtype']} on "
+        f"{environment['hardware']}, {environment['threads']} threads; {len(prompt_tokens)} prompts of "
+        f"{min(prompt_tokens)} to {max(prompt_tokens)} tokens, batch {options['batch']}, {options['repeats']} repeats"
     )
-    table = Table(title=title, title_justify="left")
-    for heading in (
-        "strategy", "tokens/s", "min to max", "vs ar", "vs hf", "decode/s", "vs ar", "vs hf", "acceptance",
-        "tokens a round", "predicted", "measured", "draft", "verify", "search", "identical",
-    ):  # fmt: skip
-        table.add_column(heading, justify="left" if heading == "strategy" else "right")
+    speed = _table("strategy", "tokens/s", "min to max", "vs ar", "vs hf", "decode/s", "vs ar", "vs hf", "identical")
+    work = _table("strategy", "acceptance", "tokens a round", "predicted", "measured", "draft", "verify", "search")
     for row in result["results"]:
-        table.add_row(
+        speed.add_row(
             row["strategy"],
             f"{row['tokens_per_s']:.1f}",
             f"{row['spread']['min']:.1f} to {row['spread']['max']:.1f}",
             *(_times(row[key]) for key in ("speedup_vs_ar", "speedup_vs_hf")),
             f"{row['decode_tokens_per_s']:.1f}",
             *(_times(row[key]) for key in ("decode_speedup_vs_ar", "decode_speedup_vs_hf")),
+            f"{row['identical']} of {row['total']}",
+        )
+        work.add_row(
+            row["strategy"],
             _percent(row["acceptance_rate"]),
             *(_plain(row[key]) for key in ("mean_accepted_length", "predicted_tpt", "measured_tpt")),
             *(_percent(row[key]) for key in ("draft_share", "verify_share", "optimise_share")),
-            f"{row['identical']} of {row['total']}",
         )
+    note = "decode/s: without the prompts; predicted, measured: tokens/s of one sequence; shares of the engine's time"
+    return Group(heading, speed, work, note)
+
+
+def _table(*headings: str) -> Table:
+    table = Table()
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "strategy" else "right", no_wrap=True)
     return table
+
+
+def _width(factor: int) -> str:
+    return f" made {factor} times as wide" if factor > 1 else ""
 
 
 def save_bench(result: dict[str, Any], path: Path) -> None:

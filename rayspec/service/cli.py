@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 import rayspec
 from rayspec.config import SamplingParams
 from rayspec.service.batch import complete
-from rayspec.service.bench_result import bench_table, save_bench
+from rayspec.service.bench_result import bench_tables, save_bench
 from rayspec.service.documents import Columns, Document, read_documents
 from rayspec.service.latency_table import latency_table
 from rayspec.service.loading import load_llm
@@ -24,7 +23,7 @@ from rayspec.service.prompts import SUMMARY_SAMPLING, PromptBuilder, fitting_pro
 from rayspec.service.report import RunReport
 from rayspec.service.results import check_output, open_writer, save_config
 from rayspec.service.settings import Settings
-from rayspec.service.terminal import clean_exit, error_console, exit_on_sigterm
+from rayspec.service.terminal import clean_exit, error_console, exit_on_sigterm, output_console
 from rayspec.types import ConfigError
 
 app = typer.Typer(
@@ -119,7 +118,7 @@ def profile(asked: Asked) -> None:
                     f"model {settings.engine.model!r} runs with strategy {llm.config.speculation.strategy!r}, which "
                     "needs no profile: use --strategy knapspec, with a model whose layers split into sublayers"
                 )
-            Console().print(latency_table(llm.engine.latency, max_context=llm.engine.max_model_len))
+            output_console().print(latency_table(llm.engine.latency, max_context=llm.engine.max_model_len))
 
 
 @app.command()
@@ -161,7 +160,7 @@ def bench(
         )
         console = error_console()
         result = run_bench(options, lambda line: console.print(line, highlight=False, soft_wrap=True))
-        Console().print(bench_table(result))
+        output_console().print(bench_tables(result))
         if json is not None:
             save_bench(result, json)
 

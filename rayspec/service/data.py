@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import ray.data
@@ -21,8 +22,11 @@ _BLOCKS_IN_FLIGHT = 8
 
 
 def read_dataset(inputs: Sequence[str], columns: Columns, *, limit: int | None = None) -> ray.data.Dataset:
-    """Documents of files, folders and patterns as rows id, source, text, error_kind, error."""
-    paths = [{"path": path} for path in expand(inputs)]
+    """Documents of files, folders and patterns as rows id, source, text, error_kind, error.
+
+    Relative paths are those of this process: where a task runs, the current folder is another one.
+    """
+    paths = [{"name": name, "path": str(Path(name).absolute())} for name in expand(inputs)]
     files = ray.data.from_items(paths, override_num_blocks=len(paths))
     rows = files.flat_map(_read, fn_kwargs={"columns": columns}, num_cpus=_READ_CPUS)  # type: ignore[arg-type]
     return rows if limit is None else rows.limit(limit)
@@ -62,7 +66,7 @@ class EngineClient:
 
 
 def _read(row: dict[str, Any], columns: Columns) -> Iterator[dict[str, Any]]:
-    for document in read_file(row["path"], columns):
+    for document in read_file(row["path"], columns, name=row["name"]):
         yield {
             "id": document.id,
             "source": document.source,

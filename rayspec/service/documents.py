@@ -101,25 +101,29 @@ def expand(inputs: Iterable[str]) -> Iterator[str]:
             yield from sorted(glob.glob(name, recursive=True)) or [name]
 
 
-def read_file(path: str, columns: Columns) -> Iterator[Document]:
-    """The rows of one file. A file that cannot be read, or ends early, yields an error row in place of the rest."""
+def read_file(path: str, columns: Columns, *, name: str | None = None) -> Iterator[Document]:
+    """The rows of one file. A file that cannot be read, or ends early, yields an error row in place of the rest.
+
+    name: what rows and errors call the file; its path where None.
+    """
+    name = name or path
     reader = _READERS.get(Path(path).suffix.lower())
     if reader is None or Path(path).is_dir():
         known = ", ".join(_READERS)
-        yield _failed(path, UnreadableFileError(f"{path}: not a file that can be read; known are {known}"))
+        yield _failed(name, UnreadableFileError(f"{name}: not a file that can be read; known are {known}"))
         return
     num_rows = 0
     try:
-        for source, row in reader(path, columns):
+        for source, row in reader(Path(path), name, columns):
             num_rows += 1
             yield _document(row, source, columns)
     except (OSError, pa.ArrowException) as error:
         detail = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         where = f"after {num_rows} rows " if num_rows else ""
-        yield _failed(path, UnreadableFileError(f"{path}: could not be read {where}({detail})"))
+        yield _failed(name, UnreadableFileError(f"{name}: could not be read {where}({detail})"))
         return
     if num_rows == 0:
-        yield _failed(path, EmptyFileError(f"{path}: the file is empty; give it rows or leave it out"))
+        yield _failed(name, EmptyFileError(f"{name}: the file is empty; give it rows or leave it out"))
 
 
 class DuplicateCheck:
@@ -137,22 +141,22 @@ class DuplicateCheck:
 
 
 _Row = Mapping[str, Any] | InputFileError
-_Reader = Callable[[str, Columns], Iterator[tuple[str, _Row]]]
+_Reader = Callable[[Path, str, Columns], Iterator[tuple[str, _Row]]]
 
 
-def _read_text(path: str, columns: Columns) -> Iterator[tuple[str, _Row]]:
+def _read_text(path: Path, name: str, columns: Columns) -> Iterator[tuple[str, _Row]]:
     """One document: the whole file."""
-    content = Path(path).read_bytes()
+    content = path.read_bytes()
     if content:
-        text = _decode(content, path)
-        row = {columns.text: text, columns.id or _DEFAULT_ID_COLUMN: path}
-        yield path, text if isinstance(text, InputFileError) else row
+        text = _decode(content, name)
+        row = {columns.text: text, columns.id or _DEFAULT_ID_COLUMN: name}
+        yield name, text if isinstance(text, InputFileError) else row
 
 
-def _read_jsonl(path: str, _columns: Columns) -> Iterator[tuple[str, _Row]]:
-    with Path(path).open("rb") as file:
+def _read_jsonl(path: Path, name: str, _columns: Columns) -> Iterator[tuple[str, _Row]]:
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            source = f"{path}:{number}"
+            source = f"{name}:{number}"
             if line.strip():
                 yield source, _parse_line(line, source)
 
@@ -180,14 +184,14 @@ def _is_unicode(row: object) -> bool:
     return True
 
 
-def _read_parquet(path: str, columns: Columns) -> Iterator[tuple[str, _Row]]:
+def _read_parquet(path: Path, name: str, columns: Columns) -> Iterator[tuple[str, _Row]]:
     number = 0
     with pq.ParquetFile(path) as file:
-        wanted = [name for name in columns.names if name in file.schema_arrow.names]
+        wanted = [column for column in columns.names if column in file.schema_arrow.names]
         for batch in file.iter_batches(batch_size=_ROWS_PER_READ, columns=wanted):
             for index in range(batch.num_rows):
                 number += 1
-                source = f"{path}:{number}"
+                source = f"{name}:{number}"
                 yield source, _parquet_row(batch, index, source)
 
 

@@ -13,6 +13,14 @@ from rich.console import Console
 from rayspec.service.tally import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USAGE
 from rayspec.types import ConfigError, RayspecError
 
+_PLAIN_WIDTH = 120  # of tables that go to a file or a log
+
+
+def output_console() -> Console:
+    """Where results go."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_PLAIN_WIDTH)
+
 
 def error_console() -> Console:
     """Where progress and errors go, so that output can be piped."""

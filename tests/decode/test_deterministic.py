@@ -68,13 +68,11 @@ def test_a_loaded_engine_is_deterministic_to_the_bit(family: str) -> None:
     prompts = ragged_prompts([30, 5, 61, 17, 9], seed=2)
     params = SamplingParams(temperature=0, max_tokens=20, logprobs=3)
     runs = []
-    for speculation, batch in (
-        ({"strategy": "ar"}, 1),
-        ({"strategy": "static", "skip": [2], "max_draft_tokens": 4}, 5),
-    ):
+    static = {"strategy": "static", "skip": [2], "max_draft_tokens": 4}
+    for speculation, batch in (({"strategy": "ar"}, 1), (static, 5)):
         config = EngineConfig(
             model=checkpoint(family),
-            dtype="bfloat16",
+            dtype="float32",
             device="cpu",
             deterministic=True,
             max_num_seqs=batch,

@@ -58,6 +58,28 @@ def test_counts_add_up() -> None:
         assert one.arrival_s <= one.first_token_s <= one.finished_s
 
 
+class _CountsPrefill:
+    """Stages that count the tokens they are given to prefill."""
+
+    def __init__(self, stages: LocalStages) -> None:
+        self._stages, self.num_tokens = stages, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stages, name)
+
+    def prefill(self, pieces: Sequence[Any]) -> Any:
+        self.num_tokens += sum(len(piece.token_ids) for piece in pieces)
+        return self._stages.prefill(pieces)
+
+
+def test_nothing_is_computed_twice_unless_preempted() -> None:
+    for kv_cache_tokens in (4096, 150):
+        engine = _engine(wrap=_CountsPrefill, kv_cache_tokens=kv_cache_tokens, max_num_batched_tokens=16)
+        assert tokens_of(complete(engine, KNOWN.prompts)) == KNOWN.expected
+        num_prefilled = engine._stages.num_tokens  # type: ignore[attr-defined]
+        assert (num_prefilled == sum(LENGTHS)) == (engine.stats.num_preemptions == 0) == (kv_cache_tokens == 4096)
+
+
 def test_every_round_commits_a_token_and_no_more_than_it_may() -> None:
     engine = engine_with(PARTS, random_plan(random.Random(1), 8, 6))
     for request in requests_for(KNOWN.prompts, SamplingParams(temperature=0, max_tokens=3)):

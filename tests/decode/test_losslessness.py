@@ -208,15 +208,12 @@ def test_the_demo_model_in_every_mode(options: dict[str, Any], params: SamplingP
 
 def test_stop_strings_cut_the_same_text_with_and_without_drafts() -> None:
     parts, prompts = demo_parts(), demo_prompts(3, 8)
-    plain = complete(
-        engine_with(parts, eos=(EOS,), tokenizer=demo_tokenizer()),
-        prompts,
-        SamplingParams(temperature=0, max_tokens=70),
-    )
+    params = SamplingParams(temperature=0, max_tokens=50)
+    plain = complete(engine_with(parts, eos=(EOS,), tokenizer=demo_tokenizer()), prompts, params)
     for index, output in enumerate(plain):
         text = output.outputs[0].text
         stop = text[len(text) // 2 - 3 : len(text) // 2 + 3]
-        params = SamplingParams(temperature=0, max_tokens=70, stop=[stop])
+        params = SamplingParams(temperature=0, max_tokens=50, stop=[stop])
         for selector in (None, RandomPlans(index, 32)):
             engine = engine_with(parts, selector, eos=(EOS,), tokenizer=demo_tokenizer())
             cut = complete(engine, [prompts[index]], params)[0].outputs[0]

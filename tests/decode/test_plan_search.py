@@ -92,7 +92,7 @@ def test_many_branches_at_once_are_the_branches_one_by_one() -> None:
 
 def test_running_everything_is_the_target_itself() -> None:
     parts = demo_parts()
-    search, runner = _search(parts, demo_prompts(2, 8), Plan(keep=(True,) * 32, num_draft_tokens=3, source="all"), 6)
+    search, _ = _search(parts, demo_prompts(2, 8), Plan(keep=(True,) * 32, num_draft_tokens=3, source="all"), 6)
     states = search.start()
     for index in range(32):
         states = search.run(index, states)

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from rayspec.decode.runner import Runner, RowSpan
+from rayspec.decode.runner import RowSpan, Runner
 from rayspec.model.kv_arena import KVArena
 from rayspec.types import Plan
 from tests.families import FAMILIES, checkpoint, parts_of

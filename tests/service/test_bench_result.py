@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rayspec.service.bench_result import Sample, bench_row, bench_table, save_bench
+from rayspec.service.bench_result import Sample, bench_row, bench_tables, save_bench
 from rayspec.types import EngineStats, PlanRecord, no_draft
 
 
@@ -77,7 +77,7 @@ def test_the_result_is_saved_and_shown(tmp_path: Path) -> None:
     save_bench(result, tmp_path / "new" / "b.json")
     assert json.loads((tmp_path / "new" / "b.json").read_text(encoding="utf-8")) == result
     console = Console(width=220, record=True, file=(tmp_path / "out").open("w", encoding="utf-8"))
-    console.print(bench_table(result))
+    console.print(bench_tables(result))
     shown = console.export_text()
     assert "2 prompts of 90 to 100 tokens" in shown
     assert "4.00x" in shown

@@ -35,6 +35,17 @@ def test_a_text_file_is_one_document(tmp_path: Path) -> None:
     assert read(path) == [Document(id=str(path), source=str(path), text="Grüße,\n世界")]
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "absent.txt", "empty.txt"])
+def test_a_file_can_go_by_another_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a.txt").write_text("fine", encoding="utf-8")
+    (tmp_path / "empty.txt").touch()
+    write_lines(tmp_path / "a.jsonl", {"text": "fine"}, {"text": None})
+    for document in read_file(str(tmp_path / name), TEXT, name="shown"):
+        assert document.id.startswith("shown")
+        assert document.source.startswith("shown")
+        assert document.error is None or str(document.error).startswith("shown")
+
+
 def test_a_byte_order_mark_is_not_text(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"\xef\xbb\xbfhello")
