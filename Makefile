@@ -19,7 +19,8 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: setup ## summarize the bundled reports and real documents: demo-out/report.md
-	$(BIN)/python jobs/summarize.py --model demo --output $(DEMO_OUT) --overwrite
+	@# Two of the real documents are longer than the model's context, to show what becomes of them: hence code 3.
+	$(BIN)/python jobs/summarize.py --model demo --output $(DEMO_OUT) --overwrite || test $$? -eq 3
 
 test: setup ## run the test suite
 	$(BIN)/python -m pytest

@@ -129,4 +129,3 @@ class LLM:
         if len(params) != count:
             raise ConfigError(f"{len(params)} sampling params for {count} prompts: give one, or one for each")
         return list(params)
-

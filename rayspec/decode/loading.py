@@ -51,7 +51,7 @@ def load_engine(config: EngineConfig, *, with_tokenizer: bool = True) -> Engine:
     except UnsupportedModelError as error:
         return _plain_engine(config, model, str(error), vocabulary, max_model_len, tokenizer)
     num_slots = _num_slots(config, parts, max_model_len, device)
-    bucket_rows = _BUCKET_ROWS if config.deterministic else None
+    bucket_rows = _bucket_rows(parts) if config.deterministic else None
     arena = KVArena(parts.shapes, num_slots, dtype=parts.dtype, device=device, num_spare=bucket_rows or 0)
     runner = Runner(parts, arena, device=device, bucket_rows=bucket_rows)
     latency = load_or_measure(runner, config.profile_cache) if config.speculation.strategy == "knapspec" else None
@@ -95,6 +95,11 @@ def _plain_engine(
         max_model_len=max_model_len,
         tokenizer=tokenizer,
     )
+
+
+def _bucket_rows(parts: Decomposition) -> int:
+    """Experts see as many rows as choose them: in a mixture of experts only single rows have a fixed shape."""
+    return 1 if any(hasattr(sublayer.block, "experts") for sublayer in parts.sublayers) else _BUCKET_ROWS
 
 
 def _scheduler(config: EngineConfig, num_slots: int) -> Scheduler:

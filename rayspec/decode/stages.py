@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -119,6 +119,8 @@ class LocalStages:
 
     def close(self, sequence_id: str) -> None:
         del self._samplers[sequence_id]
+        kept = [tap for tap in self._taps if tap.sequence_id != sequence_id]
+        self._taps = deque(kept, maxlen=self._taps.maxlen)
 
     @torch.inference_mode()
     def move(self, moves: Sequence[Move]) -> None:
@@ -139,7 +141,9 @@ class LocalStages:
             rows = [Rows(self._samplers[pieces[index].sequence_id], at, ()) for at, index in enumerate(sampling)]
             chosen = target_tokens(logits, rows).tolist()
             verdicts = [Verdict(token_ids=[token], num_accepted=0) for token in chosen]
-            for index, committed in zip(sampling, self._commit(logits, rows, verdicts), strict=True):
+            for index, committed in zip(
+                sampling, self._commit(logits, rows, verdicts, finite_rows(logits).tolist()), strict=True
+            ):
                 results[index] = committed
         return results
 
@@ -153,6 +157,10 @@ class LocalStages:
         drafted_at = time.perf_counter()
         boundaries: list[Tensor] | None = [] if tap else None
         logits = self._verify(turns, plan, drafted, boundaries)
+        finite = finite_rows(logits).tolist()
+        if drafted.num_steps and not all(finite):
+            # A drafted token may have done it, and its row spoils the others of its sequence: verify without drafts.
+            return self.round([replace(turn, max_draft_tokens=0) for turn in turns], plan, None, tap=False)
         rows, start = [], 0
         for sampler, one in zip(samplers, drafted.drafts, strict=True):
             rows.append(Rows(sampler, start, one.token_ids))
@@ -161,7 +169,7 @@ class LocalStages:
         if boundaries is not None:
             self._keep_taps(turns, rows, verdicts, boundaries, logits)
         return RoundResult(
-            committed=self._commit(logits, rows, verdicts),
+            committed=self._commit(logits, rows, verdicts, finite),
             drafts=drafted.drafts,
             num_accepted=[verdict.num_accepted for verdict in verdicts],
             num_draft_steps=drafted.num_steps,
@@ -227,19 +235,22 @@ class LocalStages:
             return verify_coupled(logits, rows)
         return verify_rejection(logits, rows, [torch.stack(one.logits) if one.logits else None for one in drafts])
 
-    def _commit(self, logits: Tensor, rows: Sequence[Rows], verdicts: Sequence[Verdict]) -> list[Committed]:
-        finite = finite_rows(logits).tolist()
+    def _commit(
+        self, logits: Tensor, rows: Sequence[Rows], verdicts: Sequence[Verdict], finite: Sequence[bool]
+    ) -> list[Committed]:
+        """Everything is computed before the first sampler moves on."""
         results = []
         for row, verdict in zip(rows, verdicts, strict=True):
             is_finite = all(finite[row.start : row.end])
             count = row.sampler.params.logprobs
             logprobs: Sequence[dict[int, Logprob]] = ()
-            if is_finite:
-                if count is not None:
-                    used = logits[row.start : row.start + len(verdict.token_ids)]
-                    logprobs = top_logprobs(used, verdict.token_ids, count)
-                row.sampler.commit(verdict.token_ids)
+            if is_finite and count is not None:
+                used = logits[row.start : row.start + len(verdict.token_ids)]
+                logprobs = top_logprobs(used, verdict.token_ids, count)
             results.append(Committed(verdict.token_ids, logprobs, is_finite))
+        for row, committed in zip(rows, results, strict=True):
+            if committed.finite:
+                row.sampler.commit(committed.token_ids)
         return results
 
     def _keep_taps(

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rayspec.model.attention import IMPLEMENTATION, PackedRows, pack
 from rayspec.model.kv_arena import KVArena, LayerShape
 from rayspec.model.sublayers import Sublayer, run
-from rayspec.types import UnsupportedModelError
+from rayspec.types import CheckpointError, UnsupportedModelError
 
 _NUM_CHECK_TOKENS = 10
 _RESCALED_ROPE = ("dynamic", "longrope")
@@ -109,7 +109,7 @@ def decompose(model: PreTrainedModel) -> Decomposition:
     """Split `model` and prove it on random input. Switches the model to rayspec's packed attention.
 
     Raises UnsupportedModelError, saying what differs, for a family whose layers are not an attention sublayer followed
-    by an MLP sublayer; the model is then as it was.
+    by an MLP sublayer; the model is then as it was. Raises CheckpointError for weights that compute NaN.
     """
     config = model.config
     before = config._attn_implementation
@@ -279,6 +279,11 @@ def _causal_mask(hidden: Tensor, window: int | None) -> Tensor:
 
 
 def _require_equal(expected: Tensor, actual: Tensor, message: str) -> None:
+    if not bool(expected.isfinite().all()):
+        raise CheckpointError(
+            f"the model computes NaN or infinity on plain input in {expected.dtype}: its weights are damaged, or overflow; "
+            "try bfloat16 or float32"
+        )
     scale = expected.float().abs().max().clamp(min=1.0)
     difference = float((expected.float() - actual.float()).abs().max() / scale)
     tolerance = 1e-4 if expected.dtype == torch.float32 else 5e-2

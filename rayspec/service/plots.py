@@ -123,7 +123,7 @@ def _draw_speed(axes: Axes, records: Sequence[PlanRecord]) -> None:
     axes.set_xlabel("predicted", fontsize=9, color=INK)
     axes.set_ylabel("measured", fontsize=9, color=INK)
     axes.grid(color=SKIPPED)
-    axes.legend(loc="upper left", fontsize=8, frameon=False)
+    axes.legend(loc="best", fontsize=8, frameon=False)
 
 
 def _say(axes: Axes, text: str) -> None:
