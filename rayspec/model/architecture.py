@@ -281,8 +281,8 @@ def _causal_mask(hidden: Tensor, window: int | None) -> Tensor:
 def _require_equal(expected: Tensor, actual: Tensor, message: str) -> None:
     if not bool(expected.isfinite().all()):
         raise CheckpointError(
-            f"the model computes NaN or infinity on plain input in {expected.dtype}: its weights are damaged, or overflow; "
-            "try bfloat16 or float32"
+            f"the model computes NaN or infinity on plain input in {expected.dtype}: "
+            "its weights are damaged, or overflow; try bfloat16 or float32"
         )
     scale = expected.float().abs().max().clamp(min=1.0)
     difference = float((expected.float() - actual.float()).abs().max() / scale)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tempfile
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
@@ -109,10 +110,13 @@ def generate(
 @app.command()
 @with_settings()
 def profile(asked: Asked) -> None:
-    """Measure what a forward costs here, sublayer by sublayer, and print it. Plans are chosen by these numbers."""
-    with clean_exit():
+    """Measure what a forward costs here, sublayer by sublayer, and print it. Plans are chosen by such numbers.
+
+    Always measured anew; a saved profile is neither read nor replaced.
+    """
+    with clean_exit(), tempfile.TemporaryDirectory(prefix="rayspec-profile-") as folder:
         settings = asked.settings()
-        with load_llm(settings.engine) as llm:
+        with load_llm(settings.engine.replace(profile_cache=folder)) as llm:
             if llm.engine.latency is None:
                 raise ConfigError(
                     f"model {settings.engine.model!r} runs with strategy {llm.config.speculation.strategy!r}, which "
