@@ -8,7 +8,7 @@ What mattered, in this order:
 2. Copying must pay from the start. Random sequences repeated many times, and reports whose names and numbers are
    replaced by random tokens (the same in document and summary), cannot be guessed, only copied. Without them copying
    did not appear in 5M tokens, and words of a kind that the model had learned to guess first (`Office`, `Council`)
-   shared nearly one embedding (cosine 0.98) and were never copied right, even 25M tokens later. Moving them apart
+   shared nearly one embedding (cosine 0.98) and were not copied right after 25M tokens. Moving them apart
    (`--spread-embeddings`) and making them unguessable took exact lines from a quarter to all of them in 8M tokens.
 3. Short documents dense with findings first, long ones later. Positions jump at random by up to thousands, so that
    short documents also teach long distances.
