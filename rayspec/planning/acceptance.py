@@ -91,10 +91,10 @@ def best_choice(
     """The (candidate, draft length) with the most tokens per second; no draft unless it gains more than `min_gain`.
 
     KnapSpec's eq. 4, with head, overheads, hops, the true cost of the verify's rows, and drafts that `stop_rule` may
-    end early: expected tokens / (draft steps * seconds of one + verify + round overhead). `acceptance` [num_candidates]
-    should be `Estimate.lower`, corrected by what was observed in use. With `reuse_prefix`, the sublayers before a
-    candidate's first skipped one verify only
-    the last token drafted. A candidate that skips nothing is plain decoding, and so never drafted with.
+    end early: expected tokens / (draft steps + verify + round overhead). `acceptance` [num_candidates] should be
+    `Estimate.lower`, corrected by what was observed in use. With `reuse_prefix`, the sublayers before a candidate's
+    first skipped one verify only the last token drafted. A candidate that skips nothing is plain decoding, and so never
+    drafted with.
     """
     plain_tpt = 1.0 / latency.decode_step_s(context=context, batch=batch)
     plain = Choice(candidate=None, num_draft_tokens=0, tpt=plain_tpt, plain_tpt=plain_tpt)
@@ -102,16 +102,28 @@ def best_choice(
     if keep.size == 0 or keep.all() or max_draft_tokens < 1:
         return plain
     expected = expected_draft(np.asarray(acceptance, float), max_draft_tokens, stop_rule)
-    draft_s = np.asarray([latency.draft_step_s(row, context=context, batch=batch) for row in keep.tolist()])
+    draft_s = _draft_s(latency, keep, expected.num_drafted, context, batch)
     prefix = np.where(keep.all(axis=1), keep.shape[1], keep.argmin(axis=1)) * reuse_prefix
     verify_s = _verify_s(latency, expected.num_drafted, prefix, context, batch)
-    tpt = (1 + expected.num_accepted) / (draft_s[:, None] * expected.num_drafted + verify_s + latency.round_s)
+    tpt = (1 + expected.num_accepted) / (draft_s + verify_s + latency.round_s)
     tpt[keep.all(axis=1)] = 0.0
     candidate, length = np.unravel_index(int(tpt.argmax()), tpt.shape)
     best_tpt = float(tpt[candidate, length])
     if best_tpt <= plain_tpt * (1 + min_gain):
         return plain
     return Choice(candidate=int(candidate), num_draft_tokens=int(length) + 1, tpt=best_tpt, plain_tpt=plain_tpt)
+
+
+def _draft_s(latency: LatencyModel, keep: Flags, num_drafted: Floats, context: float, batch: int) -> Floats:
+    """[num_candidates, num_lengths]: seconds of the draft steps. A step is made while any sequence of the batch still
+    drafts, and runs the rows of those that do; so in a large batch the longest draft sets the number of steps."""
+    drafting = np.diff(num_drafted, axis=1, prepend=0.0).clip(0.0, 1.0)  # share of the sequences, by step
+    happens = 1 - (1 - drafting) ** batch
+    rows = batch * drafting / np.maximum(happens, 1e-12)
+    knots = sorted({min(2**power, batch) for power in range(batch.bit_length() + 1)})
+    table = [[latency.draft_step_s(row, context=context, batch=count) for count in knots] for row in keep.tolist()]
+    step_s = np.stack([np.interp(wanted, knots, seconds) for wanted, seconds in zip(rows, table, strict=True)])
+    return np.cumsum(happens * step_s, axis=1)
 
 
 def _verify_s(latency: LatencyModel, num_drafted: Floats, prefix: Floats, context: float, batch: int) -> Floats:

@@ -42,8 +42,9 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchRow:
-    """One strategy. Rates are medians over the repeats; speed-ups are medians of the ratios within a repeat. Both are of
-    decoding, which is what speculation works on; "end to end" adds the prompts' time.
+    """One strategy. Rates are medians over the repeats; speed-ups are medians of the ratios within a repeat.
+
+    Both are of decoding, which is what speculation works on; "end to end" adds the prompts' time.
 
     `identical` of `total` outputs have the tokens of our own plain decoding. Shares are of the engine's time.
     """
@@ -147,7 +148,7 @@ def bench_tables(result: dict[str, Any]) -> Group:
             *(_plain(row[key]) for key in ("mean_accepted_length", "predicted_tpt", "measured_tpt")),
             *(_percent(row[key]) for key in ("draft_share", "verify_share", "optimise_share")),
         )
-    note = "tokens/s: decoding; all/s: prompts included; predicted, measured: tokens/s of one sequence; shares of the engine's time"
+    note = "tokens/s: decoding; all/s: with prompts; predicted, measured: of one sequence; shares of the engine's time"
     return Group(heading, speed, work, note)
 
 

@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayspec.planning.acceptance import best_choice, expected_tokens, shrink, worth_drafting
+from rayspec.planning.acceptance import _draft_s, best_choice, expected_tokens, shrink, worth_drafting
 from rayspec.planning.calibration import Calibration, Correction
 from rayspec.planning.latency import Curve, LatencyModel
+from rayspec.planning.stopping import StopRule, expected_draft
 
 NUM_SUBLAYERS = 8
 
@@ -86,6 +87,27 @@ def test_best_choice_equals_loops(seed: int, batch: int, reuse: bool, num_stages
     assert (choice.candidate, choice.num_draft_tokens) == (candidate, length)
     assert choice.tpt == pytest.approx(tpt)
     assert choice.predicted_gain >= 1
+
+
+@pytest.mark.parametrize("batch", [1, 2, 8])
+def test_the_longest_draft_of_a_batch_sets_the_number_of_steps(batch: int) -> None:
+    model, rng = latency(np.random.default_rng(0)), np.random.default_rng(1)
+    keep, acceptance, rule, length = (True, False) * (NUM_SUBLAYERS // 2), 0.8, StopRule(detects=0.7, misfires=0.1), 12
+    seconds, num_tokens = 0.0, 0
+    for _ in range(4000):
+        drafting, sound = np.ones(batch, bool), np.ones(batch, bool)
+        num_tokens += batch
+        for _step in range(length):
+            if not drafting.any():
+                break
+            seconds += model.draft_step_s(keep, context=500, batch=int(drafting.sum()))
+            sound &= rng.random(batch) < acceptance
+            num_tokens += int((sound & drafting).sum())
+            drafting &= rng.random(batch) >= np.where(sound, rule.misfires, rule.detects)
+    expected = expected_draft([acceptance], length, rule)
+    predicted = _draft_s(model, np.asarray([keep]), expected.num_drafted, 500, batch)[0, -1]
+    assert predicted == pytest.approx(seconds / 4000, rel=0.05)
+    assert batch * (1 + expected.num_accepted[0, -1]) == pytest.approx(num_tokens / 4000, rel=0.03)
 
 
 def test_no_draft_where_none_pays_or_none_is_left() -> None:
