@@ -159,4 +159,5 @@ class EngineConfig(Options):
     kv_cache_tokens: int | None = Field(None, ge=16, description="tokens the KV arena holds; None: from free memory")
     deterministic: bool = Field(False, description="fixed kernel shapes: same tokens in bf16 whatever the batch")
     speculation: SpeculationOptions = SpeculationOptions()
+    remeasure: bool = Field(False, description="measure the latency profile anew, even if a saved one fits")
     profile_cache: str | None = Field(None, description="folder of saved latency profiles; None: the user's cache")

@@ -54,7 +54,9 @@ def load_engine(config: EngineConfig, *, with_tokenizer: bool = True) -> Engine:
     bucket_rows = _bucket_rows(parts) if config.deterministic else None
     arena = KVArena(parts.shapes, num_slots, dtype=parts.dtype, device=device, num_spare=bucket_rows or 0)
     runner = Runner(parts, arena, device=device, bucket_rows=bucket_rows)
-    latency = load_or_measure(runner, config.profile_cache) if config.speculation.strategy == "knapspec" else None
+    latency = None
+    if config.speculation.strategy == "knapspec":
+        latency = load_or_measure(runner, config.profile_cache, remeasure=config.remeasure)
     stages = LocalStages(
         runner,
         vocab_size=vocabulary.size,
@@ -62,7 +64,12 @@ def load_engine(config: EngineConfig, *, with_tokenizer: bool = True) -> Engine:
         num_tap_tokens=config.speculation.knapsack.num_tap_tokens,
     )
     return Engine(
-        config.replace(max_model_len=max_model_len, kv_cache_tokens=num_slots, device=str(device)),
+        config.replace(
+            dtype=str(parts.dtype).removeprefix("torch."),
+            device=str(device),
+            max_model_len=max_model_len,
+            kv_cache_tokens=num_slots,
+        ),
         stages=stages,
         scheduler=_scheduler(config, num_slots),
         selector=_selector(config, runner.num_sublayers, latency),

@@ -10,7 +10,6 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -27,17 +26,19 @@ _WIDE_ROWS = (1, 8, 32)
 _NUM_REPEATS = 5
 
 
-def load_or_measure(runner: Runner, folder: str | None) -> LatencyModel:
-    """The saved model for exactly this model, dtype, device, threads and versions; measured, and saved, otherwise."""
+def load_or_measure(runner: Runner, folder: str | None, *, remeasure: bool = False) -> LatencyModel:
+    """The model saved for exactly this model, dtype, device, threads and versions. Where there is none, or with
+    `remeasure`, it is measured and saved."""
     key = profile_key(runner)
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     path = Path(folder or _user_cache()) / f"latency-{name}.json"
-    try:
-        return LatencyModel.load(path, key)
-    except OSError:
-        pass
-    except StaleProfileError as error:
-        logger.warning("%s", error)
+    if not remeasure:
+        try:
+            return LatencyModel.load(path, key)
+        except OSError:
+            pass
+        except StaleProfileError as error:
+            logger.warning("%s", error)
     model = measure(runner)
     try:
         model.save(path, key)
@@ -111,7 +112,7 @@ def _sublayer_seconds(
 
 
 def _seconds(work: Callable[[], object], device: torch.device, clock: Callable[[], float]) -> float:
-    """Median of a few runs after one that warms up."""
+    """The fastest of a few runs after one that warms up: what disturbs a run only ever makes it slower."""
     times = []
     for _ in range(_NUM_REPEATS + 1):
         _synchronise(device)
@@ -119,7 +120,7 @@ def _seconds(work: Callable[[], object], device: torch.device, clock: Callable[[
         work()
         _synchronise(device)
         times.append(clock() - started)
-    return median(times[1:])
+    return min(times[1:])
 
 
 def _synchronise(device: torch.device) -> None:

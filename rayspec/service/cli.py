@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import tempfile
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
@@ -110,13 +109,13 @@ def generate(
 @app.command()
 @with_settings()
 def profile(asked: Asked) -> None:
-    """Measure what a forward costs here, sublayer by sublayer, and print it. Plans are chosen by such numbers.
+    """Measure what a forward costs here, sublayer by sublayer; print and save it. Plans are chosen by these numbers.
 
-    Always measured anew; a saved profile is neither read nor replaced.
+    Nothing else should run meanwhile.
     """
-    with clean_exit(), tempfile.TemporaryDirectory(prefix="rayspec-profile-") as folder:
+    with clean_exit():
         settings = asked.settings()
-        with load_llm(settings.engine.replace(profile_cache=folder)) as llm:
+        with load_llm(settings.engine.replace(remeasure=True)) as llm:
             if llm.engine.latency is None:
                 raise ConfigError(
                     f"model {settings.engine.model!r} runs with strategy {llm.config.speculation.strategy!r}, which "

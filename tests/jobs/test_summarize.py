@@ -94,7 +94,7 @@ def test_documents_become_summaries_and_a_report(
     assert ray.is_initialized()
 
 
-def test_an_interrupted_job_leaves_the_rows_so_far(tmp_path: Path, own_ray_folder: Path) -> None:
+def test_a_job_that_is_stopped_leaves_the_rows_so_far(tmp_path: Path, own_ray_folder: Path) -> None:
     lines = [json.dumps({"id": str(n), "text": "The annual review."}) for n in range(20_000)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     job = start(tmp_path, "a.jsonl", "--output", "out", *FAST, "--max-model-len", "64", "--max-tokens", "2")
@@ -104,12 +104,12 @@ def test_an_interrupted_job_leaves_the_rows_so_far(tmp_path: Path, own_ray_folde
         while time.monotonic() < deadline and not (partial.exists() and partial.stat().st_size > 4):
             assert job.poll() is None, job.communicate()
             time.sleep(0.05)
-        job.send_signal(signal.SIGINT)
+        job.send_signal(signal.SIGTERM)  # as `ray job stop` does
         _, errors = job.communicate(timeout=60)
     finally:
         job.kill()
         job.wait()
-    assert job.returncode == 130, errors
+    assert job.returncode == 143, errors
     assert "Traceback" not in errors
     table = pq.read_table(tmp_path / "out" / "summaries.parquet")
     assert 0 < table.num_rows < 20_000
