@@ -26,6 +26,7 @@ from rayspec.types import Plan, PlanRecord, no_draft
 _FIRST_SEARCH_SHARE = 0.1
 # Rounds between two looks at whether another known candidate has become the better choice.
 _ROUNDS_TO_REVIEW = 16
+_ROUNDS_TO_PRICE = 4
 _USE_HALF_LIFE = 256.0
 # Logits to take off estimates that nothing is known about: the best of many candidates on few tokens, each drafted from
 # the target's own keys, looks better than it is. First plans on the demo model were estimated at 0.93 and had 0.75.
@@ -80,11 +81,12 @@ class KnapSpec:
         self._correction = Correction(prior_offset=_OPTIMISM)
         self._calibration = Calibration()
         self._stops = StopRecord()
-        self._wants_taps = True
+        self._reason: str | None = None  # of the search that taps are being collected for
+        self._rounds_to_price = 0
 
     @property
     def wants_taps(self) -> bool:
-        return self._wants_taps
+        return self._reason is not None
 
     @property
     def gate_reason(self) -> str:
@@ -133,16 +135,23 @@ class KnapSpec:
 
     def improve(self, situation: Situation, search: Callable[[], PlanSearch | None]) -> PlanRecord | None:
         """Search when there is a reason and the budget allows; else, now and then, review the known candidates."""
-        reason = self._trigger.reason(context=situation.context, batch=situation.batch)
-        affordable = reason is not None and self._affordable(situation)
-        if reason is not None and affordable and self._wants_taps:
-            found = search()
-            if found is not None and found.num_tokens >= self._options.knapsack.num_tap_tokens:
-                return self._search(situation, found, reason)
-        self._wants_taps = affordable
+        if self._reason is None:
+            self._reason = self._affordable_reason(situation)
+        elif (found := search()) is not None and found.num_tokens >= self._options.knapsack.num_tap_tokens:
+            return self._search(situation, found, self._reason)
         if self._rounds_to_review <= 0 and self._candidates:
             return self._review(situation)
         return None
+
+    def _affordable_reason(self, situation: Situation) -> str | None:
+        """Why a search is wanted, if the budget allows one. Asked again only after a few rounds: pricing a search costs
+        a good part of a small model's step."""
+        self._rounds_to_price -= 1
+        reason = self._trigger.reason(context=situation.context, batch=situation.batch)
+        if reason is None or self._rounds_to_price > 0:
+            return None
+        self._rounds_to_price = _ROUNDS_TO_PRICE
+        return reason if self._affordable(situation) else None
 
     @property
     def _in_use(self) -> Candidate | None:
@@ -189,10 +198,8 @@ class KnapSpec:
         return self._budget.allows(cost_s, elapsed_s=situation.elapsed_s, expected_remaining_s=remaining_s)
 
     def _search_cost_s(self, situation: Situation) -> float:
-        options = self._options.knapsack
-        num_states = count_rows(
-            self._weights(situation), max_weight=self._max_weight(situation), max_states=options.max_states
-        )
+        options, weights = self._options.knapsack, self._weights(situation)
+        num_states = count_rows(weights, max_weight=self._max_weight(weights), max_states=options.max_states)
         rows = np.asarray(num_states) * options.num_tap_tokens
         return float(
             sum(
@@ -207,16 +214,16 @@ class KnapSpec:
         seconds = self._latency.sublayers_s(rows=situation.batch, context=situation.context, batch=situation.batch)
         return quantize(seconds.tolist(), self._options.knapsack.resolution)
 
-    def _max_weight(self, situation: Situation) -> int:
-        return int(sum(self._weights(situation)) * self._options.knapsack.max_skipped_share)
+    def _max_weight(self, weights: Sequence[int]) -> int:
+        return int(sum(weights) * self._options.knapsack.max_skipped_share)
 
     def _search(self, situation: Situation, found: PlanSearch, reason: str) -> PlanRecord:
         started = self._clock()
-        options = self._options.knapsack
+        options, weights = self._options.knapsack, self._weights(situation)
         solution = solve(
-            self._weights(situation),
+            weights,
             found,
-            max_weight=self._max_weight(situation),
+            max_weight=self._max_weight(weights),
             min_similarity=options.min_cosine,
             max_states=options.max_states,
         )
@@ -230,7 +237,7 @@ class KnapSpec:
                 one.num_accepted, one.num_tested = previous.num_accepted, previous.num_tested
         if previous is not None and all(one.keep != previous.keep for one in self._candidates):
             self._candidates.append(previous)
-        self._wants_taps = False
+        self._reason = None
         spent_s = self._clock() - started
         self._budget.spend(spent_s)
         return self._decide(situation, reason, spent_s)
