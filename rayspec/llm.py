@@ -94,8 +94,8 @@ class LLM:
             yield from engine.step()
 
     def shutdown(self) -> None:
-        """Abort what is running. The engine holds no processes or files."""
-        self.engine.abort_all()
+        """Abort what is running and end the processes that hold the model, where there are any."""
+        self.engine.shutdown()
 
     def __enter__(self) -> Self:
         return self

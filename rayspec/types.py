@@ -137,7 +137,9 @@ class PlanRecord:
 
 @dataclass(slots=True, kw_only=True)
 class EngineStats:
-    """What an engine has done since it was made. Seconds are wall time inside the engine."""
+    """What an engine has done since it was made. Seconds are wall time inside the engine, summed over work that may
+    have been under way at the same time. num_replays: how often the stages had to be brought back.
+    """
 
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
@@ -146,6 +148,7 @@ class EngineStats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_preemptions: int = 0
+    num_replays: int = 0
     prefill_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0
@@ -193,6 +196,7 @@ class RequestMetrics:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_preemptions: int = 0
+    num_replays: int = 0
     arrival_s: float = 0.0
     first_token_s: float | None = None
     finished_s: float | None = None

@@ -11,11 +11,12 @@ import torch
 from rayspec.config import EngineConfig, SamplingParams
 from rayspec.decode.drafting.skip_draft import KeepDrafting
 from rayspec.decode.engine import Engine, Vocabulary
-from rayspec.decode.plan_search import PlanSearch
+from rayspec.decode.plan_search import Knapsack
+from rayspec.decode.rounds import RoundResult
 from rayspec.decode.runner import Runner
 from rayspec.decode.scheduler import Scheduler
-from rayspec.decode.selection.base import FixedPlan, Selector, Situation
-from rayspec.decode.stages import LocalStages, RoundResult, Stages
+from rayspec.decode.selection.base import FixedPlan, Search, Selector, Situation
+from rayspec.decode.stages import LocalStages, Stages
 from rayspec.model.architecture import Decomposition
 from rayspec.model.kv_arena import KVArena
 from rayspec.types import Plan, PlanRecord, Request, RequestOutput, no_draft
@@ -66,14 +67,12 @@ class RandomPlans:
     def observe(self, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
         assert num_tokens > 0 or not any(one.finite for one in result.committed)
 
-    def improve(self, situation: Situation, search: Callable[[], PlanSearch | None]) -> PlanRecord | None:
-        """Takes a look at the tapped states, as a search in the middle of everything would, and must leave no trace."""
-        found = search() if self._rng.random() < 0.1 else None
-        if found is not None:
-            self.num_searches += 1
-            states = found.start()
-            for sublayer in range(self._num_sublayers):
-                states = found.run(sublayer, states)
+    def improve(self, situation: Situation, search: Search) -> PlanRecord | None:
+        """Searches now and then, as in the middle of everything one would, which must leave no trace."""
+        if self._rng.random() < 0.1:
+            weights = [2, 1] * (self._num_sublayers // 2)
+            under_way = search(Knapsack(num_tokens=4, weights=weights, max_weight=5, min_similarity=-1.0, max_states=4))
+            self.num_searches += under_way is not None
         return None
 
 
@@ -108,7 +107,7 @@ def engine_with(
         Runner(parts, arena, device=device, bucket_rows=bucket_rows),
         vocab_size=vocab_size,
         verification=verification,  # type: ignore[arg-type]
-        num_tap_tokens=6,
+        num_tap_tokens=config.speculation.knapsack.num_tap_tokens,
     )
     return Engine(
         config,
@@ -151,7 +150,9 @@ def require_idle(engine: Engine) -> None:
     scheduler = engine._scheduler
     assert scheduler.allocator.num_free == scheduler.allocator.num_slots
     assert not scheduler.has_work
-    assert not getattr(engine._stages, "_samplers", None)
+    assert not engine._flights
+    head = getattr(engine._stages, "head", None)
+    assert head is None or head.num_open == 0
     stats = engine.stats
     assert stats.num_accepted_tokens <= stats.num_draft_tokens
     assert sum(length * count for length, count in stats.accepted_lengths.items()) == stats.num_accepted_tokens

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from rayspec.config import EngineConfig
 from rayspec.decode.drafting.skip_draft import Turn
-from rayspec.decode.scheduler import Chunk, Scheduler, held
+from rayspec.decode.head import Committed, Opening
+from rayspec.decode.plan_search import Found, Knapsack
+from rayspec.decode.rounds import Piece, Prefill, PrefillResult, Result, Round, RoundResult
+from rayspec.decode.scheduler import Chunk, Scheduler, Step, held
 from rayspec.decode.selection.base import Selector, Situation
 from rayspec.decode.sequence import Detokenizer, SequenceState
-from rayspec.decode.stages import Committed, Opening, Piece, Stages
+from rayspec.decode.stages import StageLostError, Stages, StagesReplacedError
+from rayspec.decode.taps import TapLog
 from rayspec.planning.latency import LatencyModel
 from rayspec.types import (
     EmptyPromptError,
@@ -46,6 +52,15 @@ class _Live:
     @property
     def finished(self) -> bool:
         return all(sequence.finished for sequence in self.sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """Work under way for a cohort, and what to do when it is done."""
+
+    cohort: int
+    future: Future[Result]
+    land: Callable[[Future[Result]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,10 +98,16 @@ class Engine:
         self._vocabulary = vocabulary
         self._clock = clock
         self._live: dict[str, _Live] = {}
+        self._flights: list[_Flight] = []
+        self._work_ids = itertools.count(1)
+        self._sequence_ids = itertools.count(1)
+        self._taps = TapLog(config.speculation.knapsack.num_tap_tokens)
+        self._searching: Future[Found] | None = None
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self._live)
+        """Requests to finish, or work of aborted ones to come back."""
+        return bool(self._live or self._flights)
 
     @property
     def num_unfinished(self) -> int:
@@ -100,16 +121,7 @@ class Engine:
         for index in range(request.params.n):
             live.sequences.append(self._new_sequence(live, index))
         for sequence in live.sequences:
-            self._stages.open(
-                Opening(
-                    sequence_id=sequence.sequence_id,
-                    params=sequence.params,
-                    seed=sequence.seed,
-                    prompt_token_ids=live.prompt_token_ids,
-                    output_token_ids=(),
-                    eos_token_ids=self._vocabulary.eos_token_ids,
-                )
-            )
+            self._open(sequence)
             self._scheduler.add(sequence)
         self._live[request.request_id] = live
         self.stats.num_prompt_tokens += len(live.prompt_token_ids)
@@ -130,72 +142,168 @@ class Engine:
         return [output for name in list(self._live) if (output := self.abort(name)) is not None]
 
     def step(self) -> list[RequestOutput]:
-        """Prefill a chunk, take every prefilled sequence through one round; returns the requests that finished."""
+        """Start every cohort that is at rest, wait until something is done, commit it; returns the requests that
+        finished. When the model is lost for good, every request finishes with StageLostError."""
         started = self._clock()
-        step = self._scheduler.schedule()
-        self.stats.num_preemptions += len(step.preempted)
-        self._stages.move(step.moves)
-        if step.chunks:
-            self._guarded(lambda: self._prefill(step.chunks), [chunk.sequence for chunk in step.chunks])
-        if step.decode:
-            self._guarded(lambda: self._round(step.decode), step.decode[-1:])
+        try:
+            self._start_cohorts()
+            self._stages.wait()
+            self._take_finished()
+        except StagesReplacedError:
+            self._replay()
+        except StageLostError as error:
+            self._fail_all(error)
         self.stats.total_s += self._clock() - started
         return [self._finish(live) for live in list(self._live.values()) if live.finished]
 
-    def _guarded(self, work: Callable[[], None], victims: Sequence[SequenceState]) -> None:
-        """Run out of memory: the victims fail, the engine goes on."""
-        try:
-            work()
-        except RuntimeError as error:
-            if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
-                raise
-            for sequence in victims:
-                reason = str(error).splitlines()[0]
-                self._fail(
-                    sequence,
-                    OutOfMemoryError(f"{reason}: lower max_num_batched_tokens, max_num_seqs or kv_cache_tokens"),
-                )
+    def shutdown(self) -> None:
+        """Abort everything and let the stages go."""
+        self.abort_all()
+        self._stages.shutdown()
 
-    def _prefill(self, chunks: Sequence[Chunk]) -> None:
+    def _start_cohorts(self) -> None:
+        for cohort in range(self._stages.num_cohorts):
+            if not self._in_flight(cohort):
+                in_flight = {flight.cohort for flight in self._flights}
+                self._start(cohort, self._scheduler.schedule(cohort, in_flight))
+
+    def _in_flight(self, cohort: int) -> bool:
+        return any(flight.cohort == cohort for flight in self._flights)
+
+    def _start(self, cohort: int, step: Step) -> None:
+        self.stats.num_preemptions += len(step.preempted)
+        for sequence in step.preempted:
+            self._forget_taps(sequence)
+        if step.moves:
+            self._cancel_search()
+            self._stages.move(step.moves)
+        if step.chunks:
+            self._start_prefill(cohort, step.chunks)
+        if step.decode:
+            self._start_round(cohort, step.decode)
+
+    def _start_prefill(self, cohort: int, chunks: Sequence[Chunk]) -> None:
         started = self._clock()
-        pieces = []
-        for chunk in chunks:
-            sequence, end = chunk.sequence, chunk.first + chunk.num_tokens
-            replay = chunk.first >= sequence.num_prompt_tokens
-            tokens = sequence.token_ids[chunk.first : end]
-            start = held(sequence).start
-            pieces.append(Piece(sequence.sequence_id, start, chunk.first, tokens, chunk.completes, replay))
-        for chunk, committed in zip(chunks, self._stages.prefill(pieces), strict=True):
-            chunk.sequence.num_computed += chunk.num_tokens
-            if committed is not None:
-                self._commit(chunk.sequence, committed)
-        self.stats.prefill_s += self._clock() - started
+        work = Prefill(id=next(self._work_ids), pieces=[_piece(chunk) for chunk in chunks])
+        land = partial(self._land_prefill, chunks, started)
+        self._flights.append(_Flight(cohort, self._stages.start(work), land))
 
-    def _round(self, sequences: Sequence[SequenceState]) -> None:
+    def _start_round(self, cohort: int, sequences: Sequence[SequenceState]) -> None:
         started = self._clock()
         situation = self._situation(sequences)
         plan = self._selector.plan(situation)
-        turns = [self._turn(sequence, plan.num_draft_tokens) for sequence in sequences]
-        result = self._stages.round(turns, plan, self._selector.keep_drafting(situation), tap=self._selector.wants_taps)
-        num_tokens = 0
-        for sequence, committed, drafted, num_accepted in zip(
-            sequences, result.committed, result.drafts, result.num_accepted, strict=True
-        ):
-            num_tokens += self._commit(sequence, committed)
-            self._count(sequence, len(drafted.token_ids), num_accepted)
-        self.stats.draft_s += result.draft_s
-        self.stats.verify_s += result.verify_s
-        self._selector.observe(situation, plan, result, num_tokens, self._clock() - started)
-        self._improve(sequences, situation)
+        work = Round(
+            id=next(self._work_ids),
+            turns=[self._turn(sequence, plan.num_draft_tokens) for sequence in sequences],
+            plan=plan,
+            keep_drafting=self._selector.keep_drafting(situation),
+            num_taps=self._taps.capacity if self._selector.wants_taps else 0,
+        )
+        land = partial(self._land_round, sequences, situation, work, started)
+        self._flights.append(_Flight(cohort, self._stages.start(work), land))
 
-    def _improve(self, sequences: Sequence[SequenceState], situation: Situation) -> None:
+    def _take_finished(self) -> None:
+        for flight in [flight for flight in self._flights if flight.future.done()]:
+            self._flights.remove(flight)
+            flight.land(flight.future)
+            if not self._in_flight(flight.cohort):
+                for sequence in self._scheduler.members(flight.cohort):
+                    if sequence.finished:
+                        self._release(sequence)
+
+    def _land_prefill(self, chunks: Sequence[Chunk], started: float, future: Future[Result]) -> None:
+        result = self._result(future, [chunk.sequence for chunk in chunks])
+        if isinstance(result, PrefillResult):
+            for chunk, committed in zip(chunks, result.committed, strict=True):
+                chunk.sequence.num_computed += chunk.num_tokens
+                if committed is not None:
+                    self._commit(chunk.sequence, committed)
+        self.stats.prefill_s += self._clock() - started
+
+    def _land_round(
+        self,
+        sequences: Sequence[SequenceState],
+        situation: Situation,
+        work: Round,
+        started: float,
+        future: Future[Result],
+    ) -> None:
+        result = self._result(future, sequences[-1:])
+        if isinstance(result, RoundResult):
+            num_tokens = 0
+            for sequence, committed, drafted, num_accepted in zip(
+                sequences, result.committed, result.drafts, result.num_accepted, strict=True
+            ):
+                self._count(sequence, len(drafted.token_ids), num_accepted)
+                num_tokens += self._commit(sequence, committed)
+            self.stats.draft_s += result.draft_s
+            self.stats.verify_s += result.verify_s
+            self._taps.add(token for token in work.taps if self._is_live(token.sequence_id))
+            if num_tokens or not all(committed.finite for committed in result.committed):
+                self._selector.observe(situation, work.plan, result, num_tokens, self._clock() - started)
+            self._improve(situation)
+
+    def _result(self, future: Future[Result], victims: Sequence[SequenceState]) -> Result | None:
+        """What the work gave. Run out of memory: the victims fail, the engine goes on."""
+        try:
+            return future.result()
+        except OutOfMemoryError as error:
+            for sequence in victims:
+                self._fail(sequence, error)
+        return None
+
+    def _improve(self, situation: Situation) -> None:
         started = self._clock()
-        starts = {s.sequence_id: held(s).start for s in sequences if not s.finished}
-        record = self._selector.improve(situation, lambda: self._stages.search(starts))
+        record = self._selector.improve(situation, self._search)
         if record is not None:
             self.stats.plans = [*self.stats.plans[-_MAX_PLAN_RECORDS + 1 :], record]
-            self.stats.optimise_s += self._clock() - started
+            self.stats.optimise_s += max(record.optimise_s, self._clock() - started)
         self.stats.gate_reason = self._selector.gate_reason
+
+    def _search(self, knapsack: Knapsack) -> Future[Found] | None:
+        """Over the tokens tapped last, of sequences that may not move until it is done."""
+        tokens = self._taps.tokens
+        if len(tokens) < knapsack.num_tokens:
+            return None
+        starts = {s.sequence_id: held(s).start for s in self._scheduler.running}
+        chosen = tokens[-knapsack.num_tokens :]
+        self._searching = self._stages.search(chosen, [starts[token.sequence_id] for token in chosen], knapsack)
+        return self._searching
+
+    def _cancel_search(self) -> None:
+        if self._searching is not None:
+            self._searching.cancel()
+
+    def _forget_taps(self, sequence: SequenceState) -> None:
+        """The sequence leaves its place in the arena."""
+        self._taps.drop(sequence.sequence_id)
+        self._cancel_search()
+
+    def _is_live(self, sequence_id: str) -> bool:
+        return any(s.sequence_id == sequence_id and not s.finished for s in self._scheduler.running)
+
+    def _replay(self) -> None:
+        """The stages hold nothing any more: open every sequence again; it is prefilled with its committed tokens."""
+        lost = [*self._scheduler.running, *self._scheduler.waiting]
+        self._flights.clear()
+        self._scheduler.restart()
+        self._cancel_search()
+        self._taps.clear()
+        for sequence in lost:
+            if sequence.finished:
+                self._scheduler.remove(sequence)
+            else:
+                self._open(sequence)
+                sequence.metrics.num_replays += 1
+        self.stats.num_replays += 1
+
+    def _fail_all(self, error: StageLostError) -> None:
+        self._flights.clear()
+        for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
+            if not sequence.finished:
+                sequence.fail(error)
+            self._scheduler.remove(sequence)
+            sequence.metrics.finished_s = self._clock()
 
     def _turn(self, sequence: SequenceState, num_draft_tokens: int) -> Turn:
         return Turn(
@@ -218,6 +326,8 @@ class Engine:
 
     def _commit(self, sequence: SequenceState, committed: Committed) -> int:
         """Make the target's tokens the sequence's; returns how many counted."""
+        if sequence.finish_reason == "abort":  # while it was under way
+            return 0
         if not committed.finite:
             self._fail(
                 sequence,
@@ -273,7 +383,7 @@ class Engine:
         params = live.request.params
         seed = secrets.randbits(63) if params.seed is None else params.seed
         sequence = SequenceState(
-            sequence_id=f"{live.request.request_id}/{index}",
+            sequence_id=f"{next(self._sequence_ids)}/{live.request.request_id}/{index}",
             index=index,
             params=params,
             seed=_signed(seed + index * _SEED_STRIDE),
@@ -291,15 +401,34 @@ class Engine:
             )
         return sequence
 
+    def _open(self, sequence: SequenceState) -> None:
+        self._stages.open(
+            Opening(
+                sequence_id=sequence.sequence_id,
+                params=sequence.params,
+                seed=sequence.seed,
+                prompt_token_ids=sequence.token_ids[: sequence.num_prompt_tokens],
+                output_token_ids=sequence.output_token_ids,
+                eos_token_ids=self._vocabulary.eos_token_ids,
+            )
+        )
+
     def _fail(self, sequence: SequenceState, error: RayspecError) -> None:
         if not sequence.finished:
             sequence.fail(error)
             self._retire(sequence)
 
     def _retire(self, sequence: SequenceState) -> None:
+        """A finished sequence lets go of what it holds: now, or when its cohort has landed, for rows that are under way
+        write into its span."""
+        sequence.metrics.finished_s = self._clock()
+        self._forget_taps(sequence)
+        if sequence.span is None or not self._in_flight(sequence.cohort):
+            self._release(sequence)
+
+    def _release(self, sequence: SequenceState) -> None:
         self._scheduler.remove(sequence)
         self._stages.close(sequence.sequence_id)
-        sequence.metrics.finished_s = self._clock()
 
     def _finish(self, live: _Live) -> RequestOutput:
         del self._live[live.request.request_id]
@@ -314,6 +443,18 @@ class Engine:
         )
 
 
+def _piece(chunk: Chunk) -> Piece:
+    sequence, end = chunk.sequence, chunk.first + chunk.num_tokens
+    return Piece(
+        sequence_id=sequence.sequence_id,
+        start=held(sequence).start,
+        first=chunk.first,
+        token_ids=sequence.token_ids[chunk.first : end],
+        sample=chunk.completes,
+        replay=chunk.first >= sequence.num_prompt_tokens,
+    )
+
+
 def _signed(seed: int) -> int:
     """Wrapped into the signed 64-bit range."""
     return (seed + 2**63) % 2**64 - 2**63
@@ -326,6 +467,7 @@ def _summed(metrics: Sequence[RequestMetrics]) -> RequestMetrics:
         num_draft_tokens=sum(m.num_draft_tokens for m in metrics),
         num_accepted_tokens=sum(m.num_accepted_tokens for m in metrics),
         num_preemptions=sum(m.num_preemptions for m in metrics),
+        num_replays=sum(m.num_replays for m in metrics),
         arrival_s=min(m.arrival_s for m in metrics),
         first_token_s=min(first_tokens, default=None),
         finished_s=max((m.finished_s or 0.0 for m in metrics), default=None),

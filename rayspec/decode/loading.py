@@ -72,7 +72,7 @@ def load_engine(config: EngineConfig, *, with_tokenizer: bool = True) -> Engine:
         ),
         stages=stages,
         scheduler=_scheduler(config, num_slots),
-        selector=_selector(config, runner.num_sublayers, latency),
+        selector=_selector(config, runner.last, latency),
         vocabulary=vocabulary,
         max_model_len=max_model_len,
         tokenizer=tokenizer,

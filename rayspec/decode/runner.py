@@ -47,8 +47,14 @@ class Runner:
         self._like_hidden = torch.zeros(1, 1, 1, dtype=parts.dtype, device=device)
 
     @property
-    def num_sublayers(self) -> int:
-        return len(self.parts.sublayers)
+    def first(self) -> int:
+        """The first sublayer that is here."""
+        return self.parts.sublayers[0].index
+
+    @property
+    def last(self) -> int:
+        """One after the last sublayer that is here."""
+        return self.parts.sublayers[-1].index + 1
 
     def batch(self, spans: Sequence[RowSpan], *, fixed_shape: bool = True) -> Batch:
         """Pack rows for `embed`, `run` and `head`. `fixed_shape=False`: a prefill chunk, whose shape is its own."""
@@ -75,13 +81,15 @@ class Runner:
         batch: Batch,
         hidden: Tensor,
         *,
-        first: int = 0,
+        first: int | None = None,
         last: int | None = None,
         keep: Sequence[bool] | None = None,
         tap: Tap | None = None,
     ) -> Tensor:
-        """Sublayers `first` .. `last` (exclusive) over [1, N, hidden_size]."""
-        span = self.parts.sublayers[first:last]
+        """Sublayers `first` .. `last` (exclusive), by default all that are here, over [1, N, hidden_size]."""
+        begin = self.first if first is None else first
+        end = self.last if last is None else last
+        span = self.parts.sublayers[begin - self.first : end - self.first]
         parts, at = [], 0
         for num_real, rows in batch.buckets:
             padded = _pad_rows(hidden[:, at : at + num_real], len(rows.positions))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from rayspec.decode.sequence import SequenceState
@@ -43,8 +44,10 @@ class Step:
 class Scheduler:
     """Continuous batching over one arena: first come, first served; when it is full the youngest is preempted.
 
-    `lookahead` is how many tokens beyond its newest one a sequence may write in a round. With `chunk_grid` a sequence's
-    prompt is cut at multiples of it and chunks run alone, so that their shapes do not depend on other sequences.
+    Running sequences are dealt to `num_cohorts` cohorts, which are scheduled one at a time and travel independently: a
+    cohort in flight is left alone. `lookahead` is how many tokens beyond its newest one a sequence may write in a
+    round. With `chunk_grid` a sequence's prompt is cut at multiples of it and chunks run alone, so that their shapes do
+    not depend on other sequences.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Scheduler:
         max_prefill_tokens: int,
         lookahead: int,
         chunk_grid: int | None = None,
+        num_cohorts: int = 1,
     ) -> None:
         self.allocator = SpanAllocator(num_slots)
         self.waiting: deque[SequenceState] = deque()
@@ -64,6 +68,7 @@ class Scheduler:
         self._max_prefill_tokens = max_prefill_tokens
         self._lookahead = lookahead
         self._chunk_grid = chunk_grid
+        self._max_cohort_seqs = -(-max_num_seqs // num_cohorts)
 
     @property
     def has_work(self) -> bool:
@@ -84,33 +89,45 @@ class Scheduler:
             self.waiting.remove(sequence)
         self._release(sequence)
 
-    def schedule(self) -> Step:
+    def members(self, cohort: int) -> list[SequenceState]:
+        return [sequence for sequence in self.running if sequence.cohort == cohort]
+
+    def schedule(self, cohort: int = 0, in_flight: Collection[int] = ()) -> Step:
+        """The next step of a cohort, while those `in_flight` are under way."""
         step = Step()
-        self._make_room(step)
-        self._admit()
-        self._cut_chunks(step)
-        step.decode = [sequence for sequence in self.running if sequence.prefilled]
+        self._make_room(cohort, in_flight, step)
+        self._admit(cohort)
+        members = self.members(cohort)
+        self._cut_chunks(members, step)
+        step.decode = [sequence for sequence in members if sequence.prefilled]
         return step
 
-    def _make_room(self, step: Step) -> None:
-        """Every running sequence gets the slots of its next round, at the cost of the youngest ones."""
-        for sequence in list(self.running):
-            while sequence.span is not None and not self._grow(sequence, step):
-                self._preempt(self.running[-1], step)
+    def restart(self) -> None:
+        """Nothing is in the arena any more: every running sequence is computed again from its committed tokens."""
+        for sequence in self.running:
+            sequence.num_computed = 0
 
-    def _admit(self) -> None:
-        while self.waiting and len(self.running) < self._max_num_seqs:
+    def _make_room(self, cohort: int, in_flight: Collection[int], step: Step) -> None:
+        """Every sequence of the cohort gets the slots of its next round, at the cost of the youngest ones at rest."""
+        for sequence in self.members(cohort):
+            while sequence.span is not None and not self._grow(sequence, step):
+                self._preempt(next(s for s in reversed(self.running) if s.cohort not in in_flight), step)
+
+    def _admit(self, cohort: int) -> None:
+        num_members = len(self.members(cohort))
+        while self.waiting and len(self.running) < self._max_num_seqs and num_members < self._max_cohort_seqs:
             sequence = self.waiting[0]
             wanted = max(self._needed(sequence), min(sequence.max_total_tokens, self._fair_share))
             span = self.allocator.allocate(wanted)
             if span is None:
                 return
-            sequence.span = span
+            sequence.span, sequence.cohort = span, cohort
             self.running.append(self.waiting.popleft())
+            num_members += 1
 
-    def _cut_chunks(self, step: Step) -> None:
+    def _cut_chunks(self, members: Sequence[SequenceState], step: Step) -> None:
         budget = self._max_prefill_tokens
-        for sequence in self.running:
+        for sequence in members:
             num_left = sequence.num_tokens - sequence.num_computed
             if sequence.prefilled or num_left <= 0:
                 continue

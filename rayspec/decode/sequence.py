@@ -68,6 +68,7 @@ class SequenceState:
     eos_token_ids: Collection[int]
     detokenizer: Detokenizer | None
     num_computed: int = 0
+    cohort: int = 0
     span: Span | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from rayspec.decode.drafting.skip_draft import Draft, KeepDrafting, Turn
-from rayspec.decode.plan_search import PlanSearch
+from rayspec.decode.drafting.skip_draft import Draft
+from rayspec.decode.head import Committed, Opening
+from rayspec.decode.plan_search import Found, Knapsack, TappedToken
+from rayspec.decode.rounds import Prefill, PrefillResult, Result, Round, RoundResult, Work
 from rayspec.decode.sampling import Rows, TokenSampler, finite_rows, target_tokens, top_logprobs
 from rayspec.decode.scheduler import Move
-from rayspec.decode.stages import Committed, Opening, Piece, RoundResult
-from rayspec.types import Logprob, Plan
+from rayspec.decode.stages import done
+from rayspec.types import Logprob
 
 
 class WholeModelStages:
@@ -25,6 +28,8 @@ class WholeModelStages:
         self._vocab_size = vocab_size
         self._samplers: dict[str, TokenSampler] = {}
         self._caches: dict[str, DynamicCache] = {}
+
+    num_cohorts = 1
 
     @property
     def num_sublayers(self) -> int:
@@ -40,32 +45,43 @@ class WholeModelStages:
     def move(self, moves: Sequence[Move]) -> None:
         """Caches are not in an arena: there is nothing to move."""
 
-    @torch.inference_mode()
-    def prefill(self, pieces: Sequence[Piece]) -> list[Committed | None]:
-        return [
-            self._choose(piece.sequence_id, logits) if piece.sample else None
-            for piece in pieces
-            for logits in [self._forward(piece.sequence_id, piece.first, piece.token_ids)]
-        ]
+    def start(self, work: Work) -> Future[Result]:
+        return done(lambda: self._prefill(work) if isinstance(work, Prefill) else self._round(work))
+
+    def wait(self) -> None:
+        """Everything is done when it is started."""
+
+    def search(self, tokens: Sequence[TappedToken], starts: Sequence[int], knapsack: Knapsack) -> Future[Found]:
+        raise NotImplementedError("a model that does not split into sublayers has no plans")
+
+    def shutdown(self) -> None:
+        """There is nothing to end."""
 
     @torch.inference_mode()
-    def round(self, turns: Sequence[Turn], plan: Plan, keep_drafting: KeepDrafting | None, *, tap: bool) -> RoundResult:
+    def _prefill(self, work: Prefill) -> PrefillResult:
+        return PrefillResult(
+            [
+                self._choose(piece.sequence_id, logits) if piece.sample else None
+                for piece in work.pieces
+                for logits in [self._forward(piece.sequence_id, piece.first, piece.token_ids)]
+            ]
+        )
+
+    @torch.inference_mode()
+    def _round(self, work: Round) -> RoundResult:
         started = time.perf_counter()
         committed = [
             self._choose(turn.sequence_id, self._forward(turn.sequence_id, turn.length - 1, [turn.last_token]))
-            for turn in turns
+            for turn in work.turns
         ]
         return RoundResult(
             committed=committed,
-            drafts=[Draft() for _ in turns],
-            num_accepted=[0] * len(turns),
+            drafts=[Draft() for _ in work.turns],
+            num_accepted=[0] * len(work.turns),
             num_draft_steps=0,
             draft_s=0.0,
             verify_s=time.perf_counter() - started,
         )
-
-    def search(self, starts: Mapping[str, int]) -> PlanSearch | None:
-        return None
 
     def _forward(self, sequence_id: str, first: int, token_ids: Sequence[int]) -> Tensor:
         """Logits [1, V] after the tokens. From position 0 the sequence starts again with an empty cache."""

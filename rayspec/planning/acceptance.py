@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from rayspec.planning.calibration import CalibrationCurve
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.stopping import NEVER, StopRule, expected_draft
 
@@ -157,3 +158,26 @@ def worth_drafting(survival: ArrayLike, acceptance: ArrayLike, *, rate: float, s
     surplus = np.atleast_1d(np.asarray(survival, float) * np.asarray(acceptance, float)) - rate * row_s
     takes_part = surplus > 0
     return takes_part & (float(surplus[takes_part].sum()) > rate * step_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftWhileWorth:
+    """`worth_drafting` as a rule that can be sent to wherever drafts are made.
+
+    curve: acceptance of a drafted token by its confidence. usual: acceptance of a token not drafted yet. rate, step_s
+    and row_s as `worth_drafting` has them.
+    """
+
+    curve: CalibrationCurve
+    usual: float
+    rate: float
+    step_s: float
+    row_s: float
+
+    def __call__(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
+        """confidences: of the tokens drafted so far, by sequence. Which sequences draft one more."""
+        survival = [float(np.prod(self.curve.acceptance(one))) for one in confidences]
+        worth: list[bool] = worth_drafting(
+            survival, self.usual, rate=self.rate, step_s=self.step_s, row_s=self.row_s
+        ).tolist()
+        return worth

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -52,6 +54,19 @@ class Correction:
         return np.asarray(np.where(a == 1, 1.0, a * odds / (a * odds + 1 - a)))
 
 
+@dataclass(frozen=True, slots=True)
+class CalibrationCurve:
+    """By how much acceptance exceeds confidence, at some confidences by rising order; linear between them."""
+
+    confidence: tuple[float, ...]
+    excess: tuple[float, ...]
+
+    def acceptance(self, confidence: ArrayLike) -> Floats:
+        """Same shape, between 0 and 1."""
+        values = np.asarray(confidence, float)
+        return np.asarray(np.clip(values + np.interp(values, self.confidence, self.excess), 0.0, 1.0))
+
+
 class Calibration:
     """Acceptance of a draft token, given its confidence (the draft's top-1 probability).
 
@@ -84,10 +99,14 @@ class Calibration:
 
     def acceptance(self, confidence: ArrayLike) -> Floats:
         """Same shape, between 0 and 1. Before any observation: the confidence itself."""
-        values = np.asarray(confidence, float)
+        return self.curve.acceptance(confidence)
+
+    @property
+    def curve(self) -> CalibrationCurve:
+        """What has been learned so far."""
         excess = (self._num_accepted - self._sum_confidence) / (self._num_tested + self._strength)
         middles = (self._edges[1:] + self._edges[:-1]) / 2
-        return np.asarray(np.clip(values + np.interp(values, middles, excess), 0.0, 1.0))
+        return CalibrationCurve(tuple(middles.tolist()), tuple(excess.tolist()))
 
 
 def _check_counts(num_accepted: int, num_tested: int) -> None:

@@ -130,26 +130,18 @@ class _Drafting:
 
     def __init__(self, stages: Any) -> None:
         self._stages = stages
-        self._head = stages.runner.head
-        self._run = stages.runner.run
+        self._drafting = False
+        run, logits = stages.span.run, stages.head.logits
+
+        def noted(work: Any, hidden: Any = None) -> Any:
+            self._drafting = work.keep is not None
+            return run(work, hidden)
+
+        def poisoned(hidden: Any) -> Any:
+            plain = logits(hidden)
+            return plain.index_fill(-1, torch.tensor([POISON]), 1e3) if self._drafting else plain
+
+        stages.span.run, stages.head.logits = noted, poisoned
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stages, name)
-
-    def round(self, turns: Any, plan: Any, keep_drafting: Any, *, tap: bool) -> Any:
-        runner, drafting = self._stages.runner, False
-
-        def run(batch: Any, hidden: Any, **options: Any) -> Any:
-            nonlocal drafting
-            drafting = "keep" in options
-            return self._run(batch, hidden, **options)
-
-        def head(hidden: Any) -> Any:
-            logits = self._head(hidden)
-            return logits.index_fill(-1, torch.tensor([POISON]), 1e3) if drafting else logits
-
-        runner.run, runner.head = run, head
-        try:
-            return self._stages.round(turns, plan, keep_drafting, tap=tap)
-        finally:
-            runner.run, runner.head = self._run, self._head

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -9,7 +9,8 @@ import torch
 
 from rayspec.config import SamplingParams
 from rayspec.decode.engine import Engine
-from rayspec.decode.stages import LocalStages
+from rayspec.decode.rounds import Prefill, Result, Round, Work
+from rayspec.decode.stages import LocalStages, done
 from rayspec.types import OutOfMemoryError, RequestOutput
 from tests.engines import (
     GREEDY,
@@ -67,9 +68,10 @@ class _CountsPrefill:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stages, name)
 
-    def prefill(self, pieces: Sequence[Any]) -> Any:
-        self.num_tokens += sum(len(piece.token_ids) for piece in pieces)
-        return self._stages.prefill(pieces)
+    def start(self, work: Work) -> Future[Result]:
+        if isinstance(work, Prefill):
+            self.num_tokens += sum(len(piece.token_ids) for piece in work.pieces)
+        return self._stages.start(work)
 
 
 def test_nothing_is_computed_twice_unless_preempted() -> None:
@@ -152,7 +154,7 @@ def test_a_step_without_work_does_nothing() -> None:
 
 
 class _RunsOutOfMemory:
-    """Stages that fail once, on the call of that number, before or after they have done their work."""
+    """Stages that fail once, on the call of that number."""
 
     def __init__(self, stages: LocalStages, phase: str, call: int, error: RuntimeError) -> None:
         self._stages, self._phase, self._calls_left, self._error = stages, phase, call, error
@@ -160,19 +162,15 @@ class _RunsOutOfMemory:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stages, name)
 
-    def prefill(self, pieces: Sequence[Any]) -> Any:
-        self._fail("prefill")
-        return self._stages.prefill(pieces)
-
-    def round(self, *args: Any, **options: Any) -> Any:
-        self._fail("round")
-        return self._stages.round(*args, **options)
-
-    def _fail(self, phase: str) -> None:
-        if phase == self._phase:
+    def start(self, work: Work) -> Future[Result]:
+        if isinstance(work, Prefill if self._phase == "prefill" else Round):
             self._calls_left -= 1
             if self._calls_left == 0:
-                raise self._error
+                return done(self._fail)
+        return self._stages.start(work)
+
+    def _fail(self) -> Result:
+        raise self._error
 
 
 @pytest.mark.parametrize("call", [1, 2, 4])

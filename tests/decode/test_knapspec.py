@@ -31,16 +31,9 @@ def _latency(engine: Engine) -> LatencyModel:
     return measure(runner)
 
 
-class _Clock:
-    """Makes every search take no time, so that what is chosen depends on the model, not on the machine."""
-
-    def __call__(self) -> float:
-        return 0.0
-
-
 def _knapspec(latency: LatencyModel, **options: Any) -> KnapSpec:
     values: dict[str, Any] = {"optimise_share": 1.0, "knapsack": {"num_tap_tokens": 6}}
-    return KnapSpec(SpeculationOptions(**(values | options)), latency, clock=_Clock())
+    return KnapSpec(SpeculationOptions(**(values | options)), latency)
 
 
 @pytest.mark.parametrize("verification", ["coupled", "rejection"])

@@ -11,6 +11,7 @@ import torch
 from rayspec.config import SamplingParams
 from rayspec.decode.plan_search import PlanSearch
 from rayspec.decode.runner import RowSpan
+from rayspec.decode.scheduler import held
 from rayspec.decode.selection.base import FixedPlan
 from rayspec.model.architecture import Decomposition
 from rayspec.planning.knapsack import solve
@@ -21,26 +22,22 @@ from tests.families import FAMILIES, cases, checkpoint, parts_of
 
 
 class _Taps(FixedPlan):
-    """One plan, taps always, and the search kept for a look."""
+    """One plan, taps always."""
 
     wants_taps = True
-    search: PlanSearch | None = None
-    starts: Any = None
-
-    def improve(self, situation: Any, search: Any) -> None:
-        self.search = search()
 
 
 def _search(parts: Decomposition, prompts: list[list[int]], plan: Plan, num_steps: int) -> tuple[PlanSearch, Any]:
     """A search in the middle of generation, and the runner it looks at."""
-    selector = _Taps(plan)
-    engine = engine_with(parts, selector, max_num_seqs=len(prompts), max_model_len=1024)
+    engine = engine_with(parts, _Taps(plan), max_num_seqs=len(prompts), max_model_len=1024)
     for request in requests_for(prompts, SamplingParams(temperature=0, max_tokens=64)):
         engine.add(request)
     for _ in range(num_steps):
         engine.step()
-    assert selector.search is not None
-    return selector.search, engine._stages.runner  # type: ignore[attr-defined]
+    stages: Any = engine._stages
+    starts = {sequence.sequence_id: held(sequence).start for sequence in engine._scheduler.running}
+    tokens = engine._taps.tokens[-6:]
+    return stages.plan_search(tokens, [starts[token.sequence_id] for token in tokens]), stages.runner
 
 
 def _branch(search: PlanSearch, keep: tuple[bool, ...]) -> torch.Tensor:
@@ -103,11 +100,12 @@ def test_running_everything_is_the_target_itself() -> None:
     assert search.agreement(worse)[1] < search.num_tokens
 
 
-def test_the_knapsack_finds_nearly_what_brute_force_finds_on_the_demo_model() -> None:
+@pytest.mark.parametrize("num_steps", [4, 12])
+def test_the_knapsack_finds_nearly_what_brute_force_finds_on_the_demo_model(num_steps: int) -> None:
     """All 2^10 ways to skip sublayers of a window, against the search, at every budget."""
     parts = demo_parts()
     window = range(12, 22)
-    search, _ = _search(parts, demo_prompts(2, 8), Plan(keep=(True,) * 32, num_draft_tokens=3, source="all"), 6)
+    search, _ = _search(parts, demo_prompts(2, 8), Plan(keep=(True,) * 32, num_draft_tokens=3, source="all"), num_steps)
     may_skip = [index in window for index in range(32)]
     weights = [5 if index % 2 == 0 else 3 for index in range(32)]
     best = _brute_force(search, window, weights)
@@ -121,10 +119,13 @@ def test_the_knapsack_finds_nearly_what_brute_force_finds_on_the_demo_model() ->
     )
     found = {one.weight: one.similarity for one in solution.candidates}
     assert found[0] == pytest.approx(1.0, abs=1e-5)
+    shares = []
     for budget in range(5, sum(weights[index] for index in window) + 1):
         most_similar = max(similarity for weight, similarity in best.items() if budget - 4 <= weight <= budget)
         reached = max((s for weight, s in found.items() if weight >= budget - 4), default=0.0)
-        assert reached >= 0.99 * most_similar, f"at budget {budget}"
+        shares.append(reached / most_similar)
+    assert min(shares) >= 0.98
+    assert np.mean(shares) >= 0.99
     for one in solution.candidates:
         whole = _branch(search, one.keep)
         assert search.similarity(31, whole)[0] == pytest.approx(one.similarity, abs=1e-4)

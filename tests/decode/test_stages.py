@@ -7,8 +7,11 @@ import torch
 
 from rayspec.config import SamplingParams
 from rayspec.decode.drafting.skip_draft import Turn
+from rayspec.decode.head import Opening
+from rayspec.decode.plan_search import TappedToken
+from rayspec.decode.rounds import Piece, Prefill, Round
 from rayspec.decode.runner import Runner
-from rayspec.decode.stages import LocalStages, Opening, Piece
+from rayspec.decode.stages import LocalStages
 from rayspec.model.kv_arena import KVArena
 from rayspec.types import Plan
 from tests.families import VOCAB_SIZE, cases, checkpoint, parts_of
@@ -37,10 +40,18 @@ def _stages(num_tap_tokens: int = 8) -> LocalStages:
     return stages
 
 
+def _prefill(stages: LocalStages, pieces: list[Piece]) -> Any:
+    return stages.start(Prefill(id=1, pieces=pieces)).result().committed
+
+
+def _round(stages: LocalStages, turns: list[Turn], plan: Plan, keep: Any = None, num_taps: int = 0) -> Any:
+    return stages.start(Round(id=2, turns=turns, plan=plan, keep_drafting=keep, num_taps=num_taps)).result()
+
+
 def _prefilled(num_tap_tokens: int = 8) -> LocalStages:
     stages = _stages(num_tap_tokens)
     pieces = [Piece(str(name), STARTS[name], 0, prompt, sample=True) for name, prompt in enumerate(KNOWN.prompts)]
-    committed = stages.prefill(pieces)
+    committed = _prefill(stages, pieces)
     assert [tuple(one.token_ids) for one in committed if one] == [tokens[:1] for tokens in KNOWN.expected]
     return stages
 
@@ -66,20 +77,20 @@ def _plan(*skip: int) -> Plan:
 def test_only_pieces_that_sample_give_a_token() -> None:
     stages = _stages()
     prompt = KNOWN.prompts[0]
-    first, other = stages.prefill(
-        [Piece("0", 100, 0, prompt[:11], sample=False), Piece("1", 0, 0, KNOWN.prompts[1], sample=True)]
+    first, other = _prefill(
+        stages, [Piece("0", 100, 0, prompt[:11], sample=False), Piece("1", 0, 0, KNOWN.prompts[1], sample=True)]
     )
     assert first is None
     assert other is not None
-    (last,) = stages.prefill([Piece("0", 100, 11, prompt[11:], sample=True)])
+    (last,) = _prefill(stages, [Piece("0", 100, 11, prompt[11:], sample=True)])
     assert last is not None
     assert tuple(last.token_ids) == KNOWN.expected[0][:1]
 
 
-@pytest.mark.parametrize("tap", [False, True])
+@pytest.mark.parametrize("num_taps", [0, 2])
 @pytest.mark.parametrize("skip", [(), (0,), (3,), (2, 5, 6), tuple(range(8)), (7,)])
-def test_a_round_commits_what_is_accepted_and_one_more(skip: tuple[int, ...], tap: bool) -> None:
-    result = _prefilled().round(_turns(), _plan(*skip), None, tap=tap)
+def test_a_round_commits_what_is_accepted_and_one_more(skip: tuple[int, ...], num_taps: int) -> None:
+    result = _round(_prefilled(), _turns(), _plan(*skip), None, num_taps)
     assert [len(one.token_ids) for one in result.drafts] == [4, 0, 6]
     assert result.num_draft_steps == 6
     for name, (committed, drafted, accepted) in enumerate(
@@ -97,7 +108,7 @@ def test_a_round_commits_what_is_accepted_and_one_more(skip: tuple[int, ...], ta
 
 def test_a_draft_ends_at_an_end_token_and_when_it_is_told_to() -> None:
     end = KNOWN.expected[2][3]
-    result = _prefilled().round(_turns(end_tokens=(end,)), _plan(), None, tap=False)
+    result = _round(_prefilled(), _turns(end_tokens=(end,)), _plan())
     assert result.drafts[2].token_ids == list(KNOWN.expected[2][1:4])
     asked: list[list[int]] = []
 
@@ -105,45 +116,38 @@ def test_a_draft_ends_at_an_end_token_and_when_it_is_told_to() -> None:
         asked.append([len(one) for one in confidences])
         return [len(one) < 2 for one in confidences]
 
-    result = _prefilled().round(_turns(), _plan(), keep, tap=False)
+    result = _round(_prefilled(), _turns(), _plan(), keep)
     assert [len(one.token_ids) for one in result.drafts] == [2, 0, 2]
     assert asked == [[1, 1], [2, 2]]
 
 
 def test_without_a_draft_nothing_is_drafted() -> None:
-    result = _prefilled().round(_turns((0, 0, 0)), _plan(2), None, tap=False)
+    result = _round(_prefilled(), _turns((0, 0, 0)), _plan(2))
     assert result.num_draft_steps == 0
     assert [tuple(one.token_ids) for one in result.committed] == [tokens[1:2] for tokens in KNOWN.expected]
 
 
-def test_taps_are_the_targets_states_of_committed_tokens() -> None:
+@pytest.mark.parametrize("num_drafted", [0, 6])
+def test_taps_are_the_targets_states_of_newest_tokens(num_drafted: int) -> None:
     stages = _prefilled()
-    result = stages.round(_turns(), _plan(2), None, tap=True)
-    taps = list(stages._taps)
-    assert len(taps) == min(8, sum(accepted + 1 for accepted in result.num_accepted))
-    for tap in taps:
-        name = int(tap.sequence_id)
-        offset = tap.position - len(KNOWN.prompts[name])
-        assert tap.states.shape == (9, 64)
-        assert int(tap.next_token) == KNOWN.expected[name][offset + 1]
-        embedded = stages.runner.embed(torch.tensor([KNOWN.expected[name][offset]]))[0, 0]
-        assert torch.equal(tap.states[0], embedded)
-        assert int(stages.runner.head(tap.states[-1][None, None]).argmax()) == KNOWN.expected[name][offset + 1]
+    _round(stages, _turns((num_drafted,) * 3), _plan(2), num_taps=2)
+    tokens = [TappedToken(str(name), len(KNOWN.prompts[name])) for name in range(2)]
+    search = stages.plan_search(tokens, STARTS[:2])
+    states = search.start()
+    assert states.shape == (2, 1, 64)
+    newest = torch.tensor([KNOWN.expected[name][0] for name in range(2)])
+    assert torch.equal(states[:, 0], stages.runner.embed(newest)[0])
+    for sublayer in range(8):
+        states = search.run(sublayer, states)
+        assert search.similarity(sublayer, states) == pytest.approx([1.0], abs=1e-5)
+    assert stages.head.next_tokens(tokens).tolist() == [KNOWN.expected[name][1] for name in range(2)]
+    assert search.agreement(states).tolist() == [2]
 
 
-def test_a_search_sees_live_sequences_only() -> None:
-    stages = _prefilled(num_tap_tokens=100)
-    assert stages.search({"0": 100}) is None, "no taps yet"
-    stages.round(_turns((0, 0, 0)), _plan(), None, tap=True)
-    found = stages.search({"0": 100, "2": 50})
-    assert found is not None
-    assert found.num_tokens == 2
-    assert found.context == (20 + 33) // 2
-    assert stages.search({"9": 0}) is None
-
-
-def test_a_new_sequence_with_an_old_name_has_no_old_taps() -> None:
-    stages = _prefilled()
-    stages.round(_turns((0, 0, 0)), _plan(), None, tap=True)
-    stages.close("0")
-    assert stages.search({"0": 100}) is None
+def test_taps_of_long_ago_are_gone() -> None:
+    stages = _prefilled(num_tap_tokens=2)
+    _round(stages, _turns((0, 0, 0)), _plan(), num_taps=3)
+    kept = [TappedToken(str(name), len(KNOWN.prompts[name])) for name in (1, 2)]
+    assert stages.plan_search(kept, STARTS[1:]).num_tokens == 2
+    with pytest.raises(KeyError):
+        stages.plan_search([TappedToken("0", len(KNOWN.prompts[0]))], STARTS[:1])

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from rayspec.config import Verification
-from rayspec.decode.runner import RowSpan, Runner
-from rayspec.decode.sampling import Rows, TokenSampler, draft_tokens
+from rayspec.decode.head import Head
+from rayspec.decode.passes import Pass
+from rayspec.decode.runner import RowSpan
+from rayspec.decode.sampling import Rows, draft_tokens
 from rayspec.types import Plan
 
-# Given each drafting sequence's confidences so far, says which of them draft one more token.
+# Given each drafting sequence's confidences so far, says which of them draft one more token. It must depend on nothing
+# else: where the head is in another process, a copy of the rule travels there.
 KeepDrafting = Callable[[Sequence[Sequence[float]]], Sequence[bool]]
 
 
@@ -43,46 +45,57 @@ class Draft:
 
 @dataclass(slots=True)
 class DraftRound:
-    """Drafts by turn, and the hidden states [1, rows, hidden_size] that verify need not compute again: row r is the
-    state before the plan's first skipped sublayer of turn `owners[r]`, in drafting order."""
+    """Drafts by turn. Where rows are held for verify, the r-th row held is one of turn `owners[r]`."""
 
     drafts: list[Draft]
     owners: list[int] = field(default_factory=list)
-    prefix_hidden: list[Tensor] = field(default_factory=list)
     num_steps: int = 0
 
 
+def draft_pass(
+    round_id: int, turns: Sequence[Turn], drafts: Sequence[Draft], active: Sequence[int], plan: Plan, hold_at: int
+) -> Pass:
+    """The next step of the active turns' drafts: one row each."""
+    chosen = [(turns[index], drafts[index].token_ids) for index in active]
+    return Pass(
+        round_id=round_id,
+        token_ids=[tokens[-1] if tokens else turn.last_token for turn, tokens in chosen],
+        rows=[RowSpan(turn.start, turn.length - 1 + len(tokens), 1) for turn, tokens in chosen],
+        keep=plan.keep,
+        hold_at=hold_at,
+    )
+
+
+def drafting_turns(turns: Sequence[Turn]) -> list[int]:
+    """Which turns draft at all."""
+    return [index for index, turn in enumerate(turns) if turn.max_draft_tokens > 0]
+
+
 def draft(
-    runner: Runner,
+    head: Head,
+    round_id: int,
     turns: Sequence[Turn],
-    samplers: Sequence[TokenSampler],
     plan: Plan,
-    *,
-    verification: Verification,
     keep_drafting: KeepDrafting | None,
-) -> DraftRound:
+    hold_at: int,
+) -> Generator[Pass, Tensor, DraftRound]:
     """Draft for every turn until its length is reached, it drafts a stop token, or `keep_drafting` ends it.
 
-    Keys and values of drafted rows go to the positions that verify overwrites. One host synchronisation a step.
+    Yields passes and is sent the states before the head. Keys and values of drafted rows go to the positions that
+    verify overwrites. One host synchronisation a step.
     """
     result = DraftRound([Draft() for _ in turns])
-    active = [index for index, turn in enumerate(turns) if turn.max_draft_tokens > 0]
+    active = drafting_turns(turns)
     while active:
-        drafts = [result.drafts[index] for index in active]
-        inputs = [d.token_ids[-1] if d.token_ids else turns[i].last_token for i, d in zip(active, drafts, strict=True)]
-        batch = runner.batch(
-            [
-                RowSpan(turns[i].start, turns[i].length - 1 + len(d.token_ids), 1)
-                for i, d in zip(active, drafts, strict=True)
-            ]
-        )
-        hidden = runner.run(batch, runner.embed(torch.tensor(inputs, device=runner.device)), last=plan.prefix)
+        logits = head.logits((yield draft_pass(round_id, turns, result.drafts, active, plan, hold_at)))
         result.owners.extend(active)
-        result.prefix_hidden.append(hidden)
         result.num_steps += 1
-        logits = runner.head(runner.run(batch, hidden, first=plan.prefix, keep=plan.keep))
-        rows = [Rows(samplers[i], at, d.token_ids) for at, (i, d) in enumerate(zip(active, drafts, strict=True))]
-        drawn = draft_tokens(logits, rows, verification)
+        drafts = [result.drafts[index] for index in active]
+        rows = [
+            Rows(head.sampler(turns[index].sequence_id), at, one.token_ids)
+            for at, (index, one) in enumerate(zip(active, drafts, strict=True))
+        ]
+        drawn = draft_tokens(logits, rows, head.verification)
         _append(drafts, drawn.token_ids, drawn.confidence, drawn.logits)
         active = _still_drafting(active, turns, result.drafts, keep_drafting)
     return result

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from rayspec.decode.drafting.skip_draft import KeepDrafting
-from rayspec.decode.plan_search import PlanSearch
-from rayspec.decode.stages import RoundResult
+from rayspec.decode.plan_search import Found, Knapsack
+from rayspec.decode.rounds import RoundResult
 from rayspec.types import Plan, PlanRecord
 
 
@@ -23,8 +24,12 @@ class Situation:
     num_outstanding_tokens: int
 
 
+# Begins a search over recently tapped tokens; None while there are too few. It is cancelled when they are gone.
+Search: TypeAlias = Callable[[Knapsack], Future[Found] | None]
+
+
 class Selector(Protocol):
-    """`plan` is pure bookkeeping and costs nothing; `improve` may spend time, within the selector's budget."""
+    """`plan` is pure bookkeeping and costs nothing; `improve` may have time spent, within the selector's budget."""
 
     @property
     def wants_taps(self) -> bool: ...
@@ -40,7 +45,7 @@ class Selector(Protocol):
         self, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float
     ) -> None: ...
 
-    def improve(self, situation: Situation, search: Callable[[], PlanSearch | None]) -> PlanRecord | None: ...
+    def improve(self, situation: Situation, search: Search) -> PlanRecord | None: ...
 
 
 class FixedPlan:
@@ -61,7 +66,7 @@ class FixedPlan:
     def observe(self, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
         pass
 
-    def improve(self, situation: Situation, search: Callable[[], PlanSearch | None]) -> PlanRecord | None:
+    def improve(self, situation: Situation, search: Search) -> PlanRecord | None:
         return None
 
 

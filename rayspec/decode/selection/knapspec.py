@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
 
 from rayspec.config import SpeculationOptions
 from rayspec.decode.drafting.skip_draft import KeepDrafting
-from rayspec.decode.plan_search import PlanSearch
-from rayspec.decode.selection.base import Situation
-from rayspec.decode.stages import RoundResult
-from rayspec.planning.acceptance import Choice, best_choice, shrink, worth_drafting
+from rayspec.decode.plan_search import Found, Knapsack
+from rayspec.decode.rounds import RoundResult
+from rayspec.decode.selection.base import Search, Situation
+from rayspec.planning.acceptance import Choice, DraftWhileWorth, best_choice, shrink
 from rayspec.planning.budget import Budget, Trigger
 from rayspec.planning.calibration import Calibration, Correction
 from rayspec.planning.gate import Gate, Mode
-from rayspec.planning.knapsack import count_rows, quantize, solve
+from rayspec.planning.knapsack import count_rows, quantize
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.stopping import NEVER, StopRecord
 from rayspec.types import Plan, PlanRecord, no_draft
+
+logger = logging.getLogger(__name__)
 
 # The first search is an investment: it may take this share of the work that is waiting.
 _FIRST_SEARCH_SHARE = 0.1
@@ -60,15 +63,12 @@ class KnapSpec:
     """Selector of plans by the knapsack. It drafts only where that is predicted, and then measured, to pay.
 
     Between searches the known candidates are compared again now and then, with what was learned of the one in use;
-    that costs nothing. `clock` times searches.
+    that costs nothing. While a search is under way the last plan stays.
     """
 
-    def __init__(
-        self, options: SpeculationOptions, latency: LatencyModel, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, options: SpeculationOptions, latency: LatencyModel) -> None:
         self._options = options
         self._latency = latency
-        self._clock = clock
         self._no_draft = no_draft(len(latency.sublayers), "knapspec: no draft")
         self._plan = self._no_draft
         self._choice: Choice | None = None
@@ -81,12 +81,13 @@ class KnapSpec:
         self._correction = Correction(prior_offset=_OPTIMISM)
         self._calibration = Calibration()
         self._stops = StopRecord()
-        self._reason: str | None = None  # of the search that taps are being collected for
+        self._reason: str | None = None  # of the search that taps are being collected for, or that is under way
+        self._under_way: Future[Found] | None = None
         self._rounds_to_price = 0
 
     @property
     def wants_taps(self) -> bool:
-        return self._reason is not None
+        return self._reason is not None and self._under_way is None
 
     @property
     def gate_reason(self) -> str:
@@ -108,15 +109,13 @@ class KnapSpec:
             self._latency.verify_s(rows=8 * batch, context=context, batch=batch)
             - self._latency.verify_s(rows=batch, context=context, batch=batch)
         ) / (7 * batch)
-        rate = self._choice.tpt * batch
-        usual = self._acceptance([candidate])[0]
-
-        def keep(confidences: Sequence[Sequence[float]]) -> Sequence[bool]:
-            survival = [float(np.prod(self._calibration.acceptance(one))) for one in confidences]
-            worth: list[bool] = worth_drafting(survival, usual, rate=rate, step_s=step_s, row_s=row_s).tolist()
-            return worth
-
-        return keep
+        return DraftWhileWorth(
+            curve=self._calibration.curve,
+            usual=self._acceptance([candidate])[0],
+            rate=self._choice.tpt * batch,
+            step_s=step_s,
+            row_s=row_s,
+        )
 
     def observe(self, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
         num_accepted, num_tested = self._learn(plan, result)
@@ -133,12 +132,14 @@ class KnapSpec:
             self._record.num_tested_tokens += num_tested
         self._rounds_to_review -= 1
 
-    def improve(self, situation: Situation, search: Callable[[], PlanSearch | None]) -> PlanRecord | None:
+    def improve(self, situation: Situation, search: Search) -> PlanRecord | None:
         """Search when there is a reason and the budget allows; else, now and then, review the known candidates."""
         if self._reason is None:
             self._reason = self._affordable_reason(situation)
-        elif (found := search()) is not None and found.num_tokens >= self._options.knapsack.num_tap_tokens:
-            return self._search(situation, found, self._reason)
+        elif self._under_way is None:
+            self._under_way = search(self._knapsack(situation))
+        if self._under_way is not None and self._under_way.done():
+            return self._conclude(situation, self._under_way)
         if self._rounds_to_review <= 0 and self._candidates:
             return self._review(situation)
         return None
@@ -217,30 +218,41 @@ class KnapSpec:
     def _max_weight(self, weights: Sequence[int]) -> int:
         return int(sum(weights) * self._options.knapsack.max_skipped_share)
 
-    def _search(self, situation: Situation, found: PlanSearch, reason: str) -> PlanRecord:
-        started = self._clock()
+    def _knapsack(self, situation: Situation) -> Knapsack:
         options, weights = self._options.knapsack, self._weights(situation)
-        solution = solve(
-            weights,
-            found,
+        return Knapsack(
+            num_tokens=options.num_tap_tokens,
+            weights=weights,
             max_weight=self._max_weight(weights),
             min_similarity=options.min_cosine,
             max_states=options.max_states,
         )
-        agreed = found.agreement(solution.states)
+
+    def _conclude(self, situation: Situation, search: Future[Found]) -> PlanRecord | None:
+        """What came of a search. A cancelled one is begun again; one that failed counts as having changed nothing."""
+        self._under_way = None
+        if search.cancelled():
+            return None
+        reason, self._reason = self._reason or "", None
+        if (error := search.exception()) is not None:
+            logger.warning("a plan search failed, the plan stays: %s", error)
+            self._planned(situation, changed=False)
+            return None
+        return self._take(situation, search.result(), reason)
+
+    def _take(self, situation: Situation, found: Found, reason: str) -> PlanRecord:
+        """Make what a search has found the known candidates, and decide among them."""
         previous = self._in_use
         self._candidates = [
-            Candidate(one.keep, one.similarity, int(agreed[one.index]), found.num_tokens) for one in solution.candidates
+            Candidate(one.keep, one.similarity, one.num_agreed, found.num_tokens) for one in found.drafts
         ]
         for one in self._candidates:
             if previous is not None and one.keep == previous.keep:
                 one.num_accepted, one.num_tested = previous.num_accepted, previous.num_tested
         if previous is not None and all(one.keep != previous.keep for one in self._candidates):
             self._candidates.append(previous)
-        self._reason = None
-        spent_s = self._clock() - started
-        self._budget.spend(spent_s)
-        return self._decide(situation, reason, spent_s)
+        self._budget.spend(found.seconds)
+        return self._decide(situation, reason, found.seconds)
 
     def _review(self, situation: Situation) -> PlanRecord | None:
         """Another known candidate, or another length, if it has become clearly better than the one in use."""
@@ -275,12 +287,7 @@ class KnapSpec:
             self._plan = Plan(keep=candidate.keep, num_draft_tokens=length, source="knapspec")
         after = self._plan.keep if self._plan.drafts else None
         self._gate.new_plan(choice.predicted_gain)
-        self._trigger.planned(
-            changed=after != before,
-            context=situation.context,
-            batch=situation.batch,
-            expected_acceptance=expected if candidate else None,
-        )
+        self._planned(situation, changed=after != before)
         self._rounds_to_review = _ROUNDS_TO_REVIEW
         self._record = PlanRecord(
             elapsed_s=situation.elapsed_s,
@@ -294,3 +301,12 @@ class KnapSpec:
             optimise_s=spent_s,
         )
         return self._record
+
+    def _planned(self, situation: Situation, *, changed: bool) -> None:
+        candidate = self._in_use
+        self._trigger.planned(
+            changed=changed,
+            context=situation.context,
+            batch=situation.batch,
+            expected_acceptance=self._acceptance([candidate])[0] if candidate else None,
+        )

@@ -1,0 +1,128 @@
+"""Where the LM head is: logits become tokens, by each sequence's own sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rayspec.config import SamplingParams, Verification
+from rayspec.decode.plan_search import TappedToken
+from rayspec.decode.sampling import Rows, TokenSampler, top_logprobs
+from rayspec.decode.verify import Verdict, verify_coupled, verify_rejection
+from rayspec.types import Logprob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """A sequence as the head must know it: how it samples, from which seed, and what is committed."""
+
+    sequence_id: str
+    params: SamplingParams
+    seed: int
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]
+    eos_token_ids: Sequence[int]
+
+    def sampler(self, vocab_size: int, device: torch.device) -> TokenSampler:
+        return TokenSampler(
+            self.params,
+            seed=self.seed,
+            prompt_token_ids=self.prompt_token_ids,
+            output_token_ids=self.output_token_ids,
+            eos_token_ids=self.eos_token_ids,
+            vocab_size=vocab_size,
+            device=device,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """Tokens the target chose for one sequence. `finite` is False when its logits were not: the tokens are void."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[dict[int, Logprob]]
+    finite: bool
+
+
+class Head:
+    """Samplers of the open sequences, the rule of acceptance, and the target's own choice at tapped tokens.
+
+    logits: [1, N, hidden_size] before the final norm -> [N, V].
+    """
+
+    def __init__(
+        self,
+        logits: Callable[[Tensor], Tensor],
+        *,
+        vocab_size: int,
+        device: torch.device,
+        verification: Verification,
+        num_taps: int,
+    ) -> None:
+        self.verification: Verification = verification
+        self._logits = logits
+        self._vocab_size = vocab_size
+        self._device = device
+        self._num_taps = num_taps
+        self._samplers: dict[str, TokenSampler] = {}
+        self._next_tokens: dict[TappedToken, Tensor] = {}
+
+    @property
+    def num_open(self) -> int:
+        return len(self._samplers)
+
+    def open(self, opening: Opening) -> None:
+        self._samplers[opening.sequence_id] = opening.sampler(self._vocab_size, self._device)
+
+    def close(self, sequence_id: str) -> None:
+        del self._samplers[sequence_id]
+
+    def forget(self) -> None:
+        """Close everything."""
+        self._samplers.clear()
+        self._next_tokens.clear()
+
+    def sampler(self, sequence_id: str) -> TokenSampler:
+        return self._samplers[sequence_id]
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._logits(hidden)
+
+    def note_taps(self, taps: Sequence[tuple[int, TappedToken]], logits: Tensor) -> None:
+        """Remember the target's most likely token after each tapped one; logits: [N, V]."""
+        for row, token in taps:
+            self._next_tokens.pop(token, None)
+            self._next_tokens[token] = logits[row].argmax(-1)
+        for token in list(self._next_tokens)[: -self._num_taps]:
+            del self._next_tokens[token]
+
+    def next_tokens(self, tokens: Sequence[TappedToken]) -> Tensor:
+        """[T]. Raises KeyError when a token was tapped too long ago."""
+        return torch.stack([self._next_tokens[token] for token in tokens])
+
+    def accept(self, logits: Tensor, rows: Sequence[Rows], draft_logits: Sequence[Tensor | None]) -> list[Verdict]:
+        if self.verification == "coupled":
+            return verify_coupled(logits, rows)
+        return verify_rejection(logits, rows, draft_logits)
+
+    def commit(
+        self, logits: Tensor, rows: Sequence[Rows], verdicts: Sequence[Verdict], finite: Sequence[bool]
+    ) -> list[Committed]:
+        """Everything is computed before the first sampler moves on."""
+        results = []
+        for row, verdict in zip(rows, verdicts, strict=True):
+            is_finite = all(finite[row.start : row.end])
+            count = row.sampler.params.logprobs
+            logprobs: Sequence[dict[int, Logprob]] = ()
+            if is_finite and count is not None:
+                used = logits[row.start : row.start + len(verdict.token_ids)]
+                logprobs = top_logprobs(used, verdict.token_ids, count)
+            results.append(Committed(verdict.token_ids, logprobs, is_finite))
+        for row, committed in zip(rows, results, strict=True):
+            if committed.finite:
+                row.sampler.commit(committed.token_ids)
+        return results

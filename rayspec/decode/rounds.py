@@ -1,0 +1,196 @@
+"""What the stages are asked to do, and how it goes: a script of passes, told once for one process and for many.
+
+A script yields the passes it needs and is sent the hidden states before the head. `LocalStages` runs them on the spot;
+in a pipeline the stage with the head keeps the script and the passes travel.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from rayspec.decode.drafting.skip_draft import (
+    Draft,
+    DraftRound,
+    KeepDrafting,
+    Turn,
+    draft,
+    draft_pass,
+    drafting_turns,
+)
+from rayspec.decode.head import Committed, Head
+from rayspec.decode.passes import Join, Pass
+from rayspec.decode.plan_search import TappedToken
+from rayspec.decode.runner import RowSpan
+from rayspec.decode.sampling import Rows, finite_rows, target_tokens
+from rayspec.decode.verify import Verdict
+from rayspec.types import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Committed tokens to be run at positions `first`, `first` + 1, ...; `sample`: choose the token after them."""
+
+    sequence_id: str
+    start: int
+    first: int
+    token_ids: Sequence[int]
+    sample: bool
+    replay: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefill:
+    """Run pieces; for each that samples, choose the token after it."""
+
+    id: int
+    pieces: Sequence[Piece]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """Draft, verify, accept, for some sequences at once. The newest tokens of the first `num_taps` turns are tapped:
+    they are committed whatever comes of the draft."""
+
+    id: int
+    turns: Sequence[Turn]
+    plan: Plan
+    keep_drafting: KeepDrafting | None = None
+    num_taps: int = 0
+
+    @property
+    def hold_at(self) -> int:
+        """The draft's rows before the first skipped sublayer are the verify's, which need not run them there again;
+        except for taps, which need those states too."""
+        return 0 if self.num_taps else self.plan.prefix
+
+    @property
+    def taps(self) -> list[TappedToken]:
+        return [TappedToken(turn.sequence_id, turn.length - 1) for turn in self.turns[: self.num_taps]]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillResult:
+    """By piece: the token after it, or None where it does not sample."""
+
+    committed: Sequence[Committed | None]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundResult:
+    """What a round did, by turn. Draft and verify times in seconds."""
+
+    committed: Sequence[Committed]
+    drafts: Sequence[Draft]
+    num_accepted: Sequence[int]
+    num_draft_steps: int
+    draft_s: float
+    verify_s: float
+
+
+Work: TypeAlias = Prefill | Round
+Result: TypeAlias = PrefillResult | RoundResult
+
+
+def opening_pass(work: Work) -> Pass:
+    """The first pass of the work's script. It depends on the work alone: the first stage can begin without the head."""
+    if isinstance(work, Prefill):
+        return _prefill_pass(work)
+    active = drafting_turns(work.turns)
+    drafts = [Draft() for _ in work.turns]
+    if active:
+        return draft_pass(work.id, work.turns, drafts, active, work.plan, work.hold_at)
+    return _verify_pass(work, DraftRound(drafts))
+
+
+def script(work: Work, head: Head) -> Generator[Pass, Tensor, Result]:
+    """Yields passes, is sent [1, N, hidden_size] of each, returns the result."""
+    if isinstance(work, Prefill):
+        return _prefill(work, head)
+    return _round(work, head)
+
+
+def _prefill(work: Prefill, head: Head) -> Generator[Pass, Tensor, PrefillResult]:
+    hidden = yield _prefill_pass(work)
+    ends = torch.tensor([len(piece.token_ids) for piece in work.pieces]).cumsum(0) - 1
+    sampling = [index for index, piece in enumerate(work.pieces) if piece.sample]
+    results: list[Committed | None] = [None] * len(work.pieces)
+    if sampling:
+        logits = head.logits(hidden[:, ends[sampling].to(hidden.device)])
+        rows = [Rows(head.sampler(work.pieces[index].sequence_id), at, ()) for at, index in enumerate(sampling)]
+        verdicts = [Verdict(token_ids=[token], num_accepted=0) for token in target_tokens(logits, rows).tolist()]
+        committed = head.commit(logits, rows, verdicts, finite_rows(logits).tolist())
+        for index, one in zip(sampling, committed, strict=True):
+            results[index] = one
+    return PrefillResult(results)
+
+
+def _round(work: Round, head: Head) -> Generator[Pass, Tensor, RoundResult]:
+    started = time.perf_counter()
+    drafted = yield from draft(head, work.id, work.turns, work.plan, work.keep_drafting, work.hold_at)
+    drafted_at = time.perf_counter()
+    verify = _verify_pass(work, drafted)
+    logits = head.logits((yield verify))
+    finite = finite_rows(logits).tolist()
+    if drafted.num_steps and not all(finite):
+        # A drafted token may have done it, and its row spoils the others of its sequence: verify without drafts.
+        turns = [replace(turn, max_draft_tokens=0) for turn in work.turns]
+        return (yield from _round(replace(work, turns=turns, num_taps=0), head))
+    head.note_taps(verify.taps, logits)
+    rows, start = [], 0
+    for turn, one in zip(work.turns, drafted.drafts, strict=True):
+        rows.append(Rows(head.sampler(turn.sequence_id), start, one.token_ids))
+        start = rows[-1].end
+    draft_logits = [torch.stack(one.logits) if one.logits else None for one in drafted.drafts]
+    verdicts = head.accept(logits, rows, draft_logits)
+    return RoundResult(
+        committed=head.commit(logits, rows, verdicts, finite),
+        drafts=drafted.drafts,
+        num_accepted=[verdict.num_accepted for verdict in verdicts],
+        num_draft_steps=drafted.num_steps,
+        draft_s=drafted_at - started,
+        verify_s=time.perf_counter() - drafted_at,
+    )
+
+
+def _prefill_pass(work: Prefill) -> Pass:
+    return Pass(
+        round_id=work.id,
+        token_ids=[token for piece in work.pieces for token in piece.token_ids],
+        rows=[RowSpan(piece.start, piece.first, len(piece.token_ids)) for piece in work.pieces],
+        fixed_shape=any(piece.replay for piece in work.pieces),
+    )
+
+
+def _verify_pass(work: Round, drafted: DraftRound) -> Pass:
+    """All sublayers over every turn's newest token and drafts, held rows joined in where there are some."""
+    pairs = list(zip(work.turns, drafted.drafts, strict=True))
+    rows = [RowSpan(turn.start, turn.length - 1, 1 + len(one.token_ids)) for turn, one in pairs]
+    if drafted.owners and work.hold_at:
+        return Pass(
+            round_id=work.id,
+            token_ids=[one.token_ids[-1] if one.token_ids else turn.last_token for turn, one in pairs],
+            rows=[RowSpan(turn.start, turn.length - 1 + len(one.token_ids), 1) for turn, one in pairs],
+            join=Join(at=work.hold_at, order=_joined_order(drafted.owners, len(pairs)), rows=rows),
+        )
+    taps, at = [], 0
+    for token, span in zip(work.taps, rows, strict=False):
+        taps.append((at, token))
+        at += span.num_rows
+    tokens = [token for turn, one in pairs for token in (turn.last_token, *one.token_ids)]
+    return Pass(round_id=work.id, token_ids=tokens, rows=rows, taps=taps)
+
+
+def _joined_order(owners: Sequence[int], num_turns: int) -> list[int]:
+    """Held rows and then each turn's last row, put turn by turn."""
+    rows_of: list[list[int]] = [[] for _ in range(num_turns)]
+    for row, owner in enumerate(owners):
+        rows_of[owner].append(row)
+    for index in range(num_turns):
+        rows_of[index].append(len(owners) + index)
+    return [row for rows in rows_of for row in rows]
