@@ -16,6 +16,7 @@ from rayspec.types import ConfigError
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Strategy = Literal["knapspec", "static", "ar"]
 Verification = Literal["coupled", "rejection"]
+Placement = Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"]
 
 
 class Options(pydantic.BaseModel):
@@ -142,6 +143,36 @@ class SpeculationOptions(Options):
         return self
 
 
+class ParallelOptions(Options):
+    """The model over several processes: Ray actors hold pipeline stages, each of `tensor` ranks, in `replicas` copies.
+
+    layers: how many decoder layers each stage holds; where it is not given they are dealt by time and memory.
+    cohorts: batches of sequences under way at the same time, so that stages do not wait for one another.
+    """
+
+    stages: int = Field(1, ge=1, description="pipeline stages the model is cut into")
+    tensor: int = Field(1, ge=1, description="tensor-parallel ranks of each stage")
+    replicas: int = Field(1, ge=1, description="copies of the whole model")
+    layers: tuple[int, ...] | None = Field(None, description="decoder layers of each stage; None: by time and memory")
+    cohorts: int | None = Field(None, ge=1, description="batches under way at once; None: 2 a stage, 1 for one stage")
+    placement: Placement = Field("PACK", description="how Ray places a replica's shards on nodes")
+    cpus_per_shard: float = Field(1.0, ge=0.0, description="Ray CPUs reserved for a shard, and its torch threads")
+    gpus_per_shard: float | None = Field(None, ge=0.0, description="None: one on CUDA; less than 1 shares a GPU")
+    max_restarts: int = Field(3, ge=0, description="times a replica is brought back before its requests fail")
+    heartbeat_timeout_s: float = Field(10.0, gt=0.0, description="seconds of silence after which a shard is dead")
+    start_timeout_s: float = Field(600.0, gt=0.0, description="seconds to place, load and connect all shards")
+
+    @model_validator(mode="after")
+    def _layers_fit_stages(self) -> Self:
+        if self.layers is not None and (len(self.layers) != self.stages or min(self.layers) < 1):
+            raise ValueError(f"option 'layers' is {self.layers}: name {self.stages} numbers of layers, each 1 or more")
+        return self
+
+    @property
+    def num_cohorts(self) -> int:
+        return self.cohorts or (2 * self.stages if self.stages > 1 else 1)
+
+
 class EngineConfig(Options):
     """One engine: the model, where it runs, how much it holds at once, how it speculates."""
 
@@ -159,5 +190,6 @@ class EngineConfig(Options):
     kv_cache_tokens: int | None = Field(None, ge=16, description="tokens the KV arena holds; None: from free memory")
     deterministic: bool = Field(False, description="fixed kernel shapes: same tokens in bf16 whatever the batch")
     speculation: SpeculationOptions = SpeculationOptions()
+    parallel: ParallelOptions | None = Field(None, description="None: the whole model in the engine's own process")
     remeasure: bool = Field(False, description="measure the latency profile anew, even if a saved one fits")
     profile_cache: str | None = Field(None, description="folder of saved latency profiles; None: the user's cache")

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rayspec.config import EngineConfig
 from rayspec.decode.engine import Engine, Vocabulary
@@ -44,16 +44,16 @@ def load_engine(config: EngineConfig, *, with_tokenizer: bool = True) -> Engine:
     device = resolve_device(config.device)
     tokenizer = load_tokenizer(config) if with_tokenizer else None
     model = load_model(config)
-    max_model_len = _max_model_len(config, model)
+    max_model_len = resolve_max_model_len(config, model.config)
     vocabulary = Vocabulary(size=_vocab_size(model), eos_token_ids=_eos_token_ids(model))
     try:
         parts = decompose(model)
     except UnsupportedModelError as error:
         return _plain_engine(config, model, str(error), vocabulary, max_model_len, tokenizer)
-    num_slots = _num_slots(config, parts, max_model_len, device)
-    bucket_rows = _bucket_rows(parts) if config.deterministic else None
-    arena = KVArena(parts.shapes, num_slots, dtype=parts.dtype, device=device, num_spare=bucket_rows or 0)
-    runner = Runner(parts, arena, device=device, bucket_rows=bucket_rows)
+    num_slots = config.kv_cache_tokens or min(config.max_num_seqs * max_model_len, affordable_slots(parts, device))
+    rows = bucket_rows(parts) if config.deterministic else None
+    arena = KVArena(parts.shapes, num_slots, dtype=parts.dtype, device=device, num_spare=rows or 0)
+    runner = Runner(parts, arena, device=device, bucket_rows=rows)
     latency = None
     if config.speculation.strategy == "knapspec":
         latency = load_or_measure(runner, config.profile_cache, remeasure=config.remeasure)
@@ -71,8 +71,8 @@ def load_engine(config: EngineConfig, *, with_tokenizer: bool = True) -> Engine:
             kv_cache_tokens=num_slots,
         ),
         stages=stages,
-        scheduler=_scheduler(config, num_slots),
-        selector=_selector(config, runner.last, latency),
+        scheduler=make_scheduler(config, num_slots),
+        selector=make_selector(config, runner.last, latency),
         vocabulary=vocabulary,
         max_model_len=max_model_len,
         tokenizer=tokenizer,
@@ -96,7 +96,7 @@ def _plain_engine(
     return Engine(
         config.replace(max_model_len=max_model_len, kv_cache_tokens=num_slots),
         stages=stages,
-        scheduler=_scheduler(config, num_slots),
+        scheduler=make_scheduler(config, num_slots),
         selector=FixedPlan(no_draft(stages.num_sublayers, reason)),
         vocabulary=vocabulary,
         max_model_len=max_model_len,
@@ -104,12 +104,12 @@ def _plain_engine(
     )
 
 
-def _bucket_rows(parts: Decomposition) -> int:
+def bucket_rows(parts: Decomposition) -> int:
     """Experts see as many rows as choose them: in a mixture of experts only single rows have a fixed shape."""
     return 1 if any(hasattr(sublayer.block, "experts") for sublayer in parts.sublayers) else _BUCKET_ROWS
 
 
-def _scheduler(config: EngineConfig, num_slots: int) -> Scheduler:
+def make_scheduler(config: EngineConfig, num_slots: int, num_cohorts: int = 1) -> Scheduler:
     drafts = config.speculation.strategy != "ar"
     return Scheduler(
         num_slots,
@@ -117,10 +117,11 @@ def _scheduler(config: EngineConfig, num_slots: int) -> Scheduler:
         max_prefill_tokens=config.max_num_batched_tokens,
         lookahead=config.speculation.max_draft_tokens if drafts else 0,
         chunk_grid=config.max_num_batched_tokens if config.deterministic else None,
+        num_cohorts=num_cohorts,
     )
 
 
-def _selector(config: EngineConfig, num_sublayers: int, latency: LatencyModel | None) -> Selector:
+def make_selector(config: EngineConfig, num_sublayers: int, latency: LatencyModel | None) -> Selector:
     options = config.speculation
     if options.strategy == "knapspec":
         assert latency is not None
@@ -133,8 +134,9 @@ def _selector(config: EngineConfig, num_sublayers: int, latency: LatencyModel | 
     return FixedPlan(no_draft(num_sublayers, "ar"))
 
 
-def _max_model_len(config: EngineConfig, model: PreTrainedModel) -> int:
-    limit = max_positions(model.config)
+def resolve_max_model_len(config: EngineConfig, model: PretrainedConfig) -> int:
+    """What was asked for, or the model's own limit. Raises ConfigError for more than that."""
+    limit = max_positions(model)
     if config.max_model_len is None:
         return limit or _DEFAULT_MODEL_LEN
     if limit is not None and config.max_model_len > limit:
@@ -142,17 +144,14 @@ def _max_model_len(config: EngineConfig, model: PreTrainedModel) -> int:
     return config.max_model_len
 
 
-def _num_slots(config: EngineConfig, parts: Decomposition, max_model_len: int, device: torch.device) -> int:
-    """What was asked for; else room for `max_num_seqs` full contexts, or a share of the free memory if that is less."""
-    if config.kv_cache_tokens is not None:
-        return config.kv_cache_tokens
-    wanted = config.max_num_seqs * max_model_len
+def affordable_slots(parts: Decomposition, device: torch.device) -> int:
+    """Tokens whose keys and values fit into a share of the memory that is free now. Raises CheckpointError for none."""
     free = _free_bytes(device)
     slot = bytes_per_slot(list(parts.shapes.values()), parts.dtype)
     affordable = int(free * _MEMORY_SHARE[device.type] / slot)
     if affordable < 16:
         raise CheckpointError(f"only {free / 2**30:.1f} GiB are free on {device}, too little for a KV cache")
-    return min(wanted, affordable)
+    return affordable
 
 
 def _free_bytes(device: torch.device) -> int:

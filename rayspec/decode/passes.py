@@ -10,6 +10,9 @@ from torch import Tensor
 
 from rayspec.decode.plan_search import PlanSearch, TappedToken
 from rayspec.decode.runner import Batch, RowSpan, Runner
+from rayspec.decode.scheduler import Move
+
+_MAX_ROUNDS_HELD = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +52,7 @@ class Pass:
 class SpanRunner:
     """Runs passes through the sublayers of one process; the first span embeds, the last one's output is the head's.
 
-    A pass that was given up leaves at most its held rows behind, until `forget`.
+    A round that was given up leaves its held rows behind until enough later ones have held some.
     """
 
     def __init__(self, runner: Runner, *, num_taps: int) -> None:
@@ -73,11 +76,17 @@ class SpanRunner:
         batch = self._batch(work, work.rows)
         hidden = self._through(work, batch, hidden, runner.first, cut)
         if work.join is None:
-            self._held.setdefault(work.round_id, []).append(hidden)
+            self._hold(work.round_id, hidden)
         else:
             hidden = self._rejoin(work.round_id, work.join, hidden)
             batch = self._batch(work, work.join.rows)
         return self._through(work, batch, hidden, cut, runner.last)
+
+    @torch.inference_mode()
+    def move(self, moves: Sequence[Move]) -> None:
+        """Copy keys and values in the arena."""
+        for move in moves:
+            self.runner.arena.move(move.source, move.destination, move.length)
 
     def forget(self) -> None:
         """Drop what rounds in flight have left here, and all taps."""
@@ -112,6 +121,11 @@ class SpanRunner:
             self._taps[token] = states[:, at]
         for token in list(self._taps)[: -self._num_taps]:
             del self._taps[token]
+
+    def _hold(self, round_id: int, hidden: Tensor) -> None:
+        self._held.setdefault(round_id, []).append(hidden)
+        for abandoned in sorted(self._held)[:-_MAX_ROUNDS_HELD]:
+            del self._held[abandoned]
 
     def _rejoin(self, round_id: int, join: Join, hidden: Tensor) -> Tensor:
         rows = torch.cat([*self._held.pop(round_id), hidden], 1)

@@ -63,30 +63,47 @@ def profile_key(runner: Runner) -> dict[str, Any]:
     }
 
 
-@torch.inference_mode()
 def measure(runner: Runner, clock: Callable[[], float] = time.perf_counter) -> LatencyModel:
-    """Time each kind of sublayer over rows, context and batch, the head over rows, and a forward's fixed cost.
+    """The latency model of a whole model on this device; see `measurements`."""
+    return LatencyModel.fit(measurements(runner, clock=clock), runner.parts.curve_names)
+
+
+@torch.inference_mode()
+def measurements(
+    runner: Runner, *, device: str = "", clock: Callable[[], float] = time.perf_counter
+) -> list[Measurement]:
+    """Time each kind of sublayer over rows, context and batch, the head, where it is here, over rows, and a forward's
+    fixed cost. device: the name the measurements are to carry.
 
     All sublayers of a kind run one after another, as in a forward, so that their weights come from where they come
     from in use. Uses the arena, which must hold no sequences.
     """
     names = runner.parts.curve_names
-    measurements = []
+    found = []
     for rows, context, batch_size in _grid(runner.arena.num_slots):
         spans = [RowSpan(0, context, rows // batch_size)] * batch_size
         batch = runner.batch(spans)
-        hidden = runner.embed(torch.zeros(rows, dtype=torch.int64, device=runner.device))
+        hidden = _random_states(runner, rows)
         for name in dict.fromkeys(names):
             if context > CONTEXTS[0] and not name.startswith("attention"):
                 continue
-            seconds = _sublayer_seconds(runner, batch, hidden, [own == name for own in names], clock)
-            measurements.append(Measurement(kind=name, rows=rows, context=context, batch=batch_size, seconds=seconds))
-        if context == CONTEXTS[0] and batch_size == 1:
+            seconds = _sublayer_seconds(runner, batch, hidden, name, clock)
+            found.append(
+                Measurement(kind=name, rows=rows, context=context, batch=batch_size, seconds=seconds, device=device)
+            )
+        if runner.parts.lm_head is not None and context == CONTEXTS[0] and batch_size == 1:
             head_s = _seconds(lambda hidden=hidden: runner.head(hidden), runner.device, clock)  # type: ignore[misc]
-            measurements.append(Measurement(kind=HEAD, rows=rows, context=0, batch=1, seconds=head_s))
-    fixed_s = _seconds(lambda: _prepare(runner), runner.device, clock)
-    measurements.append(Measurement(kind=OVERHEAD, rows=1, context=0, batch=1, seconds=fixed_s))
-    return LatencyModel.fit(measurements, names)
+            found.append(Measurement(kind=HEAD, rows=rows, context=0, batch=1, seconds=head_s, device=device))
+    fixed_s = _seconds(lambda: runner.batch([RowSpan(0, 0, 1)]), runner.device, clock)
+    found.append(Measurement(kind=OVERHEAD, rows=1, context=0, batch=1, seconds=fixed_s, device=device))
+    return found
+
+
+def _random_states(runner: Runner, rows: int) -> torch.Tensor:
+    """[1, rows, hidden_size]. Rows differ, so that experts are chosen as in use."""
+    generator = torch.Generator().manual_seed(0)
+    size = runner.parts.config.get_text_config().hidden_size
+    return torch.randn(1, rows, size, generator=generator).to(runner.device, runner.parts.dtype)
 
 
 def _grid(num_slots: int) -> Iterator[tuple[int, int, int]]:
@@ -100,15 +117,13 @@ def _grid(num_slots: int) -> Iterator[tuple[int, int, int]]:
             yield 8, context, 8
 
 
-def _prepare(runner: Runner) -> None:
-    runner.batch([RowSpan(0, 0, 1)])
-    runner.embed(torch.zeros(1, dtype=torch.int64, device=runner.device))
-
-
 def _sublayer_seconds(
-    runner: Runner, batch: Batch, hidden: torch.Tensor, keep: list[bool], clock: Callable[[], float]
+    runner: Runner, batch: Batch, hidden: torch.Tensor, name: str, clock: Callable[[], float]
 ) -> float:
-    return _seconds(lambda: runner.run(batch, hidden, keep=keep), runner.device, clock) / sum(keep)
+    """Of one sublayer, on average over those of that name."""
+    mine = [own == name for own in runner.parts.curve_names]
+    keep = [False] * runner.first + mine
+    return _seconds(lambda: runner.run(batch, hidden, keep=keep), runner.device, clock) / sum(mine)
 
 
 def _seconds(work: Callable[[], object], device: torch.device, clock: Callable[[], float]) -> float:

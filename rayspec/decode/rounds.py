@@ -16,7 +16,6 @@ from torch import Tensor
 
 from rayspec.decode.drafting.skip_draft import (
     Draft,
-    DraftRound,
     KeepDrafting,
     Turn,
     draft,
@@ -105,7 +104,7 @@ def opening_pass(work: Work) -> Pass:
     drafts = [Draft() for _ in work.turns]
     if active:
         return draft_pass(work.id, work.turns, drafts, active, work.plan, work.hold_at)
-    return _verify_pass(work, DraftRound(drafts))
+    return _verify_pass(work, drafts, [])
 
 
 def script(work: Work, head: Head) -> Generator[Pass, Tensor, Result]:
@@ -134,7 +133,7 @@ def _round(work: Round, head: Head) -> Generator[Pass, Tensor, RoundResult]:
     started = time.perf_counter()
     drafted = yield from draft(head, work.id, work.turns, work.plan, work.keep_drafting, work.hold_at)
     drafted_at = time.perf_counter()
-    verify = _verify_pass(work, drafted)
+    verify = _verify_pass(work, drafted.drafts, drafted.owners)
     logits = head.logits((yield verify))
     finite = finite_rows(logits).tolist()
     if drafted.num_steps and not all(finite):
@@ -146,7 +145,7 @@ def _round(work: Round, head: Head) -> Generator[Pass, Tensor, RoundResult]:
     for turn, one in zip(work.turns, drafted.drafts, strict=True):
         rows.append(Rows(head.sampler(turn.sequence_id), start, one.token_ids))
         start = rows[-1].end
-    draft_logits = [torch.stack(one.logits) if one.logits else None for one in drafted.drafts]
+    draft_logits = [torch.stack(logits) if logits else None for logits in drafted.logits]
     verdicts = head.accept(logits, rows, draft_logits)
     return RoundResult(
         committed=head.commit(logits, rows, verdicts, finite),
@@ -167,16 +166,16 @@ def _prefill_pass(work: Prefill) -> Pass:
     )
 
 
-def _verify_pass(work: Round, drafted: DraftRound) -> Pass:
+def _verify_pass(work: Round, drafts: Sequence[Draft], owners: Sequence[int]) -> Pass:
     """All sublayers over every turn's newest token and drafts, held rows joined in where there are some."""
-    pairs = list(zip(work.turns, drafted.drafts, strict=True))
+    pairs = list(zip(work.turns, drafts, strict=True))
     rows = [RowSpan(turn.start, turn.length - 1, 1 + len(one.token_ids)) for turn, one in pairs]
-    if drafted.owners and work.hold_at:
+    if owners and work.hold_at:
         return Pass(
             round_id=work.id,
             token_ids=[one.token_ids[-1] if one.token_ids else turn.last_token for turn, one in pairs],
             rows=[RowSpan(turn.start, turn.length - 1 + len(one.token_ids), 1) for turn, one in pairs],
-            join=Join(at=work.hold_at, order=_joined_order(drafted.owners, len(pairs)), rows=rows),
+            join=Join(at=work.hold_at, order=_joined_order(owners, len(pairs)), rows=rows),
         )
     taps, at = [], 0
     for token, span in zip(work.taps, rows, strict=False):

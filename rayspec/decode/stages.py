@@ -128,10 +128,8 @@ class LocalStages:
     def close(self, sequence_id: str) -> None:
         self.head.close(sequence_id)
 
-    @torch.inference_mode()
     def move(self, moves: Sequence[Move]) -> None:
-        for move in moves:
-            self.runner.arena.move(move.source, move.destination, move.length)
+        self.span.move(moves)
 
     def start(self, work: Work) -> Future[Result]:
         return done(lambda: self._run(work))

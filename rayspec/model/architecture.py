@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -54,15 +54,19 @@ LAYOUTS = (
 
 @dataclass(frozen=True, slots=True)
 class Decomposition:
-    """A causal LM as embedding, sublayers and head. All hidden states are [1, N, hidden_size]."""
+    """A causal LM, or a span of its layers, as embedding, sublayers and head. Hidden states are [1, N, hidden_size].
+
+    embedding is None in a span without the first layer, final_norm and lm_head in one without the last. Sublayers and
+    layers keep the numbers that they have in the whole model; so does shapes, whose keys are layers.
+    """
 
     config: PretrainedConfig
-    embedding: nn.Module
+    embedding: nn.Module | None
     embedding_scale: float
     rotary: nn.Module
     sublayers: tuple[Sublayer, ...]
-    final_norm: nn.Module
-    lm_head: nn.Module
+    final_norm: nn.Module | None
+    lm_head: nn.Module | None
     logit_scale: float
     logit_softcap: float | None
     shapes: dict[int, LayerShape]
@@ -70,14 +74,23 @@ class Decomposition:
     @property
     def dtype(self) -> torch.dtype:
         """Of hidden states."""
-        return next(self.final_norm.parameters()).dtype
+        return self._norm_weight.dtype
 
     @property
     def device(self) -> torch.device:
-        return next(self.final_norm.parameters()).device
+        return self._norm_weight.device
+
+    @property
+    def _norm_weight(self) -> nn.Parameter:
+        """No quantizer touches norms, and every sublayer has one."""
+        first = self.sublayers[0]
+        norm = self.final_norm or first.pre_norm or first.post_norm
+        assert norm is not None, "a layout without norms"
+        return next(norm.parameters())
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """token_ids: [N] -> [1, N, hidden_size]."""
+        """token_ids: [N] -> [1, N, hidden_size]. Only where the first layer is."""
+        assert self.embedding is not None, "the embedding is with the first layer"
         hidden: Tensor = self.embedding(token_ids[None])
         return hidden if self.embedding_scale == 1 else hidden * self.embedding_scale
 
@@ -88,7 +101,9 @@ class Decomposition:
             rows.rope[layer_type] = self.rotary(hidden, rows.positions[None], *typed)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits [N, vocab_size] of [1, N, hidden_size]."""
+        """Logits [N, vocab_size] of [1, N, hidden_size]. Only where the last layer is."""
+        assert self.final_norm is not None, "the head is with the last layer"
+        assert self.lm_head is not None, "the head is with the last layer"
         logits: Tensor = self.lm_head(self.final_norm(hidden))[0]
         if self.logit_scale != 1:
             logits = logits * self.logit_scale
@@ -98,15 +113,15 @@ class Decomposition:
 
     @property
     def curve_names(self) -> list[str]:
-        """What each sublayer costs like: sublayers of one name are the same work."""
-        names = [_cost_name(sublayer) for sublayer in self.sublayers]
-        kinds = {kind: len({n for n in names if n.startswith(kind)}) for kind in ("attention", "mlp")}
-        return [name if kinds[s.kind] > 1 else s.kind for name, s in zip(names, self.sublayers, strict=True)]
+        """What each sublayer costs like: those of one name are the same work, in whichever span of the model."""
+        return [_cost_name(sublayer) for sublayer in self.sublayers]
 
 
 @torch.inference_mode()
-def decompose(model: PreTrainedModel) -> Decomposition:
+def decompose(model: PreTrainedModel, *, layers: range | None = None) -> Decomposition:
     """Split `model` and prove it on random input. Switches the model to rayspec's packed attention.
+
+    layers: the span of decoder layers to split, None for all; those that `load_model` was given, or fewer.
 
     Raises UnsupportedModelError, saying what differs, for a family whose layers are not an attention sublayer followed
     by an MLP sublayer; the model is then as it was. Raises CheckpointError for weights that compute NaN.
@@ -115,11 +130,11 @@ def decompose(model: PreTrainedModel) -> Decomposition:
     before = config._attn_implementation
     try:
         _require_croppable_attention(config)
-        trunk, layers = _trunk(model)
-        shapes = _layer_shapes(layers, model)
-        layout = _matching_layout(layers[0], config)
-        parts = _assemble(model, trunk, layers, layout, shapes)
-        _check_layers(model, layers, parts)
+        trunk, all_layers = trunk_and_layers(model)
+        own = {number: all_layers[number] for number in (range(len(all_layers)) if layers is None else layers)}
+        layout = _matching_layout(next(iter(own.values())), config)
+        parts = _assemble(model, trunk, own, layout)
+        _check_layers(model, own, parts)
         _check_ends(model, trunk, parts)
     except UnsupportedModelError:
         config._attn_implementation = before
@@ -159,16 +174,19 @@ def _require_croppable_attention(config: PretrainedConfig) -> None:
         raise UnsupportedModelError(f"{config.model_type}: layers share keys and values, so they cannot be skipped")
 
 
-def _trunk(model: PreTrainedModel) -> tuple[Any, Any]:
+def trunk_and_layers(model: PreTrainedModel) -> tuple[Any, nn.ModuleList]:
+    """The model without its LM head, and its decoder layers. Raises UnsupportedModelError if there is no such list."""
     trunk: Any = model.base_model
     layers = getattr(trunk, "layers", None)
-    if not isinstance(layers, nn.ModuleList) or len(layers) == 0 or not hasattr(trunk, "rotary_emb"):
-        raise UnsupportedModelError(f"{model.config.model_type}: no list of decoder layers with a rotary embedding")
+    complete = hasattr(trunk, "rotary_emb") and hasattr(trunk, "norm")
+    if not isinstance(layers, nn.ModuleList) or len(layers) == 0 or not complete:
+        raise UnsupportedModelError(
+            f"{model.config.model_type}: no list of decoder layers with a rotary embedding and a final norm"
+        )
     return trunk, layers
 
 
-def _layer_shapes(layers: Any, model: PreTrainedModel) -> dict[int, LayerShape]:
-    config = model.config
+def _layer_shapes(layers: Iterable[Any], config: PretrainedConfig) -> dict[int, LayerShape]:
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     shapes = {}
     for layer in layers:
@@ -185,21 +203,19 @@ def _matching_layout(layer: nn.Module, config: PretrainedConfig) -> NormLayout:
     raise UnsupportedModelError(f"{config.model_type}: unknown arrangement of norms {sorted(norms)}")
 
 
-def _assemble(
-    model: PreTrainedModel, trunk: Any, layers: Any, layout: NormLayout, shapes: dict[int, LayerShape]
-) -> Decomposition:
+def _assemble(model: PreTrainedModel, trunk: Any, layers: Mapping[int, Any], layout: NormLayout) -> Decomposition:
     config = model.config
     typed_rope = all(isinstance(v, dict) for v in (getattr(config, "rope_parameters", None) or {"": None}).values())
     sublayers: list[Sublayer] = []
-    for number, layer in enumerate(layers):
+    for number, layer in layers.items():
         mlp = next(getattr(layer, name) for name in _MLP_NAMES if hasattr(layer, name))
-        for kind, block, pre, post in (
-            ("attention", layer.self_attn, layout.pre_attention, layout.post_attention),
-            ("mlp", mlp, layout.pre_mlp, layout.post_mlp),
+        for index, kind, block, pre, post in (
+            (2 * number, "attention", layer.self_attn, layout.pre_attention, layout.post_attention),
+            (2 * number + 1, "mlp", mlp, layout.pre_mlp, layout.post_mlp),
         ):
             sublayers.append(
                 Sublayer(
-                    index=len(sublayers),
+                    index=index,
                     kind=kind,  # type: ignore[arg-type]
                     layer=number,
                     layer_type=config.layer_types[number] if typed_rope else "",
@@ -209,30 +225,30 @@ def _assemble(
                     residual_scale=float(getattr(layer, "residual_multiplier", 1.0)),
                 )
             )
+    is_first, is_last = 0 in layers, len(trunk.layers) - 1 in layers
     return Decomposition(
         config=config,
-        embedding=model.get_input_embeddings(),
+        embedding=model.get_input_embeddings() if is_first else None,
         embedding_scale=float(getattr(config, "embedding_multiplier", 1.0)),
         rotary=trunk.rotary_emb,
         sublayers=tuple(sublayers),
-        final_norm=trunk.norm,
-        lm_head=model.get_output_embeddings(),  # type: ignore[no-untyped-call]
+        final_norm=trunk.norm if is_last else None,
+        lm_head=model.get_output_embeddings() if is_last else None,  # type: ignore[no-untyped-call]
         logit_scale=float(getattr(config, "logit_scale", 1.0)) / float(getattr(config, "logits_scaling", 1.0)),
         logit_softcap=getattr(config, "final_logit_softcapping", None),
-        shapes=shapes,
+        shapes=_layer_shapes(layers.values(), config),
     )
 
 
-def _check_layers(model: PreTrainedModel, layers: Any, parts: Decomposition) -> None:
+def _check_layers(model: PreTrainedModel, layers: Mapping[int, Any], parts: Decomposition) -> None:
     """Each kind of layer must equal its two sublayers, attention included, on random hidden states."""
-    dtype, device = parts.dtype, parts.device
-    arena = KVArena(parts.shapes, _NUM_CHECK_TOKENS, dtype=dtype, device=device)
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, _NUM_CHECK_TOKENS, model.config.hidden_size, generator=generator).to(device, dtype)
+    device = parts.device
+    arena = KVArena(parts.shapes, _NUM_CHECK_TOKENS, dtype=parts.dtype, device=device)
+    hidden = _random_hidden(parts)
     rows = pack(arena, [(0, 0, _NUM_CHECK_TOKENS)], device=device)
     parts.rotate(hidden, rows)
     for number in _distinct_layers(layers, model.config):
-        attention, mlp = parts.sublayers[2 * number : 2 * number + 2]
+        attention, mlp = (sublayer for sublayer in parts.sublayers if sublayer.layer == number)
         with _attention_implementation(model, "eager"):
             window = getattr(layers[number].self_attn, "sliding_window", None)
             expected = layers[number](
@@ -247,24 +263,38 @@ def _check_layers(model: PreTrainedModel, layers: Any, parts: Decomposition) -> 
 
 
 def _check_ends(model: PreTrainedModel, trunk: Any, parts: Decomposition) -> None:
-    """The model without layers must equal embedding, final norm and head: finds scales and caps we do not know."""
-    device = parts.device
-    token_ids = torch.arange(_NUM_CHECK_TOKENS, device=device) % model.config.vocab_size
-    layers, trunk.layers = trunk.layers, nn.ModuleList()
-    try:
-        expected = model(input_ids=token_ids[None], use_cache=False).logits[0]
-    finally:
-        trunk.layers = layers
-    actual = parts.head(parts.embed(token_ids))
+    """The model without layers must equal the ends that are here: finds scales and caps we do not know."""
+    if parts.embedding is None and parts.lm_head is None:
+        return
+    stubs: dict[str, nn.Module] = {"layers": nn.ModuleList()}
+    if parts.final_norm is None:
+        stubs["norm"] = nn.Identity()
+    if parts.embedding is not None:
+        token_ids = torch.arange(_NUM_CHECK_TOKENS, device=parts.device) % model.config.vocab_size
+        inputs, hidden = {"input_ids": token_ids[None]}, parts.embed(token_ids)
+    else:
+        embedded = _random_hidden(parts)
+        inputs, hidden = {"inputs_embeds": embedded}, embedded * parts.embedding_scale
+    with _replaced(trunk, stubs):
+        if parts.lm_head is None:
+            expected, actual = trunk(**inputs, use_cache=False).last_hidden_state, hidden
+        else:
+            expected, actual = model(**inputs, use_cache=False).logits[0], parts.head(hidden)
     _require_equal(expected, actual, f"{model.config.model_type}: embedding, norm and head differ from the model's")
 
 
-def _distinct_layers(layers: Any, config: PretrainedConfig) -> list[int]:
-    types: Sequence[str] = getattr(config, "layer_types", None) or [""] * len(layers)
+def _random_hidden(parts: Decomposition) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, _NUM_CHECK_TOKENS, parts.config.hidden_size, generator=generator)
+    return hidden.to(parts.device, parts.dtype)
+
+
+def _distinct_layers(layers: Mapping[int, Any], config: PretrainedConfig) -> list[int]:
+    types: Sequence[str] | None = getattr(config, "layer_types", None)
     first: dict[tuple[Any, ...], int] = {}
-    for number, layer in enumerate(layers):
+    for number, layer in layers.items():
         parts = tuple(type(module).__name__ for module in layer.children())
-        first.setdefault((type(layer), types[number], parts), number)
+        first.setdefault((type(layer), types[number] if types else "", parts), number)
     return list(first.values())
 
 
@@ -299,3 +329,15 @@ def _attention_implementation(model: PreTrainedModel, name: str) -> Iterator[Non
         yield
     finally:
         model.config._attn_implementation = before
+
+
+@contextmanager
+def _replaced(parent: nn.Module, children: Mapping[str, nn.Module]) -> Iterator[None]:
+    before = {name: getattr(parent, name) for name in children}
+    try:
+        for name, child in children.items():
+            setattr(parent, name, child)
+        yield
+    finally:
+        for name, child in before.items():
+            setattr(parent, name, child)

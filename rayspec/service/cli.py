@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 import rayspec
+from rayspec import demo
 from rayspec.config import SamplingParams
 from rayspec.service.batch import complete
 from rayspec.service.bench_result import bench_tables, save_bench
@@ -23,6 +24,7 @@ from rayspec.service.prompts import SUMMARY_SAMPLING, PromptBuilder, fitting_pro
 from rayspec.service.report import RunReport
 from rayspec.service.results import check_output, open_writer, save_config
 from rayspec.service.settings import Settings
+from rayspec.service.tally import EXIT_FAILED
 from rayspec.service.terminal import clean_exit, error_console, exit_on_sigterm, output_console
 from rayspec.types import ConfigError
 
@@ -166,6 +168,53 @@ def bench(
         output_console().print(bench_tables(result))
         if json is not None:
             save_bench(result, json)
+
+
+@app.command()
+def placement(
+    *,
+    model: Annotated[str, typer.Option(help="folder, config.json, hub id, or 'demo'; no weights are needed")],
+    gpus: Annotated[
+        str, typer.Option(help="in order, as 8xH100-80G or 4xH200-141G,4xA100-80G or 2xNEW-96G@4000 (GB/s)")
+    ],
+    stages: Annotated[int | None, typer.Option(help="pipeline stages; without it, the fewest that fit")] = None,
+    tensor: Annotated[int, typer.Option(help="GPUs that share each stage")] = 1,
+    context: Annotated[int, typer.Option(help="tokens of a sequence, for the KV cache")] = 16384,
+    concurrency: Annotated[int, typer.Option(help="sequences at once, for the KV cache")] = 32,
+    quantization: Annotated[str | None, typer.Option(help="of the layers' linears: fp8, int8, int4")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16")] = "auto",
+    pin: Annotated[str | None, typer.Option(help="layers of each stage, as 20,30,30")] = None,
+    json: Annotated[Path | None, typer.Option(help="file to write the numbers to")] = None,
+) -> None:
+    """Say which layers go on which GPUs, what fits, and how fast a decode step could be. Needs no GPU.
+
+    Exit code 1 if it does not fit.
+    """
+    # They bring torch, which others wait for.
+    from rayspec.model.sizes import load_config  # noqa: PLC0415
+    from rayspec.service.placement_report import (  # noqa: PLC0415
+        PlacementOptions,
+        place,
+        placement_table,
+        save_placement,
+    )
+
+    with clean_exit():
+        options = PlacementOptions(
+            gpus=gpus,
+            stages=stages,
+            tensor=tensor,
+            context=context,
+            concurrency=concurrency,
+            quantization=quantization,
+            dtype=dtype,
+            pin=pin,
+        )
+        found = place(load_config(str(demo.model_path()) if model == "demo" else model), options)
+        output_console().print(placement_table(found), highlight=False)
+        if json is not None:
+            save_placement(found, json)
+    raise typer.Exit(0 if found.fits else EXIT_FAILED)
 
 
 @app.command()

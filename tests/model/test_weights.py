@@ -8,12 +8,21 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from rayspec import demo
 from rayspec.config import EngineConfig
-from rayspec.model.weights import load_model, load_tokenizer, resolve_device
+from rayspec.model.weights import (
+    eos_token_ids,
+    load_config,
+    load_model,
+    load_tokenizer,
+    num_layers,
+    resolve_device,
+    vocab_size,
+)
 from rayspec.types import CheckpointError, ConfigError
-from tests.families import build, checkpoint
+from tests.families import FAMILIES, WHOLE_FAMILIES, build, checkpoint
 
 
 def _config(path: str | Path) -> EngineConfig:
@@ -101,6 +110,50 @@ def test_an_unknown_architecture_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "never-heard-of"}))
     with pytest.raises(CheckpointError, match="never-heard-of"):
         load_model(_config(tmp_path))
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *WHOLE_FAMILIES])
+def test_the_config_tells_the_sizes_of_the_model(family: str) -> None:
+    config = load_config(_config(checkpoint(family)))
+    model = build(family)
+    assert vocab_size(config) == model.get_output_embeddings().weight.shape[0]
+    assert num_layers(config) == model.config.num_hidden_layers == 4
+
+
+def test_the_sizes_of_a_composite_model_are_those_of_its_language_model() -> None:
+    config = AutoConfig.for_model("gemma3", text_config={"num_hidden_layers": 3, "vocab_size": 77})
+    assert (num_layers(config), vocab_size(config)) == (3, 77)
+
+
+def test_a_config_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    for content in ("{", json.dumps({"model_type": "never-heard-of"})):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(CheckpointError, match=tmp_path.name):
+            load_config(_config(tmp_path))
+    with pytest.raises(CheckpointError, match="no-such-model"):
+        load_config(_config(tmp_path / "no-such-model"))
+
+
+@pytest.mark.parametrize(
+    ("of_config", "of_generation", "expected"),
+    [(None, None, ()), (2, None, (2,)), ([2, 7], None, (2, 7)), (2, 5, (5,)), (2, [5, 6], (5, 6)), (None, 0, (0,))],
+)
+def test_the_generation_config_has_the_word_on_the_end_of_a_text(
+    of_config: int | list[int] | None, of_generation: int | list[int] | None, expected: tuple[int, ...], tmp_path: Path
+) -> None:
+    model = build("qwen2")
+    model.config.eos_token_id = of_config
+    model.generation_config.eos_token_id = of_generation
+    model.save_pretrained(tmp_path)
+    assert eos_token_ids(_config(tmp_path)) == expected
+
+
+def test_without_a_generation_config_the_config_tells_the_end_of_a_text(tmp_path: Path) -> None:
+    model = build("qwen2")
+    model.config.eos_token_id = 9
+    model.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    assert eos_token_ids(_config(tmp_path)) == (9,)
 
 
 def test_no_tokenizer_is_an_error() -> None:

@@ -36,18 +36,21 @@ class Turn:
 
 @dataclass(slots=True)
 class Draft:
-    """What was drafted for one turn. `logits`: processed, [num_tokens, V], kept for rejection verification only."""
+    """What was drafted for one turn."""
 
     token_ids: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
-    logits: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class DraftRound:
-    """Drafts by turn. Where rows are held for verify, the r-th row held is one of turn `owners[r]`."""
+    """Drafts by turn. Where rows are held for verify, the r-th row held is one of turn `owners[r]`.
+
+    logits: processed, of each turn's tokens, [V] each; kept for rejection verification only.
+    """
 
     drafts: list[Draft]
+    logits: list[list[Tensor]]
     owners: list[int] = field(default_factory=list)
     num_steps: int = 0
 
@@ -84,7 +87,7 @@ def draft(
     Yields passes and is sent the states before the head. Keys and values of drafted rows go to the positions that
     verify overwrites. One host synchronisation a step.
     """
-    result = DraftRound([Draft() for _ in turns])
+    result = DraftRound([Draft() for _ in turns], [[] for _ in turns])
     active = drafting_turns(turns)
     while active:
         logits = head.logits((yield draft_pass(round_id, turns, result.drafts, active, plan, hold_at)))
@@ -96,18 +99,19 @@ def draft(
             for at, (index, one) in enumerate(zip(active, drafts, strict=True))
         ]
         drawn = draft_tokens(logits, rows, head.verification)
-        _append(drafts, drawn.token_ids, drawn.confidence, drawn.logits)
+        _append(drafts, drawn.token_ids, drawn.confidence)
+        if drawn.logits is not None:
+            for index, row in zip(active, drawn.logits, strict=True):
+                result.logits[index].append(row)
         active = _still_drafting(active, turns, result.drafts, keep_drafting)
     return result
 
 
-def _append(drafts: Sequence[Draft], token_ids: Tensor, confidence: Tensor, logits: Tensor | None) -> None:
+def _append(drafts: Sequence[Draft], token_ids: Tensor, confidence: Tensor) -> None:
     tokens, confidences = torch.stack([token_ids.double(), confidence.double()]).tolist()
-    for index, one in enumerate(drafts):
-        one.token_ids.append(int(tokens[index]))
-        one.confidences.append(confidences[index])
-        if logits is not None:
-            one.logits.append(logits[index])
+    for one, token, sure in zip(drafts, tokens, confidences, strict=True):
+        one.token_ids.append(int(token))
+        one.confidences.append(sure)
 
 
 def _still_drafting(

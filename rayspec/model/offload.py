@@ -1,0 +1,379 @@
+"""Weights that do not fit the device: chosen sublayers keep theirs in CPU memory or on disk and fetch them to run.
+
+Measured with half of an 800 MB model on disk (docs/tried.md): accelerate's hooks over mapped safetensors take 2.4 to 3
+times as long and round differently in float32; DeepSpeed's ZeRO-3 takes all sublayers or none and frees no CPU memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from rayspec.model.architecture import Decomposition
+from rayspec.model.sublayers import Sublayer
+from rayspec.types import CheckpointError, ConfigError, UnsupportedModelError
+
+_CACHE_LINE = 64
+_PAGE = 4096  # direct I/O wants addresses, offsets and lengths in multiples of it
+_HUGE_PAGE = 2 << 20
+_MADV_PAGEOUT = 21  # <linux/mman.h>
+_NUM_REPEATS = 3
+
+
+@torch.inference_mode(False)
+def offload(
+    parts: Decomposition,
+    sublayers: Collection[int],
+    *,
+    to: Literal["cpu", "disk"],
+    device: torch.device | None = None,
+    folder: Path | None = None,
+) -> OffloadedWeights:
+    """Take the weights of these sublayers, blocks and norms, off the device.
+
+    From now on a sublayer fetches its weights whenever it runs, into memory where offloaded sublayers take turns: the
+    device holds those of two at most. They are the same bytes at equally aligned addresses: results stay bit-equal. A
+    skipped sublayer fetches nothing. Weights that another sublayer, the embedding or the head uses too, and buffers,
+    stay. Between its runs the parameters of an offloaded sublayer hold what another one fetched: they are not to be
+    read, saved or moved.
+
+    device: where the sublayers run, by default where the model is. A model too large for it is offloaded while it is
+    still in CPU memory and moved afterwards. to: "cpu" needs a CUDA device. "disk" is a file without a name in `folder`
+    (by default the system's for temporary files): nothing else can open it, and it is gone when the process is,
+    however that ends. It is read past the page cache where the file system allows that, so it takes no other memory,
+    and a fetch costs what the disk takes, less what is read ahead while other sublayers compute. A `folder` that is
+    itself in memory saves none.
+
+    Raises ConfigError for a place that cannot hold the weights, ValueError for sublayers that do not exist or are
+    offloaded already, UnsupportedModelError for weights that are not plain tensors; the model is then as it was.
+    """
+    device = parts.device if device is None else device
+    chosen = _chosen(parts, sublayers)
+    _check(parts, chosen, to, device)
+    cargoes = {sublayer.index: _Cargo.of(parts, sublayer) for sublayer in chosen}
+    largest = max((cargo.num_bytes for cargo in cargoes.values()), default=0)
+    total = sum(cargo.num_bytes for cargo in cargoes.values())
+    num_hosts = 2 if to == "disk" and len(cargoes) > 1 else 1  # one is read into while the other one is in use
+    hosts = [_page_aligned(largest, pinned=device.type == "cuda") for _ in range(num_hosts)]
+    landings = hosts if device.type == "cpu" else [torch.empty(largest, dtype=torch.uint8, device=device)]
+    store = _DiskStore(folder, total) if to == "disk" else _HostStore()
+    for number, (index, cargo) in enumerate(cargoes.items()):
+        image = hosts[number % len(hosts)][: cargo.num_bytes]
+        for piece in cargo.pieces:
+            piece.view_in(image).copy_(piece.parameter.data)
+        store.put(index, image)
+    places = {
+        index: landings[number % len(landings)][: cargo.num_bytes]
+        for number, (index, cargo) in enumerate(cargoes.items())
+    }
+    weights = OffloadedWeights(parts.sublayers, store, places, num_bytes=total - largest * len(landings))
+    for index, cargo in cargoes.items():
+        for piece in cargo.pieces:
+            _page_out(piece.parameter.data)
+            piece.parameter.data = piece.view_in(places[index])
+        cargo.entrance.register_forward_pre_hook(_Fetch(weights, index))
+    _trim_heap()
+    return weights
+
+
+class OffloadedWeights:
+    """The weights that are elsewhere. The sublayers' hooks call `fetch`."""
+
+    def __init__(
+        self, sublayers: Sequence[Sublayer], store: _Store, places: dict[int, Tensor], *, num_bytes: int
+    ) -> None:
+        self._indices = [sublayer.index for sublayer in sublayers]
+        self._store = store
+        self._places = places
+        self._paused = False
+        self.num_bytes = num_bytes
+        """Of weights that left the device, less the memory in which they take turns."""
+
+    @property
+    def sublayers(self) -> tuple[int, ...]:
+        """Those that fetch weights, in order."""
+        return tuple(self._places)
+
+    def fetch(self, index: int) -> None:
+        """Bring in the weights of sublayer `index`. Raises CheckpointError when they cannot be read back."""
+        if not self._paused:
+            self._store.get(index, self._places[index])
+
+    def transfer_seconds(self, clock: Callable[[], float] = time.perf_counter) -> tuple[float, ...]:
+        """Seconds to fetch the weights of each sublayer of the model or span, the fastest of a few; 0 where resident.
+
+        `LatencyModel.transfer_s`. Nothing is cached between fetches: this is what a run pays, less what is
+        read ahead.
+        """
+        seconds = dict.fromkeys(self._indices, 0.0)
+        for index in self._places:
+            self.fetch(index)  # may have been read ahead
+            seconds[index] = min(self._seconds(index, clock) for _ in range(_NUM_REPEATS))
+        return tuple(seconds.values())
+
+    @contextmanager
+    def without_transfers(self) -> Iterator[None]:
+        """Sublayers compute on whatever weights are there: to measure how long that takes apart from the transfer."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def _seconds(self, index: int, clock: Callable[[], float]) -> float:
+        device = self._places[index].device
+        _synchronise(device)
+        started = clock()
+        self.fetch(index)
+        _synchronise(device)
+        return clock() - started
+
+
+@dataclass(frozen=True, slots=True)
+class _Fetch:
+    """Forward pre-hook of the module of an offloaded sublayer that runs first."""
+
+    weights: OffloadedWeights
+    index: int
+
+    def __call__(self, module: nn.Module, arguments: tuple[object, ...]) -> None:
+        self.weights.fetch(self.index)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A parameter and where it lies in the image of its sublayer."""
+
+    parameter: nn.Parameter
+    offset: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.parameter.nbytes
+
+    def view_in(self, image: Tensor) -> Tensor:
+        """image: [num_bytes] uint8."""
+        return image[self.offset : self.end].view(self.parameter.dtype).view(self.parameter.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cargo:
+    """What one sublayer fetches: an image of `num_bytes` with its parameters, when `entrance` is about to run."""
+
+    entrance: nn.Module
+    pieces: tuple[_Piece, ...]
+    num_bytes: int
+
+    @classmethod
+    def of(cls, parts: Decomposition, sublayer: Sublayer) -> _Cargo:
+        elsewhere = _parameters_outside(parts, sublayer)
+        modules = _modules(sublayer)
+        entrance, pieces, end = modules[-1], [], 0
+        for module in reversed(modules):
+            own = [parameter for parameter in module.parameters() if id(parameter) not in elsewhere]
+            if own:
+                entrance = module
+            for parameter in own:
+                # Where a row starts in its cache line decides the order in which CPU kernels add it up.
+                offset = _round_up(end, _CACHE_LINE) + parameter.data_ptr() % _CACHE_LINE
+                pieces.append(_Piece(parameter, offset))
+                end = pieces[-1].end
+        return cls(entrance, tuple(pieces), _round_up(end, _PAGE))
+
+
+class _Store(Protocol):
+    """Where images are kept."""
+
+    def put(self, index: int, image: Tensor) -> None:
+        """Keep a copy of `image`, [num_bytes] uint8 in CPU memory."""
+
+    def get(self, index: int, landing: Tensor) -> None:
+        """Copy the image into `landing`, [num_bytes] uint8 on the device that runs it."""
+
+
+class _HostStore:
+    """Pinned CPU memory. A copy queues up behind the kernels that still use the landing, and before those that wait
+    for it: all are in one stream."""
+
+    def __init__(self) -> None:
+        self._images: dict[int, Tensor] = {}
+
+    def put(self, index: int, image: Tensor) -> None:
+        self._images[index] = torch.empty_like(image, pin_memory=True).copy_(image)
+
+    def get(self, index: int, landing: Tensor) -> None:
+        landing.copy_(self._images[index], non_blocking=True)
+
+
+class _DiskStore:
+    """One nameless file, read past the page cache: what is offloaded for want of memory must not fill it again.
+
+    Images are read into the memory that they were put from, and ahead of time: while a sublayer computes, a thread
+    reads what was asked for next the last time, if that goes elsewhere. Where this is wrong, one read was for nothing.
+    """
+
+    def __init__(self, folder: Path | None, num_bytes: int) -> None:
+        self._folder = tempfile.gettempdir() if folder is None else folder
+        self._images: dict[int, tuple[int, Tensor]] = {}
+        self._end = 0
+        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rayspec-offload")
+        self._ahead: tuple[int, Future[None]] | None = None
+        self._followers: dict[int, int] = {}
+        self._latest = -1
+        try:
+            self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115 (lives as long as self)
+            if num_bytes:
+                os.posix_fallocate(self._file.fileno(), 0, num_bytes)
+        except OSError as error:
+            raise self._refused(error) from error
+        _bypass_page_cache(self._file.fileno())
+
+    def put(self, index: int, image: Tensor) -> None:
+        content, descriptor = image.numpy().data, self._file.fileno()
+        done = 0
+        try:
+            while done < len(content):
+                done += os.pwrite(descriptor, content[done:], self._end + done)
+            os.fdatasync(descriptor)
+        except OSError as error:
+            raise self._refused(error) from error
+        self._images[index] = self._end, image
+        self._end += len(content)
+
+    def get(self, index: int, landing: Tensor) -> None:
+        if self._ahead is None or self._ahead[0] != index:
+            self._read_ahead(index)
+        assert self._ahead is not None
+        self._ahead[1].result()
+        self._ahead = None
+        _, image = self._images[index]
+        if landing.device.type != "cpu":
+            landing.copy_(image)  # blocking: another read may overwrite `image`
+        self._followers[self._latest] = index
+        self._latest = index
+        follower = self._followers.get(index, index)
+        if self._images[follower][1].data_ptr() != image.data_ptr():
+            self._read_ahead(follower)
+
+    def _read_ahead(self, index: int) -> None:
+        """After what is being read now: there is one thread."""
+        self._ahead = index, self._reader.submit(self._read, index)
+
+    def _read(self, index: int) -> None:
+        offset, image = self._images[index]
+        content, descriptor, done = image.numpy().data, self._file.fileno(), 0
+        try:
+            while done < len(content):
+                count = os.preadv(descriptor, [content[done:]], offset + done)
+                if count == 0:
+                    raise CheckpointError(f"weights offloaded to {self._folder} end too early: the file was cut")
+                done += count
+            # For file systems without direct I/O.
+            os.posix_fadvise(descriptor, offset, len(content), os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            raise CheckpointError(f"weights offloaded to {self._folder} could not be read back: {error}") from error
+
+    def _refused(self, error: OSError) -> ConfigError:
+        return ConfigError(f"option 'folder' is {str(self._folder)!r}, which cannot take the weights: {error}")
+
+
+def _chosen(parts: Decomposition, sublayers: Collection[int]) -> list[Sublayer]:
+    held = [sublayer.index for sublayer in parts.sublayers]
+    foreign = sorted(set(sublayers) - set(held))
+    if foreign:
+        raise ValueError(f"sublayers {foreign} cannot be offloaded: here are {held[0]} to {held[-1]}")
+    return [sublayer for sublayer in parts.sublayers if sublayer.index in sublayers]
+
+
+def _check(parts: Decomposition, chosen: Sequence[Sublayer], to: str, device: torch.device) -> None:
+    if to not in ("cpu", "disk"):
+        raise ConfigError(f"option 'to' is {to!r}: use cpu or disk")
+    if to == "cpu" and device.type == "cpu":
+        raise ConfigError("option 'to' is 'cpu', where the model runs already: use disk, or a CUDA device")
+    for sublayer in chosen:
+        for module in _modules(sublayer):
+            if any(isinstance(hook, _Fetch) for hook in module._forward_pre_hooks.values()):
+                raise ValueError(f"sublayer {sublayer.index} is offloaded already")
+            if any(type(p) is not nn.Parameter or type(p.data) is not Tensor for p in module.parameters()):
+                raise UnsupportedModelError(
+                    f"{parts.config.model_type}: weights of sublayer {sublayer.index} are quantized or sharded, not "
+                    "plain tensors, and cannot be offloaded: load the model without quantization_config"
+                )
+
+
+def _modules(sublayer: Sublayer) -> list[nn.Module]:
+    """In the order in which they run."""
+    return [module for module in (sublayer.pre_norm, sublayer.block, sublayer.post_norm) if module is not None]
+
+
+def _parameters_outside(parts: Decomposition, sublayer: Sublayer) -> set[int]:
+    """Identities of the parameters that anything but this sublayer uses."""
+    ends = (parts.embedding, parts.rotary, parts.final_norm, parts.lm_head)
+    others = [
+        *(module for other in parts.sublayers if other is not sublayer for module in _modules(other)),
+        *(module for module in ends if module is not None),
+    ]
+    return {id(parameter) for module in others for parameter in module.parameters()}
+
+
+def _page_aligned(num_bytes: int, *, pinned: bool) -> Tensor:
+    """[num_bytes] uint8 in CPU memory. In huge pages where it can be: they make direct I/O three times faster."""
+    if pinned:
+        memory = torch.empty(num_bytes + _PAGE, dtype=torch.uint8, pin_memory=True)
+        page = _PAGE
+    else:
+        private = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # a kernel without them
+            private.madvise(mmap.MADV_HUGEPAGE)
+        memory = torch.frombuffer(private, dtype=torch.uint8)
+        page = _HUGE_PAGE
+    start = -memory.data_ptr() % page
+    return memory[start : start + num_bytes]
+
+
+def _page_out(weight: Tensor) -> None:
+    """A checkpoint that transformers has mapped stays mapped while one of its tensors lives: drop this one's pages.
+
+    Only a hint to the kernel. It never loses content: pages that are needed after all are read again.
+    """
+    if weight.device.type == "cpu":
+        start, end = _round_up(weight.data_ptr(), _PAGE), (weight.data_ptr() + weight.nbytes) // _PAGE * _PAGE
+        if start < end:
+            _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_PAGEOUT)
+
+
+def _trim_heap() -> None:
+    """malloc keeps what was freed, unless the pieces were large."""
+    with suppress(AttributeError):  # a C library other than glibc
+        _libc().malloc_trim(ctypes.c_size_t(0))
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
+def _bypass_page_cache(descriptor: int) -> None:
+    with suppress(OSError):  # a file system without direct I/O
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_DIRECT)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,175 @@
+"""What a model weighs, sublayer by sublayer, from its config alone: built on the meta device, without its weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from rayspec.model.architecture import LAYOUTS
+from rayspec.model.kv_arena import LayerShape, bytes_per_slot
+from rayspec.types import CheckpointError, ConfigError, UnsupportedModelError
+
+Quantization = Literal["fp8", "int8", "int4"]
+
+# 4 bits, and a 16-bit scale for each group of 128, as GPTQ and AWQ have them. The scales of the 8-bit formats are one a
+# row or a block of 128 x 128: too few to count.
+_BYTES_PER_LINEAR_WEIGHT: dict[Quantization, float] = {"fp8": 1.0, "int8": 1.0, "int4": 0.5 + 2 / 128}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSizes:
+    """One decoder layer.
+
+    sublayer_bytes: weights of attention and of MLP, each with its norms; a single number where the family's layout is
+        unknown. kv_bytes_per_token: keys and values. window: tokens that attention looks back, None for all.
+    """
+
+    sublayer_bytes: tuple[int, ...]
+    kv_bytes_per_token: int
+    window: int | None
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(self.sublayer_bytes)
+
+    def kv_bytes_read(self, context: int) -> int:
+        """By one decode step of a sequence that holds `context` tokens."""
+        return self.kv_bytes_per_token * min(context, self.window or context)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSizes:
+    """Bytes on one tensor-parallel rank. num_parameters: of the whole model, a tied matrix counted once.
+
+    embedding_bytes: all matrices before the layers. norm_bytes, head_bytes: final norm and LM head; the head counts
+    its matrix even where it is `tied` to the embedding.
+    """
+
+    num_parameters: int
+    embedding_bytes: int
+    layers: tuple[LayerSizes, ...]
+    norm_bytes: int
+    head_bytes: int
+    tied: bool
+
+    @property
+    def splits(self) -> bool:
+        """Whether every layer's layout is known, as attention and MLP. The check at load has the last word."""
+        return all(len(layer.sublayer_bytes) == 2 for layer in self.layers)
+
+    def last_stage_bytes(self, num_stages: int) -> int:
+        """Final norm and head. A tied head shares the embedding's matrix only where both are on the one stage."""
+        shared = self.tied and num_stages == 1
+        return self.norm_bytes + (0 if shared else self.head_bytes)
+
+
+def load_config(source: str) -> PretrainedConfig:
+    """The config of a folder, a path to a config.json, or a hub id. Raises CheckpointError."""
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(source)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"config of model {source!r} could not be read: {error}") from error
+    return config
+
+
+def model_sizes(
+    config: PretrainedConfig, *, dtype: torch.dtype, quantization: Quantization | None = None, tensor: int = 1
+) -> ModelSizes:
+    """Sizes of the causal LM that `config` describes.
+
+    dtype: of keys, values and all weights, unless `quantization` has those of the layers' linears smaller: matrices,
+    a mixture's router included. Embedding, norms, biases and head stay in dtype.
+    tensor: ranks that share the layers' matrices and KV heads evenly; each holds everything else, and one KV head at
+    least.
+
+    Raises UnsupportedModelError if transformers has no causal LM for the config or it has no list of layers, and
+    ConfigError for a `tensor` that does not divide the attention heads.
+    """
+    num_heads = int(getattr(config, "num_attention_heads", 1))
+    if tensor < 1 or num_heads % tensor:
+        raise ConfigError(f"option 'tensor' is {tensor}: it must divide the model's {num_heads} attention heads")
+    model = _meta_model(config)
+    layers = _decoder_layers(model, config)
+    head = list(model.get_output_embeddings().parameters())
+    known = {id(parameter) for parameter in (*layers.parameters(), *head)}
+    tied = any(parameter is model.get_input_embeddings().weight for parameter in head)
+    ends = [parameter for parameter in model.parameters() if id(parameter) not in known]
+    ends += [model.get_input_embeddings().weight] if tied else []
+    in_layers = _Scale(
+        itemsize=dtype.itemsize,
+        linear_bytes=_BYTES_PER_LINEAR_WEIGHT[quantization] if quantization else dtype.itemsize,
+        num_ranks=tensor,
+    )
+    whole = _Scale(itemsize=dtype.itemsize, linear_bytes=dtype.itemsize, num_ranks=1)
+    return ModelSizes(
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        embedding_bytes=whole.weigh(parameter for parameter in ends if parameter.ndim > 1),
+        layers=tuple(_layer_sizes(layer, config, in_layers, dtype) for layer in layers),
+        norm_bytes=whole.weigh(parameter for parameter in ends if parameter.ndim == 1),
+        head_bytes=whole.weigh(head),
+        tied=tied,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scale:
+    """What parameters take on a rank: matrices linear_bytes an element, split; vectors itemsize, on every rank."""
+
+    itemsize: int
+    linear_bytes: float
+    num_ranks: int
+
+    def weigh(self, parameters: Iterable[nn.Parameter]) -> int:
+        return sum(
+            math.ceil(each.numel() * self.linear_bytes / self.num_ranks)
+            if each.ndim > 1
+            else each.numel() * self.itemsize
+            for each in parameters
+        )
+
+
+def _meta_model(config: PretrainedConfig) -> Any:
+    try:
+        with torch.device("meta"):  # unlike accelerate's init_empty_weights it leaves tied matrices tied
+            model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        raise UnsupportedModelError(f"{config.model_type}: not a causal LM that can be built: {error}") from error
+    return model
+
+
+def _decoder_layers(model: nn.Module, config: PretrainedConfig) -> nn.ModuleList:
+    count = getattr(config, "num_hidden_layers", None)
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise UnsupportedModelError(f"{config.model_type}: no list of {count} decoder layers")
+
+
+def _layer_sizes(layer: nn.Module, config: PretrainedConfig, scale: _Scale, dtype: torch.dtype) -> LayerSizes:
+    attention = getattr(layer, "self_attn", None)
+    num_heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    dim = int(getattr(attention, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    return LayerSizes(
+        sublayer_bytes=tuple(map(scale.weigh, _sublayer_parameters(layer))),
+        kv_bytes_per_token=bytes_per_slot([LayerShape(math.ceil(num_heads / scale.num_ranks), dim, dim)], dtype),
+        window=getattr(attention, "sliding_window", None),
+    )
+
+
+def _sublayer_parameters(layer: nn.Module) -> list[list[nn.Parameter]]:
+    """Of attention and of MLP, or of the layer as a whole."""
+    norms = {name for name, _ in layer.named_children() if name.endswith("norm")}
+    layout = next((layout for layout in LAYOUTS if set(layout.names) == norms), None)
+    if layout is None or not hasattr(layer, "self_attn"):
+        return [list(layer.parameters())]
+    of_attention = ("self_attn", layout.pre_attention, layout.post_attention)
+    split: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
+    for name, child in layer.named_children():
+        split[name not in of_attention].extend(child.parameters())
+    return list(split)

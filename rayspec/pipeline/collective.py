@@ -1,0 +1,199 @@
+"""Tensors from device to device, by torch.distributed point-to-point: NCCL between GPUs, gloo on the CPU.
+
+The mailbox (`rayspec.pipeline.transport`) sends the headers. This link carries what is too large to go through the
+host, in one direction only, and knows nothing about messages.
+
+As with all programs that use them, NCCL, gloo and the store where ranks meet neither encrypt nor authenticate: on a
+network with strangers, leave the link out and let the mailbox carry the tensors.
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import (  # type: ignore[attr-defined]
+    ProcessGroup,
+    ProcessGroupGloo,
+    TCPStore,
+)
+
+from rayspec.pipeline.transport import TransportError
+from rayspec.types import ConfigError
+
+Backend = Literal["nccl", "gloo"]
+
+MAX_PENDING_TENSORS = 16  # per peer; a pipeline has a few cohorts in flight, so the oldest has long arrived
+
+
+class Rendezvous:
+    """Where the ranks of one link meet. Any process may open it, once for every time that ranks join.
+
+    It listens on `host` only, at a port that the system chooses; `address` is what `TensorLink.join` wants. Keep it
+    open as long as the link lives.
+    """
+
+    def __init__(self, host: str) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, 0), family=family)
+        port = listener.getsockname()[1]
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        # Given only a port, the store would listen on every interface.
+        self._store: TCPStore | None = TCPStore(
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+
+    def close(self) -> None:
+        self._store = None
+
+
+class TensorLink:
+    """One rank's end of the connections between `size` ranks. Tensors go from lower to higher ranks only.
+
+    Which is why nothing can deadlock: a rank that waits in `receive` waits for a lower one, a rank that waits in
+    `send` for a higher one to receive, and a rank receives as soon as it reads the header that came before the tensor.
+    What goes backwards (tokens, accepted counts) is small and stays in the mailbox's frames.
+
+    Between two ranks, tensors are received in the order they were sent: the n-th `receive` gets the n-th `send`. After
+    an error that no longer holds, so the link closes itself; join a new one with the peers that are there then. It is
+    no process-wide group: others (tensor parallelism) may have theirs.
+    """
+
+    def __init__(self, group: ProcessGroup, *, device: torch.device, timeout_s: float) -> None:
+        """`group`: a process group of torch.distributed that can send and receive tensors on `device`."""
+        self.rank = group.rank()
+        self.size = group.size()
+        self.device = device
+        self._group: ProcessGroup | None = group
+        self._timeout_s = timeout_s
+        self._pending: defaultdict[int, deque[tuple[dist.Work, Tensor]]] = defaultdict(deque)
+
+    @classmethod
+    def join(
+        cls, *, rank: int, size: int, address: str, host: str, timeout_s: float, backend: Backend | None = None
+    ) -> TensorLink:
+        """Meets the other ranks at `address` (of a `Rendezvous`) and returns when tensors flow between all of them.
+
+        host: the IP address of this node that the other ranks reach. timeout_s: the longest that joining, one send or
+        one receive may take. backend: NCCL if this process has a GPU (its current one is then the link's), else gloo.
+
+        Raises ConfigError for options that cannot work, TransportError if the ranks did not all come.
+        """
+        if not 0 <= rank < size:
+            raise ConfigError(f"rank is {rank}; it must be 0 to {size - 1}, as there are {size}")
+        has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
+        backend = backend or ("nccl" if has_nccl else "gloo")
+        if backend == "nccl" and not has_nccl:
+            raise ConfigError("backend is 'nccl', which needs a GPU and a PyTorch with NCCL; use 'gloo'")
+        try:
+            link = cls(
+                _group(backend, _store(address, timeout_s), rank, size, host, timeout_s),
+                device=_device(backend),
+                timeout_s=timeout_s,
+            )
+        except RuntimeError as error:
+            raise TransportError(f"rank {rank} of {size} could not join at {address}: {error}") from error
+        link._warm_up()
+        return link
+
+    def require_ahead(self, to_rank: int) -> None:
+        """Raises ConfigError unless tensors can be sent to that rank."""
+        if not self.rank < to_rank < self.size:
+            raise ConfigError(
+                f"to_rank is {to_rank}; from rank {self.rank} tensors go to {self.rank + 1} to {self.size - 1} only"
+            )
+
+    def send(self, tensor: Tensor, to_rank: int) -> None:
+        """Starts to send and returns. The tensor belongs to the link now: nobody may write to it any more.
+
+        Waits, for the timeout at most, only if the peer has not yet received `MAX_PENDING_TENSORS` before this one.
+
+        Raises ConfigError for a rank that is not ahead, TransportError if an earlier or this tensor cannot be sent.
+        """
+        self.require_ahead(to_rank)
+        ours = tensor.detach().to(self.device).contiguous()
+        pending = self._pending[to_rank]
+        try:
+            if len(pending) >= MAX_PENDING_TENSORS:
+                pending.popleft()[0].wait(timedelta(seconds=self._timeout_s))
+            pending.append((self._require_group().send([ours], to_rank, 0), ours))
+        except RuntimeError as error:
+            self.leave()
+            raise TransportError(f"rank {self.rank} could not send to rank {to_rank}: {error}") from error
+
+    def receive(self, dtype: torch.dtype, shape: Sequence[int], from_rank: int) -> Tensor:
+        """The next tensor that `from_rank` sent here, which must have had this dtype and shape. On the link's device.
+
+        With NCCL, it is there once the current stream has come to it; with gloo, on return.
+
+        Raises ConfigError for a rank that is not behind, TransportError if nothing came until the timeout.
+        """
+        if not 0 <= from_rank < self.rank:
+            raise ConfigError(f"from_rank is {from_rank}; to rank {self.rank} tensors come from lower ranks only")
+        tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        try:
+            self._require_group().recv([tensor], from_rank, 0).wait(timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            self.leave()
+            raise TransportError(f"rank {self.rank} received nothing from rank {from_rank}: {error}") from error
+        return tensor
+
+    def leave(self) -> None:
+        """Closes the connections at once; later sends and receives raise TransportError. More than once is fine."""
+        if self._group is None:
+            return
+        self._group.abort()
+        self._pending.clear()
+        self._group = None
+
+    def _require_group(self) -> ProcessGroup:
+        if self._group is None:
+            raise TransportError(f"the link of rank {self.rank} is closed; join a new one")
+        return self._group
+
+    def _warm_up(self) -> None:
+        # NCCL connects a pair at its first tensor and blocks both meanwhile, without a timeout: better now, when
+        # everybody is there, than later. All ranks take the pairs in the same order, so they do not wait in a circle.
+        for sender, receiver in itertools.combinations(range(self.size), 2):
+            if self.rank == sender:
+                self.send(torch.zeros(1, dtype=torch.uint8), receiver)
+            elif self.rank == receiver:
+                self.receive(torch.uint8, (1,), sender)
+
+
+def _store(address: str, timeout_s: float) -> TCPStore:
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():
+        raise ConfigError(f"address is {address!r}; it must be host:port, as Rendezvous.address is")
+    return TCPStore(
+        host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+    )
+
+
+def _group(backend: Backend, store: TCPStore, rank: int, size: int, host: str, timeout_s: float) -> ProcessGroup:
+    group = ProcessGroup(store, rank, size)
+    if backend == "gloo":
+        gloo = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        gloo._timeout = timedelta(seconds=timeout_s)
+        # Left to itself, gloo listens wherever the host's name leads.
+        gloo._devices = [ProcessGroupGloo.create_device(hostname=host)]
+        transport = ProcessGroupGloo(store, rank, size, gloo)
+        group._register_backend(_device(backend), ProcessGroup.BackendType.GLOO, transport)
+    else:
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = timedelta(seconds=timeout_s)
+        group._register_backend(
+            _device(backend), ProcessGroup.BackendType.NCCL, dist.ProcessGroupNCCL(store, rank, size, nccl)
+        )
+    return group
+
+
+def _device(backend: Backend) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")

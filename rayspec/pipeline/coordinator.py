@@ -1,0 +1,283 @@
+"""The coordinator of a replica: measures the cluster, and runs the knapsack on states that stay with the shards.
+
+Hidden states never come here. The coordinator says what to run, skip and keep; shards expand the states with their own
+weights, pass them on to the next shard at the end of their span, and report scores.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rayspec.decode.stages import found, solve_knapsack
+from rayspec.pipeline.messages import (
+    Agreement,
+    Broken,
+    Expand,
+    Gather,
+    Lap,
+    Measure,
+    Measured,
+    Message,
+    Operation,
+    Profile,
+    Profiled,
+    RunSublayer,
+    Search,
+    Searched,
+    Seek,
+    Ship,
+    Similarity,
+    Sought,
+)
+from rayspec.pipeline.post import COORDINATOR, ENGINE, Letter, NewEpoch, Post, Stopped
+from rayspec.pipeline.stage_worker import stage_name
+from rayspec.pipeline.transport import Secret, node_address
+from rayspec.types import RayspecError
+
+_ANSWER_TIMEOUT_S = 30.0
+_MEASURE_TIMEOUT_S = 300.0
+_NUM_LAPS = 200
+_LAP_ROWS = 1
+
+M = TypeVar("M", bound=Message)
+
+
+class SearchFailedError(RayspecError):
+    """A plan search could not be finished; the plan in use stays."""
+
+    kind = "search_failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorSpec:
+    """spans: sublayers [first, last) of every stage. hidden_size: of the states that hops are timed with."""
+
+    spans: tuple[tuple[int, int], ...]
+    hidden_size: int
+    secret: Secret
+
+
+class Coordinator:
+    """Serves the engine's questions one at a time. It keeps nothing that a new one would need."""
+
+    def __init__(self, spec: CoordinatorSpec) -> None:
+        self._spec = spec
+        self._address: Future[str] = Future()
+        self._num_plans = 0
+
+    def address(self) -> str:
+        """Where `serve` listens."""
+        return self._address.result()
+
+    def serve(self) -> None:
+        """Ends when told to. Raises whatever goes wrong, after telling the engine."""
+        torch.set_num_threads(1)
+        post = Post(COORDINATOR, self._spec.secret, host=node_address())
+        self._address.set_result(post.address)
+        try:
+            while True:
+                self._serve_one(post)
+        except Stopped:
+            return
+        except Exception as error:
+            if post.epoch:
+                post.send(ENGINE, Broken(epoch=post.epoch, reason=f"{type(error).__name__}: {error}"))
+            raise
+        finally:
+            post.close()
+
+    def _serve_one(self, post: Post) -> None:
+        try:
+            letter = post.receive()
+            message = letter.message if letter is not None else None
+            if isinstance(message, Search):
+                post.send(ENGINE, self._search(post, message))
+            elif isinstance(message, Profile):
+                post.send(ENGINE, self._profile(post))
+        except NewEpoch:
+            return
+
+    def _search(self, post: Post, message: Search) -> Searched:
+        started = time.perf_counter()
+        search = RemoteSearch(post, message, self._spec.spans)
+        try:
+            search.begin()
+            solution = solve_knapsack(search, message.knapsack)
+            agreed = search.agreement(solution.states)
+            search.end()
+        except SearchFailedError as error:
+            return Searched(
+                epoch=post.epoch, search_id=message.search_id, version=self._num_plans, found=None, reason=str(error)
+            )
+        self._num_plans += 1
+        result = found(solution, agreed, message.knapsack, time.perf_counter() - started)
+        return Searched(epoch=post.epoch, search_id=message.search_id, version=self._num_plans, found=result)
+
+    def _profile(self, post: Post) -> Profiled:
+        """One stage after the other, so that shards on the same machine do not disturb one another."""
+        stages = []
+        for stage in range(len(self._spec.spans)):
+            post.send(stage_name(stage), Measure(epoch=post.epoch))
+            stages.append(_await(post, Measured, _MEASURE_TIMEOUT_S).message)
+        return Profiled(epoch=post.epoch, stages=stages, link_s=self._time_links(post))
+
+    def _time_links(self, post: Post) -> list[float]:
+        """Seconds of a hop from each stage to the next one, and from the last to the first."""
+        num_stages = len(self._spec.spans)
+        if num_stages == 1:
+            return [0.0]
+        names = [stage_name(stage) for stage in range(num_stages)]
+        return [self._hop_s(post, here, there) for here, there in zip(names, [*names[1:], names[0]], strict=True)]
+
+    def _hop_s(self, post: Post, here: str, there: str) -> float:
+        """By passing a state to and fro between two stages; the faster half of several series, for noise only adds."""
+        state = torch.zeros(1, _LAP_ROWS, self._spec.hidden_size)
+        series = []
+        for _ in range(5):
+            route = [here, there] * (_NUM_LAPS // 10)
+            started = time.perf_counter()
+            post.send(route[0], Lap(epoch=post.epoch, route=[*route[1:], COORDINATOR]), [state])
+            _await(post, Lap, _ANSWER_TIMEOUT_S)
+            series.append((time.perf_counter() - started) / (len(route) + 1))
+        return min(series)
+
+
+def _await(post: Post, kind: type[M], timeout_s: float) -> Any:
+    """The next letter of that kind; others are dropped, being answers to what was given up."""
+    deadline = time.monotonic() + timeout_s
+    while (left_s := deadline - time.monotonic()) > 0:
+        letter = post.receive(left_s)
+        if letter is not None and isinstance(letter.message, kind):
+            return letter
+    raise SearchFailedError(f"no {kind.__name__} came from the shards within {timeout_s:.0f} s")
+
+
+@dataclass(eq=False)
+class RemoteBatch:
+    """Some states at a stage, under a number. When nobody refers to it any more, the stage drops it."""
+
+    stage: int
+    number: int
+    num_states: int
+
+
+@dataclass(slots=True)
+class _Pending:
+    """What a stage has not been told yet."""
+
+    operations: list[Operation] = field(default_factory=list)
+    drop: list[int] = field(default_factory=list)
+
+
+class RemoteSearch:
+    """`planning.knapsack.Expansion` whose states are with the shards. One message and one answer a sublayer."""
+
+    def __init__(self, post: Post, message: Search, spans: Sequence[tuple[int, int]]) -> None:
+        self._post = post
+        self._message = message
+        self._spans = spans
+        self._pending = [_Pending() for _ in spans]
+        self._num_batches = 1
+        self._stage_of = [stage for stage, (first, last) in enumerate(spans) for _ in range(first, last)]
+
+    def begin(self) -> None:
+        """Raises SearchFailedError when a shard has not got the tapped states any more."""
+        message = self._message
+        for stage in range(len(self._spans)):
+            seek = Seek(
+                epoch=self._post.epoch, search_id=message.search_id, tokens=message.tokens, starts=message.starts
+            )
+            self._post.send(stage_name(stage), seek)
+        for _ in self._spans:
+            self._answer()
+
+    def end(self) -> None:
+        """The shards may forget it."""
+        for stage in range(len(self._spans)):
+            seek = Seek(epoch=self._post.epoch, search_id=self._message.search_id, tokens=(), starts=())
+            self._post.send(stage_name(stage), seek)
+
+    def start(self) -> RemoteBatch:
+        return self._track(RemoteBatch(0, 0, 1))
+
+    def run(self, sublayer: int, states: Any) -> RemoteBatch:
+        stage = self._stage_of[sublayer]
+        here = self._brought(states, stage)
+        result = self._new(stage, here.num_states)
+        self._pending[stage].operations.append(RunSublayer(sublayer, here.number, result.number))
+        return result
+
+    def gather(self, batches: Sequence[Any], index: NDArray[np.int64]) -> RemoteBatch:
+        stage = max(batch.stage for batch in batches)
+        here = [self._brought(batch, stage) for batch in batches]
+        result = self._new(stage, len(index))
+        operation = Gather([batch.number for batch in here], np.asarray(index).tolist(), result.number)
+        self._pending[stage].operations.append(operation)
+        return result
+
+    def similarity(self, sublayer: int, states: Any) -> NDArray[np.float64]:
+        stage = self._stage_of[sublayer]
+        here = self._brought(states, stage)
+        self._pending[stage].operations.append(Similarity(sublayer, here.number))
+        return np.asarray(self._flush(stage))
+
+    def agreement(self, states: Any) -> list[int]:
+        """On how many tokens each state agrees with the target."""
+        stage = len(self._spans) - 1
+        here = self._brought(states, stage)
+        self._pending[stage].operations.append(Agreement(here.number))
+        return [int(value) for value in self._flush(stage)]
+
+    def _brought(self, batch: RemoteBatch, stage: int) -> RemoteBatch:
+        """The batch at that stage: shipped there, from shard to shard, unless it is there."""
+        if batch.stage == stage:
+            return batch
+        self._pending[batch.stage].operations.append(Ship(batch.number, stage_name(stage)))
+        self._flush(batch.stage)
+        batch.stage = stage
+        return batch
+
+    def _flush(self, stage: int) -> Sequence[float]:
+        pending, self._pending[stage] = self._pending[stage], _Pending()
+        expand = Expand(
+            epoch=self._post.epoch,
+            search_id=self._message.search_id,
+            operations=pending.operations,
+            drop=pending.drop,
+        )
+        self._post.send(stage_name(stage), expand)
+        return self._answer().values
+
+    def _answer(self) -> Sought:
+        while True:
+            letter: Letter = _await(self._post, Sought, _ANSWER_TIMEOUT_S)
+            answer = letter.message
+            assert isinstance(answer, Sought)
+            if answer.search_id != self._message.search_id:
+                continue
+            if answer.error:
+                raise SearchFailedError(answer.error)
+            return answer
+
+    def _new(self, stage: int, num_states: int) -> RemoteBatch:
+        self._num_batches += 1
+        return self._track(RemoteBatch(stage, self._num_batches, num_states))
+
+    def _track(self, batch: RemoteBatch) -> RemoteBatch:
+        weakref.finalize(batch, _drop, self._pending, batch.number)
+        return batch
+
+
+def _drop(pending: list[_Pending], number: int) -> None:
+    """Every stage forgets the number; those that never had the batch do not mind."""
+    for each in pending:
+        each.drop.append(number)

@@ -1,0 +1,160 @@
+"""From an EngineConfig with `parallel` to an engine over shards."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+import ray
+import torch
+from transformers import PretrainedConfig
+
+from rayspec.config import EngineConfig, ParallelOptions
+from rayspec.decode.engine import Engine, Vocabulary
+from rayspec.decode.loading import make_scheduler, make_selector, resolve_max_model_len
+from rayspec.model.sizes import model_sizes
+from rayspec.model.weights import eos_token_ids, load_config, load_tokenizer, num_layers, vocab_size
+from rayspec.pipeline.ray_stages import RayStages
+from rayspec.pipeline.replica import Blueprint, Replica
+from rayspec.pipeline.shard import Shard
+from rayspec.planning.latency import LatencyModel
+from rayspec.planning.partition import Device, LayerCost, ModelCosts, partition, stage_costs
+from rayspec.types import ConfigError
+
+logger = logging.getLogger(__name__)
+
+# Loading again costs minutes: shards are cut anew only for a pipeline that is faster by this factor.
+_WORTH_RELOADING = 1.25
+
+
+def load_pipeline(config: EngineConfig, *, with_tokenizer: bool = True, shard_type: type[Shard] = Shard) -> Engine:
+    """Place and load the shards of one replica, measure them, and put an engine on top. Ray must be running.
+
+    Raises ConfigError, CheckpointError, PlacementError, and UnsupportedModelError for a family that does not split
+    into sublayers: such a model cannot be cut into stages.
+    """
+    options = config.parallel or ParallelOptions()
+    model = load_config(config)
+    max_model_len = resolve_max_model_len(config, model)
+    tokenizer = load_tokenizer(config) if with_tokenizer else None
+    vocabulary = Vocabulary(size=vocab_size(model), eos_token_ids=eos_token_ids(config))
+    blueprint = Blueprint(
+        config=config,
+        options=options,
+        spans=spans_of(_even_cut(config, options, model)),
+        vocab_size=vocabulary.size,
+        hidden_size=model.get_text_config().hidden_size,
+        num_slots=config.kv_cache_tokens or config.max_num_seqs * max_model_len,
+        num_gpus=_gpus_per_shard(config, options),
+        shard_type=shard_type,
+    )
+    stages, latency = _started(blueprint)
+    first = stages.replica.loaded["stage-0"]
+    return Engine(
+        config.replace(
+            dtype=first.dtype,
+            device="cuda" if blueprint.num_gpus else "cpu",
+            max_model_len=max_model_len,
+            kv_cache_tokens=stages.replica.num_slots,
+        ),
+        stages=stages,
+        scheduler=make_scheduler(config, stages.replica.num_slots, stages.num_cohorts),
+        selector=make_selector(config, stages.num_sublayers, latency),
+        vocabulary=vocabulary,
+        max_model_len=max_model_len,
+        tokenizer=tokenizer,
+        latency=latency,
+    )
+
+
+def spans_of(layers: Sequence[range]) -> tuple[tuple[int, int], ...]:
+    """Sublayers [first, last) of stages that hold these decoder layers."""
+    return tuple((2 * span.start, 2 * span.stop) for span in layers)
+
+
+def balanced_cut(latency: LatencyModel, spans: Sequence[tuple[int, int]]) -> tuple[range, ...] | None:
+    """Layers of each stage such that the slowest is as fast as can be, by what the stages measured; None where the
+    present cut is about as good.
+
+    latency: of the present cut. What a layer would take on another stage's device is what it takes on its own, times
+    how much slower that device has run its own layers per layer.
+    """
+    layer_s = latency.sublayers_s(rows=1, context=1024, batch=1).reshape(-1, 2).sum(axis=1)
+    cuts = [range(first // 2, last // 2) for first, last in spans]
+    pace = [float(layer_s[cut.start : cut.stop].mean()) for cut in cuts]
+    owner = [stage for stage, cut in enumerate(cuts) for _ in cut]
+    layers = [
+        LayerCost(weight_bytes=0, seconds=tuple(float(seconds) * there / pace[here] for there in pace))
+        for seconds, here in zip(layer_s, owner, strict=True)
+    ]
+    nothing = LayerCost(weight_bytes=0, seconds=(0.0,) * len(cuts))
+    head = LayerCost(weight_bytes=0, seconds=(latency.head_s(1),) * len(cuts))
+    costs = ModelCosts(embedding=nothing, layers=tuple(layers), head=head)
+    devices = [Device(name=f"stage-{stage}", bytes_free=0) for stage in range(len(cuts))]
+    better = partition(costs, devices)
+    slowest = [max(cost.seconds for cost in stage_costs(costs, devices, cut)) for cut in (cuts, better)]
+    return better if slowest[0] > _WORTH_RELOADING * slowest[1] else None
+
+
+def _started(blueprint: Blueprint) -> tuple[RayStages, LatencyModel | None]:
+    """The replica at work, and measured where somebody needs it; cut anew if its stages turn out to be uneven."""
+    options = blueprint.options
+    can_be_cut_anew = options.layers is None and options.stages > 1
+    stages = _start(blueprint)
+    if not can_be_cut_anew and blueprint.config.speculation.strategy != "knapspec":
+        return stages, None
+    try:
+        latency = stages.measure()
+        better = balanced_cut(latency, blueprint.spans) if can_be_cut_anew else None
+        if better is None:
+            return stages, latency
+        logger.warning("stages are uneven: loading them again with %s layers", [len(span) for span in better])
+    except BaseException:
+        stages.shutdown()
+        raise
+    stages.shutdown()
+    return _started(replace(blueprint, spans=spans_of(better), options=options.replace(layers=_lengths(better))))
+
+
+def _start(blueprint: Blueprint) -> RayStages:
+    replica = Replica(blueprint)
+    try:
+        replica.start()
+        return RayStages(replica)
+    except BaseException:
+        replica.close()
+        raise
+
+
+def _even_cut(config: EngineConfig, options: ParallelOptions, model: PretrainedConfig) -> tuple[range, ...]:
+    """By bytes of weights, which is what decoding reads; the layers the user named win."""
+    if num_layers(model) < options.stages:
+        raise ConfigError(
+            f"option 'stages' is {options.stages}, but the model has {num_layers(model)} layers: a stage needs one"
+        )
+    dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
+    sizes = model_sizes(model, dtype=dtype, tensor=1)
+
+    def cost(weight_bytes: int) -> LayerCost:
+        return LayerCost(weight_bytes=0, seconds=(float(weight_bytes),) * options.stages)
+
+    costs = ModelCosts(
+        embedding=cost(0),
+        layers=tuple(cost(layer.weight_bytes) for layer in sizes.layers),
+        head=cost(sizes.head_bytes),
+    )
+    devices = [Device(name=f"stage-{stage}", bytes_free=0) for stage in range(options.stages)]
+    return partition(costs, devices, options.layers)
+
+
+def _lengths(spans: Sequence[range]) -> tuple[int, ...]:
+    return tuple(len(span) for span in spans)
+
+
+def _gpus_per_shard(config: EngineConfig, options: ParallelOptions) -> float:
+    num_gpus: float = ray.cluster_resources().get("GPU", 0)  # type: ignore[no-untyped-call]
+    wants = config.device.startswith("cuda") or (config.device == "auto" and num_gpus > 0)
+    if not wants:
+        return 0.0
+    return 1.0 if options.gpus_per_shard is None else options.gpus_per_shard

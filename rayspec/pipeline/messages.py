@@ -1,0 +1,320 @@
+"""What engine, shards and coordinator say to one another: headers of transport messages, msgpack of these types.
+
+Every message carries the epoch it belongs to. A new epoch begins when a process was replaced; what is left of an older
+one is dropped on arrival.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+
+from rayspec.config import SamplingParams
+from rayspec.decode.drafting.skip_draft import Turn
+from rayspec.decode.head import Opening
+from rayspec.decode.passes import Pass
+from rayspec.decode.plan_search import Found, Knapsack, TappedToken
+from rayspec.decode.rounds import Piece, Prefill, PrefillResult, Round, RoundResult, Work
+from rayspec.decode.scheduler import Move
+from rayspec.pipeline.transport import TransportError
+from rayspec.planning.acceptance import DraftWhileWorth
+from rayspec.planning.latency import Measurement
+from rayspec.types import Plan
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Base of all messages: what tells them apart on the wire is their class's name."""
+
+    epoch: int
+
+
+class Connect(Message, frozen=True, kw_only=True):
+    """Engine to everyone: a new epoch with these peers. Forget everything and answer Connected."""
+
+    peers: dict[str, str]
+
+
+class Peers(Message, frozen=True, kw_only=True):
+    """Engine to a shard: the same epoch goes on, with these peers."""
+
+    peers: dict[str, str]
+
+
+class Connected(Message, frozen=True, kw_only=True):
+    pass
+
+
+class WireOpening(msgspec.Struct, frozen=True, kw_only=True):
+    sequence_id: str
+    params: dict[str, Any]
+    seed: int
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]
+    eos_token_ids: Sequence[int]
+
+    @classmethod
+    def of(cls, opening: Opening) -> WireOpening:
+        return cls(
+            sequence_id=opening.sequence_id,
+            params=opening.params.model_dump(exclude_defaults=True),
+            seed=opening.seed,
+            prompt_token_ids=opening.prompt_token_ids,
+            output_token_ids=opening.output_token_ids,
+            eos_token_ids=opening.eos_token_ids,
+        )
+
+    def opening(self) -> Opening:
+        return Opening(
+            sequence_id=self.sequence_id,
+            params=SamplingParams(**self.params),
+            seed=self.seed,
+            prompt_token_ids=self.prompt_token_ids,
+            output_token_ids=self.output_token_ids,
+            eos_token_ids=self.eos_token_ids,
+        )
+
+
+class WireRound(msgspec.Struct, frozen=True, kw_only=True):
+    turns: Sequence[Turn]
+    plan: Plan
+    keep_drafting: DraftWhileWorth | None
+    num_taps: int
+
+
+class Begin(Message, frozen=True, kw_only=True):
+    """Engine to the first stage: some work (`pieces` of a prefill, or a round), with the sequences it is the first to
+    name and those that are over since."""
+
+    work_id: int
+    pieces: Sequence[Piece] = ()
+    round: WireRound | None = None
+    openings: Sequence[WireOpening] = ()
+    closings: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, epoch: int, work: Work, openings: Sequence[Opening], closings: Sequence[str]) -> Begin:
+        """Raises TypeError for a rule of drafting that cannot travel."""
+        wire = [WireOpening.of(opening) for opening in openings]
+        if isinstance(work, Prefill):
+            return cls(epoch=epoch, work_id=work.id, pieces=work.pieces, openings=wire, closings=closings)
+        rule = work.keep_drafting
+        if rule is not None and not isinstance(rule, DraftWhileWorth):
+            raise TypeError(f"{rule!r} cannot be sent to the stage that drafts: use DraftWhileWorth")
+        sent = WireRound(turns=work.turns, plan=work.plan, keep_drafting=rule, num_taps=work.num_taps)
+        return cls(epoch=epoch, work_id=work.id, round=sent, openings=wire, closings=closings)
+
+    @property
+    def work(self) -> Work:
+        if self.round is None:
+            return Prefill(id=self.work_id, pieces=self.pieces)
+        return Round(
+            id=self.work_id,
+            turns=self.round.turns,
+            plan=self.round.plan,
+            keep_drafting=self.round.keep_drafting,
+            num_taps=self.round.num_taps,
+        )
+
+
+class Forward(Message, frozen=True, kw_only=True):
+    """Stage to stage: a pass, with the states it has so far as the tensor (none: it enters at the embedding). The
+    first pass of some work brings its Begin along, for the stage with the head."""
+
+    work: Pass
+    begin: Begin | None = None
+
+
+class Done(Message, frozen=True, kw_only=True):
+    """The last stage to the engine."""
+
+    work_id: int
+    prefill: PrefillResult | None = None
+    round: RoundResult | None = None
+
+
+class Failed(Message, frozen=True, kw_only=True):
+    """A stage to the engine: it had no memory for some work, and goes on without it."""
+
+    work_id: int
+    reason: str
+
+
+class Broken(Message, frozen=True, kw_only=True):
+    """Anyone to the engine: I have failed and end."""
+
+    reason: str
+
+
+class Beat(Message, frozen=True, kw_only=True):
+    """Shards and coordinator to the engine, while they hear from it: alive, and busy with one thing for so long."""
+
+    busy_s: float
+
+
+class Moves(Message, frozen=True, kw_only=True):
+    moves: Sequence[Move]
+
+
+class Moved(Message, frozen=True, kw_only=True):
+    pass
+
+
+class Usage(Message, frozen=True, kw_only=True):
+    """Engine to a shard: how busy have you been since you were asked last?"""
+
+
+class Used(Message, frozen=True, kw_only=True):
+    busy_s: float
+    elapsed_s: float
+    num_passes: int
+
+
+class Measure(Message, frozen=True, kw_only=True):
+    """Coordinator to a shard: time your sublayers."""
+
+
+class Measured(Message, frozen=True, kw_only=True):
+    """names: of the curve of each sublayer. transfer_s: to bring the weights of each."""
+
+    names: Sequence[str]
+    measurements: Sequence[Measurement]
+    transfer_s: Sequence[float]
+
+
+class Lap(Message, frozen=True, kw_only=True):
+    """Coordinator to a shard: pass this on along the route, tensor and all; the last one answers with it."""
+
+    route: Sequence[str]
+
+
+class Profile(Message, frozen=True, kw_only=True):
+    """Engine to the coordinator: measure the cluster."""
+
+
+class Profiled(Message, frozen=True, kw_only=True):
+    """By stage what Measured says; link_s: seconds of a hop from each stage to the next, and last to first."""
+
+    stages: Sequence[Measured]
+    link_s: Sequence[float]
+
+
+class Search(Message, frozen=True, kw_only=True):
+    """Engine to the coordinator: solve the knapsack over tapped tokens."""
+
+    search_id: int
+    tokens: Sequence[TappedToken]
+    starts: Sequence[int]
+    knapsack: Knapsack
+
+
+class Searched(Message, frozen=True, kw_only=True):
+    """version: number of the coordinator's plans so far, this one included."""
+
+    search_id: int
+    version: int
+    found: Found | None
+    reason: str = ""
+
+
+class Seek(Message, frozen=True, kw_only=True):
+    """Coordinator to a shard: have the tapped states of these tokens ready; batch 0 of the first stage is the states
+    before sublayer 0. Answered by Sought. No tokens: the search is over."""
+
+    search_id: int
+    tokens: Sequence[TappedToken]
+    starts: Sequence[int]
+
+
+class RunSublayer(msgspec.Struct, frozen=True, tag="run"):
+    sublayer: int
+    source: int
+    into: int
+
+
+class Gather(msgspec.Struct, frozen=True, tag="gather"):
+    sources: Sequence[int]
+    index: Sequence[int]
+    into: int
+
+
+class Similarity(msgspec.Struct, frozen=True, tag="similarity"):
+    sublayer: int
+    source: int
+
+
+class Agreement(msgspec.Struct, frozen=True, tag="agreement"):
+    source: int
+
+
+class Ship(msgspec.Struct, frozen=True, tag="ship"):
+    """Send a batch to another shard, which answers Sought when it has it."""
+
+    source: int
+    peer: str
+
+
+Operation: TypeAlias = RunSublayer | Gather | Similarity | Agreement | Ship
+
+
+class Expand(Message, frozen=True, kw_only=True):
+    """Coordinator to a shard: do these, then drop those batches. Answered by Sought, unless it ends with Ship."""
+
+    search_id: int
+    operations: Sequence[Operation]
+    drop: Sequence[int] = ()
+
+
+class Shipped(Message, frozen=True, kw_only=True):
+    """Shard to shard: a batch of states, as the tensor."""
+
+    search_id: int
+    batch: int
+
+
+class Sought(Message, frozen=True, kw_only=True):
+    """A shard to the coordinator. values: of the last operation, where it gives some."""
+
+    search_id: int
+    values: Sequence[float] = ()
+    error: str = ""
+
+
+class Follow(Message, frozen=True, kw_only=True):
+    """The leader of a tensor-parallel group to its other ranks: what it is about to compute, so that all do.
+
+    work: a pass, with its states as the tensor. seek: an expansion by `sublayer` of the states in the tensor.
+    """
+
+    work: Pass | None = None
+    sublayer: int | None = None
+    positions: Sequence[tuple[int, int]] = ()
+    moves: Sequence[Move] = ()
+    measure: bool = False
+
+
+class Stop(Message, frozen=True, kw_only=True):
+    pass
+
+
+AnyMessage: TypeAlias = (
+    Connect | Peers | Connected | Begin | Forward | Done | Failed | Broken | Beat | Moves | Moved | Usage | Used
+    | Measure | Measured | Lap | Profile | Profiled | Search | Searched | Seek | Expand | Shipped | Sought | Follow
+    | Stop
+)  # fmt: skip
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(header: bytes) -> AnyMessage:
+    """Raises TransportError for what is no message."""
+    try:
+        return _decoder.decode(header)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise TransportError(f"a message has a malformed header: {error}") from error

@@ -1,0 +1,120 @@
+"""The processes of a replica: actors in a placement group, a bundle each. Actors are made here and nowhere else."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rayspec.config import ParallelOptions
+from rayspec.types import ConfigError, RayspecError
+
+# Serving never returns; the others are calls beside it.
+_MAX_CONCURRENCY = 4
+
+
+class PlacementError(RayspecError):
+    """The cluster has no place for the shards."""
+
+    kind = "placement"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """An actor that serves: `sentinel` is the call of `serve`, which is done when the process has ended."""
+
+    name: str
+    actor: Any
+    sentinel: Any
+    address: str
+
+
+class Bundles:
+    """The placement group of a replica."""
+
+    def __init__(self, options: ParallelOptions, *, num_gpus: float, timeout_s: float) -> None:
+        """Raises PlacementError when the cluster cannot hold the shards in time."""
+        self._cpus, self._gpus = options.cpus_per_shard, num_gpus
+        count = options.stages * options.tensor
+        bundle = {name: amount for name, amount in (("CPU", self._cpus), ("GPU", num_gpus)) if amount > 0}
+        if not bundle:
+            raise ConfigError("options 'cpus_per_shard' and 'gpus_per_shard' are both 0: reserve something for a shard")
+        self._group: PlacementGroup = placement_group([bundle] * count, strategy=options.placement)
+        if not self._group.wait(timeout_s):
+            remove_placement_group(self._group)
+            available: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+            free = ", ".join(f"{available.get(name, 0):g} {name}" for name in bundle)
+            raise PlacementError(
+                f"no place for {count} shards of {bundle} each, placed {options.placement}, within {timeout_s:.0f} s "
+                f"(free: {free}): add nodes, lower cpus_per_shard or gpus_per_shard, or choose another placement"
+            )
+
+    def start(self, kind: type, spec: object, *, bundle: int) -> Any:
+        """An actor of a class that takes its spec, in that bundle. It is not restarted by Ray."""
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        options = {
+            "num_cpus": self._cpus,
+            "num_gpus": self._gpus,
+            "scheduling_strategy": strategy,
+            "max_concurrency": _MAX_CONCURRENCY,
+            "max_restarts": 0,
+        }
+        return ray.remote(kind).options(**options).remote(spec)
+
+    def close(self) -> None:
+        """Ends all its actors."""
+        with contextlib.suppress(RayError):
+            remove_placement_group(self._group)
+
+
+def start_beside(kind: type, spec: object) -> Any:
+    """An actor that needs no bundle, because it computes next to nothing."""
+    return ray.remote(kind).options(num_cpus=0, max_concurrency=_MAX_CONCURRENCY, max_restarts=0).remote(spec)
+
+
+def wait_for(references: Sequence[Any], timeout_s: float) -> list[Any]:
+    """`ray.get`, with our own errors as they were raised. Raises PlacementError when it takes too long, or an actor
+    died."""
+    try:
+        return ray.get(list(references), timeout=timeout_s)
+    except RayTaskError as error:
+        if isinstance(error.cause, RayspecError):
+            raise error.cause from None
+        raise
+    except RayActorError as error:
+        raise PlacementError(f"a shard ended while it was started: {_first_line(error)}") from error
+    except ray.exceptions.GetTimeoutError as error:
+        raise PlacementError(f"the shards were not ready within {timeout_s:.0f} s: raise start_timeout_s") from error
+
+
+def end_of(process: Process) -> str | None:
+    """Why the process has ended; None while it serves."""
+    ready, _ = ray.wait([process.sentinel], timeout=0)
+    if not ready:
+        return None
+    try:
+        ray.get(process.sentinel)
+    except RayError as error:
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        return f"{process.name} has ended: {_first_line(cause)}"
+    return f"{process.name} has ended"
+
+
+def kill(process: Process) -> None:
+    """At once, frozen or not; returns when it is gone, or after a few seconds."""
+    with contextlib.suppress(RayError):
+        ray.kill(process.actor, no_restart=True)
+    deadline = time.monotonic() + 5.0
+    while end_of(process) is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,101 @@
+"""A process of a replica as its peers know it: a mailbox for messages of the present epoch, and a heartbeat."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from rayspec.pipeline.messages import AnyMessage, Beat, Connect, Connected, Message, Peers, Stop, decode, encode
+from rayspec.pipeline.transport import Mailbox, Secret, TransportError
+
+ENGINE, COORDINATOR = "engine", "coordinator"
+
+BEAT_EVERY_S = 0.5
+# A process that has not been spoken to for so long keeps quiet: an idle engine reads no heartbeats.
+_QUIET_AFTER_S = 10.0
+
+
+class NewEpoch(Exception):  # noqa: N818 - an event, not an error
+    """A new epoch has begun; whatever was under way is void."""
+
+
+class Stopped(Exception):  # noqa: N818 - an event, not an error
+    """The engine wants this process to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    sender: str
+    message: AnyMessage
+    tensors: list[Tensor]
+
+
+class Post:
+    """The mailbox of a shard or the coordinator. Belongs to the thread that made it; the heartbeat has its own."""
+
+    def __init__(self, name: str, secret: Secret, *, host: str) -> None:
+        self.epoch = 0
+        self._mailbox = Mailbox(name, secret, host=host)
+        self._heard_at = time.monotonic()
+        self._busy_since: float | None = None
+        self._closed = threading.Event()
+        self._heart = threading.Thread(target=self._beat, name=f"{name}-heartbeat", daemon=True)
+
+    @property
+    def address(self) -> str:
+        return self._mailbox.address
+
+    def send(self, peer: str, message: Message, tensors: Sequence[Tensor] = ()) -> None:
+        self._mailbox.send(peer, encode(message), tensors)
+
+    def receive(self, timeout_s: float | None = None) -> Letter | None:
+        """The next message of this epoch. Raises NewEpoch (which has been answered), Stopped, TransportError."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            envelope = self._mailbox.receive(left_s)
+            if envelope is None:
+                return None
+            self._heard_at = time.monotonic()
+            message = decode(envelope.header)
+            if isinstance(message, Stop):
+                raise Stopped
+            if isinstance(message, Connect) and message.epoch > self.epoch:
+                self._enter(message)
+                raise NewEpoch
+            if isinstance(message, Peers):
+                self._mailbox.connect(message.peers)
+            elif message.epoch == self.epoch:
+                return Letter(envelope.sender, message, envelope.tensors)
+
+    def busy(self, since: float | None) -> None:
+        """Tell the heartbeat that something is being computed, or (None) that it is done."""
+        self._busy_since = since
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._heart.is_alive():
+            self._heart.join()
+        self._mailbox.close()
+
+    def _enter(self, message: Connect) -> None:
+        self.epoch = message.epoch
+        self._mailbox.connect(message.peers)
+        self.send(ENGINE, Connected(epoch=message.epoch))
+        if not self._heart.is_alive():
+            self._heart.start()
+
+    def _beat(self) -> None:
+        while not self._closed.wait(BEAT_EVERY_S):
+            if time.monotonic() - self._heard_at > _QUIET_AFTER_S:
+                continue
+            since = self._busy_since
+            busy_s = 0.0 if since is None else time.monotonic() - since
+            try:
+                self._mailbox.sender(ENGINE).send(encode(Beat(epoch=self.epoch, busy_s=busy_s)))
+            except TransportError:
+                continue  # the engine has been replaced this moment, or has long stopped reading

@@ -1,0 +1,73 @@
+"""The ranks of a tensor-parallel stage in step: what the leader computes, it first announces, and the others follow.
+
+Only what runs sublayers is announced, because only there ranks exchange sums. Everything else is the leader's alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rayspec.decode.passes import Pass, SpanRunner
+from rayspec.decode.plan_search import PlanSearch, TappedToken
+from rayspec.decode.runner import Runner
+from rayspec.decode.scheduler import Move
+from rayspec.pipeline.messages import Follow
+from rayspec.types import RayspecError
+
+Announce = Callable[[Follow, Sequence[Tensor]], None]
+
+
+class RanksOutOfStepError(RayspecError):
+    """A rank of a stage has failed in something that the others do too: they cannot go on without it."""
+
+    kind = "ranks_out_of_step"
+
+
+class LeadingSpan(SpanRunner):
+    """A span whose sublayers are split over ranks, as its leader runs it."""
+
+    def __init__(self, runner: Runner, *, num_taps: int, epoch: Callable[[], int], announce: Announce) -> None:
+        super().__init__(runner, num_taps=num_taps)
+        self._epoch = epoch
+        self.announce = announce
+
+    def run(self, work: Pass, hidden: Tensor | None = None) -> Tensor:
+        self.announce(Follow(epoch=self._epoch(), work=work), [] if hidden is None else [hidden])
+        try:
+            return super().run(work, hidden)
+        except RuntimeError as error:
+            raise RanksOutOfStepError(str(error)) from error
+
+    def move(self, moves: Sequence[Move]) -> None:
+        self.announce(Follow(epoch=self._epoch(), moves=moves), [])
+        super().move(moves)
+
+    def search(self, tokens: Sequence[TappedToken], starts: Sequence[int], next_tokens: Tensor | None) -> PlanSearch:
+        found = super().search(tokens, starts, next_tokens)
+        run, positions = found.run, [(start, token.position) for start, token in zip(starts, tokens, strict=True)]
+
+        def announced(sublayer: int, states: Any) -> Tensor:
+            self.announce(Follow(epoch=self._epoch(), sublayer=sublayer, positions=positions), [states])
+            return run(sublayer, states)
+
+        found.run = announced  # type: ignore[method-assign]
+        return found
+
+
+@torch.inference_mode()
+def follow(span: SpanRunner, message: Follow, tensors: Sequence[Tensor], measure: Callable[[], object]) -> None:
+    """What a rank other than the leader does when something is announced."""
+    device = span.runner.device
+    if message.work is not None:
+        span.run(message.work, tensors[0].to(device) if tensors else None)
+    elif message.sublayer is not None:
+        nowhere = torch.empty(0, 0, 0, device=device)
+        PlanSearch(span.runner, nowhere, message.positions, None).run(message.sublayer, tensors[0].to(device))
+    elif message.measure:
+        measure()
+    else:
+        span.move(message.moves)

@@ -1,0 +1,357 @@
+"""The `Stages` of a model that lives in shards: the engine's end of the pipeline, and its recovery."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+from rayspec.decode.head import Opening
+from rayspec.decode.plan_search import Found, Knapsack, TappedToken
+from rayspec.decode.rounds import Prefill, Result, Work
+from rayspec.decode.scheduler import Move
+from rayspec.decode.stages import StageLostError, StagesReplacedError
+from rayspec.pipeline.messages import (
+    AnyMessage,
+    Beat,
+    Begin,
+    Broken,
+    Connect,
+    Connected,
+    Done,
+    Failed,
+    Message,
+    Moved,
+    Moves,
+    Peers,
+    Profile,
+    Profiled,
+    Search,
+    Searched,
+    Usage,
+    Used,
+    decode,
+    encode,
+)
+from rayspec.pipeline.post import COORDINATOR, ENGINE
+from rayspec.pipeline.recovery import Pulse, Restarts
+from rayspec.pipeline.replica import Replica
+from rayspec.pipeline.stage_worker import stage_name
+from rayspec.pipeline.transport import Mailbox, TransportError, node_address
+from rayspec.planning.latency import LatencyModel, Measurement
+from rayspec.types import OutOfMemoryError, RayspecError
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.1
+_CHECK_EVERY_S = 0.25
+_CONNECT_TIMEOUT_S = 30.0
+_MOVE_TIMEOUT_S = 60.0
+_PROFILE_TIMEOUT_S = 600.0
+_SEARCH_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageUse:
+    """How a stage spent its time since it was asked last."""
+
+    name: str
+    busy_s: float
+    elapsed_s: float
+    num_passes: int
+
+    @property
+    def idle_share(self) -> float:
+        return 1.0 - self.busy_s / self.elapsed_s if self.elapsed_s > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Searching:
+    future: Future[Found]
+    deadline: float
+
+
+class RayStages:
+    """A replica's shards as the engine's stages. Belongs to one thread at a time.
+
+    Shards that die or freeze are replaced while the engine waits; it is then told with StagesReplacedError. A
+    coordinator that does is replaced beside the work: until then there are no new plans.
+    """
+
+    def __init__(self, replica: Replica) -> None:
+        options = replica.blueprint.options
+        self.num_cohorts = options.num_cohorts
+        self.replica = replica
+        self._mailbox = Mailbox(ENGINE, replica.secret, host=node_address())
+        self._epoch = 0
+        self._work: dict[int, Future[Result]] = {}
+        self._searches: dict[int, _Searching] = {}
+        self._search_ids = itertools.count(1)
+        self._openings: dict[str, Opening] = {}
+        self._closings: list[str] = []
+        self._pulse = Pulse(options.heartbeat_timeout_s, time.monotonic)
+        self._restarts = Restarts(options.max_restarts, time.monotonic)
+        self._checked_at = 0.0
+        self._lost: StageLostError | None = None
+        self.link_s: tuple[float, ...] = ()
+        self.recovery_s: list[float] = []
+        self._connect()
+
+    @property
+    def num_sublayers(self) -> int:
+        return self.replica.blueprint.spans[-1][1]
+
+    def open(self, opening: Opening) -> None:
+        self._require_alive()
+        self._openings[opening.sequence_id] = opening
+
+    def close(self, sequence_id: str) -> None:
+        if self._openings.pop(sequence_id, None) is None:
+            self._closings.append(sequence_id)
+
+    def start(self, work: Work) -> Future[Result]:
+        self._require_alive()
+        named = [one.sequence_id for one in (work.pieces if isinstance(work, Prefill) else work.turns)]
+        openings = [opening for name in named if (opening := self._openings.pop(name, None)) is not None]
+        closings, self._closings = self._closings, []
+        if not self._work:  # nobody has been listened to for a while
+            self._pulse.watch(self.replica.processes)
+        future: Future[Result] = Future()
+        self._work[work.id] = future
+        self._send(stage_name(0), Begin.of(self._epoch, work, openings, closings))
+        return future
+
+    def wait(self) -> None:
+        self._require_alive()
+        self._take(_POLL_S if self._work else 0.0)
+        self._check()
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """Every stage has moved its keys and values when this returns."""
+        self._ask(Moves(epoch=self._epoch, moves=moves), Moved, _MOVE_TIMEOUT_S)
+
+    def search(self, tokens: Sequence[TappedToken], starts: Sequence[int], knapsack: Knapsack) -> Future[Found]:
+        future: Future[Found] = Future()
+        if self.replica.coordinator is None:
+            future.set_exception(RayspecError("the coordinator is being replaced"))
+            return future
+        search_id = next(self._search_ids)
+        self._searches[search_id] = _Searching(future, time.monotonic() + _SEARCH_TIMEOUT_S)
+        search = Search(epoch=self._epoch, search_id=search_id, tokens=tokens, starts=starts, knapsack=knapsack)
+        self._send(COORDINATOR, search)
+        return future
+
+    def measure(self) -> LatencyModel:
+        """The latency model of the whole replica, from the shards' own measurements; nothing may be under way."""
+        self._send(COORDINATOR, Profile(epoch=self._epoch))
+        profiled = self._expect(Profiled, 1, _PROFILE_TIMEOUT_S)[COORDINATOR]
+        assert isinstance(profiled, Profiled)
+        self.link_s = tuple(profiled.link_s)
+        return _latency_model(profiled)
+
+    def usage(self) -> list[StageUse]:
+        """How busy the stages were since this was asked last."""
+        answers = self._ask(Usage(epoch=self._epoch), Used, _MOVE_TIMEOUT_S)
+        return [
+            StageUse(name=name, busy_s=used.busy_s, elapsed_s=used.elapsed_s, num_passes=used.num_passes)
+            for name, used in answers.items()
+            if isinstance(used, Used)
+        ]
+
+    def shutdown(self) -> None:
+        """Ends the replica's processes. More than once is fine."""
+        if self._lost is None:
+            self._lost = StageLostError("the engine was shut down")
+        self.replica.close()
+        self._mailbox.close()
+
+    # --- messages ---
+
+    def _send(self, peer: str, message: Message) -> None:
+        self._mailbox.send(peer, encode(message))
+
+    def _take(self, timeout_s: float) -> None:
+        """Everything that has come in; waits for the first."""
+        while (received := self._receive(timeout_s)) is not None:
+            self._handle(*received)
+            timeout_s = 0.0
+
+    def _receive(self, timeout_s: float) -> tuple[str, AnyMessage] | None:
+        """The next message of this epoch. Raises StagesReplacedError when one was lost on the way."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                envelope = self._mailbox.receive(max(0.0, deadline - time.monotonic()))
+            except TransportError as error:
+                self._recover((), str(error))
+            if envelope is None:
+                return None
+            message = decode(envelope.header)
+            if message.epoch == self._epoch:
+                self._pulse.hear(envelope.sender, message.busy_s if isinstance(message, Beat) else 0.0)
+                return envelope.sender, message
+
+    def _handle(self, sender: str, message: AnyMessage) -> None:
+        match message:
+            case Done():
+                result = message.prefill or message.round
+                assert result is not None
+                self._work.pop(message.work_id).set_result(result)
+            case Failed():
+                self._work.pop(message.work_id).set_exception(OutOfMemoryError(message.reason))
+            case Searched():
+                self._conclude(message)
+            case Broken():
+                self._bury(sender, f"{sender} has failed: {message.reason}")
+
+    def _conclude(self, message: Searched) -> None:
+        searching = self._searches.pop(message.search_id, None)
+        if searching is None or not searching.future.set_running_or_notify_cancel():
+            return
+        if message.found is None:
+            searching.future.set_exception(RayspecError(message.reason))
+        else:
+            searching.future.set_result(message.found)
+
+    def _ask(self, message: Message, answer: type[Message], timeout_s: float) -> dict[str, AnyMessage]:
+        """Every stage's answer, by name. What else comes in is handled meanwhile."""
+        self._require_alive()
+        names = [stage_name(stage) for stage in range(self.replica.num_stages)]
+        for name in names:
+            self._send(name, message)
+        return self._expect(answer, len(names), timeout_s)
+
+    def _expect(self, kind: type[Message], count: int, timeout_s: float) -> dict[str, AnyMessage]:
+        """That many messages of a kind, by the name of their senders."""
+        found: dict[str, AnyMessage] = {}
+        deadline = time.monotonic() + timeout_s
+        self._pulse.watch(self.replica.processes)
+        while len(found) < count:
+            received = self._receive(_POLL_S)
+            if received is not None and isinstance(received[1], kind):
+                found[received[0]] = received[1]
+            elif received is not None:
+                self._handle(*received)
+            self._check()
+            if time.monotonic() > deadline:
+                self._recover((), f"no {kind.__name__} came within {timeout_s:.0f} s")
+        return found
+
+    # --- recovery ---
+
+    def _require_alive(self) -> None:
+        if self._lost is not None:
+            raise self._lost
+
+    def _check(self) -> None:
+        """Look after everyone, now and then. Raises StagesReplacedError, StageLostError."""
+        now = time.monotonic()
+        if now - self._checked_at < _CHECK_EVERY_S:
+            return
+        self._checked_at = now
+        if self.replica.coordinator_ready():
+            self._introduce_coordinator()
+        for search_id in [number for number, one in self._searches.items() if now > one.deadline]:
+            self._searches.pop(search_id).future.cancel()
+        ends = dict(self.replica.ends())
+        if self._work:
+            ends |= {death.name: death.reason for death in self._pulse.deaths()}
+        if COORDINATOR in ends:
+            self._bury(COORDINATOR, ends.pop(COORDINATOR))
+        if ends:
+            self._recover(ends, "; ".join(ends.values()))
+
+    def _bury(self, name: str, reason: str) -> None:
+        if name != COORDINATOR:
+            self._recover({name}, reason)
+        logger.warning("%s; it is replaced, and plans stay as they are until then", reason)
+        self._fail_searches(reason)
+        self.replica.begin_coordinator()
+        self._pulse.watch(self.replica.processes)
+
+    def _introduce_coordinator(self) -> None:
+        peers = self._peers()
+        self._mailbox.connect(peers)
+        self._send(COORDINATOR, Connect(epoch=self._epoch, peers=peers))
+        for name in self.replica.shards:
+            self._send(name, Peers(epoch=self._epoch, peers=peers))
+        self._pulse.watch(self.replica.processes)
+
+    def _recover(self, names: Collection[str], reason: str) -> NoReturn:
+        """Replace shards and begin a new epoch. Always raises: StagesReplacedError, or StageLostError in the end."""
+        started = time.monotonic()
+        logger.warning("%s; the replica is brought back", reason)
+        self._work.clear()
+        self._openings.clear()
+        self._closings.clear()
+        self._fail_searches(reason)
+        while (delay_s := self._restarts.next_delay_s()) is not None:
+            time.sleep(delay_s)
+            try:
+                self.replica.replace(names)
+                self._connect()
+            except (RayspecError, TransportError) as error:
+                logger.warning("it could not be brought back: %s", error)
+                reason = f"{reason}; then: {error}"
+                names = [name for name in self.replica.ends() if name != COORDINATOR]
+                continue
+            self.recovery_s.append(time.monotonic() - started)
+            raise StagesReplacedError(reason)
+        self._lost = StageLostError(f"{reason} (max_restarts is {self.replica.blueprint.options.max_restarts})")
+        self.replica.close()
+        raise self._lost
+
+    def _connect(self) -> None:
+        """A new epoch in which everyone knows everyone. Raises TransportError, naming who does not answer."""
+        self._epoch += 1
+        peers = self._peers()
+        self._mailbox.connect(peers)
+        names = set(self.replica.processes)
+        for name in names:
+            self._send(name, Connect(epoch=self._epoch, peers=peers))
+        deadline = time.monotonic() + _CONNECT_TIMEOUT_S
+        while names and time.monotonic() < deadline:
+            envelope = self._mailbox.receive(_POLL_S)
+            if envelope is None:
+                continue
+            message = decode(envelope.header)
+            if isinstance(message, Connected) and message.epoch == self._epoch:
+                names.discard(envelope.sender)
+        if names:
+            raise TransportError(f"{', '.join(sorted(names))} did not answer within {_CONNECT_TIMEOUT_S:.0f} s")
+        self._pulse.watch(self.replica.processes)
+
+    def _peers(self) -> dict[str, str]:
+        known = {name: process.address for name, process in self.replica.processes.items()}
+        return known | {ENGINE: self._mailbox.address}
+
+    def _fail_searches(self, reason: str) -> None:
+        for searching in self._searches.values():
+            if searching.future.set_running_or_notify_cancel():
+                searching.future.set_exception(RayspecError(reason))
+        self._searches.clear()
+
+
+def _latency_model(profiled: Profiled) -> LatencyModel:
+    """One model of all stages: each sublayer by its own shard's measurements, hops by what links took on average."""
+    kinds, devices, stages, transfer_s = [], [], [], []
+    measurements: list[Measurement] = []
+    for stage, measured in enumerate(profiled.stages):
+        kinds += list(measured.names)
+        devices += [stage_name(stage)] * len(measured.names)
+        stages += [stage] * len(measured.names)
+        transfer_s += list(measured.transfer_s)
+        measurements += list(measured.measurements)
+    model = LatencyModel.fit(
+        measurements,
+        kinds,
+        devices=devices,
+        stages=stages,
+        hop_s=sum(profiled.link_s) / len(profiled.link_s),
+        transfer_s=transfer_s,
+    )
+    return replace(model, overhead_s=model.overhead_s * len(profiled.stages))

@@ -1,0 +1,182 @@
+"""The processes that hold one copy of the model: started together, replaced one by one, ended together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from rayspec.config import EngineConfig, ParallelOptions
+from rayspec.pipeline.coordinator import Coordinator, CoordinatorSpec
+from rayspec.pipeline.placement import Bundles, Process, end_of, kill, start_beside, wait_for
+from rayspec.pipeline.post import COORDINATOR
+from rayspec.pipeline.shard import Loaded, Shard, ShardSpec, rank_name
+from rayspec.pipeline.transport import Secret
+from rayspec.types import RayspecError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blueprint:
+    """What a replica is to be. spans: sublayers [first, last) of every stage. num_slots: of the KV cache, at most;
+    as many as the smallest shard can hold are made. shard_type: what a shard is, for tests."""
+
+    config: EngineConfig
+    options: ParallelOptions
+    spans: tuple[tuple[int, int], ...]
+    vocab_size: int
+    hidden_size: int
+    num_slots: int
+    num_gpus: float
+    shard_type: type[Shard] = Shard
+
+    @property
+    def num_threads(self) -> int:
+        return self.config.num_threads or max(1, int(self.options.cpus_per_shard))
+
+    def shard(self, stage: int, rank: int, secret: Secret) -> ShardSpec:
+        return ShardSpec(
+            config=self.config,
+            stage=stage,
+            spans=self.spans,
+            rank=rank,
+            num_ranks=self.options.tensor,
+            vocab_size=self.vocab_size,
+            num_threads=self.num_threads,
+            secret=secret,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Starting:
+    """A shard whose weights are being loaded."""
+
+    name: str
+    actor: Any
+    loaded: Any
+
+
+class Replica:
+    """Shards by name, and a coordinator. Methods raise PlacementError and what a shard raises while it loads."""
+
+    def __init__(self, blueprint: Blueprint) -> None:
+        self.blueprint = blueprint
+        self.secret = Secret.generate()
+        self.shards: dict[str, Process] = {}
+        self.coordinator: Process | None = None
+        self.loaded: dict[str, Loaded] = {}
+        self.num_slots = 0
+        self._coming: _ComingCoordinator | None = None
+        options = blueprint.options
+        self._bundles = Bundles(options, num_gpus=blueprint.num_gpus, timeout_s=options.start_timeout_s)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.blueprint.spans)
+
+    @property
+    def processes(self) -> dict[str, Process]:
+        found = dict(self.shards)
+        if self.coordinator is not None:
+            found[COORDINATOR] = self.coordinator
+        return found
+
+    def start(self) -> None:
+        """All shards at once, then the coordinator."""
+        self._start_stages(range(self.num_stages))
+        self.begin_coordinator()
+        self.coordinator_ready(self.blueprint.options.start_timeout_s)
+
+    def replace(self, names: Collection[str]) -> None:
+        """End these shards, whatever is left of them, and start new ones. Ranks of a stage are replaced together."""
+        stages = sorted({_stage_of(name) for name in names})
+        for stage in stages:
+            for rank in range(self.blueprint.options.tensor):
+                process = self.shards.pop(rank_name(stage, rank), None)
+                if process is not None:
+                    kill(process)
+        missing = [stage for stage in range(self.num_stages) if rank_name(stage, 0) not in self.shards]
+        self._start_stages(missing)
+
+    def ends(self) -> Mapping[str, str]:
+        """Which processes have ended, and why."""
+        found = {name: end_of(process) for name, process in self.processes.items()}
+        return {name: reason for name, reason in found.items() if reason is not None}
+
+    def begin_coordinator(self) -> None:
+        """Start a coordinator, in place of any that there was, without waiting for it."""
+        if self.coordinator is not None:
+            kill(self.coordinator)
+            self.coordinator = None
+        blueprint = self.blueprint
+        spec = CoordinatorSpec(spans=blueprint.spans, hidden_size=blueprint.hidden_size, secret=self.secret)
+        actor = start_beside(Coordinator, spec)
+        self._coming = _ComingCoordinator(actor, actor.serve.remote(), actor.address.remote())
+
+    def coordinator_ready(self, timeout_s: float = 0.0) -> bool:
+        """Whether a coordinator that was begun has just become ready."""
+        if self._coming is None or not self._coming.ready(timeout_s):
+            return False
+        self.coordinator, self._coming = self._coming.process(), None
+        return True
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            kill(process)
+        self._bundles.close()
+        self.shards.clear()
+        self.coordinator = None
+
+    def _start_stages(self, stages: Sequence[int]) -> None:
+        starting = [one for stage in stages for one in self._load(stage)]
+        timeout_s = self.blueprint.options.start_timeout_s
+        try:
+            loaded = wait_for([one.loaded for one in starting], timeout_s)
+            self.loaded |= {one.name: each for one, each in zip(starting, loaded, strict=True)}
+            self.num_slots = self.num_slots or min(
+                self.blueprint.num_slots, *(each.num_slots for each in self.loaded.values())
+            )
+            sentinels = [one.actor.serve.remote(self.num_slots) for one in starting]
+            addresses = wait_for([one.actor.address.remote() for one in starting], timeout_s)
+        except RayspecError:
+            for one in starting:
+                kill(Process(name=one.name, actor=one.actor, sentinel=one.loaded, address=""))
+            raise
+        for one, sentinel, address in zip(starting, sentinels, addresses, strict=True):
+            self.shards[one.name] = Process(name=one.name, actor=one.actor, sentinel=sentinel, address=address)
+
+    def _load(self, stage: int) -> list[_Starting]:
+        blueprint, num_ranks = self.blueprint, self.blueprint.options.tensor
+        actors = [
+            self._bundles.start(
+                blueprint.shard_type, blueprint.shard(stage, rank, self.secret), bundle=stage * num_ranks + rank
+            )
+            for rank in range(num_ranks)
+        ]
+        place = None
+        if num_ranks > 1:
+            (place,) = wait_for([actors[0].meeting_place.remote()], blueprint.options.start_timeout_s)
+        return [_Starting(rank_name(stage, rank), actor, actor.load.remote(place)) for rank, actor in enumerate(actors)]
+
+
+@dataclass(frozen=True, slots=True)
+class _ComingCoordinator:
+    actor: Any
+    sentinel: Any
+    address: Any
+
+    def ready(self, timeout_s: float) -> bool:
+        done, _ = ray.wait([self.address], timeout=timeout_s)
+        return bool(done)
+
+    def process(self) -> Process:
+        (address,) = wait_for([self.address], 1.0)
+        return Process(name=COORDINATOR, actor=self.actor, sentinel=self.sentinel, address=address)
+
+
+def _stage_of(name: str) -> int:
+    return int(name.removeprefix("stage-").split(".")[0])

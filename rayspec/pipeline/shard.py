@@ -1,0 +1,275 @@
+"""A process that holds one stage of the model, or one rank of it. A plain class: `placement` makes it an actor."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rayspec.config import EngineConfig
+from rayspec.decode.head import Head
+from rayspec.decode.loading import affordable_slots, bucket_rows
+from rayspec.decode.passes import SpanRunner
+from rayspec.decode.profile import measurements
+from rayspec.decode.runner import Runner
+from rayspec.model.architecture import Decomposition, decompose
+from rayspec.model.kv_arena import KVArena
+from rayspec.model.weights import load_model, resolve_device
+from rayspec.pipeline.messages import (
+    Begin,
+    Broken,
+    Expand,
+    Follow,
+    Forward,
+    Measure,
+    Measured,
+    Message,
+    Seek,
+    Usage,
+    Used,
+)
+from rayspec.pipeline.post import ENGINE, Letter, NewEpoch, Post, Stopped
+from rayspec.pipeline.ranks import LeadingSpan, follow
+from rayspec.pipeline.stage_worker import Placed, StageWorker, stage_name
+from rayspec.pipeline.tensor_parallel import RankGroup, free_address, split_tensor_parallel
+from rayspec.pipeline.transport import Secret, node_address
+
+# How long a message may wait for others that came later but are due earlier. Rounds come first; a prefill gives way to
+# them for a moment, and a plan search runs in the gaps, yet neither waits for ever.
+_PREFILL_PATIENCE_S = 0.03
+_SEARCH_PATIENCE_S = 0.1
+# Ranks of a stage wait for one another while the others load, and in every exchange.
+_RANKS_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardSpec:
+    """What a shard is to be.
+
+    spans: sublayers [first, last) of every stage. rank: among the `num_ranks` of its stage. num_threads: torch's.
+    """
+
+    config: EngineConfig
+    stage: int
+    spans: tuple[tuple[int, int], ...]
+    rank: int
+    num_ranks: int
+    vocab_size: int
+    num_threads: int
+    secret: Secret
+
+    @property
+    def name(self) -> str:
+        return rank_name(self.stage, self.rank)
+
+    @property
+    def layers(self) -> range:
+        first, last = self.spans[self.stage]
+        return range(first // 2, last // 2)
+
+    @property
+    def has_head(self) -> bool:
+        return self.stage == len(self.spans) - 1 and self.rank == 0
+
+
+def rank_name(stage: int, rank: int) -> str:
+    """The leader of a stage has the stage's name."""
+    return stage_name(stage) if rank == 0 else f"{stage_name(stage)}.{rank}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What a shard says of itself once its weights are there. num_slots: tokens of KV cache it could hold."""
+
+    device: str
+    dtype: str
+    num_slots: int
+    weight_bytes: int
+
+
+@dataclass(order=True, slots=True)
+class _Due:
+    at: float
+    order: int
+    letter: Letter = field(compare=False)
+
+
+class Shard:
+    """Loads its span, then serves messages until it is told to stop or fails.
+
+    `load`, then `serve`, which returns only in the end; `address` meanwhile, from another thread.
+    """
+
+    def __init__(self, spec: ShardSpec) -> None:
+        self._spec = spec
+        self._address: Future[str] = Future()
+        self._order = itertools.count()
+        self._inbox: list[_Due] = []
+        self._busy_s, self._num_passes, self._asked_at = 0.0, 0, time.monotonic()
+
+    def meeting_place(self) -> str:
+        """Where the ranks of this stage are to meet; for the leader to say."""
+        return free_address(node_address())
+
+    def load(self, meeting_place: str | None) -> Loaded:
+        """The ranks of a stage load together. Raises ConfigError, CheckpointError, UnsupportedModelError."""
+        spec = self._spec
+        torch.set_num_threads(spec.num_threads)
+        self._device = resolve_device(spec.config.device)
+        model = load_model(spec.config, layers=spec.layers)
+        self._parts: Decomposition = decompose(model, layers=spec.layers)
+        if meeting_place is not None:
+            group = RankGroup(rank=spec.rank, size=spec.num_ranks, address=meeting_place, device=str(self._device))
+            group.join(_RANKS_TIMEOUT_S)
+            self._parts = split_tensor_parallel(model, self._parts, group)
+        weights = sum(p.nbytes for p in model.parameters() if p.device.type != "meta")
+        return Loaded(
+            device=_device_name(self._device),
+            dtype=str(self._parts.dtype).removeprefix("torch."),
+            num_slots=affordable_slots(self._parts, self._device),
+            weight_bytes=weights,
+        )
+
+    def address(self) -> str:
+        """Where `serve` listens."""
+        return self._address.result()
+
+    def serve(self, num_slots: int) -> None:
+        """Ends when told to. Raises whatever goes wrong, after telling the engine."""
+        post = Post(self._spec.name, self._spec.secret, host=node_address())
+        try:
+            span = self._make_span(num_slots, post)
+            worker = self._make_worker(span)
+            self._address.set_result(post.address)
+            self._serve(post, worker, span)
+        except Stopped:
+            return
+        except Exception as error:
+            if not self._address.done():
+                self._address.set_exception(error)
+            _report(post, error)
+            raise
+        finally:
+            post.close()
+
+    def _serve(self, post: Post, worker: StageWorker, span: SpanRunner) -> None:
+        while True:
+            try:
+                self._serve_epoch(post, worker, span)
+            except NewEpoch:  # noqa: PERF203 - once in a while
+                self._inbox.clear()
+                worker.forget()
+
+    def _serve_epoch(self, post: Post, worker: StageWorker, span: SpanRunner) -> None:
+        while True:
+            self._collect(post)
+            self._work(post, worker, span, heapq.heappop(self._inbox).letter)
+
+    def _collect(self, post: Post) -> None:
+        """Whatever has come in; waits if there is nothing to do."""
+        while (letter := post.receive(0.0 if self._inbox else None)) is not None:
+            heapq.heappush(self._inbox, _Due(time.monotonic() + _patience_s(letter.message), next(self._order), letter))
+
+    def _work(self, post: Post, worker: StageWorker, span: SpanRunner, letter: Letter) -> None:
+        started = time.monotonic()
+        post.busy(started)
+        match letter.message:
+            case Follow():
+                follow(span, letter.message, letter.tensors, lambda: measurements(span.runner))
+            case Usage():
+                post.send(ENGINE, self._usage(post.epoch))
+            case message:
+                if isinstance(message, Measure) and isinstance(span, LeadingSpan):
+                    span.announce(Follow(epoch=post.epoch, measure=True), [])
+                for outgoing in worker.handle(message, letter.tensors):
+                    self._send(post, outgoing.peer, outgoing.message, outgoing.tensors)
+        post.busy(None)
+        if isinstance(letter.message, Begin | Forward | Follow):
+            self._num_passes += 1
+        self._busy_s += time.monotonic() - started
+
+    def _send(self, post: Post, peer: str, message: Message, tensors: Sequence[Tensor]) -> None:
+        if peer == self._spec.name:  # the only stage: its next pass waits its turn like any other
+            due = _Due(time.monotonic(), next(self._order), Letter(peer, message, list(tensors)))  # type: ignore[arg-type]
+            heapq.heappush(self._inbox, due)
+        else:
+            post.send(peer, message, tensors)
+
+    def _usage(self, epoch: int) -> Used:
+        now = time.monotonic()
+        used = Used(epoch=epoch, busy_s=self._busy_s, elapsed_s=now - self._asked_at, num_passes=self._num_passes)
+        self._busy_s, self._num_passes, self._asked_at = 0.0, 0, now
+        return used
+
+    def _make_span(self, num_slots: int, post: Post) -> SpanRunner:
+        rows = bucket_rows(self._parts) if self._spec.config.deterministic else None
+        arena = KVArena(
+            self._parts.shapes, num_slots, dtype=self._parts.dtype, device=self._device, num_spare=rows or 0
+        )
+        runner = self._make_runner(arena, rows)
+        spec = self._spec
+        if spec.num_ranks == 1 or spec.rank > 0:
+            return SpanRunner(runner, num_taps=_num_taps(spec.config))
+        followers = [rank_name(spec.stage, rank) for rank in range(1, spec.num_ranks)]
+
+        def announce(message: Follow, tensors: Sequence[Tensor]) -> None:
+            for name in followers:
+                post.send(name, message, tensors)
+
+        return LeadingSpan(runner, num_taps=_num_taps(self._spec.config), epoch=lambda: post.epoch, announce=announce)
+
+    def _make_runner(self, arena: KVArena, rows: int | None) -> Runner:
+        return Runner(self._parts, arena, device=self._device, bucket_rows=rows)
+
+    def _make_worker(self, span: SpanRunner) -> StageWorker:
+        spec = self._spec
+        head = None
+        if spec.has_head:
+            head = Head(
+                span.runner.head,
+                vocab_size=spec.vocab_size,
+                device=self._device,
+                verification=spec.config.speculation.verification,
+                num_taps=_num_taps(spec.config),
+            )
+
+        def measure(epoch: int) -> Measured:
+            return Measured(
+                epoch=epoch,
+                names=self._parts.curve_names,
+                measurements=measurements(span.runner, device=spec.name),
+                transfer_s=[0.0] * len(self._parts.sublayers),
+            )
+
+        return StageWorker(Placed(spec.stage, spec.spans), span, head, measure)
+
+
+def _patience_s(message: Message) -> float:
+    if isinstance(message, Seek | Expand):
+        return _SEARCH_PATIENCE_S
+    is_prefill = isinstance(message, Begin) and message.round is None
+    if is_prefill or (isinstance(message, Forward) and not message.work.fixed_shape):
+        return _PREFILL_PATIENCE_S
+    return 0.0
+
+
+def _num_taps(config: EngineConfig) -> int:
+    """Several cohorts tap at the same time, and the engine may ask for the tokens of any of them."""
+    num_cohorts = config.parallel.num_cohorts if config.parallel else 1
+    return config.speculation.knapsack.num_tap_tokens * (1 + num_cohorts)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _report(post: Post, error: Exception) -> None:
+    if post.epoch:
+        post.send(ENGINE, Broken(epoch=post.epoch, reason=f"{type(error).__name__}: {error}"))
+        time.sleep(0.2)  # for the message to leave

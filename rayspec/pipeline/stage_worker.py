@@ -1,0 +1,225 @@
+"""One stage of the model as a thing that reacts to messages. Where they come from and go to is not its business."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rayspec.decode.head import Head
+from rayspec.decode.passes import Pass, SpanRunner
+from rayspec.decode.plan_search import PlanSearch
+from rayspec.decode.rounds import PrefillResult, Result, opening_pass, script
+from rayspec.decode.stages import out_of_memory
+from rayspec.pipeline.messages import (
+    Agreement,
+    Begin,
+    Done,
+    Expand,
+    Failed,
+    Forward,
+    Gather,
+    Lap,
+    Measure,
+    Measured,
+    Message,
+    Moved,
+    Moves,
+    Operation,
+    RunSublayer,
+    Seek,
+    Ship,
+    Shipped,
+    Similarity,
+    Sought,
+)
+from rayspec.pipeline.post import COORDINATOR, ENGINE
+
+
+def stage_name(stage: int) -> str:
+    """How peers call the (leading) shard of a stage."""
+    return f"stage-{stage}"
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A message to be sent."""
+
+    peer: str
+    message: Message
+    tensors: Sequence[Tensor] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where a stage stands: its number, and the sublayers [first, last) of every stage."""
+
+    stage: int
+    spans: Sequence[tuple[int, int]]
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == len(self.spans) - 1
+
+    def next_stage(self, work: Pass) -> int:
+        """The next stage with anything to do in the pass; the last one has the head. The others are bypassed."""
+        last = len(self.spans) - 1
+        between = range(self.stage + 1, last)
+        return next((stage for stage in between if work.needs(*self.spans[stage])), last)
+
+
+@dataclass(slots=True)
+class _Seeking:
+    """A plan search under way: this span's part of it, and the batches of states that are here."""
+
+    search_id: int
+    search: PlanSearch
+    batches: dict[int, Tensor] = field(default_factory=dict)
+
+
+class StageWorker:
+    """Runs passes through its span and sends them on. The stage with the head keeps the script of each work under way,
+    sends its passes to the first stage, and in the end its result to the engine.
+
+    `measure` times the span. Messages of older epochs are not for here, see `Shard`.
+    """
+
+    def __init__(self, place: Placed, span: SpanRunner, head: Head | None, measure: Callable[[int], Measured]) -> None:
+        self._place = place
+        self._span = span
+        self._head = head
+        self._measure = measure
+        self._scripts: dict[int, Generator[Pass, Tensor, Result]] = {}
+        self._seeking: _Seeking | None = None
+
+    def forget(self) -> None:
+        """A new epoch: nothing that was under way is any more."""
+        self._scripts.clear()
+        self._seeking = None
+        self._span.forget()
+        if self._head is not None:
+            self._head.forget()
+
+    @torch.inference_mode()
+    def handle(self, message: Message, tensors: Sequence[Tensor]) -> Sequence[Outgoing]:
+        """What follows from a message. Raises what the model raises, but for running out of memory in some work."""
+        match message:
+            case Begin():
+                return self._pass(message.epoch, opening_pass(message.work), None, message)
+            case Forward():
+                hidden = tensors[0].to(self._span.runner.device) if tensors else None
+                return self._pass(message.epoch, message.work, hidden, message.begin)
+            case Seek() | Shipped() | Expand():
+                return list(self._search(message, tensors))
+            case _:
+                return [self._answer(message, tensors)]
+
+    def _answer(self, message: Message, tensors: Sequence[Tensor]) -> Outgoing:
+        match message:
+            case Moves():
+                self._span.move(message.moves)
+                return Outgoing(ENGINE, Moved(epoch=message.epoch))
+            case Measure():
+                return Outgoing(COORDINATOR, self._measure(message.epoch))
+            case Lap():
+                peer, *rest = message.route
+                return Outgoing(peer, Lap(epoch=message.epoch, route=rest), tensors)
+        raise AssertionError(f"a stage does not take {type(message).__name__}")
+
+    def _pass(self, epoch: int, work: Pass, hidden: Tensor | None, begin: Begin | None) -> list[Outgoing]:
+        try:
+            hidden = self._span.run(work, hidden)
+            if self._place.is_last:
+                return [self._arrive(epoch, work, hidden, begin)]
+        except RuntimeError as error:
+            self._scripts.pop(work.round_id, None)
+            reason = str(out_of_memory(error))
+            return [Outgoing(ENGINE, Failed(epoch=epoch, work_id=work.round_id, reason=reason))]
+        onward = stage_name(self._place.next_stage(work))
+        return [Outgoing(onward, Forward(epoch=epoch, work=work, begin=begin), [hidden])]
+
+    def _arrive(self, epoch: int, work: Pass, hidden: Tensor, begin: Begin | None) -> Outgoing:
+        """The states of a pass are before the head: on with its script."""
+        if begin is not None:
+            self._enter(begin)
+        passes = self._scripts[work.round_id]
+        try:
+            onward = passes.send(hidden)
+        except StopIteration as end:
+            del self._scripts[work.round_id]
+            return Outgoing(ENGINE, _done(epoch, work.round_id, end.value))
+        return Outgoing(stage_name(0), Forward(epoch=epoch, work=onward))
+
+    def _enter(self, begin: Begin) -> None:
+        assert self._head is not None
+        for sequence_id in begin.closings:
+            self._head.close(sequence_id)
+        for opening in begin.openings:
+            self._head.open(opening.opening())
+        passes = script(begin.work, self._head)
+        next(passes)  # the first stage has run that one already
+        self._scripts[begin.work_id] = passes
+
+    def _search(self, message: Seek | Shipped | Expand, tensors: Sequence[Tensor]) -> Iterator[Outgoing]:
+        if isinstance(message, Seek):
+            self._seeking = None
+            if message.tokens:
+                yield Outgoing(COORDINATOR, self._seek(message))
+        elif self._seeking is not None and self._seeking.search_id == message.search_id:
+            if isinstance(message, Expand):
+                yield from self._expand(message, self._seeking)
+            else:
+                self._seeking.batches[message.batch] = tensors[0].to(self._span.runner.device)
+                yield Outgoing(COORDINATOR, Sought(epoch=message.epoch, search_id=message.search_id))
+
+    def _seek(self, message: Seek) -> Sought:
+        try:
+            next_tokens = self._head.next_tokens(message.tokens) if self._head is not None else None
+            search = self._span.search(message.tokens, message.starts, next_tokens)
+        except KeyError:
+            error = f"{stage_name(self._place.stage)} has no states of some tapped tokens any more"
+            return Sought(epoch=message.epoch, search_id=message.search_id, error=error)
+        self._seeking = _Seeking(message.search_id, search)
+        if self._place.stage == 0:
+            self._seeking.batches[0] = search.start()
+        return Sought(epoch=message.epoch, search_id=message.search_id)
+
+    def _expand(self, message: Expand, seeking: _Seeking) -> Iterator[Outgoing]:
+        values: Sequence[float] = ()
+        shipped = False
+        for operation in message.operations:
+            if isinstance(operation, Ship):
+                shipped = True
+                onward = Shipped(epoch=message.epoch, search_id=message.search_id, batch=operation.source)
+                yield Outgoing(operation.peer, onward, [seeking.batches[operation.source]])
+            else:
+                values = _apply(operation, seeking)
+        for batch in message.drop:
+            seeking.batches.pop(batch, None)
+        if not shipped:
+            answer = Sought(epoch=message.epoch, search_id=message.search_id, values=values)
+            yield Outgoing(COORDINATOR, answer)
+
+
+def _apply(operation: Operation, seeking: _Seeking) -> list[float]:
+    search, batches = seeking.search, seeking.batches
+    match operation:
+        case RunSublayer():
+            batches[operation.into] = search.run(operation.sublayer, batches[operation.source])
+        case Gather():
+            sources = [batches[source] for source in operation.sources]
+            batches[operation.into] = search.gather(sources, np.asarray(operation.index, np.int64))
+        case Similarity():
+            return search.similarity(operation.sublayer, batches[operation.source]).tolist()  # type: ignore[no-any-return]
+        case Agreement():
+            return search.agreement(batches[operation.source]).tolist()  # type: ignore[no-any-return]
+    return []
+
+
+def _done(epoch: int, work_id: int, result: Result) -> Done:
+    if isinstance(result, PrefillResult):
+        return Done(epoch=epoch, work_id=work_id, prefill=result)
+    return Done(epoch=epoch, work_id=work_id, round=result)

@@ -1,0 +1,432 @@
+"""Messages between the processes of a replica: a header of bytes and some tensors, from one mailbox to another.
+
+ZeroMQ over TCP, encrypted and authenticated by libzmq's CURVE (RFC 26). A message is the frames [preamble, header,
+tensor, tensor, ...]. The preamble is msgpack, tensors are their raw bytes, and what the header means is the callers'
+business. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import ipaddress
+import math
+import secrets
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import ray
+import torch
+import zmq
+from torch import Tensor
+from zmq.utils import z85
+
+from rayspec.types import ConfigError, RayspecError
+
+if TYPE_CHECKING:
+    from rayspec.pipeline.collective import TensorLink
+
+MAX_TENSOR_BYTES = 1 << 30
+MAX_WAITING_MESSAGES = 1 << 16
+LOOPBACK = "127.0.0.1"
+
+_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+_ZAP_DOMAIN = b"rayspec"
+_KEEPALIVE_IDLE_S = 60  # firewalls forget silent connections after some minutes
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    )
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class TransportError(RayspecError):
+    """A message could not be sent, was malformed, or is missing."""
+
+    kind = "transport"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Secret:
+    """What the processes of one replica share and nobody else has: CURVE key pairs of both ends, in Z85.
+
+    Plain bytes, so that it can travel as an argument of a Ray actor. Its text shows no key.
+    """
+
+    server_public: bytes = field(repr=False)
+    server_secret: bytes = field(repr=False)
+    client_public: bytes = field(repr=False)
+    client_secret: bytes = field(repr=False)
+
+    @classmethod
+    def generate(cls) -> Secret:
+        """A new secret from the system's source of randomness."""
+        server_public, server_secret = zmq.curve_keypair()
+        client_public, client_secret = zmq.curve_keypair()
+        return cls(
+            server_public=server_public,
+            server_secret=server_secret,
+            client_public=client_public,
+            client_secret=client_secret,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Envelope:
+    """A message that arrived.
+
+    sender: the name of the mailbox that sent it. address: where that mailbox listens, which tells a restarted peer
+    from the one before it. tensors: the receiver's own, contiguous and writable; on the CPU, or on the link's device
+    if they came by the link.
+    """
+
+    sender: str
+    address: str
+    header: bytes
+    tensors: list[Tensor]
+
+
+class _TensorForm(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    dtype: str
+    shape: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
+
+
+class _Preamble(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The first frame of a message.
+
+    stream and number: the `number`-th message of one `Sender`, by which a lost message is noticed. rank: the sender's
+    on the link that carries the tensors; None if they are in the frames that follow.
+    """
+
+    sender: str
+    address: str
+    stream: int
+    number: int
+    rank: int | None
+    tensors: tuple[_TensorForm, ...]
+
+
+class Mailbox:
+    """Receives from anybody who has the secret, and sends to named peers.
+
+    Messages between two mailboxes arrive in the order they were sent, each once, as long as both processes live; if
+    one is lost all the same (a connection broke), the receiver gets a TransportError. Belongs to the thread that made
+    it; of its methods only those of a `sender` may be called from other threads.
+
+    Args:
+        name: how peers see this mailbox.
+        secret: of the replica. Who connects without it reaches nobody.
+        host: IP address of this node to listen on, at a port that the system chooses; see `node_address`.
+        link: carries tensors sent with `to_rank`. It may be replaced at any time by assigning to `link`.
+
+    Raises ConfigError if `host` is no address of this node, or stands for all of them.
+    """
+
+    def __init__(self, name: str, secret: Secret, *, host: str, link: TensorLink | None = None) -> None:
+        _require_one_address(host)
+        self.name = name
+        self.link = link
+        self._secret = secret
+        self._senders: dict[str, Sender] = {}
+        self._next_numbers: dict[int, int] = {}
+        # A context of its own, because there is one gate a context; it brings one thread, in libzmq.
+        self._context = zmq.Context()
+        self._context.linger = 0
+        self._gate = _Gate(self._context, secret)
+        self._inbox = self._context.socket(zmq.PULL)
+        try:
+            self.address = _listen(self._inbox, secret, host)
+        except zmq.ZMQError as error:
+            self._context.destroy()
+            raise ConfigError(f"host is {host!r}, where nothing can listen ({error}); use node_address()") from error
+        self._poller = zmq.Poller()
+        self._poller.register(self._inbox, zmq.POLLIN)
+        self._poller.register(self._gate.socket, zmq.POLLIN)
+
+    def connect(self, peers: Mapping[str, str]) -> None:
+        """Makes `peers` (name -> address) the ones that can be sent to, instead of those before.
+
+        A peer whose address did not change keeps its connection. For the others, messages that are still waiting are
+        dropped: they were for a process that is no more. Returns before anybody has answered.
+
+        Raises TransportError for an address of the wrong form.
+        """
+        self._require_open()
+        for name in [name for name, sender in self._senders.items() if peers.get(name) != sender.address]:
+            self._senders.pop(name).close()
+        for name in [name for name in peers if name not in self._senders]:
+            self._senders[name] = self._new_sender(name, peers[name])
+
+    def send(self, peer: str, header: bytes, tensors: Sequence[Tensor] = (), *, to_rank: int | None = None) -> None:
+        """Queues a message and returns, whatever has become of the peer.
+
+        With `to_rank`, the peer's rank on the link, tensors go by the link: they must not be written to afterwards,
+        and a peer that takes none of them can hold the caller up as long as the link's timeout (see `TensorLink`).
+
+        Raises TransportError if the peer is unknown, has too many messages waiting (`MAX_WAITING_MESSAGES`), or a
+        tensor cannot be sent (its dtype, its size, no link); ConfigError if `to_rank` is not ahead on the link.
+        """
+        if to_rank is None:
+            self.sender(peer).send(header, tensors)
+            return
+        link = self._require_link()
+        link.require_ahead(to_rank)
+        # The header first: the peer posts its receives when it arrives, and `link.send` may have to wait for those.
+        self.sender(peer)._post(header, [_form(tensor) for tensor in tensors], [], rank=link.rank)
+        for tensor in tensors:
+            link.send(tensor, to_rank)
+
+    def sender(self, peer: str) -> Sender:
+        """What `send` uses for this peer: any thread may send with it, until the peer is replaced.
+
+        Raises TransportError if the peer is unknown.
+        """
+        self._require_open()
+        sender = self._senders.get(peer)
+        if sender is None:
+            raise TransportError(f"{self.name} knows no peer {peer!r}; it knows {sorted(self._senders)}")
+        return sender
+
+    def receive(self, timeout_s: float | None = None) -> Envelope | None:
+        """The next message; None if there is none for `timeout_s` seconds (None: wait for ever).
+
+        New peers are let in during this call only, so call it now and then.
+
+        Raises TransportError for a message that is malformed, or before which others are missing, or whose tensors did
+        not come by the link. The mailbox then goes on with the next message; a link has to be joined again.
+        """
+        self._require_open()
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            # Rounded up, so that a poll does not return early over and over.
+            wait_ms = None if deadline is None else math.ceil(max(0.0, deadline - time.monotonic()) * 1000)
+            ready = [socket for socket, _ in self._poller.poll(wait_ms)]
+            if not ready:
+                return None
+            if self._gate.socket in ready:
+                self._gate.answer()
+            if self._inbox in ready:
+                return self._take()
+
+    def close(self) -> None:
+        """At once; what has not been sent yet is dropped. More than once is fine."""
+        for sender in self._senders.values():
+            sender.close()
+        self._senders.clear()
+        self._context.destroy(linger=0)
+
+    def _new_sender(self, name: str, address: str) -> Sender:
+        socket = self._context.socket(zmq.PUSH)
+        try:
+            _call(socket, self._secret, address)
+        except zmq.ZMQError as error:
+            socket.close()
+            raise TransportError(f"{address!r} is no address of {name}: {error}") from error
+        return Sender(socket, peer=name, address=address, own_name=self.name, own_address=self.address)
+
+    def _take(self) -> Envelope:
+        try:
+            return self._open(self._inbox.recv_multipart(copy=False))
+        except TransportError:
+            # Its tensors may be on the link, where those of later messages would be taken for them.
+            if self.link is not None:
+                self.link.leave()
+            raise
+
+    def _open(self, frames: list[zmq.Frame]) -> Envelope:
+        preamble = _preamble(frames)
+        self._require_next(preamble)
+        by_link = preamble.rank is not None
+        if len(frames) != 2 + (0 if by_link else len(preamble.tensors)):
+            raise TransportError(f"a message of {preamble.sender} has {len(frames)} frames, which is not what it says")
+        if preamble.rank is None:
+            tensors = [_tensor(form, frame) for form, frame in zip(preamble.tensors, frames[2:], strict=True)]
+        else:
+            tensors = self._receive_by_link(preamble.tensors, preamble.rank)
+        return Envelope(sender=preamble.sender, address=preamble.address, header=frames[1].bytes, tensors=tensors)
+
+    def _receive_by_link(self, forms: Sequence[_TensorForm], from_rank: int) -> list[Tensor]:
+        link = self._require_link()
+        described = [(_dtype(form), form.shape) for form in forms]
+        return [link.receive(dtype, shape, from_rank) for dtype, shape in described]
+
+    def _require_next(self, preamble: _Preamble) -> None:
+        expected = self._next_numbers.get(preamble.stream, 0)
+        self._next_numbers[preamble.stream] = preamble.number + 1
+        if preamble.number != expected:
+            raise TransportError(
+                f"{self.name} got message {preamble.number} of {preamble.sender} where {expected} was next: the "
+                f"connection broke and messages are lost"
+            )
+
+    def _require_link(self) -> TensorLink:
+        if self.link is None:
+            raise TransportError(f"{self.name} has no link for tensors; assign one to Mailbox.link")
+        return self.link
+
+    def _require_open(self) -> None:
+        if self._context.closed:
+            raise TransportError(f"the mailbox of {self.name} is closed")
+
+
+class Sender:
+    """Sends to one peer, from any thread. `Mailbox.connect` makes it, and ends it when the peer is replaced."""
+
+    def __init__(self, socket: zmq.Socket[bytes], *, peer: str, address: str, own_name: str, own_address: str) -> None:
+        self.address = address
+        self._peer = peer
+        self._socket = socket
+        self._own_name = own_name
+        self._own_address = own_address
+        self._stream = secrets.randbits(63)
+        self._next_number = 0
+        # libzmq lets several threads take turns with a socket if something like a mutex is between the turns.
+        self._turn = threading.Lock()
+
+    def send(self, header: bytes, tensors: Sequence[Tensor] = ()) -> None:
+        """As `Mailbox.send` without a link. The tensors are copied: they may be written to when this returns."""
+        self._post(header, [_form(tensor) for tensor in tensors], [_raw(tensor) for tensor in tensors], rank=None)
+
+    def close(self) -> None:
+        """Drops what is waiting. Later sends raise TransportError."""
+        with self._turn:
+            self._socket.close(linger=0)
+
+    def _post(self, header: bytes, forms: list[_TensorForm], raw: list[memoryview], *, rank: int | None) -> None:
+        with self._turn:
+            preamble = _Preamble(
+                sender=self._own_name,
+                address=self._own_address,
+                stream=self._stream,
+                number=self._next_number,
+                rank=rank,
+                tensors=tuple(forms),
+            )
+            try:
+                self._socket.send_multipart([msgspec.msgpack.encode(preamble), header, *raw], zmq.NOBLOCK)
+            except zmq.Again as error:
+                raise TransportError(
+                    f"{MAX_WAITING_MESSAGES} messages are waiting for {self._peer}, which takes none; "
+                    f"replace it with Mailbox.connect"
+                ) from error
+            except zmq.ZMQError as error:
+                raise TransportError(f"{self._own_name} cannot send to {self._peer}: {error}") from error
+            self._next_number += 1
+
+
+class _Gate:
+    """Tells libzmq who may connect: whoever proved to have the client key. The protocol is ZAP (RFC 27).
+
+    The mailbox's own thread answers between messages. zmq.auth would do the same in a thread of its own or with
+    asyncio.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], secret: Secret) -> None:
+        self._key = z85.decode(secret.client_public)
+        self.socket = context.socket(zmq.REP)
+        self.socket.bind(_ZAP_ENDPOINT)
+
+    def answer(self) -> None:
+        version, request, _domain, _address, _identity, _mechanism, *credentials = self.socket.recv_multipart()
+        known = hmac.compare_digest(b"".join(credentials), self._key)
+        verdict = (b"200", b"OK") if known else (b"400", b"unknown key")
+        self.socket.send_multipart([version, request, *verdict, b"", b""])
+
+
+def node_address() -> str:
+    """IP address of this node for other nodes of the Ray cluster, and so for `Mailbox(host=...)`.
+
+    It is the one Ray itself uses: if the cluster lives on loopback, so do the mailboxes. Without Ray: loopback.
+    """
+    return str(ray.util.get_node_ip_address()) if ray.is_initialized() else LOOPBACK  # type: ignore[no-untyped-call]
+
+
+def _require_one_address(host: str) -> None:
+    with contextlib.suppress(ValueError):
+        if not ipaddress.ip_address(host).is_unspecified:
+            return
+    raise ConfigError(f"host is {host!r}; it must be one IP address of this node, as node_address() returns it")
+
+
+def _listen(socket: zmq.Socket[bytes], secret: Secret, host: str) -> str:
+    socket.curve_server = True
+    socket.curve_secretkey = secret.server_secret
+    socket.zap_domain = _ZAP_DOMAIN
+    socket.zap_enforce_domain = True  # no answer from the gate means no
+    # Frames with more are refused before there is memory for them. Curve adds some bytes to each.
+    socket.maxmsgsize = MAX_TENSOR_BYTES + 1024
+    _set_tcp_options(socket, ipv6=":" in host)
+    socket.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
+    return socket.get_string(zmq.LAST_ENDPOINT)
+
+
+def _call(socket: zmq.Socket[bytes], secret: Secret, address: str) -> None:
+    socket.curve_serverkey = secret.server_public
+    socket.curve_publickey = secret.client_public
+    socket.curve_secretkey = secret.client_secret
+    socket.sndhwm = MAX_WAITING_MESSAGES
+    _set_tcp_options(socket, ipv6="[" in address)
+    socket.connect(address)
+
+
+def _set_tcp_options(socket: zmq.Socket[bytes], *, ipv6: bool) -> None:
+    socket.ipv6 = ipv6
+    socket.tcp_keepalive = 1
+    socket.tcp_keepalive_idle = _KEEPALIVE_IDLE_S
+
+
+def _form(tensor: Tensor) -> _TensorForm:
+    name = _DTYPE_NAMES.get(tensor.dtype)
+    if name is None:
+        raise TransportError(f"a tensor of {tensor.dtype} cannot be sent; use one of {', '.join(_DTYPES)}")
+    if tensor.nbytes > MAX_TENSOR_BYTES:
+        raise TransportError(f"a tensor of {tensor.nbytes} bytes cannot be sent; cut it to {MAX_TENSOR_BYTES} or less")
+    return _TensorForm(dtype=name, shape=tuple(tensor.shape))
+
+
+def _raw(tensor: Tensor) -> memoryview:
+    # Through uint8, because NumPy has no bfloat16.
+    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _preamble(frames: Sequence[zmq.Frame]) -> _Preamble:
+    if len(frames) < 2:
+        raise TransportError(f"a message has {len(frames)} frame(s); it needs a preamble and a header")
+    try:
+        return msgspec.msgpack.decode(frames[0].buffer, type=_Preamble)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise TransportError(f"a message has a malformed preamble: {error}") from error
+
+
+def _dtype(form: _TensorForm) -> torch.dtype:
+    dtype = _DTYPES.get(form.dtype)
+    if dtype is None:
+        raise TransportError(f"a message has a tensor of unknown dtype {form.dtype!r}")
+    if math.prod(form.shape) * dtype.itemsize > MAX_TENSOR_BYTES:
+        raise TransportError(f"a message has a tensor of shape {form.shape}, more than {MAX_TENSOR_BYTES} bytes")
+    return dtype
+
+
+def _tensor(form: _TensorForm, frame: zmq.Frame) -> Tensor:
+    dtype = _dtype(form)
+    if len(frame) != math.prod(form.shape) * dtype.itemsize:
+        raise TransportError(f"a tensor of shape {form.shape} and {form.dtype} came with {len(frame)} bytes")
+    if not len(frame):
+        return torch.empty(form.shape, dtype=dtype)
+    # One copy, which aligns it: libzmq puts frames at any address.
+    return torch.frombuffer(frame.buffer, dtype=dtype).reshape(form.shape).clone()

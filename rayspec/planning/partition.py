@@ -1,0 +1,208 @@
+"""Which decoder layers each pipeline stage holds: the cut whose slowest stage is fastest, within memory.
+
+A stage holds whole layers: attention and MLP of a layer are one module of the checkpoint and are loaded as one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rayspec.types import ConfigError
+
+Floats = NDArray[np.float64]
+
+_GIB = 2**30
+_ROUNDING = 1e-9  # relative; seconds of a span are differences of running sums
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """What one stage runs on. bytes_free: for weights and keys and values together."""
+
+    name: str
+    bytes_free: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCost:
+    """A decoder layer, or one of the two ends of the model.
+
+    weight_bytes, kv_bytes: what it takes on its device. seconds: of one step, on the device of each stage in turn.
+    """
+
+    weight_bytes: int
+    kv_bytes: int = 0
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if min(self.weight_bytes, self.kv_bytes, *self.seconds) < 0 or not np.isfinite(self.seconds).all():
+            raise ValueError(f"{self} cannot be: bytes and seconds are 0 or more, and finite")
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weight_bytes + self.kv_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCosts:
+    """The model in order. The first stage holds the embedding too, the last the final norm and the LM head."""
+
+    embedding: LayerCost
+    layers: tuple[LayerCost, ...]
+    head: LayerCost
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(part.total_bytes for part in (self.embedding, *self.layers, self.head))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCost:
+    """What a stage holds and takes, the ends of the model included."""
+
+    device: Device
+    layers: range
+    weight_bytes: int
+    kv_bytes: int
+    seconds: float
+
+    @property
+    def bytes_left(self) -> int:
+        """Below 0: what is missing."""
+        return self.device.bytes_free - self.weight_bytes - self.kv_bytes
+
+
+def partition(costs: ModelCosts, devices: Sequence[Device], pinned: Sequence[int] | None = None) -> tuple[range, ...]:
+    """Consecutive layers for each stage, at least one each; stage i runs on devices[i].
+
+    The order of the devices is the caller's: it follows the network, which is not known here. Of all cuts that fit,
+    the one whose slowest stage takes least time, for that stage sets the throughput of a full pipeline; of those, the
+    one with the least sum of squared times: the most even one on devices that are alike, less work in all elsewhere.
+
+    pinned: number of layers of each stage. It wins, even over memory, because bytes are estimates: see `shortfalls`.
+
+    Raises ConfigError if there are more stages than layers, if `pinned` does not add up, or if nothing fits.
+    """
+    _check(costs, devices)
+    if pinned is not None:
+        return _pinned_spans(pinned, num_layers=len(costs.layers), num_stages=len(devices))
+    missing = bytes_missing(costs, devices)
+    if missing:
+        free = sum(device.bytes_free for device in devices)
+        raise ConfigError(
+            f"option 'stages' is {len(devices)}: the model needs {costs.total_bytes / _GIB:.1f} GiB, the devices hold "
+            f"{free / _GIB:.1f}, and at least {missing / _GIB:.1f} GiB are missing whichever way its layers are cut: "
+            "use more stages or tensor-parallel ranks, quantization, offload, or plan for fewer or shorter sequences"
+        )
+    seconds = _span_seconds(costs, len(devices))
+    seconds[_span_bytes(costs, len(devices)) > _bytes_free(devices)] = np.inf
+    slowest_s, _ = _best_cut(seconds, np.maximum)
+    even = np.where(seconds <= slowest_s * (1 + _ROUNDING), seconds**2, np.inf)
+    return _best_cut(even, np.add)[1]
+
+
+def bytes_missing(costs: ModelCosts, devices: Sequence[Device]) -> int:
+    """The least memory that any cut lacks, summed over stages; 0 where one fits. Raises ConfigError as `partition`."""
+    _check(costs, devices)
+    over = np.maximum(_span_bytes(costs, len(devices)) - _bytes_free(devices), 0)
+    return int(_best_cut(over, np.add)[0])
+
+
+def stage_costs(costs: ModelCosts, devices: Sequence[Device], spans: Sequence[range]) -> tuple[StageCost, ...]:
+    """What each stage of a cut holds and takes. Raises ValueError if there is not one span for each device."""
+    stages = []
+    for stage, (device, span) in enumerate(zip(devices, spans, strict=True)):
+        parts = [costs.layers[layer] for layer in span]
+        parts += [costs.embedding] if stage == 0 else []
+        parts += [costs.head] if stage == len(devices) - 1 else []
+        stages.append(
+            StageCost(
+                device=device,
+                layers=span,
+                weight_bytes=sum(part.weight_bytes for part in parts),
+                kv_bytes=sum(part.kv_bytes for part in parts),
+                seconds=sum(part.seconds[stage] for part in parts),
+            )
+        )
+    return tuple(stages)
+
+
+def shortfalls(stages: Sequence[StageCost]) -> tuple[int, ...]:
+    """Bytes that each stage lacks; 0 where it fits."""
+    return tuple(max(0, -stage.bytes_left) for stage in stages)
+
+
+def _check(costs: ModelCosts, devices: Sequence[Device]) -> None:
+    if not 1 <= len(devices) <= len(costs.layers):
+        raise ConfigError(
+            f"option 'stages' is {len(devices)}: a model of {len(costs.layers)} layers has 1 to {len(costs.layers)}"
+        )
+    for part in (costs.embedding, *costs.layers, costs.head):
+        if len(part.seconds) != len(devices):
+            raise ValueError(f"{part} has seconds for {len(part.seconds)} devices, not {len(devices)}")
+
+
+def _pinned_spans(pinned: Sequence[int], *, num_layers: int, num_stages: int) -> tuple[range, ...]:
+    shown = ",".join(map(str, pinned))
+    if len(pinned) != num_stages:
+        raise ConfigError(
+            f"option 'pin' is {shown}: it has {len(pinned)} numbers for {num_stages} stages; give each one"
+        )
+    if min(pinned) < 1 or sum(pinned) != num_layers:
+        raise ConfigError(
+            f"option 'pin' is {shown}, {sum(pinned)} layers in all: the model has {num_layers}, and each stage at "
+            "least 1"
+        )
+    ends = np.cumsum(pinned).tolist()
+    return tuple(range(end - count, end) for end, count in zip(ends, pinned, strict=True))
+
+
+def _bytes_free(devices: Sequence[Device]) -> Floats:
+    """[stage, 1, 1]."""
+    return np.asarray([device.bytes_free for device in devices], np.float64)[:, None, None]
+
+
+def _span_bytes(costs: ModelCosts, num_stages: int) -> Floats:
+    layers = np.tile([layer.total_bytes for layer in costs.layers], (num_stages, 1))
+    return _span_sums(layers, costs.embedding.total_bytes, costs.head.total_bytes)
+
+
+def _span_seconds(costs: ModelCosts, num_stages: int) -> Floats:
+    layers = np.asarray([layer.seconds for layer in costs.layers]).T
+    return _span_sums(layers, costs.embedding.seconds[0], costs.head.seconds[num_stages - 1])
+
+
+def _span_sums(layers: NDArray[np.generic], first: float, last: float) -> Floats:
+    """[stage, start, end]: sum of a stage that holds layers start .. end - 1, infinite where that is none.
+
+    layers: [stage, layer]; first, last: what the first and the last stage have on top.
+    """
+    running = np.pad(np.cumsum(layers, axis=1, dtype=np.float64), ((0, 0), (1, 0)))
+    sums = running[:, None, :] - running[:, :, None]
+    sums[0] += first
+    sums[-1] += last
+    return np.where(np.triu(np.ones(sums.shape[1:], bool), k=1), sums, np.inf)
+
+
+def _best_cut(costs: Floats, combine: np.ufunc) -> tuple[float, tuple[range, ...]]:
+    """The spans whose costs, combined over the stages, are least, and what they come to: a DP over (stage, end).
+
+    costs: [stage, start, end], infinite where a stage cannot hold start .. end. combine must not fall in either cost.
+    """
+    best = costs[0, 0]
+    choices = []
+    for stage in costs[1:]:
+        totals = combine(best[:, None], stage)  # [start, end]
+        choices.append(totals.argmin(axis=0))
+        best = totals.min(axis=0)
+    cuts = [len(best) - 1]
+    for starts in reversed(choices):
+        cuts.append(int(starts[cuts[-1]]))
+    cuts.append(0)
+    cuts.reverse()
+    return float(best[-1]), tuple(range(start, end) for start, end in itertools.pairwise(cuts))

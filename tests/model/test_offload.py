@@ -1,0 +1,330 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rayspec.config import EngineConfig
+from rayspec.model.architecture import Decomposition, decompose
+from rayspec.model.attention import pack
+from rayspec.model.kv_arena import KVArena
+from rayspec.model.offload import _DiskStore, offload
+from rayspec.model.sublayers import run
+from rayspec.model.weights import load_model
+from rayspec.types import CheckpointError, ConfigError, UnsupportedModelError
+from tests.families import FAMILIES, checkpoint
+
+CPU = torch.device("cpu")
+CHOSEN = (1, 2, 5, 7)
+
+
+def _parts(family: str = "llama", dtype: Any = "float32") -> Decomposition:
+    """One that no other test shares: offloading changes it for good."""
+    return decompose(load_model(EngineConfig(model=checkpoint(family), dtype=dtype, device="cpu")))
+
+
+@torch.inference_mode()
+def _forward(parts: Decomposition, num_rows: int, keep: Sequence[bool] | None = None) -> Tensor:
+    arena = KVArena(parts.shapes, 64, dtype=parts.dtype, device=CPU)
+    rows = pack(arena, [(0, 0, num_rows)], device=CPU)
+    hidden = parts.embed(torch.arange(5, 5 + num_rows))
+    parts.rotate(hidden, rows)
+    return parts.head(run(parts.sublayers, hidden, rows, keep=keep))
+
+
+def _count_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sublayers whose weights are read from the file from now on, in order, also ahead of time."""
+    reads: list[int] = []
+    read = _DiskStore._read
+
+    def counting(self: _DiskStore, index: int) -> None:
+        reads.append(index)
+        read(self, index)
+
+    monkeypatch.setattr(_DiskStore, "_read", counting)
+    return reads
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_results_are_bit_equal(family: str, dtype: str, tmp_path: Path) -> None:
+    parts = _parts(family, dtype)
+    expected = [_forward(parts, num_rows) for num_rows in (1, 8, 1)]
+    offload(parts, CHOSEN, to="disk", folder=tmp_path)
+    for num_rows, logits in zip((1, 8, 1), expected, strict=True):
+        assert torch.equal(_forward(parts, num_rows), logits)
+
+
+@pytest.mark.parametrize("shift", [0, 4, 20, 36])
+def test_weights_lie_in_their_cache_lines_as_before(shift: int, tmp_path: Path) -> None:
+    """Where a row starts in its cache line decides in which order CPU kernels add it up."""
+    parts = _parts()
+    for parameter in parts.sublayers[5].block.parameters():
+        memory = torch.empty(parameter.nbytes + 64 + shift, dtype=torch.uint8)
+        start = -memory.data_ptr() % 64 + shift
+        moved = memory[start : start + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
+        parameter.data = moved.copy_(parameter.data)
+    offload(parts, [5], to="disk", folder=tmp_path)
+    assert {parameter.data_ptr() % 64 for parameter in parts.sublayers[5].block.parameters()} == {shift}
+
+
+def test_a_skipped_sublayer_fetches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = _parts()
+    keep = [index not in CHOSEN for index in range(8)]
+    expected = _forward(parts, 1, keep)
+    offload(parts, CHOSEN, to="disk", folder=tmp_path)
+    reads = _count_reads(monkeypatch)
+    assert torch.equal(_forward(parts, 1, keep), expected)
+    assert reads == []
+    _forward(parts, 3)
+    assert reads == list(CHOSEN), "once a forward, in order"
+
+
+def test_what_comes_next_is_read_ahead_and_a_wrong_guess_does_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = _parts()
+    partly = [True, True, True, True, True, False, True, True]
+    expected, expected_partly = _forward(parts, 2), _forward(parts, 2, partly)
+    weights = offload(parts, CHOSEN, to="disk", folder=tmp_path)
+    reads = _count_reads(monkeypatch)
+    _forward(parts, 2)
+    del reads[:]
+    weights.fetch(1)
+    weights.fetch(2)
+    assert reads[:2] == [1, 2]
+    weights._store._reader.submit(int).result()  # type: ignore[attr-defined]
+    assert reads == [1, 2, 5], "5 followed 2 the last time"
+    for _ in range(3):
+        assert torch.equal(_forward(parts, 2, partly), expected_partly)
+        assert torch.equal(_forward(parts, 2), expected)
+
+
+def test_a_transfer_is_not_timed_when_it_was_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = _parts()
+    weights = offload(parts, CHOSEN, to="disk", folder=tmp_path)
+    for _ in range(2):
+        _forward(parts, 1)
+    reads = _count_reads(monkeypatch)
+    read_before: list[int] = []
+
+    def clock() -> float:
+        read_before.append(len(reads))
+        return 0.0
+
+    weights.transfer_seconds(clock)
+    assert all(stop > start for start, stop in zip(read_before[::2], read_before[1::2], strict=True))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2", "glm4"])
+def test_norms_leave_with_their_block(family: str, tmp_path: Path) -> None:
+    parts = _parts(family)
+    norms = [norm for norm in (parts.sublayers[2].pre_norm, parts.sublayers[2].post_norm) if norm is not None]
+    before = [parameter.data_ptr() for norm in norms for parameter in norm.parameters()]
+    offload(parts, [2], to="disk", folder=tmp_path)
+    after = [parameter.data_ptr() for norm in norms for parameter in norm.parameters()]
+    assert before
+    assert not set(before) & set(after)
+
+
+def test_weights_that_others_use_stay(tmp_path: Path) -> None:
+    parts = _parts()
+    shared, other = parts.sublayers[2], parts.sublayers[6]
+    assert shared.pre_norm is not None
+    assert other.pre_norm is not None
+    shared.block.o_proj.weight = other.block.o_proj.weight
+    shared.pre_norm.weight = other.pre_norm.weight
+    kept = (shared.block.o_proj.weight.data_ptr(), shared.pre_norm.weight.data_ptr())
+    expected = _forward(parts, 3)
+    weights = offload(parts, [2], to="disk", folder=tmp_path)
+    assert (shared.block.o_proj.weight.data_ptr(), shared.pre_norm.weight.data_ptr()) == kept
+    assert weights.sublayers == (2,)
+    assert torch.equal(_forward(parts, 3), expected)
+
+
+def test_transfer_seconds_are_the_fastest_and_zero_for_resident_sublayers(tmp_path: Path) -> None:
+    weights = offload(_parts(), CHOSEN, to="disk", folder=tmp_path)
+    ticks = iter([0, 5, 10, 12, 20, 29, *(0, 1) * 9])
+    assert weights.transfer_seconds(lambda: float(next(ticks))) == (0, 2, 1, 0, 0, 1, 0, 1)
+    assert all((seconds > 0) == (index in CHOSEN) for index, seconds in enumerate(weights.transfer_seconds()))
+
+
+def test_transfers_can_be_left_out_of_a_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = _parts()
+    expected = _forward(parts, 2)
+    weights = offload(parts, CHOSEN, to="disk", folder=tmp_path)
+    fetched = _count_reads(monkeypatch)
+    with weights.without_transfers():
+        _forward(parts, 2)
+    assert fetched == []
+    assert torch.equal(_forward(parts, 2), expected)
+    assert set(fetched) == set(CHOSEN)
+
+
+def test_sublayers_of_a_span_keep_their_numbers(tmp_path: Path) -> None:
+    parts = _parts()
+    expected = _forward(parts, 2)
+    span = replace(parts, embedding=None, sublayers=parts.sublayers[4:])
+    weights = offload(span, [5, 7], to="disk", folder=tmp_path)
+    assert [seconds > 0 for seconds in weights.transfer_seconds()] == [False, True, False, True]
+    assert torch.equal(_forward(parts, 2), expected)
+    with pytest.raises(ValueError, match=r"\[1\].*4 to 7"):
+        offload(span, [1], to="disk", folder=tmp_path)
+
+
+def test_nothing_chosen_changes_nothing(tmp_path: Path) -> None:
+    parts = _parts()
+    expected = _forward(parts, 2)
+    weights = offload(parts, [], to="disk", folder=tmp_path)
+    assert weights.transfer_seconds() == (0.0,) * 8
+    assert weights.num_bytes == 0
+    assert torch.equal(_forward(parts, 2), expected)
+
+
+def test_the_file_has_no_name(tmp_path: Path) -> None:
+    offload(_parts(), CHOSEN, to="disk", folder=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_models_do_not_meet_in_one_folder(tmp_path: Path) -> None:
+    llama, qwen = _parts("llama"), _parts("qwen2")
+    expected = _forward(llama, 3), _forward(qwen, 3)
+    offload(llama, CHOSEN, to="disk", folder=tmp_path)
+    offload(qwen, CHOSEN, to="disk", folder=tmp_path)
+    assert torch.equal(_forward(llama, 3), expected[0])
+    assert torch.equal(_forward(qwen, 3), expected[1])
+
+
+def test_file_systems_without_direct_io_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = _parts()
+    expected = _forward(parts, 3)
+
+    def refuse(*_: int) -> int:
+        raise OSError("no direct I/O here")
+
+    monkeypatch.setattr("rayspec.model.offload.fcntl.fcntl", refuse)
+    offload(parts, CHOSEN, to="disk", folder=tmp_path)
+    assert torch.equal(_forward(parts, 3), expected)
+
+
+def test_a_read_that_comes_in_pieces_is_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = _parts()
+    expected = _forward(parts, 3)
+    offload(parts, CHOSEN, to="disk", folder=tmp_path)
+    preadv = os.preadv
+    monkeypatch.setattr("os.preadv", lambda fd, buffers, offset: preadv(fd, [buffers[0][:4096]], offset))
+    assert torch.equal(_forward(parts, 3), expected)
+
+
+def test_a_file_that_cannot_be_read_back_is_an_error(tmp_path: Path) -> None:
+    parts = _parts()
+    weights = offload(parts, CHOSEN, to="disk", folder=tmp_path)
+    os.ftruncate(weights._store._file.fileno(), 4096)  # type: ignore[attr-defined]
+    with pytest.raises(CheckpointError, match="end too early"):
+        _forward(parts, 1)
+
+
+def test_a_folder_that_cannot_take_the_weights_is_an_error_and_the_model_stays_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = _parts()
+    expected = _forward(parts, 3)
+    with pytest.raises(ConfigError, match=r"folder.*nowhere"):
+        offload(parts, CHOSEN, to="disk", folder=tmp_path / "nowhere")
+
+    def full(*_: object) -> int:
+        raise OSError("No space left on device")
+
+    for call in ("posix_fallocate", "pwrite"):
+        monkeypatch.setattr(os, call, full)
+        with pytest.raises(ConfigError, match="No space left"):
+            offload(parts, CHOSEN, to="disk", folder=tmp_path)
+        monkeypatch.undo()
+    assert torch.equal(_forward(parts, 3), expected)
+    offload(parts, CHOSEN, to="disk", folder=tmp_path)
+    assert torch.equal(_forward(parts, 3), expected)
+
+
+def test_options_that_cannot_work_are_errors(tmp_path: Path) -> None:
+    parts = _parts()
+    with pytest.raises(ConfigError, match=r"to.*'cpu'.*disk"):
+        offload(parts, [1], to="cpu")
+    with pytest.raises(ConfigError, match="'tape'"):
+        offload(parts, [1], to="tape")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"\[-1, 8\].*0 to 7"):
+        offload(parts, [8, 3, -1], to="disk", folder=tmp_path)
+    offload(parts, [1], to="disk", folder=tmp_path)
+    with pytest.raises(ValueError, match="sublayer 1 is offloaded already"):
+        offload(parts, [0, 1], to="disk", folder=tmp_path)
+
+
+def test_quantized_weights_are_refused(tmp_path: Path) -> None:
+    class Quantized(nn.Parameter):
+        pass
+
+    parts = _parts()
+    block: Any = parts.sublayers[3].block
+    block.up_proj.weight = Quantized(block.up_proj.weight.data)
+    with pytest.raises(UnsupportedModelError, match=r"sublayer 3.*quantiz"):
+        offload(parts, [3], to="disk", folder=tmp_path)
+
+
+_MEASURE_MEMORY = """
+import os, sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from rayspec.config import EngineConfig
+from rayspec.model.architecture import decompose
+from rayspec.model.offload import offload
+from rayspec.model.weights import load_model
+from tests.model.test_offload import _forward
+
+def resident_mib():
+    fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["VmRSS"].split()[0]) >> 10
+
+model = load_model(EngineConfig(model=sys.argv[1], dtype="float32", device="cpu"))
+parts = decompose(model)
+expected = _forward(parts, 1)
+before = resident_mib()
+weights = offload(parts, range(len(parts.sublayers)), to="disk", folder=Path(sys.argv[1]))
+assert torch.equal(_forward(parts, 1), expected)
+print(before, resident_mib(), weights.num_bytes >> 20)
+"""
+
+
+def test_resident_memory_really_shrinks(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=tmp_path) as folder:
+        config = LlamaConfig(
+            vocab_size=64,
+            hidden_size=768,
+            intermediate_size=2048,
+            num_hidden_layers=7,
+            num_attention_heads=8,
+            num_key_value_heads=8,
+        )
+        LlamaForCausalLM(config).save_pretrained(folder)
+        root = Path(__file__).parents[2]
+        done = subprocess.run(
+            [sys.executable, "-c", _MEASURE_MEMORY, folder],
+            env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    before, after, num_offloaded = map(int, done.stdout.split())
+    assert num_offloaded > 150
+    assert before - after > 0.9 * num_offloaded

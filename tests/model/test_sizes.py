@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, PretrainedConfig
+
+from rayspec.model.kv_arena import bytes_per_slot
+from rayspec.model.sizes import load_config, model_sizes
+from rayspec.types import CheckpointError, ConfigError, UnsupportedModelError
+from tests.families import FAMILIES, WHOLE_FAMILIES, WINDOW, checkpoint, parts_of, reference
+
+BF16 = torch.bfloat16
+
+
+def llama(hidden: int, layers: int, heads: int, inter: int, *, tied: bool = False) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        intermediate_size=inter,
+        vocab_size=128256,
+        tie_word_embeddings=tied,
+    )
+
+
+LLAMA_70B = llama(8192, 80, 64, 28672)
+LLAMA_405B = llama(16384, 126, 128, 53248)
+
+
+def test_70b_has_its_published_size() -> None:
+    sizes = model_sizes(LLAMA_70B, dtype=BF16)
+    assert sizes.num_parameters == pytest.approx(70.55e9, rel=1e-4)
+    assert sizes.embedding_bytes == sizes.head_bytes == 128256 * 8192 * 2
+    attention, mlp = sizes.layers[0].sublayer_bytes
+    assert attention == 2 * (2 * 8192 * 8192 + 2 * 8192 * 1024 + 8192)
+    assert mlp == 2 * (3 * 8192 * 28672 + 8192)
+    assert sum(layer.kv_bytes_per_token for layer in sizes.layers) == 320 * 1024
+    assert _total(sizes) == 2 * sizes.num_parameters
+
+
+def test_405b_has_its_published_size_within_seconds() -> None:
+    start = time.perf_counter()
+    sizes = model_sizes(LLAMA_405B, dtype=BF16)
+    assert time.perf_counter() - start < 5
+    assert sizes.num_parameters == pytest.approx(405.85e9, rel=1e-4)
+    assert len(sizes.layers) == 126
+    assert sum(layer.kv_bytes_per_token for layer in sizes.layers) == 504 * 1024
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sublayers_weigh_what_the_loaded_ones_do(family: str) -> None:
+    sizes = model_sizes(load_config(checkpoint(family)), dtype=torch.float32)
+    parts = parts_of(checkpoint(family))
+    assert sizes.splits
+    weights = [
+        sum(p.nbytes for m in (s.block, s.pre_norm, s.post_norm) if m is not None for p in m.parameters())
+        for s in parts.sublayers
+    ]
+    assert [each for layer in sizes.layers for each in layer.sublayer_bytes] == weights
+    assert sizes.embedding_bytes == parts.embedding.weight.nbytes
+    assert sizes.last_stage_bytes(2) == parts.lm_head.weight.nbytes + parts.final_norm.weight.nbytes
+    shapes = [bytes_per_slot([shape], torch.float32) for shape in parts.shapes.values()]
+    assert [layer.kv_bytes_per_token for layer in sizes.layers] == shapes
+    assert [layer.window for layer in sizes.layers] == [
+        getattr(s.block, "sliding_window", None) for s in parts.sublayers[::2]
+    ]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *WHOLE_FAMILIES])
+def test_nothing_is_left_out_or_counted_twice(family: str) -> None:
+    sizes = model_sizes(load_config(checkpoint(family)), dtype=torch.float32)
+    assert sizes.num_parameters == sum(p.numel() for p in reference(checkpoint(family)).parameters())
+    assert _total(sizes) == 4 * sizes.num_parameters
+    assert sizes.splits == (family in FAMILIES)
+
+
+def test_a_tied_head_needs_its_matrix_on_a_stage_of_its_own() -> None:
+    tied = model_sizes(llama(64, 4, 8, 96, tied=True), dtype=BF16)
+    matrix, norm = 128256 * 64 * 2, 64 * 2
+    assert tied.tied
+    assert (tied.last_stage_bytes(1), tied.last_stage_bytes(2)) == (norm, norm + matrix)
+    untied = model_sizes(llama(64, 4, 8, 96), dtype=BF16)
+    assert not untied.tied
+    assert untied.last_stage_bytes(1) == untied.last_stage_bytes(2) == norm + matrix
+
+
+@pytest.mark.parametrize(("quantization", "per_weight"), [("fp8", 1.0), ("int8", 1.0), ("int4", 0.515625)])
+def test_quantization_shrinks_the_linears_of_layers_only(quantization: str, per_weight: float) -> None:
+    plain = model_sizes(LLAMA_70B, dtype=BF16)
+    sizes = model_sizes(LLAMA_70B, dtype=BF16, quantization=quantization)
+    attention, mlp = sizes.layers[0].sublayer_bytes
+    assert attention == per_weight * (2 * 8192 * 8192 + 2 * 8192 * 1024) + 2 * 8192
+    assert mlp == per_weight * 3 * 8192 * 28672 + 2 * 8192
+    assert (sizes.embedding_bytes, sizes.head_bytes) == (plain.embedding_bytes, plain.head_bytes)
+    assert sizes.layers[0].kv_bytes_per_token == plain.layers[0].kv_bytes_per_token
+
+
+def test_a_tensor_rank_has_its_share_and_all_norms() -> None:
+    whole = model_sizes(LLAMA_70B, dtype=BF16)
+    rank = model_sizes(LLAMA_70B, dtype=BF16, tensor=4)
+    attention, mlp = whole.layers[0].sublayer_bytes
+    norm = 2 * 8192
+    assert rank.layers[0].sublayer_bytes == ((attention - norm) // 4 + norm, (mlp - norm) // 4 + norm)
+    assert rank.layers[0].kv_bytes_per_token == whole.layers[0].kv_bytes_per_token // 4
+    assert (rank.num_parameters, rank.head_bytes) == (whole.num_parameters, whole.head_bytes)
+    many = model_sizes(LLAMA_70B, dtype=BF16, tensor=16)
+    assert many.layers[0].kv_bytes_per_token == whole.layers[0].kv_bytes_per_token // 8  # one head at least
+
+
+@pytest.mark.parametrize("tensor", [0, -1, 3])
+def test_tensor_must_divide_the_heads(tensor: int) -> None:
+    with pytest.raises(ConfigError, match=f"'tensor' is {tensor}: it must divide the model's 64 attention heads"):
+        model_sizes(LLAMA_70B, dtype=BF16, tensor=tensor)
+
+
+def test_a_window_limits_what_is_read_and_not_what_is_kept() -> None:
+    sliding, full = model_sizes(load_config(checkpoint("gemma2")), dtype=BF16).layers[:2]
+    assert sliding.kv_bytes_per_token == full.kv_bytes_per_token
+    assert sliding.kv_bytes_read(1000) == WINDOW * sliding.kv_bytes_per_token
+    assert full.kv_bytes_read(1000) == 1000 * full.kv_bytes_per_token
+    assert sliding.kv_bytes_read(5) == 5 * sliding.kv_bytes_per_token
+
+
+def test_a_config_is_a_folder_or_a_file() -> None:
+    folder = Path(checkpoint("llama"))
+    configs = [load_config(str(path)) for path in (folder, folder / "config.json")]
+    assert model_sizes(configs[0], dtype=BF16) == model_sizes(configs[1], dtype=BF16)
+
+
+def test_what_is_no_config_is_a_checkpoint_error(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-type"}), encoding="utf-8")
+    for source in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(CheckpointError, match="could not be read"):
+            load_config(str(source))
+    (tmp_path / "config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(CheckpointError, match="could not be read"):
+        load_config(str(tmp_path / "config.json"))
+
+
+def test_what_is_no_causal_lm_is_unsupported() -> None:
+    with pytest.raises(UnsupportedModelError, match="not a causal LM"):
+        model_sizes(PretrainedConfig(num_attention_heads=4), dtype=BF16)
+
+
+def _total(sizes: object) -> int:
+    return sizes.embedding_bytes + sum(each.weight_bytes for each in sizes.layers) + sizes.last_stage_bytes(1)

@@ -1,0 +1,410 @@
+"""A span of a checkpoint's layers: loaded by itself, exactly the whole model's tensors; run in turn, its logits."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub.errors import EntryNotFoundError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from rayspec.config import EngineConfig
+from rayspec.model import weights
+from rayspec.model.architecture import Decomposition, decompose
+from rayspec.model.attention import pack
+from rayspec.model.kv_arena import KVArena
+from rayspec.model.sublayers import run
+from rayspec.model.weights import load_model
+from rayspec.types import CheckpointError, UnsupportedModelError
+from tests.families import FAMILIES, build, checkpoint, parts_of, ragged_prompts
+
+CPU = torch.device("cpu")
+NUM_LAYERS = 4
+# Of 1, 2, 3 and 4 stages.
+CUTS = {
+    num_stages: [
+        range(NUM_LAYERS * stage // num_stages, NUM_LAYERS * (stage + 1) // num_stages) for stage in range(num_stages)
+    ]
+    for num_stages in range(1, NUM_LAYERS + 1)
+}
+
+
+def _config(path: str | Path, **changes: Any) -> EngineConfig:
+    return EngineConfig(model=str(path), device="cpu", **changes)
+
+
+def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    return {**model.state_dict(), **dict(model.named_buffers())}
+
+
+def _require_same_tensors(span: PreTrainedModel, whole: PreTrainedModel) -> set[str]:
+    expected = _tensors(whole)
+    for name, tensor in _tensors(span).items():
+        assert tensor.device == CPU
+        assert tensor.dtype == expected[name].dtype
+        assert torch.equal(tensor, expected[name]), name
+    return set(_tensors(span))
+
+
+@cache
+def _stage(family: str, layers: range) -> tuple[PreTrainedModel, Decomposition]:
+    model = load_model(_config(checkpoint(family)), layers=layers)
+    return model, decompose(model, layers=layers)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_spans_hold_the_tensors_of_the_whole_model_and_every_one_is_in_a_span(family: str) -> None:
+    whole = load_model(_config(checkpoint(family)))
+    for spans in CUTS.values():
+        seen: set[str] = set()
+        for layers in spans:
+            span, _ = _stage(family, layers)
+            assert not span.training
+            assert span.dtype == whole.dtype
+            own = _require_same_tensors(span, whole)
+            assert {int(name.split(".")[2]) for name in own if name.startswith("model.layers.")} == set(layers)
+            seen |= own
+        assert seen == set(_tensors(whole))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_only_the_ends_hold_embedding_norm_and_head(family: str) -> None:
+    config = _config(checkpoint(family))
+    tied = bool(FAMILIES[family]["tie_word_embeddings"])
+    ends: list[set[str]] = []
+    for layers in CUTS[3]:
+        span = load_model(config, layers=layers)
+        ends.append({name for name in dict(span.named_parameters()) if ".layers." not in name})
+    embedding, norm, head = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+    # A tied matrix is one parameter, under the name that comes first.
+    assert ends == [{embedding}, set(), {norm, embedding if tied else head}]
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_the_dtype_is_the_whole_models(dtype: str, tmp_path: Path) -> None:
+    build("llama").to(torch.float16).save_pretrained(tmp_path)
+    config = _config(tmp_path, dtype=dtype)
+    whole, span = load_model(config), load_model(config, layers=range(1, 2))
+    assert span.dtype == whole.dtype == (torch.float16 if dtype == "auto" else torch.bfloat16)
+    _require_same_tensors(span, whole)
+
+
+def _run_in_turn(stages: list[Decomposition], prompt: list[int], pieces: list[int]) -> Tensor:
+    """Logits of the prompt, piece by piece through all stages, each with an arena of its own."""
+    arenas = [KVArena(parts.shapes, 64, dtype=parts.dtype, device=CPU) for parts in stages]
+    logits, done = [], 0
+    for count in pieces:
+        hidden = stages[0].embed(torch.tensor(prompt[done : done + count]))
+        for parts, arena in zip(stages, arenas, strict=True):
+            rows = pack(arena, [(7, done, count)], device=CPU)
+            parts.rotate(hidden, rows)
+            hidden = run(parts.sublayers, hidden, rows)
+        logits.append(stages[-1].head(hidden))
+        done += count
+    return torch.cat(logits)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_spans_one_after_another_compute_the_logits_of_the_whole_model(family: str) -> None:
+    whole = parts_of(checkpoint(family))
+    (prompt,) = ragged_prompts([30], seed=3)
+    expected = _run_in_turn([whole], prompt, [21, 1, 8])
+    for spans in CUTS.values():
+        stages = [_stage(family, layers)[1] for layers in spans]
+        assert torch.equal(_run_in_turn(stages, prompt, [21, 1, 8]), expected)
+        sublayers = [sublayer for parts in stages for sublayer in parts.sublayers]
+        assert [sublayer.index for sublayer in sublayers] == [sublayer.index for sublayer in whole.sublayers]
+        assert [sublayer.layer for sublayer in sublayers] == [sublayer.layer for sublayer in whole.sublayers]
+        assert [list(parts.shapes) for parts in stages] == [list(layers) for layers in spans]
+        assert [name for parts in stages for name in parts.curve_names] == whole.curve_names
+        assert {parts.dtype for parts in stages} == {whole.dtype}
+        assert [parts.embedding is not None for parts in stages] == [0 in layers for layers in spans]
+        assert [parts.lm_head is not None for parts in stages] == [NUM_LAYERS - 1 in layers for layers in spans]
+
+
+def test_a_span_of_a_whole_model_leaves_its_ends_out() -> None:
+    model = build("granite")
+    parts = decompose(model, layers=range(1, 3))
+    assert parts.embedding is None
+    assert parts.final_norm is None
+    with pytest.raises(AssertionError, match="first layer"):
+        parts.embed(torch.tensor([5]))
+    with pytest.raises(AssertionError, match="last layer"):
+        parts.head(torch.zeros(1, 1, 64))
+    assert decompose(model, layers=range(2)).embedding is not None
+    assert isinstance(model.base_model.norm, nn.Module)
+    assert len(model.base_model.layers) == NUM_LAYERS
+
+
+def test_a_family_without_a_list_of_layers_has_no_spans() -> None:
+    with pytest.raises(UnsupportedModelError, match="gpt2"):
+        load_model(_config(checkpoint("gpt2")), layers=range(1))
+
+
+# What is wrong in a span is found there, and only there.
+
+
+def _shifted_embedding(model: PreTrainedModel) -> None:
+    trunk = model.base_model
+    forward = trunk.forward
+
+    def changed(input_ids: Any = None, inputs_embeds: Any = None, **options: Any) -> Any:
+        embedded = trunk.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        return forward(inputs_embeds=embedded + 0.1, **options)
+
+    trunk.forward = changed
+
+
+def _scaled_head(model: PreTrainedModel) -> None:
+    forward = model.forward
+
+    def changed(*args: Any, **options: Any) -> Any:
+        output = forward(*args, **options)
+        output.logits = output.logits * 1.01
+        return output
+
+    model.forward = changed
+
+
+def _scaled_layers(model: PreTrainedModel) -> None:
+    for layer in model.base_model.layers:
+        forward = layer.forward
+        layer.forward = lambda *args, forward=forward, **options: forward(*args, **options) * 1.01
+
+
+@pytest.mark.parametrize(
+    ("plant", "wrong"),
+    [(_shifted_embedding, [True, False, True]), (_scaled_head, [False, False, True]), (_scaled_layers, [True] * 3)],
+)
+def test_a_split_that_is_wrong_is_found_where_it_is(plant: Any, wrong: list[bool]) -> None:
+    for layers, expected in zip(CUTS[3], wrong, strict=True):
+        span = load_model(_config(checkpoint("qwen2")), layers=layers)
+        plant(span)
+        if expected:
+            with pytest.raises(UnsupportedModelError, match="qwen2"):
+                decompose(span, layers=layers)
+        else:
+            decompose(span, layers=layers)
+
+
+def _sharded(tmp_path: Path) -> tuple[Path, dict[str, str]]:
+    build("qwen2").save_pretrained(tmp_path, max_shard_size="100KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    return tmp_path, index["weight_map"]
+
+
+def _files_of(weight_map: dict[str, str], layers: range) -> set[str]:
+    names = tuple(f"model.layers.{number}." for number in layers)
+    return {file for name, file in weight_map.items() if name.startswith(names)}
+
+
+def test_files_without_a_tensor_of_the_span_are_not_needed(tmp_path: Path) -> None:
+    folder, weight_map = _sharded(tmp_path)
+    wanted = _files_of(weight_map, range(1, 2))
+    assert len(wanted) < len(set(weight_map.values())) - 1
+    for file in set(weight_map.values()) - wanted:
+        (folder / file).unlink()
+    _require_same_tensors(load_model(_config(folder), layers=range(1, 2)), load_model(_config(checkpoint("qwen2"))))
+    with pytest.raises(CheckpointError, match="safetensors"):
+        load_model(_config(folder), layers=range(2, 3))
+
+
+def test_a_missing_file_of_the_span_is_an_error_that_names_it(tmp_path: Path) -> None:
+    folder, weight_map = _sharded(tmp_path)
+    file = sorted(_files_of(weight_map, range(1, 2)))[0]
+    (folder / file).unlink()
+    with pytest.raises(CheckpointError, match=file):
+        load_model(_config(folder), layers=range(1, 2))
+
+
+def test_of_a_hub_id_only_the_spans_files_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, weight_map = _sharded(tmp_path)
+    fetched = []
+
+    def download(repo: str, name: str, *, revision: str | None) -> str:
+        assert (repo, revision) == ("some/model", "v1")
+        if not (folder / name).is_file():
+            raise EntryNotFoundError(name)
+        fetched.append(name)
+        return str(folder / name)
+
+    monkeypatch.setattr(weights, "hf_hub_download", download)
+    monkeypatch.setattr(weights, "load_config", lambda config: build("qwen2").config)
+    span = load_model(_config("some/model", revision="v1"), layers=range(2, 4))
+    _require_same_tensors(span, load_model(_config(checkpoint("qwen2"))))
+    wanted = _files_of(weight_map, range(2, 4)) | {weight_map["model.norm.weight"], weight_map["lm_head.weight"]}
+    assert {name for name in fetched if name.startswith("model-")} == wanted
+    assert span.config.name_or_path == "some/model"
+
+
+def _changed(tmp_path: Path, change: Callable[[dict[str, Tensor]], Any], family: str = "qwen2") -> Path:
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint(family), folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda tensors: tensors.pop(UP), UP),
+        (lambda tensors: tensors.update({UP: torch.zeros(8, 8)}), UP),
+        (lambda tensors: tensors.update({"model.layers.1.stray.weight": torch.zeros(3)}), "stray"),
+    ],
+)
+def test_a_wrong_tensor_is_an_error_of_its_own_span(change: Any, name: str, tmp_path: Path) -> None:
+    folder = _changed(tmp_path, change)
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        load_model(_config(folder), layers=range(2))
+    load_model(_config(folder), layers=range(2, 4))
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"])
+def test_a_missing_end_is_an_error_of_its_stage(name: str, tmp_path: Path) -> None:
+    folder = _changed(tmp_path, lambda tensors: tensors.pop(name))
+    holder = range(1) if "embed" in name else range(3, 4)
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        load_model(_config(folder), layers=holder)
+    load_model(_config(folder), layers=range(1, 3))
+
+
+def test_a_tensor_of_no_layer_is_an_error_of_every_span(tmp_path: Path) -> None:
+    folder = _changed(tmp_path, lambda tensors: tensors.update({"model.layers.9.stray.weight": torch.zeros(3)}))
+    for layers in CUTS[2]:
+        with pytest.raises(CheckpointError, match="stray"):
+            load_model(_config(folder), layers=layers)
+
+
+def test_weights_saved_without_the_models_prefix_are_loaded(tmp_path: Path) -> None:
+    def rename(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith("model.")]:
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    folder = _changed(tmp_path, rename)
+    whole = load_model(_config(folder))
+    for layers in CUTS[3]:
+        _require_same_tensors(load_model(_config(folder), layers=layers), whole)
+
+
+def test_a_checkpoint_without_safetensors_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint("qwen2"), folder)
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="convert"):
+        load_model(_config(folder), layers=range(1))
+
+
+def test_an_index_that_is_not_json_is_an_error(tmp_path: Path) -> None:
+    folder, _ = _sharded(tmp_path)
+    (folder / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(CheckpointError, match="could not be loaded"):
+        load_model(_config(folder), layers=range(1))
+
+
+def _to_fp8(family: str, folder: Path) -> Path:
+    """The family's checkpoint as block-quantized float8, which transformers reads on a CPU, too."""
+    shutil.copytree(checkpoint(family), folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        weight = tensors[name]
+        scale = weight.abs().max() / torch.finfo(torch.float8_e4m3fn).max
+        tensors[name] = (weight / scale).to(torch.float8_e4m3fn)
+        num_blocks = [-(-size // 32) for size in weight.shape]
+        tensors[f"{name}_scale_inv"] = scale.expand(num_blocks).contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    values = json.loads((folder / "config.json").read_text())
+    values["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_spans_of_a_quantized_checkpoint(family: str, tmp_path: Path) -> None:
+    config = _config(_to_fp8(family, tmp_path / "fp8"))
+    whole = load_model(config)
+    name = "model.layers.1.self_attn.q_proj.weight"
+    exact = load_model(_config(checkpoint(family))).get_parameter(name)
+    assert not torch.equal(whole.get_parameter(name), exact)
+    torch.testing.assert_close(whole.get_parameter(name), exact, atol=0.1, rtol=0.1)
+    for layers in CUTS[3]:
+        span = load_model(config, layers=layers)
+        _require_same_tensors(span, whole)
+        decompose(span, layers=layers)
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_spans_quantized_while_they_are_loaded(family: str) -> None:
+    pytest.importorskip("torchao")
+    int8: dict[str, Any] = {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}
+    config = _config(
+        checkpoint(family), quantization_config={"quant_method": "torchao", "quant_type": {"default": int8}}
+    )
+    whole = load_model(config)
+    for layers in CUTS[3]:
+        span = load_model(config, layers=layers)
+        decompose(span, layers=layers)
+        quantized = [name for name, weight in span.named_parameters() if type(weight.data) is not Tensor]
+        assert len(quantized) >= 4 * len(layers)
+        for name in quantized:
+            weight, expected = span.get_parameter(name).data, whole.get_parameter(name).data
+            assert type(weight) is type(expected)
+            assert torch.equal(weight.dequantize(), expected.dequantize()), name
+
+
+_MEASURE = """
+import sys
+import torch
+torch.set_num_threads(1)
+from rayspec.config import EngineConfig
+from rayspec.model.weights import load_model
+
+def kilobytes(field):
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith(field))
+
+small, large, layers = sys.argv[1], sys.argv[2], range(*map(int, sys.argv[3:]))
+load_model(EngineConfig(model=small, device="cpu"), layers=range(1))  # imports what is imported late
+with open("/proc/self/clear_refs", "w") as peak:
+    peak.write("5")
+before = kilobytes("VmRSS")
+model = load_model(EngineConfig(model=large, device="cpu"), layers=layers)
+for weight in model.parameters():
+    weight.sum()  # brings in what is only mapped so far
+print((kilobytes("VmHWM") - before) * 1024, sum(weight.nbytes for weight in model.parameters()))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures memory as Linux reports it")
+def test_the_peak_of_memory_is_about_the_span(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        num_hidden_layers=8, hidden_size=768, intermediate_size=2048, num_attention_heads=12, vocab_size=1000
+    )
+    with torch.device("meta"):
+        large = LlamaForCausalLM(config)
+    large = large.to_empty(device="cpu")
+    for weight in large.parameters():
+        weight.data.normal_()
+    large.save_pretrained(tmp_path, max_shard_size="30MB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) >= 4
+    command = [sys.executable, "-c", _MEASURE, checkpoint("llama"), str(tmp_path), "4", "6"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    peak, num_bytes = map(int, result.stdout.split()[-2:])
+    assert num_bytes == pytest.approx(large.num_parameters() * 4 / 4, rel=0.1)
+    assert 0.9 * num_bytes < peak < 1.6 * num_bytes

@@ -1,0 +1,298 @@
+"""Ranks are threads of this process, where one is not to die; the backend is gloo."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+
+from rayspec.pipeline.collective import MAX_PENDING_TENSORS, Rendezvous, TensorLink
+from rayspec.pipeline.transport import LOOPBACK, Mailbox, Secret, TransportError
+from rayspec.types import ConfigError
+
+TIMEOUT_S = 20.0
+SHORT_S = 0.5
+Joined = Callable[..., Sequence[TensorLink]]
+
+
+def join(rank: int, size: int, address: str, timeout_s: float = TIMEOUT_S) -> TensorLink:
+    return TensorLink.join(rank=rank, size=size, address=address, host=LOOPBACK, timeout_s=timeout_s, backend="gloo")
+
+
+@pytest.fixture
+def joined() -> Iterator[Joined]:
+    """Makes the links of all ranks, which are left after the test."""
+    with ExitStack() as stack:
+
+        def join_all(size: int, timeout_s: float = TIMEOUT_S) -> Sequence[TensorLink]:
+            rendezvous = stack.enter_context(closing(Rendezvous(LOOPBACK)))
+            with ThreadPoolExecutor(size) as pool:
+                links = list(pool.map(lambda rank: join(rank, size, rendezvous.address, timeout_s), range(size)))
+            for link in links:
+                stack.callback(link.leave)
+            return links
+
+        yield join_all
+
+
+def files_and_threads() -> tuple[int, int]:
+    """How many this process has, once that no longer changes: they end in the background."""
+    before = None
+    while before != (now := (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")))):
+        before = now
+        time.sleep(0.2)
+    return now
+
+
+def listening_hosts() -> set[str]:
+    """Addresses on which this process listens, as the kernel writes them."""
+    inodes = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the listing itself
+            inodes.add(os.readlink(f"/proc/self/fd/{name}"))
+    hosts = set()
+    for table in ("tcp", "tcp6"):
+        with open(f"/proc/net/{table}", encoding="ascii") as file:
+            rows = [line.split() for line in file][1:]
+        hosts |= {row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes}
+    return hosts
+
+
+# Tensors
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool], ids=str)
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (4, 3)], ids=str)
+def test_tensors_arrive_bit_by_bit(joined: Joined, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    first, second = joined(2)
+    raw = torch.randint(256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    sent = (raw[..., 0] > 127) if dtype == torch.bool else raw.view(dtype)[..., 0]
+    first.send(sent, 1)
+    arrived = second.receive(dtype, shape, 0)
+    assert (arrived.dtype, arrived.shape) == (dtype, shape)
+    assert arrived.reshape(-1).view(torch.uint8).tolist() == sent.contiguous().reshape(-1).view(torch.uint8).tolist()
+
+
+def test_a_view_is_sent_as_what_it_shows(joined: Joined) -> None:
+    first, second = joined(2)
+    whole = torch.arange(12.0).reshape(3, 4).requires_grad_()
+    first.send(whole.T, 1)
+    first.send(whole[:, 1], 1)
+    assert torch.equal(second.receive(torch.float32, (4, 3), 0), whole.T)
+    assert second.receive(torch.float32, (3,), 0).tolist() == [1, 5, 9]
+
+
+def test_each_pair_keeps_its_order(joined: Joined) -> None:
+    links = joined(3)
+    pairs = [(0, 1), (0, 2), (1, 2)]
+    for index in range(50):
+        for sender, receiver in pairs:
+            links[sender].send(torch.tensor([index, sender, receiver]), receiver)
+        for sender, receiver in reversed(pairs):
+            if index % 10 == 9:
+                for late in range(index - 9, index + 1):
+                    assert links[receiver].receive(torch.int64, (3,), sender).tolist() == [late, sender, receiver]
+
+
+def test_only_forward(joined: Joined) -> None:
+    first, second = joined(2)
+    for link, rank in ((first, 0), (first, 2), (second, 0), (second, 1)):
+        with pytest.raises(ConfigError, match=f"to_rank is {rank}"):
+            link.send(torch.zeros(1), rank)
+    for link, rank in ((first, 0), (first, 1), (second, 1), (second, -1)):
+        with pytest.raises(ConfigError, match=f"from_rank is {rank}"):
+            link.receive(torch.float32, (1,), rank)
+
+
+# Peers that do not answer
+
+
+def test_sends_wait_for_a_slow_peer_no_longer_than_the_timeout(joined: Joined) -> None:
+    first, second = joined(2, SHORT_S)
+    started = time.monotonic()
+    for _ in range(MAX_PENDING_TENSORS - 1):  # the one of the warm-up is pending, too
+        first.send(torch.zeros(1 << 18), 1)
+    assert time.monotonic() - started < SHORT_S / 2
+    first.send(torch.zeros(1 << 18), 1)
+    with pytest.raises(TransportError, match="rank 0 could not send to rank 1"):
+        first.send(torch.zeros(1 << 18), 1)
+    assert SHORT_S <= time.monotonic() - started < 10 * SHORT_S
+    with pytest.raises(TransportError, match="the link of rank 0 is closed"):
+        first.send(torch.zeros(1), 1)
+    with pytest.raises(TransportError, match="rank 1 received nothing from rank 0"):
+        for _ in range(MAX_PENDING_TENSORS + 1):
+            second.receive(torch.float32, (1 << 18,), 0)
+
+
+def test_receive_waits_no_longer_than_the_timeout(joined: Joined) -> None:
+    _, second = joined(2, SHORT_S)
+    started = time.monotonic()
+    with pytest.raises(TransportError, match="rank 1 received nothing from rank 0"):
+        second.receive(torch.float32, (1,), 0)
+    assert SHORT_S * 0.9 <= time.monotonic() - started < 10 * SHORT_S
+    with pytest.raises(TransportError, match="the link of rank 1 is closed; join a new one"):
+        second.receive(torch.float32, (1,), 0)
+
+
+def middle(pipe: Connection) -> None:
+    """Rank 1 of 3: passes on what it gets, doubled."""
+    torch.set_num_threads(1)
+    pipe.send("ready")
+    link = join(1, 3, pipe.recv())
+    while True:
+        link.send(link.receive(torch.float32, (8,), 0) * 2, 2)
+
+
+def test_the_others_notice_a_dead_rank_and_join_again_with_its_replacement() -> None:
+    context = multiprocessing.get_context("spawn")
+    pipes = [multiprocessing.Pipe() for _ in range(2)]
+    processes = [context.Process(target=middle, args=(there,)) for _, there in pipes]
+    for process in processes:
+        process.start()
+    try:
+        for (here, _), process in zip(pipes, processes, strict=True):
+            assert here.recv() == "ready"
+            with closing(Rendezvous(LOOPBACK)) as rendezvous, ThreadPoolExecutor(2) as pool:
+                here.send(rendezvous.address)
+                started = time.monotonic()
+                first, last = pool.map(lambda rank, address=rendezvous.address: join(rank, 3, address), (0, 2))
+                assert time.monotonic() - started < TIMEOUT_S / 2
+                for index in range(20):
+                    first.send(torch.full((8,), float(index)), 1)
+                    assert last.receive(torch.float32, (8,), 1).tolist() == [2.0 * index] * 8
+                process.kill()
+                started = time.monotonic()
+                with pytest.raises(TransportError, match="rank 2 received nothing from rank 1"):
+                    last.receive(torch.float32, (8,), 1)
+                with pytest.raises(TransportError, match="rank 0 could not send to rank 1"):
+                    for _ in range(2 * MAX_PENDING_TENSORS):
+                        first.send(torch.zeros(8), 1)
+                assert time.monotonic() - started < TIMEOUT_S / 2
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+# Joining and leaving
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"rank": 2}, "rank is 2; it must be 0 to 1"),
+        ({"rank": -1}, "rank is -1"),
+        ({"address": "somewhere"}, "address is 'somewhere'; it must be host:port"),
+        pytest.param(
+            {"backend": "nccl"},
+            "backend is 'nccl', which needs a GPU",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="it could work here"),
+        ),
+    ],
+)
+def test_options_that_cannot_work(changed: dict[str, object], message: str) -> None:
+    options = {"rank": 0, "size": 2, "address": "127.0.0.1:9", "host": LOOPBACK, "timeout_s": 1, "backend": "gloo"}
+    with pytest.raises(ConfigError, match=message):
+        TensorLink.join(**options | changed)
+
+
+def test_a_rank_that_does_not_come() -> None:
+    with closing(Rendezvous(LOOPBACK)) as rendezvous:
+        started = time.monotonic()
+        with pytest.raises(TransportError, match="rank 0 of 2 could not join"):
+            join(0, 2, rendezvous.address, SHORT_S)
+        assert time.monotonic() - started < 10 * SHORT_S
+
+
+def test_it_listens_at_its_host_only_and_leaves_nothing(joined: Joined) -> None:
+    for link in joined(2):
+        link.leave()
+    before = files_and_threads()
+    with closing(Rendezvous(LOOPBACK)) as rendezvous, ThreadPoolExecutor(2) as pool:
+        links = list(pool.map(lambda rank: join(rank, 2, rendezvous.address), range(2)))
+        hosts = listening_hosts()
+        assert hosts
+        assert hosts <= {"0100007F", "0000000000000000FFFF00000100007F"}
+        for link in links:
+            link.leave()
+            link.leave()
+    assert files_and_threads() == before
+
+
+# With mailboxes
+
+
+@pytest.fixture
+def mailboxes(joined: Joined) -> Iterator[tuple[Mailbox, Mailbox]]:
+    secret, links = Secret.generate(), joined(2, SHORT_S)
+    with (
+        closing(Mailbox("first", secret, host=LOOPBACK, link=links[0])) as first,
+        closing(Mailbox("second", secret, host=LOOPBACK, link=links[1])) as second,
+    ):
+        first.connect({"second": second.address})
+        second.connect({"first": first.address})
+        yield first, second
+
+
+def test_headers_go_by_frames_and_tensors_by_the_link(
+    mailboxes: tuple[Mailbox, Mailbox], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = mailboxes
+    assert first.link is not None
+    by_link: list[int] = []
+    send = first.link.send
+    monkeypatch.setattr(first.link, "send", lambda tensor, rank: (by_link.append(tensor.numel()), send(tensor, rank)))
+    for index in range(1, 50):
+        to_rank = 1 if index % 3 else None
+        first.send("second", bytes([index]), [torch.full((index, 2), index), torch.tensor(True)], to_rank=to_rank)
+        if index % 7 == 0:
+            for late in range(index - 6, index + 1):
+                envelope = second.receive(TIMEOUT_S)
+                assert envelope is not None
+                numbers, flag = envelope.tensors
+                assert (envelope.sender, envelope.header) == ("first", bytes([late]))
+                assert torch.equal(numbers, torch.full((late, 2), late))
+                assert (flag.dtype, flag.item()) == (torch.bool, True)
+    assert by_link == [size for index in range(1, 50) if index % 3 for size in (2 * index, 1)]
+
+
+def test_a_message_backwards_is_refused_before_its_header_leaves(mailboxes: tuple[Mailbox, Mailbox]) -> None:
+    first, second = mailboxes
+    with pytest.raises(ConfigError, match="to_rank is 0"):
+        second.send("first", b"x", [torch.zeros(1)], to_rank=0)
+    second.send("first", b"tokens", [torch.zeros(1)])
+    envelope = first.receive(TIMEOUT_S)
+    assert envelope is not None
+    assert envelope.header == b"tokens"
+
+
+def test_tensors_that_do_not_follow_their_header(mailboxes: tuple[Mailbox, Mailbox]) -> None:
+    first, second = mailboxes
+    assert first.link is not None
+    first.link.send = lambda tensor, to_rank: None
+    first.send("second", b"x", [torch.zeros(1)], to_rank=1)
+    with pytest.raises(TransportError, match="rank 1 received nothing from rank 0"):
+        second.receive(TIMEOUT_S)
+    first.send("second", b"the next one")
+    envelope = second.receive(TIMEOUT_S)
+    assert envelope is not None
+    assert envelope.header == b"the next one"
+
+
+def test_a_lost_header_closes_the_link(mailboxes: tuple[Mailbox, Mailbox]) -> None:
+    """Its tensors would otherwise be taken for those of the next message."""
+    first, second = mailboxes
+    first.sender("second")._next_number = 1
+    first.send("second", b"x", [torch.zeros(1)], to_rank=1)
+    with pytest.raises(TransportError, match="messages are lost"):
+        second.receive(TIMEOUT_S)
+    assert second.link is not None
+    with pytest.raises(TransportError, match="is closed"):
+        second.link.receive(torch.float32, (1,), 0)

@@ -1,0 +1,357 @@
+"""Two ranks, started once, split every family in both ways; the tests look at what they reported."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import replace
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rayspec.config import EngineConfig
+from rayspec.model.architecture import Decomposition, decompose
+from rayspec.model.attention import pack
+from rayspec.model.kv_arena import KVArena
+from rayspec.model.sublayers import run
+from rayspec.model.weights import load_model
+from rayspec.pipeline import tensor_parallel
+from rayspec.pipeline.tensor_parallel import RankGroup, free_address, split_tensor_parallel
+from rayspec.types import ConfigError, UnsupportedModelError
+from tests.families import FAMILIES, build, checkpoint, ragged_prompts
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+SIZE = 2
+DEEPSPEED, PLAN = "DeepSpeed", "transformers' plan"
+# DeepSpeed does not see the experts of transformers 5, which are tensors and not linear layers.
+BIASED = "llama with biases"
+NAMES = (*FAMILIES, BIASED)
+HAS_DEEPSPEED = find_spec("deepspeed") is not None
+FIRST_CHOICE = {name: DEEPSPEED if HAS_DEEPSPEED and name not in {"qwen3_moe", "mixtral"} else PLAN for name in NAMES}
+_ATTENTION = {f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"} | {"layers.*.self_attn.o_proj": "rowwise"}
+_EXPERTS = {"layers.*.mlp.experts.gate_up_proj": "packed_colwise", "layers.*.mlp.experts.down_proj": "rowwise"}
+WRONG_PLANS = {
+    "foreign": ("llama", {"a": "b"}),
+    "incomplete": ("llama", _ATTENTION),
+    "inconsistent": ("llama", _ATTENTION | {f"layers.*.mlp.{n}_proj": "colwise" for n in ("gate", "up", "down")}),
+    "unknown": ("llama", _ATTENTION | {"layers.*.mlp.gate_proj": "diagonal"}),
+    "without the sum": ("mixtral", _ATTENTION | _EXPERTS),
+}
+
+
+# What a rank does
+
+
+def worker(rank: int, folder: Path, address: str, second_address: str) -> None:
+    group = RankGroup(rank=rank, size=SIZE, address=address)
+    group.join(timeout_s=60)
+    paths: dict[str, str] = json.loads((folder / "checkpoints.json").read_text(encoding="utf-8"))
+    found: dict[str, Any] = {}
+    for family, path in paths.items():
+        found[family] = {"first choice": _observe(path, group)}
+        with _no_deepspeed():
+            found[family]["without DeepSpeed"] = _observe(path, group)
+    found["bfloat16"] = _observe(paths["qwen2"], group, "bfloat16")
+    found["span"] = _observe_span(paths["qwen3_moe"], group)
+    with _no_deepspeed():
+        found["refused"] = {name: _refusal(paths[family], group, plan) for name, (family, plan) in WRONG_PLANS.items()}
+    found["one rank disagrees"] = (group.all_agree(rank == 0), group.all_agree(True), group.largest(float(rank)))
+    group.leave()
+    found["environment"] = "LOCAL_SIZE" in os.environ
+    group = replace(group, address=second_address)
+    group.join(timeout_s=60)
+    found["rejoined"] = _observe(paths["llama"], group)
+    group.leave()
+    (folder / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+@cache
+def _whole(path: str, dtype: str = "float32") -> tuple[Any, Decomposition]:
+    model = load_model(EngineConfig(model=path, dtype=dtype, device="cpu"))  # type: ignore[arg-type]
+    return model, decompose(model)
+
+
+def _copy(path: str, dtype: str = "float32") -> tuple[Any, Decomposition]:
+    """Of the model, to be split: cheaper than loading it again."""
+    model = deepcopy(_whole(path, dtype)[0])
+    return model, decompose(model)
+
+
+def _observe(path: str, group: RankGroup, dtype: str = "float32") -> dict[str, Any]:
+    _, whole = _whole(path, dtype)
+    expected = _expected(path, dtype)
+    model, parts = _copy(path, dtype)
+    before = [_bytes(sublayer.block) for sublayer in parts.sublayers]
+    with _log() as lines:
+        split = split_tensor_parallel(model, parts, group)
+    after = [_bytes(sublayer.block) for sublayer in split.sublayers]
+    actual, hidden = _logits(split)
+    return {
+        "log": lines,
+        "modules": sorted({type(m).__module__.split(".")[0] for s in split.sublayers for m in s.block.modules()}),
+        "difference": float((expected - actual).abs().max() / expected.abs().max()),
+        "tokens": actual.argmax(-1).tolist() == expected.argmax(-1).tolist(),
+        "hidden": hashlib.sha256(hidden.view(torch.uint8).numpy().tobytes()).hexdigest(),
+        "largest share": max(b / a for a, b in zip(before, after, strict=True)),
+        "heads": [shape.num_heads for shape in split.shapes.values()],
+        "whole heads": [shape.num_heads for shape in whole.shapes.values()],
+        "ends": _bytes(split.embedding) == _bytes(whole.embedding) and _bytes(split.lm_head) == _bytes(whole.lm_head),
+    }
+
+
+def _observe_span(path: str, group: RankGroup) -> dict[str, Any]:
+    """Of layers 1 and 2 only, one with experts and one without."""
+    model, parts = _copy(path)
+    shapes = {layer: parts.shapes[layer] for layer in (1, 2)}
+    span = replace(parts, sublayers=parts.sublayers[2:6], shapes=shapes)
+    expected = _hidden(span)
+    split = split_tensor_parallel(model, span, group)
+    return {
+        "difference": float((expected - _hidden(split)).abs().max() / expected.abs().max()),
+        "layers": sorted(split.shapes),
+        "others whole": all(_bytes(a.block) == _bytes(b.block) for a, b in _outside(path, parts)),
+    }
+
+
+def _outside(path: str, parts: Decomposition) -> list[tuple[Any, Any]]:
+    pairs = list(zip(_whole(path)[1].sublayers, parts.sublayers, strict=True))
+    return pairs[:2] + pairs[6:]
+
+
+@torch.inference_mode()
+def _hidden(span: Decomposition) -> Tensor:
+    arena = KVArena(span.shapes, 6, dtype=torch.float32, device=CPU)
+    rows = pack(arena, [(0, 0, 6)], device=CPU)
+    hidden = torch.randn(1, 6, span.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    span.rotate(hidden, rows)
+    return run(span.sublayers, hidden, rows)
+
+
+@torch.inference_mode()
+def _logits(parts: Decomposition) -> tuple[Tensor, Tensor]:
+    """Of a prefill of 10 tokens by all sublayers, 3 drafted rows by some of them, and a verify of 3 rows."""
+    arena = KVArena(parts.shapes, 20, dtype=parts.dtype, device=CPU)
+    tokens = torch.tensor(ragged_prompts([16], seed=3)[0])
+    keep = [index not in {1, 4, 7} for index in range(len(parts.sublayers))]
+    logits, hiddens = [], []
+    for start, end, kept in ((0, 10, None), (10, 11, keep), (11, 12, keep), (12, 13, keep), (13, 16, None)):
+        rows = pack(arena, [(0, start, end - start)], device=CPU)
+        hidden = parts.embed(tokens[start:end])
+        parts.rotate(hidden, rows)
+        hiddens.append(run(parts.sublayers, hidden, rows, keep=kept))
+        logits.append(parts.head(hiddens[-1]))
+    return torch.cat(logits).float(), torch.cat(hiddens, 1).contiguous()
+
+
+@cache
+def _expected(path: str, dtype: str) -> Tensor:
+    return _logits(_whole(path, dtype)[1])[0]
+
+
+def _bytes(module: torch.nn.Module) -> int:
+    return sum(parameter.untyped_storage().nbytes() for parameter in module.parameters())
+
+
+def _refusal(path: str, group: RankGroup, plan: dict[str, str]) -> dict[str, Any]:
+    """What is said of a model whose plan is wrong, and whether it still works."""
+    model, parts = _copy(path)
+    model.config.base_model_tp_plan = plan
+    before, _ = _logits(parts)
+    try:
+        split_tensor_parallel(model, parts, group)
+    except UnsupportedModelError as error:
+        return {"message": str(error), "unharmed": torch.equal(_logits(parts)[0], before)}
+    return {"message": "", "unharmed": False}
+
+
+@contextmanager
+def _no_deepspeed() -> Iterator[None]:
+    module = sys.modules.pop("deepspeed", None)
+    sys.modules["deepspeed"] = None  # type: ignore[assignment]  # what makes an import fail
+    try:
+        yield
+    finally:
+        del sys.modules["deepspeed"]
+        if module is not None:
+            sys.modules["deepspeed"] = module
+
+
+@contextmanager
+def _log() -> Iterator[list[str]]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    tensor_parallel.logger.setLevel(logging.INFO)
+    tensor_parallel.logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        tensor_parallel.logger.removeHandler(handler)
+
+
+# What is expected of it
+
+Reports = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+    folder = tmp_path_factory.mktemp("ranks")
+    build("qwen3", num_key_value_heads=SIZE).save_pretrained(folder / "qwen3")
+    build("llama", attention_bias=True, mlp_bias=True).save_pretrained(folder / BIASED)
+    paths = {name: str(folder / name) if (folder / name).exists() else checkpoint(name) for name in NAMES}
+    (folder / "checkpoints.json").write_text(json.dumps(paths), encoding="utf-8")
+    command = [sys.executable, __file__, str(folder), free_address(), free_address()]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank)],
+            env=environment,
+            cwd=ROOT,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for rank in range(SIZE)
+    ]
+    try:
+        outputs = [process.communicate(timeout=120)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in ranks] == [0] * SIZE, "\n".join(outputs)
+    return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(SIZE)]
+
+
+CASES = [(family, way) for family in NAMES for way in ("first choice", "without DeepSpeed")]
+
+
+@pytest.mark.parametrize(("family", "way"), CASES)
+def test_the_ranks_together_compute_what_the_whole_model_does(reports: Reports, family: str, way: str) -> None:
+    for report in reports:
+        assert report[family][way]["difference"] < 1e-5
+        assert report[family][way]["tokens"]
+
+
+@pytest.mark.parametrize(("family", "way"), CASES)
+def test_hidden_states_are_the_same_to_the_bit_on_all_ranks(reports: Reports, family: str, way: str) -> None:
+    assert len({report[family][way]["hidden"] for report in reports}) == 1
+
+
+@pytest.mark.parametrize(("family", "way"), CASES)
+def test_a_rank_holds_its_share_of_every_block_and_of_the_cache(reports: Reports, family: str, way: str) -> None:
+    for report in reports:
+        found = report[family][way]
+        assert found["largest share"] < 1 / SIZE + 0.02
+        assert [SIZE * heads for heads in found["heads"]] == found["whole heads"]
+        assert found["ends"]
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_deepspeed_splits_what_it_can_and_the_plan_the_rest(reports: Reports, family: str) -> None:
+    for report in reports:
+        first, other = report[family]["first choice"], report[family]["without DeepSpeed"]
+        assert first["log"][-1].endswith(f"is split by {FIRST_CHOICE[family]}")
+        assert ("deepspeed" in first["modules"]) == (FIRST_CHOICE[family] == DEEPSPEED)
+        assert other["log"][-1].endswith(f"is split by {PLAN}")
+        assert "deepspeed" not in other["modules"]
+        assert "DeepSpeed is not used" in other["log"][0]
+
+
+def test_a_span_is_split_and_the_layers_around_it_are_not(reports: Reports) -> None:
+    for report in reports:
+        assert report["span"]["difference"] < 1e-5
+        assert report["span"]["layers"] == [1, 2]
+        assert report["span"]["others whole"]
+
+
+def test_bfloat16_is_split_too(reports: Reports) -> None:
+    assert len({report["bfloat16"]["hidden"] for report in reports}) == 1
+    for report in reports:
+        assert report["bfloat16"]["difference"] < 0.05
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ("foreign", "leaves each rank 100% of the weights of LlamaAttention"),
+        ("incomplete", "leaves each rank 100% of the weights of LlamaMLP"),
+        ("inconsistent", "the split layer fails with RuntimeError"),
+        ("unknown", "the plan's style 'diagonal' for mlp.gate_proj is not known"),
+        ("without the sum", "it computes something else"),
+    ],
+)
+def test_a_model_that_no_method_splits_is_refused_unharmed(reports: Reports, plan: str, message: str) -> None:
+    for report in reports:
+        found = report["refused"][plan]
+        assert message in found["message"]
+        assert "set option 'tensor_parallel_size' to 1" in found["message"]
+        assert found["unharmed"]
+
+
+def test_what_one_rank_refuses_all_refuse(reports: Reports) -> None:
+    for report in reports:
+        assert report["one rank disagrees"] == [False, True, 1.0]
+
+
+def test_ranks_that_left_can_meet_again(reports: Reports) -> None:
+    for report in reports:
+        assert not report["environment"]
+        assert report["rejoined"]["difference"] < 1e-5
+        assert report["rejoined"]["log"][-1].endswith(f"is split by {FIRST_CHOICE['llama']}")
+
+
+def test_heads_that_do_not_divide_are_an_error_of_the_option() -> None:
+    model, parts = _copy(checkpoint("qwen3"))
+    with pytest.raises(ConfigError, match=r"'tensor_parallel_size' is 2, .* the 1 key-value heads of qwen3"):
+        split_tensor_parallel(model, parts, RankGroup(rank=0, size=2, address=free_address()))
+
+
+def test_columns_that_do_not_divide_are_an_error_of_the_option(tmp_path: Path) -> None:
+    build("llama", intermediate_size=97).save_pretrained(tmp_path)
+    model, parts = _copy(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"does not divide the 97 MLP columns of llama: use a divisor of 97"):
+        split_tensor_parallel(model, parts, RankGroup(rank=0, size=2, address=free_address()))
+
+
+def test_one_rank_needs_no_splitting() -> None:
+    model, parts = _copy(checkpoint("llama"))
+    assert split_tensor_parallel(model, parts, RankGroup(rank=0, size=1, address=free_address())) is parts
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0, 0), (2, 2), (-1, 2)])
+def test_a_rank_outside_the_group_is_refused(rank: int, size: int) -> None:
+    with pytest.raises(ConfigError, match="use"):
+        RankGroup(rank=rank, size=size, address=free_address())
+
+
+def test_an_address_without_a_port_is_refused() -> None:
+    with pytest.raises(ConfigError, match="use tcp://host:port"):
+        RankGroup(rank=0, size=2, address="127.0.0.1").join(timeout_s=1)
+
+
+def test_a_rank_that_is_alone_gives_up_in_time() -> None:
+    group = RankGroup(rank=0, size=2, address=free_address())
+    try:
+        with pytest.raises(torch.distributed.DistError):
+            group.join(timeout_s=1)
+    finally:
+        group.leave()
+
+
+if __name__ == "__main__":
+    worker(int(sys.argv[4]), Path(sys.argv[1]), sys.argv[2], sys.argv[3])

@@ -1,0 +1,481 @@
+"""Mailboxes talk to each other in this process, to a process of their own, and to strangers who speak plain bytes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import re
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+import msgspec
+import pytest
+import ray
+import torch
+import zmq
+from zmq.utils import z85
+
+from rayspec.pipeline import transport
+from rayspec.pipeline.transport import LOOPBACK, Envelope, Mailbox, Secret, TransportError, node_address
+from rayspec.types import ConfigError
+
+PATIENCE_S = 20.0
+SECRET = Secret.generate()
+NewMailbox = Callable[..., Mailbox]
+
+
+@pytest.fixture
+def mailbox() -> Iterator[NewMailbox]:
+    """Makes mailboxes that are closed after the test."""
+    with ExitStack() as stack:
+
+        def new(name: str, secret: Secret = SECRET) -> Mailbox:
+            return stack.enter_context(closing(Mailbox(name, secret, host=LOOPBACK)))
+
+        yield new
+
+
+def receive(box: Mailbox) -> Envelope:
+    envelope = box.receive(PATIENCE_S)
+    assert envelope is not None
+    return envelope
+
+
+def number(value: int) -> bytes:
+    return value.to_bytes(4, "little")
+
+
+def host_and_port(box: Mailbox) -> tuple[str, int]:
+    host, _, port = box.address.removeprefix("tcp://").rpartition(":")
+    return host, int(port)
+
+
+def num_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+# A peer in a process of its own
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    process: BaseProcess
+    address: str
+    pipe: Connection
+
+
+def echo(pipe: Connection, secret: Secret) -> None:
+    """Sends back whatever comes, to the one it is told about first."""
+    torch.set_num_threads(1)
+    with closing(Mailbox("echo", secret, host=LOOPBACK)) as box:
+        pipe.send(box.address)
+        box.connect({"here": pipe.recv()})
+        while (envelope := receive(box)).header != b"stop":
+            box.send("here", envelope.header, envelope.tensors)
+
+
+@contextmanager
+def echoing(box: Mailbox) -> Iterator[Peer]:
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=echo, args=(there, SECRET))
+    process.start()
+    try:
+        peer = Peer(process, here.recv(), here)
+        here.send(box.address)
+        yield peer
+    finally:
+        process.kill()
+        process.join()
+
+
+def test_a_peer_in_another_process_lives_freezes_dies_and_comes_back(mailbox: NewMailbox) -> None:
+    here, tensor = mailbox("here"), torch.arange(4096.0)
+    with echoing(here) as peer, echoing(here) as restarted:
+        here.connect({"echo": peer.address})
+
+        # It lives: everything comes back, in order.
+        received = []
+        for index in range(10_000):
+            here.send("echo", number(index), [tensor[: index % 7]])
+            while (envelope := here.receive(0)) is not None:
+                received.append((envelope.header, len(envelope.tensors[0])))
+        while len(received) < 10_000:
+            envelope = receive(here)
+            received.append((envelope.header, len(envelope.tensors[0])))
+        assert received == [(number(index), index % 7) for index in range(10_000)]
+
+        # It freezes: more than any buffer of the system holds is sent without waiting; then it catches up.
+        assert peer.process.pid is not None
+        os.kill(peer.process.pid, signal.SIGSTOP)
+        slowest_s = 0.0
+        for index in range(3000):
+            started = time.perf_counter()
+            here.send("echo", number(index), [tensor])
+            slowest_s = max(slowest_s, time.perf_counter() - started)
+        assert slowest_s < 1
+        assert here.receive(0.1) is None
+        os.kill(peer.process.pid, signal.SIGCONT)
+        assert [receive(here).header for _ in range(3000)] == [number(index) for index in range(3000)]
+
+        # It dies with messages waiting, which its replacement does not get.
+        peer.process.kill()
+        peer.process.join()
+        for index in range(100):
+            here.send("echo", number(index), [tensor])
+        here.connect({"echo": restarted.address})
+        here.send("echo", b"welcome")
+        envelope = receive(here)
+        assert (envelope.header, envelope.address) == (b"welcome", restarted.address)
+        here.send("echo", b"stop")
+        restarted.process.join(PATIENCE_S)
+        assert restarted.process.exitcode == 0
+
+
+# Tensors
+
+
+@pytest.mark.parametrize("dtype", transport._DTYPES.values(), ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (3, 5), (2, 1, 7)], ids=str)
+def test_tensors_arrive_bit_by_bit(mailbox: NewMailbox, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    here = mailbox("here")
+    here.connect({"here": here.address})
+    generator = torch.Generator().manual_seed(0)
+    # Any bits at all, NaNs with a payload among them; but a bool is 0 or 1.
+    raw = torch.randint(256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=generator)
+    sent = (raw[..., 0] > 127) if dtype == torch.bool else raw.view(dtype)[..., 0]
+    here.send("here", b"\x00header\xff", [sent, sent])
+    envelope = receive(here)
+    assert envelope.header == b"\x00header\xff"
+    for arrived in envelope.tensors:
+        assert (arrived.dtype, arrived.shape) == (dtype, shape)
+        assert arrived.reshape(-1).view(torch.uint8).tolist() == sent.reshape(-1).view(torch.uint8).tolist()
+
+
+def test_what_arrived_belongs_to_the_receiver(mailbox: NewMailbox) -> None:
+    here = mailbox("here")
+    here.connect({"here": here.address})
+    sent = torch.arange(12.0).reshape(3, 4)
+    here.send("here", b"x", [sent.T, sent[:, 1], sent.requires_grad_()])
+    with torch.no_grad():
+        sent.zero_()
+    transposed, column, whole = receive(here).tensors
+    assert transposed.tolist() == torch.arange(12.0).reshape(3, 4).T.tolist()
+    assert column.tolist() == [1, 5, 9]
+    assert not whole.requires_grad
+    for tensor in (transposed, column, whole):
+        assert tensor.is_contiguous()
+        assert tensor.data_ptr() % 16 == 0
+        tensor.add_(1)
+    assert whole.tolist() == (torch.arange(12.0).reshape(3, 4) + 1).tolist()
+
+
+def test_a_tensor_that_cannot_be_sent(mailbox: NewMailbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = mailbox("here")
+    here.connect({"here": here.address})
+    with pytest.raises(TransportError, match="complex64 cannot be sent; use one of float64, float32"):
+        here.send("here", b"x", [torch.zeros(2, dtype=torch.complex64)])
+    with pytest.raises(TransportError, match="no link"):
+        here.send("here", b"x", [torch.zeros(2)], to_rank=1)
+    monkeypatch.setattr(transport, "MAX_TENSOR_BYTES", 7)
+    with pytest.raises(TransportError, match="8 bytes cannot be sent; cut it to 7"):
+        here.send("here", b"x", [torch.zeros(2)])
+    here.send("here", b"the next one")
+    assert receive(here).header == b"the next one"
+
+
+# Peers
+
+
+def test_who_sent_it(mailbox: NewMailbox) -> None:
+    hub, one, two = mailbox("hub"), mailbox("one"), mailbox("two")
+    for box in (one, two):
+        box.connect({"hub": hub.address})
+        box.send("hub", b"hello")
+    envelopes = [receive(hub) for _ in range(2)]
+    assert {(envelope.sender, envelope.address) for envelope in envelopes} == {
+        ("one", one.address),
+        ("two", two.address),
+    }
+
+
+def test_nothing_comes(mailbox: NewMailbox) -> None:
+    here = mailbox("here")
+    started = time.monotonic()
+    assert here.receive(0) is None
+    assert here.receive(0.2) is None
+    assert 0.2 <= time.monotonic() - started < 2
+
+
+def test_connect_replaces_what_changed_and_nothing_else(mailbox: NewMailbox) -> None:
+    here, stays, old, new = mailbox("here"), mailbox("stays"), mailbox("moves"), mailbox("moves")
+    here.connect({"stays": stays.address, "moves": old.address, "goes": old.address})
+    going, staying = here.sender("goes"), here.sender("stays")
+    for index in range(3):
+        here.send("stays", number(index))
+        here.send("moves", b"for the old one")
+    here.connect({"stays": stays.address, "moves": new.address})
+    assert here.sender("stays") is staying
+    here.send("stays", number(3))
+    here.send("moves", b"for the new one")
+    assert [receive(stays).header for _ in range(4)] == [number(index) for index in range(4)]
+    assert receive(new).header == b"for the new one"
+    with pytest.raises(TransportError, match=r"here knows no peer 'goes'; it knows \['moves', 'stays'\]"):
+        here.send("goes", b"x")
+    with pytest.raises(TransportError, match="here cannot send to goes"):
+        going.send(b"x")
+
+
+def test_a_peer_without_an_address(mailbox: NewMailbox) -> None:
+    here = mailbox("here")
+    with pytest.raises(TransportError, match=r"'127\.0\.0\.1' is no address of there"):
+        here.connect({"there": "127.0.0.1"})
+
+
+def test_too_much_waits_for_a_dead_peer(mailbox: NewMailbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "MAX_WAITING_MESSAGES", 10)
+    here, dead = mailbox("here"), mailbox("dead")
+    dead.close()
+    here.connect({"dead": dead.address})
+    for _ in range(10):
+        here.send("dead", b"x", [torch.zeros(9)])
+    with pytest.raises(TransportError, match="10 messages are waiting for dead"):
+        here.send("dead", b"x")
+
+
+def test_threads_send_side_by_side(mailbox: NewMailbox) -> None:
+    here, hub = mailbox("here"), mailbox("hub")
+    here.connect({"hub": hub.address})
+
+    def beat(name: bytes) -> None:
+        for index in range(500):
+            here.sender("hub").send(name + number(index), [torch.tensor(index)])
+
+    threads = [threading.Thread(target=beat, args=(name,)) for name in (b"a", b"b", b"c")]
+    for thread in threads:
+        thread.start()
+    envelopes = [receive(hub) for _ in range(1500)]
+    for thread in threads:
+        thread.join()
+    for name in (b"a", b"b", b"c"):
+        of_thread = [envelope for envelope in envelopes if envelope.header[:1] == name]
+        assert [envelope.header[1:] for envelope in of_thread] == [number(index) for index in range(500)]
+        assert [int(envelope.tensors[0]) for envelope in of_thread] == list(range(500))
+
+
+# Who may not
+
+
+@contextmanager
+def stranger(address: str, secret: Secret | None) -> Iterator[zmq.Socket[bytes]]:
+    """Speaks ZeroMQ, and CURVE with the keys of `secret`, but is no mailbox."""
+    with zmq.Context() as context, context.socket(zmq.PUSH) as outbox:
+        outbox.linger = 0
+        if secret is not None:
+            outbox.curve_serverkey = secret.server_public
+            outbox.curve_publickey, outbox.curve_secretkey = secret.client_public, secret.client_secret
+        outbox.connect(address)
+        yield outbox
+
+
+def preamble(**changed: object) -> bytes:
+    fields = {"sender": "peer", "address": "tcp://a:1", "stream": 7, "number": 0, "rank": None, "tensors": []}
+    return msgspec.msgpack.encode(list((fields | changed).values()))
+
+
+OTHER = Secret.generate()
+STRANGERS = {
+    "of another replica": OTHER,
+    "with an unknown key": replace(SECRET, client_public=OTHER.client_public, client_secret=OTHER.client_secret),
+    "with half a key": replace(SECRET, client_secret=OTHER.client_secret),
+    "without any key": None,
+}
+
+
+@pytest.mark.parametrize("secret", STRANGERS.values(), ids=STRANGERS)
+def test_who_has_not_the_secret_gets_nowhere(mailbox: NewMailbox, secret: Secret | None) -> None:
+    here, friend = mailbox("here"), mailbox("friend")
+    friend.connect({"here": here.address})
+    with stranger(here.address, secret) as outbox:
+        for _ in range(10):
+            outbox.send_multipart([preamble(), b"let me in"])
+        assert here.receive(0.5) is None
+        friend.send("here", b"hello")
+        assert receive(here).header == b"hello"
+        assert here.receive(0.1) is None
+    with stranger(here.address, SECRET) as outbox:
+        outbox.send_multipart([preamble(), b"the same, with the secret"])
+        assert receive(here).header == b"the same, with the secret"
+
+
+NOISE = {
+    "nothing": b"",
+    "HTTP": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "zeros": bytes(4096),
+    "ones": b"\xff" * 65536,
+    "a ZeroMQ greeting and noise": b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE" + bytes(48) + b"\x04" + os.urandom(300),
+    "a frame of 2**62 bytes": b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE" + bytes(47) + b"\x06\x40" + bytes(7) + b"more",
+    "no security": b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48) + b"\x04\x19\x05READY" + bytes(99),
+}
+
+
+def test_noise_from_strangers_neither_stops_nor_slows_anybody(mailbox: NewMailbox) -> None:
+    here, friend = mailbox("here"), mailbox("friend")
+    friend.connect({"here": here.address})
+    with ExitStack() as stack:
+        for noise in 10 * list(NOISE.values()):
+            connection = stack.enter_context(socket.create_connection(host_and_port(here)))
+            with suppress(ConnectionError):
+                connection.sendall(noise)
+        times_s = []
+        for index in range(200):
+            started = time.perf_counter()
+            friend.send("here", number(index), [torch.zeros(4096)])
+            assert receive(here).header == number(index)
+            times_s.append(time.perf_counter() - started)
+        assert sorted(times_s)[100] < 0.01
+        assert here.receive(0.1) is None
+
+
+def relay(server: socket.socket, onward: socket.socket, seen: bytearray) -> None:
+    """Passes on what one caller and `onward` say to each other, and remembers it."""
+    caller, _ = server.accept()
+    with caller:
+        while True:
+            for ready in select.select([caller, onward], [], [])[0]:
+                data = ready.recv(65536)
+                if not data:
+                    return
+                seen.extend(data)
+                (onward if ready is caller else caller).sendall(data)
+
+
+def test_nobody_can_read_along(mailbox: NewMailbox) -> None:
+    here, friend, seen = mailbox("here"), mailbox("friend"), bytearray()
+    with (
+        socket.create_server((LOOPBACK, 0)) as server,
+        socket.create_connection(host_and_port(here)) as onward,
+    ):
+        relaying = threading.Thread(target=relay, args=(server, onward, seen))
+        relaying.start()
+        friend.connect({"here": f"tcp://{LOOPBACK}:{server.getsockname()[1]}"})
+        friend.send("here", b"a confidential header", [torch.full((64,), 65, dtype=torch.uint8)])
+        assert receive(here).header == b"a confidential header"
+        friend.close()
+        relaying.join(PATIENCE_S)
+    assert b"CURVE" in seen
+    for secret in (b"confidential", b"A" * 8, z85.decode(SECRET.server_public), z85.decode(SECRET.client_public)):
+        assert secret not in seen
+
+
+def test_it_listens_at_its_host_only(mailbox: NewMailbox) -> None:
+    _, port = host_and_port(mailbox("here"))
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "*", "", "localhost", "198.51.100.7"])
+def test_a_host_that_is_not_one_address_of_this_node(host: str) -> None:
+    with pytest.raises(ConfigError, match=f"host is {re.escape(repr(host))}.*node_address"):
+        Mailbox("here", SECRET, host=host)
+
+
+def test_the_secret_travels_but_does_not_show() -> None:
+    assert pickle.loads(pickle.dumps(SECRET)) == SECRET
+    assert repr(SECRET) == "Secret()"
+    assert Secret.generate() != SECRET
+
+
+# Malformed and missing
+
+
+MALFORMED = {
+    "one frame": ([preamble()], "1 frame"),
+    "no msgpack": ([b"\xc1", b"header"], "malformed preamble"),
+    "empty preamble": ([b"", b"header"], "malformed preamble"),
+    "text that is none": ([preamble().replace(b"peer", b"p\xff\xffr"), b"header"], "malformed preamble"),
+    "a field too few": ([msgspec.msgpack.encode(["peer", "tcp://a:1", 7, 0, None]), b"header"], "malformed preamble"),
+    "a field too many": ([msgspec.msgpack.encode(["peer", "", 7, 0, None, [], 1]), b"header"], "malformed preamble"),
+    "a field of another type": ([preamble(number="first"), b"header"], "malformed preamble"),
+    "a negative shape": ([preamble(tensors=[["int8", [-1]]]), b"header", b"x"], "malformed preamble"),
+    "an unknown dtype": ([preamble(tensors=[["object", [1]]]), b"header", b"x"], "unknown dtype 'object'"),
+    "too few bytes": ([preamble(tensors=[["float32", [2]]]), b"header", b"1234567"], "came with 7 bytes"),
+    "too many bytes": ([preamble(tensors=[["float32", []]]), b"header", b"12345"], "came with 5 bytes"),
+    "a huge shape": ([preamble(tensors=[["int8", [1 << 60, 1 << 60]]]), b"header", b"x"], "more than"),
+    "a tensor too few": ([preamble(tensors=[["int8", [1]]]), b"header"], "has 2 frames"),
+    "a tensor too many": ([preamble(), b"header", b"x"], "has 3 frames"),
+    "tensors where they should not be": ([preamble(rank=0), b"header", b"x"], "has 3 frames"),
+    "by a link that is not there": ([preamble(rank=0, tensors=[["int8", [1]]]), b"header"], "no link"),
+}
+
+
+@pytest.mark.parametrize(("frames", "message"), MALFORMED.values(), ids=MALFORMED)
+def test_a_malformed_message_is_an_error_and_the_next_is_not(
+    mailbox: NewMailbox, frames: list[bytes], message: str
+) -> None:
+    here = mailbox("here")
+    with stranger(here.address, SECRET) as outbox:
+        outbox.send_multipart(frames)
+        outbox.send_multipart([preamble(stream=8), b"the next one"])
+        with pytest.raises(TransportError, match=message) as caught:
+            here.receive(PATIENCE_S)
+        assert caught.value.kind == "transport"
+        assert receive(here).header == b"the next one"
+
+
+def test_a_lost_message_is_noticed(mailbox: NewMailbox) -> None:
+    here = mailbox("here")
+    with stranger(here.address, SECRET) as outbox:
+        for index in (0, 1, 3, 4):
+            outbox.send_multipart([preamble(number=index), number(index)])
+        assert [receive(here).header for _ in range(2)] == [number(0), number(1)]
+        with pytest.raises(TransportError, match="here got message 3 of peer where 2 was next"):
+            here.receive(PATIENCE_S)
+        assert receive(here).header == number(4)
+
+
+# The end
+
+
+def test_close_leaves_nothing(mailbox: NewMailbox) -> None:
+    mailbox("warm-up").close()
+    before = num_files(), num_threads()
+    here, there = mailbox("here"), mailbox("there")
+    here.connect({"there": there.address, "dead": "tcp://127.0.0.1:9"})
+    here.send("there", b"x")
+    assert receive(there).header == b"x"
+    for _ in range(100):
+        here.send("dead", b"x", [torch.zeros(1 << 16)])
+    address, sender = host_and_port(here), here.sender("there")
+    started = time.perf_counter()
+    for box in (here, there, here):
+        box.close()
+    assert time.perf_counter() - started < 1
+    assert (num_files(), num_threads()) == before
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address)
+    with pytest.raises(TransportError, match="here cannot send to there"):
+        sender.send(b"x")
+    for use in (lambda: here.send("there", b"x"), lambda: here.receive(0), lambda: here.connect({})):
+        with pytest.raises(TransportError, match="the mailbox of here is closed"):
+            use()
+
+
+def test_the_address_of_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    assert node_address() == LOOPBACK
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "198.51.100.7")
+    assert node_address() == "198.51.100.7"

@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayspec.planning.partition import (
+    Device,
+    LayerCost,
+    ModelCosts,
+    StageCost,
+    bytes_missing,
+    partition,
+    shortfalls,
+    stage_costs,
+)
+from rayspec.types import ConfigError
+
+GIB = 2**30
+
+
+def devices(*bytes_free: int) -> list[Device]:
+    return [Device(name=str(number), bytes_free=each) for number, each in enumerate(bytes_free)]
+
+
+def model(
+    layer_seconds: Sequence[float],
+    slowness: Sequence[float] = (1.0,),
+    *,
+    layer_bytes: Sequence[int] | int = 0,
+    ends: tuple[int, int] = (0, 0),
+    end_seconds: tuple[float, float] = (0.0, 0.0),
+) -> ModelCosts:
+    """Each device takes `slowness` times as long."""
+    sizes = [layer_bytes] * len(layer_seconds) if isinstance(layer_bytes, int) else layer_bytes
+
+    def cost(size: int, seconds: float) -> LayerCost:
+        return LayerCost(
+            weight_bytes=size - size // 3, kv_bytes=size // 3, seconds=tuple(seconds * s for s in slowness)
+        )
+
+    return ModelCosts(
+        embedding=cost(ends[0], end_seconds[0]),
+        layers=tuple(map(cost, sizes, layer_seconds)),
+        head=cost(ends[1], end_seconds[1]),
+    )
+
+
+def all_cuts(num_layers: int, num_stages: int) -> Iterator[tuple[range, ...]]:
+    for inner in itertools.combinations(range(1, num_layers), num_stages - 1):
+        yield tuple(itertools.starmap(range, itertools.pairwise((0, *inner, num_layers))))
+
+
+def score(stages: Sequence[StageCost]) -> tuple[float, float]:
+    return max(stage.seconds for stage in stages), sum(stage.seconds**2 for stage in stages)
+
+
+def sizes(spans: Sequence[range]) -> list[int]:
+    return [len(span) for span in spans]
+
+
+@st.composite
+def instances(draw: Any) -> tuple[ModelCosts, list[Device]]:
+    """Whole seconds, so that ties are common and exact."""
+    num_layers = draw(st.integers(1, 8))
+    num_stages = draw(st.integers(1, min(4, num_layers)))
+    few, many = st.integers(0, 9), st.integers(5, 40)
+    costs = model(
+        draw(st.lists(few, min_size=num_layers, max_size=num_layers)),
+        draw(st.lists(st.integers(1, 3), min_size=num_stages, max_size=num_stages)),
+        layer_bytes=draw(st.lists(few, min_size=num_layers, max_size=num_layers)),
+        ends=(draw(few), draw(few)),
+        end_seconds=(draw(few), draw(few)),
+    )
+    return costs, devices(*draw(st.lists(many, min_size=num_stages, max_size=num_stages)))
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(instances())
+def test_brute_force_finds_nothing_better(instance: tuple[ModelCosts, list[Device]]) -> None:
+    costs, places = instance
+    cuts = [stage_costs(costs, places, spans) for spans in all_cuts(len(costs.layers), len(places))]
+    assert bytes_missing(costs, places) == min(sum(shortfalls(stages)) for stages in cuts)
+    fitting = [stages for stages in cuts if not any(shortfalls(stages))]
+    if fitting:
+        found = stage_costs(costs, places, partition(costs, places))
+        assert not any(shortfalls(found))
+        assert score(found) == min(map(score, fitting))
+    else:
+        with pytest.raises(ConfigError, match="missing"):
+            partition(costs, places)
+
+
+def test_a_tie_goes_to_the_most_even_cut() -> None:
+    # The slow first layer is the bottleneck whatever the rest does; the best prefix by itself would be a bad start.
+    costs = model([9, 1, 1, 1, 1, 1, 1], (1.0,) * 3)
+    assert sizes(partition(costs, devices(1, 1, 1))) == [1, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("tenths", "expected"), [([5, 2, 6, 4, 4, 9], [3, 2, 1]), ([1, 4, 5, 1, 8, 7, 2, 1], [2, 2, 1, 3])]
+)
+def test_rounding_does_not_hide_a_tie(tenths: list[int], expected: list[int]) -> None:
+    for seconds in (tenths, [each * 0.1 for each in tenths]):
+        costs = model(seconds, (1,) * len(expected))
+        assert sizes(partition(costs, devices(*[1] * len(expected)))) == expected
+
+
+def test_a_slow_device_gets_fewer_layers() -> None:
+    even = partition(model([1.0] * 32, (1, 1, 1, 1)), devices(*[1] * 4))
+    slowed = partition(model([1.0] * 32, (1, 1, 2.35, 1)), devices(*[1] * 4))
+    assert sizes(even) == [8, 8, 8, 8]
+    # Ten layers are the least that one of the fast ones must hold. With 3 or 4 on the slow one it would be no sooner
+    # done, and the stages would take more time in all.
+    assert sizes(slowed) == [10, 10, 2, 10]
+
+
+def test_a_small_device_gets_what_it_holds() -> None:
+    costs = model([1.0] * 12, (1, 1, 1), layer_bytes=GIB, ends=(2 * GIB, 3 * GIB))
+    assert sizes(partition(costs, devices(5 * GIB, 9 * GIB, 5 * GIB))) == [3, 7, 2]
+
+
+def test_the_ends_weigh_on_their_stages() -> None:
+    costs = model([1.0] * 9, (1, 1, 1), end_seconds=(2.0, 4.0))
+    assert sizes(partition(costs, devices(1, 1, 1))) == [3, 5, 1]
+    alone = stage_costs(model([1.0], ends=(6, 9), end_seconds=(2.0, 4.0)), devices(20), [range(1)])[0]
+    assert (alone.weight_bytes, alone.kv_bytes, alone.seconds, alone.bytes_left) == (10, 5, 7.0, 5)
+
+
+def test_what_does_not_fit_says_how_much_is_missing() -> None:
+    costs = model([1.0] * 8, (1, 1), layer_bytes=GIB, ends=(GIB, 0))
+    with pytest.raises(ConfigError, match=r"'stages' is 2: .*needs 9\.0 GiB.*hold 6\.0.*3\.0 GiB are missing.*quantiz"):
+        partition(costs, devices(3 * GIB, 3 * GIB))
+
+
+def test_layers_stay_whole() -> None:
+    costs = model([1.0] * 3, (1, 1), layer_bytes=2 * GIB)
+    assert bytes_missing(costs, devices(3 * GIB, 3 * GIB)) == GIB
+
+
+def test_pinned_layers_win_and_only_report_what_is_missing() -> None:
+    costs = model([1.0] * 8, (1, 1), layer_bytes=GIB)
+    places = devices(4 * GIB, 4 * GIB)
+    spans = partition(costs, places, pinned=[6, 2])
+    assert spans == (range(6), range(6, 8))
+    assert shortfalls(stage_costs(costs, places, spans)) == (2 * GIB, 0)
+
+
+@pytest.mark.parametrize(
+    ("pinned", "message"),
+    [
+        ([8], "'pin' is 8: it has 1 numbers for 2 stages"),
+        ([4, 5], "'pin' is 4,5, 9 layers in all: the model has 8"),
+        ([8, 0], "each stage at least 1"),
+        ([9, -1], "each stage at least 1"),
+        ([], "0 numbers for 2 stages"),
+    ],
+)
+def test_pinned_layers_must_add_up(pinned: list[int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        partition(model([1.0] * 8, (1, 1)), devices(1, 1), pinned=pinned)
+
+
+@pytest.mark.parametrize("num_stages", [0, 4])
+def test_stages_must_have_a_layer_each(num_stages: int) -> None:
+    costs = model([1.0] * 3, (1,) * num_stages) if num_stages else model([1.0] * 3)
+    with pytest.raises(ConfigError, match=f"'stages' is {num_stages}: a model of 3 layers has 1 to 3"):
+        partition(costs, devices(*[1] * num_stages))
+
+
+def test_seconds_are_of_every_device() -> None:
+    with pytest.raises(ValueError, match="seconds for 1 devices, not 2"):
+        partition(model([1.0] * 3), devices(1, 1))
+    for wrong in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="cannot be"):
+            LayerCost(weight_bytes=1, seconds=(wrong,))
