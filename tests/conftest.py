@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rayspec.service.ray_session import ray_session
+from rayspec.pipeline.session import ray_session
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for matrices this small a second thread only gets in the way

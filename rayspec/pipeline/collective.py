@@ -64,15 +64,17 @@ class TensorLink:
     Between two ranks, tensors are received in the order they were sent: the n-th `receive` gets the n-th `send`. After
     an error that no longer holds, so the link closes itself; join a new one with the peers that are there then. It is
     no process-wide group: others (tensor parallelism) may have theirs.
+
+    With NCCL nothing waits in Python: `send` and `receive` queue work for the GPU. What exceeds the timeout is then ended
+    by PyTorch's watchdog, by default together with the process; `leave` before that, when a peer is known to be dead.
     """
 
-    def __init__(self, group: ProcessGroup, *, device: torch.device, timeout_s: float) -> None:
-        """`group`: a process group of torch.distributed that can send and receive tensors on `device`."""
+    def __init__(self, group: ProcessGroup, *, device: torch.device) -> None:
+        """`group`: sends and receives tensors on `device`, and gives up by itself after a time."""
         self.rank = group.rank()
         self.size = group.size()
         self.device = device
         self._group: ProcessGroup | None = group
-        self._timeout_s = timeout_s
         self._pending: defaultdict[int, deque[tuple[dist.Work, Tensor]]] = defaultdict(deque)
 
     @classmethod
@@ -96,7 +98,6 @@ class TensorLink:
             link = cls(
                 _group(backend, _store(address, timeout_s), rank, size, host, timeout_s),
                 device=_device(backend),
-                timeout_s=timeout_s,
             )
         except RuntimeError as error:
             raise TransportError(f"rank {rank} of {size} could not join at {address}: {error}") from error
@@ -122,7 +123,8 @@ class TensorLink:
         pending = self._pending[to_rank]
         try:
             if len(pending) >= MAX_PENDING_TENSORS:
-                pending.popleft()[0].wait(timedelta(seconds=self._timeout_s))
+                # With an argument, NCCL's `wait` would block this thread until the GPU has come to it.
+                pending.popleft()[0].wait()
             pending.append((self._require_group().send([ours], to_rank, 0), ours))
         except RuntimeError as error:
             self.leave()
@@ -139,7 +141,7 @@ class TensorLink:
             raise ConfigError(f"from_rank is {from_rank}; to rank {self.rank} tensors come from lower ranks only")
         tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
         try:
-            self._require_group().recv([tensor], from_rank, 0).wait(timedelta(seconds=self._timeout_s))
+            self._require_group().recv([tensor], from_rank, 0).wait()
         except RuntimeError as error:
             self.leave()
             raise TransportError(f"rank {self.rank} received nothing from rank {from_rank}: {error}") from error

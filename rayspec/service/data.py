@@ -5,6 +5,7 @@ The engine is never placed by Ray Data: its actor exists before the dataset runs
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -30,6 +31,12 @@ def read_dataset(inputs: Sequence[str], columns: Columns, *, limit: int | None =
     files = ray.data.from_items(paths, override_num_blocks=len(paths))
     rows = files.flat_map(_read, fn_kwargs={"columns": columns}, num_cpus=_READ_CPUS)  # type: ignore[arg-type]
     return rows if limit is None else rows.limit(limit)
+
+
+def quieten() -> None:
+    """Ray Data's own progress and log lines, which go to the terminal that ours are on."""
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    ray.data.DataContext.get_current().enable_progress_bars = False
 
 
 def complete_dataset(documents: ray.data.Dataset, engine: Any) -> ray.data.Dataset:

@@ -14,8 +14,8 @@ from ray.exceptions import RayActorError, RayTaskError
 
 import rayspec
 from rayspec.config import EngineConfig
+from rayspec.decode.engine_loop import EngineDeadError, EngineLoop
 from rayspec.service.documents import Document, DuplicateCheck
-from rayspec.service.engine_loop import EngineDeadError, EngineLoop
 from rayspec.service.loading import load_llm
 from rayspec.service.prompts import PromptBuilder, fitting_prompt_tokens
 from rayspec.service.results import ResultRow

@@ -8,12 +8,12 @@ from pathlib import Path
 import ray.data
 from ray.exceptions import RayError
 
-from rayspec.service.data import complete_dataset, read_dataset, result_rows
+from rayspec.pipeline.session import ray_session
+from rayspec.service.data import complete_dataset, quieten, read_dataset, result_rows
 from rayspec.service.documents import Columns
 from rayspec.service.engine_actor import Task, call, death_of, start_engine
 from rayspec.service.progress import showing_progress
 from rayspec.service.prompts import summary_prompt
-from rayspec.service.ray_session import ray_session
 from rayspec.service.report import RunReport
 from rayspec.service.results import check_output, open_writer, save_config
 from rayspec.service.settings import Settings
@@ -50,6 +50,7 @@ class SummaryJob:
         columns = Columns(text=text_column, id=id_column)
         with ray_session():
             exit_on_sigterm()
+            quieten()
             engine = start_engine(self._task)
             config = call(engine.load.remote())
             save_config(self._folder / "config.yaml", config)

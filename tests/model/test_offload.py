@@ -192,8 +192,9 @@ def test_nothing_chosen_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_the_file_has_no_name(tmp_path: Path) -> None:
-    offload(_parts(), CHOSEN, to="disk", folder=tmp_path)
+    weights = offload(_parts(), CHOSEN, to="disk", folder=tmp_path)
     assert list(tmp_path.iterdir()) == []
+    weights.fetch(1)
 
 
 def test_two_models_do_not_meet_in_one_folder(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import ray
 
+from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.service.data import complete_dataset, read_dataset, result_rows
 from rayspec.service.documents import Columns, Document
-from rayspec.service.engine_loop import EngineDeadError
 from rayspec.service.results import ResultRow
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]

@@ -10,9 +10,9 @@ import pytest
 import ray
 
 from rayspec import LLM, SamplingParams, demo
+from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.service.documents import Document
 from rayspec.service.engine_actor import Task, call, death_of, start_engine
-from rayspec.service.engine_loop import EngineDeadError
 from rayspec.service.settings import make_settings
 from rayspec.types import CheckpointError
 

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import pytest
 
 from rayspec.config import SamplingParams
-from rayspec.service.engine_loop import EngineDeadError, EngineLoop
+from rayspec.decode.engine_loop import EngineDeadError, EngineLoop
 from rayspec.types import EmptyPromptError, Request, RequestOutput
 
 WAIT_S = 10.0

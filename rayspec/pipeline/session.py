@@ -1,4 +1,4 @@
-"""Ray for the length of a job: the cluster we are told of, or a private one on this machine."""
+"""Ray for the length of a job or a model: the cluster we are told of, or a private one on this machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import ray
-import ray.data
 
 _MIN_LOCAL_CPUS = 4  # a reservation count, not cores: reading, clients and engine must all fit a small machine
 
@@ -29,7 +28,6 @@ def ray_session() -> Iterator[None]:
             ray.init(logging_level=logging.WARNING)
         else:
             _start_private()
-        _quieten()
         yield
     finally:
         ray.shutdown()
@@ -44,8 +42,3 @@ def _start_private() -> None:
         include_dashboard=False,
         logging_level=logging.ERROR,
     )
-
-
-def _quieten() -> None:
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
-    ray.data.DataContext.get_current().enable_progress_bars = False
