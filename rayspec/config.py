@@ -173,6 +173,19 @@ class ParallelOptions(Options):
         return self.cohorts or (2 * self.stages if self.stages > 1 else 1)
 
 
+class OffloadOptions(Options):
+    """Weights that do not fit the device stay in CPU memory or on disk and are fetched whenever they are needed.
+
+    sublayers: which; numbers of the whole model. Without them `share` of the weights, MLPs from the middle of the model
+    outwards: drafts can best do without those. A draft that skips exactly the offloaded sublayers fetches nothing.
+    """
+
+    to: Literal["cpu", "disk"] = "disk"
+    share: float = Field(0.5, gt=0.0, lt=1.0, description="of the sublayers' bytes, where `sublayers` are not named")
+    sublayers: tuple[int, ...] | None = None
+    folder: str | None = Field(None, description="for the file on disk; None: the system's for temporary files")
+
+
 class EngineConfig(Options):
     """One engine: the model, where it runs, how much it holds at once, how it speculates."""
 
@@ -190,6 +203,7 @@ class EngineConfig(Options):
     kv_cache_tokens: int | None = Field(None, ge=16, description="tokens the KV arena holds; None: from free memory")
     deterministic: bool = Field(False, description="fixed kernel shapes: same tokens in bf16 whatever the batch")
     speculation: SpeculationOptions = SpeculationOptions()
+    offload: OffloadOptions | None = Field(None, description="None: all weights on the device")
     parallel: ParallelOptions | None = Field(None, description="None: the whole model in the engine's own process")
     remeasure: bool = Field(False, description="measure the latency profile anew, even if a saved one fits")
     profile_cache: str | None = Field(None, description="folder of saved latency profiles; None: the user's cache")

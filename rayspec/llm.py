@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import Self
@@ -15,20 +16,26 @@ from rayspec.decode.engine import Engine
 from rayspec.decode.loading import load_engine
 from rayspec.types import ConfigError, EngineStats, Request, RequestError, RequestOutput
 
+if TYPE_CHECKING:
+    from rayspec.pipeline.replicas import Replicas
+
 Prompt = str | Mapping[str, Any]
 Message = Mapping[str, Any]
 
 
 class LLM:
-    """A model and the engine that runs it in this process.
+    """A model and the engine that runs it: in this process, or with `parallel` in shards that are Ray actors.
 
-    model: local folder, hub id, or "demo" for the bundled model. Other options are those of `EngineConfig`.
-    Raises ConfigError and CheckpointError.
+    model: local folder, hub id, or "demo" for the bundled model. Other options are those of `EngineConfig`. With
+    `parallel`, Ray is used as it is running or as RAY_ADDRESS says, and started on this machine otherwise.
+    Raises ConfigError and CheckpointError; with `parallel` also PlacementError and UnsupportedModelError.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
         path = demo.model_path() if model == "demo" else model
-        self.engine: Engine = load_engine(EngineConfig(model=path, **options))
+        config = EngineConfig(model=path, **options)
+        self._resources = ExitStack()
+        self.engine: Engine | Replicas = load_engine(config) if config.parallel is None else self._pipeline(config)
         self._num_requests = 0
 
     @property
@@ -82,7 +89,7 @@ class LLM:
         engine, source = self.engine, iter(requests)
         exhausted = False
         while not exhausted or engine.has_unfinished:
-            while not exhausted and engine.num_unfinished < 2 * engine.config.max_num_seqs:
+            while not exhausted and engine.num_unfinished < engine.num_wanted:
                 request = next(source, None)
                 if request is None:
                     exhausted = True
@@ -96,6 +103,18 @@ class LLM:
     def shutdown(self) -> None:
         """Abort what is running and end the processes that hold the model, where there are any."""
         self.engine.shutdown()
+        self._resources.close()
+
+    def _pipeline(self, config: EngineConfig) -> Engine | Replicas:
+        # Imported here, so that a model in one process never needs Ray.
+        from rayspec.pipeline.loading import load_replicas  # noqa: PLC0415
+        from rayspec.pipeline.session import ray_session  # noqa: PLC0415
+
+        with ExitStack() as resources:
+            resources.enter_context(ray_session())
+            engine = load_replicas(config)
+            self._resources = resources.pop_all()
+        return engine
 
     def __enter__(self) -> Self:
         return self

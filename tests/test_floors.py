@@ -39,7 +39,8 @@ FLOORS = (
     Floor(name="rayspec.decode", below=DECODE, without=NO_RAY),
     # The documents of the demo are plain Python; what makes and changes the model needs torch.
     Floor(name="rayspec.demo", below=frozenset({"rayspec.demo"}), without=NO_RAY),
-    Floor(name="rayspec.llm", below=DECODE | {"rayspec.llm", "rayspec.demo"}, without=NO_RAY),
+    # It leaves the pipeline alone until it is asked for one.
+    Floor(name="rayspec.llm", below=DECODE | {"rayspec.llm", "rayspec.demo", "rayspec.pipeline"}, without=NO_RAY),
     Floor(name="rayspec.pipeline", below=DECODE | {"rayspec.pipeline"}),
     Floor(name="rayspec.service", below=EVERYTHING),
     Floor(name="jobs", below=EVERYTHING | {"jobs"}),

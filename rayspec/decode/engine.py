@@ -113,6 +113,11 @@ class Engine:
     def num_unfinished(self) -> int:
         return len(self._live)
 
+    @property
+    def num_wanted(self) -> int:
+        """Requests that keep it busy."""
+        return 2 * self.config.max_num_seqs
+
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError: the prompt is empty, too long, or not made of this model's tokens."""
         if request.request_id in self._live:

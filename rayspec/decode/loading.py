@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -20,6 +21,7 @@ from rayspec.decode.stages import LocalStages, Stages
 from rayspec.decode.whole_model import WholeModelStages
 from rayspec.model.architecture import Decomposition, decompose, max_positions
 from rayspec.model.kv_arena import KVArena, bytes_per_slot
+from rayspec.model.offload import OffloadedWeights, offload
 from rayspec.model.weights import load_model, load_tokenizer, resolve_device
 from rayspec.planning.latency import LatencyModel
 from rayspec.types import CheckpointError, ConfigError, UnsupportedModelError, no_draft
@@ -43,20 +45,21 @@ def load_engine(config: EngineConfig, *, with_tokenizer: bool = True) -> Engine:
         torch.set_num_threads(config.num_threads)
     device = resolve_device(config.device)
     tokenizer = load_tokenizer(config) if with_tokenizer else None
-    model = load_model(config)
+    model = load_weights(config)
     max_model_len = resolve_max_model_len(config, model.config)
     vocabulary = Vocabulary(size=_vocab_size(model), eos_token_ids=_eos_token_ids(model))
     try:
         parts = decompose(model)
     except UnsupportedModelError as error:
         return _plain_engine(config, model, str(error), vocabulary, max_model_len, tokenizer)
+    offloaded = offload_weights(config, model, parts)
     num_slots = config.kv_cache_tokens or min(config.max_num_seqs * max_model_len, affordable_slots(parts, device))
     rows = bucket_rows(parts) if config.deterministic else None
     arena = KVArena(parts.shapes, num_slots, dtype=parts.dtype, device=device, num_spare=rows or 0)
     runner = Runner(parts, arena, device=device, bucket_rows=rows)
     latency = None
     if config.speculation.strategy == "knapspec":
-        latency = load_or_measure(runner, config.profile_cache, remeasure=config.remeasure)
+        latency = load_or_measure(runner, config.profile_cache, offloaded=offloaded, remeasure=config.remeasure)
     stages = LocalStages(
         runner,
         vocab_size=vocabulary.size,
@@ -80,6 +83,40 @@ def load_engine(config: EngineConfig, *, with_tokenizer: bool = True) -> Engine:
     )
 
 
+def load_weights(config: EngineConfig, *, layers: range | None = None) -> PreTrainedModel:
+    """`load_model`; a model that will be offloaded stays in CPU memory until it is."""
+    return load_model(config if config.offload is None else config.replace(device="cpu"), layers=layers)
+
+
+def offload_weights(config: EngineConfig, model: PreTrainedModel, parts: Decomposition) -> OffloadedWeights | None:
+    """Take off the device what `config.offload` says, of the model or span, and bring the rest there."""
+    options = config.offload
+    if options is None:
+        return None
+    device = resolve_device(config.device)
+    chosen = options.sublayers if options.sublayers is not None else least_needed(parts, options.share)
+    here = [index for index in chosen if parts.sublayers[0].index <= index <= parts.sublayers[-1].index]
+    folder = Path(options.folder) if options.folder is not None else None
+    offloaded = offload(parts, here, to=options.to, device=device, folder=folder)
+    model.to(device)  # type: ignore[arg-type]
+    return offloaded
+
+
+def least_needed(parts: Decomposition, share: float) -> list[int]:
+    """MLP sublayers from the middle of the span outwards, until they hold `share` of its bytes; then attention
+    likewise. What drafts do without best is near the middle (KnapSpec, figure 5)."""
+    middle = (parts.sublayers[0].index + parts.sublayers[-1].index) / 2
+    order = sorted(parts.sublayers, key=lambda sublayer: (sublayer.kind != "mlp", abs(sublayer.index - middle)))
+    sizes = {one.index: sum(weight.nbytes for weight in one.block.parameters()) for one in order}
+    chosen, num_bytes = [], 0
+    for sublayer in order:
+        if num_bytes >= share * sum(sizes.values()):
+            break
+        chosen.append(sublayer.index)
+        num_bytes += sizes[sublayer.index]
+    return sorted(chosen)
+
+
 def _plain_engine(
     config: EngineConfig,
     model: PreTrainedModel,
@@ -90,6 +127,8 @@ def _plain_engine(
 ) -> Engine:
     if config.deterministic:
         raise ConfigError(f"option 'deterministic' needs a model that splits into sublayers: {reason}")
+    if config.offload is not None:
+        raise ConfigError(f"option 'offload' needs a model that splits into sublayers: {reason}")
     logger.warning("speculation is off for this model, which decodes plainly: %s", reason)
     stages: Stages = WholeModelStages(model, vocab_size=vocabulary.size)
     num_slots = config.kv_cache_tokens or config.max_num_seqs * max_model_len

@@ -9,6 +9,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 import transformers
 
 from rayspec.decode.runner import Batch, RowSpan, Runner
+from rayspec.model.offload import OffloadedWeights
 from rayspec.planning.latency import HEAD, OVERHEAD, LatencyModel, Measurement, StaleProfileError
 
 logger = logging.getLogger(__name__)
@@ -26,10 +28,12 @@ _WIDE_ROWS = (1, 8, 32)
 _NUM_REPEATS = 5
 
 
-def load_or_measure(runner: Runner, folder: str | None, *, remeasure: bool = False) -> LatencyModel:
+def load_or_measure(
+    runner: Runner, folder: str | None, *, offloaded: OffloadedWeights | None = None, remeasure: bool = False
+) -> LatencyModel:
     """The model saved for exactly this model, dtype, device, threads and versions. Where there is none, or with
     `remeasure`, it is measured and saved."""
-    key = profile_key(runner)
+    key = profile_key(runner) | {"offloaded": list(offloaded.sublayers) if offloaded else []}
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     path = Path(folder or _user_cache()) / f"latency-{name}.json"
     if not remeasure:
@@ -39,7 +43,7 @@ def load_or_measure(runner: Runner, folder: str | None, *, remeasure: bool = Fal
             pass
         except StaleProfileError as error:
             logger.warning("%s", error)
-    model = measure(runner)
+    model = measure(runner, offloaded)
     try:
         model.save(path, key)
     except OSError as error:
@@ -63,21 +67,35 @@ def profile_key(runner: Runner) -> dict[str, Any]:
     }
 
 
-def measure(runner: Runner, clock: Callable[[], float] = time.perf_counter) -> LatencyModel:
+def measure(
+    runner: Runner,
+    offloaded: OffloadedWeights | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> LatencyModel:
     """The latency model of a whole model on this device; see `measurements`."""
-    return LatencyModel.fit(measurements(runner, clock=clock), runner.parts.curve_names)
+    found = measurements(runner, offloaded, clock=clock)
+    transfer_s = offloaded.transfer_seconds(clock) if offloaded else None
+    return LatencyModel.fit(found, runner.parts.curve_names, transfer_s=transfer_s)
 
 
-@torch.inference_mode()
 def measurements(
-    runner: Runner, *, device: str = "", clock: Callable[[], float] = time.perf_counter
+    runner: Runner,
+    offloaded: OffloadedWeights | None = None,
+    *,
+    device: str = "",
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[Measurement]:
     """Time each kind of sublayer over rows, context and batch, the head, where it is here, over rows, and a forward's
     fixed cost. device: the name the measurements are to carry.
 
     All sublayers of a kind run one after another, as in a forward, so that their weights come from where they come
-    from in use. Uses the arena, which must hold no sequences.
+    from in use; fetching weights that are elsewhere is not timed. Uses the arena, which must hold no sequences.
     """
+    with torch.inference_mode(), offloaded.without_transfers() if offloaded else nullcontext():
+        return _measurements(runner, device, clock)
+
+
+def _measurements(runner: Runner, device: str, clock: Callable[[], float]) -> list[Measurement]:
     names = runner.parts.curve_names
     found = []
     for rows, context, batch_size in _grid(runner.arena.num_slots):

@@ -29,7 +29,7 @@ from rayspec.types import CheckpointError, ConfigError
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_GENERATION = "generation_config.json"
+_CONFIGS = ("config.json", "generation_config.json")  # the second is optional
 # What transformers, huggingface_hub and safetensors raise for files that are not there or not what they should be.
 _LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError)
 
@@ -52,7 +52,7 @@ def load_config(config: EngineConfig) -> PretrainedConfig:
         loaded: PretrainedConfig = AutoConfig.from_pretrained(
             config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
-    except _LOADING_ERRORS as error:
+    except (*_LOADING_ERRORS, TypeError, AttributeError) as error:  # the last two for JSON of another shape
         raise CheckpointError(f"config of model {config.model!r} could not be read: {error}") from error
     return loaded
 
@@ -69,12 +69,12 @@ def vocab_size(config: PretrainedConfig) -> int:
 
 def eos_token_ids(config: EngineConfig) -> tuple[int, ...]:
     """Tokens that end a text: generation_config.json has the word, then config.json. Raises CheckpointError."""
+    of_model = getattr(load_config(config).get_text_config(decoder=True), "eos_token_id", None)
     try:
         eos = GenerationConfig.from_pretrained(config.model, revision=config.revision or "main").eos_token_id
     except OSError:  # most likely there is none, which is fine; transformers makes do without a broken one as well
         eos = None
-    if eos is None:
-        eos = getattr(load_config(config).get_text_config(decoder=True), "eos_token_id", None)
+    eos = of_model if eos is None else eos
     return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
 
 
@@ -193,7 +193,10 @@ def _span_class(
             self.set_submodule(name, nn.Identity())
         held = {name for name, _ in self.named_parameters(remove_duplicate=False)}
         self.all_tied_weights_keys = {k: v for k, v in self.all_tied_weights_keys.items() if {k, v} <= held}
-        self._keys_to_ignore_on_load_unexpected |= {foreign_keys.pattern}
+        self._keys_to_ignore_on_load_unexpected = {
+            *(self._keys_to_ignore_on_load_unexpected or ()),
+            foreign_keys.pattern,
+        }
 
     # transformers looks up a family's key conversions by these names.
     return type(whole.__name__, (whole,), {"__init__": build, "__module__": whole.__module__})
@@ -201,9 +204,10 @@ def _span_class(
 
 def _link_files(config: EngineConfig, folder: Path, foreign_keys: re.Pattern[str]) -> None:
     """Make `folder` a checkpoint of links to the files that hold more than foreign tensors."""
-    generation = _checkpoint_file(config, _GENERATION)
-    if generation is not None:
-        (folder / _GENERATION).symlink_to(generation)
+    for name in _CONFIGS:
+        described = _checkpoint_file(config, name)
+        if described is not None:
+            (folder / name).symlink_to(described)
     weights = _checkpoint_file(config, _WEIGHTS)
     if weights is not None:
         (folder / _WEIGHTS).symlink_to(weights)
@@ -216,13 +220,14 @@ def _link_files(config: EngineConfig, folder: Path, foreign_keys: re.Pattern[str
         )
     content = json.loads(index.read_text())
     wanted = {file for key, file in content["weight_map"].items() if not foreign_keys.match(key)}
-    content["weight_map"] = {key: file for key, file in content["weight_map"].items() if file in wanted}
-    (folder / _INDEX).write_text(json.dumps(content))
+    # Links go by the last part of the name, so that no index can have them made outside of the folder.
+    own = {key: Path(file).name for key, file in content["weight_map"].items() if file in wanted}
+    (folder / _INDEX).write_text(json.dumps(content | {"weight_map": own}))
     for name in sorted(wanted):
         shard = _checkpoint_file(config, name)
         if shard is None:
             raise CheckpointError(f"model {config.model!r} lacks {name}, which {_INDEX} names: fetch it again")
-        (folder / name).symlink_to(shard)
+        (folder / Path(name).name).symlink_to(shard)
 
 
 def _checkpoint_file(config: EngineConfig, name: str) -> Path | None:

@@ -65,8 +65,8 @@ class TensorLink:
     an error that no longer holds, so the link closes itself; join a new one with the peers that are there then. It is
     no process-wide group: others (tensor parallelism) may have theirs.
 
-    With NCCL nothing waits in Python: `send` and `receive` queue work for the GPU. What exceeds the timeout is then ended
-    by PyTorch's watchdog, by default together with the process; `leave` before that, when a peer is known to be dead.
+    With NCCL nothing waits in Python: `send` and `receive` queue work for the GPU. What exceeds the timeout is then
+    ended by PyTorch's watchdog, by default together with the process; `leave` before, once a peer is known to be dead.
     """
 
     def __init__(self, group: ProcessGroup, *, device: torch.device) -> None:
@@ -95,12 +95,10 @@ class TensorLink:
         if backend == "nccl" and not has_nccl:
             raise ConfigError("backend is 'nccl', which needs a GPU and a PyTorch with NCCL; use 'gloo'")
         try:
-            link = cls(
-                _group(backend, _store(address, timeout_s), rank, size, host, timeout_s),
-                device=_device(backend),
-            )
+            group = _group(backend, _store(address, timeout_s), rank, size, host, timeout_s)
         except RuntimeError as error:
             raise TransportError(f"rank {rank} of {size} could not join at {address}: {error}") from error
+        link = cls(group, device=_device(backend))
         link._warm_up()
         return link
 

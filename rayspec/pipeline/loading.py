@@ -17,6 +17,7 @@ from rayspec.model.sizes import model_sizes
 from rayspec.model.weights import eos_token_ids, load_config, load_tokenizer, num_layers, vocab_size
 from rayspec.pipeline.ray_stages import RayStages
 from rayspec.pipeline.replica import Blueprint, Replica
+from rayspec.pipeline.replicas import Replicas
 from rayspec.pipeline.shard import Shard
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.partition import Device, LayerCost, ModelCosts, partition, stage_costs
@@ -26,6 +27,21 @@ logger = logging.getLogger(__name__)
 
 # Loading again costs minutes: shards are cut anew only for a pipeline that is faster by this factor.
 _WORTH_RELOADING = 1.25
+
+
+def load_replicas(config: EngineConfig) -> Engine | Replicas:
+    """An engine over the shards that `config.parallel` asks for, or several of them behind one face. Raises what
+    `load_pipeline` does."""
+    num_replicas = config.parallel.replicas if config.parallel else 1
+    engines: list[Engine] = []
+    try:
+        for _ in range(num_replicas):
+            engines.append(load_pipeline(config))  # noqa: PERF401 - those that were made must be ended
+    except BaseException:
+        for engine in engines:
+            engine.shutdown()
+        raise
+    return engines[0] if num_replicas == 1 else Replicas(engines)
 
 
 def load_pipeline(config: EngineConfig, *, with_tokenizer: bool = True, shard_type: type[Shard] = Shard) -> Engine:

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from rayspec.config import EngineConfig
 from rayspec.decode.head import Head
-from rayspec.decode.loading import affordable_slots, bucket_rows
+from rayspec.decode.loading import affordable_slots, bucket_rows, load_weights, offload_weights
 from rayspec.decode.passes import SpanRunner
 from rayspec.decode.profile import measurements
 from rayspec.decode.runner import Runner
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.kv_arena import KVArena
-from rayspec.model.weights import load_model, resolve_device
+from rayspec.model.weights import resolve_device
 from rayspec.pipeline.messages import (
     Begin,
     Broken,
@@ -122,8 +122,9 @@ class Shard:
         spec = self._spec
         torch.set_num_threads(spec.num_threads)
         self._device = resolve_device(spec.config.device)
-        model = load_model(spec.config, layers=spec.layers)
+        model = load_weights(spec.config, layers=spec.layers)
         self._parts: Decomposition = decompose(model, layers=spec.layers)
+        self._offloaded = offload_weights(spec.config, model, self._parts)
         if meeting_place is not None:
             group = RankGroup(rank=spec.rank, size=spec.num_ranks, address=meeting_place, device=str(self._device))
             group.join(_RANKS_TIMEOUT_S)
@@ -239,12 +240,14 @@ class Shard:
                 num_taps=_num_taps(spec.config),
             )
 
+        num_sublayers = len(self._parts.sublayers)
+
         def measure(epoch: int) -> Measured:
             return Measured(
                 epoch=epoch,
                 names=self._parts.curve_names,
-                measurements=measurements(span.runner, device=spec.name),
-                transfer_s=[0.0] * len(self._parts.sublayers),
+                measurements=measurements(span.runner, self._offloaded, device=spec.name),
+                transfer_s=self._offloaded.transfer_seconds() if self._offloaded else [0.0] * num_sublayers,
             )
 
         return StageWorker(Placed(spec.stage, spec.spans), span, head, measure)

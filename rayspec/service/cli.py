@@ -12,11 +12,11 @@ import typer
 
 import rayspec
 from rayspec import demo
-from rayspec.config import SamplingParams
+from rayspec.config import ParallelOptions, SamplingParams
 from rayspec.service.batch import complete
 from rayspec.service.bench_result import bench_tables, save_bench
 from rayspec.service.documents import Columns, Document, read_documents
-from rayspec.service.latency_table import latency_table
+from rayspec.service.latency_table import latency_table, stage_table
 from rayspec.service.loading import load_llm
 from rayspec.service.options import Asked, with_settings
 from rayspec.service.progress import showing_progress
@@ -110,20 +110,32 @@ def generate(
 
 @app.command()
 @with_settings()
-def profile(asked: Asked) -> None:
+def profile(
+    *,
+    asked: Asked,
+    cluster: Annotated[
+        bool, typer.Option(help="measure the shards and the links of a pipeline: --stages, --tensor")
+    ] = False,
+) -> None:
     """Measure what a forward costs here, sublayer by sublayer; print and save it. Plans are chosen by these numbers.
 
     Nothing else should run meanwhile.
     """
     with clean_exit():
         settings = asked.settings()
-        with load_llm(settings.engine.replace(remeasure=True)) as llm:
+        config = settings.engine.replace(remeasure=True)
+        if cluster and config.parallel is None:
+            config = config.replace(parallel=ParallelOptions())
+        with load_llm(config) as llm:
             if llm.engine.latency is None:
                 raise ConfigError(
                     f"model {settings.engine.model!r} runs with strategy {llm.config.speculation.strategy!r}, which "
                     "needs no profile: use --strategy knapspec, with a model whose layers split into sublayers"
                 )
-            output_console().print(latency_table(llm.engine.latency, max_context=llm.engine.max_model_len))
+            console = output_console()
+            console.print(latency_table(llm.engine.latency, max_context=llm.engine.max_model_len))
+            if config.parallel is not None:
+                console.print(stage_table(llm.engine.latency))
 
 
 @app.command()

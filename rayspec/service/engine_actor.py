@@ -48,9 +48,10 @@ class EngineWorker:
         Raises ConfigError and CheckpointError.
         """
         config = self._task.settings.engine
-        # Ray sets OMP_NUM_THREADS to the actor's num_cpus, which is a reservation and not what the engine should use.
-        threads = config.num_threads or os.cpu_count() or 1
-        self._llm = load_llm(config.replace(num_threads=threads))
+        if config.parallel is None:
+            # Ray sets OMP_NUM_THREADS to the actor's num_cpus, a reservation and not what the engine should use.
+            config = config.replace(num_threads=config.num_threads or os.cpu_count() or 1)
+        self._llm = load_llm(config)
         self._prompts = make_prompts(self._llm, self._task)
         self._loop = EngineLoop(self._llm.engine)
         return self._task.settings.resolved(self._llm.config)
@@ -118,5 +119,8 @@ def death_of(engine: Any) -> EngineDeadError | None:
 
 
 def wants_gpu(config: EngineConfig) -> bool:
+    """In the engine's own process: shards have GPUs of their own."""
     num_gpus: float = ray.cluster_resources().get("GPU", 0)  # type: ignore[no-untyped-call]
+    if config.parallel is not None:
+        return False
     return config.device.startswith("cuda") or (config.device == "auto" and num_gpus >= 1)

@@ -28,3 +28,22 @@ def latency_table(latency: LatencyModel, *, max_context: int) -> Table:
                 end_section=rows == _ROWS[-1],
             )
     return table
+
+
+def stage_table(latency: LatencyModel) -> Table:
+    """What each stage of a pipeline costs, and what a hop between them does."""
+    table = Table(title=f"stages; a hop takes {1000 * latency.hop_s:.3f} ms", title_justify="left")
+    for heading in ("stage", "sublayers", "attention ms", "MLP ms", "8 rows ms", "weight transfer ms"):
+        table.add_column(heading, justify="right")
+    one, eight = (latency.sublayers_s(rows=rows, context=1024, batch=1) for rows in (1, 8))
+    for stage in dict.fromkeys(latency.stages):
+        mine = [index for index, own in enumerate(latency.stages) if own == stage]
+        kinds = [[index for index in mine if index % 2 == parity] for parity in (0, 1)]
+        table.add_row(
+            str(stage),
+            f"{mine[0]}-{mine[-1]}",
+            *(f"{1000 * float(one[kind].sum()):.2f}" for kind in kinds),
+            f"{1000 * float(eight[mine].sum()):.2f}",
+            f"{1000 * sum(latency.transfer_s[index] for index in mine):.2f}",
+        )
+    return table

@@ -14,10 +14,11 @@ import typer
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
+from rayspec.config import EngineConfig, ParallelOptions, SamplingParams, SpeculationOptions
 from rayspec.service.settings import Settings, make_settings
 
-_ENGINE_PANEL, _SPECULATION_PANEL, _SAMPLING_PANEL = "Engine", "Speculation", "Sampling"
+_ENGINE_PANEL, _SPECULATION_PANEL, _PARALLEL_PANEL, _SAMPLING_PANEL = "Engine", "Speculation", "Shards", "Sampling"
+_PANELS = ((EngineConfig, _ENGINE_PANEL), (SpeculationOptions, _SPECULATION_PANEL), (ParallelOptions, _PARALLEL_PANEL))
 _NOT_FLAGS = {"n"}  # a row has one output
 
 
@@ -93,7 +94,7 @@ _FILE_FLAGS = (
 
 
 def _flags(sampling: SamplingParams | None) -> Iterator[inspect.Parameter]:
-    for options, panel in ((EngineConfig, _ENGINE_PANEL), (SpeculationOptions, _SPECULATION_PANEL)):
+    for options, panel in _PANELS:
         for name, info in options.model_fields.items():
             yield from _flag(name, info, info.default, panel)
     if sampling is not None:

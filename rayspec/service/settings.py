@@ -9,11 +9,12 @@ from typing import Any
 
 import yaml
 
-from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
+from rayspec.config import EngineConfig, ParallelOptions, SamplingParams, SpeculationOptions
 from rayspec.types import ConfigError
 
 _SAMPLING = "sampling"
 _SPECULATION = "speculation"
+_PARALLEL = "parallel"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +43,8 @@ def make_settings(
     """Merge what was asked for. Raises ConfigError.
 
     file: YAML with the names of EngineConfig, and those of SamplingParams under "sampling". overrides: "a.b=value", the
-    value as YAML reads it. flags: by name, those of EngineConfig, SpeculationOptions or SamplingParams; None is unset.
-    sampling: what requests are sampled with where nothing else is said.
+    value as YAML reads it. flags: by name, those of EngineConfig, SpeculationOptions, ParallelOptions or
+    SamplingParams; None is unset. sampling: what requests are sampled with where nothing else is said.
     """
     options = _read(file) if file is not None else {}
     for override in overrides:
@@ -62,6 +63,8 @@ def _home(flag: str) -> str:
     """The group that an option of this name lives in; "" is the top."""
     if flag in EngineConfig.model_fields:
         return ""
+    if flag in ParallelOptions.model_fields:
+        return _PARALLEL
     return _SPECULATION if flag in SpeculationOptions.model_fields else _SAMPLING
 
 

@@ -31,7 +31,7 @@ def count_measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     calls: list[int] = []
     fast = measure(_runner(parts_of(checkpoint("llama")), 200))
 
-    def counted(runner: Runner) -> Any:
+    def counted(runner: Runner, *rest: Any) -> Any:
         calls.append(runner.num_sublayers)
         return fast
 

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -71,6 +72,7 @@ def test_spans_hold_the_tensors_of_the_whole_model_and_every_one_is_in_a_span(fa
             span, _ = _stage(family, layers)
             assert not span.training
             assert span.dtype == whole.dtype
+            assert (type(span).__module__, type(span).__name__) == (type(whole).__module__, type(whole).__name__)
             own = _require_same_tensors(span, whole)
             assert {int(name.split(".")[2]) for name in own if name.startswith("model.layers.")} == set(layers)
             seen |= own
@@ -228,6 +230,21 @@ def test_a_missing_file_of_the_span_is_an_error_that_names_it(tmp_path: Path) ->
         load_model(_config(folder), layers=range(1, 2))
 
 
+def test_nothing_is_written_where_an_index_points_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    folder, weight_map = _sharded(tmp_path / "model")
+    for file in set(weight_map.values()):
+        (folder / file).rename(tmp_path / file)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index["weight_map"] = {name: f"../{file}" for name, file in weight_map.items()}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    span = load_model(_config(folder), layers=range(1, 2))
+    _require_same_tensors(span, load_model(_config(checkpoint("qwen2"))))
+    assert list(temporary.iterdir()) == []
+
+
 def test_of_a_hub_id_only_the_spans_files_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, weight_map = _sharded(tmp_path)
     fetched = []
@@ -246,6 +263,19 @@ def test_of_a_hub_id_only_the_spans_files_are_fetched(tmp_path: Path, monkeypatc
     wanted = _files_of(weight_map, range(2, 4)) | {weight_map["model.norm.weight"], weight_map["lm_head.weight"]}
     assert {name for name in fetched if name.startswith("model-")} == wanted
     assert span.config.name_or_path == "some/model"
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_a_span_generates_by_the_checkpoints_rules(file: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint("qwen2"), folder)
+    (folder / "generation_config.json").unlink()
+    values = json.loads((folder / file).read_text()) if file == "config.json" else {}
+    (folder / file).write_text(json.dumps(values | {"eos_token_id": 9}))
+    for layers in (None, range(1, 2)):
+        generation = load_model(_config(folder), layers=layers).generation_config
+        assert generation is not None
+        assert generation.eos_token_id == 9
 
 
 def _changed(tmp_path: Path, change: Callable[[dict[str, Tensor]], Any], family: str = "qwen2") -> Path:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import typer
 from typer.testing import CliRunner
 
-from rayspec.config import EngineConfig, KnapsackOptions, SamplingParams, SpeculationOptions
+from rayspec.config import EngineConfig, KnapsackOptions, ParallelOptions, SamplingParams, SpeculationOptions
 from rayspec.service.options import Asked, with_settings
 from rayspec.service.settings import Settings
 
@@ -30,12 +30,13 @@ def test_flags_become_options_of_the_right_group() -> None:
     settings = settings_of(
         *("--model", "m", "--max-num-seqs", "3", "--strategy", "static", "--skip", "2", "--skip", "5", "--no-gate"),
         *("--temperature", "0.25", "--stop", "a", "--stop", "b", "--set", "speculation.knapsack.max_states=32"),
-        *("--name", "me", "--deterministic"),
+        *("--name", "me", "--deterministic", "--stages", "2", "--layers", "3", "--layers", "1"),
     )
     assert settings.engine == EngineConfig(
         model="m",
         max_num_seqs=3,
         deterministic=True,
+        parallel=ParallelOptions(stages=2, layers=(3, 1)),
         speculation=SpeculationOptions(
             strategy="static", skip=(2, 5), gate=False, knapsack=KnapsackOptions(max_states=32)
         ),
@@ -56,7 +57,7 @@ def test_help_shows_the_defaults_of_the_option_groups() -> None:
 
 def test_every_simple_option_has_a_flag() -> None:
     text = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).output
-    without = {"quantization_config", "speculation", "knapsack", "logit_bias", "n"}
-    for options in (EngineConfig, SpeculationOptions, SamplingParams):
+    without = {"quantization_config", "speculation", "knapsack", "parallel", "offload", "logit_bias", "n"}
+    for options in (EngineConfig, SpeculationOptions, ParallelOptions, SamplingParams):
         for name in options.model_fields.keys() - without:
             assert f"--{name.replace('_', '-')}" in text
