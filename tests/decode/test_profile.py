@@ -32,7 +32,7 @@ def count_measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     fast = measure(_runner(parts_of(checkpoint("llama")), 200))
 
     def counted(runner: Runner, *rest: Any) -> Any:
-        calls.append(runner.num_sublayers)
+        calls.append(runner.last)
         return fast
 
     monkeypatch.setattr(profile, "measure", counted)
