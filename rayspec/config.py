@@ -16,6 +16,7 @@ from rayspec.types import ConfigError
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Strategy = Literal["knapspec", "static", "ar"]
 Verification = Literal["coupled", "rejection"]
+DataPlane = Literal["auto", "frames", "collective"]
 Placement = Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"]
 
 
@@ -158,6 +159,9 @@ class ParallelOptions(Options):
     placement: Placement = Field("PACK", description="how Ray places a replica's shards on nodes")
     cpus_per_shard: float = Field(1.0, ge=0.0, description="Ray CPUs reserved for a shard, and its torch threads")
     gpus_per_shard: float | None = Field(None, ge=0.0, description="None: one on CUDA; less than 1 shares a GPU")
+    data_plane: DataPlane = Field(
+        "auto", description="hidden states in encrypted frames, or by NCCL (gloo on CPU); auto: NCCL between GPUs"
+    )
     max_restarts: int = Field(3, ge=0, description="times a replica is brought back before its requests fail")
     heartbeat_timeout_s: float = Field(10.0, gt=0.0, description="seconds of silence after which a shard is dead")
     start_timeout_s: float = Field(600.0, gt=0.0, description="seconds to place, load and connect all shards")

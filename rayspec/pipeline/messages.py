@@ -31,9 +31,11 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
 
 
 class Connect(Message, frozen=True, kw_only=True):
-    """Engine to everyone: a new epoch with these peers. Forget everything and answer Connected."""
+    """Engine to everyone: a new epoch with these peers. Forget everything and answer Connected. link: where stages
+    meet that send tensors to one another by torch.distributed; "" where they use frames."""
 
     peers: dict[str, str]
+    link: str = ""
 
 
 class Peers(Message, frozen=True, kw_only=True):
@@ -142,9 +144,11 @@ class Failed(Message, frozen=True, kw_only=True):
 
 
 class Broken(Message, frozen=True, kw_only=True):
-    """Anyone to the engine: I have failed and end."""
+    """Anyone to the engine: I have failed and end. A shard that lost touch with others does not end (`ended` False):
+    it waits for a new epoch."""
 
     reason: str
+    ended: bool = True
 
 
 class Beat(Message, frozen=True, kw_only=True):
@@ -282,10 +286,10 @@ class Sought(Message, frozen=True, kw_only=True):
 
 
 class Follow(Message, frozen=True, kw_only=True):
-    """The leader of a tensor-parallel group to its other ranks: what it is about to compute, so that all do.
+    """The leader of a tensor-parallel group to its other ranks: what it is about to compute, so that all do: a pass,
+    an expansion of states by `sublayer`, moves, or measurements. Then it broadcasts states of that shape, if any."""
 
-    work: a pass, with its states as the tensor. seek: an expansion by `sublayer` of the states in the tensor.
-    """
+    shape: Sequence[int] = ()
 
     work: Pass | None = None
     sublayer: int | None = None

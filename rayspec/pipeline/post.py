@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from rayspec.pipeline.collective import TensorLink
 from rayspec.pipeline.messages import AnyMessage, Beat, Connect, Connected, Message, Peers, Stop, decode, encode
 from rayspec.pipeline.transport import Mailbox, Secret, TransportError
 
@@ -17,6 +18,7 @@ ENGINE, COORDINATOR = "engine", "coordinator"
 BEAT_EVERY_S = 0.5
 # A process that has not been spoken to for so long keeps quiet: an idle engine reads no heartbeats.
 _QUIET_AFTER_S = 10.0
+_LINK_TIMEOUT_S = 20.0
 
 
 class NewEpoch(Exception):  # noqa: N818 - an event, not an error
@@ -34,11 +36,23 @@ class Letter:
     tensors: list[Tensor]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """A stage's place among those that exchange tensors. ahead: the ranks of later stages, by name."""
+
+    rank: int
+    size: int
+    ahead: Mapping[str, int]
+
+
 class Post:
     """The mailbox of a shard or the coordinator. Belongs to the thread that made it; the heartbeat has its own."""
 
-    def __init__(self, name: str, secret: Secret, *, host: str) -> None:
+    def __init__(self, name: str, secret: Secret, *, host: str, ranks: Ranks | None = None) -> None:
+        """ranks: for a stage that can send tensors to later ones by torch.distributed, if the engine says so."""
         self.epoch = 0
+        self._host = host
+        self._ranks = ranks
         self._mailbox = Mailbox(name, secret, host=host)
         self._heard_at = time.monotonic()
         self._busy_since: float | None = None
@@ -50,7 +64,9 @@ class Post:
         return self._mailbox.address
 
     def send(self, peer: str, message: Message, tensors: Sequence[Tensor] = ()) -> None:
-        self._mailbox.send(peer, encode(message), tensors)
+        """Tensors must not be written to afterwards."""
+        to_rank = self._ranks.ahead.get(peer) if self._ranks and self._mailbox.link and tensors else None
+        self._mailbox.send(peer, encode(message), tensors, to_rank=to_rank)
 
     def receive(self, timeout_s: float | None = None) -> Letter | None:
         """The next message of this epoch. Raises NewEpoch (which has been answered), Stopped, TransportError."""
@@ -88,6 +104,20 @@ class Post:
         self.send(ENGINE, Connected(epoch=message.epoch))
         if not self._heart.is_alive():
             self._heart.start()
+        self._join(message.link)
+
+    def _join(self, address: str) -> None:
+        if self._mailbox.link is not None:
+            self._mailbox.link.leave()
+            self._mailbox.link = None
+        if address and self._ranks is not None:
+            self._mailbox.link = TensorLink.join(
+                rank=self._ranks.rank,
+                size=self._ranks.size,
+                address=address,
+                host=self._host,
+                timeout_s=_LINK_TIMEOUT_S,
+            )
 
     def _beat(self) -> None:
         while not self._closed.wait(BEAT_EVERY_S):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from rayspec.decode.passes import Pass, SpanRunner
 from rayspec.decode.plan_search import PlanSearch, TappedToken
@@ -18,7 +18,7 @@ from rayspec.decode.scheduler import Move
 from rayspec.pipeline.messages import Follow
 from rayspec.types import RayspecError
 
-Announce = Callable[[Follow, Sequence[Tensor]], None]
+Announce = Callable[[Follow], None]
 
 
 class RanksOutOfStepError(RayspecError):
@@ -36,14 +36,14 @@ class LeadingSpan(SpanRunner):
         self.announce = announce
 
     def run(self, work: Pass, hidden: Tensor | None = None) -> Tensor:
-        self.announce(Follow(epoch=self._epoch(), work=work), [] if hidden is None else [hidden])
+        self.announce(Follow(epoch=self._epoch(), work=work, shape=() if hidden is None else tuple(hidden.shape)))
         try:
-            return super().run(work, hidden)
+            return super().run(work, None if hidden is None else _shared(hidden))
         except RuntimeError as error:
             raise RanksOutOfStepError(str(error)) from error
 
     def move(self, moves: Sequence[Move]) -> None:
-        self.announce(Follow(epoch=self._epoch(), moves=moves), [])
+        self.announce(Follow(epoch=self._epoch(), moves=moves))
         super().move(moves)
 
     def search(self, tokens: Sequence[TappedToken], starts: Sequence[int], next_tokens: Tensor | None) -> PlanSearch:
@@ -51,23 +51,32 @@ class LeadingSpan(SpanRunner):
         run, positions = found.run, [(start, token.position) for start, token in zip(starts, tokens, strict=True)]
 
         def announced(sublayer: int, states: Any) -> Tensor:
-            self.announce(Follow(epoch=self._epoch(), sublayer=sublayer, positions=positions), [states])
-            return run(sublayer, states)
+            shape = tuple(states.shape)
+            self.announce(Follow(epoch=self._epoch(), sublayer=sublayer, positions=positions, shape=shape))
+            return run(sublayer, _shared(states))
 
         found.run = announced  # type: ignore[method-assign]
         return found
 
 
 @torch.inference_mode()
-def follow(span: SpanRunner, message: Follow, tensors: Sequence[Tensor], measure: Callable[[], object]) -> None:
+def follow(span: SpanRunner, message: Follow, measure: Callable[[], object]) -> None:
     """What a rank other than the leader does when something is announced."""
-    device = span.runner.device
+    device, dtype = span.runner.device, span.runner.parts.dtype
+    hidden = _shared(torch.empty(tuple(message.shape), dtype=dtype, device=device)) if message.shape else None
     if message.work is not None:
-        span.run(message.work, tensors[0].to(device) if tensors else None)
+        span.run(message.work, hidden)
     elif message.sublayer is not None:
         nowhere = torch.empty(0, 0, 0, device=device)
-        PlanSearch(span.runner, nowhere, message.positions, None).run(message.sublayer, tensors[0].to(device))
+        PlanSearch(span.runner, nowhere, message.positions, None).run(message.sublayer, hidden)
     elif message.measure:
         measure()
     else:
         span.move(message.moves)
+
+
+def _shared(states: Tensor) -> Tensor:
+    """The leader's states, on every rank."""
+    states = states.contiguous()
+    distributed.broadcast(states, src=0)
+    return states

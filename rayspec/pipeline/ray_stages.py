@@ -15,6 +15,7 @@ from rayspec.decode.plan_search import Found, Knapsack, TappedToken
 from rayspec.decode.rounds import Prefill, Result, Work
 from rayspec.decode.scheduler import Move
 from rayspec.decode.stages import StageLostError, StagesReplacedError
+from rayspec.pipeline.collective import Rendezvous
 from rayspec.pipeline.messages import (
     AnyMessage,
     Beat,
@@ -99,7 +100,9 @@ class RayStages:
         self._lost: StageLostError | None = None
         self.link_s: tuple[float, ...] = ()
         self.recovery_s: list[float] = []
-        self._connect()
+        self._rendezvous: Rendezvous | None = None
+        if silent := self._connect():
+            raise TransportError(f"{', '.join(sorted(silent))} did not answer within {_CONNECT_TIMEOUT_S:.0f} s")
 
     @property
     def num_sublayers(self) -> int:
@@ -168,6 +171,8 @@ class RayStages:
             self._lost = StageLostError("the engine was shut down")
         self.replica.close()
         self._mailbox.close()
+        if self._rendezvous is not None:
+            self._rendezvous.close()
 
     # --- messages ---
 
@@ -205,8 +210,10 @@ class RayStages:
                 self._work.pop(message.work_id).set_exception(OutOfMemoryError(message.reason))
             case Searched():
                 self._conclude(message)
-            case Broken():
+            case Broken() if message.ended:
                 self._bury(sender, f"{sender} has failed: {message.reason}")
+            case Broken():
+                self._recover((), f"{sender} has lost touch: {message.reason}")
 
     def _conclude(self, message: Searched) -> None:
         searching = self._searches.pop(message.search_id, None)
@@ -291,28 +298,31 @@ class RayStages:
         self._fail_searches(reason)
         while (delay_s := self._restarts.next_delay_s()) is not None:
             time.sleep(delay_s)
+            gone = {*names, *self.replica.ends()} - {COORDINATOR}
             try:
-                self.replica.replace(names)
-                self._connect()
+                self.replica.replace(gone)
+                silent = self._connect()
             except (RayspecError, TransportError) as error:
                 logger.warning("it could not be brought back: %s", error)
-                reason = f"{reason}; then: {error}"
-                names = [name for name in self.replica.ends() if name != COORDINATOR]
+                reason, names = f"{reason}; then: {error}", ()
                 continue
-            self.recovery_s.append(time.monotonic() - started)
-            raise StagesReplacedError(reason)
+            if not silent:
+                self.recovery_s.append(time.monotonic() - started)
+                raise StagesReplacedError(reason)
+            reason, names = f"{reason}; then: no answer from {', '.join(sorted(silent))}", silent
         self._lost = StageLostError(f"{reason} (max_restarts is {self.replica.blueprint.options.max_restarts})")
         self.replica.close()
         raise self._lost
 
-    def _connect(self) -> None:
-        """A new epoch in which everyone knows everyone. Raises TransportError, naming who does not answer."""
+    def _connect(self) -> set[str]:
+        """A new epoch in which everyone knows everyone. Returns who does not answer."""
         self._epoch += 1
         peers = self._peers()
         self._mailbox.connect(peers)
+        link = self._open_rendezvous()
         names = set(self.replica.processes)
         for name in names:
-            self._send(name, Connect(epoch=self._epoch, peers=peers))
+            self._send(name, Connect(epoch=self._epoch, peers=peers, link=link))
         deadline = time.monotonic() + _CONNECT_TIMEOUT_S
         while names and time.monotonic() < deadline:
             envelope = self._mailbox.receive(_POLL_S)
@@ -321,9 +331,20 @@ class RayStages:
             message = decode(envelope.header)
             if isinstance(message, Connected) and message.epoch == self._epoch:
                 names.discard(envelope.sender)
-        if names:
-            raise TransportError(f"{', '.join(sorted(names))} did not answer within {_CONNECT_TIMEOUT_S:.0f} s")
         self._pulse.watch(self.replica.processes)
+        return names
+
+    def _open_rendezvous(self) -> str:
+        """Where stages meet that exchange tensors by torch.distributed; "" where they do not."""
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+            self._rendezvous = None
+        blueprint = self.replica.blueprint
+        plane, num_stages = blueprint.options.data_plane, blueprint.options.stages
+        if num_stages == 1 or not (plane == "collective" or (plane == "auto" and blueprint.num_gpus > 0)):
+            return ""
+        self._rendezvous = Rendezvous(node_address())
+        return self._rendezvous.address
 
     def _peers(self) -> dict[str, str]:
         known = {name: process.address for name, process in self.replica.processes.items()}

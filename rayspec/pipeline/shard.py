@@ -34,11 +34,11 @@ from rayspec.pipeline.messages import (
     Usage,
     Used,
 )
-from rayspec.pipeline.post import ENGINE, Letter, NewEpoch, Post, Stopped
+from rayspec.pipeline.post import ENGINE, Letter, NewEpoch, Post, Ranks, Stopped
 from rayspec.pipeline.ranks import LeadingSpan, follow
 from rayspec.pipeline.stage_worker import Placed, StageWorker, stage_name
 from rayspec.pipeline.tensor_parallel import RankGroup, free_address, split_tensor_parallel
-from rayspec.pipeline.transport import Secret, node_address
+from rayspec.pipeline.transport import Secret, TransportError, node_address
 
 # How long a message may wait for others that came later but are due earlier. Rounds come first; a prefill gives way to
 # them for a moment, and a plan search runs in the gaps, yet neither waits for ever.
@@ -67,6 +67,13 @@ class ShardSpec:
     @property
     def name(self) -> str:
         return rank_name(self.stage, self.rank)
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """Of the stages' leaders."""
+        size = len(self.spans)
+        ahead = {stage_name(stage): stage for stage in range(self.stage + 1, size)}
+        return Ranks(rank=self.stage, size=size, ahead=ahead) if self.rank == 0 and size > 1 else None
 
     @property
     def layers(self) -> range:
@@ -143,7 +150,7 @@ class Shard:
 
     def serve(self, num_slots: int) -> None:
         """Ends when told to. Raises whatever goes wrong, after telling the engine."""
-        post = Post(self._spec.name, self._spec.secret, host=node_address())
+        post = Post(self._spec.name, self._spec.secret, host=node_address(), ranks=self._spec.ranks)
         try:
             span = self._make_span(num_slots, post)
             worker = self._make_worker(span)
@@ -166,6 +173,9 @@ class Shard:
             except NewEpoch:  # noqa: PERF203 - once in a while
                 self._inbox.clear()
                 worker.forget()
+            except TransportError as error:
+                self._inbox.clear()
+                post.send(ENGINE, Broken(epoch=post.epoch, reason=str(error), ended=False))
 
     def _serve_epoch(self, post: Post, worker: StageWorker, span: SpanRunner) -> None:
         while True:
@@ -182,12 +192,12 @@ class Shard:
         post.busy(started)
         match letter.message:
             case Follow():
-                follow(span, letter.message, letter.tensors, lambda: measurements(span.runner))
+                follow(span, letter.message, lambda: measurements(span.runner))
             case Usage():
                 post.send(ENGINE, self._usage(post.epoch))
             case message:
                 if isinstance(message, Measure) and isinstance(span, LeadingSpan):
-                    span.announce(Follow(epoch=post.epoch, measure=True), [])
+                    span.announce(Follow(epoch=post.epoch, measure=True))
                 for outgoing in worker.handle(message, letter.tensors):
                     self._send(post, outgoing.peer, outgoing.message, outgoing.tensors)
         post.busy(None)
@@ -219,9 +229,9 @@ class Shard:
             return SpanRunner(runner, num_taps=_num_taps(spec.config))
         followers = [rank_name(spec.stage, rank) for rank in range(1, spec.num_ranks)]
 
-        def announce(message: Follow, tensors: Sequence[Tensor]) -> None:
+        def announce(message: Follow) -> None:
             for name in followers:
-                post.send(name, message, tensors)
+                post.send(name, message)
 
         return LeadingSpan(runner, num_taps=_num_taps(self._spec.config), epoch=lambda: post.epoch, announce=announce)
 
