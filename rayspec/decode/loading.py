@@ -185,7 +185,7 @@ def resolve_max_model_len(config: EngineConfig, model: PretrainedConfig) -> int:
 
 def affordable_slots(parts: Decomposition, device: torch.device) -> int:
     """Tokens whose keys and values fit into a share of the memory that is free now. Raises CheckpointError for none."""
-    free = _free_bytes(device)
+    free = free_bytes(device)
     slot = bytes_per_slot(list(parts.shapes.values()), parts.dtype)
     affordable = int(free * _MEMORY_SHARE[device.type] / slot)
     if affordable < 16:
@@ -193,7 +193,8 @@ def affordable_slots(parts: Decomposition, device: torch.device) -> int:
     return affordable
 
 
-def _free_bytes(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> int:
+    """Of the GPU, or of this machine's memory."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import ray
 import torch
@@ -13,7 +14,7 @@ from transformers import PretrainedConfig
 from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.decode.engine import Engine, Vocabulary
 from rayspec.decode.loading import make_scheduler, make_selector, resolve_max_model_len
-from rayspec.model.sizes import model_sizes
+from rayspec.model.sizes import Quantization, model_sizes
 from rayspec.model.weights import eos_token_ids, load_config, load_tokenizer, num_layers, vocab_size
 from rayspec.pipeline.ray_stages import RayStages
 from rayspec.pipeline.replica import Blueprint, Replica
@@ -58,7 +59,7 @@ def load_pipeline(config: EngineConfig, *, with_tokenizer: bool = True, shard_ty
     blueprint = Blueprint(
         config=config,
         options=options,
-        spans=spans_of(_even_cut(config, options, model)),
+        costs=_costs(config, options, model, max_model_len),
         vocab_size=vocabulary.size,
         hidden_size=model.get_text_config().hidden_size,
         num_slots=config.kv_cache_tokens or config.max_num_seqs * max_model_len,
@@ -82,11 +83,6 @@ def load_pipeline(config: EngineConfig, *, with_tokenizer: bool = True, shard_ty
         tokenizer=tokenizer,
         latency=latency,
     )
-
-
-def spans_of(layers: Sequence[range]) -> tuple[tuple[int, int], ...]:
-    """Sublayers [first, last) of stages that hold these decoder layers."""
-    return tuple((2 * span.start, 2 * span.stop) for span in layers)
 
 
 def balanced_cut(latency: LatencyModel, spans: Sequence[tuple[int, int]]) -> tuple[range, ...] | None:
@@ -122,7 +118,7 @@ def _started(blueprint: Blueprint) -> tuple[RayStages, LatencyModel | None]:
         return stages, None
     try:
         latency = stages.measure()
-        better = balanced_cut(latency, blueprint.spans) if can_be_cut_anew else None
+        better = balanced_cut(latency, stages.replica.spans) if can_be_cut_anew else None
         if better is None:
             return stages, latency
         logger.warning("stages are uneven: loading them again with %s layers", [len(span) for span in better])
@@ -130,7 +126,7 @@ def _started(blueprint: Blueprint) -> tuple[RayStages, LatencyModel | None]:
         stages.shutdown()
         raise
     stages.shutdown()
-    return _started(replace(blueprint, spans=spans_of(better), options=options.replace(layers=_lengths(better))))
+    return _started(replace(blueprint, options=options.replace(layers=tuple(len(span) for span in better))))
 
 
 def _start(blueprint: Blueprint) -> RayStages:
@@ -143,29 +139,46 @@ def _start(blueprint: Blueprint) -> RayStages:
         raise
 
 
-def _even_cut(config: EngineConfig, options: ParallelOptions, model: PretrainedConfig) -> tuple[range, ...]:
-    """By bytes of weights, which is what decoding reads; the layers the user named win."""
+def _costs(config: EngineConfig, options: ParallelOptions, model: PretrainedConfig, max_model_len: int) -> ModelCosts:
+    """Of one rank. Time by bytes of weights, which is what decoding reads; memory with KV cache for one full context at
+    least. What is offloaded takes no memory that is known here."""
     if num_layers(model) < options.stages:
         raise ConfigError(
             f"option 'stages' is {options.stages}, but the model has {num_layers(model)} layers: a stage needs one"
         )
-    dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
-    sizes = model_sizes(model, dtype=dtype, tensor=1)
+    dtype = _dtype_of(config, model)
+    sizes = model_sizes(model, dtype=dtype, quantization=_quantization(config, model), tensor=options.tensor)
 
-    def cost(weight_bytes: int) -> LayerCost:
-        return LayerCost(weight_bytes=0, seconds=(float(weight_bytes),) * options.stages)
+    def cost(weight_bytes: int, kv_bytes: int = 0) -> LayerCost:
+        resident = 0 if config.offload else weight_bytes
+        seconds = (float(weight_bytes),) * options.stages
+        return LayerCost(weight_bytes=resident, kv_bytes=kv_bytes, seconds=seconds)
 
-    costs = ModelCosts(
-        embedding=cost(0),
-        layers=tuple(cost(layer.weight_bytes) for layer in sizes.layers),
-        head=cost(sizes.head_bytes),
+    embedding = replace(cost(sizes.embedding_bytes), seconds=(0.0,) * options.stages)  # a row a token is read
+    return ModelCosts(
+        embedding=embedding,
+        layers=tuple(cost(layer.weight_bytes, layer.kv_bytes_per_token * max_model_len) for layer in sizes.layers),
+        head=cost(sizes.last_stage_bytes(options.stages)),
     )
-    devices = [Device(name=f"stage-{stage}", bytes_free=0) for stage in range(options.stages)]
-    return partition(costs, devices, options.layers)
 
 
-def _lengths(spans: Sequence[range]) -> tuple[int, ...]:
-    return tuple(len(span) for span in spans)
+def _dtype_of(config: EngineConfig, model: PretrainedConfig) -> torch.dtype:
+    """As far as it is known before weights are loaded."""
+    if config.dtype != "auto":
+        return getattr(torch, config.dtype)  # type: ignore[no-any-return]
+    return getattr(model, "dtype", None) or torch.float32
+
+
+def _quantization(config: EngineConfig, model: PretrainedConfig) -> Quantization | None:
+    """What a layer's linears take, by the quantizer's settings: about a byte a weight, or half of one."""
+    settings: Any = config.quantization_config or getattr(model, "quantization_config", None)
+    if settings is None:
+        return None
+    plain: dict[str, Any] = settings if isinstance(settings, dict) else settings.to_dict()
+    if plain.get("dequantize"):
+        return None
+    is_4_bit = plain.get("load_in_4bit") or plain.get("bits") == 4 or "int4" in str(plain.get("quant_type", ""))
+    return "int4" if is_4_bit else "int8"
 
 
 def _gpus_per_shard(config: EngineConfig, options: ParallelOptions) -> float:

@@ -107,10 +107,15 @@ def end_of(process: Process) -> str | None:
     return f"{process.name} has ended"
 
 
-def kill(process: Process) -> None:
-    """At once, frozen or not; returns when it is gone, or after a few seconds."""
+def discard(actor: Any) -> None:
+    """End an actor at once, frozen or not."""
     with contextlib.suppress(RayError):
-        ray.kill(process.actor, no_restart=True)
+        ray.kill(actor, no_restart=True)
+
+
+def kill(process: Process) -> None:
+    """`discard`; returns when the process is gone, or after a few seconds."""
+    discard(process.actor)
     deadline = time.monotonic() + 5.0
     while end_of(process) is None and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -106,7 +106,7 @@ class RayStages:
 
     @property
     def num_sublayers(self) -> int:
-        return self.replica.blueprint.spans[-1][1]
+        return self.replica.spans[-1][1]
 
     def open(self, opening: Opening) -> None:
         self._require_alive()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +12,12 @@ import ray
 
 from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.pipeline.coordinator import Coordinator, CoordinatorSpec
-from rayspec.pipeline.placement import Bundles, Process, end_of, kill, start_beside, wait_for
+from rayspec.pipeline.placement import Bundles, Process, discard, end_of, kill, start_beside, wait_for
 from rayspec.pipeline.post import COORDINATOR
-from rayspec.pipeline.shard import Loaded, Shard, ShardSpec, rank_name
+from rayspec.pipeline.shard import Loaded, Room, Shard, ShardSpec, rank_name
+from rayspec.pipeline.stage_worker import stage_name
 from rayspec.pipeline.transport import Secret
+from rayspec.planning.partition import Device, ModelCosts, partition
 from rayspec.types import RayspecError
 
 logger = logging.getLogger(__name__)
@@ -22,12 +25,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blueprint:
-    """What a replica is to be. spans: sublayers [first, last) of every stage. num_slots: of the KV cache, at most;
-    as many as the smallest shard can hold are made. shard_type: what a shard is, for tests."""
+    """What a replica is to be.
+
+    costs: of the model on one rank, by which its layers are cut into stages, unless `options.layers` says how.
+    num_slots: of the KV cache, at most; as many as the smallest shard can hold are made. shard_type: what a shard is,
+    for tests.
+    """
 
     config: EngineConfig
     options: ParallelOptions
-    spans: tuple[tuple[int, int], ...]
+    costs: ModelCosts
     vocab_size: int
     hidden_size: int
     num_slots: int
@@ -42,7 +49,7 @@ class Blueprint:
         return ShardSpec(
             config=self.config,
             stage=stage,
-            spans=self.spans,
+            num_stages=self.options.stages,
             rank=rank,
             num_ranks=self.options.tensor,
             vocab_size=self.vocab_size,
@@ -53,11 +60,15 @@ class Blueprint:
 
 @dataclass(frozen=True, slots=True)
 class _Starting:
-    """A shard whose weights are being loaded."""
+    """A shard that does not serve yet."""
 
-    name: str
+    stage: int
+    rank: int
     actor: Any
-    loaded: Any
+
+    @property
+    def name(self) -> str:
+        return rank_name(self.stage, self.rank)
 
 
 class Replica:
@@ -70,13 +81,14 @@ class Replica:
         self.coordinator: Process | None = None
         self.loaded: dict[str, Loaded] = {}
         self.num_slots = 0
+        self.spans: tuple[tuple[int, int], ...] = ()
         self._coming: _ComingCoordinator | None = None
         options = blueprint.options
         self._bundles = Bundles(options, num_gpus=blueprint.num_gpus, timeout_s=options.start_timeout_s)
 
     @property
     def num_stages(self) -> int:
-        return len(self.blueprint.spans)
+        return self.blueprint.options.stages
 
     @property
     def processes(self) -> dict[str, Process]:
@@ -113,7 +125,7 @@ class Replica:
             kill(self.coordinator)
             self.coordinator = None
         blueprint = self.blueprint
-        spec = CoordinatorSpec(spans=blueprint.spans, hidden_size=blueprint.hidden_size, secret=self.secret)
+        spec = CoordinatorSpec(spans=self.spans, hidden_size=blueprint.hidden_size, secret=self.secret)
         actor = start_beside(Coordinator, spec)
         self._coming = _ComingCoordinator(actor, actor.serve.remote(), actor.address.remote())
 
@@ -132,35 +144,55 @@ class Replica:
         self.coordinator = None
 
     def _start_stages(self, stages: Sequence[int]) -> None:
-        starting = [one for stage in stages for one in self._load(stage)]
+        """The first time, layers are dealt to the stages by the memory that is there."""
         timeout_s = self.blueprint.options.start_timeout_s
+        starting = [self._begin(stage, rank) for stage in stages for rank in range(self.blueprint.options.tensor)]
         try:
-            loaded = wait_for([one.loaded for one in starting], timeout_s)
-            self.loaded |= {one.name: each for one, each in zip(starting, loaded, strict=True)}
-            self.num_slots = self.num_slots or min(
-                self.blueprint.num_slots, *(each.num_slots for each in self.loaded.values())
-            )
+            if not self.spans:
+                self.spans = self._cut(wait_for([one.actor.room.remote() for one in starting], timeout_s))
+            self._load(starting, timeout_s)
             sentinels = [one.actor.serve.remote(self.num_slots) for one in starting]
             addresses = wait_for([one.actor.address.remote() for one in starting], timeout_s)
         except RayspecError:
             for one in starting:
-                kill(Process(name=one.name, actor=one.actor, sentinel=one.loaded, address=""))
+                discard(one.actor)
             raise
         for one, sentinel, address in zip(starting, sentinels, addresses, strict=True):
             self.shards[one.name] = Process(name=one.name, actor=one.actor, sentinel=sentinel, address=address)
 
-    def _load(self, stage: int) -> list[_Starting]:
-        blueprint, num_ranks = self.blueprint, self.blueprint.options.tensor
-        actors = [
-            self._bundles.start(
-                blueprint.shard_type, blueprint.shard(stage, rank, self.secret), bundle=stage * num_ranks + rank
-            )
-            for rank in range(num_ranks)
+    def _begin(self, stage: int, rank: int) -> _Starting:
+        blueprint = self.blueprint
+        bundle = stage * blueprint.options.tensor + rank
+        actor = self._bundles.start(blueprint.shard_type, blueprint.shard(stage, rank, self.secret), bundle=bundle)
+        return _Starting(stage, rank, actor)
+
+    def _cut(self, rooms: Sequence[Room]) -> tuple[tuple[int, int], ...]:
+        """A stage has the room of its smallest rank; shards in one place share it evenly."""
+        sharing = Counter(room.place for room in rooms)
+        free = [room.bytes_free // sharing[room.place] for room in rooms]
+        num_ranks = self.blueprint.options.tensor
+        devices = [
+            Device(name=stage_name(stage), bytes_free=min(free[stage * num_ranks : (stage + 1) * num_ranks]))
+            for stage in range(self.num_stages)
         ]
-        place = None
-        if num_ranks > 1:
-            (place,) = wait_for([actors[0].meeting_place.remote()], blueprint.options.start_timeout_s)
-        return [_Starting(rank_name(stage, rank), actor, actor.load.remote(place)) for rank, actor in enumerate(actors)]
+        return spans_of(partition(self.blueprint.costs, devices, self.blueprint.options.layers))
+
+    def _load(self, starting: Sequence[_Starting], timeout_s: float) -> None:
+        places: list[str | None] = [None] * len(starting)
+        if self.blueprint.options.tensor > 1:
+            leaders = {one.stage: one.actor.meeting_place.remote() for one in starting if one.rank == 0}
+            met = dict(zip(leaders, wait_for(list(leaders.values()), timeout_s), strict=True))
+            places = [met[one.stage] for one in starting]
+        references = [one.actor.load.remote(self.spans, place) for one, place in zip(starting, places, strict=True)]
+        for one, loaded in zip(starting, wait_for(references, timeout_s), strict=True):
+            self.loaded[one.name] = loaded
+        most = min(loaded.num_slots for loaded in self.loaded.values())
+        self.num_slots = self.num_slots or min(self.blueprint.num_slots, most)
+
+
+def spans_of(layers: Sequence[range]) -> tuple[tuple[int, int], ...]:
+    """Sublayers [first, last) of stages that hold these decoder layers."""
+    return tuple((2 * span.start, 2 * span.stop) for span in layers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rayspec.config import EngineConfig
 from rayspec.decode.head import Head
-from rayspec.decode.loading import affordable_slots, bucket_rows, load_weights, offload_weights
+from rayspec.decode.loading import affordable_slots, bucket_rows, free_bytes, load_weights, offload_weights
 from rayspec.decode.passes import SpanRunner
 from rayspec.decode.profile import measurements
 from rayspec.decode.runner import Runner
@@ -52,12 +52,12 @@ _RANKS_TIMEOUT_S = 600.0
 class ShardSpec:
     """What a shard is to be.
 
-    spans: sublayers [first, last) of every stage. rank: among the `num_ranks` of its stage. num_threads: torch's.
+    rank: among the `num_ranks` of its stage. num_threads: torch's. What it holds is said when it loads.
     """
 
     config: EngineConfig
     stage: int
-    spans: tuple[tuple[int, int], ...]
+    num_stages: int
     rank: int
     num_ranks: int
     vocab_size: int
@@ -71,23 +71,26 @@ class ShardSpec:
     @property
     def ranks(self) -> Ranks | None:
         """Of the stages' leaders."""
-        size = len(self.spans)
+        size = self.num_stages
         ahead = {stage_name(stage): stage for stage in range(self.stage + 1, size)}
         return Ranks(rank=self.stage, size=size, ahead=ahead) if self.rank == 0 and size > 1 else None
 
     @property
-    def layers(self) -> range:
-        first, last = self.spans[self.stage]
-        return range(first // 2, last // 2)
-
-    @property
     def has_head(self) -> bool:
-        return self.stage == len(self.spans) - 1 and self.rank == 0
+        return self.stage == self.num_stages - 1 and self.rank == 0
 
 
 def rank_name(stage: int, rank: int) -> str:
     """The leader of a stage has the stage's name."""
     return stage_name(stage) if rank == 0 else f"{stage_name(stage)}.{rank}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """Memory that is free where a shard is. place: what it shares it with: the other shards of that place."""
+
+    place: str
+    bytes_free: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,13 +127,25 @@ class Shard:
         """Where the ranks of this stage are to meet; for the leader to say."""
         return free_address(node_address())
 
-    def load(self, meeting_place: str | None) -> Loaded:
-        """The ranks of a stage load together. Raises ConfigError, CheckpointError, UnsupportedModelError."""
+    def room(self) -> Room:
+        """Before anything is loaded. Raises ConfigError for a device that is not there."""
+        device = resolve_device(self._spec.config.device)
+        identity = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "memory"
+        return Room(place=f"{node_address()} {identity}", bytes_free=free_bytes(device))
+
+    def load(self, spans: Sequence[tuple[int, int]], meeting_place: str | None) -> Loaded:
+        """spans: sublayers [first, last) of every stage. The ranks of a stage load together, and meet for it.
+
+        Raises ConfigError, CheckpointError, UnsupportedModelError.
+        """
         spec = self._spec
+        self._spans = tuple((first, last) for first, last in spans)
+        first, last = self._spans[spec.stage]
+        layers = range(first // 2, last // 2)
         torch.set_num_threads(spec.num_threads)
         self._device = resolve_device(spec.config.device)
-        model = load_weights(spec.config, layers=spec.layers)
-        self._parts: Decomposition = decompose(model, layers=spec.layers)
+        model = load_weights(spec.config, layers=layers)
+        self._parts: Decomposition = decompose(model, layers=layers)
         self._offloaded = offload_weights(spec.config, model, self._parts)
         if meeting_place is not None:
             group = RankGroup(rank=spec.rank, size=spec.num_ranks, address=meeting_place, device=str(self._device))
@@ -260,7 +275,7 @@ class Shard:
                 transfer_s=self._offloaded.transfer_seconds() if self._offloaded else [0.0] * num_sublayers,
             )
 
-        return StageWorker(Placed(spec.stage, spec.spans), span, head, measure)
+        return StageWorker(Placed(spec.stage, self._spans), span, head, measure)
 
 
 def _patience_s(message: Message) -> float:

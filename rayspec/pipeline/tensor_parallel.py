@@ -34,7 +34,7 @@ from rayspec.types import ConfigError, UnsupportedModelError
 
 logger = logging.getLogger(__name__)
 
-_OPTION = "tensor_parallel_size"
+_OPTION = "tensor"
 _NUM_CHECK_TOKENS = 10
 # Small against what a block adds, which does not shrink with its normalised input: the residual hides no mistake.
 _CHECK_SCALE = 1e-2

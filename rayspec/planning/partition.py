@@ -151,11 +151,11 @@ def _pinned_spans(pinned: Sequence[int], *, num_layers: int, num_stages: int) ->
     shown = ",".join(map(str, pinned))
     if len(pinned) != num_stages:
         raise ConfigError(
-            f"option 'pin' is {shown}: it has {len(pinned)} numbers for {num_stages} stages; give each one"
+            f"option 'layers' is {shown}: it has {len(pinned)} numbers for {num_stages} stages; give each one"
         )
     if min(pinned) < 1 or sum(pinned) != num_layers:
         raise ConfigError(
-            f"option 'pin' is {shown}, {sum(pinned)} layers in all: the model has {num_layers}, and each stage at "
+            f"option 'layers' is {shown}, {sum(pinned)} layers in all: the model has {num_layers}, and each stage at "
             "least 1"
         )
     ends = np.cumsum(pinned).tolist()

@@ -195,7 +195,7 @@ def placement(
     concurrency: Annotated[int, typer.Option(help="sequences at once, for the KV cache")] = 32,
     quantization: Annotated[str | None, typer.Option(help="of the layers' linears: fp8, int8, int4")] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16")] = "auto",
-    pin: Annotated[str | None, typer.Option(help="layers of each stage, as 20,30,30")] = None,
+    layers: Annotated[str | None, typer.Option(help="layers of each stage, as 20,30,30")] = None,
     json: Annotated[Path | None, typer.Option(help="file to write the numbers to")] = None,
 ) -> None:
     """Say which layers go on which GPUs, what fits, and how fast a decode step could be. Needs no GPU.
@@ -220,7 +220,7 @@ def placement(
             concurrency=concurrency,
             quantization=quantization,
             dtype=dtype,
-            pin=pin,
+            layers=layers,
         )
         found = place(load_config(str(demo.model_path()) if model == "demo" else model), options)
         output_console().print(placement_table(found), highlight=False)

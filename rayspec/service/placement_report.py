@@ -88,9 +88,9 @@ class PlacementOptions(Options):
     concurrency: int = Field(32, ge=1)
     quantization: Quantization | None = None
     dtype: DType = "auto"
-    pin: tuple[int, ...] | None = None
+    layers: tuple[int, ...] | None = None
 
-    @field_validator("pin", mode="before")
+    @field_validator("layers", mode="before")
     @classmethod
     def _numbers_with_commas(cls, value: Any) -> Any:
         return value.split(",") if isinstance(value, str) else value
@@ -141,7 +141,7 @@ def place(config: PretrainedConfig, options: PlacementOptions) -> Placement:
     spread = devices
     if bytes_missing(costs, devices):
         spread = [replace(device, bytes_free=costs.total_bytes) for device in devices]
-    stages = stage_costs(costs, devices, partition(costs, spread, options.pin))
+    stages = stage_costs(costs, devices, partition(costs, spread, options.layers))
     return Placement(
         options=options,
         dtype=str(dtype).removeprefix("torch."),
@@ -238,7 +238,7 @@ def _num_stages(
     sizes: ModelSizes, groups: Sequence[tuple[Device, float]], options: PlacementOptions
 ) -> tuple[int, str]:
     """How many, and a sentence about it."""
-    asked = options.stages if options.stages is not None or options.pin is None else len(options.pin)
+    asked = options.stages if options.stages is not None or options.layers is None else len(options.layers)
     if asked is not None:
         if asked > len(groups):
             raise ConfigError(

@@ -299,7 +299,7 @@ def test_a_model_that_no_method_splits_is_refused_unharmed(reports: Reports, pla
     for report in reports:
         found = report["refused"][plan]
         assert message in found["message"]
-        assert "set option 'tensor_parallel_size' to 1" in found["message"]
+        assert "set option 'tensor' to 1" in found["message"]
         assert found["unharmed"]
 
 
@@ -317,7 +317,7 @@ def test_ranks_that_left_can_meet_again(reports: Reports) -> None:
 
 def test_heads_that_do_not_divide_are_an_error_of_the_option() -> None:
     model, parts = _copy(checkpoint("qwen3"))
-    with pytest.raises(ConfigError, match=r"'tensor_parallel_size' is 2, .* the 1 key-value heads of qwen3"):
+    with pytest.raises(ConfigError, match=r"'tensor' is 2, .* the 1 key-value heads of qwen3"):
         split_tensor_parallel(model, parts, RankGroup(rank=0, size=2, address=free_address()))
 
 

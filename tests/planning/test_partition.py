@@ -153,8 +153,8 @@ def test_pinned_layers_win_and_only_report_what_is_missing() -> None:
 @pytest.mark.parametrize(
     ("pinned", "message"),
     [
-        ([8], "'pin' is 8: it has 1 numbers for 2 stages"),
-        ([4, 5], "'pin' is 4,5, 9 layers in all: the model has 8"),
+        ([8], "'layers' is 8: it has 1 numbers for 2 stages"),
+        ([4, 5], "'layers' is 4,5, 9 layers in all: the model has 8"),
         ([8, 0], "each stage at least 1"),
         ([9, -1], "each stage at least 1"),
         ([], "0 numbers for 2 stages"),

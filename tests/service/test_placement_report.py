@@ -119,12 +119,12 @@ def test_some_memory_is_reserved() -> None:
 
 
 def test_pinned_layers_win_even_where_they_do_not_fit() -> None:
-    found = placed(LLAMA_70B, "4xH200", pin="70,10", concurrency=1)
+    found = placed(LLAMA_70B, "4xH200", layers="70,10", concurrency=1)
     assert num_layers(found) == [70, 10]
     assert found.choice == "2 stages as asked"
-    assert not placed(LLAMA_70B, "4xH100", pin="70,10", concurrency=1).fits
-    with pytest.raises(ConfigError, match="'pin' is 70,10: it has 2 numbers for 3 stages"):
-        placed(LLAMA_70B, "4xH200", pin="70,10", stages=3)
+    assert not placed(LLAMA_70B, "4xH100", layers="70,10", concurrency=1).fits
+    with pytest.raises(ConfigError, match="'layers' is 70,10: it has 2 numbers for 3 stages"):
+        placed(LLAMA_70B, "4xH200", layers="70,10", stages=3)
 
 
 def test_gpus_are_listed_in_order() -> None:
@@ -155,8 +155,8 @@ def test_an_unknown_gpu_lists_the_known_ones(spec: str) -> None:
         ({"concurrency": 0}, "'concurrency' is 0"),
         ({"quantization": "fp9"}, "did you mean 'fp8'"),
         ({"dtype": "bf16"}, "'dtype' is 'bf16'"),
-        ({"pin": "40,x"}, "'pin.1' is 'x'"),
-        ({"pin": "40,30"}, "70 layers in all: the model has 80"),
+        ({"layers": "40,x"}, "'layers.1' is 'x'"),
+        ({"layers": "40,30"}, "70 layers in all: the model has 80"),
     ],
 )
 def test_wrong_options_say_so(options: dict[str, Any], message: str) -> None:

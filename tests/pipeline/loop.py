@@ -1,0 +1,355 @@
+"""A whole replica in one thread: the real shards, coordinator and engine's end, over mailboxes that deliver at random.
+
+Every message is encoded and decoded. Between two mailboxes order is kept, as it is in the real ones; of all the links
+that have something to deliver, a seeded generator chooses. What died stays silent until the replica replaces it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from rayspec.config import EngineConfig, ParallelOptions
+from rayspec.decode.engine import Engine, Vocabulary
+from rayspec.decode.passes import Pass
+from rayspec.decode.scheduler import Scheduler
+from rayspec.decode.selection.base import FixedPlan, Selector, Situation
+from rayspec.model.architecture import Decomposition, decompose
+from rayspec.model.weights import load_model
+from rayspec.pipeline import post as post_module
+from rayspec.pipeline import ray_stages as ray_stages_module
+from rayspec.pipeline.coordinator import Coordinator, CoordinatorSpec
+from rayspec.pipeline.messages import AnyMessage, Forward, decode
+from rayspec.pipeline.post import COORDINATOR, ENGINE, NewEpoch, Post
+from rayspec.pipeline.ray_stages import RayStages
+from rayspec.pipeline.replica import spans_of
+from rayspec.pipeline.shard import Shard, ShardSpec
+from rayspec.pipeline.stage_worker import stage_name
+from rayspec.pipeline.transport import Envelope, Secret
+from rayspec.planning.acceptance import DraftWhileWorth
+from rayspec.planning.calibration import CalibrationCurve
+from rayspec.types import no_draft
+from tests.engines import RandomPlans
+from tests.families import VOCAB_SIZE
+
+SECRET = Secret.generate()
+NUM_LAYERS = 4
+HIDDEN_SIZE = 64
+
+
+@cache
+def span_parts(path: str, first: int, last: int) -> Decomposition:
+    """Decoder layers [first, last) of the checkpoint, as a shard loads them."""
+    layers = range(first, last)
+    config = EngineConfig(model=path, dtype="float32", device="cpu")
+    return decompose(load_model(config, layers=layers), layers=layers)
+
+
+def cut(num_stages: int, num_layers: int = NUM_LAYERS) -> tuple[tuple[int, int], ...]:
+    """Sublayers of stages as even as can be, the longer ones last."""
+    ends = [num_layers * stage // num_stages for stage in range(num_stages + 1)]
+    return spans_of([range(first, last) for first, last in zip(ends, ends[1:], strict=False)])
+
+
+class TravellingPlans(RandomPlans):
+    """`RandomPlans` whose rule of drafting can be sent to another process."""
+
+    def keep_drafting(self, situation: Situation) -> DraftWhileWorth | None:
+        if self._rng.random() < 0.5:
+            return None
+        curve = CalibrationCurve(confidence=(0.0, 1.0), excess=(0.0, 0.0))
+        rate = self._rng.random()
+        return DraftWhileWorth(curve=curve, usual=0.8, rate=rate, step_s=0.1, row_s=0.3 * self._rng.random())
+
+
+@dataclass
+class Loop:
+    """Links between mailboxes, and who reads them."""
+
+    rng: random.Random
+    links: dict[tuple[str, str], deque[Envelope]] = field(default_factory=dict)
+    readers: dict[str, Callable[[], None]] = field(default_factory=dict)
+    boxes: dict[str, LoopMailbox] = field(default_factory=dict)
+    delivered: list[tuple[str, AnyMessage]] = field(default_factory=list)
+    waiting: set[str] = field(default_factory=set)
+
+    def put(self, sender: str, peer: str, header: bytes, tensors: Sequence[Tensor]) -> None:
+        envelope = Envelope(sender=sender, address=sender, header=header, tensors=[t.clone() for t in tensors])
+        self.links.setdefault((sender, peer), deque()).append(envelope)
+
+    def advance(self, reader: str) -> bool:
+        """Deliver one message to anybody, `reader` being the one who waits. False: there is none."""
+        possible = [
+            link for link, waiting in self.links.items() if waiting and (link[1] == reader or self._can_read(link[1]))
+        ]
+        if not possible:
+            return False
+        link = self.rng.choice(possible)
+        envelope = self.links[link].popleft()
+        self.delivered.append((link[1], decode(envelope.header)))
+        self.boxes[link[1]].inbox.append(envelope)
+        if link[1] != reader:
+            self.waiting.add(link[1])
+            self.readers[link[1]]()
+            self.waiting.discard(link[1])
+        return True
+
+    def lose(self, name: str) -> None:
+        """The process is gone, with all that was sent to it. What it has sent arrives nevertheless."""
+        self.readers.pop(name, None)
+        for link in [link for link in self.links if link[1] == name]:
+            del self.links[link]
+
+    def _can_read(self, name: str) -> bool:
+        return name in self.readers and name not in self.waiting
+
+
+class LoopMailbox:
+    """`Mailbox` over a loop. A reader who waits makes the others go on meanwhile."""
+
+    def __init__(self, loop: Loop, name: str) -> None:
+        self.address = f"loop://{name}"
+        self.link = None
+        self.inbox: deque[Envelope] = deque()
+        self._loop, self._name = loop, name
+        self._peers: set[str] = set()
+        loop.boxes[name] = self
+
+    def connect(self, peers: Mapping[str, str]) -> None:
+        self._peers = set(peers)
+
+    def send(self, peer: str, header: bytes, tensors: Sequence[Tensor] = (), *, to_rank: int | None = None) -> None:
+        assert to_rank is None
+        assert peer in self._peers, f"{self._name} knows no {peer}"
+        if peer == ENGINE or peer in self._loop.readers:
+            self._loop.put(self._name, peer, header, tensors)
+
+    def receive(self, timeout_s: float | None = None) -> Envelope | None:
+        may_wait = self._name in {ENGINE, COORDINATOR}
+        while not self.inbox and may_wait and self._loop.advance(self._name):
+            pass
+        if self.inbox:
+            return self.inbox.popleft()
+        if self._name == COORDINATOR and (timeout_s is None or timeout_s > 1):
+            raise NewEpoch  # whom it waits for is dead: as soon as the engine has noticed there is a new epoch
+        return None
+
+    def close(self) -> None:
+        pass
+
+
+class _LoopPost(Post):
+    """Without heartbeats: the loop has no time."""
+
+    def _beat(self) -> None:
+        self._closed.wait()
+
+
+class LoopShard(Shard):
+    """A shard that handles what has come in, and returns."""
+
+    def __init__(self, spec: ShardSpec, spans: tuple[tuple[int, int], ...], num_slots: int) -> None:
+        super().__init__(spec)
+        self._spans = spans
+        self._device = torch.device("cpu")
+        self._offloaded = None
+        first, last = spans[spec.stage]
+        self._parts = span_parts(spec.config.model, first // 2, last // 2)
+        self.post = _LoopPost(spec.name, SECRET, host="", ranks=spec.ranks)
+        self.span = self._make_span(num_slots, self.post)
+        self._worker = self._make_worker(self.span)
+
+    @property
+    def head(self) -> Any:
+        return self._worker._head
+
+    def step(self) -> None:
+        try:
+            while (letter := self.post.receive(0.0)) is not None:
+                self._work(self.post, self._worker, self.span, letter)
+            while self._inbox:
+                self._work(self.post, self._worker, self.span, self._inbox.pop(0).letter)
+        except NewEpoch:
+            self._inbox.clear()
+            self._worker.forget()
+
+
+@dataclass
+class _Process:
+    name: str
+    address: str
+
+
+@dataclass
+class _Blueprint:
+    config: EngineConfig
+    options: ParallelOptions
+    num_gpus: float = 0.0
+
+
+class LoopReplica:
+    """`Replica` over a loop."""
+
+    def __init__(
+        self, loop: Loop, blueprint: _Blueprint, spans: tuple[tuple[int, int], ...], num_slots: int
+    ) -> None:
+        self.blueprint = blueprint
+        self.spans = spans
+        self.secret = SECRET
+        self.loop = loop
+        self.num_slots = num_slots
+        self.shards: dict[str, _Process] = {}
+        self.parts: dict[str, LoopShard] = {}
+        self.coordinator: _Process | None = None
+        self.dead: dict[str, str] = {}
+        self.num_replaced = 0
+        self._posts: list[Post] = []
+        self._coming = False
+        self._start(range(self.num_stages))
+        self.begin_coordinator()
+        self.coordinator_ready()
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.spans)
+
+    @property
+    def processes(self) -> dict[str, _Process]:
+        return self.shards | ({COORDINATOR: self.coordinator} if self.coordinator else {})
+
+    def kill(self, name: str) -> None:
+        self.loop.lose(name)
+        self.dead[name] = f"{name} was killed"
+
+    def ends(self) -> dict[str, str]:
+        return {name: reason for name, reason in self.dead.items() if name in self.processes}
+
+    def replace(self, names: Collection[str]) -> None:
+        for name in names:
+            self.loop.lose(name)
+            del self.shards[name]
+        self.num_replaced += len(names)
+        self._start([stage for stage in range(self.num_stages) if stage_name(stage) not in self.shards])
+
+    def begin_coordinator(self) -> None:
+        self.loop.lose(COORDINATOR)
+        self.coordinator, self._coming = None, True
+
+    def coordinator_ready(self, timeout_s: float = 0.0) -> bool:
+        if not self._coming:
+            return False
+        self._coming = False
+        spec = CoordinatorSpec(spans=self.spans, hidden_size=HIDDEN_SIZE, secret=SECRET)
+        coordinator, post = Coordinator(spec), _LoopPost(COORDINATOR, SECRET, host="")
+        self._posts.append(post)
+        self.coordinator = _Process(COORDINATOR, post.address)
+        self.loop.readers[COORDINATOR] = lambda: coordinator._serve_one(post)
+        self.dead.pop(COORDINATOR, None)
+        return True
+
+    def close(self) -> None:
+        for post in self._posts:
+            post.close()
+
+    def _start(self, stages: Sequence[int]) -> None:
+        for stage in stages:
+            spec = ShardSpec(
+                config=self.blueprint.config,
+                stage=stage,
+                num_stages=self.num_stages,
+                rank=0,
+                num_ranks=1,
+                vocab_size=VOCAB_SIZE,
+                num_threads=1,
+                secret=SECRET,
+            )
+            shard = LoopShard(spec, self.spans, self.num_slots)
+            self._posts.append(shard.post)
+            self.parts[spec.name] = shard
+            self.shards[spec.name] = _Process(spec.name, shard.post.address)
+            self.loop.readers[spec.name] = shard.step
+            self.dead.pop(spec.name, None)
+
+
+@dataclass
+class LoopEngine:
+    """An engine over a loop, and what it is made of."""
+
+    engine: Engine
+    replica: LoopReplica
+    loop: Loop
+
+    def require_clean(self) -> None:
+        """Nothing is kept for sequences or rounds that are over."""
+        last = self.replica.parts[stage_name(self.replica.num_stages - 1)]
+        unsaid = self.engine._stages._closings  # said with the next work
+        assert last.head.num_open == len(unsaid)
+        for shard in self.replica.parts.values():
+            assert not shard._worker._scripts
+            assert not shard.span._held
+
+    def passes_seen(self, stage: int) -> list[Pass]:
+        return [
+            message.work
+            for name, message in self.loop.delivered
+            if name == stage_name(stage) and isinstance(message, Forward)
+        ]
+
+
+@contextmanager
+def loop_engine(
+    path: str,
+    num_stages: int,
+    selector: Selector | None = None,
+    *,
+    seed: int = 0,
+    eos: Sequence[int] = (),
+    verification: str = "coupled",
+    max_draft_tokens: int = 6,
+    max_restarts: int = 3,
+    kv_cache_tokens: int = 4096,
+    **options: Any,
+) -> Iterator[LoopEngine]:
+    """No selector: plain decoding. Dead shards are noticed at once."""
+    loop = Loop(random.Random(seed))
+    config = EngineConfig(
+        model=path,
+        dtype="float32",
+        device="cpu",
+        max_model_len=1024,
+        kv_cache_tokens=kv_cache_tokens,
+        parallel={"stages": num_stages, "max_restarts": max_restarts},
+        speculation={"verification": verification},
+        **options,
+    )
+    with ExitStack() as stack:
+        mailbox = lambda name, secret, host: LoopMailbox(loop, name)  # noqa: E731
+        stack.enter_context(patch.object(post_module, "Mailbox", mailbox))
+        stack.enter_context(patch.object(ray_stages_module, "Mailbox", mailbox))
+        stack.enter_context(patch.object(ray_stages_module, "_CHECK_EVERY_S", 0.0))
+        replica = LoopReplica(loop, _Blueprint(config, config.parallel), cut(num_stages), kv_cache_tokens)
+        stack.callback(replica.close)
+        engine = Engine(
+            config,
+            stages=RayStages(replica),
+            scheduler=Scheduler(
+                kv_cache_tokens,
+                max_num_seqs=config.max_num_seqs,
+                max_prefill_tokens=config.max_num_batched_tokens,
+                lookahead=max_draft_tokens,
+                num_cohorts=config.parallel.num_cohorts,
+            ),
+            selector=selector or FixedPlan(no_draft(2 * NUM_LAYERS, "ar")),
+            vocabulary=Vocabulary(size=VOCAB_SIZE, eos_token_ids=tuple(eos)),
+            max_model_len=1024,
+        )
+        yield LoopEngine(engine, replica, loop)
