@@ -27,6 +27,7 @@ from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.weights import load_model
 from rayspec.pipeline import post as post_module
 from rayspec.pipeline import ray_stages as ray_stages_module
+from rayspec.pipeline import recovery as recovery_module
 from rayspec.pipeline.coordinator import Coordinator, CoordinatorSpec
 from rayspec.pipeline.messages import AnyMessage, Forward, decode
 from rayspec.pipeline.post import COORDINATOR, ENGINE, NewEpoch, Post
@@ -81,6 +82,7 @@ class Loop:
     boxes: dict[str, LoopMailbox] = field(default_factory=dict)
     delivered: list[tuple[str, AnyMessage]] = field(default_factory=list)
     waiting: set[str] = field(default_factory=set)
+    chaos: Callable[[], None] | None = None
 
     def put(self, sender: str, peer: str, header: bytes, tensors: Sequence[Tensor]) -> None:
         envelope = Envelope(sender=sender, address=sender, header=header, tensors=[t.clone() for t in tensors])
@@ -88,6 +90,8 @@ class Loop:
 
     def advance(self, reader: str) -> bool:
         """Deliver one message to anybody, `reader` being the one who waits. False: there is none."""
+        if self.chaos is not None and reader == ENGINE:
+            self.chaos()
         possible = [
             link for link, waiting in self.links.items() if waiting and (link[1] == reader or self._can_read(link[1]))
         ]
@@ -315,7 +319,7 @@ def loop_engine(
     eos: Sequence[int] = (),
     verification: str = "coupled",
     max_draft_tokens: int = 6,
-    max_restarts: int = 3,
+    max_restarts: int = 100,
     kv_cache_tokens: int = 4096,
     **options: Any,
 ) -> Iterator[LoopEngine]:
@@ -336,6 +340,8 @@ def loop_engine(
         stack.enter_context(patch.object(post_module, "Mailbox", mailbox))
         stack.enter_context(patch.object(ray_stages_module, "Mailbox", mailbox))
         stack.enter_context(patch.object(ray_stages_module, "_CHECK_EVERY_S", 0.0))
+        stack.enter_context(patch.object(ray_stages_module, "_CONNECT_TIMEOUT_S", 0.2))
+        stack.enter_context(patch.object(recovery_module, "_FIRST_DELAY_S", 0.0))
         replica = LoopReplica(loop, _Blueprint(config, config.parallel), cut(num_stages), kv_cache_tokens)
         stack.callback(replica.close)
         engine = Engine(

@@ -3,28 +3,291 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from tests.engines import complete, require_idle, tokens_of
-from tests.families import FAMILIES, Cases, cases, checkpoint
-from tests.pipeline.loop import TravellingPlans, loop_engine
+from rayspec.config import SamplingParams
+from rayspec.decode.passes import Pass
+from rayspec.decode.stages import StageLostError
+from rayspec.pipeline.messages import Failed
+from rayspec.pipeline.post import COORDINATOR, ENGINE
+from rayspec.pipeline.stage_worker import Placed, stage_name
+from rayspec.types import OutOfMemoryError, Plan
+from tests.engines import GREEDY, complete, engine_with, finish, require_idle, requests_for, tokens_of
+from tests.families import FAMILIES, Cases, cases, checkpoint, parts_of
+from tests.pipeline.loop import NUM_LAYERS, LoopEngine, TravellingPlans, cut, loop_engine
 
 LENGTHS = (1, 60, 37, 3, 25, 12, 70)
 MAX_TOKENS = 24
+NUM_SUBLAYERS = 2 * NUM_LAYERS
 
 
-def _cases(family: str) -> Cases:
+def known_cases(family: str = "llama") -> Cases:
     return cases(checkpoint(family), LENGTHS, MAX_TOKENS)
+
+
+def plans(seed: int) -> TravellingPlans:
+    return TravellingPlans(seed, NUM_SUBLAYERS)
 
 
 @pytest.mark.parametrize("verification", ["coupled", "rejection"])
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
 def test_greedy_equals_generate(family: str, num_stages: int, verification: str) -> None:
-    known = _cases(family)
-    selector = TravellingPlans(num_stages, 8)
-    with loop_engine(checkpoint(family), num_stages, selector, verification=verification) as run:
-        assert tokens_of(complete(run.engine, known.prompts)) == known.expected
+    known, selector = known_cases(family), plans(num_stages)
+    with loop_engine(checkpoint(family), num_stages, selector, verification=verification, seed=num_stages) as run:
+        for _ in range(2):
+            assert tokens_of(complete(run.engine, known.prompts)) == known.expected
         run.require_clean()
         assert 0 < run.engine.stats.num_accepted_tokens < run.engine.stats.num_draft_tokens
+        assert selector.num_searches > 0
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in {"llama", "gemma2", "qwen3_moe"}])
+def test_every_family_can_be_cut(family: str) -> None:
+    known = known_cases(family)
+    with loop_engine(checkpoint(family), 3, plans(5), max_num_batched_tokens=32) as run:
+        assert tokens_of(complete(run.engine, known.prompts)) == known.expected
+        run.require_clean()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_preempted_and_moved_sequences_keep_their_tokens(seed: int) -> None:
+    known = known_cases()
+    options: dict[str, Any] = {"kv_cache_tokens": 150, "max_num_batched_tokens": 16, "max_num_seqs": 6}
+    with loop_engine(checkpoint("llama"), 2 + seed % 2, plans(seed), seed=seed, **options) as run:
+        outputs = complete(run.engine, known.prompts)
+        assert tokens_of(outputs) == known.expected
+        run.require_clean()
+        assert sum(output.metrics.num_preemptions for output in outputs) == run.engine.stats.num_preemptions > 0
+
+
+def test_moves_happen_in_every_stage() -> None:
+    """A fair share that is too small makes sequences move when they grow."""
+    known = known_cases()
+    options: dict[str, Any] = {"kv_cache_tokens": 512, "max_num_seqs": 7}
+    with loop_engine(checkpoint("llama"), 3, plans(1), **options) as run:
+        run.engine._scheduler._fair_share = 1
+        assert tokens_of(complete(run.engine, known.prompts)) == known.expected
+        moved = [name for name, message in run.loop.delivered if type(message).__name__ == "Moves"]
+        assert len(moved) > 0
+        assert {stage_name(stage) for stage in range(3)} == set(moved)
+
+
+SAMPLING: dict[str, dict[str, Any]] = {
+    "penalties": {"temperature": 0.9, "presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.3},
+    "bias": {"temperature": 1.0, "logit_bias": {5: 4.0, 17: -100.0, 40: 2.5}},
+    "held back": {"temperature": 1.3, "top_k": 40, "min_p": 0.02, "min_tokens": 8, "stop_token_ids": tuple(range(90))},
+    "many": {"temperature": 1.0, "n": 3, "logprobs": 4},
+}
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+def test_with_a_seed_the_text_is_that_of_one_process(name: str) -> None:
+    prompts = known_cases("qwen2").prompts[-4:]
+    params = [SamplingParams(max_tokens=20, seed=1000 + index, **SAMPLING[name]) for index in range(len(prompts))]
+    plain = complete(engine_with(parts_of(checkpoint("qwen2"))), prompts, params)
+    for num_stages, options in ((2, {}), (3, {"kv_cache_tokens": 180, "max_num_batched_tokens": 16})):
+        with loop_engine(checkpoint("qwen2"), num_stages, plans(num_stages), **options) as run:
+            outputs = complete(run.engine, prompts, params)
+            run.require_clean()
+        for one, other in zip(plain, outputs, strict=True):
+            assert other.error is None
+            assert [list(o.token_ids) for o in other.outputs] == [list(o.token_ids) for o in one.outputs]
+            assert [o.finish_reason for o in other.outputs] == [o.finish_reason for o in one.outputs]
+            for here, there in zip(one.outputs, other.outputs, strict=True):
+                assert [set(each) for each in there.logprobs or ()] == [set(each) for each in here.logprobs or ()]
+                assert there.cumulative_logprob == pytest.approx(here.cumulative_logprob, abs=1e-3)
+
+
+def test_sequences_end_at_eos() -> None:
+    known = known_cases()
+    eos = (known.expected[1][MAX_TOKENS // 2], known.expected[3][MAX_TOKENS // 3])
+    expected = [
+        tokens[: next((at + 1 for at, token in enumerate(tokens) if token in eos), MAX_TOKENS)]
+        for tokens in known.expected
+    ]
+    with loop_engine(checkpoint("llama"), 3, plans(8), eos=eos) as run:
+        assert tokens_of(complete(run.engine, known.prompts)) == expected
+        run.require_clean()
+
+
+def test_requests_come_late_and_are_aborted_in_flight() -> None:
+    known, rng = known_cases(), random.Random(3)
+    with loop_engine(checkpoint("llama"), 3, plans(11), max_num_seqs=3, max_num_batched_tokens=32) as run:
+        waiting, outputs = requests_for(known.prompts * 2), {}
+        victims = {"1", "6", "9", "13"}
+        while waiting or run.engine.has_unfinished:
+            if waiting:
+                run.engine.add(waiting.pop(0))
+            if rng.random() < 0.2 and victims & run.engine._live.keys():
+                victim = rng.choice(sorted(victims & run.engine._live.keys()))
+                aborted = run.engine.abort(victim)
+                assert aborted is not None
+                assert aborted.outputs[0].finish_reason == "abort"
+                victims.discard(victim)
+            outputs |= {output.request_id: output for output in run.engine.step()}
+        require_idle(run.engine)
+        assert len(outputs) + 4 - len(victims) == 14
+        for name, output in outputs.items():
+            assert tokens_of([output]) == [known.expected[int(name) % 7]]
+        # What was aborted is said with the next work.
+        assert tokens_of(complete(run.engine, known.prompts[:1])) == known.expected[:1]
+        run.require_clean()
+
+
+@pytest.mark.parametrize("skipped", [1, 2])
+def test_a_stage_with_nothing_to_do_in_a_draft_is_passed_by(skipped: int) -> None:
+    known, spans = known_cases(), cut(4)
+    keep = tuple(not spans[skipped][0] <= index < spans[skipped][1] for index in range(NUM_SUBLAYERS))
+    plan = Plan(keep=keep, num_draft_tokens=4, source="test")
+
+    class One(TravellingPlans):
+        def plan(self, situation: Any) -> Plan:
+            return plan
+
+    with loop_engine(checkpoint("llama"), 4, One(0, NUM_SUBLAYERS)) as run:
+        assert tokens_of(complete(run.engine, known.prompts)) == known.expected
+        drafts = [len([p for p in run.passes_seen(stage) if p.keep is not None]) for stage in range(4)]
+        verifies = [len([p for p in run.passes_seen(stage) if p.keep is None]) for stage in range(4)]
+    assert drafts[skipped] == 0
+    assert drafts[3] == drafts[3 - skipped] > 0
+    assert verifies[1] == verifies[2] == verifies[3] > 0
+
+
+def test_the_next_stage_is_the_next_with_something_to_do() -> None:
+    spans = ((0, 2), (2, 4), (4, 6), (6, 8))
+
+    def onward(stage: int, *kept: int) -> int:
+        keep = tuple(index in kept for index in range(8)) if kept else None
+        return Placed(stage, spans).next_stage(Pass(round_id=1, token_ids=(), rows=(), keep=keep))
+
+    assert [onward(0), onward(1), onward(2)] == [1, 2, 3]
+    assert onward(0, 0, 4) == 2
+    assert onward(0, 0, 3, 4) == 1
+    assert onward(1, 0, 3) == 3
+    assert onward(0, 0) == 3
+    assert [Placed(stage, spans).is_last for stage in range(4)] == [False, False, False, True]
+
+
+def _run_out_of_memory(run: LoopEngine, stage: int, wanted: Any, count: int = 1) -> list[Pass]:
+    """The next `count` passes in that stage for which `wanted` holds do not fit."""
+    span, failed = run.replica.parts[stage_name(stage)].span, []
+    through = span._through
+
+    def full(work: Pass, *arguments: Any) -> Tensor:
+        if len(failed) < count and wanted(work):
+            failed.append(work)
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+        return through(work, *arguments)
+
+    span._through = full  # type: ignore[method-assign]
+    return failed
+
+
+OUT_OF_MEMORY = {
+    "prefill": lambda work: work.keep is None and len(work.rows) > 0 and work.rows[0].first == 0,
+    "draft": lambda work: work.keep is not None,
+    "verify": lambda work: work.keep is None and not work.fixed_shape is False and work.rows[0].first > 0,
+}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("when", OUT_OF_MEMORY)
+def test_out_of_memory_in_a_stage_fails_only_its_victims(when: str, stage: int) -> None:
+    known = known_cases()
+    with loop_engine(checkpoint("llama"), 3, plans(4), max_num_seqs=4, max_num_batched_tokens=64) as run:
+        failed = _run_out_of_memory(run, stage, OUT_OF_MEMORY[when], count=2)
+        outputs = complete(run.engine, known.prompts)
+        assert len(failed) == 2
+        victims = [output for output in outputs if output.error is not None]
+        assert 1 <= len(victims) <= 4
+        assert all(isinstance(output.error, OutOfMemoryError) for output in victims)
+        for output, expected in zip(outputs, known.expected, strict=True):
+            if output.error is None:
+                assert tokens_of([output]) == [expected]
+        assert run.replica.num_replaced == 0
+        assert tokens_of(complete(run.engine, known.prompts)) == known.expected
+        run.require_clean()
+
+
+class _Chaos:
+    """Kills somebody in one of `every` deliveries, at most `most` times."""
+
+    def __init__(self, run: LoopEngine, seed: int, names: list[str], most: int, every: int) -> None:
+        self.run, self.names, self.left, self.every = run, names, most, every
+        self.rng = random.Random(seed)
+
+    def __call__(self) -> None:
+        if self.left and self.rng.random() < 1 / self.every:
+            name = self.rng.choice(self.names)
+            if name in self.run.replica.processes and name not in self.run.replica.dead:
+                self.left -= 1
+                self.run.replica.kill(name)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=1.0, seed=5, max_tokens=24, n=2, logprobs=2)])
+@pytest.mark.parametrize("seed", range(6))
+def test_whoever_dies_at_whatever_moment_nothing_is_lost_or_doubled(seed: int, params: SamplingParams) -> None:
+    prompts = known_cases().prompts
+    expected = complete(engine_with(parts_of(checkpoint("llama"))), prompts, params)
+    num_stages = 1 + seed % 4
+    names = [stage_name(stage) for stage in range(num_stages)] + [COORDINATOR]
+    options: dict[str, Any] = {"kv_cache_tokens": 300} if seed % 2 else {}
+    with loop_engine(checkpoint("llama"), num_stages, plans(seed), seed=seed, **options) as run:
+        run.loop.chaos = _Chaos(run, seed, names, most=5, every=40)
+        outputs = complete(run.engine, prompts, params)
+        assert run.loop.chaos.left < 5
+        stats = run.engine.stats
+        for one, other in zip(expected, outputs, strict=True):
+            assert other.error is None
+            assert [list(o.token_ids) for o in other.outputs] == [list(o.token_ids) for o in one.outputs]
+            assert [len(o.logprobs or ()) for o in other.outputs] == [len(o.logprobs or ()) for o in one.outputs]
+        assert stats.num_generated_tokens == sum(len(o.token_ids) for one in outputs for o in one.outputs)
+        assert stats.num_replays <= 5
+        run.loop.chaos = None
+        assert [o.outputs[0].token_ids for o in complete(run.engine, prompts[:2], params)] == [
+            o.outputs[0].token_ids for o in expected[:2]
+        ]
+        run.require_clean()
+
+
+def test_without_restarts_everything_ends_with_a_typed_error() -> None:
+    known = known_cases()
+    with loop_engine(checkpoint("llama"), 3, plans(0), max_restarts=0) as run:
+        for request in requests_for(known.prompts):
+            run.engine.add(request)
+        for _ in range(5):
+            run.engine.step()
+        run.replica.kill(stage_name(1))
+        outputs = finish(run.engine)
+        assert outputs
+        assert all(isinstance(output.error, StageLostError) for output in outputs.values())
+        with pytest.raises(StageLostError, match="stage-1 was killed"):
+            run.engine.add(requests_for(known.prompts[:1])[0])
+        assert not run.engine.has_unfinished
+
+
+def test_a_coordinator_that_dies_with_a_shard_does_not_hold_it_up() -> None:
+    known = known_cases()
+    with loop_engine(checkpoint("llama"), 2, plans(0), max_restarts=1) as run:
+        for request in requests_for(known.prompts):
+            run.engine.add(request)
+        for _ in range(5):
+            run.engine.step()
+        run.loop.lose(COORDINATOR)  # nobody has noticed yet
+        run.replica.kill(stage_name(0))
+        outputs = finish(run.engine)
+        assert tokens_of(outputs[str(index)] for index in range(len(LENGTHS))) == known.expected
+
+
+def test_failures_are_told_by_the_stage_with_the_head() -> None:
+    """It alone knows what sequences there are: one whose opening was under way must not be unknown later."""
+    with loop_engine(checkpoint("llama"), 3, plans(0)) as run:
+        _run_out_of_memory(run, 0, OUT_OF_MEMORY["prefill"])
+        complete(run.engine, known_cases().prompts[:2])
+        told = [name for name, message in run.loop.delivered if isinstance(message, Failed)]
+        assert told[-1] == ENGINE
