@@ -68,7 +68,7 @@ class EngineClient:
         if row["error_kind"] is not None:
             return ResultRow(id=row["id"], finish_reason="error", error_kind=row["error_kind"], error=row["error"])
         document = Document(id=row["id"], source=row["source"], text=row["text"])
-        result: ResultRow = await self._engine.complete.remote(document)
+        result: ResultRow = await self._engine.handle.remote(document)
         return result
 
 

@@ -1,101 +1,84 @@
-"""One engine behind a Ray actor: many clients hand in documents, one loop runs them together."""
+"""One engine behind a Ray actor: many clients hand in rows, one loop runs them together."""
 
 from __future__ import annotations
 
-import asyncio
 import copy
-import itertools
 import os
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-import rayspec
 from rayspec.config import EngineConfig
-from rayspec.decode.engine_loop import EngineDeadError, EngineLoop
-from rayspec.service.documents import Document, DuplicateCheck
+from rayspec.decode.engine_loop import EngineDeadError
+from rayspec.service.async_engine import AsyncEngine
 from rayspec.service.loading import load_llm
-from rayspec.service.prompts import PromptBuilder, fitting_prompt_tokens
-from rayspec.service.results import ResultRow
 from rayspec.service.settings import Settings
-from rayspec.types import EngineStats, RayspecError, RequestError
+from rayspec.types import EngineStats, RayspecError
 
-_MAX_CONCURRENT_DOCUMENTS = 4096
+_MAX_CONCURRENT_ROWS = 4096
+
+Handler = Callable[[Any], Awaitable[Any]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """What is done with every document. `truncate` cuts a document to the context instead of refusing it."""
+class Recipe(Protocol):
+    """The engine that a job wants, and what is done there with each row. Travels to the actor."""
 
-    settings: Settings
-    template: str
-    truncate: bool = False
+    @property
+    def settings(self) -> Settings: ...
+
+    def handler(self, engine: AsyncEngine) -> Handler:
+        """Called once, where the engine is. The handler raises EngineDeadError; what is wrong with a row is in what
+        it returns."""
 
 
 class EngineWorker:
     """Owns a model and the loop that runs it. A plain class: `start_engine` makes it an actor."""
 
-    def __init__(self, task: Task) -> None:
-        self._task = task
-        self._duplicates = DuplicateCheck()
-        self._numbers = itertools.count()
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
 
     async def load(self) -> dict[str, Any]:
         """Called once, before anything else. Returns all options in force, as a config file has them.
 
-        Raises ConfigError and CheckpointError.
+        Raises ConfigError, CheckpointError, and with shards PlacementError.
         """
-        config = self._task.settings.engine
+        config = self._recipe.settings.engine
         if config.parallel is None:
             # Ray sets OMP_NUM_THREADS to the actor's num_cpus, a reservation and not what the engine should use.
             config = config.replace(num_threads=config.num_threads or os.cpu_count() or 1)
-        self._llm = load_llm(config)
-        self._prompts = make_prompts(self._llm, self._task)
-        self._loop = EngineLoop(self._llm.engine)
-        return self._task.settings.resolved(self._llm.config)
+        self._engine = AsyncEngine(load_llm(config))
+        self._handle = self._recipe.handler(self._engine)
+        return self._recipe.settings.resolved(self._engine.llm.config)
 
-    async def complete(self, document: Document) -> ResultRow:
-        """The document's row; whatever is wrong with the document is in the row. Raises EngineDeadError."""
-        document = self._duplicates(document)
-        try:
-            request = self._prompts.request(str(next(self._numbers)), document)
-        except RequestError as error:
-            return ResultRow.of_error(document.id, error)
-        output = await asyncio.wrap_future(self._loop.submit(request))
-        return ResultRow.of_output(document.id, output)
+    async def handle(self, row: Any) -> Any:
+        """What the recipe makes of a row. Raises EngineDeadError."""
+        return await self._handle(row)
 
     async def stats(self) -> EngineStats:
-        return copy.deepcopy(self._llm.stats)
+        return copy.deepcopy(self._engine.stats)
 
     async def death(self) -> EngineDeadError | None:
         """Why the engine has ended; None while it runs."""
-        return self._loop.death
+        return self._engine.death
 
     async def process_id(self) -> int:
         return os.getpid()
 
     async def stop(self) -> None:
-        self._loop.stop()
-        self._llm.shutdown()
+        self._engine.stop()
 
 
-def make_prompts(llm: rayspec.LLM, task: Task) -> PromptBuilder:
-    params = task.settings.sampling
-    room = fitting_prompt_tokens(llm.engine.max_model_len, params) if task.truncate else None
-    return PromptBuilder(llm=llm, params=params, template=task.template, max_prompt_tokens=room)
-
-
-def start_engine(task: Task, *, num_cpus: float = 1.0) -> Any:
+def start_engine(recipe: Recipe, *, num_cpus: float = 1.0) -> Any:
     """An actor handle of an EngineWorker. Not restarted when it dies: its callers see the error."""
     options = {
         "num_cpus": num_cpus,
-        "num_gpus": 1 if wants_gpu(task.settings.engine) else 0,
-        "max_concurrency": _MAX_CONCURRENT_DOCUMENTS,
+        "num_gpus": 1 if wants_gpu(recipe.settings.engine) else 0,
+        "max_concurrency": _MAX_CONCURRENT_ROWS,
         "max_restarts": 0,
     }
-    return ray.remote(EngineWorker).options(**options).remote(task)
+    return ray.remote(EngineWorker).options(**options).remote(recipe)
 
 
 def call(reference: Any) -> Any:

@@ -63,14 +63,16 @@ class PromptBuilder:
             raise ConfigError(f"option 'prompt' is {self.template!r}: it must hold {_PLACE}, where the document goes")
 
     def request(self, request_id: str, document: Document) -> Request:
-        """Raises RequestError for a document that is none, or whose messages the chat template refuses."""
+        """Raises what `tokens` does."""
+        return Request(request_id=request_id, params=self.params, prompt_token_ids=self.tokens(document))
+
+    def tokens(self, document: Document) -> list[int]:
+        """Of the prompt. Raises RequestError for a document that is none, or whose messages the chat template refuses."""
         if document.error is not None:
             raise document.error
         if document.messages is not None:
-            token_ids = self._chat_tokens(document.messages)
-        else:
-            token_ids = self._fitting_tokens(document.text or "")
-        return Request(request_id=request_id, params=self.params, prompt_token_ids=token_ids)
+            return self._chat_tokens(document.messages)
+        return self._fitting_tokens(document.text or "")
 
     def _fitting_tokens(self, text: str) -> list[int]:
         token_ids = self._text_tokens(text)

@@ -10,8 +10,9 @@ from ray.exceptions import RayError
 
 from rayspec.pipeline.session import ray_session
 from rayspec.service.data import complete_dataset, quieten, read_dataset, result_rows
+from rayspec.service.document_task import DocumentTask
 from rayspec.service.documents import Columns
-from rayspec.service.engine_actor import Task, call, death_of, start_engine
+from rayspec.service.engine_actor import call, death_of, start_engine
 from rayspec.service.progress import showing_progress
 from rayspec.service.prompts import summary_prompt
 from rayspec.service.report import RunReport
@@ -30,7 +31,7 @@ class SummaryJob:
     ) -> None:
         check_output(folder / SUMMARIES, overwrite=overwrite)
         template = prompt or summary_prompt(settings.engine.model)
-        self._task = Task(settings=settings, template=template, truncate=truncate)
+        self._task = DocumentTask(settings=settings, template=template, truncate=truncate)
         self._folder = folder
 
     def run(

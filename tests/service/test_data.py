@@ -25,7 +25,7 @@ class SlowEcho:
         self.num_inside = 0
         self.most_at_once = 0
 
-    async def complete(self, document: Document) -> ResultRow:
+    async def handle(self, document: Document) -> ResultRow:
         if document.text == "fatal":
             raise EngineDeadError("the engine has ended: a test")
         self.num_inside += 1

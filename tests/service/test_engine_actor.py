@@ -11,18 +11,19 @@ import ray
 
 from rayspec import LLM, SamplingParams, demo
 from rayspec.decode.engine_loop import EngineDeadError
+from rayspec.service.document_task import DocumentTask
 from rayspec.service.documents import Document
-from rayspec.service.engine_actor import Task, call, death_of, start_engine
+from rayspec.service.engine_actor import call, death_of, start_engine
 from rayspec.service.settings import make_settings
 from rayspec.types import CheckpointError
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
 
-def task(**options: Any) -> Task:
+def task(**options: Any) -> DocumentTask:
     common = {"model": "demo", "dtype": "float32", "device": "cpu", "num_threads": 1, "max_model_len": 512}
     settings = make_settings(flags=common | options, sampling=SamplingParams(temperature=0.0, max_tokens=8))
-    return Task(settings=settings, template="{text}")
+    return DocumentTask(settings=settings, template="{text}")
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def test_documents_of_many_callers_are_completed_as_by_an_llm(engine: Any) -> No
     documents = [Document(id=sample.id, source=sample.id, text=sample.text) for sample in samples]
     long = Document(id="long", source="long", text="word " * 2000)
     again = Document(id=samples[0].id, source="elsewhere", text="text")
-    rows = ray.get([engine.complete.remote(document) for document in (*documents, long, again, documents[0])])
+    rows = ray.get([engine.handle.remote(document) for document in (*documents, long, again, documents[0])])
     with LLM(**task(strategy="ar").settings.engine.model_dump()) as llm:
         chats = [[{"role": "user", "content": sample.text}] for sample in samples]
         expected = [output.outputs[0].text for output in llm.chat(chats, SamplingParams(temperature=0.0, max_tokens=8))]
@@ -60,6 +61,6 @@ def test_a_stopped_engine_says_so_and_a_killed_one_too(engine: Any) -> None:
     call(engine.stop.remote())
     assert "it was stopped" in str(death_of(engine))
     with pytest.raises(EngineDeadError, match="it was stopped"):
-        call(engine.complete.remote(Document(id="late", source="late", text="word")))
+        call(engine.handle.remote(Document(id="late", source="late", text="word")))
     os.kill(call(engine.process_id.remote()), signal.SIGKILL)
     assert "the engine's process has ended" in str(death_of(engine))

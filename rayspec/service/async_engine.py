@@ -1,0 +1,65 @@
+"""An engine that coroutines wait for: many of them hand in prompts, one loop runs them together."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Mapping, Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+import rayspec
+from rayspec.config import SamplingParams
+from rayspec.decode.engine_loop import EngineDeadError, EngineLoop
+from rayspec.types import ConfigError, EngineStats, Request, RequestOutput
+
+
+class AsyncEngine:
+    """Owns a model and the thread that runs it."""
+
+    def __init__(self, llm: rayspec.LLM) -> None:
+        self.llm = llm
+        self._loop = EngineLoop(llm.engine)
+        self._numbers = itertools.count()
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.llm.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Prompt and output tokens of a request."""
+        return self.llm.engine.max_model_len
+
+    @property
+    def has_chat(self) -> bool:
+        return bool(self.tokenizer.chat_template)
+
+    @property
+    def stats(self) -> EngineStats:
+        return self.llm.stats
+
+    @property
+    def death(self) -> EngineDeadError | None:
+        """Why the engine has ended; None while it runs."""
+        return self._loop.death
+
+    def tokens(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
+        """Prompt tokens of a text as it is, or of a conversation through the chat template. Raises ConfigError when
+        there is no template."""
+        if isinstance(prompt, str):
+            return list(self.tokenizer(prompt)["input_ids"])
+        if not self.has_chat:
+            raise ConfigError(f"the tokenizer of {self.llm.config.model!r} has no chat template: give it plain prompts")
+        return self.llm.chat_tokens(prompt)
+
+    async def run(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> RequestOutput:
+        """The finished output; what is wrong with the request is in its `error`. Raises EngineDeadError. Cancelling the
+        wait aborts the request."""
+        request = Request(request_id=str(next(self._numbers)), params=params, prompt_token_ids=prompt_token_ids)
+        return await asyncio.wrap_future(self._loop.submit(request))
+
+    def stop(self) -> None:
+        """End the loop and the model's processes. What is unfinished fails with EngineDeadError."""
+        self._loop.stop()
+        self.llm.shutdown()
