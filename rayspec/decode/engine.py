@@ -105,6 +105,11 @@ class Engine:
         self._searching: Future[Found] | None = None
 
     @property
+    def stages(self) -> Stages:
+        """Where the model runs."""
+        return self._stages
+
+    @property
     def has_unfinished(self) -> bool:
         """Requests to finish, or work of aborted ones to come back."""
         return bool(self._live or self._flights)

@@ -22,7 +22,7 @@ from rayspec.decode.whole_model import WholeModelStages
 from rayspec.model.architecture import Decomposition, decompose, max_positions
 from rayspec.model.kv_arena import KVArena, bytes_per_slot
 from rayspec.model.offload import OffloadedWeights, offload
-from rayspec.model.weights import load_model, load_tokenizer, resolve_device
+from rayspec.model.weights import load_model, load_tokenizer, num_layers, resolve_device
 from rayspec.planning.latency import LatencyModel
 from rayspec.types import CheckpointError, ConfigError, UnsupportedModelError, no_draft
 
@@ -93,6 +93,10 @@ def offload_weights(config: EngineConfig, model: PreTrainedModel, parts: Decompo
     options = config.offload
     if options is None:
         return None
+    num_sublayers = 2 * num_layers(parts.config)
+    foreign = [index for index in options.sublayers or () if not 0 <= index < num_sublayers]
+    if foreign:
+        raise ConfigError(f"option 'sublayers' names sublayer {foreign[0]}; the model has 0 to {num_sublayers - 1}")
     device = resolve_device(config.device)
     chosen = options.sublayers if options.sublayers is not None else least_needed(parts, options.share)
     here = [index for index in chosen if parts.sublayers[0].index <= index <= parts.sublayers[-1].index]

@@ -6,6 +6,8 @@ weights, pass them on to the next shard at the end of their span, and report sco
 
 from __future__ import annotations
 
+import itertools
+import os
 import time
 import weakref
 from collections.abc import Sequence
@@ -16,6 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from rayspec.decode.stages import found, solve_knapsack
 from rayspec.pipeline.messages import (
@@ -37,6 +40,8 @@ from rayspec.pipeline.messages import (
     Ship,
     Similarity,
     Sought,
+    TimedHops,
+    TimeHops,
 )
 from rayspec.pipeline.post import COORDINATOR, ENGINE, Letter, NewEpoch, Post, Stopped
 from rayspec.pipeline.stage_worker import stage_name
@@ -45,8 +50,8 @@ from rayspec.types import RayspecError
 
 _ANSWER_TIMEOUT_S = 30.0
 _MEASURE_TIMEOUT_S = 300.0
-_NUM_LAPS = 200
-_LAP_ROWS = 1
+_NUM_HOPS = 200
+_LAP_LENGTH = 20  # there and back: a longer route makes for a larger message
 
 M = TypeVar("M", bound=Message)
 
@@ -74,6 +79,9 @@ class Coordinator:
         self._address: Future[str] = Future()
         self._num_plans = 0
 
+    def process_id(self) -> int:
+        return os.getpid()
+
     def address(self) -> str:
         """Where `serve` listens."""
         return self._address.result()
@@ -97,12 +105,15 @@ class Coordinator:
 
     def _serve_one(self, post: Post) -> None:
         try:
-            letter = post.receive()
+            letter = post.take_deferred() or post.receive()
             message = letter.message if letter is not None else None
             if isinstance(message, Search):
                 post.send(ENGINE, self._search(post, message))
             elif isinstance(message, Profile):
                 post.send(ENGINE, self._profile(post))
+            elif isinstance(message, TimeHops):
+                state = torch.zeros(message.num_bytes, dtype=torch.uint8)
+                post.send(ENGINE, TimedHops(epoch=post.epoch, hops_s=self._time_hops(post, state, message.num_samples)))
         except NewEpoch:
             return
 
@@ -128,36 +139,38 @@ class Coordinator:
         for stage in range(len(self._spec.spans)):
             post.send(stage_name(stage), Measure(epoch=post.epoch))
             stages.append(_await(post, Measured, _MEASURE_TIMEOUT_S).message)
-        return Profiled(epoch=post.epoch, stages=stages, link_s=self._time_links(post))
+        state = torch.zeros(1, 1, self._spec.hidden_size)
+        hops_s = self._time_hops(post, state, _NUM_HOPS)
+        return Profiled(epoch=post.epoch, stages=stages, link_s=[float(np.median(link)) for link in hops_s] or [0.0])
 
-    def _time_links(self, post: Post) -> list[float]:
-        """Seconds of a hop from each stage to the next one, and from the last to the first."""
-        num_stages = len(self._spec.spans)
-        if num_stages == 1:
-            return [0.0]
-        names = [stage_name(stage) for stage in range(num_stages)]
-        return [self._hop_s(post, here, there) for here, there in zip(names, [*names[1:], names[0]], strict=True)]
+    def _time_hops(self, post: Post, state: Tensor, num_samples: int) -> list[list[float]]:
+        """Seconds of hops with that tensor, from each stage to the next one and from the last to the first."""
+        names = [stage_name(stage) for stage in range(len(self._spec.spans))]
+        links = zip(names, [*names[1:], names[0]], strict=True) if len(names) > 1 else ()
+        return [_hops_s(post, here, there, state, num_samples) for here, there in links]
 
-    def _hop_s(self, post: Post, here: str, there: str) -> float:
-        """By passing a state to and fro between two stages; the faster half of several series, for noise only adds."""
-        state = torch.zeros(1, _LAP_ROWS, self._spec.hidden_size)
-        series = []
-        for _ in range(5):
-            route = [here, there] * (_NUM_LAPS // 10)
-            started = time.perf_counter()
-            post.send(route[0], Lap(epoch=post.epoch, route=[*route[1:], COORDINATOR]), [state])
-            _await(post, Lap, _ANSWER_TIMEOUT_S)
-            series.append((time.perf_counter() - started) / (len(route) + 1))
-        return min(series)
+
+def _hops_s(post: Post, here: str, there: str, state: Tensor, num_samples: int) -> list[float]:
+    """Each is half of the way there and back, by the clock of `here`: clocks of two machines need not agree."""
+    samples: list[float] = []
+    while len(samples) < num_samples:
+        route = [*[here, there] * _LAP_LENGTH, here]
+        post.send(route[0], Lap(epoch=post.epoch, route=[*route[1:], COORDINATOR]), [state])
+        stamps = _await(post, Lap, _ANSWER_TIMEOUT_S).message.stamps[::2]
+        samples += [(after - before) / 2 for before, after in itertools.pairwise(stamps)]
+    return samples[:num_samples]
 
 
 def _await(post: Post, kind: type[M], timeout_s: float) -> Any:
-    """The next letter of that kind; others are dropped, being answers to what was given up."""
+    """The next letter of that kind. What the engine asks meanwhile has to wait; others are dropped, being answers to
+    what was given up."""
     deadline = time.monotonic() + timeout_s
     while (left_s := deadline - time.monotonic()) > 0:
         letter = post.receive(left_s)
         if letter is not None and isinstance(letter.message, kind):
             return letter
+        if letter is not None and letter.sender == ENGINE:
+            post.defer(letter)
     raise SearchFailedError(f"no {kind.__name__} came from the shards within {timeout_s:.0f} s")
 
 

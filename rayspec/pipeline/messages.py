@@ -137,10 +137,12 @@ class Done(Message, frozen=True, kw_only=True):
 
 
 class Failed(Message, frozen=True, kw_only=True):
-    """A stage to the engine: it had no memory for some work, and goes on without it."""
+    """A stage to the one with the head, and that to the engine: there was no memory for some work, and it goes on
+    without it. The sequences that the work was to open and close are the head's business nevertheless: `begin`."""
 
     work_id: int
     reason: str
+    begin: Begin | None = None
 
 
 class Broken(Message, frozen=True, kw_only=True):
@@ -151,8 +153,13 @@ class Broken(Message, frozen=True, kw_only=True):
     ended: bool = True
 
 
+class Ping(Message, frozen=True, kw_only=True):
+    """Engine to everyone, now and then while something is under way: heartbeats are read."""
+
+
 class Beat(Message, frozen=True, kw_only=True):
-    """Shards and coordinator to the engine, while they hear from it: alive, and busy with one thing for so long."""
+    """Shards and coordinator to the engine, while they hear from it or are busy: alive, and busy with one thing for so
+    long."""
 
     busy_s: float
 
@@ -188,9 +195,11 @@ class Measured(Message, frozen=True, kw_only=True):
 
 
 class Lap(Message, frozen=True, kw_only=True):
-    """Coordinator to a shard: pass this on along the route, tensor and all; the last one answers with it."""
+    """Coordinator to a shard: pass this on along the route, tensor and all; the last one answers with it. stamps: when
+    each has had it, in seconds of its own monotonic clock."""
 
     route: Sequence[str]
+    stamps: Sequence[float] = ()
 
 
 class Profile(Message, frozen=True, kw_only=True):
@@ -202,6 +211,19 @@ class Profiled(Message, frozen=True, kw_only=True):
 
     stages: Sequence[Measured]
     link_s: Sequence[float]
+
+
+class TimeHops(Message, frozen=True, kw_only=True):
+    """Engine to the coordinator: time single hops of `num_bytes` between stages."""
+
+    num_bytes: int
+    num_samples: int
+
+
+class TimedHops(Message, frozen=True, kw_only=True):
+    """Seconds of `num_samples` hops from each stage to the next, and last to first; none where there is one stage."""
+
+    hops_s: Sequence[Sequence[float]]
 
 
 class Search(Message, frozen=True, kw_only=True):
@@ -286,8 +308,9 @@ class Sought(Message, frozen=True, kw_only=True):
 
 
 class Follow(Message, frozen=True, kw_only=True):
-    """The leader of a tensor-parallel group to its other ranks: what it is about to compute, so that all do: a pass,
-    an expansion of states by `sublayer`, moves, or measurements. Then it broadcasts states of that shape, if any."""
+    """The leader of a tensor-parallel group to its other ranks: what it is about to do, so that all do: a pass, an
+    expansion of states by `sublayer`, moves, measurements, or to forget what was under way. Then it broadcasts states
+    of that shape, if any."""
 
     shape: Sequence[int] = ()
 
@@ -296,6 +319,7 @@ class Follow(Message, frozen=True, kw_only=True):
     positions: Sequence[tuple[int, int]] = ()
     moves: Sequence[Move] = ()
     measure: bool = False
+    forget: bool = False
 
 
 class Stop(Message, frozen=True, kw_only=True):
@@ -303,9 +327,9 @@ class Stop(Message, frozen=True, kw_only=True):
 
 
 AnyMessage: TypeAlias = (
-    Connect | Peers | Connected | Begin | Forward | Done | Failed | Broken | Beat | Moves | Moved | Usage | Used
-    | Measure | Measured | Lap | Profile | Profiled | Search | Searched | Seek | Expand | Shipped | Sought | Follow
-    | Stop
+    Connect | Peers | Connected | Begin | Forward | Done | Failed | Broken | Ping | Beat | Moves | Moved | Usage | Used
+    | Measure | Measured | Lap | Profile | Profiled | TimeHops | TimedHops | Search | Searched | Seek | Expand | Shipped
+    | Sought | Follow | Stop
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -80,18 +80,18 @@ def start_beside(kind: type, spec: object) -> Any:
 
 
 def wait_for(references: Sequence[Any], timeout_s: float) -> list[Any]:
-    """`ray.get`, with our own errors as they were raised. Raises PlacementError when it takes too long, or an actor
-    died."""
+    """`ray.get`, with our own errors as they were raised. Raises PlacementError when it takes too long, an actor died,
+    or something else went wrong in it."""
     try:
         return ray.get(list(references), timeout=timeout_s)
     except RayTaskError as error:
         if isinstance(error.cause, RayspecError):
             raise error.cause from None
-        raise
-    except RayActorError as error:
-        raise PlacementError(f"a shard ended while it was started: {_first_line(error)}") from error
-    except ray.exceptions.GetTimeoutError as error:
+        raise PlacementError(f"a shard failed while it was started: {_first_line(error.cause)}") from error
+    except GetTimeoutError as error:
         raise PlacementError(f"the shards were not ready within {timeout_s:.0f} s: raise start_timeout_s") from error
+    except RayError as error:
+        raise PlacementError(f"a shard ended while it was started: {_first_line(error)}") from error
 
 
 def end_of(process: Process) -> str | None:

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from rayspec.pipeline.collective import TensorLink
-from rayspec.pipeline.messages import AnyMessage, Beat, Connect, Connected, Message, Peers, Stop, decode, encode
+from rayspec.pipeline.messages import (
+    AnyMessage,
+    Beat,
+    Connect,
+    Connected,
+    Follow,
+    Message,
+    Peers,
+    Ping,
+    Stop,
+    decode,
+    encode,
+)
 from rayspec.pipeline.transport import Mailbox, Secret, TransportError
 
 ENGINE, COORDINATOR = "engine", "coordinator"
@@ -56,6 +69,7 @@ class Post:
         self._mailbox = Mailbox(name, secret, host=host)
         self._heard_at = time.monotonic()
         self._busy_since: float | None = None
+        self._deferred: deque[Letter] = deque()
         self._closed = threading.Event()
         self._heart = threading.Thread(target=self._beat, name=f"{name}-heartbeat", daemon=True)
 
@@ -85,8 +99,16 @@ class Post:
                 raise NewEpoch
             if isinstance(message, Peers):
                 self._mailbox.connect(message.peers)
-            elif message.epoch == self.epoch:
+            elif self._concerns(message):
                 return Letter(envelope.sender, message, envelope.tensors)
+
+    def defer(self, letter: Letter) -> None:
+        """Keep a letter of this epoch for later."""
+        self._deferred.append(letter)
+
+    def take_deferred(self) -> Letter | None:
+        """The letter deferred first."""
+        return self._deferred.popleft() if self._deferred else None
 
     def busy(self, since: float | None) -> None:
         """Tell the heartbeat that something is being computed, or (None) that it is done."""
@@ -98,8 +120,14 @@ class Post:
             self._heart.join()
         self._mailbox.close()
 
+    def _concerns(self, message: AnyMessage) -> bool:
+        """Whether there is something to be done about it. What the leader of some ranks has announced is always done,
+        in its order: it is waiting in the middle of it."""
+        return isinstance(message, Follow) or (message.epoch == self.epoch and not isinstance(message, Ping))
+
     def _enter(self, message: Connect) -> None:
         self.epoch = message.epoch
+        self._deferred.clear()
         self._mailbox.connect(message.peers)
         self.send(ENGINE, Connected(epoch=message.epoch))
         if not self._heart.is_alive():
@@ -121,9 +149,9 @@ class Post:
 
     def _beat(self) -> None:
         while not self._closed.wait(BEAT_EVERY_S):
-            if time.monotonic() - self._heard_at > _QUIET_AFTER_S:
-                continue
             since = self._busy_since
+            if since is None and time.monotonic() - self._heard_at > _QUIET_AFTER_S:
+                continue
             busy_s = 0.0 if since is None else time.monotonic() - since
             try:
                 self._mailbox.sender(ENGINE).send(encode(Beat(epoch=self.epoch, busy_s=busy_s)))

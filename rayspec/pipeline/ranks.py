@@ -46,6 +46,10 @@ class LeadingSpan(SpanRunner):
         self.announce(Follow(epoch=self._epoch(), moves=moves))
         super().move(moves)
 
+    def forget(self) -> None:
+        self.announce(Follow(epoch=self._epoch(), forget=True))
+        super().forget()
+
     def search(self, tokens: Sequence[TappedToken], starts: Sequence[int], next_tokens: Tensor | None) -> PlanSearch:
         found = super().search(tokens, starts, next_tokens)
         run, positions = found.run, [(start, token.position) for start, token in zip(starts, tokens, strict=True)]
@@ -71,6 +75,8 @@ def follow(span: SpanRunner, message: Follow, measure: Callable[[], object]) -> 
         PlanSearch(span.runner, nowhere, message.positions, None).run(message.sublayer, hidden)
     elif message.measure:
         measure()
+    elif message.forget:
+        span.forget()
     else:
         span.move(message.moves)
 

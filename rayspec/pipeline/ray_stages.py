@@ -29,15 +29,19 @@ from rayspec.pipeline.messages import (
     Moved,
     Moves,
     Peers,
+    Ping,
     Profile,
     Profiled,
     Search,
     Searched,
+    TimedHops,
+    TimeHops,
     Usage,
     Used,
     decode,
     encode,
 )
+from rayspec.pipeline.placement import PlacementError
 from rayspec.pipeline.post import COORDINATOR, ENGINE
 from rayspec.pipeline.recovery import Pulse, Restarts
 from rayspec.pipeline.replica import Replica
@@ -96,6 +100,7 @@ class RayStages:
         self._closings: list[str] = []
         self._pulse = Pulse(options.heartbeat_timeout_s, time.monotonic)
         self._restarts = Restarts(options.max_restarts, time.monotonic)
+        self._coordinator_restarts = Restarts(options.max_restarts, time.monotonic)
         self._checked_at = 0.0
         self._lost: StageLostError | None = None
         self.link_s: tuple[float, ...] = ()
@@ -156,13 +161,21 @@ class RayStages:
         self.link_s = tuple(profiled.link_s)
         return _latency_model(profiled)
 
+    def hops_s(self, num_bytes: int, num_samples: int) -> tuple[tuple[float, ...], ...]:
+        """Seconds of single hops with so many bytes, one way, from each stage to the next and from the last to the
+        first; nothing for one stage. Nothing may be under way."""
+        self._send(COORDINATOR, TimeHops(epoch=self._epoch, num_bytes=num_bytes, num_samples=num_samples))
+        timed = self._expect(TimedHops, 1, _PROFILE_TIMEOUT_S)[COORDINATOR]
+        assert isinstance(timed, TimedHops)
+        return tuple(tuple(link) for link in timed.hops_s)
+
     def usage(self) -> list[StageUse]:
-        """How busy the stages were since this was asked last."""
+        """How busy the stages were since this was asked last, in their order."""
         answers = self._ask(Usage(epoch=self._epoch), Used, _MOVE_TIMEOUT_S)
         return [
             StageUse(name=name, busy_s=used.busy_s, elapsed_s=used.elapsed_s, num_passes=used.num_passes)
-            for name, used in answers.items()
-            if isinstance(used, Used)
+            for name in map(stage_name, range(self.replica.num_stages))
+            if isinstance(used := answers[name], Used)
         ]
 
     def shutdown(self) -> None:
@@ -191,11 +204,11 @@ class RayStages:
         while True:
             try:
                 envelope = self._mailbox.receive(max(0.0, deadline - time.monotonic()))
+                message = decode(envelope.header) if envelope is not None else None
             except TransportError as error:
                 self._recover((), str(error))
-            if envelope is None:
+            if envelope is None or message is None:
                 return None
-            message = decode(envelope.header)
             if message.epoch == self._epoch:
                 self._pulse.hear(envelope.sender, message.busy_s if isinstance(message, Beat) else 0.0)
                 return envelope.sender, message
@@ -260,8 +273,10 @@ class RayStages:
         if now - self._checked_at < _CHECK_EVERY_S:
             return
         self._checked_at = now
-        if self.replica.coordinator_ready():
-            self._introduce_coordinator()
+        self._look_for_coordinator()
+        if self._work:
+            for name in self.replica.processes:
+                self._send(name, Ping(epoch=self._epoch))
         for search_id in [number for number, one in self._searches.items() if now > one.deadline]:
             self._searches.pop(search_id).future.cancel()
         ends = dict(self.replica.ends())
@@ -277,8 +292,19 @@ class RayStages:
             self._recover({name}, reason)
         logger.warning("%s; it is replaced, and plans stay as they are until then", reason)
         self._fail_searches(reason)
-        self.replica.begin_coordinator()
+        if self._coordinator_restarts.next_delay_s() is None:
+            logger.warning("it has been replaced too often: plans stay as they are for good")
+            self.replica.end_coordinator()
+        else:
+            self.replica.begin_coordinator()
         self._pulse.watch(self.replica.processes)
+
+    def _look_for_coordinator(self) -> None:
+        try:
+            if self.replica.coordinator_ready():
+                self._introduce_coordinator()
+        except PlacementError as error:
+            self._bury(COORDINATOR, f"a new coordinator failed: {error}")
 
     def _introduce_coordinator(self) -> None:
         peers = self._peers()
@@ -315,14 +341,15 @@ class RayStages:
         raise self._lost
 
     def _connect(self) -> set[str]:
-        """A new epoch in which everyone knows everyone. Returns who does not answer."""
+        """A new epoch in which everyone knows everyone. Returns which shards do not answer. The coordinator is not
+        waited for: it is looked after later, beside the work."""
         self._epoch += 1
         peers = self._peers()
         self._mailbox.connect(peers)
         link = self._open_rendezvous()
-        names = set(self.replica.processes)
-        for name in names:
+        for name in self.replica.processes:
             self._send(name, Connect(epoch=self._epoch, peers=peers, link=link))
+        names = set(self.replica.shards)
         deadline = time.monotonic() + _CONNECT_TIMEOUT_S
         while names and time.monotonic() < deadline:
             envelope = self._mailbox.receive(_POLL_S)

@@ -121,9 +121,7 @@ class Replica:
 
     def begin_coordinator(self) -> None:
         """Start a coordinator, in place of any that there was, without waiting for it."""
-        if self.coordinator is not None:
-            kill(self.coordinator)
-            self.coordinator = None
+        self.end_coordinator()
         blueprint = self.blueprint
         spec = CoordinatorSpec(spans=self.spans, hidden_size=blueprint.hidden_size, secret=self.secret)
         actor = start_beside(Coordinator, spec)
@@ -133,15 +131,24 @@ class Replica:
         """Whether a coordinator that was begun has just become ready."""
         if self._coming is None or not self._coming.ready(timeout_s):
             return False
-        self.coordinator, self._coming = self._coming.process(), None
+        coming, self._coming = self._coming, None
+        self.coordinator = coming.process()
         return True
 
+    def end_coordinator(self) -> None:
+        """The one that there is, and the one that is coming."""
+        if self.coordinator is not None:
+            kill(self.coordinator)
+        if self._coming is not None:
+            discard(self._coming.actor)
+        self.coordinator = self._coming = None
+
     def close(self) -> None:
-        for process in self.processes.values():
+        for process in self.shards.values():
             kill(process)
-        self._bundles.close()
         self.shards.clear()
-        self.coordinator = None
+        self.end_coordinator()
+        self._bundles.close()
 
     def _start_stages(self, stages: Sequence[int]) -> None:
         """The first time, layers are dealt to the stages by the memory that is there."""

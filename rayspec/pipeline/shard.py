@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -123,6 +124,9 @@ class Shard:
         self._inbox: list[_Due] = []
         self._busy_s, self._num_passes, self._asked_at = 0.0, 0, time.monotonic()
 
+    def process_id(self) -> int:
+        return os.getpid()
+
     def meeting_place(self) -> str:
         """Where the ranks of this stage are to meet; for the leader to say."""
         return free_address(node_address())
@@ -186,8 +190,9 @@ class Shard:
             try:
                 self._serve_epoch(post, worker, span)
             except NewEpoch:  # noqa: PERF203 - once in a while
-                self._inbox.clear()
-                worker.forget()
+                if self._spec.rank == 0:  # the other ranks forget when the leader says so, who may be behind
+                    self._inbox.clear()
+                    worker.forget()
             except TransportError as error:
                 self._inbox.clear()
                 post.send(ENGINE, Broken(epoch=post.epoch, reason=str(error), ended=False))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -61,14 +62,17 @@ class Placed:
     spans: Sequence[tuple[int, int]]
 
     @property
+    def last(self) -> int:
+        return len(self.spans) - 1
+
+    @property
     def is_last(self) -> bool:
-        return self.stage == len(self.spans) - 1
+        return self.stage == self.last
 
     def next_stage(self, work: Pass) -> int:
         """The next stage with anything to do in the pass; the last one has the head. The others are bypassed."""
-        last = len(self.spans) - 1
-        between = range(self.stage + 1, last)
-        return next((stage for stage in between if work.needs(*self.spans[stage])), last)
+        between = range(self.stage + 1, self.last)
+        return next((stage for stage in between if work.needs(*self.spans[stage])), self.last)
 
 
 @dataclass(slots=True)
@@ -112,6 +116,8 @@ class StageWorker:
             case Forward():
                 hidden = tensors[0].to(self._span.runner.device) if tensors else None
                 return self._pass(message.epoch, message.work, hidden, message.begin)
+            case Failed():
+                return [self._give_up(message)]
             case Seek() | Shipped() | Expand():
                 return list(self._search(message, tensors))
             case _:
@@ -126,25 +132,35 @@ class StageWorker:
                 return Outgoing(COORDINATOR, self._measure(message.epoch))
             case Lap():
                 peer, *rest = message.route
-                return Outgoing(peer, Lap(epoch=message.epoch, route=rest), tensors)
+                stamps = [*message.stamps, time.monotonic()]
+                return Outgoing(peer, Lap(epoch=message.epoch, route=rest, stamps=stamps), tensors)
         raise AssertionError(f"a stage does not take {type(message).__name__}")
 
     def _pass(self, epoch: int, work: Pass, hidden: Tensor | None, begin: Begin | None) -> list[Outgoing]:
+        if self._place.is_last and begin is not None:
+            self._enter(begin)
         try:
             hidden = self._span.run(work, hidden)
             if self._place.is_last:
-                return [self._arrive(epoch, work, hidden, begin)]
+                return [self._arrive(epoch, work, hidden)]
         except RuntimeError as error:
-            self._scripts.pop(work.round_id, None)
             reason = str(out_of_memory(error))
-            return [Outgoing(ENGINE, Failed(epoch=epoch, work_id=work.round_id, reason=reason))]
+            if self._place.is_last:
+                return [self._give_up(Failed(epoch=epoch, work_id=work.round_id, reason=reason))]
+            failed = Failed(epoch=epoch, work_id=work.round_id, reason=reason, begin=begin)
+            return [Outgoing(stage_name(self._place.last), failed)]
         onward = stage_name(self._place.next_stage(work))
         return [Outgoing(onward, Forward(epoch=epoch, work=work, begin=begin), [hidden])]
 
-    def _arrive(self, epoch: int, work: Pass, hidden: Tensor, begin: Begin | None) -> Outgoing:
+    def _give_up(self, failed: Failed) -> Outgoing:
+        """Only where the head is: sequences that the work opened must be known here before the engine hears of it."""
+        if failed.begin is not None:
+            self._enter(failed.begin)
+        del self._scripts[failed.work_id]
+        return Outgoing(ENGINE, Failed(epoch=failed.epoch, work_id=failed.work_id, reason=failed.reason))
+
+    def _arrive(self, epoch: int, work: Pass, hidden: Tensor) -> Outgoing:
         """The states of a pass are before the head: on with its script."""
-        if begin is not None:
-            self._enter(begin)
         passes = self._scripts[work.round_id]
         try:
             onward = passes.send(hidden)

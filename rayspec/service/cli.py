@@ -183,6 +183,56 @@ def bench(
 
 
 @app.command()
+@with_settings()
+def bench_pipeline(
+    *,
+    asked: Asked,
+    cases: Annotated[str, typer.Option(help="stages x cohorts, with commas")] = "1x1,2x1,2x4",
+    input_: Annotated[
+        str, typer.Option("--input", help="a file of documents, or 'demo' for the bundled ones")
+    ] = "demo",
+    context: Annotated[int, typer.Option(min=2, help="prompt tokens; documents are cut to it")] = 256,
+    strategies: Annotated[str, typer.Option(help="what to compare, with commas; 'ar' always runs")] = "ar,knapspec",
+    max_tokens: Annotated[int, typer.Option(min=2, help="output tokens of a prompt")] = 128,
+    batch: Annotated[int, typer.Option(min=1, help="sequences of a cohort")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="times that each case is measured")] = 3,
+    widen: Annotated[int, typer.Option(min=1, help="make the model so many times as wide, with the same text")] = 1,
+    json: Annotated[Path | None, typer.Option(help="file to write the numbers to")] = None,
+) -> None:
+    """Compare cuts of a model into stages, with so many cohorts under way, with the model in one process.
+
+    Exit code 1 if any output has other tokens than plain decoding in one process.
+    """
+    # They bring torch, which others wait for.
+    from rayspec.service.bench import BenchOptions  # noqa: PLC0415
+    from rayspec.service.bench_pipeline import num_prompts_for, parse_cases, run_pipeline_bench  # noqa: PLC0415
+    from rayspec.service.pipeline_result import pipeline_markdown  # noqa: PLC0415
+
+    with clean_exit():
+        asked.flags["strategy"] = "static" if asked.flags["skip"] else None  # each contender has its own
+        parsed = parse_cases(cases)
+        options = BenchOptions(
+            engine=asked.settings().engine,
+            input=input_,
+            context=context,
+            strategies=tuple(name.strip() for name in strategies.split(",") if name.strip()),
+            max_tokens=max_tokens,
+            num_prompts=num_prompts_for(parsed, batch),
+            batch=batch,
+            repeats=repeats,
+            widen=widen,
+            hf=False,
+        )
+        console = error_console()
+        result = run_pipeline_bench(options, parsed, lambda line: console.print(line, highlight=False, soft_wrap=True))
+        output_console().print(pipeline_markdown(result), markup=False, highlight=False, soft_wrap=True)
+        if json is not None:
+            save_bench(result, json)
+    if any(row["identical"] < row["total"] for row in result["results"]):
+        raise typer.Exit(EXIT_FAILED)
+
+
+@app.command()
 def placement(
     *,
     model: Annotated[str, typer.Option(help="folder, config.json, hub id, or 'demo'; no weights are needed")],

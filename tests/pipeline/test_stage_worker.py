@@ -6,7 +6,6 @@ import random
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from rayspec.config import SamplingParams
@@ -16,7 +15,7 @@ from rayspec.pipeline.messages import Failed
 from rayspec.pipeline.post import COORDINATOR, ENGINE
 from rayspec.pipeline.stage_worker import Placed, stage_name
 from rayspec.types import OutOfMemoryError, Plan
-from tests.engines import GREEDY, complete, engine_with, finish, require_idle, requests_for, tokens_of
+from tests.engines import GREEDY, complete, engine_with, finish, requests_for, require_idle, tokens_of
 from tests.families import FAMILIES, Cases, cases, checkpoint, parts_of
 from tests.pipeline.loop import NUM_LAYERS, LoopEngine, TravellingPlans, cut, loop_engine
 
@@ -191,7 +190,7 @@ def _run_out_of_memory(run: LoopEngine, stage: int, wanted: Any, count: int = 1)
 OUT_OF_MEMORY = {
     "prefill": lambda work: work.keep is None and len(work.rows) > 0 and work.rows[0].first == 0,
     "draft": lambda work: work.keep is not None,
-    "verify": lambda work: work.keep is None and not work.fixed_shape is False and work.rows[0].first > 0,
+    "verify": lambda work: work.keep is None and work.fixed_shape is not False and work.rows[0].first > 0,
 }
 
 
@@ -211,7 +210,7 @@ def test_out_of_memory_in_a_stage_fails_only_its_victims(when: str, stage: int) 
                 assert tokens_of([output]) == [expected]
         assert run.replica.num_replaced == 0
         assert tokens_of(complete(run.engine, known.prompts)) == known.expected
-        run.require_clean()
+        run.require_clean(given_up=2)
 
 
 class _Chaos:
@@ -238,7 +237,7 @@ def test_whoever_dies_at_whatever_moment_nothing_is_lost_or_doubled(seed: int, p
     names = [stage_name(stage) for stage in range(num_stages)] + [COORDINATOR]
     options: dict[str, Any] = {"kv_cache_tokens": 300} if seed % 2 else {}
     with loop_engine(checkpoint("llama"), num_stages, plans(seed), seed=seed, **options) as run:
-        run.loop.chaos = _Chaos(run, seed, names, most=5, every=40)
+        run.loop.chaos = _Chaos(run, seed, names, most=5, every=12)
         outputs = complete(run.engine, prompts, params)
         assert run.loop.chaos.left < 5
         stats = run.engine.stats

@@ -1,0 +1,247 @@
+"""What a pipeline benchmark found: a row for each case and strategy, and where the time of a round goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from statistics import median
+from typing import Any
+
+ONE_PROCESS = "one process"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """So many pipeline stages, with so many cohorts under way."""
+
+    stages: int
+    cohorts: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.stages}x{self.cohorts}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HopTimes:
+    """Seconds of single messages, one way, between two stages."""
+
+    case: str
+    link: str
+    p50_s: float
+    p99_s: float
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """The timed part of one run. num_rounds: of a whole cohort each; busy_s, num_passes: by stage, none in one process;
+    token_ids: of all outputs, from their first token to their last."""
+
+    seconds: float
+    num_tokens: int
+    num_rounds: float
+    busy_s: tuple[float, ...] = ()
+    num_passes: tuple[int, ...] = ()
+    token_ids: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+    @property
+    def num_hops(self) -> float:
+        """Between stages: every pass comes to a stage from another one, but for the first of a round."""
+        return sum(self.num_passes) - self.num_rounds if len(self.num_passes) > 1 else 0.0
+
+    def with_tokens(self, token_ids: tuple[tuple[int, ...], ...]) -> Stretch:
+        return replace(self, token_ids=token_ids)
+
+    @classmethod
+    def total(cls, parts: Sequence[Stretch]) -> Stretch:
+        return cls(
+            seconds=sum(part.seconds for part in parts),
+            num_tokens=sum(part.num_tokens for part in parts),
+            num_rounds=sum(part.num_rounds for part in parts),
+            busy_s=tuple(map(sum, zip(*(part.busy_s for part in parts), strict=True))),
+            num_passes=tuple(map(sum, zip(*(part.num_passes for part in parts), strict=True))),
+            token_ids=tuple(chain.from_iterable(part.token_ids for part in parts)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineRun:
+    """A strategy in a case (None: in one process), repeat by repeat. layers: of each stage."""
+
+    case: Case | None
+    strategy: str
+    samples: tuple[Stretch, ...]
+    layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineRow:
+    """A strategy in a case. Rates are medians over repeats, with their range; the rest is of all repeats together.
+
+    speedup: over one process with the same strategy. round_ms: what a cohort waits for a round of its own. It is spent
+    in stages that compute it (busy_ms, by stage), on num_hops messages between stages at a median hop of the reference
+    size (hops_ms), and otherwise (rest_ms): behind other cohorts, in the engine, and on the way from and to it. passes:
+    of a round, by stage. layers: of each stage. `identical` of `total` outputs are those of plain decoding in one
+    process.
+    """
+
+    case: str
+    strategy: str
+    layers: tuple[int, ...]
+    tokens_per_s: float
+    min_tokens_per_s: float
+    max_tokens_per_s: float
+    speedup: float
+    round_ms: float
+    passes: tuple[float, ...]
+    idle_shares: tuple[float, ...]
+    busy_ms: tuple[float, ...]
+    num_hops: float
+    hops_ms: float
+    rest_ms: float | None
+    identical: int
+    total: int
+
+
+def pipeline_rows(runs: Sequence[PipelineRun], hops: Sequence[HopTimes]) -> list[PipelineRow]:
+    """Runs of the same case and strategy are one row. The first run is plain decoding in one process."""
+    merged: dict[tuple[Case | None, str], PipelineRun] = {}
+    for run in runs:
+        earlier = merged.get((run.case, run.strategy))
+        samples = (*earlier.samples, *run.samples) if earlier else run.samples
+        merged[run.case, run.strategy] = replace(run, samples=samples)
+    reference = runs[0].samples[0].token_ids
+    rows = []
+    for run in merged.values():
+        own_hops = [one.p50_s for one in hops if run.case is not None and one.case == run.case.name]
+        hop_s = sum(own_hops) / len(own_hops) if own_hops else 0.0
+        rows.append(_row(run, merged[None, run.strategy], hop_s=hop_s, reference=reference))
+    return rows
+
+
+def _row(
+    run: PipelineRun, one_process: PipelineRun, *, hop_s: float, reference: Sequence[tuple[int, ...]]
+) -> PipelineRow:
+    case, samples = run.case, run.samples
+    speeds = [sample.tokens_per_s for sample in samples]
+    total = Stretch.total(samples)
+    cohorts = case.cohorts if case else 1
+    round_ms = 1000 * total.seconds * cohorts / total.num_rounds
+    busy_ms = tuple(1000 * busy_s / total.num_rounds for busy_s in total.busy_s)
+    num_hops = total.num_hops / total.num_rounds
+    hops_ms = 1000 * num_hops * hop_s
+    identical = sum(a == b for sample in samples for a, b in zip(sample.token_ids, reference, strict=True))
+    return PipelineRow(
+        case=case.name if case else ONE_PROCESS,
+        strategy=run.strategy,
+        layers=run.layers,
+        tokens_per_s=median(speeds),
+        min_tokens_per_s=min(speeds),
+        max_tokens_per_s=max(speeds),
+        speedup=median(speeds) / median(sample.tokens_per_s for sample in one_process.samples),
+        round_ms=round_ms,
+        passes=tuple(count / total.num_rounds for count in total.num_passes),
+        idle_shares=tuple(1 - busy_s / total.seconds for busy_s in total.busy_s),
+        busy_ms=busy_ms,
+        num_hops=num_hops,
+        hops_ms=hops_ms,
+        rest_ms=round_ms - sum(busy_ms) - hops_ms if case else None,
+        identical=identical,
+        total=len(samples) * len(reference),
+    )
+
+
+def pipeline_markdown(result: dict[str, Any]) -> str:
+    """How fast each case was, where a round's time went, and what a hop takes: Markdown."""
+    options, environment, prompt_tokens = result["options"], result["environment"], result["prompt_tokens"]
+    rows = result["results"]
+    identical, total = (sum(row[key] for row in rows) for key in ("identical", "total"))
+    width = f" made {options['widen']} times as wide" if options["widen"] > 1 else ""
+    heading = (
+        f"{options['engine']['model']}{width} in {options['engine']['dtype']} on {environment['hardware']}, commit "
+        f"{environment['commit']}; {len(prompt_tokens)} prompts of {min(prompt_tokens)} to {max(prompt_tokens)} "
+        f"tokens, {options['max_tokens']} tokens each, {options['batch']} sequences a cohort, "
+        f"{options['repeats']} repeats"
+    )
+    parts = [
+        heading,
+        _speed_table(rows),
+        _round_table(rows),
+    ]
+    if result["hops"]:
+        parts.append(_hop_table(result["hops"], result["hop_bytes"]))
+    verdict = "all" if identical == total else "ONLY"
+    parts.append(f"{verdict} {identical} of {total} outputs have the tokens of plain decoding in one process")
+    return "\n\n".join(parts)
+
+
+def _speed_table(rows: Sequence[dict[str, Any]]) -> str:
+    return _markdown(
+        ("stages x cohorts", "strategy", "tokens/s", "min to max", "vs one process", "ms a round", "idle", "identical"),
+        [
+            (
+                row["case"],
+                row["strategy"],
+                f"{row['tokens_per_s']:.1f}",
+                f"{row['min_tokens_per_s']:.1f} to {row['max_tokens_per_s']:.1f}",
+                f"{row['speedup']:.2f}x",
+                f"{row['round_ms']:.2f}",
+                _each(row["idle_shares"], "{:.0%}"),
+                f"{row['identical']} of {row['total']}",
+            )
+            for row in rows
+        ],
+    )
+
+
+def _round_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Of what goes through shards."""
+    return _markdown(
+        ("a round of", "strategy", "layers", "passes", "busy ms", "hops", "hops ms", "rest ms"),
+        [
+            (
+                row["case"],
+                row["strategy"],
+                _each(row["layers"], "{}"),
+                _each(row["passes"], "{:.1f}"),
+                _each(row["busy_ms"], "{:.2f}"),
+                f"{row['num_hops']:.1f}",
+                f"{row['hops_ms']:.2f}",
+                f"{row['rest_ms']:.2f}",
+            )
+            for row in rows
+            if row["rest_ms"] is not None
+        ],
+    )
+
+
+def _hop_table(hops: Sequence[dict[str, Any]], num_bytes: int) -> str:
+    headings = ("a hop in", "between stages", f"p50 us of {num_bytes // 1024} KiB", "p99 us", "samples")
+    return _markdown(
+        headings,
+        [
+            (
+                one["case"],
+                one["link"],
+                f"{1e6 * one['p50_s']:.0f}",
+                f"{1e6 * one['p99_s']:.0f}",
+                str(one["num_samples"]),
+            )
+            for one in hops
+        ],
+    )
+
+
+def _each(values: Sequence[float], pattern: str) -> str:
+    return " / ".join(map(pattern.format, values)) or "-"
+
+
+def _markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

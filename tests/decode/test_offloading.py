@@ -1,0 +1,220 @@
+"""Weights on disk under a whole engine: no token changes, and plans skip what is slow to fetch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rayspec import LLM, demo
+from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
+from rayspec.decode.engine import Engine
+from rayspec.decode.loading import least_needed, load_engine, load_weights, offload_weights
+from rayspec.decode.runner import RowSpan, Runner
+from rayspec.decode.selection.knapspec import KnapSpec
+from rayspec.model.architecture import Decomposition, decompose
+from rayspec.model.kv_arena import KVArena
+from rayspec.planning.latency import LatencyModel
+from rayspec.types import ConfigError
+from tests.demo_model import EOS, demo_parts, demo_prompts
+from tests.engines import complete, engine_with, tokens_of
+from tests.families import cases, checkpoint, parts_of
+
+OFFLOADED = (5, 13, 15, 17, 18, 25)
+KNAPSPEC = {"strategy": "knapspec", "gate": False, "optimise_share": 1.0, "knapsack": {"num_tap_tokens": 4}}
+PARAMS = SamplingParams(temperature=0, max_tokens=60)
+Tokens = list[tuple[int, ...]]
+
+
+def config(model: str, folder: Path, *, offload: Any = None, **options: Any) -> EngineConfig:
+    values: dict[str, Any] = {
+        "dtype": "float32", "device": "cpu", "max_model_len": 512, "kv_cache_tokens": 1024, "num_threads": 1,
+        "profile_cache": str(folder), "speculation": {"strategy": "ar"},
+    }  # fmt: skip
+    where = None if offload is None else {"to": "disk", "folder": str(folder), **offload}
+    return EngineConfig(model=model, offload=where, **(values | options))
+
+
+def load(model: str, folder: Path, **options: Any) -> Engine:
+    return load_engine(config(model, folder, **options), with_tokenizer=False)
+
+
+@cache
+def prompts() -> list[list[int]]:
+    return demo_prompts(2, 6)
+
+
+@cache
+def resident(dtype: str, *, deterministic: bool = False) -> Tokens:
+    """Of the demo model with all its weights in memory, decoding plainly."""
+    engine = engine_with(demo_parts(dtype), deterministic=deterministic, eos=(EOS,), max_num_batched_tokens=1024)
+    return tokens_of(complete(engine, prompts(), PARAMS))
+
+
+@pytest.mark.parametrize("speculation", [{"strategy": "ar"}, KNAPSPEC], ids=["ar", "knapspec"])
+def test_tokens_are_those_of_the_model_in_memory(speculation: dict[str, Any], tmp_path: Path) -> None:
+    engine = load(demo.model_path(), tmp_path, offload={"sublayers": OFFLOADED}, speculation=speculation)
+    assert tokens_of(complete(engine, prompts(), PARAMS)) == resident("float32")
+    assert (engine.stats.num_draft_tokens > 0) == (speculation is KNAPSPEC)
+
+
+def test_in_bfloat16_too_where_shapes_are_fixed(tmp_path: Path) -> None:
+    engine = load(
+        demo.model_path(), tmp_path, offload={"sublayers": OFFLOADED}, speculation=KNAPSPEC, dtype="bfloat16",
+        deterministic=True,
+    )  # fmt: skip
+    assert tokens_of(complete(engine, prompts(), PARAMS)) == resident("bfloat16", deterministic=True)
+    assert engine.stats.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("family", ["gemma2", "qwen3_moe"])
+def test_other_families_keep_their_tokens(family: str, tmp_path: Path) -> None:
+    known = cases(checkpoint(family), (20, 33), 24)
+    params = SamplingParams(temperature=0, max_tokens=24)
+    static = {"strategy": "static", "skip": (1, 4), "max_draft_tokens": 4}
+    for speculation in ({"strategy": "ar"}, static, KNAPSPEC):
+        engine = load(checkpoint(family), tmp_path, offload={"sublayers": (1, 4, 7)}, speculation=speculation)
+        assert tokens_of(complete(engine, known.prompts, params)) == known.expected
+
+
+def test_a_share_is_taken_from_the_mlps_in_the_middle() -> None:
+    parts = parts_of(checkpoint("llama"))  # attention has 2/5 of the weights, MLPs 3/5, in 4 layers
+    assert least_needed(parts, 0.01) == [3]
+    assert least_needed(parts, 0.3) == [3, 5]
+    assert least_needed(parts, 0.59) == [1, 3, 5, 7]
+    assert least_needed(parts, 0.65) == [1, 3, 4, 5, 7]
+    assert least_needed(parts, 0.99) == list(range(8))
+    span = replace(parts, embedding=None, sublayers=parts.sublayers[4:])
+    assert least_needed(span, 0.2) == [5]
+    demo_share = least_needed(demo_parts(), 0.2)
+    assert all(index % 2 for index in demo_share)
+    assert demo_share == list(range(demo_share[0], demo_share[-1] + 1, 2))
+    assert demo_share[0] + demo_share[-1] in (30, 32, 34)
+
+
+def test_the_profile_has_transfers_of_exactly_what_is_offloaded(tmp_path: Path) -> None:
+    engine = load(demo.model_path(), tmp_path, offload={"share": 0.3}, speculation=KNAPSPEC)
+    assert engine.latency is not None
+    chosen = least_needed(demo_parts(), 0.3)
+    assert [index for index, seconds in enumerate(engine.latency.transfer_s) if seconds > 0] == chosen
+
+
+def test_a_profile_of_other_weights_on_disk_is_not_used(tmp_path: Path) -> None:
+    path = checkpoint("llama")
+    for sublayers in (None, (1,), (3, 5)):
+        offload = None if sublayers is None else {"sublayers": sublayers}
+        latency = load(path, tmp_path, offload=offload, speculation=KNAPSPEC).latency
+        assert latency is not None
+        assert tuple(index for index, seconds in enumerate(latency.transfer_s) if seconds > 0) == (sublayers or ())
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> LatencyModel:
+    engine = load(
+        demo.model_path(), tmp_path_factory.mktemp("p"), offload={"sublayers": OFFLOADED}, speculation=KNAPSPEC
+    )
+    assert engine.latency is not None
+    return engine.latency
+
+
+def test_drafts_do_without_all_that_is_slow_to_fetch(measured: LatencyModel) -> None:
+    """Fetching made as slow as it is for weights of gigabytes: all of it together a hundred forwards."""
+    forward_s = measured.decode_step_s(context=200, batch=1) - sum(measured.transfer_s)
+    slow = replace(
+        measured, transfer_s=tuple(100 * forward_s / len(OFFLOADED) if each else 0.0 for each in measured.transfer_s)
+    )
+    drafts = [plan for plan in _plans(slow) if plan.drafts]
+    assert drafts
+    assert all(set(OFFLOADED) <= _skipped(plan.keep) for plan in drafts)
+
+
+def test_with_nothing_to_fetch_drafts_skip_something_else(measured: LatencyModel) -> None:
+    """So that the test above can fail."""
+    drafts = [plan for plan in _plans(replace(measured, transfer_s=(0.0,) * 32)) if plan.drafts]
+    assert drafts
+    assert not any(set(OFFLOADED) <= _skipped(plan.keep) for plan in drafts)
+
+
+def _plans(latency: LatencyModel) -> list[Any]:
+    options = SpeculationOptions(
+        gate=False, optimise_share=1.0, knapsack={"num_tap_tokens": 4, "max_skipped_share": 0.995}
+    )  # type: ignore[arg-type]
+    engine = engine_with(demo_parts(), KnapSpec(options, latency), max_draft_tokens=16, eos=(EOS,))
+    assert tokens_of(complete(engine, prompts(), PARAMS)) == resident("float32")
+    return [record.plan for record in engine.stats.plans]
+
+
+def _skipped(keep: Sequence[bool]) -> set[int]:
+    return {index for index, kept in enumerate(keep) if not kept}
+
+
+@pytest.mark.parametrize(
+    ("offload", "message"),
+    [
+        ({"sublayers": (1, 8)}, r"'sublayers' names sublayer 8; the model has 0 to 7"),
+        ({"sublayers": (-1,)}, r"'sublayers' names sublayer -1"),
+        ({"to": "cpu"}, r"'to' is 'cpu'.*disk"),
+        ({"folder": "/no/such/folder"}, r"'folder' is '/no/such/folder'"),
+        ({"to": "tape"}, r"'tape'"),
+        ({"share": 1.0}, r"share"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(offload: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(checkpoint("llama"), tmp_path, offload=offload)
+
+
+@pytest.mark.parametrize("layers", [range(2), range(2, 4)])
+def test_a_span_offloads_its_own_of_the_model_s_sublayers(layers: range, tmp_path: Path) -> None:
+    chosen = (1, 2, 5, 7)
+    asked = config(checkpoint("llama"), tmp_path, offload={"sublayers": chosen})
+    expected = _through(_span(asked, layers)[0])
+    parts, offloaded = _span(asked, layers, offload=True)
+    here = tuple(index for index in chosen if index // 2 in layers)
+    assert offloaded.sublayers == here
+    assert [
+        index for index, seconds in zip(_indices(parts), offloaded.transfer_seconds(), strict=True) if seconds
+    ] == list(here)
+    assert torch.equal(_through(parts), expected)
+
+
+def test_what_no_stage_has_is_refused_by_every_stage(tmp_path: Path) -> None:
+    asked = config(checkpoint("llama"), tmp_path, offload={"sublayers": (1, 8)})
+    with pytest.raises(ConfigError, match="names sublayer 8"):
+        _span(asked, range(2), offload=True)
+
+
+def _indices(parts: Decomposition) -> list[int]:
+    return [sublayer.index for sublayer in parts.sublayers]
+
+
+def _span(asked: EngineConfig, layers: range, *, offload: bool = False) -> tuple[Decomposition, Any]:
+    model = load_weights(asked, layers=layers)
+    parts = decompose(model, layers=layers)
+    return parts, offload_weights(asked, model, parts) if offload else None
+
+
+@torch.inference_mode()
+def _through(parts: Decomposition) -> torch.Tensor:
+    arena = KVArena(parts.shapes, 16, dtype=parts.dtype, device=torch.device("cpu"))
+    runner = Runner(parts, arena, device=torch.device("cpu"), bucket_rows=None)
+    states = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(0))
+    return runner.run(runner.batch([RowSpan(0, 0, 5)]), states)
+
+
+def test_two_stages_with_weights_on_disk(ray_cluster: None, tmp_path: Path) -> None:
+    with LLM(
+        demo.model_path(), dtype="float32", device="cpu", num_threads=1, max_model_len=512, kv_cache_tokens=1024,
+        offload={"to": "disk", "sublayers": OFFLOADED, "folder": str(tmp_path)}, speculation=KNAPSPEC,
+        parallel={"stages": 2, "layers": (8, 8), "cohorts": 1, "cpus_per_shard": 0.5},
+    ) as llm:  # fmt: skip
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts()], PARAMS)
+        latency = llm.engine.latency
+    assert latency is not None
+    assert tuple(index for index, seconds in enumerate(latency.transfer_s) if seconds > 0) == OFFLOADED
+    assert tokens_of(outputs) == resident("float32")

@@ -1,0 +1,175 @@
+"""What is sent is what arrives, to the last field; what is no message is refused."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from rayspec.config import SamplingParams
+from rayspec.decode.drafting.skip_draft import Draft, Turn
+from rayspec.decode.head import Committed, Opening
+from rayspec.decode.passes import Join, Pass
+from rayspec.decode.plan_search import Found, FoundDraft, Knapsack, TappedToken
+from rayspec.decode.rounds import Piece, Prefill, PrefillResult, Round, RoundResult
+from rayspec.decode.runner import RowSpan
+from rayspec.decode.scheduler import Move
+from rayspec.pipeline.messages import (
+    Agreement,
+    Begin,
+    Broken,
+    Connect,
+    Done,
+    Expand,
+    Failed,
+    Follow,
+    Forward,
+    Gather,
+    Measured,
+    Message,
+    Moves,
+    Profiled,
+    RunSublayer,
+    Search,
+    Searched,
+    Ship,
+    Similarity,
+    Sought,
+    decode,
+    encode,
+)
+from rayspec.pipeline.transport import TransportError
+from rayspec.planning.acceptance import DraftWhileWorth
+from rayspec.planning.calibration import CalibrationCurve
+from rayspec.planning.latency import Measurement
+from rayspec.types import Logprob, Plan
+
+INT64 = some.integers(-(2**63), 2**63 - 1)
+RULE = DraftWhileWorth(
+    curve=CalibrationCurve(confidence=(0.0, 1.0), excess=(0.1, -0.1)), usual=0.8, rate=100.0, step_s=1e-3, row_s=1e-5
+)
+TURN = Turn(sequence_id="1/a/0", start=64, length=9, last_token=7, max_draft_tokens=4, end_tokens=[2, 5])
+ROUND = Round(
+    id=3, turns=[TURN], plan=Plan(keep=(True, False), num_draft_tokens=4, source="x"), keep_drafting=RULE, num_taps=2
+)
+PASS = Pass(
+    round_id=3,
+    token_ids=[1, 2],
+    rows=[RowSpan(64, 8, 2)],
+    keep=(True, False),
+    hold_at=1,
+    join=Join(at=1, order=[1, 0], rows=[RowSpan(64, 8, 2)]),
+    taps=[(0, TappedToken("1/a/0", 8))],
+    fixed_shape=False,
+)
+MESSAGES: list[Message] = [
+    Connect(epoch=2, peers={"engine": "tcp://127.0.0.1:1"}, link="127.0.0.1:2"),
+    Forward(epoch=1, work=PASS),
+    Failed(epoch=1, work_id=3, reason="full", begin=Begin(epoch=1, work_id=3, closings=["2/b/0"])),
+    Broken(epoch=1, reason="x", ended=False),
+    Done(epoch=1, work_id=3, prefill=PrefillResult([None, Committed([4], [{4: Logprob(logprob=-math.inf, rank=1)}], False)])),
+    Done(epoch=1, work_id=3, round=RoundResult([Committed([4, 5], [], True)], [Draft([4], [0.5])], [1], 1, 0.1, 0.2)),
+    Moves(epoch=1, moves=[Move(0, 64, 7)]),
+    Search(
+        epoch=1,
+        search_id=1,
+        tokens=[TappedToken("1/a/0", 8)],
+        starts=[64],
+        knapsack=Knapsack(num_tokens=1, weights=[2, 1], max_weight=2, min_similarity=-1.0, max_states=4),
+    ),
+    Searched(epoch=1, search_id=1, version=2, found=Found([FoundDraft((True, False), 0.5, 1)], 1, 0.25)),
+    Expand(
+        epoch=1,
+        search_id=1,
+        operations=[RunSublayer(0, 1, 2), Gather([1, 2], [0, 0, 1], 3), Similarity(0, 3), Agreement(3), Ship(3, "stage-1")],
+        drop=[1],
+    ),
+    Sought(epoch=1, search_id=1, values=[0.5, math.nan]),
+    Profiled(
+        epoch=1,
+        stages=[
+            Measured(
+                epoch=1,
+                names=["mlp"],
+                measurements=[Measurement(kind="mlp", rows=1, context=0, batch=1, seconds=1e-5, device="stage-0")],
+                transfer_s=[0.0],
+            )
+        ],
+        link_s=[1e-4],
+    ),
+    Follow(epoch=1, shape=(1, 2, 64), work=PASS),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_messages_arrive_as_they_were_sent(message: Message) -> None:
+    arrived = decode(encode(message))
+    assert type(arrived) is type(message)
+    # NaN is not itself, so by their bytes.
+    assert encode(arrived) == encode(message)
+
+
+@given(
+    seed=INT64,
+    prompt=some.lists(some.integers(0, 2**20), min_size=1, max_size=5),
+    temperature=some.floats(0, 2),
+    logit_bias=some.dictionaries(some.integers(0, 1000), some.floats(-100, 100), max_size=3),
+    stop=some.lists(some.text(min_size=1, max_size=5), max_size=2),
+    logprobs=some.none() | some.integers(0, 20),
+)
+@settings(max_examples=60, deadline=None)
+def test_an_opening_travels_with_the_first_work(
+    seed: int, prompt: list[int], temperature: float, logit_bias: dict[int, float], stop: list[str], logprobs: int | None
+) -> None:
+    params = SamplingParams(
+        temperature=temperature, logit_bias=logit_bias, stop=tuple(stop), logprobs=logprobs, seed=seed
+    )
+    opening = Opening(
+        sequence_id="é/0", params=params, seed=seed, prompt_token_ids=prompt, output_token_ids=[3], eos_token_ids=[2]
+    )
+    work = Prefill(id=1, pieces=[Piece("é/0", 0, 0, prompt, sample=True, replay=True)])
+    arrived = decode(encode(Begin.of(5, work, [opening], ["gone"])))
+    assert isinstance(arrived, Begin)
+    assert (arrived.epoch, list(arrived.closings)) == (5, ["gone"])
+    assert arrived.work == work
+    assert arrived.openings[0].opening() == opening
+
+
+def test_a_round_arrives_with_its_rule_of_drafting() -> None:
+    arrived = decode(encode(Begin.of(1, ROUND, [], [])))
+    assert isinstance(arrived, Begin)
+    assert arrived.work == ROUND
+    assert isinstance(arrived.work, Round)
+    assert arrived.work.keep_drafting is not None
+    confidences = [[0.9, 0.2], [0.99]]
+    assert arrived.work.keep_drafting(confidences) == RULE(confidences)
+
+
+def test_a_rule_of_drafting_that_cannot_travel_is_refused() -> None:
+    work = Round(id=1, turns=[TURN], plan=ROUND.plan, keep_drafting=lambda confidences: [True])
+    with pytest.raises(TypeError, match="DraftWhileWorth"):
+        Begin.of(1, work, [], [])
+
+
+MALFORMED = {
+    "nothing": b"",
+    "no message": msgspec.msgpack.encode([1, 2]),
+    "unknown": msgspec.msgpack.encode({"type": "Shutdown", "epoch": 1}),
+    "without epoch": msgspec.msgpack.encode({"type": "Stop"}),
+    "one field more": msgspec.msgpack.encode({"type": "Stop", "epoch": 1, "now": True}),
+    "wrong type": msgspec.msgpack.encode({"type": "Failed", "epoch": 1, "work_id": "3", "reason": ""}),
+    "a plan that cannot be": encode(Begin.of(1, ROUND, [], [])).replace(
+        msgspec.msgpack.encode("num_draft_tokens") + b"\x04", msgspec.msgpack.encode("num_draft_tokens") + b"\xff"
+    ),
+    "cut": encode(MESSAGES[1])[:-1],
+    "not UTF-8": encode(Broken(epoch=1, reason="x")).replace(b"\xa1x", b"\xa1\xff"),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_headers_are_refused(name: str) -> None:
+    with pytest.raises(TransportError, match="malformed header"):
+        decode(MALFORMED[name])

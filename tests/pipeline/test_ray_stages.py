@@ -1,0 +1,291 @@
+"""Real shards in real processes: tokens are those of generate, and what dies or freezes in mid-batch is replaced."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.util.placement_group import placement_group_table
+
+from rayspec import demo
+from rayspec.config import EngineConfig, SamplingParams
+from rayspec.decode.engine import Engine
+from rayspec.decode.selection.base import Selector
+from rayspec.decode.stages import StageLostError
+from rayspec.pipeline.loading import load_pipeline
+from rayspec.pipeline.post import COORDINATOR
+from rayspec.pipeline.ray_stages import RayStages
+from tests.demo_model import EOS, demo_prompts
+from tests.engines import complete, finish, requests_for, tokens_of
+from tests.families import Cases, cases, checkpoint, greedy
+from tests.pipeline.loop import NUM_LAYERS, TravellingPlans
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+
+LENGTHS = (20, 5, 60, 33, 12, 1, 25)
+LONG = SamplingParams(temperature=0.0, max_tokens=150)
+PATIENCE_S = 60.0
+ROOT = Path(__file__).parents[2]
+
+
+def known_cases() -> Cases:
+    return cases(checkpoint("llama"), LENGTHS, 24)
+
+
+def load(path: str, *, strategy: str = "ar", verification: str = "coupled", **parallel: Any) -> Engine:
+    return load_pipeline(
+        EngineConfig(
+            model=path,
+            dtype="float32",
+            device="cpu",
+            num_threads=1,
+            max_model_len=1024,
+            kv_cache_tokens=4096,
+            parallel={"cpus_per_shard": 0.25, "layers": None, "start_timeout_s": PATIENCE_S, **parallel},
+            speculation={"strategy": strategy, "verification": verification, "max_draft_tokens": 6},
+        ),
+        with_tokenizer=False,
+    )
+
+
+def stages_of(engine: Engine) -> RayStages:
+    assert isinstance(engine._stages, RayStages)
+    return engine._stages
+
+
+@contextmanager
+def plans_of(engine: Engine, selector: Selector) -> Iterator[None]:
+    """Other plans for a while. The scheduler must know how far drafts may reach."""
+    before, lookahead = engine._selector, engine._scheduler._lookahead
+    engine._selector, engine._scheduler._lookahead = selector, 6
+    try:
+        yield
+    finally:
+        engine._selector, engine._scheduler._lookahead = before, lookahead
+
+
+def process_ids(engine: Engine) -> dict[str, int]:
+    """Of the shards and the coordinator, by name."""
+    processes = stages_of(engine).replica.processes
+    return {name: ray.get(process.actor.process_id.remote(), timeout=PATIENCE_S) for name, process in processes.items()}
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def require_gone(pids: Sequence[int]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while left := [pid for pid in pids if is_alive(pid)]:
+        assert time.monotonic() < deadline, f"processes {left} are still there"
+        time.sleep(0.05)
+
+
+def end(engine: Engine, pids: Sequence[int]) -> None:
+    """Shut down, and require that nothing is left."""
+    group = stages_of(engine).replica._bundles._group
+    engine.shutdown()
+    engine.shutdown()  # more than once is fine
+    require_gone(pids)
+    require_free(group)
+
+
+def require_free(group: Any) -> None:
+    assert placement_group_table(group)["state"] == "REMOVED"
+    deadline = time.monotonic() + PATIENCE_S
+    while ray.available_resources().get("CPU", 0) % 1:  # every shard has a fraction
+        assert time.monotonic() < deadline, ray.available_resources()
+        time.sleep(0.05)
+
+
+def even(stages: int) -> tuple[int, ...]:
+    return tuple(NUM_LAYERS * (at + 1) // stages - NUM_LAYERS * at // stages for at in range(stages))
+
+
+def require_known_tokens(engine: Engine, known: Cases) -> None:
+    for seed in range(2):
+        with plans_of(engine, TravellingPlans(seed, 2 * NUM_LAYERS)):
+            assert tokens_of(complete(engine, known.prompts)) == known.expected
+    assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
+
+
+@pytest.mark.parametrize(("stages", "tensor"), [(1, 1), (4, 1), (1, 2)])
+def test_greedy_equals_generate(stages: int, tensor: int) -> None:
+    engine = load(checkpoint("llama"), stages=stages, tensor=tensor, layers=even(stages))
+    pids = list(process_ids(engine).values())
+    require_known_tokens(engine, known_cases())
+    assert [use.num_passes > 0 for use in stages_of(engine).usage()] == [True] * stages
+    assert len(pids) == stages * tensor + 1
+    end(engine, pids)
+
+
+def test_ranks_of_a_stage_die_together(expected: Any) -> None:
+    """Two stages of two ranks: the other stage's ranks stay, in step, whatever they were about to do."""
+    prompts, tokens = expected
+    engine = load(checkpoint("llama"), stages=2, tensor=2, layers=even(2), verification="rejection")
+    require_known_tokens(engine, known_cases())
+    with plans_of(engine, TravellingPlans(3, 2 * NUM_LAYERS)):
+        outputs, before = start_batch(engine, prompts), process_ids(engine)
+        os.kill(before["stage-0.1"], signal.SIGKILL)
+        assert finish_batch(engine, outputs, len(prompts)) == tokens
+    after = process_ids(engine)
+    assert engine.stats.num_replays == 1
+    assert {name for name in after if after[name] != before[name]} == {"stage-0", "stage-0.1"}
+    require_gone([before["stage-0"]])
+    end(engine, list(after.values()))
+
+
+def test_knapspec_drafts_with_plans_of_the_coordinator_and_a_lost_stage_is_an_error() -> None:
+    prompts, params = demo_prompts(4, 8), SamplingParams(temperature=0.0, max_tokens=48)
+    engine = load(demo.model_path(), strategy="knapspec", stages=2, layers=(8, 8), max_restarts=0)
+    assert tokens_of(complete(engine, prompts, params)) == greedy(demo.model_path(), prompts, 48, eos=(EOS,))
+    for _ in range(5):
+        if not engine.stats.plans:
+            complete(engine, prompts, params)
+    assert engine.stats.plans[0].optimise_s > 0
+    assert engine.latency is not None
+    assert engine.latency.hop_s > 0
+    assert set(engine.latency.stages) == {0, 1}
+    require_lost(engine, prompts, params)
+
+
+def require_lost(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
+    """With no restarts allowed, a killed shard ends all requests, now and later."""
+    pids, group = process_ids(engine), stages_of(engine).replica._bundles._group
+    for request in requests_for(prompts, params):
+        engine.add(request)
+    engine.step()
+    os.kill(pids["stage-1"], signal.SIGKILL)
+    started = time.monotonic()
+    outputs = finish(engine)
+    assert len(outputs) == len(prompts)
+    assert {type(output.error) for output in outputs.values()} == {StageLostError}
+    assert time.monotonic() - started < 10
+    with pytest.raises(StageLostError, match="stage-1"):
+        engine.add(requests_for(prompts, params)[0])
+    require_gone(list(pids.values()))
+    require_free(group)
+    engine.shutdown()
+
+
+def test_a_checkpoint_that_is_gone_when_a_shard_must_load_again_ends_in_an_error(tmp_path: Path, expected: Any) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(checkpoint("llama"), path)
+    engine = load(str(path), stages=2, layers=even(2), max_restarts=2)
+    start_batch(engine, expected[0])
+    pids = process_ids(engine)
+    shutil.rmtree(path)
+    os.kill(pids["stage-0"], signal.SIGKILL)
+    outputs = finish(engine)
+    assert {type(output.error) for output in outputs.values()} == {StageLostError}
+    assert "could not be" in str(outputs["0"].error)
+    end(engine, list(pids.values()))
+
+
+@pytest.fixture(scope="module")
+def engine(ray_cluster: None) -> Iterator[Engine]:
+    """Three stages that may die any number of times, and are found frozen soon."""
+    engine = load(checkpoint("llama"), stages=3, layers=(1, 1, 2), max_restarts=100, heartbeat_timeout_s=2.0)
+    require_known_tokens(engine, known_cases())
+    yield engine
+    end(engine, list(process_ids(engine).values()))
+
+
+@pytest.fixture(scope="module")
+def expected() -> tuple[list[list[int]], list[tuple[int, ...]]]:
+    long = cases(checkpoint("llama"), LENGTHS, LONG.max_tokens)
+    return long.prompts, long.expected
+
+
+def start_batch(engine: Engine, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Adds the prompts and goes on until some tokens of each are there. Returns what has finished already."""
+    for request in requests_for(prompts, LONG):
+        engine.add(request)
+    wanted = engine.stats.num_generated_tokens + 10 * len(prompts)
+    outputs: dict[str, Any] = {}
+    while engine.stats.num_generated_tokens < wanted:
+        outputs |= {output.request_id: output for output in engine.step()}
+    return outputs
+
+
+def finish_batch(engine: Engine, outputs: dict[str, Any], num_prompts: int) -> list[tuple[int, ...]]:
+    outputs |= finish(engine)
+    return tokens_of(outputs[str(index)] for index in range(num_prompts))
+
+
+@pytest.mark.parametrize("stage", ["stage-0", "stage-1", "stage-2"])
+def test_a_killed_shard_is_replaced(
+    engine: Engine, expected: Any, stage: str, record_property: Callable[[str, object], None]
+) -> None:
+    prompts, tokens = expected
+    with plans_of(engine, TravellingPlans(7, 2 * NUM_LAYERS)):
+        outputs, before = start_batch(engine, prompts), process_ids(engine)
+        num_replays = engine.stats.num_replays
+        os.kill(before[stage], signal.SIGKILL)
+        assert finish_batch(engine, outputs, len(prompts)) == tokens
+    after = process_ids(engine)
+    recovery_s = stages_of(engine).recovery_s[-1]
+    record_property("recovery_s", recovery_s)
+    assert engine.stats.num_replays == num_replays + 1
+    assert {name for name in after if after[name] != before[name]} == {stage}
+    assert recovery_s < PATIENCE_S, f"it took {recovery_s:.1f} s"
+
+
+def test_a_frozen_shard_is_replaced(
+    engine: Engine, expected: Any, record_property: Callable[[str, object], None]
+) -> None:
+    prompts, tokens = expected
+    outputs, before = start_batch(engine, prompts), process_ids(engine)
+    frozen = time.monotonic()
+    os.kill(before["stage-1"], signal.SIGSTOP)
+    assert finish_batch(engine, outputs, len(prompts)) == tokens
+    record_property("frozen_to_finished_s", time.monotonic() - frozen)
+    assert process_ids(engine)["stage-1"] != before["stage-1"]
+    require_gone([before["stage-1"]])
+
+
+@pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGSTOP])
+def test_without_coordinator_generation_goes_on(engine: Engine, expected: Any, death: signal.Signals) -> None:
+    prompts, tokens = expected
+    outputs, before = start_batch(engine, prompts), process_ids(engine)
+    num_replays, process = engine.stats.num_replays, stages_of(engine).replica.coordinator
+    os.kill(before[COORDINATOR], death)
+    assert finish_batch(engine, outputs, len(prompts)) == tokens
+    deadline = time.monotonic() + PATIENCE_S
+    while stages_of(engine).replica.coordinator in {None, process}:
+        assert tokens_of(complete(engine, prompts, LONG)) == tokens
+        assert time.monotonic() < deadline
+    require_gone([before[COORDINATOR]])
+    assert engine.stats.num_replays == num_replays
+    selector = TravellingPlans(1, 2 * NUM_LAYERS)
+    with plans_of(engine, selector):
+        complete(engine, prompts)
+    assert selector.num_searches > 0
+
+
+def test_a_node_is_lost_and_the_driver_just_ends(ray_environment: None, tmp_path: Path) -> None:
+    """In a Ray of its own: the shard of a removed node comes back on another one, and nothing outlives the driver."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.pipeline.node_loss"], cwd=ROOT, capture_output=True, text=True, timeout=150
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["nodes_before"] != report["nodes_after"]
+    assert report["num_replays"] >= 1
+    assert report["equal"], f"after {report['recovery_s']} s"
+    require_gone(report["pids"])

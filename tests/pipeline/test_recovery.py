@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from rayspec.pipeline.recovery import STUCK_AFTER_S, Pulse, Restarts
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def dead(pulse: Pulse) -> list[str]:
+    return [death.name for death in pulse.deaths()]
+
+
+def test_who_is_silent_for_too_long_is_dead() -> None:
+    clock = Clock()
+    pulse = Pulse(10.0, clock)
+    pulse.watch(["a", "b"])
+    clock.now += 9
+    pulse.hear("b")
+    assert dead(pulse) == []
+    clock.now += 2
+    assert dead(pulse) == ["a"]
+    assert "a has not been heard of for 11.0 s" in pulse.deaths()[0].reason
+    clock.now += 9
+    assert dead(pulse) == ["a", "b"]
+
+
+def test_only_who_is_watched_is_missed_and_watching_starts_anew() -> None:
+    clock = Clock()
+    pulse = Pulse(10.0, clock)
+    pulse.watch(["a"])
+    clock.now += 20
+    pulse.hear("stranger", busy_s=2 * STUCK_AFTER_S)
+    pulse.watch(["b"])
+    assert dead(pulse) == []
+    clock.now += 11
+    assert dead(pulse) == ["b"]
+
+
+def test_who_is_busy_with_one_thing_for_too_long_is_stuck() -> None:
+    clock = Clock()
+    pulse = Pulse(10.0, clock)
+    pulse.watch(["a", "b"])
+    pulse.hear("a", busy_s=STUCK_AFTER_S + 1)
+    pulse.hear("b", busy_s=STUCK_AFTER_S - 1)
+    assert dead(pulse) == ["a"]
+    pulse.hear("a")
+    assert dead(pulse) == []
+    pulse.hear("a", busy_s=STUCK_AFTER_S + 1)
+    pulse.watch(["a", "b"])
+    assert dead(pulse) == []
+
+
+def test_restarts_are_bounded_wait_longer_each_time_and_are_forgotten() -> None:
+    clock = Clock()
+    restarts = Restarts(3, clock)
+    delays = [restarts.next_delay_s() for _ in range(4)]
+    assert delays[0] == 0.0
+    assert delays[3] is None
+    assert 0 < (delays[1] or 0) < (delays[2] or 0)
+    clock.now += 601
+    assert restarts.next_delay_s() == 0.0
+    assert Restarts(0, clock).next_delay_s() is None
+
+
+def test_delays_do_not_grow_for_ever() -> None:
+    restarts = Restarts(100, Clock())
+    assert max(restarts.next_delay_s() or 0 for _ in range(100)) == 30.0
