@@ -1,11 +1,14 @@
-"""The report of a run, in Markdown, with the picture of its plans."""
+"""The report of a run, in Markdown and HTML, with the picture of its plans."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any
+
+from markdown_it import MarkdownIt
 
 from rayspec.demo import exact_lines
 from rayspec.service.plots import plot_plans
@@ -15,6 +18,10 @@ from rayspec.types import EngineStats, PlanRecord
 
 PLOT_NAME = "skip-map.png"
 _MAX_LISTED = 50
+_STYLE = (
+    "body{font:15px/1.5 sans-serif;max-width:75em;margin:2em auto;padding:0 1em}table{border-collapse:collapse}"
+    "td,th{border:1px solid #ccc;padding:.2em .6em;text-align:left}img{max-width:100%}"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +86,9 @@ class RunReport:
         plot_plans(stats, folder / PLOT_NAME, title=f"{title}: the drafts' plans")
         parts = [f"# {title}", *self._summary(stats, config), *self._errors(), *self._documents(), *_plans(stats)]
         path = folder / "report.md"
-        path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+        text = "\n\n".join(parts) + "\n"
+        path.write_text(text, encoding="utf-8")
+        path.with_suffix(".html").write_text(_html(title, text), encoding="utf-8")
         return path
 
     def _summary(self, stats: EngineStats, config: Mapping[str, Any]) -> list[str]:
@@ -190,6 +199,12 @@ def _plan_cells(record: PlanRecord) -> tuple[str, ...]:
         f"{1000 * record.optimise_s:.0f}",
         record.reason,
     )
+
+
+def _html(title: str, text: str) -> str:
+    """A page of its own. Whatever a model or a document wrote is text in it, never markup."""
+    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
+    return f"<!doctype html><meta charset=utf-8><title>{escape(title)}</title><style>{_STYLE}</style>\n{body}"
 
 
 def _share(value: float | None) -> str:

@@ -1,0 +1,25 @@
+"""Jobs that are commands: they start as scripts, in a process of their own, and say what they take."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+JOBS = Path(__file__).parent.parent.parent / "jobs"
+
+
+@pytest.mark.parametrize(("job", "option"), [("measure.py", "--cluster"), ("bench.py", "--strategies")])
+def test_a_job_says_what_it_takes(job: str, option: str, tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, str(JOBS / job), "--help"], capture_output=True, text=True, cwd=tmp_path, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    assert option in result.stdout
+
+
+def test_no_job_hides_a_module_of_python() -> None:
+    """A script's folder comes first on its path."""
+    assert not {path.stem for path in JOBS.glob("*.py")} & set(sys.stdlib_module_names)
