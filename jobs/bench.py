@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """`rayspec bench` as a Ray job: strategies side by side, with shards where they are asked for.
 
-    ray job submit --working-dir . -- python jobs/bench.py --model MODEL --context 4096
+ray job submit --working-dir . -- python jobs/bench.py --model MODEL --context 4096
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from rayspec import demo
 from rayspec.config import EngineConfig, SamplingParams
 from rayspec.decode.engine import Engine
 from rayspec.decode.loading import load_engine
+from rayspec.decode.stages import StageLostError
 from rayspec.types import ConfigError, EngineStats, Request, RequestError, RequestOutput
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class LLM:
                     break
                 try:
                     engine.add(request)
-                except RequestError as error:
+                except (RequestError, StageLostError) as error:
                     yield RequestOutput.refused(request, error)
             yield from engine.step()
 

@@ -237,7 +237,7 @@ class RequestOutput:
     error: RayspecError | None = None
 
     @classmethod
-    def refused(cls, request: Request, error: RequestError) -> RequestOutput:
+    def refused(cls, request: Request, error: RayspecError) -> RequestOutput:
         """The output of a request that never ran."""
         return cls(
             request_id=request.request_id,

@@ -119,6 +119,9 @@ def _started(blueprint: Blueprint) -> tuple[RayStages, LatencyModel | None]:
     try:
         latency = stages.measure()
         better = balanced_cut(latency, stages.replica.spans) if can_be_cut_anew else None
+        if better is not None:  # by one look: something else may have been running beside a stage
+            latency = stages.measure()
+            better = balanced_cut(latency, stages.replica.spans)
         if better is None:
             return stages, latency
         logger.warning("stages are uneven: loading them again with %s layers", [len(span) for span in better])

@@ -98,7 +98,8 @@ class RayStages:
         self._search_ids = itertools.count(1)
         self._openings: dict[str, Opening] = {}
         self._closings: list[str] = []
-        self._pulse = Pulse(options.heartbeat_timeout_s, time.monotonic)
+        self._heartbeat_timeout_s = options.heartbeat_timeout_s
+        self._pulse = Pulse(self._heartbeat_timeout_s, time.monotonic)
         self._restarts = Restarts(options.max_restarts, time.monotonic)
         self._coordinator_restarts = Restarts(options.max_restarts, time.monotonic)
         self._checked_at = 0.0
@@ -126,8 +127,8 @@ class RayStages:
         named = [one.sequence_id for one in (work.pieces if isinstance(work, Prefill) else work.turns)]
         openings = [opening for name in named if (opening := self._openings.pop(name, None)) is not None]
         closings, self._closings = self._closings, []
-        if not self._work:  # nobody has been listened to for a while
-            self._pulse.watch(self.replica.processes)
+        if not self._work and time.monotonic() - self._checked_at > self._heartbeat_timeout_s / 2:
+            self._pulse.watch(self.replica.processes)  # nobody has been listened to for a while
         future: Future[Result] = Future()
         self._work[work.id] = future
         self._send(stage_name(0), Begin.of(self._epoch, work, openings, closings))
@@ -156,7 +157,7 @@ class RayStages:
     def measure(self) -> LatencyModel:
         """The latency model of the whole replica, from the shards' own measurements; nothing may be under way."""
         self._send(COORDINATOR, Profile(epoch=self._epoch))
-        profiled = self._expect(Profiled, 1, _PROFILE_TIMEOUT_S)[COORDINATOR]
+        profiled = self._expect(Profiled, [COORDINATOR], _PROFILE_TIMEOUT_S)[COORDINATOR]
         assert isinstance(profiled, Profiled)
         self.link_s = tuple(profiled.link_s)
         return _latency_model(profiled)
@@ -165,7 +166,7 @@ class RayStages:
         """Seconds of single hops with so many bytes, one way, from each stage to the next and from the last to the
         first; nothing for one stage. Nothing may be under way."""
         self._send(COORDINATOR, TimeHops(epoch=self._epoch, num_bytes=num_bytes, num_samples=num_samples))
-        timed = self._expect(TimedHops, 1, _PROFILE_TIMEOUT_S)[COORDINATOR]
+        timed = self._expect(TimedHops, [COORDINATOR], _PROFILE_TIMEOUT_S)[COORDINATOR]
         assert isinstance(timed, TimedHops)
         return tuple(tuple(link) for link in timed.hops_s)
 
@@ -243,20 +244,24 @@ class RayStages:
         names = [stage_name(stage) for stage in range(self.replica.num_stages)]
         for name in names:
             self._send(name, message)
-        return self._expect(answer, len(names), timeout_s)
+        return self._expect(answer, names, timeout_s)
 
-    def _expect(self, kind: type[Message], count: int, timeout_s: float) -> dict[str, AnyMessage]:
-        """That many messages of a kind, by the name of their senders."""
+    def _expect(self, kind: type[Message], senders: Collection[str], timeout_s: float) -> dict[str, AnyMessage]:
+        """A message of a kind from each of those, by name. Raises RayspecError if the coordinator is one of them and
+        ends; a shard's end is what it always is."""
         found: dict[str, AnyMessage] = {}
         deadline = time.monotonic() + timeout_s
+        coordinator = self.replica.coordinator
         self._pulse.watch(self.replica.processes)
-        while len(found) < count:
+        while len(found) < len(senders):
             received = self._receive(_POLL_S)
             if received is not None and isinstance(received[1], kind):
                 found[received[0]] = received[1]
             elif received is not None:
                 self._handle(*received)
-            self._check()
+            self._check(listening=True)
+            if COORDINATOR in senders and self.replica.coordinator is not coordinator:
+                raise RayspecError(f"the coordinator ended before its {kind.__name__} came: ask again")
             if time.monotonic() > deadline:
                 self._recover((), f"no {kind.__name__} came within {timeout_s:.0f} s")
         return found
@@ -267,20 +272,22 @@ class RayStages:
         if self._lost is not None:
             raise self._lost
 
-    def _check(self) -> None:
-        """Look after everyone, now and then. Raises StagesReplacedError, StageLostError."""
+    def _check(self, *, listening: bool = False) -> None:
+        """Look after everyone, now and then; silence counts while something is under way or listened for. Raises
+        StagesReplacedError, StageLostError."""
         now = time.monotonic()
         if now - self._checked_at < _CHECK_EVERY_S:
             return
         self._checked_at = now
         self._look_for_coordinator()
-        if self._work:
+        listening = listening or bool(self._work)
+        if listening:
             for name in self.replica.processes:
                 self._send(name, Ping(epoch=self._epoch))
         for search_id in [number for number, one in self._searches.items() if now > one.deadline]:
             self._searches.pop(search_id).future.cancel()
         ends = dict(self.replica.ends())
-        if self._work:
+        if listening:
             ends |= {death.name: death.reason for death in self._pulse.deaths()}
         if COORDINATOR in ends:
             self._bury(COORDINATOR, ends.pop(COORDINATOR))

@@ -6,7 +6,8 @@ are taken up at once. Timed is what lies between the last prompt read and the fi
 has work, as in the middle of a long job.
 
 Shards have one torch thread each, unless the options say otherwise. On two cores two stages of one thread run at the
-same time, and more cannot: cases with more stages measure the queue for the cores rather than the pipeline.
+same time, and more cannot: cases with more stages measure the queue for the cores rather than the pipeline. A shard
+that waits for a core counts as busy, so where others use the machine, too, stages may be busy for longer than a round.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from rayspec.service.bench_result import BASELINE
 from rayspec.service.environment import describe_environment
 from rayspec.service.loading import hide_progress_bars, load_llm
 from rayspec.service.pipeline_result import Case, HopTimes, PipelineRun, Stretch, pipeline_rows
+from rayspec.service.terminal import exit_on_sigterm
 from rayspec.types import ConfigError, EngineStats, Request, RequestOutput
 
 _CASE = re.compile(r"([1-9]\d*)x([1-9]\d*)")
@@ -69,6 +71,7 @@ def run_pipeline_bench(options: BenchOptions, cases: Sequence[Case], say: Callab
     runs: list[PipelineRun] = []
     hops: list[HopTimes] = []
     with model_folder(options.engine, options.widen) as folder, ray_session():
+        exit_on_sigterm()
         prompts: list[list[int]] = []
         places = [None, *cases, None]
         for number, case in enumerate(places):

@@ -5,21 +5,23 @@ The engine is never placed by Ray Data: its actor exists before the dataset runs
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import ray.data
 
-from rayspec.service.documents import Columns, Document, expand, read_file
+from rayspec.service.documents import Columns, Document, duplicate_id, expand, read_file
+from rayspec.service.engine_actor import DrainingError
+from rayspec.service.locations import Location
 from rayspec.service.results import ResultRow
 
 _READ_CPUS = 0.5
 _CLIENT_CPUS = 0.1
 _ROWS_PER_BLOCK = 4  # a block leaves a client when its last row is done: small blocks keep results coming
-_BLOCKS_IN_FLIGHT = 8
+_MIN_ROWS_IN_FLIGHT = 32
 
 
 def read_dataset(inputs: Sequence[str], columns: Columns, *, limit: int | None = None) -> ray.data.Dataset:
@@ -27,10 +29,18 @@ def read_dataset(inputs: Sequence[str], columns: Columns, *, limit: int | None =
 
     Relative paths are those of this process: where a task runs, the current folder is another one.
     """
-    paths = [{"name": name, "path": str(Path(name).absolute())} for name in expand(inputs)]
+    paths = [{"name": name, "path": Location.parse(name).absolute().name} for name in expand(inputs)]
     files = ray.data.from_items(paths, override_num_blocks=len(paths))
     rows = files.flat_map(_read, fn_kwargs={"columns": columns}, num_cpus=_READ_CPUS)  # type: ignore[arg-type]
-    return rows if limit is None else rows.limit(limit)
+    if limit is None:
+        return rows
+    ray.data.DataContext.get_current().execution_options.preserve_order = True  # the same rows every time
+    return rows.limit(limit)
+
+
+def dataset_of(documents: Sequence[Document]) -> ray.data.Dataset:
+    """Documents that are here, as rows that `read_dataset` would give."""
+    return ray.data.from_items([_row(document) for document in documents])
 
 
 def quieten() -> None:
@@ -39,11 +49,24 @@ def quieten() -> None:
     ray.data.DataContext.get_current().enable_progress_bars = False
 
 
-def complete_dataset(documents: ray.data.Dataset, engine: Any) -> ray.data.Dataset:
-    """The rows of `documents` completed by an engine's actor, as the fields of ResultRow, in no particular order."""
+def without_rows(
+    documents: ray.data.Dataset, done: Mapping[str, str | None], takes: Callable[[str], bool]
+) -> ray.data.Dataset:
+    """The rows that are not done, and whose id `takes` likes. done: where the row of each id came from; a row with such
+    an id from elsewhere becomes an error row."""
+    kept = ray.put(dict(done))  # once, not with every task
+    return documents.flat_map(_left, fn_kwargs={"done": kept, "takes": takes}, num_cpus=_READ_CPUS)  # type: ignore[arg-type]
+
+
+def complete_dataset(documents: ray.data.Dataset, engine: Any, *, num_wanted: int = 0) -> ray.data.Dataset:
+    """The rows of `documents` completed by an engine's actor, as the fields of ResultRow, in no particular order.
+
+    num_wanted: rows that keep the engine busy.
+    """
+    blocks_in_flight = -(-max(num_wanted, _MIN_ROWS_IN_FLIGHT) // _ROWS_PER_BLOCK)
     blocks = documents.repartition(target_num_rows_per_block=_ROWS_PER_BLOCK)
     pool = ray.data.ActorPoolStrategy(
-        size=1, max_tasks_in_flight_per_actor=_BLOCKS_IN_FLIGHT, max_concurrent_calls_per_actor=_BLOCKS_IN_FLIGHT
+        size=1, max_tasks_in_flight_per_actor=blocks_in_flight, max_concurrent_calls_per_actor=blocks_in_flight
     )
     client: Any = EngineClient  # Ray's annotations do not know of async classes
     return blocks.map(client, fn_constructor_args=[engine], compute=pool, num_cpus=_CLIENT_CPUS)
@@ -66,18 +89,49 @@ class EngineClient:
 
     async def _complete(self, row: Mapping[str, Any]) -> ResultRow:
         if row["error_kind"] is not None:
-            return ResultRow(id=row["id"], finish_reason="error", error_kind=row["error_kind"], error=row["error"])
-        document = Document(id=row["id"], source=row["source"], text=row["text"])
-        result: ResultRow = await self._engine.handle.remote(document)
+            return ResultRow(
+                id=row["id"],
+                source=row["source"],
+                finish_reason="error",
+                error_kind=row["error_kind"],
+                error=row["error"],
+            )
+        document = Document(id=row["id"], source=row["source"], text=row["text"], messages=_messages(row["messages"]))
+        try:
+            result: ResultRow = await self._engine.handle.remote(document)
+        except DrainingError as error:
+            return ResultRow.of_error(row["id"], error)
         return result
 
 
+def _messages(column: str | None) -> list[dict[str, str]] | None:
+    return json.loads(column) if column is not None else None
+
+
 def _read(row: dict[str, Any], columns: Columns) -> Iterator[dict[str, Any]]:
-    for document in read_file(row["path"], columns, name=row["name"]):
-        yield {
-            "id": document.id,
-            "source": document.source,
-            "text": document.text,
-            "error_kind": document.error.kind if document.error is not None else None,
-            "error": str(document.error) if document.error is not None else None,
-        }
+    yield from map(_row, read_file(row["path"], columns, name=row["name"]))
+
+
+def _row(document: Document) -> dict[str, Any]:
+    return {
+        "id": document.id,
+        "source": document.source,
+        "text": document.text,
+        "messages": json.dumps(document.messages) if document.messages is not None else None,
+        "error_kind": document.error.kind if document.error is not None else None,
+        "error": str(document.error) if document.error is not None else None,
+    }
+
+
+def _left(
+    row: dict[str, Any], done: Mapping[str, str | None], takes: Callable[[str], bool]
+) -> Iterator[dict[str, Any]]:
+    if isinstance(done, ray.ObjectRef):
+        done = ray.get(done)
+    if not takes(row["id"]):
+        return
+    if row["id"] not in done:
+        yield row
+    elif done[row["id"]] not in (None, row["source"]):
+        error = duplicate_id(row["id"], source=row["source"], first=done[row["id"]] or "")
+        yield row | {"text": None, "messages": None, "error_kind": error.kind, "error": str(error)}

@@ -1,46 +1,56 @@
-"""What is done with every document of a job: a prompt is made of it, and its completion becomes its row."""
+"""What is done with every document of a job: prompts are made of it, and what is answered becomes its row."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from rayspec.service.async_engine import AsyncEngine
 from rayspec.service.documents import Document, DuplicateCheck
 from rayspec.service.engine_actor import Handler
-from rayspec.service.prompts import PromptBuilder, fitting_prompt_tokens
+from rayspec.service.long_documents import LongDocumentOptions, LongDocuments, part_templates
+from rayspec.service.prompts import PromptBuilder
 from rayspec.service.results import ResultRow
 from rayspec.service.settings import Settings
-from rayspec.types import RequestError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentTask:
     """template: "{text}" in it stands for the document. chat: the text becomes a user's message where there is a chat
-    template. truncate: a document beyond the context is cut instead of refused."""
+    template. long: what is done with documents beyond the context. instruct: tell the model when it reads a part."""
 
     settings: Settings
     template: str
     chat: bool = True
-    truncate: bool = False
+    long: LongDocumentOptions = field(default_factory=LongDocumentOptions)
+    instruct: bool = True
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Everything that decides what the rows say: rows made with another one do not belong in the same output."""
+        engine = self.settings.engine.model_dump(mode="json")
+        deciding = ("model", "tokenizer", "revision", "dtype", "quantization_config", "max_model_len", "deterministic")
+        return {
+            "task": {"template": self.template, "chat": self.chat, "long": self.long.model_dump(mode="json")},
+            "sampling": self.settings.sampling.model_dump(mode="json"),
+            "engine": {name: engine[name] for name in deciding},
+            "verification": engine["speculation"]["verification"],
+        }
 
     def handler(self, engine: AsyncEngine) -> Handler:
-        """Raises ConfigError for a template without a place for the document."""
-        prompts = self.prompts(engine)
+        """Raises ConfigError for a template without a place for the document, and options that cannot work."""
+        prompts = PromptBuilder(llm=engine.llm, params=self.settings.sampling, template=self.template, chat=self.chat)
+        templates = part_templates(self.template, instruct=self.instruct)
+        documents = LongDocuments(engine=engine, prompts=prompts, templates=templates, options=self.long)
         check = DuplicateCheck()
 
         async def complete(document: Document) -> ResultRow:
             document = check(document)
-            try:
-                tokens = prompts.tokens(document)
-            except RequestError as error:
-                return ResultRow.of_error(document.id, error)
-            return ResultRow.of_output(document.id, await engine.run(tokens, prompts.params))
+            if document.error is not None:
+                return replace(ResultRow.of_error(document.id, document.error), source=document.source)
+            outcome = await documents.complete(document)
+            tree = [node.as_dict() for node in outcome.roots]
+            return replace(outcome.row(document.id), source=document.source, tree=json.dumps(tree) if tree else None)
 
         return complete
-
-    def prompts(self, engine: AsyncEngine) -> PromptBuilder:
-        params = self.settings.sampling
-        room = fitting_prompt_tokens(engine.max_model_len, params) if self.truncate else None
-        return PromptBuilder(
-            llm=engine.llm, params=params, template=self.template, chat=self.chat, max_prompt_tokens=room
-        )

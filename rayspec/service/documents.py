@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import codecs
-import glob
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rayspec.service.locations import Location, UnreadableFileError, error_detail
 from rayspec.types import InputFileError
 
 _ROWS_PER_READ = 16  # long documents: a batch of rows must stay small
 _DEFAULT_ID_COLUMN = "id"
-
-
-class UnreadableFileError(InputFileError):
-    kind = "unreadable_file"
 
 
 class EmptyFileError(InputFileError):
@@ -78,7 +73,10 @@ class Document:
 
 
 def read_documents(inputs: Iterable[str], columns: Columns) -> Iterator[Document]:
-    """The rows of files, folders and glob patterns, read as they are asked for. Never raises for what a file holds."""
+    """The rows of files, folders and glob patterns, read as they are asked for.
+
+    Never raises for what a file holds. Raises ConfigError for a URI of an unknown kind.
+    """
     check = DuplicateCheck()
     for path in expand(inputs):
         for document in read_file(path, columns):
@@ -86,41 +84,50 @@ def read_documents(inputs: Iterable[str], columns: Columns) -> Iterator[Document
 
 
 def expand(inputs: Iterable[str]) -> Iterator[str]:
-    """Paths of files: folders become the files below them that can be read, patterns what they match, in order.
+    """Paths and URIs of files: folders become the files below that can be read, patterns what they match, in order.
 
-    What matches nothing is passed on as it is, so that reading it says so.
+    What matches nothing, or cannot be looked at, is passed on as it is, so that reading it says so. Raises ConfigError
+    for a URI of an unknown kind.
     """
     for name in inputs:
-        path = Path(name)
-        if path.is_dir():
-            below = [str(file) for file in sorted(path.rglob("*")) if file.suffix.lower() in _READERS]
-            yield from below or [name]
-        elif path.exists() or not glob.has_magic(name):
-            yield name
-        else:
-            yield from sorted(glob.glob(name, recursive=True)) or [name]
+        try:
+            found = _expand(Location.parse(name))
+        except UnreadableFileError:
+            found = []
+        yield from found or [name]
+
+
+def _expand(location: Location) -> list[str]:
+    if location.is_folder:
+        return [file.name for file in location.files(_READERS)]
+    return [match.name for match in location.glob()] if location.is_pattern else []
 
 
 def read_file(path: str, columns: Columns, *, name: str | None = None) -> Iterator[Document]:
     """The rows of one file. A file that cannot be read, or ends early, yields an error row in place of the rest.
 
-    name: what rows and errors call the file; its path where None.
+    path: a path or URI. name: what rows and errors call the file; its path where None. Raises ConfigError for a URI of
+    an unknown kind.
     """
     name = name or path
-    reader = _READERS.get(Path(path).suffix.lower())
-    if reader is None or Path(path).is_dir():
+    try:
+        location = Location.parse(path)
+        reader = None if location.is_folder else _READERS.get(location.suffix)
+    except UnreadableFileError as error:
+        yield _failed(name, error)
+        return
+    if reader is None:
         known = ", ".join(_READERS)
         yield _failed(name, UnreadableFileError(f"{name}: not a file that can be read; known are {known}"))
         return
     num_rows = 0
     try:
-        for source, row in reader(Path(path), name, columns):
+        for source, row in reader(location, name, columns):
             num_rows += 1
             yield _document(row, source, columns)
     except (OSError, pa.ArrowException) as error:
-        detail = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         where = f"after {num_rows} rows " if num_rows else ""
-        yield _failed(name, UnreadableFileError(f"{name}: could not be read {where}({detail})"))
+        yield _failed(name, UnreadableFileError(f"{name}: could not be read {where}({error_detail(error)})"))
         return
     if num_rows == 0:
         yield _failed(name, EmptyFileError(f"{name}: the file is empty; give it rows or leave it out"))
@@ -136,25 +143,30 @@ class DuplicateCheck:
         first = self._sources.setdefault(document.id, document.source)
         if document.error is not None or first == document.source:
             return document
-        message = f"{document.source}: id {document.id!r} is that of {first} too; ids must be unique"
-        return replace(document, text=None, messages=None, error=DuplicateIdError(message))
+        error = duplicate_id(document.id, source=document.source, first=first)
+        return replace(document, text=None, messages=None, error=error)
+
+
+def duplicate_id(row_id: str, *, source: str, first: str) -> DuplicateIdError:
+    """Of the row at `source`, whose id is that of the row at `first`."""
+    return DuplicateIdError(f"{source}: id {row_id!r} is that of {first} too; ids must be unique")
 
 
 _Row = Mapping[str, Any] | InputFileError
-_Reader = Callable[[Path, str, Columns], Iterator[tuple[str, _Row]]]
+_Reader = Callable[[Location, str, Columns], Iterator[tuple[str, _Row]]]
 
 
-def _read_text(path: Path, name: str, columns: Columns) -> Iterator[tuple[str, _Row]]:
+def _read_text(location: Location, name: str, columns: Columns) -> Iterator[tuple[str, _Row]]:
     """One document: the whole file."""
-    content = path.read_bytes()
+    content = location.read()
     if content:
         text = _decode(content, name)
         row = {columns.text: text, columns.id or _DEFAULT_ID_COLUMN: name}
         yield name, text if isinstance(text, InputFileError) else row
 
 
-def _read_jsonl(path: Path, name: str, _columns: Columns) -> Iterator[tuple[str, _Row]]:
-    with path.open("rb") as file:
+def _read_jsonl(location: Location, name: str, _columns: Columns) -> Iterator[tuple[str, _Row]]:
+    with location.open() as file:
         for number, line in enumerate(file, start=1):
             source = f"{name}:{number}"
             if line.strip():
@@ -184,9 +196,9 @@ def _is_unicode(row: object) -> bool:
     return True
 
 
-def _read_parquet(path: Path, name: str, columns: Columns) -> Iterator[tuple[str, _Row]]:
+def _read_parquet(location: Location, name: str, columns: Columns) -> Iterator[tuple[str, _Row]]:
     number = 0
-    with pq.ParquetFile(path) as file:
+    with location.open() as content, pq.ParquetFile(content) as file:
         wanted = [column for column in columns.names if column in file.schema_arrow.names]
         for batch in file.iter_batches(batch_size=_ROWS_PER_READ, columns=wanted):
             for index in range(batch.num_rows):

@@ -33,11 +33,19 @@ class Recipe(Protocol):
         it returns."""
 
 
+class DrainingError(RayspecError):
+    """The engine takes no new rows: the job is about to end."""
+
+    kind = "aborted"
+
+
 class EngineWorker:
     """Owns a model and the loop that runs it. A plain class: `start_engine` makes it an actor."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
+        self._num_running = 0
+        self._draining = False
 
     async def load(self) -> dict[str, Any]:
         """Called once, before anything else. Returns all options in force, as a config file has them.
@@ -53,8 +61,21 @@ class EngineWorker:
         return self._recipe.settings.resolved(self._engine.llm.config)
 
     async def handle(self, row: Any) -> Any:
-        """What the recipe makes of a row. Raises EngineDeadError."""
-        return await self._handle(row)
+        """What the recipe makes of a row. Raises EngineDeadError, DrainingError."""
+        if self._draining:
+            raise DrainingError("the job was told to end")
+        self._num_running += 1
+        try:
+            return await self._handle(row)
+        finally:
+            self._num_running -= 1
+
+    async def drain(self) -> None:
+        """Take no new rows; those that are here go on."""
+        self._draining = True
+
+    async def num_running(self) -> int:
+        return self._num_running
 
     async def stats(self) -> EngineStats:
         return copy.deepcopy(self._engine.stats)

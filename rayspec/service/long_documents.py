@@ -11,9 +11,9 @@ import asyncio
 import hashlib
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from pydantic import Field, field_validator
@@ -30,8 +30,9 @@ _BETWEEN = "\n\n"
 _TEXT, _SUMMARY = "{text}", "{summary}"
 _PLACES = re.compile(r"\{(text|summary|number|count)\}")
 _ANY_NUMBER = 999  # stands for the numbers of parts where the length of a prompt is estimated
-_SENTENCE_ENDS = ".!?\u2026"
-_WIDE_SENTENCE_ENDS = "\u3002\uff01\uff1f"  # of scripts that put no space between sentences
+_SENTENCE_ENDS = ".!?\N{HORIZONTAL ELLIPSIS}"
+# Of scripts that put no space between sentences.
+_WIDE_SENTENCE_ENDS = "\N{IDEOGRAPHIC FULL STOP}\N{FULLWIDTH EXCLAMATION MARK}\N{FULLWIDTH QUESTION MARK}"
 
 _PART = "(This is part {number} of {count} of a longer document.)\n\n{text}"
 _MERGE = (
@@ -108,9 +109,7 @@ def filled(template: str, *, text: str, number: int, count: int, summary: str = 
     return _PLACES.sub(lambda place: values[place[1]], template)
 
 
-def cut(
-    num_tokens: int, chunk: int, overlap: int, strength: Callable[[int], int] = lambda position: 0
-) -> list[range]:
+def cut(num_tokens: int, chunk: int, overlap: int, strength: Callable[[int], int] = lambda position: 0) -> list[range]:
     """The fewest spans of at most `chunk` tokens that hold them all, each starting `overlap` tokens before the end of
     the one before, and of nearly equal length.
 
@@ -250,6 +249,10 @@ class Usage:
         self.finished_s = finished_s if self.finished_s is None else max(self.finished_s, finished_s)
 
     @property
+    def acceptance_rate(self) -> float | None:
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
+
+    @property
     def latency_s(self) -> float | None:
         """From the first call's arrival to the last one's end."""
         if self.arrival_s is None or self.finished_s is None:
@@ -275,7 +278,7 @@ class Outcome:
     def row(self, row_id: str) -> ResultRow:
         """Counts are of all calls."""
         usage, error = self.usage, self.error
-        drafts = usage.num_draft_tokens
+        where = f"{self.failed_part}: " if self.failed_part else ""
         return ResultRow(
             id=row_id,
             text=self.text,
@@ -283,10 +286,10 @@ class Outcome:
             num_output_tokens=usage.num_output_tokens,
             finish_reason="error" if error is not None else self.finish_reason,
             error_kind=error.kind if error is not None else None,
-            error=f"{self.failed_part}: {error}" if error is not None and self.failed_part else error and str(error),
-            num_draft_tokens=drafts,
+            error=f"{where}{error}" if error is not None else None,
+            num_draft_tokens=usage.num_draft_tokens,
             num_accepted_tokens=usage.num_accepted_tokens,
-            acceptance_rate=usage.num_accepted_tokens / drafts if drafts else None,
+            acceptance_rate=usage.acceptance_rate,
             latency_s=usage.latency_s,
             decode_s=usage.decode_s,
         )
@@ -303,20 +306,19 @@ class Completes(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """A call to be made. `name` says which one to people."""
+    """A call to be made. name: which one it is, for people. final: its answer is about the whole document."""
 
     level: int
     index: int
-    start: int
-    end: int
+    span: range
     prompt: str
     name: str
-    final: bool = False
+    final: bool
     children: tuple[Node, ...] = ()
 
 
 class _PartFailedError(Exception):
-    """Ends the work on a document. Never leaves this module."""
+    """Ends the work on a document; never leaves this module."""
 
     def __init__(self, part: _Part, error: RayspecError) -> None:
         super().__init__(part.name)
@@ -326,7 +328,7 @@ class _PartFailedError(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class _Progress:
-    """What is finished of a document: the nodes without a parent so far, by where they start."""
+    """What is finished of a document. by_start: the nodes that have no parent so far."""
 
     usage: Usage = field(default_factory=Usage)
     finish_reason: str | None = None
@@ -342,53 +344,265 @@ class _Progress:
             del self.by_start[child.start]
         self.by_start[node.start] = node
 
+    def finished(self) -> Outcome:
+        (root,) = self.nodes
+        return Outcome(usage=self.usage, text=root.text, finish_reason=self.finish_reason, roots=(root,))
+
+    def failed(self, error: RayspecError, part: str = "") -> Outcome:
+        return Outcome(usage=self.usage, error=error, failed_part=part, roots=self.nodes)
+
 
 class LongDocuments:
-    """Answers documents of any length through one engine.
+    """Completes documents of any length through one engine.
 
     prompts: makes the prompts of documents that fit, which run as they would without this class; its `params` are those
-    of the answer about the whole document. With a seed, all parts have seeds made from it, so that the tree depends on
-    the document, the options and the model only. A conversation is never cut.
+    of the answer about a whole document, and its `max_prompt_tokens` does not count here. With a seed, every part has a
+    seed made from it, so that the tree depends on the document, the options and the model only. A conversation is never
+    cut.
     Raises ConfigError for options that cannot work with this context.
     """
-
-    _OWN_LIMITS: ClassVar[frozenset[str]] = frozenset({"fail", "truncate"})
 
     def __init__(
         self, *, engine: Completes, prompts: PromptBuilder, templates: PartTemplates, options: LongDocumentOptions
     ) -> None:
+        params = prompts.params
         self._engine = engine
         self._options = options
         self._templates = templates
-        self._fitting = fitting_prompt_tokens(engine.max_model_len, prompts.params)
-        self._whole = replace(prompts, max_prompt_tokens=self._fitting) if options.mode == "truncate" else prompts
+        self._params = params
+        self._budgets = options.level_output_tokens or (params.max_tokens,)
+        self._fitting = fitting_prompt_tokens(engine.max_model_len, params)
+        self._whole = replace(prompts, max_prompt_tokens=self._fitting if options.mode == "truncate" else None)
         self._bare = replace(prompts, template=_TEXT, max_prompt_tokens=None)
-        budgets = options.level_output_tokens or (prompts.params.max_tokens,)
-        self._budgets = budgets
-        self._limit = engine.max_model_len - max(*budgets, prompts.params.max_tokens)
-        if options.mode not in self._OWN_LIMITS:
-            self._chunk = self._checked_chunk()
+        self._max_prompt_tokens = engine.max_model_len - max(*self._budgets, params.max_tokens)
+        if self._in_parts:
+            self._between_tokens = self._num_tokens(_BETWEEN)
+            self._chunk_tokens = self._checked_chunk_tokens()
 
-    async def summarize(self, document: Document) -> Outcome:
+    async def complete(self, document: Document) -> Outcome:
         """What is wrong with the document is in the outcome. Raises EngineDeadError. Cancelling the wait aborts
         everything that the document has in the engine."""
         try:
             tokens = self._whole.tokens(document)
         except RequestError as error:
             return Outcome(usage=Usage(), error=error)
-        if self._options.mode in self._OWN_LIMITS or len(tokens) <= self._fitting or document.text is None:
-            return _whole_outcome(await self._engine.run(tokens, self._whole.params))
+        if document.text is None or not self._in_parts or len(tokens) <= self._fitting:
+            return _outcome_of_whole(await self._engine.run(tokens, self._params))
+        text = TokenizedText(self._bare.llm.tokenizer, document.text)
         progress = _Progress()
-        read = self._refine if self._options.mode == "refine" else self._map_reduce
         try:
-            await read(TokenizedText(self._whole.llm.tokenizer, document.text), progress)
+            await (self._refine if self._refines else self._map_reduce)(text, progress)
         except _PartFailedError as failure:
-            error, failed_part = failure.error, failure.part
-        except DoesNotShrinkError as failure:
-            error, failed_part = failure, ""
-        else:
-            (root,) = progress.nodes
-            return Outcome(
-                usage=progress.usage, text=root.text, finish_reason=progress.finish_reason, roots=progress.nodes
+            return progress.failed(failure.error, failure.part)
+        except RequestError as error:
+            return progress.failed(error)
+        return progress.finished()
+
+    @property
+    def _refines(self) -> bool:
+        return self._options.mode == "refine"
+
+    @property
+    def _in_parts(self) -> bool:
+        return self._options.mode in {"map-reduce", "refine"}
+
+    async def _map_reduce(self, text: TokenizedText, progress: _Progress) -> None:
+        chunks, level = self._chunks(text), 1
+        self._require_few_levels(len(chunks))
+        await self._answer_all((self._chunk_part(text, chunks, index) for index in range(len(chunks))), progress)
+        while len(nodes := progress.nodes) > 1:
+            groups = self._groups(nodes)
+            if len(groups) == len(nodes) or level == self._options.max_levels:
+                raise DoesNotShrinkError(
+                    f"{len(nodes)} answers of level {level} are left, and few or no neighbours fit one prompt: lower "
+                    "level_output_tokens, or raise max_model_len or max_levels"
+                )
+            level += 1
+            await self._answer_all(self._merge_parts(level, groups, nodes), progress)
+
+    async def _refine(self, text: TokenizedText, progress: _Progress) -> None:
+        chunks = self._chunks(text)
+        for index in range(len(chunks)):
+            done = progress.nodes
+            part = self._chunk_part(text, chunks, index, summary=done[-1].text if done else "")
+            if part.final and done:
+                part = replace(part, level=2, span=range(len(text)), children=done)
+            await self._answer(part, progress)
+
+    async def _answer_all(self, parts: Iterator[_Part], progress: _Progress) -> None:
+        """Parts are made when their turn comes, so that few prompts exist at a time."""
+
+        async def work() -> None:
+            for part in parts:
+                await self._answer(part, progress)
+
+        workers = [asyncio.ensure_future(work()) for _ in range(self._options.max_parts_in_flight)]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+
+    async def _answer(self, part: _Part, progress: _Progress) -> None:
+        tokens = self._tokens(part.prompt)
+        if len(tokens) > self._max_prompt_tokens:
+            raise _PartFailedError(part, self._does_not_fit(len(tokens)))
+        output = await self._engine.run(tokens, self._params_of(part))
+        progress.usage.add(output)
+        if output.error is not None:
+            raise _PartFailedError(part, output.error)
+        completion = output.outputs[0]
+        progress.finish_reason = completion.finish_reason
+        progress.add(
+            Node(
+                level=part.level,
+                start=part.span.start,
+                end=part.span.stop,
+                num_prompt_tokens=len(tokens),
+                num_output_tokens=len(completion.token_ids),
+                text=completion.text,
+                children=part.children,
             )
-        return Outcome(usage=progress.usage, error=error, failed_part=failed_part, roots=progress.nodes)
+        )
+
+    def _params_of(self, part: _Part) -> SamplingParams:
+        whole = self._params
+        budget = whole.max_tokens if part.final else self._budget(part.level)
+        seed = None if whole.seed is None else part_seed(whole.seed, part.level, part.index)
+        return whole.replace(max_tokens=budget, min_tokens=min(whole.min_tokens, budget), seed=seed)
+
+    def _budget(self, level: int) -> int:
+        """Output tokens of an answer of this level that is not the final one."""
+        return self._budgets[min(level, len(self._budgets)) - 1]
+
+    def _chunks(self, text: TokenizedText) -> list[range]:
+        """A chunk that is tokenized by itself may have more tokens than it had in the text; so their prompts are
+        counted, and where one does not fit, all are made smaller."""
+        chunk, overlap = self._chunk_tokens, self._options.overlap_tokens
+        limit = self._max_prompt_tokens - self._summary_room
+        while chunk >= max(1, 2 * overlap):
+            chunks = cut(len(text), chunk, overlap, text.strength)
+            longest = max(len(self._tokens(self._chunk_prompt(text, chunks, index))) for index in range(len(chunks)))
+            if longest <= limit:
+                return chunks
+            chunk -= longest - limit
+        raise self._does_not_fit(longest)
+
+    def _chunk_part(self, text: TokenizedText, chunks: Sequence[range], index: int, summary: str = "") -> _Part:
+        span, count = chunks[index], len(chunks)
+        return _Part(
+            level=1,
+            index=index,
+            span=span,
+            prompt=self._chunk_prompt(text, chunks, index, summary),
+            name=f"part {index + 1} of {count} (tokens {span.start} to {span.stop})",
+            final=index == count - 1 if self._refines else count == 1,
+        )
+
+    def _chunk_prompt(self, text: TokenizedText, chunks: Sequence[range], index: int, summary: str = "") -> str:
+        template = self._templates.refine if self._refines and index > 0 else self._templates.part
+        return filled(template, text=text.text(chunks[index]), number=index + 1, count=len(chunks), summary=summary)
+
+    def _groups(self, nodes: Sequence[Node]) -> list[range]:
+        """Neighbours that one prompt holds. As with chunks, the prompts are counted."""
+        sizes = [self._num_tokens(node.text) + self._between_tokens for node in nodes]
+        room = self._merge_room
+        while True:
+            groups = group(sizes, room)
+            longest = max((len(self._tokens(part.prompt)) for part in self._merge_parts(2, groups, nodes)), default=0)
+            if longest <= self._max_prompt_tokens:
+                return groups
+            room -= longest - self._max_prompt_tokens
+
+    def _merge_parts(self, level: int, groups: Sequence[range], nodes: Sequence[Node]) -> Iterator[_Part]:
+        """Who is alone needs no merging, and stays as it is."""
+        for index, members in enumerate(groups):
+            children = tuple(nodes[members.start : members.stop])
+            if len(children) > 1:
+                start, end = children[0].start, children[-1].end
+                text = _BETWEEN.join(child.text.strip() for child in children)
+                yield _Part(
+                    level=level,
+                    index=index,
+                    span=range(start, end),
+                    prompt=filled(self._templates.merge, text=text, number=index + 1, count=len(groups)),
+                    name=f"merge {index + 1} of {len(groups)} on level {level} (tokens {start} to {end})",
+                    final=len(groups) == 1,
+                    children=children,
+                )
+
+    @property
+    def _chunk_room(self) -> int:
+        """Tokens of a chunk that fit with all that must be around it."""
+        templates = (self._templates.part, self._templates.refine) if self._refines else (self._templates.part,)
+        return self._max_prompt_tokens - self._summary_room - max(map(self._overhead, templates))
+
+    @property
+    def _summary_room(self) -> int:
+        """Tokens kept free for the answer so far, which may be a few more when they are read again."""
+        return self._budget(1) * 9 // 8 if self._refines else 0
+
+    @property
+    def _merge_room(self) -> int:
+        return self._max_prompt_tokens - self._overhead(self._templates.merge)
+
+    def _capacity(self, level: int) -> int:
+        """How many answers of this level one prompt holds for certain."""
+        return self._merge_room // (self._budget(level) + self._between_tokens)
+
+    def _overhead(self, template: str) -> int:
+        return len(self._tokens(filled(template, text="", number=_ANY_NUMBER, count=_ANY_NUMBER)))
+
+    def _tokens(self, text: str) -> list[int]:
+        return self._bare.tokens(Document(id="", source="", text=text))
+
+    def _num_tokens(self, text: str) -> int:
+        return len(self._bare.llm.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _does_not_fit(self, num_tokens: int) -> DoesNotShrinkError:
+        return DoesNotShrinkError(
+            f"its prompt has {num_tokens} tokens, and {self._max_prompt_tokens} fit beside the output: lower "
+            "chunk_tokens, overlap_tokens or level_output_tokens, or raise max_model_len"
+        )
+
+    def _require_few_levels(self, num_chunks: int) -> None:
+        needed, allowed = num_levels(num_chunks, self._capacity), self._options.max_levels
+        if needed > allowed:
+            raise DoesNotShrinkError(
+                f"{num_chunks} chunks may need {needed} levels, max_levels is {allowed}: raise it or chunk_tokens, or "
+                "lower level_output_tokens"
+            )
+
+    def _checked_chunk_tokens(self) -> int:
+        options, room, limit = self._options, self._chunk_room, self._max_prompt_tokens
+        if not self._bare.llm.tokenizer.is_fast:
+            raise ConfigError(f"option 'mode' is {options.mode!r}: it needs a fast tokenizer, which knows where in the "
+                              "text its tokens are; use 'truncate'")  # fmt: skip
+        chunk = room if options.chunk_tokens is None else options.chunk_tokens
+        if not 1 <= chunk <= room:
+            raise ConfigError(
+                f"option 'chunk_tokens' is {options.chunk_tokens}: {max(0, room)} tokens of a chunk fit beside the "
+                "instruction and the output; lower it, level_output_tokens or max_tokens, or raise max_model_len"
+            )
+        if 2 * options.overlap_tokens > chunk:
+            raise ConfigError(
+                f"option 'overlap_tokens' is {options.overlap_tokens}: it must be at most half of a chunk, {chunk // 2}"
+            )
+        if options.mode == "map-reduce" and min(map(self._capacity, range(1, len(self._budgets) + 1))) < 2:
+            raise ConfigError(
+                f"option 'level_output_tokens' is {self._budgets}: two such answers must fit one prompt of {limit} "
+                "tokens; lower it or max_tokens, or raise max_model_len"
+            )
+        return chunk
+
+
+def _outcome_of_whole(output: RequestOutput) -> Outcome:
+    usage, completion = Usage(), output.outputs[0] if output.outputs else None
+    usage.add(output)
+    return Outcome(
+        usage=usage,
+        text=completion.text if completion is not None else None,
+        finish_reason=completion.finish_reason if completion is not None else None,
+        error=output.error,
+    )

@@ -10,13 +10,14 @@ from __future__ import annotations
 import codecs
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 from pydantic import Field, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, from_json
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from typing_extensions import Self
@@ -35,7 +36,16 @@ from rayspec.types import (
 )
 
 _MAX_LOGPROBS = 20
+_CODES = {
+    "missing": "missing_required_parameter",
+    "unknown_parameter": "unknown_parameter",
+    "unsupported_parameter": "unsupported_parameter",
+}
 _LEAST_LOGPROB = -9999.0  # what OpenAI writes for "very unlikely"; JSON has no minus infinity
+
+
+Tokenize = Callable[[str | Sequence[Mapping[str, str]]], list[int]]
+"""Of a text as it is, or of a conversation through the chat template."""
 
 
 class InvalidRequestError(RequestError):
@@ -49,6 +59,14 @@ class InvalidRequestError(RequestError):
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
         super().__init__(message)
         self.param, self.code, self.status = param, code, status
+
+
+def parse_json(content: bytes) -> Any:
+    """Raises InvalidRequestError, also for what is not UTF-8, half a surrogate pair, and NaN, which is no JSON."""
+    try:
+        return from_json(content, allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidRequestError(f"not valid JSON: {error}", code="invalid_json") from None
 
 
 class StrictBody(pydantic.BaseModel):
@@ -68,7 +86,7 @@ class StrictBody(pydantic.BaseModel):
     @classmethod
     def _leave_out_what_asks_for_nothing(cls, body: Any) -> Any:
         if not isinstance(body, Mapping):
-            raise PydanticCustomError("not_an_object", "it must be a JSON object")
+            raise PydanticCustomError("invalid_value", "it must be a JSON object")
         return {name: value for name, value in body.items() if cls._takes_effect(name, value)}
 
     @classmethod
@@ -80,14 +98,14 @@ class StrictBody(pydantic.BaseModel):
         if name not in cls.refused:
             near = difflib.get_close_matches(name, [*cls.model_fields, *cls.refused, *cls.ignored], n=1)
             hint = f"did you mean {near[0]!r}?" if near else "leave it out"
-            raise PydanticCustomError("unknown_field", "unknown field; {hint}", {"field": name, "hint": hint})
+            raise PydanticCustomError("unknown_parameter", "unknown field; {hint}", {"field": name, "hint": hint})
         if value is not None and value not in cls.refused[name]:
-            raise PydanticCustomError("unsupported", "not supported here; leave it out", {"field": name})
+            raise PydanticCustomError("unsupported_parameter", "not supported here; leave it out", {"field": name})
         return False
 
     @classmethod
     def parse(cls, body: object) -> Self:
-        """Raises InvalidRequestError, which names the first field that is wrong."""
+        """Of what `parse_json` gave. Raises InvalidRequestError, which names the first field that is wrong."""
         try:
             return cls.model_validate(body)
         except pydantic.ValidationError as error:
@@ -95,7 +113,9 @@ class StrictBody(pydantic.BaseModel):
             names = [*first["loc"], *filter(None, [first.get("ctx", {}).get("field")])]
             param = ".".join(map(str, names)) or None
             message = first["msg"].removeprefix("Value error, ")
-            raise InvalidRequestError(f"{param or 'body'}: {message}", param=param, code=first["type"]) from None
+            raise InvalidRequestError(
+                f"{param or 'body'}: {message}", param=param, code=_CODES.get(first["type"], "invalid_value")
+            ) from None
 
 
 class ChatMessage(StrictBody):
@@ -124,10 +144,12 @@ def _text_of_part(part: Any) -> str:
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
     if kind != "text":
         raise PydanticCustomError(
-            "unsupported", "a part of type {kind} is not supported; give text parts only", {"kind": repr(kind)}
+            "unsupported_parameter",
+            "a part of type {kind} is not supported; give text parts only",
+            {"kind": repr(kind)},
         )
     if not isinstance(part.get("text"), str):
-        raise PydanticCustomError("invalid_part", "a part of type 'text' must have a 'text'")
+        raise PydanticCustomError("invalid_value", "a part of type 'text' must have a 'text'")
     return str(part["text"])
 
 
@@ -138,7 +160,7 @@ class StreamOptions(StrictBody):
 
 
 class GenerationRequest(StrictBody):
-    """What both endpoints take. None leaves a parameter at the default that SamplingParams gives it; limits are its too."""
+    """What both endpoints take. None leaves a parameter at its default; defaults and limits are SamplingParams'."""
 
     ignored = frozenset(
         {
@@ -182,17 +204,21 @@ class GenerationRequest(StrictBody):
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise PydanticCustomError("no_stream", "only with stream: true", {"field": "stream_options"})
+            raise PydanticCustomError("invalid_value", "only with stream: true", {"field": "stream_options"})
         return self
 
     @property
+    @abstractmethod
     def num_logprobs(self) -> int | None:
         """Most likely tokens to report beside each chosen one; None: no log-probabilities at all."""
-        raise NotImplementedError
 
+    @abstractmethod
     def num_output_tokens(self, room: int) -> int:
         """The most tokens asked for; `room` is what the context has left."""
-        raise NotImplementedError
+
+    @abstractmethod
+    def prompts(self, tokenize: Tokenize) -> list[list[int]]:
+        """The token ids of each prompt."""
 
     def sampling_params(self, num_prompt_tokens: int, max_model_len: int) -> SamplingParams:
         """Of a prompt of that many tokens. Raises PromptTooLongError where prompt and output together exceed the
@@ -245,10 +271,10 @@ class ChatRequest(GenerationRequest):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
-            raise PydanticCustomError("needs_logprobs", "only with logprobs: true", {"field": "top_logprobs"})
+            raise PydanticCustomError("invalid_value", "only with logprobs: true", {"field": "top_logprobs"})
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise PydanticCustomError(
-                "two_limits", "not together with max_completion_tokens; give one", {"field": "max_tokens"}
+                "invalid_value", "not together with max_completion_tokens; give one", {"field": "max_tokens"}
             )
         return self
 
@@ -260,13 +286,8 @@ class ChatRequest(GenerationRequest):
         asked = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         return room if asked is None else asked
 
-    @property
-    def prompts(self) -> list[Sequence[Mapping[str, str]]]:
-        """The one conversation."""
-        return [[message.for_template for message in self.messages]]
-
-
-_Prompt = str | list[int]
+    def prompts(self, tokenize: Tokenize) -> list[list[int]]:
+        return [tokenize([message.for_template for message in self.messages])]
 
 
 class CompletionRequest(GenerationRequest):
@@ -274,7 +295,7 @@ class CompletionRequest(GenerationRequest):
 
     refused = {"best_of": (1,), "echo": (False,), "suffix": ("",)}
 
-    prompt: _Prompt | list[str] | list[list[int]]
+    prompt: str | list[int] | list[str] | list[list[int]]
     logprobs: Annotated[int, Field(ge=0, le=_MAX_LOGPROBS)] | None = None
 
     @field_validator("prompt", mode="wrap")
@@ -285,9 +306,7 @@ class CompletionRequest(GenerationRequest):
         except pydantic.ValidationError:
             valid = []
         if valid == []:
-            raise PydanticCustomError(
-                "invalid_prompt", "it must be text, token ids, or a list of texts or of token ids"
-            )
+            raise PydanticCustomError("invalid_value", "it must be text, token ids, or a list of texts or of token ids")
         return valid
 
     @property
@@ -298,14 +317,14 @@ class CompletionRequest(GenerationRequest):
         default: int = SamplingParams.model_fields["max_tokens"].default
         return min(default, room) if self.max_tokens is None else self.max_tokens
 
-    @property
-    def prompts(self) -> list[_Prompt]:
+    def prompts(self, tokenize: Tokenize) -> list[list[int]]:
         prompt: Any = self.prompt
-        return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+        many = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+        return [tokenize(one) if isinstance(one, str) else one for one in many]
 
 
 Request = ChatRequest | CompletionRequest
-ENDPOINTS: Mapping[str, type[ChatRequest] | type[CompletionRequest]] = {
+ENDPOINTS: Mapping[str, type[ChatRequest | CompletionRequest]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
 }
@@ -504,14 +523,14 @@ def _chat_logprobs(completion: CompletionOutput, num_top: int | None, texts: Tok
     for token_id, row in _chosen(completion):
         ranked = sorted(row.items(), key=lambda item: item[1].rank)[:num_top]
         top = [
-            TopLogprob(token=texts.text(one), logprob=_finite(logprob), bytes=texts.bytes(one))
+            TopLogprob(token=texts.text(one), logprob=_finite(logprob), bytes=texts.utf8(one))
             for one, logprob in ranked
         ]
         content.append(
             TokenLogprob(
                 token=texts.text(token_id),
                 logprob=_finite(row[token_id]),
-                bytes=texts.bytes(token_id),
+                bytes=texts.utf8(token_id),
                 top_logprobs=top,
             )
         )
@@ -553,7 +572,7 @@ class TokenTexts:
     def text(self, token_id: int) -> str:
         return self._look_up(token_id)[0]
 
-    def bytes(self, token_id: int) -> list[int] | None:
+    def utf8(self, token_id: int) -> list[int] | None:
         return self._look_up(token_id)[1]
 
     def offsets(self, token_ids: Sequence[int], *, skip_special: bool) -> Iterator[int]:
@@ -564,7 +583,7 @@ class TokenTexts:
         for token_id in token_ids:
             yield offset
             if token_id not in special:
-                offset += len(decoder.decode(bytes(self.bytes(token_id) or ())))
+                offset += len(decoder.decode(bytes(self.utf8(token_id) or ())))
 
     def _look_up(self, token_id: int) -> tuple[str, list[int] | None]:
         if token_id not in self._known:
@@ -594,5 +613,5 @@ def _bytes_of_piece(piece: str) -> list[int] | None:
     fallback = re.fullmatch(r"<0x([0-9A-F]{2})>", piece)
     if fallback:
         return [int(fallback[1], 16)]
-    byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
+    byte_of = {character: byte for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
     return [byte_of[character] for character in piece] if set(piece) <= set(byte_of) else None

@@ -15,12 +15,12 @@ from rayspec.types import ConfigError, Request, RequestError
 SUMMARY_SAMPLING = SamplingParams(temperature=0.0, max_tokens=256)
 _PLACE = "{text}"
 _SUMMARY_PROMPT = f"Summarize the following document.\n\n{_PLACE}"
-_DEMO = "demo"
+DEMO = "demo"
 
 
 def summary_prompt(model: str) -> str:
     """What a document is wrapped in when nothing else is asked for. The bundled model needs no instruction."""
-    return _PLACE if model == _DEMO else _SUMMARY_PROMPT
+    return _PLACE if model == DEMO else _SUMMARY_PROMPT
 
 
 def fitting_prompt_tokens(max_model_len: int, params: SamplingParams) -> int:
@@ -67,7 +67,7 @@ class PromptBuilder:
         return Request(request_id=request_id, params=self.params, prompt_token_ids=self.tokens(document))
 
     def tokens(self, document: Document) -> list[int]:
-        """Of the prompt. Raises RequestError for a document that is none, or whose messages the chat template refuses."""
+        """Of the prompt. Raises RequestError for a document that is none, or messages that the template refuses."""
         if document.error is not None:
             raise document.error
         if document.messages is not None:

@@ -53,8 +53,9 @@ class RunReport:
     num_exact_lines: int = 0
     num_reference_lines: int = 0
 
-    def add(self, row: ResultRow) -> None:
-        self.tally.add(row)
+    def add(self, row: ResultRow, *, earlier: bool = False) -> None:
+        """earlier: of a run before this one; it does not count as this one's speed."""
+        self.tally.add(row, earlier=earlier)
         exact = self._compare(row)
         if row.error_kind is not None:
             self.examples.setdefault(row.error_kind, row.error or "")

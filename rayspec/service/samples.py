@@ -1,13 +1,11 @@
-"""The bundled documents as an input file, so that a job reads them as it reads any other."""
+"""The bundled documents as the input of a job."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pyarrow as pa
-import pyarrow.parquet as pq
+from collections.abc import Iterable
 
 from rayspec.demo import SampleDocument, python_documents, sample_documents
+from rayspec.service.documents import Document
 
 _REPORT_SENTENCES = (12, 16, 20, 24, 28, 32, 36, 40, 48, 56, 64, 80, 96, 112, 128, 144)
 _NUM_PYTHON_DOCUMENTS = 24
@@ -24,23 +22,11 @@ def bundled_documents() -> list[SampleDocument]:
     return [*reports, *python_documents(_NUM_PYTHON_DOCUMENTS)[::_PYTHON_STEP]]
 
 
-def write_samples(folder: Path) -> str:
-    """Writes documents.parquet with columns id, text and summary (null where there is none); returns its path."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "documents.parquet"
-    documents = bundled_documents()
-    table = pa.table(
-        {
-            "id": [document.id for document in documents],
-            "text": [document.text for document in documents],
-            "summary": pa.array([document.summary for document in documents], pa.string()),
-        }
-    )
-    pq.write_table(table, path)
-    return str(path)
+def as_documents(samples: Iterable[SampleDocument]) -> list[Document]:
+    """As a job takes them."""
+    return [Document(id=sample.id, source=sample.id, text=sample.text) for sample in samples]
 
 
-def read_references(path: str) -> dict[str, str]:
-    """The right summaries of a file that write_samples wrote, by id."""
-    rows = pq.read_table(path, columns=["id", "summary"]).to_pylist()
-    return {row["id"]: row["summary"] for row in rows if row["summary"] is not None}
+def references(samples: Iterable[SampleDocument]) -> dict[str, str]:
+    """The right summaries, by id, of those that have one."""
+    return {sample.id: sample.summary for sample in samples if sample.summary is not None}

@@ -20,6 +20,7 @@ class Tally:
 
     clock: Callable[[], float] = time.perf_counter
     num_rows: int = 0
+    num_earlier: int = 0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_draft_tokens: int = 0
@@ -30,15 +31,19 @@ class Tally:
     def __post_init__(self) -> None:
         self.started_s = self.clock()
 
-    def add(self, row: ResultRow) -> None:
+    def add(self, row: ResultRow, *, earlier: bool = False) -> None:
+        """earlier: a row of a run before this one, whose tokens are not this one's work."""
         self.num_rows += 1
+        if row.error_kind is not None:
+            self.errors[row.error_kind] += 1
+        if earlier:
+            self.num_earlier += 1
+            return
         self.num_output_tokens += row.num_output_tokens
         self.num_draft_tokens += row.num_draft_tokens
         self.num_accepted_tokens += row.num_accepted_tokens
         if row.error_kind is None:
             self.num_prompt_tokens += row.num_prompt_tokens
-        else:
-            self.errors[row.error_kind] += 1
 
     @property
     def num_failed(self) -> int:
@@ -67,4 +72,5 @@ class Tally:
         acceptance = "" if self.acceptance_rate is None else f", acceptance {self.acceptance_rate:.2f}"
         failed = f", {self.num_failed} failed" if self.num_failed else ""
         speed = f"{self.num_output_tokens} tokens, {self.tokens_per_s:.1f} tokens/s"
-        return f"{self.num_rows} rows{failed}, {speed}{acceptance}"
+        earlier = f" ({self.num_earlier} of an earlier run)" if self.num_earlier else ""
+        return f"{self.num_rows} rows{earlier}{failed}, {speed}{acceptance}"

@@ -6,6 +6,7 @@ that have something to deliver, a seeded generator chooses. What died stays sile
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -27,7 +28,6 @@ from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.weights import load_model
 from rayspec.pipeline import post as post_module
 from rayspec.pipeline import ray_stages as ray_stages_module
-from rayspec.pipeline import recovery as recovery_module
 from rayspec.pipeline.coordinator import Coordinator, CoordinatorSpec
 from rayspec.pipeline.messages import AnyMessage, Forward, decode
 from rayspec.pipeline.post import COORDINATOR, ENGINE, NewEpoch, Post
@@ -58,7 +58,7 @@ def span_parts(path: str, first: int, last: int) -> Decomposition:
 def cut(num_stages: int, num_layers: int = NUM_LAYERS) -> tuple[tuple[int, int], ...]:
     """Sublayers of stages as even as can be, the longer ones last."""
     ends = [num_layers * stage // num_stages for stage in range(num_stages + 1)]
-    return spans_of([range(first, last) for first, last in zip(ends, ends[1:], strict=False)])
+    return spans_of([range(first, last) for first, last in itertools.pairwise(ends)])
 
 
 class TravellingPlans(RandomPlans):
@@ -73,10 +73,24 @@ class TravellingPlans(RandomPlans):
 
 
 @dataclass
+class Clock:
+    """Time passes only where the engine waits in vain."""
+
+    now: float = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@dataclass
 class Loop:
     """Links between mailboxes, and who reads them."""
 
     rng: random.Random
+    clock: Clock = field(default_factory=Clock)
     links: dict[tuple[str, str], deque[Envelope]] = field(default_factory=dict)
     readers: dict[str, Callable[[], None]] = field(default_factory=dict)
     boxes: dict[str, LoopMailbox] = field(default_factory=dict)
@@ -145,6 +159,8 @@ class LoopMailbox:
             return self.inbox.popleft()
         if self._name == COORDINATOR and (timeout_s is None or timeout_s > 1):
             raise NewEpoch  # whom it waits for is dead: as soon as the engine has noticed there is a new epoch
+        if self._name == ENGINE:
+            self._loop.clock.sleep(timeout_s or 0.0)
         return None
 
     def close(self) -> None:
@@ -185,6 +201,13 @@ class LoopShard(Shard):
         except NewEpoch:
             self._inbox.clear()
             self._worker.forget()
+
+
+def _serve(coordinator: Coordinator, post: Post) -> None:
+    """What has come in, and what was deferred meanwhile."""
+    coordinator._serve_one(post)
+    while post._deferred:
+        coordinator._serve_one(post)
 
 
 @dataclass
@@ -258,7 +281,7 @@ class LoopReplica:
         coordinator, post = Coordinator(spec), _LoopPost(COORDINATOR, SECRET, host="")
         self._posts.append(post)
         self.coordinator = _Process(COORDINATOR, post.address)
-        self.loop.readers[COORDINATOR] = lambda: coordinator._serve_one(post)
+        self.loop.readers[COORDINATOR] = lambda: _serve(coordinator, post)
         self.dead.pop(COORDINATOR, None)
         return True
 
@@ -325,7 +348,7 @@ def loop_engine(
     kv_cache_tokens: int = 4096,
     **options: Any,
 ) -> Iterator[LoopEngine]:
-    """No selector: plain decoding. Dead shards are noticed at once."""
+    """No selector: plain decoding. Dead shards are noticed at once; silence never is."""
     loop = Loop(random.Random(seed))
     config = EngineConfig(
         model=path,
@@ -333,7 +356,7 @@ def loop_engine(
         device="cpu",
         max_model_len=1024,
         kv_cache_tokens=kv_cache_tokens,
-        parallel={"stages": num_stages, "max_restarts": max_restarts},
+        parallel={"stages": num_stages, "max_restarts": max_restarts, "heartbeat_timeout_s": 1e9},
         speculation={"verification": verification},
         **options,
     )
@@ -342,8 +365,7 @@ def loop_engine(
         stack.enter_context(patch.object(post_module, "Mailbox", mailbox))
         stack.enter_context(patch.object(ray_stages_module, "Mailbox", mailbox))
         stack.enter_context(patch.object(ray_stages_module, "_CHECK_EVERY_S", 0.0))
-        stack.enter_context(patch.object(ray_stages_module, "_CONNECT_TIMEOUT_S", 0.2))
-        stack.enter_context(patch.object(recovery_module, "_FIRST_DELAY_S", 0.0))
+        stack.enter_context(patch.object(ray_stages_module, "time", loop.clock))
         replica = LoopReplica(loop, _Blueprint(config, config.parallel), cut(num_stages), kv_cache_tokens)
         stack.callback(replica.close)
         engine = Engine(

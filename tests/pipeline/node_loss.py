@@ -1,8 +1,10 @@
-"""A driver whose cluster loses a node in mid-batch, and which ends without cleaning up. Prints what came of it."""
+"""A driver whose cluster loses a node in mid-batch, and which ends without cleaning up: `node_loss.py REPORT`."""
 
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -50,7 +52,7 @@ def main() -> None:
         "recovery_s": stages_of(engine).recovery_s,
         "pids": list(process_ids(engine).values()),
     }
-    print(json.dumps(report), flush=True)
+    Path(sys.argv[1]).write_text(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -70,7 +70,11 @@ MESSAGES: list[Message] = [
     Forward(epoch=1, work=PASS),
     Failed(epoch=1, work_id=3, reason="full", begin=Begin(epoch=1, work_id=3, closings=["2/b/0"])),
     Broken(epoch=1, reason="x", ended=False),
-    Done(epoch=1, work_id=3, prefill=PrefillResult([None, Committed([4], [{4: Logprob(logprob=-math.inf, rank=1)}], False)])),
+    Done(
+        epoch=1,
+        work_id=3,
+        prefill=PrefillResult([None, Committed([4], [{4: Logprob(logprob=-math.inf, rank=1)}], False)]),
+    ),
     Done(epoch=1, work_id=3, round=RoundResult([Committed([4, 5], [], True)], [Draft([4], [0.5])], [1], 1, 0.1, 0.2)),
     Moves(epoch=1, moves=[Move(0, 64, 7)]),
     Search(
@@ -84,7 +88,13 @@ MESSAGES: list[Message] = [
     Expand(
         epoch=1,
         search_id=1,
-        operations=[RunSublayer(0, 1, 2), Gather([1, 2], [0, 0, 1], 3), Similarity(0, 3), Agreement(3), Ship(3, "stage-1")],
+        operations=[
+            RunSublayer(0, 1, 2),
+            Gather([1, 2], [0, 0, 1], 3),
+            Similarity(0, 3),
+            Agreement(3),
+            Ship(3, "stage-1"),
+        ],
         drop=[1],
     ),
     Sought(epoch=1, search_id=1, values=[0.5, math.nan]),
@@ -122,7 +132,12 @@ def test_messages_arrive_as_they_were_sent(message: Message) -> None:
 )
 @settings(max_examples=60, deadline=None)
 def test_an_opening_travels_with_the_first_work(
-    seed: int, prompt: list[int], temperature: float, logit_bias: dict[int, float], stop: list[str], logprobs: int | None
+    seed: int,
+    prompt: list[int],
+    temperature: float,
+    logit_bias: dict[int, float],
+    stop: list[str],
+    logprobs: int | None,
 ) -> None:
     params = SamplingParams(
         temperature=temperature, logit_bias=logit_bias, stop=tuple(stop), logprobs=logprobs, seed=seed

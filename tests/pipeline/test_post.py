@@ -77,6 +77,7 @@ def office(monkeypatch: pytest.MonkeyPatch) -> Iterator[Office]:
         office = Office(engine, a, b)
         engine.connect({"a": a.address, "b": b.address})
         office.connect(1)
+        assert {office.heard(Connected)[0] for _ in range(2)} == {"a", "b"}
         yield office
 
 
@@ -87,17 +88,16 @@ def receive(post: Post) -> Letter:
 
 
 def test_a_new_epoch_is_answered_and_told(office: Office) -> None:
-    assert {office.heard(Connected)[0] for _ in range(2)} == {"a", "b"}
     office.connect(2)
     assert office.a.epoch == office.b.epoch == 2
-    assert office.heard(Connected)[1].epoch == 2
+    assert {office.heard(Connected) for _ in range(2)} == {("a", Connected(epoch=2)), ("b", Connected(epoch=2))}
 
 
 def test_letters_of_the_epoch_arrive_with_their_tensors(office: Office) -> None:
     office.a.send("b", Lap(epoch=1, route=["x"]), [torch.arange(3.0)])
     letter = receive(office.b)
     assert letter.sender == "a"
-    assert letter.message == Lap(epoch=1, route=["x"])
+    assert encode(letter.message) == encode(Lap(epoch=1, route=["x"]))
     assert torch.equal(letter.tensors[0], torch.arange(3.0))
     assert office.b.receive(0.0) is None
 
@@ -112,7 +112,6 @@ def test_what_is_left_of_an_older_epoch_is_dropped(office: Office) -> None:
         while True:
             received.append(receive(office.b))
     office.a.send("b", Lap(epoch=1, route=[]))  # a has not heard yet
-    office.send("b", Connect(epoch=2, peers=office.peers))  # once is enough
     office.send("b", Usage(epoch=2))
     assert receive(office.b).message == Usage(epoch=2)
     assert all(letter.message.epoch == 1 for letter in received)

@@ -124,7 +124,7 @@ def require_known_tokens(engine: Engine, known: Cases) -> None:
     assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
 
 
-@pytest.mark.parametrize(("stages", "tensor"), [(1, 1), (4, 1), (1, 2)])
+@pytest.mark.parametrize(("stages", "tensor"), [(4, 1), (1, 2)])
 def test_greedy_equals_generate(stages: int, tensor: int) -> None:
     engine = load(checkpoint("llama"), stages=stages, tensor=tensor, layers=even(stages))
     pids = list(process_ids(engine).values())
@@ -186,7 +186,8 @@ def require_lost(engine: Engine, prompts: Sequence[Sequence[int]], params: Sampl
 def test_a_checkpoint_that_is_gone_when_a_shard_must_load_again_ends_in_an_error(tmp_path: Path, expected: Any) -> None:
     path = tmp_path / "model"
     shutil.copytree(checkpoint("llama"), path)
-    engine = load(str(path), stages=2, layers=even(2), max_restarts=2)
+    engine = load(str(path), stages=1, max_restarts=2)
+    require_known_tokens(engine, known_cases())
     start_batch(engine, expected[0])
     pids = process_ids(engine)
     shutil.rmtree(path)
@@ -280,12 +281,13 @@ def test_without_coordinator_generation_goes_on(engine: Engine, expected: Any, d
 
 def test_a_node_is_lost_and_the_driver_just_ends(ray_environment: None, tmp_path: Path) -> None:
     """In a Ray of its own: the shard of a removed node comes back on another one, and nothing outlives the driver."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.pipeline.node_loss"], cwd=ROOT, capture_output=True, text=True, timeout=150
-    )
+    path = tmp_path / "report.json"
+    command = [sys.executable, "-m", "tests.pipeline.node_loss", str(path)]
+    done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout.splitlines()[-1])
-    assert report["nodes_before"] != report["nodes_after"]
+    report = json.loads(path.read_text())
+    assert report["equal"]
     assert report["num_replays"] >= 1
-    assert report["equal"], f"after {report['recovery_s']} s"
+    assert len(set(report["nodes_before"]) & set(report["nodes_after"])) == 1
+    assert max(report["recovery_s"]) < PATIENCE_S, report["recovery_s"]
     require_gone(report["pids"])

@@ -34,7 +34,7 @@ def plans(seed: int) -> TravellingPlans:
 
 @pytest.mark.parametrize("verification", ["coupled", "rejection"])
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_greedy_equals_generate(family: str, num_stages: int, verification: str) -> None:
     known, selector = known_cases(family), plans(num_stages)
     with loop_engine(checkpoint(family), num_stages, selector, verification=verification, seed=num_stages) as run:
@@ -45,7 +45,7 @@ def test_greedy_equals_generate(family: str, num_stages: int, verification: str)
         assert selector.num_searches > 0
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in {"llama", "gemma2", "qwen3_moe"}])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in {"llama", "gemma2"}])
 def test_every_family_can_be_cut(family: str) -> None:
     known = known_cases(family)
     with loop_engine(checkpoint(family), 3, plans(5), max_num_batched_tokens=32) as run:

@@ -9,8 +9,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyarrow import fs
 
 from rayspec.service.documents import Columns, Document, DuplicateCheck, expand, read_documents, read_file
+from rayspec.types import ConfigError
 
 TEXT = Columns()
 
@@ -185,6 +187,49 @@ def test_folders_and_patterns_expand_in_order(tmp_path: Path) -> None:
     assert relative == ["a.txt", "b.txt", "c.jsonl", "deep/d.txt"]
     assert [Path(path).name for path in expand([f"{tmp_path}/*.txt"])] == ["a.txt", "b.txt"]
     assert [Path(path).name for path in expand([f"{tmp_path}/**/*.txt"])] == ["a.txt", "b.txt", "d.txt"]
+
+
+def test_a_uri_is_read_like_a_path(tmp_path: Path) -> None:
+    rows = [{"id": "x", "text": "one"}, {"text": "two"}]
+    write_lines(tmp_path / "a.jsonl", *rows)
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "b.parquet")
+    (tmp_path / "c d.txt").write_text("three", encoding="utf-8")
+    root = f"file://{tmp_path}"
+    for inputs in ([root], [f"{root}/*.jsonl", f"{root}/b.parquet", f"{root}/c%20*"]):
+        documents = [(d.source, outcome(d)) for d in read(*inputs)]
+        assert documents == [
+            (f"{root}/a.jsonl:1", "one"),
+            (f"{root}/a.jsonl:2", "two"),
+            (f"{root}/b.parquet:1", "duplicate_id"),
+            (f"{root}/b.parquet:2", "two"),
+            (f"{root}/c d.txt", "three"),
+        ]
+
+
+def test_a_uri_that_nothing_is_at_is_an_error_row(tmp_path: Path) -> None:
+    names = [f"file://{tmp_path}/{name}" for name in ("absent.txt", "*.jsonl", "folder.txt")]
+    (tmp_path / "folder.txt").mkdir()
+    documents = read(*names)
+    assert [(d.id, outcome(d)) for d in documents] == [(name, "unreadable_file") for name in names]
+
+
+def test_a_uri_of_an_unknown_kind_is_a_mistake() -> None:
+    with pytest.raises(ConfigError, match="scheme 'gopher'"):
+        read("gopher://host/a.txt")
+
+
+def test_a_store_that_does_not_answer_is_an_error_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unreachable:
+        @staticmethod
+        def from_uri(uri: str) -> None:
+            raise OSError("no credentials")
+
+    monkeypatch.setattr(fs, "FileSystem", Unreachable)
+    (tmp_path / "good.txt").write_text("fine", encoding="utf-8")
+    documents = read("s3://bucket/*.jsonl", tmp_path / "good.txt")
+    assert [outcome(d) for d in documents] == ["unreadable_file", "fine"]
+    assert documents[0].id == "s3://bucket/*.jsonl"
+    assert "no credentials" in str(documents[0].error)
 
 
 def test_a_name_with_brackets_that_exists_is_no_pattern(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,15 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from rayspec.service.results import ResultRow, check_output, open_writer, save_config
+from rayspec.service.results import (
+    DamagedRowsError,
+    ResultRow,
+    check_output,
+    open_writer,
+    read_rows,
+    save_config,
+    write_rows,
+)
 from rayspec.types import (
     CompletionOutput,
     ConfigError,
@@ -22,6 +32,7 @@ ROWS = [
     ResultRow(id="a", text="Ein Satz — 世界\nzwei", num_prompt_tokens=9, num_output_tokens=3, finish_reason="stop"),
     ResultRow.of_error("b", EmptyPromptError("nothing there")),
     ResultRow(id="c", text="", num_draft_tokens=8, num_accepted_tokens=6, acceptance_rate=0.75, latency_s=1.5),
+    ResultRow(id="d", text="of parts", tree='{"text": "of parts", "parts": []}', source="a.jsonl:4"),
 ]
 
 
@@ -105,6 +116,41 @@ def test_an_output_that_cannot_be_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "file.txt").touch()
     with pytest.raises(ConfigError, match="option 'output'"):
         check_output(tmp_path / name, overwrite=True)
+
+
+@pytest.mark.parametrize("file_format", ["jsonl", "parquet"])
+def test_rows_are_read_as_they_were_written(file_format: str) -> None:
+    file = io.BytesIO()
+    rows = [replace(row, id=f"{row.id}{number}") for number in range(40) for row in ROWS]
+    write_rows(file, rows, text_column="summary", file_format=file_format)
+    file.seek(0)
+    assert list(read_rows(file, text_column="summary", file_format=file_format)) == rows
+    file.seek(0)
+    short = [replace(row, text=None, tree=None) for row in rows]
+    assert list(read_rows(file, text_column="summary", file_format=file_format, with_text=False)) == short
+
+
+def test_columns_that_a_file_has_not_are_at_their_defaults() -> None:
+    file = io.BytesIO(b'{"id": "a", "summary": "short"}\n')
+    assert list(read_rows(file, text_column="summary", file_format="jsonl")) == [ResultRow(id="a", text="short")]
+
+
+@pytest.mark.parametrize(
+    ("file_format", "content"),
+    [
+        ("jsonl", b'{"id": "a", "summary": "x"}\n{"id": "b", "summ'),
+        ("jsonl", b'{"id": "a", "summary": "x"}\n{"id": "b", "summary": "x"}'),
+        ("jsonl", b'{"id": "a", "text": "x"}\n'),
+        ("jsonl", b'{"id": "a", "summary": "x", "shoe_size": 44}\n'),
+        ("jsonl", b'["a", "x"]\n'),
+        ("jsonl", b"\xff\n"),
+        ("parquet", b"no parquet at all"),
+        ("parquet", b""),
+    ],
+)
+def test_a_damaged_file_is_an_error(file_format: str, content: bytes) -> None:
+    with pytest.raises(DamagedRowsError):
+        list(read_rows(io.BytesIO(content), text_column="summary", file_format=file_format))
 
 
 def test_an_output_becomes_a_row() -> None:

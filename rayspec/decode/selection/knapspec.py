@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rayspec.config import SpeculationOptions
 from rayspec.decode.drafting.skip_draft import KeepDrafting
@@ -200,7 +201,7 @@ class KnapSpec:
 
     def _search_cost_s(self, situation: Situation) -> float:
         options, weights = self._options.knapsack, self._weights(situation)
-        num_states = count_rows(weights, max_weight=self._max_weight(weights), max_states=options.max_states)
+        num_states = count_rows(weights, max_weight=self._max_weight(situation, weights), max_states=options.max_states)
         rows = np.asarray(num_states) * options.num_tap_tokens
         return float(
             sum(
@@ -212,18 +213,25 @@ class KnapSpec:
         )
 
     def _weights(self, situation: Situation) -> list[int]:
-        seconds = self._latency.sublayers_s(rows=situation.batch, context=situation.context, batch=situation.batch)
-        return quantize(seconds.tolist(), self._options.knapsack.resolution)
+        return quantize(self._seconds(situation).tolist(), self._options.knapsack.resolution)
 
-    def _max_weight(self, weights: Sequence[int]) -> int:
-        return int(sum(weights) * self._options.knapsack.max_skipped_share)
+    def _max_weight(self, situation: Situation, weights: Sequence[int]) -> int:
+        """All that is spent on fetching weights, and `max_skipped_share` of what is spent on computing."""
+        total_s = float(self._seconds(situation).sum())
+        computing_share = 1 - sum(self._latency.transfer_s) / total_s
+        least_share = computing_share * (1 - self._options.knapsack.max_skipped_share)
+        return sum(weights) - int(sum(weights) * least_share)
+
+    def _seconds(self, situation: Situation) -> NDArray[np.float64]:
+        """[num_sublayers]: of each in a draft step."""
+        return self._latency.sublayers_s(rows=situation.batch, context=situation.context, batch=situation.batch)
 
     def _knapsack(self, situation: Situation) -> Knapsack:
         options, weights = self._options.knapsack, self._weights(situation)
         return Knapsack(
             num_tokens=options.num_tap_tokens,
             weights=weights,
-            max_weight=self._max_weight(weights),
+            max_weight=self._max_weight(situation, weights),
             min_similarity=options.min_cosine,
             max_states=options.max_states,
         )

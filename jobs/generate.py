@@ -1,0 +1,83 @@
+#!/usr/bin/env python3
+"""A Ray job that completes prompts and answers chats, a row each.
+
+    ray job submit --working-dir . -- python jobs/generate.py --model MODEL --output OUT prompts/*.jsonl
+
+A row has a prompt or chat `messages`. Uses the cluster of RAY_ADDRESS where that is set, and starts Ray on this machine
+otherwise. Interrupted, the same command goes on.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from rayspec.config import SamplingParams
+from rayspec.service.document_task import DocumentTask
+from rayspec.service.documents import Columns
+from rayspec.service.job import Job, Source
+from rayspec.service.job_options import (
+    EPILOG,
+    DrainSeconds,
+    Format,
+    IdColumn,
+    Inputs,
+    Limit,
+    Long,
+    Output,
+    Overwrite,
+    Sample,
+    long_options,
+    show_report,
+)
+from rayspec.service.options import Asked, with_settings
+from rayspec.service.terminal import clean_exit
+from rayspec.types import ConfigError
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@app.command(epilog=EPILOG)
+@with_settings(sampling=SamplingParams())
+def generate(
+    *,
+    asked: Asked,
+    inputs: Inputs = None,
+    output: Output,
+    prompt_column: Annotated[str, typer.Option(help="column of the prompt")] = "prompt",
+    messages_column: Annotated[str, typer.Option(help="column of chat messages, used where present")] = "messages",
+    id_column: IdColumn = None,
+    chat: Annotated[bool, typer.Option(help="put prompts through the chat template as a user's message")] = False,
+    long: Long = "fail",
+    limit: Limit = None,
+    sample: Sample = None,
+    overwrite: Overwrite = False,
+    file_format: Format = "parquet",
+    drain_s: DrainSeconds = 2.0,
+) -> None:
+    """Complete prompts and answer chats on Ray, from files into a folder."""
+    with clean_exit():
+        if not inputs:
+            raise ConfigError("no inputs: name files, folders or patterns")
+        task = DocumentTask(
+            settings=asked.settings(), template="{text}", chat=chat, long=long_options(long, None, 0, None)
+        )
+        job = Job(
+            task=task,
+            output=output,
+            name="texts",
+            title="Texts",
+            text_column="text",
+            file_format=file_format,  # type: ignore[arg-type]
+            overwrite=overwrite,
+            drain_s=drain_s,
+        )
+        columns = Columns(text=prompt_column, id=id_column, messages=messages_column)
+        report = job.run(Source(inputs=inputs, columns=columns, limit=limit, sample=sample))
+        show_report(report, output)
+    raise typer.Exit(report.tally.exit_code)
+
+
+if __name__ == "__main__":
+    app()

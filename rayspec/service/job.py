@@ -1,0 +1,199 @@
+"""A dataset of documents through one engine into an output folder, resumed where an earlier run of it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.data
+import yaml
+from ray.exceptions import RayError
+
+from rayspec.decode.engine_loop import EngineDeadError
+from rayspec.pipeline.session import ray_session
+from rayspec.service.data import complete_dataset, dataset_of, quieten, read_dataset, result_rows, without_rows
+from rayspec.service.document_task import DocumentTask
+from rayspec.service.documents import Columns, Document, DuplicateIdError
+from rayspec.service.drain import Drain
+from rayspec.service.engine_actor import call, death_of, start_engine
+from rayspec.service.locations import Location
+from rayspec.service.progress import showing_progress
+from rayspec.service.report import PLOT_NAME, RunReport
+from rayspec.service.results import FileFormat
+from rayspec.service.run_folder import RunFolder, is_final
+from rayspec.service.tally import EXIT_TERMINATED
+from rayspec.service.terminal import error_console
+from rayspec.types import EngineStats
+
+logger = logging.getLogger(__name__)
+
+CONFIG_NAME = "config.yaml"
+_REPORT_FILES = (CONFIG_NAME, "report.md", "report.html", PLOT_NAME)
+_ABORTED = "aborted"
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Some of the rows, always the same: which ones is a matter of their ids. None takes all."""
+
+    of_rows: float | None
+
+    def __call__(self, row_id: str) -> bool:
+        if self.of_rows is None:
+            return True
+        digest = hashlib.blake2b(row_id.encode(errors="surrogatepass"), digest_size=4).digest()
+        return int.from_bytes(digest, "big") < self.of_rows * 2**32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where the documents of a job are: in files, or `documents` themselves. limit: the first so many rows. sample: the
+    share of them that is taken."""
+
+    inputs: Sequence[str] = ()
+    columns: Columns = field(default_factory=Columns)
+    documents: Sequence[Document] = ()
+    limit: int | None = None
+    sample: float | None = None
+    references: Mapping[str, str] = field(default_factory=dict)
+
+    def dataset(self) -> ray.data.Dataset:
+        """Of all rows, or the first ones."""
+        if self.documents:
+            return dataset_of(self.documents[: self.limit])
+        return read_dataset(self.inputs, self.columns, limit=self.limit)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """name, text_column, file_format: of the output. max_engine_restarts: how often an engine that died is started
+    again within a run. drain_s: how long rows under way may take to end after SIGTERM."""
+
+    task: DocumentTask
+    output: str
+    name: str
+    title: str
+    text_column: str
+    file_format: FileFormat = "parquet"
+    overwrite: bool = False
+    max_engine_restarts: int = 3
+    drain_s: float = 2.0
+
+    def run(self, source: Source) -> RunReport:
+        """Returns when every row is in the output. Rows of an earlier run of the same job are not done again; of a run
+        that ends early, the rows so far are kept, and the next run goes on with the others.
+
+        Raises ConfigError before anything is started, if the output folder is of another job; EngineDeadError when the
+        engine died too often; CheckpointError; SystemExit on SIGTERM.
+        """
+        with (
+            RunFolder.open(
+                Location.parse(self.output),
+                identity=self.task.identity,
+                overwrite=self.overwrite,
+                text_column=self.text_column,
+                file_format=self.file_format,
+                name=self.name,
+                report_files=_REPORT_FILES,
+            ) as folder,
+            ray_session(),
+        ):
+            quieten()
+            return _Run(self, source, folder).finish()
+
+
+class _Run:
+    """One run of a job's driver."""
+
+    def __init__(self, job: Job, source: Source, folder: RunFolder) -> None:
+        self._job, self._source, self._folder = job, source, folder
+        self._report = RunReport(references=source.references)
+        self._drain = Drain(job.drain_s)
+        self._engine: Any = None
+        self._config: dict[str, Any] = {}
+        self._done = _done_rows(folder)
+        for row in folder.rows():
+            if is_final(row):
+                self._report.add(row, earlier=True)
+        if self._done:
+            error_console().print(f"going on with a run that has {len(self._done)} rows", highlight=False)
+
+    def finish(self) -> RunReport:
+        with self._drain.watching(self._stop_engine):
+            for restarts_left in range(self._job.max_engine_restarts, -1, -1):
+                death = self._stream()
+                if death is None:
+                    break
+                if restarts_left == 0:
+                    raise death
+                logger.warning("%s; it is started again and goes on with the rows that are left", death)
+            if self._drain.requested:
+                raise SystemExit(EXIT_TERMINATED)
+            self._conclude()
+        return self._report
+
+    def _stream(self) -> EngineDeadError | None:
+        """All rows that are not done yet; why the engine died, if it did."""
+        self._engine = start_engine(self._job.task)
+        self._config = call(self._engine.load.remote())
+        self._folder.location.join(CONFIG_NAME).write(yaml.safe_dump(self._config, sort_keys=False).encode())
+        try:
+            self._take_rows(self._dataset())
+        except RayError:
+            death = death_of(self._engine)
+            if death is None:
+                raise
+            self._folder.commit()
+            self._done = _done_rows(self._folder)
+            with contextlib.suppress(RayError):
+                ray.kill(self._engine)
+            return death
+        return None
+
+    def _dataset(self) -> ray.data.Dataset:
+        left = without_rows(self._source.dataset(), self._done, Share(self._source.sample))
+        wanted = 2 * int(self._config["max_num_seqs"]) * int((self._config["parallel"] or {}).get("replicas", 1))
+        return complete_dataset(left, self._engine, num_wanted=wanted)
+
+    def _take_rows(self, results: ray.data.Dataset) -> None:
+        with showing_progress(self._report.tally, error_console()) as show:
+            for row in result_rows(results):
+                if row.error_kind == _ABORTED:
+                    if call(self._engine.num_running.remote()) == 0:
+                        return
+                    continue
+                self._folder.add(row)
+                self._report.add(row)
+                show()
+
+    def _stop_engine(self) -> None:
+        if self._engine is not None:
+            self._engine.drain.remote()
+
+    def _conclude(self) -> None:
+        stats: EngineStats = call(self._engine.stats.remote())
+        tally = self._report.tally
+        counts = {
+            "prompt_tokens": tally.num_prompt_tokens,
+            "output_tokens": tally.num_output_tokens,
+            "seconds": tally.elapsed_s,
+            "errors": dict(tally.errors),
+        }
+        self._folder.finish(counts, {"config": self._config})
+        with tempfile.TemporaryDirectory() as scratch:
+            self._report.write(Path(scratch), stats=stats, config=self._config, title=self._job.title)
+            for path in Path(scratch).iterdir():
+                self._folder.location.join(path.name).write(path.read_bytes())
+        call(self._engine.stop.remote())
+
+
+def _done_rows(folder: RunFolder) -> dict[str, str | None]:
+    """Where the row of each id that is done came from."""
+    return {row.id: row.source for row in folder.rows() if is_final(row) and row.error_kind != DuplicateIdError.kind}

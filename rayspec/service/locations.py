@@ -1,0 +1,312 @@
+"""Where a file is: a path of this machine, or a URI of a store that pyarrow has a file system for."""
+
+from __future__ import annotations
+
+import glob
+import io
+import os
+import posixpath
+import re
+import shutil
+import tempfile
+import uuid
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+from typing import IO, Literal, cast
+from urllib.parse import unquote
+
+import pyarrow as pa
+from pyarrow import fs
+
+from rayspec.types import ConfigError, InputFileError
+
+PARTIAL_SUFFIX = ".partial"
+_ATOMIC_PUT = {"s3", "gcs", "abfs"}  # an object is there when it is complete, and was not before
+_SPOOL_BYTES = 64 << 20
+_URI = re.compile(
+    r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<authority>[^/?]*)(?P<path>.*?)(?P<query>\?\w+=[^/]*)?", re.DOTALL
+)
+
+
+class UnreadableFileError(InputFileError):
+    kind = "unreadable_file"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Store:
+    """A file system, and how its files are called.
+
+    uri: what a URI starts with, scheme and authority; empty where plain paths are meant. base: the file system's own
+    address of that place. query: options at the end of a URI. has_atomic_put: a file that is written is not there
+    until it is whole, so that it needs no other name meanwhile.
+    """
+
+    filesystem: fs.FileSystem
+    uri: str = ""
+    base: str = ""
+    query: str = ""
+    has_atomic_put: bool = False
+
+    @property
+    def is_local(self) -> bool:
+        return isinstance(self.filesystem, fs.LocalFileSystem)
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A file or folder, there or not. `path` is within the store; "/" separates its parts.
+
+    What looks and lists raises UnreadableFileError where the store does not answer; what reads, writes and deletes
+    raises OSError.
+    """
+
+    store: Store
+    path: str
+
+    @classmethod
+    def parse(cls, name: str) -> Location:
+        """The location of a path or URI, as `Location.name` gives it back. "%xx" in a URI is a character.
+
+        Raises ConfigError for a URI that no file system is for, UnreadableFileError for a store that does not answer.
+        """
+        uri = _URI.fullmatch(name)
+        if uri is None:
+            return cls(Store(filesystem=fs.LocalFileSystem()), name)
+        _refuse_secrets(uri)
+        return cls(_open_store(uri, name), unquote(uri["path"]).strip("/"))
+
+    @property
+    def name(self) -> str:
+        """What to show, and what `parse` reads."""
+        if not self.store.uri:
+            return self.path
+        escaped = self.path.replace("%", "%25").replace("?", "%3F")
+        return f"{self.store.uri}/{escaped}{self.store.query}"
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def file_name(self) -> str:
+        return PurePosixPath(self.path).name
+
+    @property
+    def suffix(self) -> str:
+        """Of the file's name, in lower case, with its dot."""
+        return PurePosixPath(self.path).suffix.lower()
+
+    @property
+    def local_path(self) -> Path | None:
+        """Where this is on this machine; None in a remote store."""
+        return Path(self._address) if self.store.is_local else None
+
+    def absolute(self) -> Location:
+        """The same place, whatever folder a process works in."""
+        return self if self.store.uri else replace(self, path=str(Path(self.path).absolute()))
+
+    def join(self, *names: str) -> Location:
+        return replace(self, path=posixpath.join(self.path, *names))
+
+    @property
+    def exists(self) -> bool:
+        return self._type is not None
+
+    @property
+    def is_folder(self) -> bool:
+        return self._type == "folder"
+
+    @property
+    def is_pattern(self) -> bool:
+        """Whether the path has characters of a glob pattern. What exists is no pattern, whatever its name."""
+        return glob.has_magic(self.path) and not self.exists
+
+    def files(self, suffixes: Collection[str], *, recursive: bool = True) -> list[Location]:
+        """The files of a folder and those below it whose suffix is among `suffixes`, in order. No folder has none."""
+        found = (location for location, is_folder in self._entries(recursive=recursive) if not is_folder)
+        return sorted((file for file in found if file.suffix in suffixes), key=_by_parts)
+
+    def entries(self) -> list[Location]:
+        """The files and folders right in a folder, in order. No folder has none."""
+        return sorted((location for location, _ in self._entries(recursive=False)), key=_by_parts)
+
+    def glob(self) -> list[Location]:
+        """The files and folders that match the path as a pattern of "*", "?", "[...]" and "**", in order.
+
+        "*" does not match across "/", nor a leading dot.
+        """
+        if self.local_path is not None:
+            return [self._at(address) for address in sorted(glob.glob(self._address, recursive=True))]
+        parts = PurePosixPath(self.path).parts
+        num_fixed = next(index for index, part in enumerate(parts) if glob.has_magic(part))
+        folder, pattern = replace(self, path="/".join(parts[:num_fixed])), parts[num_fixed:]
+        entries = folder._entries(recursive=len(pattern) > 1 or "**" in pattern)
+        matching = (entry for entry, _ in entries if _matches(PurePosixPath(entry.path).parts[num_fixed:], pattern))
+        return sorted(matching, key=_by_parts)
+
+    def open(self) -> IO[bytes]:
+        """For reading; can be sought in. The caller closes it."""
+        if self.local_path is not None:
+            return self.local_path.open("rb")
+        return cast("IO[bytes]", io.BufferedReader(self.store.filesystem.open_input_file(self._address)))
+
+    def read(self) -> bytes:
+        with self.open() as file:
+            return file.read()
+
+    def write(self, content: bytes) -> None:
+        """Makes `content` the whole file, see `writing`."""
+        with self.writing() as file:
+            file.write(content)
+
+    def writing(self) -> AbstractContextManager[IO[bytes]]:
+        """A file to write that takes this place, whole, when the block ends; when it raises, nothing has happened.
+
+        Folders are made. Who reads meanwhile sees what was there before; so does everyone after a crash, beside a
+        hidden file that ends in PARTIAL_SUFFIX. On this machine the file is on its disk when the block has ended.
+        """
+        return self._replacing() if self.local_path is not None else self._uploading()
+
+    def delete(self) -> None:
+        """Of a file. One that is gone already is no error."""
+        if self.local_path is not None:
+            self.local_path.unlink(missing_ok=True)
+        elif self.exists:
+            self.store.filesystem.delete_file(self._address)
+
+    @property
+    def _address(self) -> str:
+        """What the file system calls this."""
+        return f"{self.store.base}/{self.path}".rstrip("/") if self.store.uri else self.path
+
+    def _at(self, address: str) -> Location:
+        path = address.removeprefix(self.store.base).strip("/") if self.store.uri else address
+        return replace(self, path=path)
+
+    @property
+    def _type(self) -> Literal["folder", "file"] | None:
+        with self._asking():
+            kind = self.store.filesystem.get_file_info(self._address).type
+        if kind == fs.FileType.NotFound:
+            return None
+        return "folder" if kind == fs.FileType.Directory else "file"
+
+    def _entries(self, *, recursive: bool) -> Iterator[tuple[Location, bool]]:
+        """Each with whether it is a folder."""
+        if self.local_path is not None:  # pathlib: pyarrow follows links to folders, which may go in a circle
+            paths = self.local_path.rglob("*") if recursive else self.local_path.glob("*")
+            yield from ((self._at(str(path)), path.is_dir()) for path in paths)
+            return
+        with self._asking():
+            selector = fs.FileSelector(self._address, allow_not_found=True, recursive=recursive)
+            infos = self.store.filesystem.get_file_info(selector)
+        yield from ((self._at(info.path), info.type == fs.FileType.Directory) for info in infos)
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, pa.ArrowException) as error:
+            raise UnreadableFileError(f"{self.name}: could not be read ({error_detail(error)})") from error
+
+    def _partial(self) -> Location:
+        folder, name = posixpath.split(self.path)
+        return replace(self, path=posixpath.join(folder, f".{name}.{uuid.uuid4().hex[:8]}{PARTIAL_SUFFIX}"))
+
+    @contextmanager
+    def _replacing(self) -> Iterator[IO[bytes]]:
+        path, partial = Path(self._address), Path(self._partial()._address)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with partial.open("xb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+        _sync_folder(path.parent)
+
+    @contextmanager
+    def _uploading(self) -> Iterator[IO[bytes]]:
+        """Keeps what is written until it is whole: a pyarrow stream commits what it has when closed, errors or no."""
+        with tempfile.SpooledTemporaryFile(max_size=_SPOOL_BYTES) as spool:
+            yield cast("IO[bytes]", spool)
+            spool.seek(0)
+            self._upload(cast("IO[bytes]", spool))
+
+    def _upload(self, content: IO[bytes]) -> None:
+        if self.store.has_atomic_put:
+            self._copy_from(content)
+            return
+        partial = self._partial()
+        self.store.filesystem.create_dir(posixpath.dirname(self._address), recursive=True)
+        try:
+            partial._copy_from(content)
+            self.store.filesystem.move(partial._address, self._address)
+        except BaseException:
+            partial.delete()
+            raise
+
+    def _copy_from(self, content: IO[bytes]) -> None:
+        with self.store.filesystem.open_output_stream(self._address) as stream:
+            shutil.copyfileobj(content, stream)
+
+
+def error_detail(error: BaseException) -> str:
+    """What an error of a file system says, without its number."""
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+
+
+def _open_store(uri: re.Match[str], name: str) -> Store:
+    root, query = f"{uri['scheme']}://{uri['authority']}", uri["query"] or ""
+    try:
+        filesystem, base = fs.FileSystem.from_uri(f"{root}/{query}")
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise ConfigError(
+            f"{name!r}: scheme {uri['scheme']!r} cannot be used so ({error}); give a path, or a URI that starts with "
+            "s3://, gs://, abfs://, hdfs:// or file://"
+        ) from error
+    except (OSError, pa.ArrowException) as error:
+        raise UnreadableFileError(f"{name}: {root} does not answer ({error_detail(error)})") from error
+    has_atomic_put = filesystem.type_name in _ATOMIC_PUT
+    return Store(filesystem=filesystem, uri=root, base=base.rstrip("/"), query=query, has_atomic_put=has_atomic_put)
+
+
+def _refuse_secrets(uri: re.Match[str]) -> None:
+    """Names are shown in rows, reports and logs."""
+    user, at, _ = uri["authority"].rpartition("@")
+    if (at and ":" in user) or "secret" in (uri["query"] or ""):
+        raise ConfigError(
+            f"a {uri['scheme']} URI holds a password or secret: leave it out, and give credentials as the store's own "
+            "tools take them (environment, configuration file, role of the machine)"
+        )
+
+
+def _by_parts(location: Location) -> tuple[str, ...]:
+    return PurePosixPath(location.path).parts
+
+
+def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    if not pattern:
+        return not parts
+    if pattern[0] == "**":
+        here = _matches(parts, pattern[1:]) if len(pattern) > 1 else not parts
+        return here or (bool(parts) and not parts[0].startswith(".") and _matches(parts[1:], pattern))
+    return bool(parts) and _matches_part(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])
+
+
+def _matches_part(part: str, pattern: str) -> bool:
+    return fnmatchcase(part, pattern) and (pattern.startswith(".") or not part.startswith("."))
+
+
+def _sync_folder(folder: Path) -> None:
+    """A new name is on disk when its folder is."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

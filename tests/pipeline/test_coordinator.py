@@ -1,0 +1,227 @@
+"""The plan search over stages finds what the search in one process finds, bit by bit, and gives way to failures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+
+from rayspec.config import SamplingParams
+from rayspec.decode.plan_search import Found, Knapsack, PlanSearch, TappedToken
+from rayspec.decode.runner import Runner
+from rayspec.decode.scheduler import held
+from rayspec.decode.selection.base import FixedPlan
+from rayspec.decode.stages import found, solve_knapsack
+from rayspec.model.kv_arena import KVArena
+from rayspec.pipeline.messages import Searched, Ship
+from rayspec.pipeline.post import COORDINATOR
+from rayspec.pipeline.stage_worker import stage_name
+from rayspec.types import Plan, RayspecError
+from tests.engines import complete, requests_for
+from tests.families import cases, checkpoint, parts_of
+from tests.pipeline.loop import NUM_LAYERS, LoopEngine, loop_engine
+
+LENGTHS = (37, 3, 25, 12)
+NUM_SLOTS = 1024
+CPU = torch.device("cpu")
+
+
+class Tapping(FixedPlan):
+    """One plan, taps always."""
+
+    wants_taps = True
+
+    def __init__(self) -> None:
+        super().__init__(Plan(keep=(True, True, False) + (True,) * 5, num_draft_tokens=2, source="test"))
+
+
+def knapsack(num_tokens: int = 6) -> Knapsack:
+    return Knapsack(
+        num_tokens=num_tokens, weights=[3, 1, 2, 1, 2, 2, 1, 3], max_weight=9, min_similarity=-1.0, max_states=6
+    )
+
+
+def generate(run: LoopEngine, path: str) -> None:
+    """To the middle of some generations."""
+    for request in requests_for(cases(path, LENGTHS, 24).prompts, SamplingParams(temperature=0, max_tokens=200)):
+        run.engine.add(request)
+    for _ in range(12):
+        run.engine.step()
+    while run.engine._flights:  # as each lands nothing new is begun, so that arenas stay as they are
+        run.engine._stages.wait()
+        run.engine._take_finished()
+    assert len(run.engine._taps.tokens) >= 6
+
+
+def places(run: LoopEngine, count: int) -> tuple[list[TappedToken], list[int]]:
+    starts = {sequence.sequence_id: held(sequence).start for sequence in run.engine._scheduler.running}
+    tokens = run.engine._taps.tokens[-count:]
+    return tokens, [starts[token.sequence_id] for token in tokens]
+
+
+def wait_for(run: LoopEngine, *futures: Future[Found]) -> None:
+    for _ in range(1000):
+        run.engine._stages.wait()
+        if all(future.done() for future in futures):
+            return
+    raise AssertionError("a search has no end")
+
+
+def search_here(run: LoopEngine, path: str, tokens: Sequence[TappedToken], starts: Sequence[int]) -> Found:
+    """The same search in one process, on the shards' keys, values and taps."""
+    parts = parts_of(path)
+    arena = KVArena(parts.shapes, NUM_SLOTS, dtype=torch.float32, device=CPU)
+    shards = [run.replica.parts[stage_name(stage)] for stage in range(run.replica.num_stages)]
+    for shard in shards:
+        for layer, keys in shard.span.runner.arena.keys.items():
+            arena.keys[layer].copy_(keys)
+            arena.values[layer].copy_(shard.span.runner.arena.values[layer])
+    taps = [torch.stack([shard.span._taps[token] for token in tokens], 1) for shard in shards]
+    boundaries = torch.cat([taps[0], *(states[1:] for states in taps[1:])])
+    search = PlanSearch(
+        Runner(parts, arena, device=CPU, bucket_rows=None),
+        boundaries,
+        [(start, token.position) for start, token in zip(starts, tokens, strict=True)],
+        shards[-1].head.next_tokens(tokens),
+    )
+    solution = solve_knapsack(search, knapsack())
+    return found(solution, search.agreement(solution.states).tolist(), knapsack(), 0.0)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "smollm3"])
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+def test_stages_find_what_one_process_finds(family: str, num_stages: int) -> None:
+    path = checkpoint(family)
+    with loop_engine(path, num_stages, Tapping(), seed=num_stages, kv_cache_tokens=NUM_SLOTS) as run:
+        generate(run, path)
+        tokens, starts = places(run, 6)
+        future = run.engine._stages.search(tokens, starts, knapsack())
+        wait_for(run, future)
+        expected = search_here(run, path, tokens, starts)
+        assert future.result().drafts == expected.drafts
+        assert len(expected.drafts) >= 4
+        assert len({draft.keep for draft in expected.drafts}) == len(expected.drafts)
+        run.engine._stages.wait()
+        for shard in run.replica.parts.values():
+            assert shard._worker._seeking is None
+
+
+def test_states_travel_once_a_stage_and_are_dropped_when_nobody_needs_them() -> None:
+    path = checkpoint("llama")
+    with loop_engine(path, 3, Tapping(), kv_cache_tokens=NUM_SLOTS) as run:
+        generate(run, path)
+        run.loop.delivered.clear()
+        most = 0
+        worker = run.replica.parts["stage-1"]._worker
+        expand = worker._expand
+
+        def watched(*arguments: Any) -> Any:
+            nonlocal most
+            most = max(most, len(worker._seeking.batches) if worker._seeking else 0)
+            return expand(*arguments)
+
+        worker._expand = watched  # type: ignore[method-assign]
+        future = run.engine._stages.search(*places(run, 6), knapsack())
+        wait_for(run, future)
+        shipped = [op for _, m in run.loop.delivered for op in getattr(m, "operations", ()) if isinstance(op, Ship)]
+        assert [op.peer for op in shipped] == ["stage-1", "stage-2"]
+        assert 0 < most <= 4
+
+
+def test_a_search_that_comes_while_another_is_under_way_has_its_turn() -> None:
+    path = checkpoint("llama")
+    with loop_engine(path, 3, Tapping(), kv_cache_tokens=NUM_SLOTS) as run:
+        generate(run, path)
+        tokens, starts = places(run, 6)
+        futures = [run.engine._stages.search(tokens, starts, knapsack()) for _ in range(3)]
+        wait_for(run, *futures)
+        assert futures[0].result().drafts == futures[1].result().drafts == futures[2].result().drafts
+        versions = [message.version for _, message in run.loop.delivered if isinstance(message, Searched)]
+        assert versions == [1, 2, 3]
+
+
+def test_a_cancelled_search_does_no_harm() -> None:
+    path = checkpoint("llama")
+    with loop_engine(path, 2, Tapping(), kv_cache_tokens=NUM_SLOTS) as run:
+        generate(run, path)
+        tokens, starts = places(run, 6)
+        first = run.engine._stages.search(tokens, starts, knapsack())
+        first.cancel()
+        second = run.engine._stages.search(tokens, starts, knapsack())
+        wait_for(run, second)
+        assert second.result().drafts
+        assert first.cancelled()
+
+
+def test_a_search_over_tokens_that_nobody_remembers_fails_and_the_next_does_not() -> None:
+    path = checkpoint("llama")
+    with loop_engine(path, 3, Tapping(), kv_cache_tokens=NUM_SLOTS) as run:
+        generate(run, path)
+        tokens, starts = places(run, 6)
+        lost = run.engine._stages.search([TappedToken("nobody", 3)] * 6, starts, knapsack())
+        again = run.engine._stages.search(tokens, starts, knapsack())
+        wait_for(run, lost, again)
+        with pytest.raises(RayspecError, match="has no states of some tapped tokens"):
+            lost.result()
+        assert again.result().drafts
+
+
+def test_a_search_fails_at_once_when_the_coordinator_dies_and_works_with_the_next() -> None:
+    path = checkpoint("llama")
+    with loop_engine(path, 2, Tapping(), kv_cache_tokens=NUM_SLOTS) as run:
+        generate(run, path)
+        tokens, starts = places(run, 6)
+        run.replica.kill(COORDINATOR)
+        lost = run.engine._stages.search(tokens, starts, knapsack())
+        run.engine._stages._check()
+        with pytest.raises(RayspecError, match="coordinator was killed"):
+            lost.result(timeout=0)
+        with pytest.raises(RayspecError, match="being replaced"):
+            run.engine._stages.search(tokens, starts, knapsack()).result(timeout=0)
+        run.engine._stages.wait()
+        again = run.engine._stages.search(tokens, starts, knapsack())
+        wait_for(run, again)
+        assert again.result().drafts
+
+
+def test_a_coordinator_that_dies_again_and_again_is_given_up_and_generation_goes_on() -> None:
+    known = cases(checkpoint("llama"), LENGTHS, 24)
+    with loop_engine(checkpoint("llama"), 2, Tapping(), max_restarts=2) as run:
+        for _ in range(3):
+            run.replica.kill(COORDINATOR)
+            run.engine._stages.wait()
+            run.engine._stages.wait()
+        assert run.replica.coordinator is None
+        assert [tuple(o.outputs[0].token_ids) for o in complete(run.engine, known.prompts)] == [
+            tokens[:24] for tokens in known.expected
+        ]
+
+
+def test_sublayers_are_asked_of_the_stage_that_has_them() -> None:
+    path = checkpoint("llama")
+    with loop_engine(path, 4, Tapping(), kv_cache_tokens=NUM_SLOTS) as run:
+        generate(run, path)
+        run.loop.delivered.clear()
+        wait_for(run, run.engine._stages.search(*places(run, 6), knapsack()))
+        asked = {
+            (name, op.sublayer)
+            for name, message in run.loop.delivered
+            for op in getattr(message, "operations", ())
+            if hasattr(op, "sublayer")
+        }
+        assert asked == {(stage_name(sublayer // 2), sublayer) for sublayer in range(2 * NUM_LAYERS)}
+
+
+def test_whoever_waits_for_a_coordinator_that_ends_is_told() -> None:
+    with loop_engine(checkpoint("llama"), 2, Tapping(), kv_cache_tokens=NUM_SLOTS) as run:
+        stages = run.engine._stages
+        run.loop.chaos = lambda: run.replica.kill(COORDINATOR)
+        with pytest.raises(RayspecError, match="the coordinator ended before its Profiled came"):
+            stages.measure()
+        run.loop.chaos = None
+        stages._check()
+        assert len(stages.measure().sublayers) == 2 * NUM_LAYERS
+        assert set(stages.measure().stages) == {0, 1}

@@ -1,0 +1,152 @@
+"""Stages of unequal speed, on real actors: the second one computes everything several times over."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import ray
+from torch import Tensor
+
+from rayspec import demo
+from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
+from rayspec.decode.engine import Engine
+from rayspec.decode.runner import Batch, Runner
+from rayspec.decode.selection.knapspec import KnapSpec
+from rayspec.model.kv_arena import KVArena
+from rayspec.model.sublayers import Tap
+from rayspec.pipeline.loading import load_pipeline
+from rayspec.pipeline.ray_stages import RayStages
+from rayspec.pipeline.shard import Shard
+from rayspec.planning.latency import LatencyModel
+from rayspec.types import Plan
+from tests.demo_model import demo_parts, demo_prompts
+from tests.engines import complete, engine_with, tokens_of
+
+NUM_TIMES = 6
+SLOW = 1
+NUM_LAYERS = 16
+PARAMS = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+KNAPSPEC: dict[str, Any] = {"gate": False, "optimise_share": 1.0, "knapsack": {"num_tap_tokens": 8}}
+
+
+class SlowRunner(Runner):
+    """Runs its sublayers several times; keys and values go where they went before, so the results are the same."""
+
+    def run(
+        self,
+        batch: Batch,
+        hidden: Tensor,
+        *,
+        first: int | None = None,
+        last: int | None = None,
+        keep: Sequence[bool] | None = None,
+        tap: Tap | None = None,
+    ) -> Tensor:
+        for _ in range(NUM_TIMES - 1):
+            super().run(batch, hidden, first=first, last=last, keep=keep)
+        return super().run(batch, hidden, first=first, last=last, keep=keep, tap=tap)
+
+
+class UnevenShard(Shard):
+    def _make_runner(self, arena: KVArena, rows: int | None) -> Runner:
+        if self._spec.stage != SLOW:
+            return super()._make_runner(arena, rows)
+        return SlowRunner(self._parts, arena, device=self._device, bucket_rows=rows)
+
+
+@pytest.fixture(scope="module")
+def uneven(ray_cluster: None) -> Iterator[type[Shard]]:
+    """The class, sent to Ray's workers as it is: they cannot import this file."""
+    module = sys.modules[__name__]
+    ray.cloudpickle.register_pickle_by_value(module)
+    yield UnevenShard
+    ray.cloudpickle.unregister_pickle_by_value(module)
+
+
+@cache
+def prompts() -> list[list[int]]:
+    return demo_prompts(2, 6)
+
+
+@cache
+def expected() -> list[tuple[int, ...]]:
+    return tokens_of(complete(engine_with(demo_parts()), prompts(), PARAMS))
+
+
+def load(shard_type: type[Shard], strategy: str, *, layers: tuple[int, ...] | None) -> Engine:
+    config = EngineConfig(
+        model=demo.model_path(),
+        dtype="float32",
+        device="cpu",
+        num_threads=1,
+        max_model_len=512,
+        kv_cache_tokens=2048,
+        speculation={"strategy": strategy, **KNAPSPEC},  # type: ignore[arg-type]
+        parallel={"stages": 2, "layers": layers, "cohorts": 1, "cpus_per_shard": 0.5},  # type: ignore[arg-type]
+    )
+    return load_pipeline(config, with_tokenizer=False, shard_type=shard_type)
+
+
+@pytest.fixture(scope="module")
+def pinned(uneven: type[Shard]) -> Iterator[Engine]:
+    """Half of the layers on the slow stage, whatever that costs."""
+    engine = load(uneven, "knapspec", layers=(8, 8))
+    yield engine
+    engine.shutdown()
+
+
+def test_a_slow_stage_gets_fewer_layers(uneven: type[Shard]) -> None:
+    engine = load(uneven, "ar", layers=None)
+    try:
+        assert isinstance(engine.stages, RayStages)
+        (first, middle), (_, last) = engine.stages.replica.spans
+        assert (first, last) == (0, 2 * NUM_LAYERS)
+        assert NUM_LAYERS - middle // 2 <= NUM_LAYERS // 4, "a seventh would make the stages equally fast"
+        assert tokens_of(complete(engine, prompts(), PARAMS)) == expected()
+    finally:
+        engine.shutdown()
+
+
+def test_layers_that_are_pinned_stay_and_are_measured_as_they_are(pinned: Engine) -> None:
+    assert isinstance(pinned.stages, RayStages)
+    assert pinned.stages.replica.spans == ((0, 16), (16, 32))
+    assert pinned.latency is not None
+    seconds = pinned.latency.sublayers_s(rows=1, context=200, batch=1)
+    assert 3 < seconds[16:].sum() / seconds[:16].sum() < 12
+
+
+def test_drafts_skip_more_of_a_slow_stage(pinned: Engine) -> None:
+    """By what was measured on the actors, against the same with the fast stage's curves for both."""
+    latency = pinned.latency
+    assert latency is not None
+    even = replace(latency, sublayers=tuple(name.replace(f"@stage-{SLOW}", "@stage-0") for name in latency.sublayers))
+    share = _slow_share(_plans(latency))
+    assert share > 0.65
+    assert share > 0.1 + _slow_share(_plans(even))
+
+
+def test_so_do_the_drafts_that_the_shards_find_themselves(pinned: Engine) -> None:
+    assert tokens_of(complete(pinned, prompts(), PARAMS)) == expected()
+    assert pinned.stats.num_draft_tokens > 0
+    drafts = [record.plan for record in pinned.stats.plans if record.plan.drafts]
+    assert drafts
+    assert _slow_share(drafts) > 0.6
+
+
+def _plans(latency: LatencyModel) -> list[Plan]:
+    """Found in this process, where the model's states are the same."""
+    engine = engine_with(demo_parts(), KnapSpec(SpeculationOptions(**KNAPSPEC), latency), max_draft_tokens=16)
+    assert tokens_of(complete(engine, prompts(), PARAMS)) == expected()
+    return [record.plan for record in engine.stats.plans if record.plan.drafts]
+
+
+def _slow_share(plans: Sequence[Plan]) -> float:
+    """Of the sublayers that drafts skip, those of the slow stage."""
+    skipped = [index for plan in plans for index, kept in enumerate(plan.keep) if not kept]
+    assert skipped
+    return sum(index >= NUM_LAYERS for index in skipped) / len(skipped)

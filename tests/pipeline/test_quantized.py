@@ -1,0 +1,81 @@
+"""Every shard reads or quantizes its own part of the checkpoint: tokens are those of one process that has all of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rayspec.config import EngineConfig, SamplingParams
+from rayspec.decode.engine import Engine
+from rayspec.decode.loading import load_engine
+from rayspec.pipeline.loading import load_pipeline
+from tests.engines import complete, tokens_of
+from tests.families import checkpoint, greedy, ragged_prompts
+
+PROMPTS = ragged_prompts((20, 5, 33, 48), seed=2)
+PARAMS = SamplingParams(temperature=0, max_tokens=24)
+STATIC: dict[str, Any] = {"strategy": "static", "skip": (2, 3, 5), "max_draft_tokens": 4}
+INT8: dict[str, Any] = {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}
+
+
+def fp8_checkpoint(folder: Path) -> str:
+    """Block-quantized float8, which transformers turns back into floats on a CPU."""
+    shutil.copytree(checkpoint("llama"), folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        weight = tensors[name]
+        scale = weight.abs().max() / torch.finfo(torch.float8_e4m3fn).max
+        tensors[name] = (weight / scale).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = scale.expand([-(-size // 32) for size in weight.shape]).contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    values = json.loads((folder / "config.json").read_text())
+    values["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    (folder / "config.json").write_text(json.dumps(values))
+    return str(folder)
+
+
+def config(model: str, **options: Any) -> EngineConfig:
+    return EngineConfig(
+        model=model, dtype="float32", device="cpu", num_threads=1, max_model_len=128, kv_cache_tokens=1024,
+        speculation=STATIC, **options,
+    )  # fmt: skip
+
+
+def tokens(engine: Engine) -> list[tuple[int, ...]]:
+    try:
+        found = tokens_of(complete(engine, PROMPTS, PARAMS))
+        assert engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
+        return found
+    finally:
+        engine.shutdown()
+
+
+def in_two_stages(one: EngineConfig) -> Engine:
+    parallel = {"stages": 2, "layers": (1, 3), "cpus_per_shard": 0.5}
+    return load_pipeline(one.replace(parallel=parallel), with_tokenizer=False)
+
+
+def from_fp8(folder: Path) -> EngineConfig:
+    return config(fp8_checkpoint(folder / "fp8"))
+
+
+def to_int8(folder: Path) -> EngineConfig:
+    pytest.importorskip("torchao", reason="this quantizer is not installed")
+    return config(checkpoint("llama"), quantization_config={"quant_method": "torchao", "quant_type": {"default": INT8}})
+
+
+@pytest.mark.parametrize("quantized", [from_fp8, to_int8])
+def test_two_stages_give_the_tokens_of_one_process(
+    quantized: Callable[[Path], EngineConfig], ray_cluster: None, tmp_path: Path
+) -> None:
+    one = quantized(tmp_path)
+    expected = tokens(load_engine(one, with_tokenizer=False))
+    assert expected != greedy(checkpoint("llama"), PROMPTS, 24), "the weights are others than they were"
+    assert tokens(in_two_stages(one)) == expected

@@ -1,0 +1,193 @@
+"""A shard's inbox, and its ranks' common step."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from rayspec.config import EngineConfig
+from rayspec.decode.passes import Pass, SpanRunner
+from rayspec.decode.rounds import Piece, Prefill, Round
+from rayspec.decode.runner import RowSpan, Runner
+from rayspec.decode.scheduler import Move
+from rayspec.model.kv_arena import KVArena
+from rayspec.pipeline import ranks
+from rayspec.pipeline import shard as shard_module
+from rayspec.pipeline.messages import (
+    Begin,
+    Expand,
+    Follow,
+    Forward,
+    Message,
+    Moves,
+    Seek,
+    Shipped,
+    Usage,
+)
+from rayspec.pipeline.post import ENGINE, Letter, NewEpoch
+from rayspec.pipeline.ranks import LeadingSpan, RanksOutOfStepError, follow
+from rayspec.pipeline.shard import Shard, ShardSpec, _patience_s, rank_name
+from rayspec.pipeline.transport import Secret
+from rayspec.types import no_draft
+from tests.families import VOCAB_SIZE, checkpoint, parts_of
+
+SECRET = Secret.generate()
+PREFILL = Begin.of(1, Prefill(id=1, pieces=[Piece("a", 0, 0, [1], sample=True)]), [], [])
+ROUND = Begin.of(1, Round(id=2, turns=[], plan=no_draft(8, "test")), [], [])
+
+
+def a_pass(*, fixed_shape: bool, round_id: int = 1) -> Pass:
+    return Pass(round_id=round_id, token_ids=[1], rows=[RowSpan(0, 0, 1)], fixed_shape=fixed_shape)
+
+
+def spec(rank: int = 0, num_ranks: int = 1) -> ShardSpec:
+    return ShardSpec(
+        config=EngineConfig(model=checkpoint("llama"), device="cpu", dtype="float32"),
+        stage=0,
+        num_stages=2,
+        rank=rank,
+        num_ranks=num_ranks,
+        vocab_size=VOCAB_SIZE,
+        num_threads=1,
+        secret=SECRET,
+    )
+
+
+def test_rounds_come_before_prefills_and_those_before_searches() -> None:
+    at_once = [ROUND, Forward(epoch=1, work=a_pass(fixed_shape=True)), Moves(epoch=1, moves=[]), Follow(epoch=1)]
+    at_once += [Usage(epoch=1), Shipped(epoch=1, search_id=1, batch=1)]
+    prefills = [PREFILL, Forward(epoch=1, work=a_pass(fixed_shape=False))]
+    searches = [Seek(epoch=1, search_id=1, tokens=[], starts=[]), Expand(epoch=1, search_id=1, operations=[])]
+    assert {_patience_s(message) for message in at_once} == {0.0}
+    (of_prefills,) = {_patience_s(message) for message in prefills}
+    (of_searches,) = {_patience_s(message) for message in searches}
+    assert 0 < of_prefills < of_searches < 1
+
+
+class _Letters:
+    """A post with some letters in it, at known times."""
+
+    def __init__(self, clock: Any, letters: list[tuple[float, Message]]) -> None:
+        self._clock, self._letters = clock, letters
+
+    def receive(self, timeout_s: float | None) -> Letter | None:
+        if not self._letters:
+            return None
+        self._clock.now, message = self._letters.pop(0)
+        return Letter(ENGINE, message, [])
+
+
+class _Clock:
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def test_nobody_waits_for_ever_and_equals_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = _Clock()
+    monkeypatch.setattr(shard_module, "time", clock)
+    later = Begin.of(1, Round(id=3, turns=[], plan=no_draft(8, "test")), [], [])
+    last = Begin.of(1, Round(id=4, turns=[], plan=no_draft(8, "test")), [], [])
+    seek = Seek(epoch=1, search_id=1, tokens=[], starts=[])
+    letters = [(0.0, seek), (0.0, PREFILL), (0.0, ROUND), (0.0, later), (0.05, last), (0.2, ROUND)]
+    one = Shard(spec())
+    one._collect(_Letters(clock, letters))  # type: ignore[arg-type]
+    order = [heapq.heappop(one._inbox).letter.message for _ in range(6)]
+    assert order == [ROUND, later, PREFILL, last, seek, ROUND]
+
+
+class _Worker:
+    num_forgotten = 0
+
+    def forget(self) -> None:
+        self.num_forgotten += 1
+
+
+@pytest.mark.parametrize(("rank", "num_forgotten"), [(0, 1), (1, 0)])
+def test_in_a_new_epoch_the_leader_forgets_and_the_other_ranks_wait_for_its_word(
+    rank: int, num_forgotten: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, worker, rounds = Shard(spec(rank, 2)), _Worker(), iter([NewEpoch(), KeyboardInterrupt()])
+
+    def epoch(*_: object) -> None:
+        raise next(rounds)
+
+    monkeypatch.setattr(one, "_serve_epoch", epoch)
+    one._inbox = [shard_module._Due(0.0, 0, Letter("stage-0", Follow(epoch=1), []))]
+    with pytest.raises(KeyboardInterrupt):
+        one._serve(None, worker, None)  # type: ignore[arg-type]
+    assert worker.num_forgotten == num_forgotten
+    assert len(one._inbox) == 1 - num_forgotten
+
+
+def test_ranks_of_a_stage_have_names_of_their_own() -> None:
+    assert [rank_name(2, rank) for rank in range(3)] == ["stage-2", "stage-2.1", "stage-2.2"]
+    assert spec().name == "stage-0"
+    assert spec(1, 2).name == "stage-0.1"
+    assert spec().ranks is not None
+    assert spec(1, 2).ranks is None
+
+
+def _runner() -> Runner:
+    parts = parts_of(checkpoint("llama"))
+    return Runner(
+        parts,
+        KVArena(parts.shapes, 64, dtype=torch.float32, device=torch.device("cpu")),
+        device=torch.device("cpu"),
+        bucket_rows=None,
+    )
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> tuple[LeadingSpan, SpanRunner]:
+    """A leader whose announcements are collected, and a follower. Nothing is broadcast."""
+    announced: list[Follow] = []
+    monkeypatch.setattr(ranks, "_shared", lambda states: states)
+    leader = LeadingSpan(_runner(), num_taps=4, epoch=lambda: 7, announce=announced.append)
+    leader.announced = announced  # type: ignore[attr-defined]
+    return leader, SpanRunner(_runner(), num_taps=4)
+
+
+def test_what_the_leader_runs_moves_and_forgets_the_others_do_too(pair: Any) -> None:
+    leader, follower = pair
+    held = Pass(round_id=5, token_ids=[3, 4], rows=[RowSpan(0, 0, 2)], hold_at=2)
+    leader.run(held)
+    leader.move([Move(0, 32, 2)])
+    for message in leader.announced:
+        follow(follower, message, lambda: None)
+    for layer, keys in leader.runner.arena.keys.items():
+        assert torch.equal(keys, follower.runner.arena.keys[layer])
+        assert keys[:, 32:34].abs().sum() > 0
+    assert list(leader._held) == list(follower._held) == [5]
+    leader.forget()
+    assert list(leader._held) == []
+    assert list(follower._held) == [5]
+    follow(follower, leader.announced[-1], lambda: None)
+    assert list(follower._held) == []
+    assert {message.epoch for message in leader.announced} == {7}
+
+
+def test_running_out_of_memory_puts_ranks_out_of_step(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    leader, _ = pair
+
+    def full(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr(leader.runner, "run", full)
+    with pytest.raises(RanksOutOfStepError, match="allocate memory"):
+        leader.run(a_pass(fixed_shape=True))
+
+
+def test_a_shard_says_how_busy_it_was_since_it_was_asked() -> None:
+    one = Shard(spec())
+    one._busy_s, one._num_passes = 0.5, 3
+    time.sleep(0.01)
+    used = one._usage(4)
+    assert (used.epoch, used.busy_s, used.num_passes) == (4, 0.5, 3)
+    assert used.elapsed_s >= 0.01
+    assert one._usage(4).num_passes == 0
