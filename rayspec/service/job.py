@@ -6,10 +6,10 @@ import contextlib
 import hashlib
 import logging
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 import ray.data
@@ -19,14 +19,13 @@ from ray.exceptions import RayError
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.pipeline.session import ray_session
 from rayspec.service.data import complete_dataset, dataset_of, quieten, read_dataset, result_rows, without_rows
-from rayspec.service.document_task import DocumentTask
 from rayspec.service.documents import Columns, Document, DuplicateIdError
 from rayspec.service.drain import Drain
-from rayspec.service.engine_actor import call, death_of, start_engine
+from rayspec.service.engine_actor import Recipe, call, death_of, start_engine
 from rayspec.service.locations import Location
 from rayspec.service.progress import showing_progress
 from rayspec.service.report import PLOT_NAME, RunReport
-from rayspec.service.results import FileFormat
+from rayspec.service.results import FileFormat, ResultRow
 from rayspec.service.run_folder import RunFolder, is_final
 from rayspec.service.tally import EXIT_TERMINATED
 from rayspec.service.terminal import error_console
@@ -54,29 +53,45 @@ class Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where the documents of a job are: in files, or `documents` themselves. limit: the first so many rows. sample: the
-    share of them that is taken."""
+    """Where the documents of a job are: in files, or `documents` themselves. refused: rows that failed before they
+    could be documents. limit: the first so many rows. sample: the share of them that is taken."""
 
     inputs: Sequence[str] = ()
     columns: Columns = field(default_factory=Columns)
     documents: Sequence[Document] = ()
+    refused: Sequence[ResultRow] = ()
     limit: int | None = None
     sample: float | None = None
     references: Mapping[str, str] = field(default_factory=dict)
 
     def dataset(self) -> ray.data.Dataset:
         """Of all rows, or the first ones."""
-        if self.documents:
+        if not self.inputs:
             return dataset_of(self.documents[: self.limit])
         return read_dataset(self.inputs, self.columns, limit=self.limit)
 
 
+class JobTask(Recipe, Protocol):
+    """What is done with the rows of a job."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Everything that decides what the rows say, as JSON has it: rows made with another one do not belong in the
+        same output."""
+
+
+# Writes files of its own from the rows, which it may ask for more than once, into the output folder.
+Export = Callable[[Callable[[], Iterable[ResultRow]], Location], None]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """name, text_column, file_format: of the output. max_engine_restarts: how often an engine that died is started
-    again within a run. drain_s: how long rows under way may take to end after SIGTERM."""
+    """name, text_column, file_format: of the output. max_engine_restarts: how often an engine that died is started again
+    within a run. drain_s: how long rows under way may take to end after SIGTERM. export: writes more files in the end,
+    of the names `export_names`.
+    """
 
-    task: DocumentTask
+    task: JobTask
     output: str
     name: str
     title: str
@@ -85,6 +100,8 @@ class Job:
     overwrite: bool = False
     max_engine_restarts: int = 3
     drain_s: float = 2.0
+    export: Export | None = None
+    export_names: Sequence[str] = ()
 
     def run(self, source: Source) -> RunReport:
         """Returns when every row is in the output. Rows of an earlier run of the same job are not done again; of a run
@@ -101,7 +118,7 @@ class Job:
                 text_column=self.text_column,
                 file_format=self.file_format,
                 name=self.name,
-                report_files=_REPORT_FILES,
+                report_files=(*_REPORT_FILES, *self.export_names),
             ) as folder,
             ray_session(),
         ):
@@ -122,6 +139,9 @@ class _Run:
         for row in folder.rows():
             if is_final(row):
                 self._report.add(row, earlier=True)
+        for row in source.refused:
+            if row.id not in self._done:
+                self._take(row)
         if self._done:
             error_console().print(f"going on with a run that has {len(self._done)} rows", highlight=False)
 
@@ -169,9 +189,12 @@ class _Run:
                     if call(self._engine.num_running.remote()) == 0:
                         return
                     continue
-                self._folder.add(row)
-                self._report.add(row)
+                self._take(row)
                 show()
+
+    def _take(self, row: ResultRow) -> None:
+        self._folder.add(row)
+        self._report.add(row)
 
     def _stop_engine(self) -> None:
         if self._engine is not None:
@@ -187,6 +210,8 @@ class _Run:
             "errors": dict(tally.errors),
         }
         self._folder.finish(counts, {"config": self._config})
+        if self._job.export is not None:
+            self._job.export(self._folder.rows, self._folder.location)
         with tempfile.TemporaryDirectory() as scratch:
             self._report.write(Path(scratch), stats=stats, config=self._config, title=self._job.title)
             for path in Path(scratch).iterdir():

@@ -477,8 +477,8 @@ class LongDocuments:
         return self._budgets[min(level, len(self._budgets)) - 1]
 
     def _chunks(self, text: TokenizedText) -> list[range]:
-        """A chunk that is tokenized by itself may have more tokens than it had in the text; so their prompts are
-        counted, and where one does not fit, all are made smaller."""
+        """A chunk that is tokenized by itself may have more tokens than it had in the text, and a template may hold it
+        twice; so the prompts are counted, and where one does not fit, all chunks are made smaller."""
         chunk, overlap = self._chunk_tokens, self._options.overlap_tokens
         limit = self._max_prompt_tokens - self._summary_room
         while chunk >= max(1, 2 * overlap):
@@ -486,7 +486,7 @@ class LongDocuments:
             longest = max(len(self._tokens(self._chunk_prompt(text, chunks, index))) for index in range(len(chunks)))
             if longest <= limit:
                 return chunks
-            chunk -= longest - limit
+            chunk = chunk * limit // longest
         raise self._does_not_fit(longest)
 
     def _chunk_part(self, text: TokenizedText, chunks: Sequence[range], index: int, summary: str = "") -> _Part:
@@ -513,7 +513,7 @@ class LongDocuments:
             longest = max((len(self._tokens(part.prompt)) for part in self._merge_parts(2, groups, nodes)), default=0)
             if longest <= self._max_prompt_tokens:
                 return groups
-            room -= longest - self._max_prompt_tokens
+            room = room * self._max_prompt_tokens // longest
 
     def _merge_parts(self, level: int, groups: Sequence[range], nodes: Sequence[Node]) -> Iterator[_Part]:
         """Who is alone needs no merging, and stays as it is."""

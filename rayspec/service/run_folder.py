@@ -234,6 +234,7 @@ class RunFolder:
         self._index = RowIndex()
         for part, row, number in self._all_rows(with_text=False):
             self._index.add(row, part=part, number=number)
+        manifest.write(location.join(MANIFEST))  # only now: a folder that cannot be read has not been worked on
 
     @classmethod
     def open(
@@ -267,9 +268,7 @@ class RunFolder:
                 manifest = _begin(location, fresh, name, report_files) if overwrite else _continue(location, fresh)
                 _remove_leftovers(location, name)
                 manifest = replace(manifest, status="running", sessions=(*manifest.sessions, _new_session()))
-                folder = cls(location, manifest, lock, name=name, start_timer=start_timer)
-                manifest.write(location.join(MANIFEST))
-                return folder
+                return cls(location, manifest, lock, name=name, start_timer=start_timer)
             except BaseException:
                 lock.release()
                 raise

@@ -322,6 +322,7 @@ class LoopEngine:
         last = self.replica.parts[stage_name(self.replica.num_stages - 1)]
         unsaid = self.engine._stages._closings  # said with the next work
         assert last.head.num_open == len(unsaid)
+        assert not self.engine._stages._work
         for shard in self.replica.parts.values():
             assert not shard._worker._scripts
             assert len(shard.span._held) <= given_up

@@ -427,13 +427,13 @@ def test_too_many_levels_are_refused_before_any_call() -> None:
     assert re.search(r"chunks may need [3-9] levels, max_levels is 2", str(row.error))
 
 
-def test_chunks_that_are_longer_by_themselves_are_made_smaller() -> None:
-    """Between two halves of a character both prompts have all of it."""
-    engine, text = RecordingEngine(answer="a"), "🎉" * 900
-    outcome = completed(long_documents(engine, mode="map-reduce").complete(document(text)))
+def test_chunks_and_groups_whose_prompts_are_longer_than_they_are_made_smaller() -> None:
+    engine, text = RecordingEngine(), reports(3)
+    twice = PartTemplates(part="{text} {text}", merge="{text} {text}", refine="{summary} {text} {text}")
+    outcome = completed(long_documents(engine, mode="map-reduce", templates=twice).complete(document(text)))
     (root,) = outcome.roots
-    assert sum(prompt.count("🎉") for prompt in engine.prompts[:-1]) >= 900
     assert max(leaf.num_prompt_tokens for leaf in leaves(root)) <= CONTEXT - 40
+    assert sum(leaf.num_prompt_tokens for leaf in leaves(root)) > 2 * root.end
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,56 @@
+#!/usr/bin/env python3
+"""A Ray job that answers an OpenAI batch file: /v1/chat/completions and /v1/completions, a line each.
+
+    ray job submit --working-dir . -- python jobs/openai_batch.py --model MODEL --output OUT batch.jsonl
+
+Writes output.jsonl and errors.jsonl, in OpenAI's format. Interrupted, the same command goes on with the lines left.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from rayspec.service.batch_task import ERRORS_NAME, OUTPUT_NAME, BatchTask, read_requests, write_files
+from rayspec.service.job import Job, Source
+from rayspec.service.job_options import EPILOG, DrainSeconds, Output, Overwrite
+from rayspec.service.options import Asked, with_settings
+from rayspec.service.terminal import clean_exit, output_console
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@app.command(epilog=EPILOG)
+@with_settings()
+def openai_batch(
+    *,
+    asked: Asked,
+    batch: Annotated[str, typer.Argument(metavar="BATCH", help="file of requests, path or URI")],
+    output: Output,
+    served_model_name: Annotated[str | None, typer.Option(help="what lines call the model; none: as --model")] = None,
+    overwrite: Overwrite = False,
+    drain_s: DrainSeconds = 2.0,
+) -> None:
+    """Answer the requests of an OpenAI batch file on Ray."""
+    with clean_exit():
+        settings = asked.settings()
+        documents, refused = read_requests(batch)
+        job = Job(
+            task=BatchTask(settings=settings, served=served_model_name or settings.engine.model),
+            output=output,
+            name="lines",
+            title="Batch",
+            text_column="line",
+            overwrite=overwrite,
+            drain_s=drain_s,
+            export=write_files,
+            export_names=(OUTPUT_NAME, ERRORS_NAME),
+        )
+        report = job.run(Source(documents=documents, refused=refused))
+        output_console().print(f"{report.tally}\n{OUTPUT_NAME} and {ERRORS_NAME} are in {output}", soft_wrap=True)
+    raise typer.Exit(report.tally.exit_code)
+
+
+if __name__ == "__main__":
+    app()

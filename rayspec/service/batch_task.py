@@ -1,0 +1,99 @@
+"""An OpenAI batch file as a job: its lines are the rows, and two files of lines come out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rayspec.decode.stages import StageLostError
+from rayspec.service.async_engine import AsyncEngine
+from rayspec.service.documents import Document
+from rayspec.service.engine_actor import Handler
+from rayspec.service.locations import Location
+from rayspec.service.openai_batch import BatchLine, BatchResult, answer, read_batch
+from rayspec.service.results import ResultRow
+from rayspec.service.settings import Settings
+from rayspec.types import ConfigError
+
+OUTPUT_NAME, ERRORS_NAME = "output.jsonl", "errors.jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchTask:
+    """served: the name of the model that lines may use, beside the one it was started with."""
+
+    settings: Settings
+    served: str
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Everything that decides what the rows say."""
+        engine = self.settings.engine.model_dump(mode="json")
+        deciding = ("model", "tokenizer", "revision", "dtype", "quantization_config", "max_model_len", "deterministic")
+        return {
+            "task": {"batch": "openai", "served": self.served},
+            "engine": {name: engine[name] for name in deciding},
+            "verification": engine["speculation"]["verification"],
+        }
+
+    def handler(self, engine: AsyncEngine) -> Handler:
+        served = (self.served, engine.llm.config.model)
+
+        async def complete(document: Document) -> ResultRow:
+            line = BatchLine(**json.loads(document.text or ""))
+            try:
+                return batch_row(await answer(line, engine, served), source=document.source)
+            except StageLostError as error:
+                return ResultRow.of_error(document.id, error)
+
+        return complete
+
+
+def read_requests(path: str) -> tuple[list[Document], list[ResultRow]]:
+    """Of a batch file the lines to be answered, and the rows of those that are no request. Raises ConfigError."""
+    documents, refused = [], []
+    try:
+        with Location.parse(path).open() as file:
+            for line in read_batch(file, source=path):
+                if isinstance(line, BatchResult):
+                    refused.append(batch_row(line, source=path))
+                else:
+                    row_id = line.result(200, {}).id
+                    documents.append(Document(id=row_id, source=row_id, text=json.dumps(asdict(line))))
+    except OSError as error:
+        raise ConfigError(f"batch file {path!r} could not be read: {error}") from error
+    return documents, refused
+
+
+def batch_row(result: BatchResult, *, source: str) -> ResultRow:
+    """A result as a row of the job: its text is the line that will be in a file."""
+    usage = result.response.body.get("usage", {}) if result.response is not None and not result.failed else {}
+    return ResultRow(
+        id=result.id,
+        source=source,
+        text=result.json_line(),
+        num_prompt_tokens=usage.get("prompt_tokens", 0),
+        num_output_tokens=usage.get("completion_tokens", 0),
+        finish_reason="error" if result.failed else "stop",
+        error_kind=_error_code(result) if result.failed else None,
+        error=result.json_line().strip() if result.failed else None,
+    )
+
+
+def write_files(rows: Callable[[], Iterable[ResultRow]], folder: Location) -> None:
+    """output.jsonl with the responses and errors.jsonl with the lines that failed, as OpenAI's API gives them."""
+    for name, failed in ((OUTPUT_NAME, False), (ERRORS_NAME, True)):
+        with folder.join(name).writing() as file:
+            for row in rows():
+                if (row.error_kind is not None) == failed and row.text is not None:
+                    file.write(row.text.encode())
+
+
+def _error_code(result: BatchResult) -> str:
+    if result.error is not None:
+        return result.error.code
+    assert result.response is not None
+    error = result.response.body.get("error", {})
+    return str(error.get("code") or error.get("type") or result.response.status_code)
