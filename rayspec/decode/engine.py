@@ -248,7 +248,10 @@ class Engine:
                 num_tokens += self._commit(sequence, committed)
             self.stats.draft_s += result.draft_s
             self.stats.verify_s += result.verify_s
-            self._taps.add(token for token in work.taps if self._is_live(token.sequence_id))
+            self._taps.add(work.taps)
+            for sequence in sequences:
+                if sequence.finished:
+                    self._taps.drop(sequence.sequence_id)
             if num_tokens or not all(committed.finite for committed in result.committed):
                 self._selector.observe(situation, work.plan, result, num_tokens, self._clock() - started)
             self._improve(situation)
@@ -288,9 +291,6 @@ class Engine:
         """The sequence leaves its place in the arena."""
         self._taps.drop(sequence.sequence_id)
         self._cancel_search()
-
-    def _is_live(self, sequence_id: str) -> bool:
-        return any(s.sequence_id == sequence_id and not s.finished for s in self._scheduler.running)
 
     def _replay(self) -> None:
         """The stages hold nothing any more: open every sequence again; it is prefilled with its committed tokens."""

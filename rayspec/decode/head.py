@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rayspec.config import SamplingParams, Verification
+from rayspec.decode.passes import TapsGoneError
 from rayspec.decode.plan_search import TappedToken
 from rayspec.decode.sampling import Rows, TokenSampler, top_logprobs
 from rayspec.decode.verify import Verdict, verify_coupled, verify_rejection
@@ -101,7 +102,9 @@ class Head:
             del self._next_tokens[token]
 
     def next_tokens(self, tokens: Sequence[TappedToken]) -> Tensor:
-        """[T]. Raises KeyError when a token was tapped too long ago."""
+        """[T]. Raises TapsGoneError."""
+        if any(token not in self._next_tokens for token in tokens):
+            raise TapsGoneError("what followed some tapped tokens is not kept any more")
         return torch.stack([self._next_tokens[token] for token in tokens])
 
     def accept(self, logits: Tensor, rows: Sequence[Rows], draft_logits: Sequence[Tensor | None]) -> list[Verdict]:

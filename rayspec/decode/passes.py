@@ -11,8 +11,15 @@ from torch import Tensor
 from rayspec.decode.plan_search import PlanSearch, TappedToken
 from rayspec.decode.runner import Batch, RowSpan, Runner
 from rayspec.decode.scheduler import Move
+from rayspec.types import RayspecError
 
 _MAX_ROUNDS_HELD = 256
+
+
+class TapsGoneError(RayspecError):
+    """Tokens were tapped too long ago: later ones have taken their place."""
+
+    kind = "taps_gone"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +101,9 @@ class SpanRunner:
         self._taps.clear()
 
     def search(self, tokens: Sequence[TappedToken], starts: Sequence[int], next_tokens: Tensor | None) -> PlanSearch:
-        """The plan search's states in this span. Raises KeyError when a token's states are not here any more."""
+        """The plan search's states in this span. Raises TapsGoneError."""
+        if any(token not in self._taps for token in tokens):
+            raise TapsGoneError("the states of some tapped tokens are not kept any more")
         states = torch.stack([self._taps[token] for token in tokens], 1)
         places = [(start, token.position) for start, token in zip(starts, tokens, strict=True)]
         return PlanSearch(self.runner, states, places, next_tokens)

@@ -11,7 +11,7 @@ import torch
 
 from rayspec.config import Verification
 from rayspec.decode.head import Head, Opening
-from rayspec.decode.passes import SpanRunner
+from rayspec.decode.passes import SpanRunner, TapsGoneError
 from rayspec.decode.plan_search import Found, FoundDraft, Knapsack, PlanSearch, TappedToken
 from rayspec.decode.rounds import Result, Work, script
 from rayspec.decode.runner import Runner
@@ -69,10 +69,12 @@ class Stages(Protocol):
 
 
 def done(work: Callable[[], T]) -> Future[T]:
-    """`work`, done now. Only running out of memory is the work's own failure; other errors are raised."""
+    """`work`, done now. Running out of memory, and of taps, is the work's own failure; other errors are raised."""
     future: Future[T] = Future()
     try:
         future.set_result(work())
+    except TapsGoneError as error:
+        future.set_exception(error)
     except RuntimeError as error:
         future.set_exception(out_of_memory(error))
     return future
@@ -141,6 +143,7 @@ class LocalStages:
         return done(lambda: self._search(self.plan_search(tokens, starts), knapsack))
 
     def plan_search(self, tokens: Sequence[TappedToken], starts: Sequence[int]) -> PlanSearch:
+        """Raises TapsGoneError."""
         return self.span.search(tokens, starts, self.head.next_tokens(tokens))
 
     def shutdown(self) -> None:

@@ -9,22 +9,26 @@ from rayspec.decode.plan_search import TappedToken
 
 
 class TapLog:
-    """The tokens tapped last, of sequences that are still where they were when they were tapped."""
+    """The tokens tapped last, of sequences that are still where they were then.
+
+    A token that is dropped keeps its place until it is pushed out, as its states do in the stages: what is here is
+    there.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._tokens: deque[TappedToken] = deque(maxlen=capacity)
+        self._places: deque[TappedToken | None] = deque(maxlen=capacity)
 
     @property
     def tokens(self) -> list[TappedToken]:
-        return list(self._tokens)
+        return [token for token in self._places if token is not None]
 
     def add(self, tokens: Iterable[TappedToken]) -> None:
-        self._tokens.extend(tokens)
+        self._places.extend(tokens)
 
     def drop(self, sequence_id: str) -> None:
-        kept = [token for token in self._tokens if token.sequence_id != sequence_id]
-        self._tokens = deque(kept, maxlen=self.capacity)
+        kept = [token if token and token.sequence_id != sequence_id else None for token in self._places]
+        self._places = deque(kept, maxlen=self.capacity)
 
     def clear(self) -> None:
-        self._tokens.clear()
+        self._places.clear()

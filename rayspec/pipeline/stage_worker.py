@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rayspec.decode.head import Head
-from rayspec.decode.passes import Pass, SpanRunner
+from rayspec.decode.passes import Pass, SpanRunner, TapsGoneError
 from rayspec.decode.plan_search import PlanSearch
 from rayspec.decode.rounds import PrefillResult, Result, opening_pass, script
 from rayspec.decode.stages import out_of_memory
@@ -195,7 +195,7 @@ class StageWorker:
         try:
             next_tokens = self._head.next_tokens(message.tokens) if self._head is not None else None
             search = self._span.search(message.tokens, message.starts, next_tokens)
-        except KeyError:
+        except TapsGoneError:
             error = f"{stage_name(self._place.stage)} has no states of some tapped tokens any more"
             return Sought(epoch=message.epoch, search_id=message.search_id, error=error)
         self._seeking = _Seeking(message.search_id, search)

@@ -8,6 +8,7 @@ import torch
 from rayspec.config import SamplingParams
 from rayspec.decode.drafting.skip_draft import Turn
 from rayspec.decode.head import Opening
+from rayspec.decode.passes import TapsGoneError
 from rayspec.decode.plan_search import TappedToken
 from rayspec.decode.rounds import Piece, Prefill, Round
 from rayspec.decode.runner import Runner
@@ -149,5 +150,5 @@ def test_taps_of_long_ago_are_gone() -> None:
     _round(stages, _turns((0, 0, 0)), _plan(), num_taps=3)
     kept = [TappedToken(str(name), len(KNOWN.prompts[name])) for name in (1, 2)]
     assert stages.plan_search(kept, STARTS[1:]).num_tokens == 2
-    with pytest.raises(KeyError):
+    with pytest.raises(TapsGoneError):
         stages.plan_search([TappedToken("0", len(KNOWN.prompts[0]))], STARTS[:1])
