@@ -7,7 +7,6 @@ import io
 import os
 import posixpath
 import re
-import shutil
 import tempfile
 import uuid
 from collections.abc import Collection, Iterator, Sequence
@@ -25,7 +24,6 @@ from rayspec.types import ConfigError, InputFileError
 
 PARTIAL_SUFFIX = ".partial"
 _ATOMIC_PUT = {"s3", "gcs", "abfs"}  # an object is there when it is complete, and was not before
-_SPOOL_BYTES = 64 << 20
 _URI = re.compile(
     r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<authority>[^/?]*)(?P<path>.*?)(?P<query>\?\w+=[^/]*)?", re.DOTALL
 )
@@ -232,28 +230,30 @@ class Location:
 
     @contextmanager
     def _uploading(self) -> Iterator[IO[bytes]]:
-        """Keeps what is written until it is whole: a pyarrow stream commits what it has when closed, errors or no."""
-        with tempfile.SpooledTemporaryFile(max_size=_SPOOL_BYTES) as spool:
+        """Keeps what is written here until it is whole."""
+        with tempfile.NamedTemporaryFile() as spool:
             yield cast("IO[bytes]", spool)
-            spool.seek(0)
-            self._upload(cast("IO[bytes]", spool))
+            spool.flush()
+            self._upload(spool.name)
 
-    def _upload(self, content: IO[bytes]) -> None:
+    def _upload(self, path: str) -> None:
         if self.store.has_atomic_put:
-            self._copy_from(content)
+            self._copy_from(path)
             return
         partial = self._partial()
         self.store.filesystem.create_dir(posixpath.dirname(self._address), recursive=True)
         try:
-            partial._copy_from(content)
+            partial._copy_from(path)
             self.store.filesystem.move(partial._address, self._address)
         except BaseException:
             partial.delete()
             raise
 
-    def _copy_from(self, content: IO[bytes]) -> None:
-        with self.store.filesystem.open_output_stream(self._address) as stream:
-            shutil.copyfileobj(content, stream)
+    def _copy_from(self, path: str) -> None:
+        """One call, which no signal interrupts: a stream that is closed early would leave half a file as if whole."""
+        fs.copy_files(
+            path, self._address, source_filesystem=fs.LocalFileSystem(), destination_filesystem=self.store.filesystem
+        )
 
 
 def error_detail(error: BaseException) -> str:

@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
 
 import fsspec
 import pytest
@@ -74,13 +73,14 @@ def test_an_interrupted_write_changes_nothing(folder: Location) -> None:
 
 
 def test_an_upload_that_breaks_off_changes_nothing(memory: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    def break_off(content: IO[bytes], stream: IO[bytes]) -> None:
-        stream.write(content.read(2))
+    def break_off(source: str, target: str, *, destination_filesystem: fs.FileSystem, **_: object) -> None:
+        with destination_filesystem.open_output_stream(target) as stream:
+            stream.write(Path(source).read_bytes()[:2])
         raise OSError("connection lost")
 
     file = Location(memory, "data/a.txt")
     file.write(b"before")
-    monkeypatch.setattr("shutil.copyfileobj", break_off)
+    monkeypatch.setattr("pyarrow.fs.copy_files", break_off)
     with pytest.raises(OSError, match="connection lost"):
         file.write(b"after")
     assert file.read() == b"before"
