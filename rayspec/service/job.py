@@ -87,8 +87,8 @@ Export = Callable[[Callable[[], Iterable[ResultRow]], Location], None]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """name, text_column, file_format: of the output. max_engine_restarts: how often an engine that died is started
-    again within a run. drain_s: how long rows under way may take to end after SIGTERM. export: writes more files in the end,
-    of the names `export_names`.
+    again within a run. drain_s: how long rows under way may take to end after SIGTERM. export: writes more files in
+    the end, of the names `export_names`.
     """
 
     task: JobTask
