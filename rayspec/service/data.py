@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Set as AbstractSet
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import ray.data
@@ -20,8 +21,11 @@ from rayspec.service.results import ResultRow
 
 _READ_CPUS = 0.5
 _CLIENT_CPUS = 0.1
+_MAX_READ_TASKS = 64  # a task takes Ray Data 0.2 s, however little it does: small files share one
+_ROWS_PER_TASK = 32
 _ROWS_PER_BLOCK = 4  # a block leaves a client when its last row is done: small blocks keep results coming
 _MIN_ROWS_IN_FLIGHT = 32
+_BY_ENGINE = "by_engine"
 
 
 def read_dataset(inputs: Sequence[str], columns: Columns, *, limit: int | None = None) -> ray.data.Dataset:
@@ -30,7 +34,7 @@ def read_dataset(inputs: Sequence[str], columns: Columns, *, limit: int | None =
     Relative paths are those of this process: where a task runs, the current folder is another one.
     """
     paths = [{"name": name, "path": Location.parse(name).absolute().name} for name in expand(inputs)]
-    files = ray.data.from_items(paths, override_num_blocks=len(paths))
+    files = ray.data.from_items(paths, override_num_blocks=min(len(paths), _MAX_READ_TASKS))
     rows = files.flat_map(_read, fn_kwargs={"columns": columns}, num_cpus=_READ_CPUS)  # type: ignore[arg-type]
     if limit is None:
         return rows
@@ -40,7 +44,8 @@ def read_dataset(inputs: Sequence[str], columns: Columns, *, limit: int | None =
 
 def dataset_of(documents: Sequence[Document]) -> ray.data.Dataset:
     """Documents that are here, as rows that `read_dataset` would give."""
-    return ray.data.from_items([_row(document) for document in documents])
+    num_blocks = max(1, min(len(documents) // _ROWS_PER_TASK, _MAX_READ_TASKS))
+    return ray.data.from_items([_row(document) for document in documents], override_num_blocks=num_blocks)
 
 
 def quieten() -> None:
@@ -49,12 +54,19 @@ def quieten() -> None:
     ray.data.DataContext.get_current().enable_progress_bars = False
 
 
-def without_rows(
-    documents: ray.data.Dataset, done: Mapping[str, str | None], takes: Callable[[str], bool]
-) -> ray.data.Dataset:
-    """The rows that are not done, and whose id `takes` likes. done: where the row of each id came from; a row with such
-    an id from elsewhere becomes an error row."""
-    kept = ray.put(dict(done))  # once, not with every task
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoneRows:
+    """Rows that need not be done again. sources: where the row of each id came from. duplicates: id and source of the
+    rows that failed for having the id of another."""
+
+    sources: Mapping[str, str | None] = field(default_factory=dict)
+    duplicates: AbstractSet[tuple[str, str | None]] = frozenset()
+
+
+def without_rows(documents: ray.data.Dataset, done: DoneRows, takes: Callable[[str], bool]) -> ray.data.Dataset:
+    """The rows that are not done, and whose id `takes` likes. A row with the id of a row that is done, but from
+    elsewhere, becomes an error row."""
+    kept = ray.put(done)  # once, not with every task
     return documents.flat_map(_left, fn_kwargs={"done": kept, "takes": takes}, num_cpus=_READ_CPUS)  # type: ignore[arg-type]
 
 
@@ -72,10 +84,12 @@ def complete_dataset(documents: ray.data.Dataset, engine: Any, *, num_wanted: in
     return blocks.map(client, fn_constructor_args=[engine], compute=pool, num_cpus=_CLIENT_CPUS)
 
 
-def result_rows(results: ray.data.Dataset) -> Iterator[ResultRow]:
-    """Runs the dataset; rows come as their blocks finish."""
+def result_rows(results: ray.data.Dataset) -> Iterator[tuple[ResultRow, bool]]:
+    """Runs the dataset; rows come as their blocks finish. With each, whether it is the engine that it comes from: what
+    could not be read never got there, and an engine that drains took no more."""
     for row in results.iter_rows():
-        yield ResultRow(**row)
+        by_engine = row.pop(_BY_ENGINE)
+        yield ResultRow(**row), by_engine
 
 
 class EngineClient:
@@ -85,23 +99,24 @@ class EngineClient:
         self._engine = engine
 
     async def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        return asdict(await self._complete(row))
-
-    async def _complete(self, row: Mapping[str, Any]) -> ResultRow:
         if row["error_kind"] is not None:
-            return ResultRow(
-                id=row["id"],
-                source=row["source"],
-                finish_reason="error",
-                error_kind=row["error_kind"],
-                error=row["error"],
-            )
+            return asdict(_failed(row)) | {_BY_ENGINE: False}
         document = Document(id=row["id"], source=row["source"], text=row["text"], messages=_messages(row["messages"]))
         try:
             result: ResultRow = await self._engine.handle.remote(document)
         except DrainingError as error:
-            return ResultRow.of_error(row["id"], error)
-        return result
+            return asdict(ResultRow.of_error(row["id"], error)) | {_BY_ENGINE: False}
+        return asdict(result) | {_BY_ENGINE: True}
+
+
+def _failed(row: Mapping[str, Any]) -> ResultRow:
+    return ResultRow(
+        id=row["id"],
+        source=row["source"],
+        finish_reason="error",
+        error_kind=row["error_kind"],
+        error=row["error"],
+    )
 
 
 def _messages(column: str | None) -> list[dict[str, str]] | None:
@@ -124,14 +139,15 @@ def _row(document: Document) -> dict[str, Any]:
 
 
 def _left(
-    row: dict[str, Any], done: Mapping[str, str | None], takes: Callable[[str], bool]
+    row: dict[str, Any], done: DoneRows | ray.ObjectRef[DoneRows], takes: Callable[[str], bool]
 ) -> Iterator[dict[str, Any]]:
     if isinstance(done, ray.ObjectRef):
         done = ray.get(done)
-    if not takes(row["id"]):
+    if not takes(row["id"]) or (row["id"], row["source"]) in done.duplicates:
         return
-    if row["id"] not in done:
+    first = done.sources.get(row["id"])
+    if row["id"] not in done.sources:
         yield row
-    elif done[row["id"]] not in (None, row["source"]):
-        error = duplicate_id(row["id"], source=row["source"], first=done[row["id"]] or "")
+    elif first not in (None, row["source"]):
+        error = duplicate_id(row["id"], source=row["source"], first=first)
         yield row | {"text": None, "messages": None, "error_kind": error.kind, "error": str(error)}

@@ -32,7 +32,7 @@ class Drain:
                 signal.signal(number, handler)
 
     def _take(self, number: int, frame: object) -> None:
-        if self.requested:
+        if self.requested or self._grace_s <= 0:  # a timer of 0 s would never ring
             self._end(number, frame)
         self.requested = True
         signal.setitimer(signal.ITIMER_REAL, self._grace_s)

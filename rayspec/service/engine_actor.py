@@ -44,7 +44,8 @@ class EngineWorker:
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
-        self._num_running = 0
+        self._engine: AsyncEngine | None = None
+        self._num_taken = 0
         self._draining = False
 
     async def load(self) -> dict[str, Any]:
@@ -64,31 +65,34 @@ class EngineWorker:
         """What the recipe makes of a row. Raises EngineDeadError, DrainingError."""
         if self._draining:
             raise DrainingError("the job was told to end")
-        self._num_running += 1
-        try:
-            return await self._handle(row)
-        finally:
-            self._num_running -= 1
+        self._num_taken += 1
+        return await self._handle(row)
 
     async def drain(self) -> None:
         """Take no new rows; those that are here go on."""
         self._draining = True
 
-    async def num_running(self) -> int:
-        return self._num_running
+    async def num_taken(self) -> int:
+        """Rows so far, ended or not."""
+        return self._num_taken
 
     async def stats(self) -> EngineStats:
-        return copy.deepcopy(self._engine.stats)
+        return copy.deepcopy(self._loaded.stats)
 
     async def death(self) -> EngineDeadError | None:
-        """Why the engine has ended; None while it runs."""
-        return self._engine.death
+        """Why the engine has ended; None while it runs, and where it was never loaded."""
+        return self._engine.death if self._engine is not None else None
 
     async def process_id(self) -> int:
         return os.getpid()
 
     async def stop(self) -> None:
-        self._engine.stop()
+        self._loaded.stop()
+
+    @property
+    def _loaded(self) -> AsyncEngine:
+        assert self._engine is not None, "load comes first"
+        return self._engine
 
 
 def start_engine(recipe: Recipe, *, num_cpus: float = 1.0) -> Any:

@@ -18,10 +18,18 @@ from ray.exceptions import RayError
 
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.pipeline.session import ray_session
-from rayspec.service.data import complete_dataset, dataset_of, quieten, read_dataset, result_rows, without_rows
+from rayspec.service.data import (
+    DoneRows,
+    complete_dataset,
+    dataset_of,
+    quieten,
+    read_dataset,
+    result_rows,
+    without_rows,
+)
 from rayspec.service.documents import Columns, Document, DuplicateIdError
 from rayspec.service.drain import Drain
-from rayspec.service.engine_actor import Recipe, call, death_of, start_engine
+from rayspec.service.engine_actor import DrainingError, Recipe, call, death_of, start_engine
 from rayspec.service.locations import Location
 from rayspec.service.progress import showing_progress
 from rayspec.service.report import PLOT_NAME, RunReport
@@ -35,7 +43,6 @@ logger = logging.getLogger(__name__)
 
 CONFIG_NAME = "config.yaml"
 _REPORT_FILES = (CONFIG_NAME, "report.md", "report.html", PLOT_NAME)
-_ABORTED = "aborted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,36 +142,46 @@ class _Run:
         self._drain = Drain(job.drain_s)
         self._engine: Any = None
         self._config: dict[str, Any] = {}
-        self._done = _done_rows(folder)
-        for row in folder.rows():
-            if is_final(row):
-                self._report.add(row, earlier=True)
-        for row in source.refused:
-            if row.id not in self._done:
-                self._take(row)
-        if self._done:
-            error_console().print(f"going on with a run that has {len(self._done)} rows", highlight=False)
+        self._done = DoneRows()
 
     def finish(self) -> RunReport:
         with self._drain.watching(self._stop_engine):
-            for restarts_left in range(self._job.max_engine_restarts, -1, -1):
-                death = self._stream()
-                if death is None:
-                    break
-                if restarts_left == 0:
-                    raise death
-                logger.warning("%s; it is started again and goes on with the rows that are left", death)
-            if self._drain.requested:
-                raise SystemExit(EXIT_TERMINATED)
+            self._catch_up()
+            self._complete()
             self._conclude()
         return self._report
 
+    def _catch_up(self) -> None:
+        """With the rows of earlier runs, and those that failed before they could be documents."""
+        for row in self._folder.rows():
+            if is_final(row):
+                self._report.add(row, earlier=True)
+        self._done = _done_rows(self._folder)
+        for row in self._source.refused:
+            if row.id not in self._done.sources:
+                self._take(row)
+        if self._report.tally.num_earlier:
+            message = f"going on with a run that has {self._report.tally.num_earlier} rows"
+            error_console().print(message, highlight=False)
+
+    def _complete(self) -> None:
+        """The rows that are not done yet. Raises EngineDeadError if engines die too often; SystemExit at SIGTERM."""
+        for restarts_left in range(self._job.max_engine_restarts, -1, -1):
+            death = self._stream()
+            if self._drain.requested:
+                raise SystemExit(EXIT_TERMINATED)
+            if death is None:
+                return
+            if restarts_left == 0:
+                raise death
+            logger.warning("%s; it is started again and goes on with the rows that are left", death)
+
     def _stream(self) -> EngineDeadError | None:
-        """All rows that are not done yet; why the engine died, if it did."""
+        """The rows that are not done yet, as far as one engine gets; why it died, if it did."""
         self._engine = start_engine(self._job.task)
-        self._config = call(self._engine.load.remote())
-        self._folder.location.join(CONFIG_NAME).write(yaml.safe_dump(self._config, sort_keys=False).encode())
         try:
+            self._config = call(self._engine.load.remote())
+            self._folder.location.join(CONFIG_NAME).write(yaml.safe_dump(self._config, sort_keys=False).encode())
             self._take_rows(self._dataset())
         except RayError:
             death = death_of(self._engine)
@@ -183,14 +200,18 @@ class _Run:
         return complete_dataset(left, self._engine, num_wanted=wanted)
 
     def _take_rows(self, results: ray.data.Dataset) -> None:
+        """Until there are no more; of an engine that drains, until every row that it took is here."""
+        num_from_engine, num_to_come = 0, None
         with showing_progress(self._report.tally, error_console()) as show:
-            for row in result_rows(results):
-                if row.error_kind == _ABORTED:
-                    if call(self._engine.num_running.remote()) == 0:
-                        return
-                    continue
-                self._take(row)
-                show()
+            for row, by_engine in result_rows(results):
+                num_from_engine += by_engine
+                if not by_engine and row.error_kind == DrainingError.kind:
+                    num_to_come = call(self._engine.num_taken.remote())
+                else:
+                    self._take(row)
+                    show()
+                if num_from_engine == num_to_come:
+                    return
 
     def _take(self, row: ResultRow) -> None:
         self._folder.add(row)
@@ -219,6 +240,11 @@ class _Run:
         call(self._engine.stop.remote())
 
 
-def _done_rows(folder: RunFolder) -> dict[str, str | None]:
-    """Where the row of each id that is done came from."""
-    return {row.id: row.source for row in folder.rows() if is_final(row) and row.error_kind != DuplicateIdError.kind}
+def _done_rows(folder: RunFolder) -> DoneRows:
+    sources, duplicates = {}, set()
+    for row in folder.rows():
+        if row.error_kind == DuplicateIdError.kind:
+            duplicates.add((row.id, row.source))
+        elif is_final(row):
+            sources[row.id] = row.source
+    return DoneRows(sources=sources, duplicates=frozenset(duplicates))

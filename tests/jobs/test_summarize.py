@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -21,12 +22,36 @@ from rayspec import demo
 JOB = Path(__file__).parent.parent.parent / "jobs" / "summarize.py"
 FAST = ("--model", "demo", "--dtype", "float32", "--device", "cpu", "--num-threads", "1", "--strategy", "ar")
 
+NUM_ROWS = 96
+
 pytestmark = pytest.mark.ray
 
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, str(JOB), *arguments]
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def write_lines(path: Path, rows: Iterable[object]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def committed(folder: Path) -> list[str]:
+    """Ids of the rows, in the order of their parts."""
+    parts = sorted((folder / "rows").glob("part-*.parquet"))
+    return [row_id for part in parts for row_id in pq.read_table(part)["id"].to_pylist()]
+
+
+def num_committed(folder: Path) -> int:
+    return len(committed(folder))
+
+
+def wait_until(condition: Callable[[], bool], job: subprocess.Popen[str], timeout_s: float = 120.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert job.poll() is None, job.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def processes_of(folder: Path) -> list[str]:
@@ -91,19 +116,81 @@ def test_documents_become_summaries_and_a_report(
     assert (tmp_path / "out" / "skip-map.png").stat().st_size > 10_000
     saved = yaml.safe_load((tmp_path / "out" / "config.yaml").read_text(encoding="utf-8"))
     assert (saved["model"], saved["max_model_len"]) == ("demo", 512)
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text(encoding="utf-8"))
+    assert (manifest["status"], manifest["rows"]["total"]) == ("complete", 8)
+    assert "\x1b" not in output + errors  # neither is a terminal
     assert ray.is_initialized()
 
 
+def test_a_job_that_is_killed_goes_on_with_the_rows_that_are_left(
+    tmp_path: Path, ray_cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
+    monkeypatch.chdir(tmp_path)
+    samples = demo.sample_documents(NUM_ROWS, num_sentences=4)
+    write_lines(tmp_path / "a.jsonl", [{"id": sample.id, "text": sample.text} for sample in samples])
+    arguments = ["a.jsonl", *FAST, "--max-model-len", "256", "--max-tokens", "8", "--max-num-seqs", "2"]
+
+    job = start(tmp_path, *arguments, "--output", "out")
+    try:
+        wait_until(lambda: num_committed(tmp_path / "out") >= NUM_ROWS // 2, job)
+        job.kill()
+    finally:
+        job.communicate()
+    before = committed(tmp_path / "out")
+    assert NUM_ROWS // 2 <= len(before) < NUM_ROWS
+
+    result = CliRunner().invoke(app, [*arguments, "--output", "out"])
+    assert result.exit_code == 0, result.output
+    assert f"going on with a run that has {len(before)} rows" in result.stderr
+    after = committed(tmp_path / "out")[len(before) :]
+    assert sorted(before + after) == sorted(sample.id for sample in samples)
+    rows = {row["id"]: row for row in pq.read_table(tmp_path / "out" / "summaries.parquet").to_pylist()}
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["counts"]["output_tokens"] == sum(rows[row_id]["num_output_tokens"] for row_id in after)
+    assert [session["finished"] is None for session in manifest["sessions"]] == [True, False]
+
+    assert CliRunner().invoke(app, [*arguments, "--output", "whole"]).exit_code == 0
+    whole = pq.read_table(tmp_path / "whole" / "summaries.parquet").to_pylist()
+    assert {row["id"]: row["summary"] for row in whole} == {row_id: row["summary"] for row_id, row in rows.items()}
+
+
+def test_a_document_beyond_the_context_is_summarized_by_its_parts(
+    tmp_path: Path, ray_cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (sample,) = demo.sample_documents(1, num_sentences=700)
+    (tmp_path / "long.txt").write_text(sample.text, encoding="utf-8")
+    options = ("--max-model-len", "2048", "--max-tokens", "24")
+    result = CliRunner().invoke(
+        app, ["long.txt", "--output", "out", *FAST, *options, "--long", "map-reduce", "--format", "jsonl"]
+    )
+    assert result.exit_code == 0, result.output
+    (row,) = map(json.loads, (tmp_path / "out" / "summaries.jsonl").read_text(encoding="utf-8").splitlines())
+    (root,) = json.loads(row["tree"])
+    assert len(root["children"]) >= 2
+    assert row["summary"]
+    assert row["num_prompt_tokens"] > 8000
+
+
+def test_other_options_are_refused_and_other_speeds_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_cluster: None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_lines(tmp_path / "a.jsonl", [{"id": "a", "text": "The annual review."}])
+    arguments = ["a.jsonl", "--output", "out", *FAST, "--max-model-len", "64"]
+    assert CliRunner().invoke(app, [*arguments, "--max-tokens", "2"]).exit_code == 0
+    refused = CliRunner().invoke(app, [*arguments, "--max-tokens", "3"])
+    assert refused.exit_code == 2
+    assert "sampling.max_tokens was 2 and is 3: choose another folder, or pass --overwrite" in refused.stderr
+    assert CliRunner().invoke(app, [*arguments, "--max-tokens", "2", "--max-num-seqs", "3"]).exit_code == 0
+
+
 def test_a_job_that_is_stopped_leaves_the_rows_so_far(tmp_path: Path, own_ray_folder: Path) -> None:
-    lines = [json.dumps({"id": str(n), "text": "The annual review."}) for n in range(20_000)]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_lines(tmp_path / "a.jsonl", [{"id": str(n), "text": "The annual review."} for n in range(20_000)])
     job = start(tmp_path, "a.jsonl", "--output", "out", *FAST, "--max-model-len", "64", "--max-tokens", "2")
     try:
-        partial = tmp_path / "out" / ".summaries.parquet.partial"
-        deadline = time.monotonic() + 90
-        while time.monotonic() < deadline and not (partial.exists() and partial.stat().st_size > 4):
-            assert job.poll() is None, job.communicate()
-            time.sleep(0.05)
+        wait_until(lambda: num_committed(tmp_path / "out") > 0, job)
         job.send_signal(signal.SIGTERM)  # as `ray job stop` does
         _, errors = job.communicate(timeout=60)
     finally:
@@ -111,9 +198,11 @@ def test_a_job_that_is_stopped_leaves_the_rows_so_far(tmp_path: Path, own_ray_fo
         job.wait()
     assert job.returncode == 143, errors
     assert "Traceback" not in errors
-    table = pq.read_table(tmp_path / "out" / "summaries.parquet")
-    assert 0 < table.num_rows < 20_000
-    assert set(table["num_output_tokens"].to_pylist()) <= {1, 2}
+    ids = committed(tmp_path / "out")
+    assert 0 < len(ids) == len(set(ids)) < 20_000
+    assert not (tmp_path / "out" / "summaries.parquet").exists()
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text(encoding="utf-8"))
+    assert (manifest["status"], manifest["rows"]["succeeded"]) == ("interrupted", len(ids))
     wait_until_gone(own_ray_folder)
 
 
@@ -122,7 +211,7 @@ def test_a_job_that_is_stopped_leaves_the_rows_so_far(tmp_path: Path, own_ray_fo
     [
         (["--output", "out"], "error: option 'model' is missing"),
         (["--output", "out", *FAST, "--max-num-seqs", "0"], "error: option 'max_num_seqs' is 0"),
-        (["--output", "done", *FAST], "which exists: choose another name or pass --overwrite"),
+        (["--output", "done", *FAST], "holds 'summaries.parquet' and no manifest.json of a job"),
     ],
 )
 def test_wrong_usage_is_told_before_ray_starts(

@@ -4,38 +4,47 @@ from __future__ import annotations
 
 import asyncio
 import json
+import operator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 
-from rayspec.decode.engine_loop import EngineDeadError
-from rayspec.service.data import complete_dataset, read_dataset, result_rows
+from rayspec.service.data import DoneRows, complete_dataset, dataset_of, read_dataset, result_rows, without_rows
 from rayspec.service.documents import Columns, Document
+from rayspec.service.engine_actor import DrainingError
 from rayspec.service.results import ResultRow
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
 
-class SlowEcho:
-    """Later documents finish sooner; "fatal" is the engine's end."""
+NUM_TOGETHER = 9  # more than two blocks hold
 
-    def __init__(self) -> None:
+
+class Echo:
+    """Waits with every document until some are there together; "late" is one that comes after the job was told to
+    end."""
+
+    def __init__(self, num_together: int = 1) -> None:
+        self.num_together = num_together
         self.num_inside = 0
-        self.most_at_once = 0
+        self.enough = asyncio.Event()
 
     async def handle(self, document: Document) -> ResultRow:
-        if document.text == "fatal":
-            raise EngineDeadError("the engine has ended: a test")
+        if document.text == "late":
+            raise DrainingError("the job was told to end")
         self.num_inside += 1
-        self.most_at_once = max(self.most_at_once, self.num_inside)
-        await asyncio.sleep(0.3 / (1 + len(document.id)))
+        if self.num_inside >= self.num_together:
+            self.enough.set()
+        await asyncio.wait_for(self.enough.wait(), timeout=30)
         self.num_inside -= 1
         return ResultRow(id=document.id, text=document.text, num_output_tokens=3, acceptance_rate=None)
 
-    async def peak(self) -> int:
-        return self.most_at_once
+
+def echo(num_together: int = 1) -> Any:
+    return ray.remote(Echo).options(max_concurrency=100, num_cpus=0).remote(num_together)
 
 
 def test_rows_pass_through_the_engine_together_and_bad_ones_around_it(tmp_path: Path) -> None:
@@ -43,15 +52,39 @@ def test_rows_pass_through_the_engine_together_and_bad_ones_around_it(tmp_path: 
     (tmp_path / "a.jsonl").write_text("\n".join([*lines, "no json"]) + "\n", encoding="utf-8")
     (tmp_path / "b.txt").write_text("a text", encoding="utf-8")
     (tmp_path / "c.parquet").write_bytes(b"no parquet")
-    engine: Any = ray.remote(SlowEcho).options(max_concurrency=100, num_cpus=0).remote()
-    rows = {row.id: row for row in result_rows(complete_dataset(read_dataset([str(tmp_path)], Columns()), engine))}
-    assert len(rows) == 63
+    dataset = complete_dataset(read_dataset([str(tmp_path)], Columns()), echo(NUM_TOGETHER))
+    results = list(result_rows(dataset))
+    rows = {row.id: row for row, _ in results}
+    assert len(results) == len(rows) == 63
+    assert {row.error_kind for row, by_engine in results if not by_engine} == {"malformed_row", "unreadable_file"}
     assert {row_id: row.text for row_id, row in rows.items() if row_id.startswith("r")} == {
         f"r{n}": f"text {n}" for n in range(60)
     }
     assert {row.error_kind for row in rows.values()} == {None, "malformed_row", "unreadable_file"}
     assert rows["r0"].num_output_tokens == 3
-    assert ray.get(engine.peak.remote()) > 8
+
+
+def test_rows_that_come_too_late_never_were_the_engines() -> None:
+    texts = {"a": "early", "b": "late"}
+    rows = dataset_of([Document(id=row_id, source=row_id, text=text) for row_id, text in texts.items()])
+    results = {row.id: (row.error_kind, by_engine) for row, by_engine in result_rows(complete_dataset(rows, echo()))}
+    assert results == {"a": (None, True), "b": ("aborted", False)}
+
+
+def test_rows_that_are_done_are_left_out_and_others_with_their_ids_fail() -> None:
+    rows = dataset_of(
+        [Document(id=row_id, source=source, text="t") for row_id, source in ("a1", "b2", "b3", "b4", "c5")]
+    )
+    done = DoneRows(sources={"a": "1", "b": "2", "c": None}, duplicates=frozenset({("b", "3")}))
+    assert [(row["id"], row["source"], row["error_kind"]) for row in without_rows(rows, done, always).take_all()] == [
+        ("b", "4", "duplicate_id")
+    ]
+    left = without_rows(rows, DoneRows(), partial(operator.eq, "b")).take_all()
+    assert [(row["source"], row["error_kind"]) for row in left] == [("2", None), ("3", None), ("4", None)]
+
+
+def always(_row_id: str) -> bool:
+    return True
 
 
 def test_a_limit_reads_no_further(tmp_path: Path) -> None:

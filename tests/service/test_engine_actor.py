@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from rayspec import LLM, SamplingParams, demo
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.service.document_task import DocumentTask
 from rayspec.service.documents import Document
-from rayspec.service.engine_actor import call, death_of, start_engine
+from rayspec.service.engine_actor import DrainingError, call, death_of, start_engine
 from rayspec.service.settings import make_settings
 from rayspec.types import CheckpointError
 
@@ -54,6 +55,21 @@ def test_a_model_that_cannot_be_loaded_is_our_own_error() -> None:
     worker = start_engine(task(model="no/such-model"))
     with pytest.raises(CheckpointError, match="no/such-model"):
         call(worker.load.remote())
+    assert death_of(worker) is None  # its process is there, and nothing that could have died
+
+
+def test_an_engine_that_drains_ends_what_it_has_and_takes_nothing_new() -> None:
+    worker = start_engine(task(strategy="ar"))
+    call(worker.load.remote())
+    documents = [Document(id=str(number), source="s", text="The annual review.") for number in range(3)]
+    under_way = [worker.handle.remote(document) for document in documents]
+    while call(worker.num_taken.remote()) < 3:
+        time.sleep(0.01)  # calls to an actor like this may overtake each other
+    call(worker.drain.remote())
+    assert [row.error_kind for row in ray.get(under_way)] == [None] * 3
+    with pytest.raises(DrainingError):
+        call(worker.handle.remote(Document(id="late", source="s", text="word")))
+    assert call(worker.num_taken.remote()) == 3
 
 
 def test_a_stopped_engine_says_so_and_a_killed_one_too(engine: Any) -> None:

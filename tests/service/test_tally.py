@@ -21,6 +21,16 @@ def test_rows_add_up() -> None:
     assert tally.errors == {"prompt_too_long": 1}
 
 
+def test_rows_of_an_earlier_run_count_as_rows_and_not_as_work() -> None:
+    tally = Tally(clock=lambda: 1.0)
+    for row in (GOOD, BAD):
+        tally.add(row, earlier=True)
+    tally.add(GOOD)
+    assert (tally.num_rows, tally.num_earlier, tally.num_failed, tally.exit_code) == (3, 2, 1, 3)
+    assert (tally.num_prompt_tokens, tally.num_output_tokens, tally.num_draft_tokens) == (100, 30, 20)
+    assert str(tally).startswith("3 rows (2 of an earlier run), 1 failed, 30 tokens")
+
+
 def test_without_drafts_there_is_no_acceptance() -> None:
     tally = Tally()
     tally.add(BAD)

@@ -1,0 +1,74 @@
+"""An OpenAI batch file through the job; the official types read what comes out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import openai.types as official
+import openai.types.chat as official_chat
+import pytest
+from typer.testing import CliRunner
+
+from jobs.openai_batch import app
+
+NUM_GOOD = 45
+FAST = ("--model", "demo", "--dtype", "float32", "--device", "cpu", "--num-threads", "1", "--strategy", "ar")
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+
+
+def request(number: int, **changes: Any) -> dict[str, Any]:
+    """Chats and plain prompts by turns."""
+    body: dict[str, Any] = {"model": "demo", "max_tokens": 3, "temperature": 0}
+    url = "/v1/completions" if number % 2 else "/v1/chat/completions"
+    text = f"The annual review number {number}."
+    body |= {"prompt": text} if number % 2 else {"messages": [{"role": "user", "content": text}]}
+    return {"custom_id": f"r{number}", "method": "POST", "url": url, "body": body} | changes
+
+
+BAD: tuple[object, ...] = (
+    b"no json",
+    request(0),  # a second one of this custom_id
+    request(101, url="/v1/embeddings"),
+    request(102, body={"model": "another", "messages": [{"role": "user", "content": "x"}]}),
+    request(103, body={"model": "demo", "prompt": "x", "max_tokens": -1}),
+)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_fifty_lines_of_which_five_are_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [request(number) for number in range(NUM_GOOD)]
+    lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in (*rows, *BAD)]
+    (tmp_path / "batch.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    arguments = ["batch.jsonl", "--output", "out", *FAST, "--max-model-len", "128"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 3, result.output
+    assert "50 rows, 5 failed" in result.output
+
+    answers, failures = read_lines(tmp_path / "out" / "output.jsonl"), read_lines(tmp_path / "out" / "errors.jsonl")
+    assert {line["custom_id"] for line in answers} == {f"r{number}" for number in range(NUM_GOOD)}
+    for line in answers:
+        assert line["response"]["status_code"] == 200
+        is_chat = int(line["custom_id"][1:]) % 2 == 0
+        kind = official_chat.ChatCompletion if is_chat else official.Completion
+        answer = kind.model_validate(line["response"]["body"], strict=True)
+        assert answer.usage is not None
+        assert 0 < answer.usage.completion_tokens <= 3
+    assert sorted(str(line["custom_id"]) for line in failures) == ["None", "r0", "r101", "r102", "r103"]
+    for line in failures:
+        if line["error"] is not None:
+            official.BatchError.model_validate(line["error"], strict=True)
+        else:
+            official.ErrorObject.model_validate(line["response"]["body"]["error"], strict=True)
+
+    before = (tmp_path / "out" / "output.jsonl").read_bytes()
+    again = CliRunner().invoke(app, arguments)
+    assert again.exit_code == 3
+    assert "50 rows (50 of an earlier run), 5 failed, 0 tokens" in again.output
+    assert (tmp_path / "out" / "output.jsonl").read_bytes() == before
