@@ -6,10 +6,10 @@ DEMO_OUT ?= demo-out
 BENCH_OUT ?= bench-out
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench clean
+.PHONY: help setup demo test test-all lint bench clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
 setup: $(STAMP) ## make .venv and install rayspec into it (nothing to do when up to date)
 
@@ -24,6 +24,9 @@ demo: setup ## summarize the bundled reports and real documents: demo-out/report
 
 test: setup ## run the test suite
 	$(BIN)/python -m pytest
+
+test-all: setup ## run the test suite with the tests that take minutes
+	$(BIN)/python -m pytest -m "exhaustive or not exhaustive"
 
 lint: setup ## ruff and mypy --strict
 	$(BIN)/ruff check .

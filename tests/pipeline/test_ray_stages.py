@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -43,7 +44,16 @@ def known_cases() -> Cases:
     return cases(checkpoint("llama"), LENGTHS, 24)
 
 
-def load(path: str, *, strategy: str = "ar", verification: str = "coupled", **parallel: Any) -> Engine:
+SEARCHING = {"strategy": "knapspec", "gate": False, "optimise_share": 1.0}
+
+
+def load(
+    path: str,
+    *,
+    speculation: Any = MappingProxyType({"strategy": "ar"}),
+    verification: str = "coupled",
+    **parallel: Any,
+) -> Engine:
     return load_pipeline(
         EngineConfig(
             model=path,
@@ -53,7 +63,7 @@ def load(path: str, *, strategy: str = "ar", verification: str = "coupled", **pa
             max_model_len=1024,
             kv_cache_tokens=4096,
             parallel={"cpus_per_shard": 0.25, "layers": None, "start_timeout_s": PATIENCE_S, **parallel},
-            speculation={"strategy": strategy, "verification": verification, "max_draft_tokens": 6},
+            speculation={**speculation, "verification": verification, "max_draft_tokens": 6},
         ),
         with_tokenizer=False,
     )
@@ -134,6 +144,7 @@ def test_greedy_equals_generate(stages: int, tensor: int) -> None:
     end(engine, pids)
 
 
+@pytest.mark.exhaustive
 def test_ranks_of_a_stage_die_together(expected: Any) -> None:
     """Two stages of two ranks: the other stage's ranks stay, in step, whatever they were about to do."""
     prompts, tokens = expected
@@ -152,16 +163,19 @@ def test_ranks_of_a_stage_die_together(expected: Any) -> None:
 
 def test_knapspec_drafts_with_plans_of_the_coordinator_and_a_lost_stage_is_an_error() -> None:
     prompts, params = demo_prompts(4, 8), SamplingParams(temperature=0.0, max_tokens=48)
-    engine = load(demo.model_path(), strategy="knapspec", stages=2, layers=(8, 8), max_restarts=0)
-    assert tokens_of(complete(engine, prompts, params)) == greedy(demo.model_path(), prompts, 48, eos=(EOS,))
-    for _ in range(5):
-        if not engine.stats.plans:
-            complete(engine, prompts, params)
-    assert engine.stats.plans[0].optimise_s > 0
-    assert engine.latency is not None
-    assert engine.latency.hop_s > 0
-    assert set(engine.latency.stages) == {0, 1}
-    require_lost(engine, prompts, params)
+    engine = load(demo.model_path(), speculation=SEARCHING, stages=2, layers=(8, 8), max_restarts=0)
+    try:
+        assert tokens_of(complete(engine, prompts, params)) == greedy(demo.model_path(), prompts, 48, eos=(EOS,))
+        for _ in range(5):
+            if not engine.stats.plans:
+                complete(engine, prompts, params)
+        assert engine.stats.plans[0].optimise_s > 0
+        assert engine.latency is not None
+        assert engine.latency.hop_s > 0
+        assert set(engine.latency.stages) == {0, 1}
+        require_lost(engine, prompts, params)
+    finally:
+        engine.shutdown()
 
 
 def require_lost(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
@@ -183,6 +197,7 @@ def require_lost(engine: Engine, prompts: Sequence[Sequence[int]], params: Sampl
     engine.shutdown()
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_that_is_gone_when_a_shard_must_load_again_ends_in_an_error(tmp_path: Path, expected: Any) -> None:
     path = tmp_path / "model"
     shutil.copytree(checkpoint("llama"), path)
