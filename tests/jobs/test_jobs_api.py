@@ -20,7 +20,7 @@ from rayspec import demo
 
 ROOT = Path(__file__).parent.parent.parent
 NUM_ROWS = 200
-PATIENCE_S = 150.0
+PATIENCE_S = 240.0
 ENDED = {JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED}
 BROKEN = {
     "malformed_row": b'{"id": "broken", ',
