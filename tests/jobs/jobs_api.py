@@ -1,17 +1,19 @@
-"""A private Ray with a dashboard, told of on standard output, that ends with its standard input."""
+"""A private Ray with a dashboard, told of on standard output, that ends with its standard input.
+
+Its token is in the environment. By cluster_utils, because `ray.init` gives the agent of the Jobs API a fixed port, which another Ray here may have.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-import secrets
 import sys
 
-import ray
+from ray.cluster_utils import Cluster
 
 if __name__ == "__main__":
-    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(16)
-    context = ray.init(address="local", num_cpus=4, include_dashboard=True, dashboard_port=0)
-    print(json.dumps({"url": context.dashboard_url, "token": os.environ["RAY_AUTH_TOKEN"]}), flush=True)
+    options = {"num_cpus": 4, "include_dashboard": True, "dashboard_port": 0, "dashboard_agent_listen_port": 0}
+    cluster = Cluster(initialize_head=True, head_node_args=options)
+    print(json.dumps({"url": cluster.webui_url, "token": os.environ["RAY_AUTH_TOKEN"]}), flush=True)
     sys.stdin.read()
-    ray.shutdown()
+    cluster.shutdown()
