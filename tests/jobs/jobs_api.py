@@ -1,6 +1,7 @@
 """A private Ray with a dashboard, told of on standard output, that ends with its standard input.
 
-Its token is in the environment. By cluster_utils, because `ray.init` gives the agent of the Jobs API a fixed port, which another Ray here may have.
+Its token is in the environment. By cluster_utils, because `ray.init` gives the agent of the Jobs API a fixed port,
+which another Ray here may have.
 """
 
 from __future__ import annotations

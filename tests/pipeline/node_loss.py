@@ -12,7 +12,16 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 
 from tests.families import cases, checkpoint
-from tests.pipeline.test_ray_stages import LENGTHS, LONG, finish_batch, load, process_ids, stages_of, start_batch
+from tests.pipeline.test_ray_stages import (
+    LENGTHS,
+    LONG,
+    finish_batch,
+    load,
+    process_ids,
+    require_gone,
+    stages_of,
+    start_batch,
+)
 
 FAST_CHECKS = {
     "health_check_initial_delay_ms": 0,
@@ -38,11 +47,12 @@ def main() -> None:
     engine = load(
         checkpoint("llama"), stages=2, layers=(2, 2), cpus_per_shard=1.0, placement="SPREAD", heartbeat_timeout_s=3.0
     )
-    before = node_ids(engine)
+    before, pids = node_ids(engine), process_ids(engine)
     outputs = start_batch(engine, known.prompts)
     lost = next(worker for worker in workers if worker.node_id == before[1])
     cluster.add_node(num_cpus=1, include_dashboard=False)
     cluster.remove_node(lost, allow_graceful=False)
+    require_gone([pids["stage-1"]])  # it notices a moment after its node, and a batch takes little longer than that
     equal = finish_batch(engine, outputs, len(known.prompts)) == known.expected
     report = {
         "equal": equal,
