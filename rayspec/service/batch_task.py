@@ -30,12 +30,9 @@ class BatchTask:
     @property
     def identity(self) -> dict[str, Any]:
         """Everything that decides what the rows say."""
-        engine = self.settings.engine.model_dump(mode="json")
-        deciding = ("model", "tokenizer", "revision", "dtype", "quantization_config", "max_model_len", "deterministic")
         return {
             "task": {"batch": "openai", "served": self.served},
-            "engine": {name: engine[name] for name in deciding},
-            "verification": engine["speculation"]["verification"],
+            "engine": self.settings.deciding,
         }
 
     def handler(self, engine: AsyncEngine) -> Handler:

@@ -29,13 +29,10 @@ class DocumentTask:
     @property
     def identity(self) -> dict[str, Any]:
         """Everything that decides what the rows say: rows made with another one do not belong in the same output."""
-        engine = self.settings.engine.model_dump(mode="json")
-        deciding = ("model", "tokenizer", "revision", "dtype", "quantization_config", "max_model_len", "deterministic")
         return {
             "task": {"template": self.template, "chat": self.chat, "long": self.long.model_dump(mode="json")},
             "sampling": self.settings.sampling.model_dump(mode="json"),
-            "engine": {name: engine[name] for name in deciding},
-            "verification": engine["speculation"]["verification"],
+            "engine": self.settings.deciding,
         }
 
     def handler(self, engine: AsyncEngine) -> Handler:

@@ -15,6 +15,7 @@ from rayspec.types import ConfigError
 _SAMPLING = "sampling"
 _SPECULATION = "speculation"
 _PARALLEL = "parallel"
+_DECIDING = ("model", "tokenizer", "revision", "dtype", "quantization_config", "max_model_len", "deterministic")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,12 @@ class Settings:
         """
         options = (engine or self.engine).model_dump(mode="json")
         return options | {"model": self.engine.model, _SAMPLING: self.sampling.model_dump(mode="json")}
+
+    @property
+    def deciding(self) -> dict[str, Any]:
+        """What decides the text of an output, the sampling aside: how fast it comes is no part of it."""
+        engine = self.engine.model_dump(mode="json")
+        return {name: engine[name] for name in _DECIDING} | {"verification": engine[_SPECULATION]["verification"]}
 
 
 def make_settings(
