@@ -85,25 +85,28 @@ def load_pipeline(config: EngineConfig, *, with_tokenizer: bool = True, shard_ty
     )
 
 
-def balanced_cut(latency: LatencyModel, spans: Sequence[tuple[int, int]]) -> tuple[range, ...] | None:
-    """Layers of each stage such that the slowest is as fast as can be, by what the stages measured; None where the
-    present cut is about as good.
+def balanced_cut(
+    latency: LatencyModel, spans: Sequence[tuple[int, int]], costs: ModelCosts, devices: Sequence[Device]
+) -> tuple[range, ...] | None:
+    """Layers of each stage such that the slowest is as fast as can be, by what the stages measured and within their
+    memory; None where the present cut is about as good.
 
-    latency: of the present cut. What a layer would take on another stage's device is what it takes on its own, times
-    how much slower that device has run its own layers per layer.
+    latency: of the present cut. costs: for their bytes. What a layer would take on another stage's device is what it
+    takes on its own, times how much slower that device has run its own layers per layer.
     """
     layer_s = latency.sublayers_s(rows=1, context=1024, batch=1).reshape(-1, 2).sum(axis=1)
     cuts = [range(first // 2, last // 2) for first, last in spans]
     pace = [float(layer_s[cut.start : cut.stop].mean()) for cut in cuts]
     owner = [stage for stage, cut in enumerate(cuts) for _ in cut]
     layers = [
-        LayerCost(weight_bytes=0, seconds=tuple(float(seconds) * there / pace[here] for there in pace))
-        for seconds, here in zip(layer_s, owner, strict=True)
+        replace(cost, seconds=tuple(float(seconds) * there / pace[here] for there in pace))
+        for cost, seconds, here in zip(costs.layers, layer_s, owner, strict=True)
     ]
-    nothing = LayerCost(weight_bytes=0, seconds=(0.0,) * len(cuts))
-    head = LayerCost(weight_bytes=0, seconds=(latency.head_s(1),) * len(cuts))
-    costs = ModelCosts(embedding=nothing, layers=tuple(layers), head=head)
-    devices = [Device(name=f"stage-{stage}", bytes_free=0) for stage in range(len(cuts))]
+    costs = ModelCosts(
+        embedding=replace(costs.embedding, seconds=(0.0,) * len(cuts)),
+        layers=tuple(layers),
+        head=replace(costs.head, seconds=(latency.head_s(1),) * len(cuts)),
+    )
     better = partition(costs, devices)
     slowest = [max(cost.seconds for cost in stage_costs(costs, devices, cut)) for cut in (cuts, better)]
     return better if slowest[0] > _WORTH_RELOADING * slowest[1] else None
@@ -118,10 +121,10 @@ def _started(blueprint: Blueprint) -> tuple[RayStages, LatencyModel | None]:
         return stages, None
     try:
         latency = stages.measure()
-        better = balanced_cut(latency, stages.replica.spans) if can_be_cut_anew else None
+        better = _balanced(stages, latency) if can_be_cut_anew else None
         if better is not None:  # by one look: something else may have been running beside a stage
             latency = stages.measure()
-            better = balanced_cut(latency, stages.replica.spans)
+            better = _balanced(stages, latency)
         if better is None:
             return stages, latency
         logger.warning("stages are uneven: loading them again with %s layers", [len(span) for span in better])
@@ -130,6 +133,11 @@ def _started(blueprint: Blueprint) -> tuple[RayStages, LatencyModel | None]:
         raise
     stages.shutdown()
     return _started(replace(blueprint, options=options.replace(layers=tuple(len(span) for span in better))))
+
+
+def _balanced(stages: RayStages, latency: LatencyModel) -> tuple[range, ...] | None:
+    replica = stages.replica
+    return balanced_cut(latency, replica.spans, replica.blueprint.costs, replica.devices)
 
 
 def _start(blueprint: Blueprint) -> RayStages:

@@ -82,6 +82,7 @@ class Replica:
         self.loaded: dict[str, Loaded] = {}
         self.num_slots = 0
         self.spans: tuple[tuple[int, int], ...] = ()
+        self.devices: tuple[Device, ...] = ()
         self._coming: _ComingCoordinator | None = None
         options = blueprint.options
         self._bundles = Bundles(options, num_gpus=blueprint.num_gpus, timeout_s=options.start_timeout_s)
@@ -178,11 +179,11 @@ class Replica:
         sharing = Counter(room.place for room in rooms)
         free = [room.bytes_free // sharing[room.place] for room in rooms]
         num_ranks = self.blueprint.options.tensor
-        devices = [
+        self.devices = tuple(
             Device(name=stage_name(stage), bytes_free=min(free[stage * num_ranks : (stage + 1) * num_ranks]))
             for stage in range(self.num_stages)
-        ]
-        return spans_of(partition(self.blueprint.costs, devices, self.blueprint.options.layers))
+        )
+        return spans_of(partition(self.blueprint.costs, self.devices, self.blueprint.options.layers))
 
     def _load(self, starting: Sequence[_Starting], timeout_s: float) -> None:
         places: list[str | None] = [None] * len(starting)

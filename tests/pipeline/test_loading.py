@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from rayspec.pipeline.loading import balanced_cut
 from rayspec.pipeline.replica import spans_of
 from rayspec.planning.latency import LatencyModel, Measurement
+from rayspec.planning.partition import Device, LayerCost, ModelCosts
 
 NUM_LAYERS = 12
+
+
+def cut_anew(latency: Any, spans: Any, gib_free: tuple[int, ...] = (100, 100, 100)) -> Any:
+    """Layers of a GiB each."""
+    layer = LayerCost(weight_bytes=2**30, seconds=(1.0,) * len(spans))
+    nothing = LayerCost(weight_bytes=0, seconds=(0.0,) * len(spans))
+    costs = ModelCosts(embedding=nothing, layers=(layer,) * (spans[-1][1] // 2), head=nothing)
+    devices = [Device(name=str(stage), bytes_free=free * 2**30) for stage, free in enumerate(gib_free)]
+    return balanced_cut(latency, spans, costs, devices)
+
+
+def test_a_cut_by_time_keeps_to_the_memory() -> None:
+    pace = (1, 3, 1)
+    free, tight = (cut_anew(measured((4, 4, 4), pace), spans(4, 4, 4), gib) for gib in ((9, 9, 9), (4, 9, 9)))
+    assert len(free[0]) > 4
+    assert len(tight[0]) == 4
 
 
 def measured(layers: tuple[int, ...], pace: tuple[float, ...], head_s: float = 0.0) -> LatencyModel:
@@ -40,27 +59,27 @@ def test_spans_count_sublayers() -> None:
 
 
 def test_a_cut_that_is_even_stays() -> None:
-    assert balanced_cut(measured((4, 4, 4), (1, 1, 1)), spans(4, 4, 4)) is None
+    assert cut_anew(measured((4, 4, 4), (1, 1, 1)), spans(4, 4, 4)) is None
 
 
 def test_a_stage_that_is_a_little_slower_is_not_worth_loading_again() -> None:
-    assert balanced_cut(measured((4, 4, 4), (1, 1.2, 1)), spans(4, 4, 4)) is None
+    assert cut_anew(measured((4, 4, 4), (1, 1.2, 1)), spans(4, 4, 4)) is None
 
 
 @pytest.mark.parametrize("slow", [0, 1, 2])
 def test_layers_move_away_from_a_slow_stage(slow: int) -> None:
     pace = tuple(3.0 if stage == slow else 1.0 for stage in range(3))
-    better = balanced_cut(measured((4, 4, 4), pace), spans(4, 4, 4))
+    better = cut_anew(measured((4, 4, 4), pace), spans(4, 4, 4))
     assert better is not None
     lengths = [len(layers) for layers in better]
     assert lengths[slow] == 1
     assert sorted(lengths) == [1, 5, 6]
     assert [layer for layers in better for layer in layers] == list(range(NUM_LAYERS))
     # What is measured after that is as it should be.
-    assert balanced_cut(measured(tuple(lengths), pace), spans(*lengths)) is None
+    assert cut_anew(measured(tuple(lengths), pace), spans(*lengths)) is None
 
 
 def test_the_head_counts_as_part_of_the_last_stage() -> None:
-    better = balanced_cut(measured((4, 4, 4), (1, 1, 1), head_s=4e-3), spans(4, 4, 4))
+    better = cut_anew(measured((4, 4, 4), (1, 1, 1), head_s=4e-3), spans(4, 4, 4))
     assert better is not None
     assert len(better[2]) < 4
