@@ -170,6 +170,25 @@ class EngineStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """What an engine holds at this moment. Sequences are counted, of which a request with n > 1 has several; tokens are
+    slots of the KV arena."""
+
+    num_running: int
+    num_waiting: int
+    kv_used_tokens: int
+    kv_total_tokens: int
+
+    def __add__(self, other: EngineLoad) -> EngineLoad:
+        return EngineLoad(
+            num_running=self.num_running + other.num_running,
+            num_waiting=self.num_waiting + other.num_waiting,
+            kv_used_tokens=self.kv_used_tokens + other.kv_used_tokens,
+            kv_total_tokens=self.kv_total_tokens + other.kv_total_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Logprob:
     """Log-probability of one token under the model's raw distribution, and its rank (1 = most likely)."""
 
@@ -180,19 +199,23 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One prompt to complete: text, or the token ids themselves (which then win)."""
+    """One prompt to complete: text, or the token ids themselves (which then win). stream: its outputs come piece by
+    piece, see RequestOutput."""
 
     request_id: str
     params: SamplingParams
     prompt: str | None = None
     prompt_token_ids: Sequence[int] | None = None
+    stream: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestMetrics:
-    """Counts and times of one request. A *round* is one verify; rounds without a draft count too."""
+    """Counts and times of one request. A *round* is one verify; rounds without a draft count too, and
+    are the *plain* ones."""
 
     num_rounds: int = 0
+    num_plain_rounds: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_preemptions: int = 0
@@ -208,7 +231,8 @@ class RequestMetrics:
 
 @dataclass(slots=True, kw_only=True)
 class CompletionOutput:
-    """One generated text, shaped like vLLM's."""
+    """One generated text, shaped like vLLM's. `cumulative_logprob` is of the whole text, also where only a piece of it
+    is here."""
 
     index: int
     text: str
@@ -226,7 +250,11 @@ class CompletionOutput:
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
     """What one request has become, shaped like vLLM's. `error` is set when it failed; `outputs` then holds what
-    had been generated."""
+    had been generated.
+
+    Of a streaming request there are several, of which the last is `finished`. Each holds the completions that have
+    something new, and of them only that: joined, texts, token ids and logprobs are those of the request not streamed.
+    """
 
     request_id: str
     prompt: str | None

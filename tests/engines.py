@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -144,6 +145,35 @@ def finish(engine: Engine) -> dict[str, RequestOutput]:
         outputs |= {output.request_id: output for output in engine.step()}
     require_idle(engine)
     return outputs
+
+
+class Pieces:
+    """What streaming requests have told so far, by request id."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[str, list[RequestOutput]] = {}
+
+    def take(self, outputs: Iterable[RequestOutput]) -> None:
+        for output in outputs:
+            earlier = self._pieces.setdefault(output.request_id, [])
+            assert not (earlier and earlier[-1].finished), "nothing comes after the end"
+            assert output.finished or output.outputs, "every piece but the last tells something"
+            earlier.append(output)
+
+    def of(self, request_id: str) -> list[RequestOutput]:
+        return self._pieces[request_id]
+
+    def tokens(self, request_id: str, index: int = 0) -> tuple[int, ...]:
+        """Of a completion, all pieces joined."""
+        found = [one for piece in self.of(request_id) for one in piece.outputs if one.index == index]
+        return tuple(token for one in found for token in one.token_ids)
+
+    def text(self, request_id: str, index: int = 0) -> str:
+        return "".join(one.text for piece in self.of(request_id) for one in piece.outputs if one.index == index)
+
+
+def streaming(requests: Iterable[Request]) -> list[Request]:
+    return [replace(request, stream=True) for request in requests]
 
 
 def require_idle(engine: Engine) -> None:

@@ -24,7 +24,9 @@ from rayspec.decode.stages import StageLostError, Stages, StagesReplacedError
 from rayspec.decode.taps import TapLog
 from rayspec.planning.latency import LatencyModel
 from rayspec.types import (
+    CompletionOutput,
     EmptyPromptError,
+    EngineLoad,
     EngineStats,
     InvalidTokenError,
     NonFiniteLogitsError,
@@ -52,6 +54,9 @@ class _Live:
     @property
     def finished(self) -> bool:
         return all(sequence.finished for sequence in self.sequences)
+
+    def news(self) -> list[CompletionOutput]:
+        return [news for sequence in self.sequences if (news := sequence.news()) is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +124,18 @@ class Engine:
         return len(self._live)
 
     @property
+    def load(self) -> EngineLoad:
+        """May be asked from any thread."""
+        scheduler = self._scheduler
+        num_slots = scheduler.allocator.num_slots
+        return EngineLoad(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            kv_used_tokens=num_slots - scheduler.allocator.num_free,
+            kv_total_tokens=num_slots,
+        )
+
+    @property
     def num_wanted(self) -> int:
         """Requests that keep it busy."""
         return 2 * self.config.max_num_seqs
@@ -153,7 +170,8 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Start every cohort that is at rest, wait until something is done, commit it; returns the requests that
-        finished. When the model is lost for good, every request finishes with StageLostError."""
+        finished, and of those that stream what is new. When the model is lost for good, every request finishes with
+        StageLostError."""
         started = self._clock()
         try:
             self._start_cohorts()
@@ -164,7 +182,22 @@ class Engine:
         except StageLostError as error:
             self._fail_all(error)
         self.stats.total_s += self._clock() - started
-        return [self._finish(live) for live in list(self._live.values()) if live.finished]
+        return [output for live in list(self._live.values()) if (output := self._told(live)) is not None]
+
+    def ping(self) -> Future[None]:
+        """Done when the stages have answered; while they work, the work is the answer. Fails with StageLostError when
+        they are lost for good."""
+        answered: Future[None] = Future()
+        try:
+            if not self._flights:
+                self._stages.check()
+        except StagesReplacedError:
+            self._replay()
+        except StageLostError as error:
+            answered.set_exception(error)
+            return answered
+        answered.set_result(None)
+        return answered
 
     def shutdown(self) -> None:
         """Abort everything and let the stages go."""
@@ -361,9 +394,8 @@ class Engine:
             counts.num_rounds += 1
             counts.num_draft_tokens += num_draft_tokens
             counts.num_accepted_tokens += num_accepted
-        if num_draft_tokens == 0:
-            self.stats.num_plain_rounds += 1
-        else:
+            counts.num_plain_rounds += num_draft_tokens == 0
+        if num_draft_tokens:
             lengths = self.stats.accepted_lengths
             lengths[num_accepted] = lengths.get(num_accepted, 0) + 1
 
@@ -401,7 +433,7 @@ class Engine:
             num_prompt_tokens=len(live.prompt_token_ids),
             max_total_tokens=min(len(live.prompt_token_ids) + params.max_tokens, self.max_model_len),
             eos_token_ids=self._vocabulary.eos_token_ids,
-            detokenizer=Detokenizer(self.tokenizer, params) if self.tokenizer else None,
+            detokenizer=Detokenizer(self.tokenizer, params, stream=live.request.stream) if self.tokenizer else None,
             metrics=RequestMetrics(arrival_s=self._clock()),
         )
         if not self._scheduler.fits(sequence):
@@ -440,14 +472,24 @@ class Engine:
         self._scheduler.remove(sequence)
         self._stages.close(sequence.sequence_id)
 
+    def _told(self, live: _Live) -> RequestOutput | None:
+        """What there is to say of a request after a step."""
+        if live.finished:
+            return self._finish(live)
+        news = live.news() if live.request.stream else []
+        return self._output(live, news) if news else None
+
     def _finish(self, live: _Live) -> RequestOutput:
         del self._live[live.request.request_id]
+        return self._output(live, live.news() if live.request.stream else [one.output() for one in live.sequences])
+
+    def _output(self, live: _Live, outputs: list[CompletionOutput]) -> RequestOutput:
         return RequestOutput(
             request_id=live.request.request_id,
             prompt=live.request.prompt,
             prompt_token_ids=tuple(live.prompt_token_ids),
-            outputs=[sequence.output() for sequence in live.sequences],
-            finished=True,
+            outputs=outputs,
+            finished=live.finished,
             metrics=_summed([sequence.metrics for sequence in live.sequences]),
             error=next((sequence.error for sequence in live.sequences if sequence.error), None),
         )
@@ -474,6 +516,7 @@ def _summed(metrics: Sequence[RequestMetrics]) -> RequestMetrics:
     first_tokens = [m.first_token_s for m in metrics if m.first_token_s is not None]
     return RequestMetrics(
         num_rounds=sum(m.num_rounds for m in metrics),
+        num_plain_rounds=sum(m.num_plain_rounds for m in metrics),
         num_draft_tokens=sum(m.num_draft_tokens for m in metrics),
         num_accepted_tokens=sum(m.num_accepted_tokens for m in metrics),
         num_preemptions=sum(m.num_preemptions for m in metrics),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 from rayspec.types import RayspecError, Request, RequestError, RequestOutput
 
@@ -29,25 +31,37 @@ class Steps(Protocol):
 
     def step(self) -> list[RequestOutput]: ...
 
+    def ping(self) -> Future[None]: ...
+
+
+# Takes what is new of a streaming request. Called on the engine's thread: it must be quick and must not raise.
+Listener = Callable[[RequestOutput], None]
+
 
 @dataclass(frozen=True, slots=True)
 class _Arrival:
     request: Request
     future: Future[RequestOutput]
+    listener: Listener | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Ping:
+    future: Future[None]
 
 
 class EngineLoop:
     """Steps an engine while it has work; sleeps when it has none.
 
     `submit` may be called from any thread. The future gives the finished output (with `error` set where the request is
-    at fault); cancelling it aborts the request. When the loop dies, every future fails with EngineDeadError, which
-    names the cause, and so does every later `submit`.
+    at fault), of a streaming request the last piece; cancelling it aborts the request. When the loop dies, every future
+    fails with EngineDeadError, which names the cause, and so does every later `submit`.
     """
 
     def __init__(self, engine: Steps) -> None:
         self._engine = engine
-        self._inbox: queue.SimpleQueue[_Arrival | None] = queue.SimpleQueue()
-        self._waiting: dict[str, Future[RequestOutput]] = {}
+        self._inbox: queue.SimpleQueue[_Arrival | _Ping | None] = queue.SimpleQueue()
+        self._waiting: dict[str, _Arrival] = {}
         self._death: EngineDeadError | None = None
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._supervise, name="rayspec-engine", daemon=True)
@@ -58,13 +72,24 @@ class EngineLoop:
         """Why the loop has ended; None while it runs."""
         return self._death
 
-    def submit(self, request: Request) -> Future[RequestOutput]:
+    def submit(self, request: Request, listener: Listener | None = None) -> Future[RequestOutput]:
+        """listener: of a streaming request, takes all pieces but the last."""
         future: Future[RequestOutput] = Future()
+        self._put(_Arrival(request, future, listener))
+        return future
+
+    def ping(self) -> Future[None]:
+        """Done when the loop has come round and the engine has answered. Raises EngineDeadError, or the future
+        does; a loop that is stuck never answers."""
+        future: Future[None] = Future()
+        self._put(_Ping(future))
+        return future
+
+    def _put(self, item: _Arrival | _Ping) -> None:
         with self._lock:
             if self._death is not None:
                 raise self._death
-            self._inbox.put(_Arrival(request, future))
-        return future
+            self._inbox.put(item)
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the loop after the step it is in. What is unfinished fails with EngineDeadError."""
@@ -90,48 +115,60 @@ class EngineLoop:
     def _take_arrivals(self) -> bool:
         """Everything that has come in; waits for something when there is no work. False: stop."""
         while not self._inbox.empty() or not self._engine.has_unfinished:
-            arrival = self._inbox.get()
-            if arrival is None:
-                return False
-            self._admit(arrival)
+            match self._inbox.get():
+                case None:
+                    return False
+                case _Ping(future):
+                    self._engine.ping().add_done_callback(partial(_pass_on, future))
+                case arrival:
+                    self._admit(arrival)
         return True
 
     def _admit(self, arrival: _Arrival) -> None:
-        request, future = arrival.request, arrival.future
+        request = arrival.request
         if request.request_id in self._waiting:
             error = RequestError(f"request id {request.request_id!r} is in use: give each request its own")
-            _settle(future, RequestOutput.refused(request, error))
+            _settle(arrival.future, RequestOutput.refused(request, error))
             return
-        self._waiting[request.request_id] = future
+        self._waiting[request.request_id] = arrival
         try:
             self._engine.add(request)
         except RequestError as error:
             self._deliver(RequestOutput.refused(request, error))
 
     def _abort_cancelled(self) -> None:
-        for request_id in [name for name, future in self._waiting.items() if future.cancelled()]:
+        for request_id in [name for name, arrival in self._waiting.items() if arrival.future.cancelled()]:
             del self._waiting[request_id]
             self._engine.abort(request_id)
 
     def _deliver(self, output: RequestOutput) -> None:
-        future = self._waiting.pop(output.request_id, None)
-        if future is not None:
-            _settle(future, output)
+        arrival = self._waiting.get(output.request_id)
+        if arrival is None:
+            return
+        if output.finished:
+            del self._waiting[output.request_id]
+            _settle(arrival.future, output)
+        elif arrival.listener is not None and not arrival.future.cancelled():
+            arrival.listener(output)
 
     def _fail_all(self, death: EngineDeadError) -> None:
-        while not self._inbox.empty():
-            arrival = self._inbox.get()
-            if arrival is not None:
-                self._waiting[arrival.request.request_id] = arrival.future
-        for future in self._waiting.values():
-            _settle(future, death)
+        for arrival in self._waiting.values():
+            _settle(arrival.future, None, death)
         self._waiting.clear()
+        while not self._inbox.empty():
+            item = self._inbox.get()
+            if item is not None:
+                _settle(item.future, None, death)
 
 
-def _settle(future: Future[RequestOutput], outcome: RequestOutput | EngineDeadError) -> None:
+def _settle(future: Future[Any], outcome: RequestOutput | None, error: BaseException | None = None) -> None:
     if not future.set_running_or_notify_cancel():
         return
-    if isinstance(outcome, EngineDeadError):
-        future.set_exception(outcome)
+    if error is not None:
+        future.set_exception(error)
     else:
         future.set_result(outcome)
+
+
+def _pass_on(future: Future[None], answered: Future[None]) -> None:
+    _settle(future, None, answered.exception())

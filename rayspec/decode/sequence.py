@@ -13,20 +13,25 @@ from rayspec.types import CompletionOutput, FinishReason, Logprob, RayspecError,
 
 
 class Detokenizer:
-    """Text of a growing list of tokens, never cutting a UTF-8 character in two, and where a stop string ends it."""
+    """Text of a growing list of tokens, never cutting a UTF-8 character in two, and where a stop string ends it.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, params: SamplingParams) -> None:
+    stream: the text is wanted as it grows, by `take`.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, params: SamplingParams, *, stream: bool = False) -> None:
         self._tokenizer = tokenizer
         self._params = params
+        self._grows = stream or bool(params.stop)
         self._token_ids: list[int] = []
         self._text = ""
         self._num_shown = 0  # tokens whose text is in _text
         self._window = 0  # first token that is decoded again, for the spaces between tokens
+        self._num_taken = 0  # characters
 
     def push(self, token_id: int, *, may_stop: bool) -> str | None:
-        """Add a token; returns the stop string that it completed. Without stop strings nothing is decoded."""
+        """Add a token; returns the stop string that it completed. Decodes only where the growing text is looked at."""
         self._token_ids.append(token_id)
-        if not self._params.stop:
+        if not self._grows:
             return None
         shown = self._decode(self._token_ids[self._window : self._num_shown])
         grown = self._decode(self._token_ids[self._window :])
@@ -49,6 +54,25 @@ class Detokenizer:
             return self._text
         text = self._decode(self._token_ids)
         return text if finished else text.rstrip("\N{REPLACEMENT CHARACTER}")
+
+    def take(self, *, stopped: bool, finished: bool) -> str:
+        """The text that came since this was asked last, without what may yet turn out to be half of a character or the
+        beginning of a stop string."""
+        if finished:
+            text = self.text(stopped=stopped, finished=True)
+        else:
+            text = self._text[: len(self._text) - self._num_pending()]
+        taken, self._num_taken = self._num_taken, max(self._num_taken, len(text))
+        return text[taken:]
+
+    def _num_pending(self) -> int:
+        """Characters at the end that a stop string begins with."""
+        longest = max((len(stop) for stop in self._params.stop), default=1) - 1
+        for length in range(min(longest, len(self._text)), 0, -1):
+            end = self._text[-length:]
+            if any(stop.startswith(end) for stop in self._params.stop):
+                return length
+        return 0
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._params.skip_special_tokens)  # type: ignore[return-value]
@@ -74,6 +98,8 @@ class SequenceState:
     stop_reason: int | str | None = None
     error: RayspecError | None = None
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    num_told: int = 0  # output tokens of a streaming request that were handed out
+    told_end: bool = False
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
     @property
@@ -126,13 +152,28 @@ class SequenceState:
     def output(self) -> CompletionOutput:
         """A snapshot. `text` is empty when the engine has no tokenizer."""
         stopped = isinstance(self.stop_reason, str)
+        text = self.detokenizer.text(stopped=stopped, finished=self.finished) if self.detokenizer else ""
+        return self._output_from(0, text)
+
+    def news(self) -> CompletionOutput | None:
+        """What came since this was asked last; None if nothing did."""
+        if self.told_end or (not self.finished and self.num_told == self.num_tokens - self.num_prompt_tokens):
+            return None
+        stopped = isinstance(self.stop_reason, str)
+        text = self.detokenizer.take(stopped=stopped, finished=self.finished) if self.detokenizer else ""
+        news = self._output_from(self.num_told, text)
+        self.num_told, self.told_end = self.num_told + len(news.token_ids), self.finished
+        return news
+
+    def _output_from(self, first: int, text: str) -> CompletionOutput:
+        """Of the output tokens from number `first` on."""
         chosen = [row[token_id].logprob for row, token_id in zip(self.logprobs, self.output_token_ids, strict=False)]
         return CompletionOutput(
             index=self.index,
-            text=self.detokenizer.text(stopped=stopped, finished=self.finished) if self.detokenizer else "",
-            token_ids=tuple(self.output_token_ids),
+            text=text,
+            token_ids=tuple(self.token_ids[self.num_prompt_tokens + first :]),
             cumulative_logprob=sum(chosen) if self.logprobs else None,
-            logprobs=self.logprobs or None,
+            logprobs=self.logprobs[first:] or None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )

@@ -62,6 +62,9 @@ class Stages(Protocol):
     def wait(self) -> None:
         """Until a future that was not done is, or a moment has passed."""
 
+    def check(self) -> None:
+        """Returns when all that the model runs on has answered. Only while nothing is in flight."""
+
     def search(self, tokens: Sequence[TappedToken], starts: Sequence[int], knapsack: Knapsack) -> Future[Found]:
         """Solve the knapsack over tapped tokens of sequences at those arena starts, which must stay there."""
 
@@ -138,6 +141,9 @@ class LocalStages:
 
     def wait(self) -> None:
         """Everything is done when it is started."""
+
+    def check(self) -> None:
+        """There is nobody to ask."""
 
     def search(self, tokens: Sequence[TappedToken], starts: Sequence[int], knapsack: Knapsack) -> Future[Found]:
         return done(lambda: self._search(self.plan_search(tokens, starts), knapsack))

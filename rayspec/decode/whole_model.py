@@ -51,6 +51,9 @@ class WholeModelStages:
     def wait(self) -> None:
         """Everything is done when it is started."""
 
+    def check(self) -> None:
+        """There is nobody to ask."""
+
     def search(self, tokens: Sequence[TappedToken], starts: Sequence[int], knapsack: Knapsack) -> Future[Found]:
         raise NotImplementedError("a model that does not split into sublayers has no plans")
 

@@ -139,6 +139,9 @@ class RayStages:
         self._take(_POLL_S if self._work else 0.0)
         self._check()
 
+    def check(self) -> None:
+        self.move(())
+
     def move(self, moves: Sequence[Move]) -> None:
         """Every stage has moved its keys and values when this returns."""
         self._ask(Moves(epoch=self._epoch, moves=moves), Moved, _MOVE_TIMEOUT_S)

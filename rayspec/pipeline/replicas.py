@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import queue
+import secrets
+import threading
 from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
@@ -13,32 +17,45 @@ from rayspec.config import EngineConfig
 from rayspec.decode.engine import Engine
 from rayspec.decode.engine_loop import EngineDeadError, EngineLoop
 from rayspec.decode.stages import StageLostError
+from rayspec.pipeline.retelling import Retelling
 from rayspec.planning.latency import LatencyModel
-from rayspec.types import EngineStats, RayspecError, Request, RequestError, RequestOutput
+from rayspec.types import EngineLoad, EngineStats, RayspecError, Request, RequestError, RequestOutput
 
-_POLL_S = 0.5
+_POLL_S = 0.02  # a request that comes meanwhile waits so long
 
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A request with one of the replicas. `num_moves`: how often it was moved from one that was lost."""
+    """A request with one of the replicas. `num_moves`: how often it was moved from one that was lost. `retelling`: what
+    its stream has given so far."""
 
     request: Request
     replica: int
     future: Future[RequestOutput]
     num_moves: int = 0
+    retelling: Retelling = field(default_factory=Retelling)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What is new of a request; None: its future is done."""
+
+    request: Request
+    output: RequestOutput | None
 
 
 class Replicas:
     """Engines that run at the same time, each on a thread of its own. Not thread-safe itself, as an engine is not.
 
-    When a replica is lost for good, its requests begin anew on the others; they fail with the last one.
+    When a replica is lost for good, its requests begin anew on the others; they fail with the last one. What a stream
+    has given already is not given again: the same seed gives the same text.
     """
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._engines = list(engines)
         self._loops = [EngineLoop(engine) for engine in engines]
         self._placed: dict[str, _Placed] = {}
+        self._pieces: queue.SimpleQueue[_Piece] = queue.SimpleQueue()
         self._lost: set[int] = set()
 
     @property
@@ -62,6 +79,11 @@ class Replicas:
         return merged_stats([engine.stats for engine in self._engines])
 
     @property
+    def load(self) -> EngineLoad:
+        loads = [engine.load for engine in self._engines]
+        return sum(loads[1:], start=loads[0])
+
+    @property
     def has_unfinished(self) -> bool:
         return bool(self._placed)
 
@@ -78,6 +100,8 @@ class Replicas:
         request is found out by the replica and comes back from `step`."""
         if request.request_id in self._placed:
             raise RequestError(f"request id {request.request_id!r} is in use: give each request its own")
+        if request.params.seed is None:
+            request = dataclasses.replace(request, params=request.params.replace(seed=secrets.randbits(63)))
         self._place(request)
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -94,12 +118,29 @@ class Replicas:
         return [output for name in list(self._placed) if (output := self.abort(name)) is not None]
 
     def step(self) -> list[RequestOutput]:
-        """Waits a moment for something to finish; returns what has."""
+        """Waits a moment for something to finish, or for something new of what streams; returns what has come."""
         if not self._placed:
             return []
-        wait([placed.future for placed in self._placed.values()], timeout=_POLL_S, return_when=FIRST_COMPLETED)
-        landed = [placed for placed in self._placed.values() if placed.future.done()]
-        return [output for placed in landed if (output := self._land(placed)) is not None]
+        pieces: list[_Piece] = []
+        with suppress(queue.Empty):
+            pieces.append(self._pieces.get(timeout=_POLL_S))
+            while True:
+                pieces.append(self._pieces.get_nowait())
+        return [output for piece in pieces if (output := self._take(piece)) is not None]
+
+    def ping(self) -> Future[None]:
+        """Done when all replicas that are not lost have answered; fails when there are none."""
+        answered: Future[None] = Future()
+        pings = []
+        for index, loop in enumerate(self._loops):
+            with suppress(EngineDeadError):
+                if index not in self._lost:
+                    pings.append(loop.ping())
+        if pings:
+            _when_all(pings, answered)
+        else:
+            answered.set_exception(StageLostError("all replicas are lost"))
+        return answered
 
     def shutdown(self) -> None:
         """Abort everything and end the processes of all replicas."""
@@ -108,26 +149,36 @@ class Replicas:
             loop.stop()
             engine.shutdown()
 
-    def _place(self, request: Request, num_moves: int = 0) -> None:
+    def _place(self, request: Request, num_moves: int = 0, retelling: Retelling | None = None) -> None:
         alive = [index for index in range(len(self._loops)) if index not in self._lost]
         if not alive:
             raise StageLostError("all replicas are lost")
         load = [placed.replica for placed in self._placed.values()]
         chosen = min(alive, key=load.count)
         try:
-            future = self._loops[chosen].submit(request)
+            future = self._loops[chosen].submit(request, lambda output: self._pieces.put(_Piece(request, output)))
         except EngineDeadError:
             self._lost.add(chosen)
-            self._place(request, num_moves)
+            self._place(request, num_moves, retelling)
             return
-        self._placed[request.request_id] = _Placed(request, chosen, future, num_moves)
+        self._placed[request.request_id] = _Placed(request, chosen, future, num_moves, retelling or Retelling())
+        future.add_done_callback(lambda _: self._pieces.put(_Piece(request, None)))
+
+    def _take(self, piece: _Piece) -> RequestOutput | None:
+        """What callers are to know of it; nothing of a request that was aborted."""
+        placed = self._placed.get(piece.request.request_id)
+        if placed is None or placed.request is not piece.request:
+            return None
+        return self._land(placed) if piece.output is None else placed.retelling.new_part(piece.output)
 
     def _land(self, placed: _Placed) -> RequestOutput | None:
-        """The output of a finished request; None if its replica was lost and it begins anew on another."""
+        """The last output of a request; None if its replica was lost and it begins anew on another."""
         del self._placed[placed.request.request_id]
         error: RayspecError | None = None
         try:
             output = placed.future.result()
+            if placed.request.stream:
+                output = placed.retelling.last_part(output)
             if not isinstance(output.error, StageLostError):
                 return output
             error = output.error
@@ -137,20 +188,39 @@ class Replicas:
         if placed.num_moves + 1 >= len(self._loops):
             return dataclasses.replace(output, error=error)
         try:
-            self._place(placed.request, placed.num_moves + 1)
+            self._place(placed.request, placed.num_moves + 1, placed.retelling.again())
         except StageLostError as lost:
             return dataclasses.replace(output, error=lost)
         return None
+
+
+def _when_all(parts: Sequence[Future[None]], whole: Future[None]) -> None:
+    """`whole` is done when all parts are; it fails with the first that fails."""
+    left = set(parts)
+    lock = threading.Lock()
+
+    def land(part: Future[None]) -> None:
+        with lock:
+            left.discard(part)
+            if whole.done():
+                return
+            if (error := part.exception()) is not None:
+                whole.set_exception(error)
+            elif not left:
+                whole.set_result(None)
+
+    for part in parts:
+        part.add_done_callback(land)
 
 
 def merged_stats(parts: Sequence[EngineStats]) -> EngineStats:
     """Counts and seconds summed, plans of all by the time they were made."""
     total = EngineStats()
     for part in parts:
-        for field in dataclasses.fields(EngineStats):
-            value, sum_so_far = getattr(part, field.name), getattr(total, field.name)
+        for one in dataclasses.fields(EngineStats):
+            value, sum_so_far = getattr(part, one.name), getattr(total, one.name)
             if isinstance(value, int | float):
-                setattr(total, field.name, sum_so_far + value)
+                setattr(total, one.name, sum_so_far + value)
         for length, count in part.accepted_lengths.items():
             total.accepted_lengths[length] = total.accepted_lengths.get(length, 0) + count
     total.gate_reason = next((part.gate_reason for part in parts if part.gate_reason), "")

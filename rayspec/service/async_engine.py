@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 
 from transformers import PreTrainedTokenizerBase
 
 import rayspec
 from rayspec.config import SamplingParams
 from rayspec.decode.engine_loop import EngineDeadError, EngineLoop
-from rayspec.types import ConfigError, EngineStats, Request, RequestOutput
+from rayspec.types import ConfigError, EngineLoad, EngineStats, Request, RequestOutput
 
 
 class AsyncEngine:
@@ -40,6 +42,10 @@ class AsyncEngine:
         return self.llm.stats
 
     @property
+    def load(self) -> EngineLoad:
+        return self.llm.engine.load
+
+    @property
     def death(self) -> EngineDeadError | None:
         """Why the engine has ended; None while it runs."""
         return self._loop.death
@@ -56,8 +62,37 @@ class AsyncEngine:
     async def run(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> RequestOutput:
         """The finished output; what is wrong with the request is in its `error`. Raises EngineDeadError. Cancelling the
         wait aborts the request."""
-        request = Request(request_id=str(next(self._numbers)), params=params, prompt_token_ids=prompt_token_ids)
-        return await asyncio.wrap_future(self._loop.submit(request))
+        return await asyncio.wrap_future(self._loop.submit(self._request(prompt_token_ids, params)))
+
+    async def stream(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The output piece by piece as it comes, see RequestOutput. Raises EngineDeadError. Closing it aborts the
+        request."""
+        loop = asyncio.get_running_loop()
+        pieces: asyncio.Queue[RequestOutput | Future[RequestOutput]] = asyncio.Queue()
+
+        def put(piece: RequestOutput | Future[RequestOutput]) -> None:
+            with suppress(RuntimeError):  # the event loop has ended, and with it whoever waits
+                loop.call_soon_threadsafe(pieces.put_nowait, piece)
+
+        future = self._loop.submit(self._request(prompt_token_ids, params, stream=True), put)
+        future.add_done_callback(put)
+        try:
+            while not isinstance(piece := await pieces.get(), Future):
+                yield piece
+            yield piece.result()
+        finally:
+            future.cancel()
+
+    async def ping(self) -> None:
+        """Returns when the engine's loop has come round and all that the model runs on has answered. Raises
+        EngineDeadError and StageLostError; a loop that is stuck is for the caller's deadline."""
+        await asyncio.wrap_future(self._loop.ping())
+
+    def _request(self, prompt_token_ids: Sequence[int], params: SamplingParams, *, stream: bool = False) -> Request:
+        name = str(next(self._numbers))
+        return Request(request_id=name, params=params, prompt_token_ids=prompt_token_ids, stream=stream)
 
     def stop(self) -> None:
         """End the loop and the model's processes. What is unfinished fails with EngineDeadError."""

@@ -10,10 +10,11 @@ import torch
 from rayspec.config import SamplingParams
 from rayspec.decode.engine import Engine
 from rayspec.decode.rounds import Prefill, Result, Round, Work
-from rayspec.decode.stages import LocalStages, done
-from rayspec.types import OutOfMemoryError, RequestOutput
+from rayspec.decode.stages import LocalStages, StageLostError, StagesReplacedError, done
+from rayspec.types import EngineLoad, OutOfMemoryError, RayspecError, RequestOutput
 from tests.engines import (
     GREEDY,
+    Pieces,
     RandomPlans,
     complete,
     engine_with,
@@ -21,6 +22,7 @@ from tests.engines import (
     random_plan,
     requests_for,
     require_idle,
+    streaming,
     tokens_of,
 )
 from tests.families import cases, checkpoint, parts_of
@@ -145,6 +147,72 @@ def test_abort_all_leaves_an_engine_as_good_as_new() -> None:
     assert all(len(output.outputs) == 2 for output in aborted)
     require_idle(engine)
     assert tokens_of(complete(engine, KNOWN.prompts)) == KNOWN.expected
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_streams_add_up_to_what_is_not_streamed(seed: int) -> None:
+    """Among requests that do not stream, with drafts, preemptions and an abort."""
+    engine, pieces = _engine(seed, max_num_seqs=4, max_num_batched_tokens=16, kv_cache_tokens=110), Pieces()
+    plain, *others = requests_for(KNOWN.prompts, SamplingParams(temperature=0, max_tokens=24, n=2, logprobs=1))
+    for request in [plain, *streaming(others)]:
+        engine.add(request)
+    for _ in range(4):
+        pieces.take(engine.step())
+    aborted = engine.abort("2")
+    assert aborted is not None
+    pieces.take([aborted])
+    while engine.has_unfinished:
+        pieces.take(engine.step())
+    require_idle(engine)
+    assert engine.stats.num_preemptions > 0
+    assert len(pieces.of("0")) == 1
+    for name, expected in enumerate(KNOWN.expected):
+        assert pieces.of(str(name))[-1].finished
+        assert len(pieces.of(str(name))) > 5 or name in {0, 2}
+        for index in range(2):
+            tokens = pieces.tokens(str(name), index)
+            assert tokens == expected[: len(tokens) if name == 2 else None]
+    assert pieces.of("2")[-1].outputs[0].finish_reason == "abort"
+
+
+def test_load_is_what_is_held() -> None:
+    engine = _engine(max_num_seqs=2, kv_cache_tokens=400)
+    for request in requests_for(KNOWN.prompts):
+        engine.add(request)
+    engine.step()
+    load = engine.load
+    assert (load.num_running, load.num_waiting, load.kv_total_tokens) == (2, 3, 400)
+    assert 400 >= load.kv_used_tokens >= sum(LENGTHS[:2])
+    engine.abort_all()
+    finish(engine)
+    assert engine.load == EngineLoad(num_running=0, num_waiting=0, kv_used_tokens=0, kv_total_tokens=400)
+    assert (load + load).num_waiting == 6
+
+
+class _Lost(LocalStages):
+    """Stages that were replaced, or are lost, while nothing was under way."""
+
+    error: RayspecError
+
+    def check(self) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [StagesReplacedError("it was brought back"), StageLostError("stage-1 is gone")])
+def test_a_ping_asks_the_stages(error: RayspecError) -> None:
+    def wrap(stages: LocalStages) -> _Lost:
+        lost = _Lost.__new__(_Lost)
+        lost.__dict__ |= stages.__dict__ | {"error": error}
+        return lost
+
+    engine = engine_with(PARTS, wrap=wrap)
+    if isinstance(error, StageLostError):
+        with pytest.raises(StageLostError, match="stage-1 is gone"):
+            engine.ping().result()
+    else:
+        engine.ping().result()
+        assert engine.stats.num_replays == 1
+    assert _engine().ping().done()
 
 
 def test_a_step_without_work_does_nothing() -> None:

@@ -8,22 +8,27 @@ import pytest
 
 from rayspec.config import SamplingParams
 from rayspec.decode.engine_loop import EngineDeadError, EngineLoop
+from rayspec.decode.stages import StageLostError
 from rayspec.types import EmptyPromptError, Request, RequestOutput
 
 WAIT_S = 10.0
 
 
-def request(name: str, *, num_steps: int = 3) -> Request:
-    return Request(request_id=name, params=SamplingParams(max_tokens=num_steps), prompt=name)
+def request(name: str, *, num_steps: int = 3, stream: bool = False) -> Request:
+    return Request(request_id=name, params=SamplingParams(max_tokens=num_steps), prompt=name, stream=stream)
 
 
 class CountingEngine:
-    """Finishes a request after as many steps as it may have tokens; "bad" is refused; "bomb" blows the engine up."""
+    """Finishes a request after as many steps as it may have tokens; a stream tells of each. "bad" is refused; "bomb"
+    blows the engine up."""
 
     def __init__(self) -> None:
         self.left: dict[str, int] = {}
         self.aborted: list[str] = []
         self.num_idle_steps = 0
+        self.num_pings = 0
+        self.lost = False
+        self.streams: set[str] = set()
         self.most_at_once = 0
         self.may_step = threading.Event()
         self.may_step.set()
@@ -36,11 +41,22 @@ class CountingEngine:
         if request.prompt == "bad":
             raise EmptyPromptError("nothing there")
         self.left[request.request_id] = request.params.max_tokens
+        if request.stream:
+            self.streams.add(request.request_id)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         self.aborted.append(request_id)
         del self.left[request_id]
         return None
+
+    def ping(self) -> Future[None]:
+        self.num_pings += 1
+        answered: Future[None] = Future()
+        if self.lost:
+            answered.set_exception(StageLostError("stage-1 is gone"))
+        else:
+            answered.set_result(None)
+        return answered
 
     def step(self) -> list[RequestOutput]:
         self.may_step.wait(WAIT_S)
@@ -53,7 +69,8 @@ class CountingEngine:
         for name in done:
             del self.left[name]
         return [
-            RequestOutput(request_id=name, prompt=name, prompt_token_ids=(), outputs=[], finished=True) for name in done
+            RequestOutput(request_id=name, prompt=name, prompt_token_ids=(), outputs=[], finished=name in done)
+            for name in [*done, *(self.streams & self.left.keys())]
         ]
 
 
@@ -141,3 +158,55 @@ def test_stopping_fails_what_is_unfinished() -> None:
     loop.stop()
     with pytest.raises(EngineDeadError, match="it was stopped"):
         future.result(WAIT_S)
+
+
+def test_a_stream_is_told_piece_by_piece_and_ends_with_its_future() -> None:
+    loop = EngineLoop(CountingEngine())
+    pieces: list[RequestOutput] = []
+    last = loop.submit(request("stream", num_steps=5, stream=True), pieces.append).result(WAIT_S)
+    assert [piece.finished for piece in pieces] == [False] * 4
+    assert last.finished
+    loop.stop()
+
+
+def test_a_stream_that_nobody_waits_for_any_more_is_aborted() -> None:
+    engine = CountingEngine()
+    loop = EngineLoop(engine)
+    told = threading.Event()
+    endless = loop.submit(request("endless", num_steps=10**9, stream=True), lambda _: told.set())
+    assert told.wait(WAIT_S)
+    endless.cancel()
+    assert names_of([loop.submit(request("next"))]) == ["next"]
+    assert engine.aborted == ["endless"]
+    loop.stop()
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_ping_is_answered_when_the_loop_comes_round(busy: bool) -> None:
+    engine = CountingEngine()
+    loop = EngineLoop(engine)
+    if busy:
+        loop.submit(request("endless", num_steps=10**9))
+    loop.ping().result(WAIT_S)
+    assert engine.num_pings == 1
+    engine.lost = True
+    with pytest.raises(StageLostError, match="stage-1 is gone"):
+        loop.ping().result(WAIT_S)
+    assert loop.death is None
+    loop.stop()
+    with pytest.raises(EngineDeadError):
+        loop.ping()
+
+
+def test_a_ping_to_a_stuck_loop_is_not_answered_until_it_goes_on() -> None:
+    engine = CountingEngine()
+    loop = EngineLoop(engine)
+    engine.may_step.clear()
+    loop.submit(request("endless", num_steps=10**9))
+    time.sleep(0.05)
+    ping = loop.ping()
+    with pytest.raises(TimeoutError):
+        ping.result(0.2)
+    engine.may_step.set()
+    ping.result(WAIT_S)
+    loop.stop()

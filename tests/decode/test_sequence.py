@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from rayspec import demo
 from rayspec.config import SamplingParams
 from rayspec.decode.sequence import Detokenizer, SequenceState
-from rayspec.types import Logprob, RequestError
+from rayspec.types import CompletionOutput, Logprob, RequestError
 
 EOS = 1
 
@@ -26,7 +26,7 @@ def _encode(text: str) -> list[int]:
     return tokens
 
 
-def _sequence(with_text: bool = True, max_model_len: int = 1000, **params: Any) -> SequenceState:
+def _sequence(with_text: bool = True, max_model_len: int = 1000, stream: bool = False, **params: Any) -> SequenceState:
     options = SamplingParams(**({"max_tokens": 500} | params))
     prompt = _encode("A prompt.")
     return SequenceState(
@@ -38,7 +38,7 @@ def _sequence(with_text: bool = True, max_model_len: int = 1000, **params: Any) 
         num_prompt_tokens=len(prompt),
         max_total_tokens=min(len(prompt) + options.max_tokens, max_model_len),
         eos_token_ids=(EOS,),
-        detokenizer=Detokenizer(_tokenizer(), options) if with_text else None,
+        detokenizer=Detokenizer(_tokenizer(), options, stream=stream) if with_text else None,
     )
 
 
@@ -187,3 +187,64 @@ def test_a_short_stop_string_that_was_held_back_does_not_count_later() -> None:
     sequence = _sequence(stop=["two", "a very long stop string"], min_tokens=len(_encode("one two three")))
     sequence.commit(_encode("one two three four five"))
     assert not sequence.finished
+
+
+def _streamed(tokens: list[int], pieces: list[int], **params: Any) -> tuple[SequenceState, list[CompletionOutput]]:
+    """The sequence, and what it told after each of the commits of so many tokens."""
+    sequence = _sequence(stream=True, **params)
+    told: list[CompletionOutput] = []
+    for num_tokens in pieces:
+        if sequence.finished:
+            break
+        now, tokens = tokens[:num_tokens], tokens[num_tokens:]
+        rows = [{token: Logprob(logprob=-float(token), rank=1)} for token in now]
+        sequence.commit(now, rows if params.get("logprobs") is not None else ())
+        told += filter(None, [sequence.news()])
+    if not sequence.finished:
+        sequence.finish_reason = "length"
+        told += filter(None, [sequence.news()])
+    assert sequence.news() is None, "after the end there is nothing new"
+    return sequence, told
+
+
+@settings(max_examples=100, deadline=None)
+@given(TEXTS, st.data())
+def test_what_streams_adds_up_to_the_output(text: str, data: st.DataObject) -> None:
+    tokens = _encode(text)
+    pieces = data.draw(st.lists(st.integers(1, 3), min_size=len(tokens), max_size=len(tokens)))
+    whole = _tokenizer().decode(tokens)
+    stops = [
+        whole[at : at + length] for at, length in data.draw(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 6))))
+    ]
+    stops = [stop for stop in stops if stop][:4]
+    sequence, told = _streamed(tokens, pieces, stop=stops, logprobs=1)
+    output = sequence.output()
+    assert "".join(one.text for one in told) == output.text
+    assert [token for one in told for token in one.token_ids] == list(output.token_ids)
+    assert [row for one in told for row in one.logprobs or []] == output.logprobs
+    assert [one.finish_reason for one in told] == [None] * (len(told) - 1) + [output.finish_reason]
+    assert told[-1].stop_reason == output.stop_reason
+    assert told[-1].cumulative_logprob == output.cumulative_logprob
+
+
+def test_text_comes_as_soon_as_it_is_certain() -> None:
+    tokens = _encode(EMOJI)
+    _, told = _streamed(tokens, [1] * len(tokens))
+    assert len([one for one in told if one.text]) > len(EMOJI) / 4
+    for one in told:
+        assert "\N{REPLACEMENT CHARACTER}" not in one.text
+
+
+def test_only_what_a_stop_string_may_begin_with_is_held_back() -> None:
+    tokens = _encode("one two three")
+    sequence = _sequence(stream=True, stop=["three days"])
+    for token in tokens:
+        sequence.commit([token])
+        news = sequence.news()
+        assert news is not None
+    assert sequence.output().text == "one two three"
+    assert news.text != "three"
+    sequence.commit(_encode(" weeks"))
+    rest = sequence.news()
+    assert rest is not None
+    assert rest.text.startswith("three w")

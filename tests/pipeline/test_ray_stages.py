@@ -275,6 +275,18 @@ def test_a_frozen_shard_is_replaced(
     require_gone([before["stage-1"]])
 
 
+def test_a_ping_finds_a_shard_that_froze_while_idle(engine: Engine, expected: Any) -> None:
+    prompts, tokens = expected
+    before = process_ids(engine)
+    engine.ping().result(PATIENCE_S)
+    assert process_ids(engine) == before
+    os.kill(before["stage-1"], signal.SIGSTOP)
+    engine.ping().result(PATIENCE_S)
+    assert process_ids(engine)["stage-1"] != before["stage-1"]
+    require_gone([before["stage-1"]])
+    assert tokens_of(complete(engine, prompts, LONG)) == tokens
+
+
 @pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGSTOP])
 def test_without_coordinator_generation_goes_on(engine: Engine, expected: Any, death: signal.Signals) -> None:
     prompts, tokens = expected

@@ -15,12 +15,29 @@ from rayspec.decode.head import Opening
 from rayspec.decode.rounds import Result, Work
 from rayspec.decode.stages import LocalStages, StageLostError
 from rayspec.pipeline.replicas import Replicas, merged_stats
-from rayspec.types import EmptyPromptError, EngineStats, PlanRecord, Request, RequestError, RequestOutput, no_draft
+from rayspec.pipeline.retelling import Retelling
+from rayspec.types import (
+    CompletionOutput,
+    EmptyPromptError,
+    EngineStats,
+    PlanRecord,
+    Request,
+    RequestError,
+    RequestOutput,
+    no_draft,
+)
 from tests.demo_model import demo_parts, demo_prompts
-from tests.engines import GREEDY, RandomPlans, complete, engine_with, requests_for, tokens_of
+from tests.engines import GREEDY, Pieces, RandomPlans, complete, engine_with, requests_for, streaming, tokens_of
 from tests.families import cases, checkpoint, parts_of
 
 LENGTHS = (12, 40, 3, 25, 33, 8)
+
+
+class Letters:
+    """A tokenizer that gives every token a letter."""
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return "".join(chr(ord("a") + token % 26) for token in token_ids)
 
 
 class FailingStages(LocalStages):
@@ -134,6 +151,56 @@ def test_what_a_lost_replica_had_begins_anew_on_another(make: Make, num_starts: 
     replicas.add(requests_for(known().prompts)[1])
     assert next(iter(replicas._placed.values())).replica == 1
     assert tokens_of(finish(replicas).values()) == [known().expected[1]]
+
+
+@pytest.mark.parametrize("num_starts", [1, 4, 9, 30])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_stream_that_begins_anew_repeats_nothing(make: Make, num_starts: int, temperature: float) -> None:
+    """With no seed given, too: the text goes on as it began."""
+    params = SamplingParams(temperature=temperature, max_tokens=24, n=2, logprobs=0)
+    replicas, pieces = make(engine(num_starts, tokenizer=Letters()), engine(tokenizer=Letters())), Pieces()
+    for request in streaming(requests_for(known().prompts, params)):
+        replicas.add(request)
+    deadline = time.monotonic() + 60
+    while replicas.has_unfinished:
+        pieces.take(replicas.step())
+        assert time.monotonic() < deadline
+    assert replicas._lost == {0}
+    for name, expected in enumerate(known().expected):
+        for index in range(2):
+            tokens = pieces.tokens(str(name), index)
+            assert len(tokens) == 24
+            assert pieces.text(str(name), index) == Letters().decode(tokens)
+            assert temperature > 0 or tokens == expected
+
+
+def test_what_was_told_is_not_told_again_in_whatever_pieces_it_comes() -> None:
+    def piece(text: str, finished: bool = False) -> RequestOutput:
+        one = CompletionOutput(
+            index=0, text=text, token_ids=list(text.encode()), finish_reason="stop" if finished else None
+        )
+        return RequestOutput(request_id="r", prompt=None, prompt_token_ids=(), outputs=[one], finished=finished)
+
+    first = Retelling()
+    told = [first.new_part(piece("abc")), first.new_part(piece("de"))]
+    second = first.again()
+    told += [second.new_part(piece("a")), second.new_part(piece("bc")), second.new_part(piece("def"))]
+    third = second.again()
+    told += [third.new_part(piece("abcdefg")), third.last_part(piece("hi", finished=True))]
+    texts = [output.outputs[0].text if output else None for output in told]
+    assert texts == ["abc", "de", None, None, "f", "g", "hi"]
+    assert third.again().last_part(piece("abcdefghi", finished=True)).outputs[0].finish_reason == "stop"
+
+
+def test_a_ping_reaches_every_replica_that_is_left(make: Make) -> None:
+    replicas = make(engine(0), engine())
+    replicas.ping().result(10)
+    assert tokens_of(completed(replicas, known().prompts)) == known().expected
+    replicas.ping().result(10)
+    lost = make(engine(0), engine(0))
+    completed(lost, known().prompts)
+    with pytest.raises(StageLostError, match="all replicas are lost"):
+        lost.ping().result(10)
 
 
 @pytest.mark.parametrize("num_starts", [(0, 0), (3, 30), (30, 3)])
