@@ -101,9 +101,13 @@ def finish(replicas: Replicas) -> dict[str, RequestOutput]:
 
 def completed(replicas: Replicas, prompts: Sequence[Sequence[int]]) -> list[RequestOutput]:
     requests = requests_for(prompts)
+    refused: dict[str, RequestOutput] = {}
     for request in requests:
-        replicas.add(request)
-    outputs = finish(replicas)
+        try:
+            replicas.add(request)
+        except StageLostError as error:  # so soon
+            refused[request.request_id] = RequestOutput.refused(request, error)
+    outputs = finish(replicas) | refused
     return [outputs[request.request_id] for request in requests]
 
 
