@@ -14,7 +14,20 @@ from typing_extensions import Self
 from rayspec.types import ConfigError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-Strategy = Literal["knapspec", "static", "ar"]
+Strategy = Literal[
+    "auto",
+    "knapspec",
+    "lookup",
+    "static",
+    "ar",
+    "swift",
+    "self-sd",
+    "knn-ssd",
+    "layerskip",
+    "clasp",
+    "del",
+    "asd",
+]
 Verification = Literal["coupled", "rejection"]
 DataPlane = Literal["auto", "frames", "collective"]
 Placement = Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"]
@@ -121,21 +134,150 @@ class KnapsackOptions(Options):
     max_skipped_share: float = Field(0.75, gt=0.0, lt=1.0, description="of the model's time")
 
 
+class SwiftOptions(Options):
+    """SWIFT: sets of sublayers tried on recent tokens while it runs. Defaults are the paper's, which drafts up to 25
+    tokens: `max_draft_tokens`."""
+
+    context_window: int = Field(32, ge=1, le=256, description="recently committed tokens a set is tried on")
+    skip_ratio: float = Field(0.45, gt=0.0, lt=1.0, description="of the sublayers between first and last layer")
+    threshold: float = Field(0.8, ge=0.0, le=1.0, description="top-1 probability below which a draft ends")
+    max_score: float = Field(0.95, ge=0.0, le=1.0, description="share of agreeing tokens above which the search ends")
+    max_tries_without_gain: int = Field(300, ge=1, description="sets tried in vain after which the search ends")
+    max_tries: int = Field(1000, ge=1, description="sets tried after which the search ends")
+    suggest_every: int = Field(25, ge=1, description="each so-many-th set is suggested by a Gaussian process")
+    seed: int = Field(1, ge=0, description="of the random sets")
+
+
+class SelfSDOptions(Options):
+    """Self-SD (Draft & Verify): a saved plan, and a confidence threshold that follows the acceptance. Defaults are
+    those of the published runs on text."""
+
+    threshold: float = Field(0.6, ge=0.0, le=1.0, description="top-1 probability below which a draft ends, at first")
+    adaptive: bool = Field(True, description="whether the threshold follows the acceptance")
+    target: float = Field(0.9, ge=0.0, le=1.0, description="share of draft tokens that should be accepted")
+
+
+class KnnSSDOptions(Options):
+    """KNN-SSD: of the saved plans the one whose domain is nearest to what is being generated."""
+
+    threshold: float = Field(0.8, ge=0.0, le=1.0, description="top-1 probability below which a draft ends")
+    num_tokens: int = Field(8, ge=1, le=256, description="newest tokens by which a domain is recognised")
+    interval_tokens: int = Field(64, ge=1, description="tokens of one sequence until it is looked at again")
+    reject_distance: float | None = Field(
+        None, ge=0.0, le=2.0, description="cosine distance beyond which no domain is near; None: as saved with each"
+    )
+
+
+class LayerSkipOptions(Options):
+    """LayerSkip: drafts of a fixed length that leave the model at a fixed layer."""
+
+    exit_layer: int | None = Field(None, ge=1, description="layers that the draft runs; None: a quarter of them")
+    num_draft_tokens: int = Field(6, ge=1, le=127, description="tokens of every draft")
+
+
+class TuningOptions(Options):
+    """How plans are tuned on calibration prompts. Defaults of numbers are Self-SD's, which tunes on 8 prompts."""
+
+    num_tries: int = Field(1000, ge=1, description="plans that are tried on the prompts")
+    max_seconds: float = Field(3600.0, gt=0.0, description="after which no other plan is tried")
+    max_tokens: int = Field(32, ge=1, description="tokens generated from each prompt")
+    threshold: float = Field(0.6, ge=0.0, le=1.0, description="top-1 probability below which a draft ends, at first")
+    seed: int = Field(1, ge=0, description="of the random plans")
+    plans_by: Literal["trials", "knapspec"] = Field(
+        "trials", description="plans of domains: by trials as above, or the best that KnapSpec finds in one run"
+    )
+    num_anchors: int = Field(10, ge=1, description="typical samples that stand for a domain")
+
+
+class CLaSpOptions(Options):
+    """CLaSp: whole layers that the newest token could best do without. Defaults are the paper's."""
+
+    num_skipped_layers: int | None = Field(None, ge=1, description="None: half of them, of the paper's 40 to 60 %")
+    interval: int = Field(128, ge=1, description="tokens of one sequence between two searches")
+    exit_threshold: float = Field(0.7, ge=0.0, le=1.0, description="top-1 probability below which a draft ends")
+
+
+class DynamicExitOptions(Options):
+    """DEL: the layer a draft leaves at and its length, from how drafts of recent tokens would have done at every layer.
+    Memory is the paper's."""
+
+    memory: float = Field(0.95, ge=0.0, lt=1.0, description="weight of what was known before, at each look")
+    interval: int = Field(1, ge=1, description="tokens of one sequence between two looks; 1: every round, as published")
+    num_tap_tokens: int = Field(8, ge=1, le=256, description="newest tokens of the first look; then one a sequence")
+    cost: Literal["latency", "layers"] = Field("latency", description="of drafts: measured, or layers as published")
+
+
+class ASDOptions(Options):
+    """ASD: no attention sublayers that change the hidden states little. The cosine threshold and interval are ours."""
+
+    threshold: float = Field(
+        0.95, ge=-1.0, le=1.0, description="cosine of before and after, above which one is skipped"
+    )
+    num_tap_tokens: int = Field(8, ge=1, le=256, description="newest tokens whose states are compared")
+    interval: int = Field(64, ge=1, description="tokens of one sequence between two looks")
+    exit_threshold: float = Field(
+        0.6, ge=0.0, le=1.0, description="top-1 probability below which a draft ends, at first"
+    )
+    target: float = Field(0.9, ge=0.0, le=1.0, description="share of draft tokens that should be accepted")
+
+
 class SpeculationOptions(Options):
     """How, and whether, drafts are made.
 
-    strategy: "knapspec" (plans chosen while running), "static" (the sublayers in `skip`, always), "ar" (none).
+    strategy: "knapspec" (plans chosen while running), "lookup" (drafts found in the sequence's own text), "auto" (of
+    these two, what promises more in each round), "static" (the sublayers in `skip`, always), "ar" (none).
     verification: "coupled" (text depends on the seed only) or "rejection" (higher acceptance when sampling).
     """
 
     strategy: Strategy = "knapspec"
     verification: Verification = "coupled"
     max_draft_tokens: int = Field(16, ge=1, le=127)
+    lookup_ngram: int = Field(3, ge=1, description="tokens that must match where a draft is looked up")
     skip: tuple[int, ...] = Field((), description="static only: sublayers the draft leaves out")
     confidence_stop: bool = Field(True, description="end a draft when its next token is not worth its time")
     gate: bool = Field(True, description="turn drafting off where it is measured not to pay")
     optimise_share: float = Field(0.02, ge=0.0, le=1.0, description="of elapsed time, for plan search")
     knapsack: KnapsackOptions = KnapsackOptions()
+    warm_start: str | None = Field(
+        None, description="file of saved plans: what self-sd and knn-ssd draft by, and knapspec and auto begin with"
+    )
+    clasp: CLaSpOptions = CLaSpOptions()
+    dynamic_exit: DynamicExitOptions = DynamicExitOptions()
+    asd: ASDOptions = ASDOptions()
+    swift: SwiftOptions = SwiftOptions()
+    self_sd: SelfSDOptions = SelfSDOptions()
+    knn_ssd: KnnSSDOptions = KnnSSDOptions()
+    layerskip: LayerSkipOptions = LayerSkipOptions()
+
+    @model_validator(mode="after")
+    def _saved_plans_where_they_work(self) -> Self:
+        needed, useful = {"self-sd", "knn-ssd"}, {"self-sd", "knn-ssd", "knapspec", "auto"}
+        if self.warm_start is None and self.strategy in needed:
+            raise ValueError(f"strategy {self.strategy!r} needs option 'warm_start': name a file of saved plans")
+        if self.warm_start is not None and self.strategy not in useful:
+            raise ValueError(f"option 'warm_start' does not work with strategy {self.strategy!r}: remove one")
+        return self
+
+    @model_validator(mode="after")
+    def _early_exit_fits(self) -> Self:
+        if self.strategy == "layerskip" and self.layerskip.num_draft_tokens > self.max_draft_tokens:
+            raise ValueError(
+                f"option 'num_draft_tokens' of layerskip is {self.layerskip.num_draft_tokens}, max_draft_tokens is "
+                f"{self.max_draft_tokens}: raise that"
+            )
+        return self
+
+    @property
+    def num_tap_tokens(self) -> int:
+        """Tokens whose states are kept, so that the strategy can ask about them."""
+        by_strategy = {
+            "clasp": 1,
+            "del": self.dynamic_exit.num_tap_tokens,
+            "asd": self.asd.num_tap_tokens,
+            "swift": self.swift.context_window,
+            "knn-ssd": self.knn_ssd.num_tokens,
+        }
+        return by_strategy.get(self.strategy, self.knapsack.num_tap_tokens)
 
     @model_validator(mode="after")
     def _skip_needs_static(self) -> Self:

@@ -77,21 +77,25 @@ class Plan:
     """How the target drafts for itself.
 
     keep: one flag per sublayer, in order (attention and MLP of layer 0, of layer 1, ...); True = the draft runs it.
-    num_draft_tokens: the most tokens drafted before a verify; 0 = no draft at all (plain decoding).
+    num_draft_tokens: the most tokens drafted before a verify; 0 = the model drafts nothing.
+    num_lookup_tokens: the most tokens taken from the sequence's own text, where its newest tokens stood there before;
+    the model drafts only for the other sequences. 0 = nothing is looked up. Neither: plain decoding.
     source: who made the plan and why, for reports.
     """
 
     keep: tuple[bool, ...]
     num_draft_tokens: int
     source: str
+    num_lookup_tokens: int = 0
 
     def __post_init__(self) -> None:
-        if self.num_draft_tokens < 0:
-            raise ValueError(f"num_draft_tokens is {self.num_draft_tokens}; it must be 0 (no draft) or more")
+        for name in ("num_draft_tokens", "num_lookup_tokens"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 (none) or more")
 
     @property
     def drafts(self) -> bool:
-        return self.num_draft_tokens > 0
+        return self.num_draft_tokens > 0 or self.num_lookup_tokens > 0
 
     @property
     def prefix(self) -> int:

@@ -12,7 +12,7 @@ import torch
 from rayspec.config import EngineConfig, SamplingParams
 from rayspec.decode.drafting.skip_draft import KeepDrafting
 from rayspec.decode.engine import Engine, Vocabulary
-from rayspec.decode.plan_search import Knapsack
+from rayspec.decode.questions import Knapsack
 from rayspec.decode.rounds import RoundResult
 from rayspec.decode.runner import Runner
 from rayspec.decode.scheduler import Scheduler
@@ -37,7 +37,9 @@ def random_plan(rng: random.Random, num_sublayers: int, max_draft_tokens: int) -
         "mlp": set(range(1, num_sublayers, 2)),
     }.get(kind, set(rng.sample(range(num_sublayers), number)))
     keep = tuple(index not in skip for index in range(num_sublayers))
-    return Plan(keep=keep, num_draft_tokens=rng.randint(0, max_draft_tokens), source=kind)
+    num_lookup_tokens = rng.randint(1, max_draft_tokens) if rng.random() < 0.4 and max_draft_tokens else 0
+    num_draft_tokens = rng.randint(0, max_draft_tokens)
+    return Plan(keep=keep, num_draft_tokens=num_draft_tokens, source=kind, num_lookup_tokens=num_lookup_tokens)
 
 
 class RandomPlans:
@@ -108,7 +110,7 @@ def engine_with(
         Runner(parts, arena, device=device, bucket_rows=bucket_rows),
         vocab_size=vocab_size,
         verification=verification,  # type: ignore[arg-type]
-        num_tap_tokens=config.speculation.knapsack.num_tap_tokens,
+        num_tap_tokens=config.speculation.num_tap_tokens,
     )
     return Engine(
         config,

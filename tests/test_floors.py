@@ -44,6 +44,7 @@ FLOORS = (
     Floor(name="rayspec.pipeline", below=DECODE | {"rayspec.pipeline"}),
     Floor(name="rayspec.service", below=EVERYTHING),
     Floor(name="rayspec.data", below=frozenset({"rayspec.service"})),
+    Floor(name="rayspec.serve", below=frozenset({"rayspec.service"})),
     Floor(name="jobs", below=EVERYTHING | {"jobs"}),
     Floor(name="rayspec", below=BASEMENT | {"rayspec.llm", "rayspec"}, only=frozenset({"typing_extensions"})),
 )

@@ -8,14 +8,15 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 
 from transformers import PreTrainedTokenizerBase
 
 from rayspec.config import EngineConfig
+from rayspec.decode.drafting.lookup import NOTHING, Proposal
 from rayspec.decode.drafting.skip_draft import Turn
 from rayspec.decode.head import Committed, Opening
-from rayspec.decode.plan_search import Found, Knapsack
+from rayspec.decode.questions import Answer, Question
 from rayspec.decode.rounds import Piece, Prefill, PrefillResult, Result, Round, RoundResult
 from rayspec.decode.scheduler import Chunk, Scheduler, Step, held
 from rayspec.decode.selection.base import Selector, Situation
@@ -31,6 +32,7 @@ from rayspec.types import (
     InvalidTokenError,
     NonFiniteLogitsError,
     OutOfMemoryError,
+    Plan,
     PromptTooLongError,
     RayspecError,
     Request,
@@ -106,13 +108,20 @@ class Engine:
         self._flights: list[_Flight] = []
         self._work_ids = itertools.count(1)
         self._sequence_ids = itertools.count(1)
-        self._taps = TapLog(config.speculation.knapsack.num_tap_tokens)
-        self._searching: Future[Found] | None = None
+        self._taps = TapLog(config.speculation.num_tap_tokens)
+        self._searching: Future[Answer] | None = None
+        self._searched_s = 0.0  # that no round was charged with yet
 
     @property
     def stages(self) -> Stages:
         """Where the model runs."""
         return self._stages
+
+    def replace_selector(self, selector: Selector) -> Selector:
+        """Who chooses plans from now on; returns who did. Only while nothing is unfinished."""
+        assert not self.has_unfinished, "plans are chosen for what is under way"
+        previous, self._selector = self._selector, selector
+        return previous
 
     @property
     def has_unfinished(self) -> bool:
@@ -235,9 +244,10 @@ class Engine:
         started = self._clock()
         situation = self._situation(sequences)
         plan = self._selector.plan(situation)
+        proposals = situation.proposals() if plan.num_lookup_tokens else [NOTHING] * len(sequences)
         work = Round(
             id=next(self._work_ids),
-            turns=[self._turn(sequence, plan.num_draft_tokens) for sequence in sequences],
+            turns=[self._turn(*each, plan) for each in zip(sequences, proposals, strict=True)],
             plan=plan,
             keep_drafting=self._selector.keep_drafting(situation),
             num_taps=self._taps.capacity if self._selector.wants_taps else 0,
@@ -303,18 +313,25 @@ class Engine:
         record = self._selector.improve(situation, self._search)
         if record is not None:
             self.stats.plans = [*self.stats.plans[-_MAX_PLAN_RECORDS + 1 :], record]
-            self.stats.optimise_s += max(record.optimise_s, self._clock() - started)
+        if record is not None or self._searched_s:
+            self.stats.optimise_s += max(self._searched_s, self._clock() - started)
+            self._searched_s = 0.0
         self.stats.gate_reason = self._selector.gate_reason
 
-    def _search(self, knapsack: Knapsack) -> Future[Found] | None:
+    def _search(self, question: Question) -> Future[Answer] | None:
         """Over the tokens tapped last, of sequences that may not move until it is done."""
         tokens = self._taps.tokens
-        if len(tokens) < knapsack.num_tokens:
+        if len(tokens) < question.num_tokens:
             return None
         starts = {s.sequence_id: held(s).start for s in self._scheduler.running}
-        chosen = tokens[-knapsack.num_tokens :]
-        self._searching = self._stages.search(chosen, [starts[token.sequence_id] for token in chosen], knapsack)
+        chosen = tokens[-question.num_tokens :]
+        self._searching = self._stages.search(chosen, [starts[token.sequence_id] for token in chosen], question)
+        self._searching.add_done_callback(self._count_search)
         return self._searching
+
+    def _count_search(self, search: Future[Answer]) -> None:
+        if not search.cancelled() and search.exception() is None:
+            self._searched_s += search.result().seconds
 
     def _cancel_search(self) -> None:
         if self._searching is not None:
@@ -348,14 +365,15 @@ class Engine:
             self._scheduler.remove(sequence)
             sequence.metrics.finished_s = self._clock()
 
-    def _turn(self, sequence: SequenceState, num_draft_tokens: int) -> Turn:
+    def _turn(self, sequence: SequenceState, proposal: Proposal, plan: Plan) -> Turn:
         return Turn(
             sequence_id=sequence.sequence_id,
             start=held(sequence).start,
             length=sequence.num_tokens,
             last_token=sequence.token_ids[-1],
-            max_draft_tokens=min(num_draft_tokens, sequence.num_remaining - 1),
+            max_draft_tokens=min(plan.num_draft_tokens, sequence.num_remaining - 1),
             end_tokens=() if sequence.params.ignore_eos else self._vocabulary.eos_token_ids,
+            looked_up=proposal.token_ids[: plan.num_lookup_tokens],
         )
 
     def _situation(self, sequences: Sequence[SequenceState]) -> Situation:
@@ -365,7 +383,12 @@ class Engine:
             batch=len(sequences),
             elapsed_s=self.stats.total_s,
             num_outstanding_tokens=outstanding,
+            proposals=cache(partial(self._proposals, sequences)),
         )
+
+    def _proposals(self, sequences: Sequence[SequenceState]) -> list[Proposal]:
+        options = self.config.speculation
+        return [sequence.proposal(options.lookup_ngram, options.max_draft_tokens) for sequence in sequences]
 
     def _commit(self, sequence: SequenceState, committed: Committed) -> int:
         """Make the target's tokens the sequence's; returns how many counted."""

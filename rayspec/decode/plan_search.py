@@ -1,4 +1,4 @@
-"""The knapsack's states on the device: hidden states of recently committed tokens under every partial plan."""
+"""Questions' states on the device: hidden states of recently committed tokens under every partial plan."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
+from rayspec.decode.questions import Agreement
 from rayspec.decode.runner import Runner
 from rayspec.model.attention import pack_branches
 from rayspec.model.sublayers import run
+
+# Rows whose logits are there at the same time.
+_HEAD_ROWS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,37 +29,8 @@ class TappedToken:
     position: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Knapsack:
-    """What is to be searched: `knapsack.solve`'s arguments, over `num_tokens` tapped tokens."""
-
-    num_tokens: int
-    weights: Sequence[int]
-    max_weight: int
-    min_similarity: float
-    max_states: int
-
-
-@dataclass(frozen=True, slots=True)
-class FoundDraft:
-    """A draft the search has found: its similarity to the target, and on how many tapped tokens they agree."""
-
-    keep: tuple[bool, ...]
-    similarity: float
-    num_agreed: int
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """The result of a search over `num_tokens` tokens, and the seconds it took."""
-
-    drafts: Sequence[FoundDraft]
-    num_tokens: int
-    seconds: float
-
-
 class PlanSearch:
-    """`planning.knapsack.Expansion` over tapped tokens, for the sublayers of one span. A batch of S states is a tensor
+    """`questions.TappedStates` for the sublayers of one span. A batch of S states is a tensor
     [T, S, hidden_size]: what each of the T tokens' hidden state has become. Attention sees the sequence's true context
     and the branch's own key, so a state is what a draft of one token would compute (KnapSpec, section 4).
 
@@ -103,10 +78,37 @@ class PlanSearch:
         return torch.cat(list(batches), 1)[:, torch.from_numpy(np.asarray(index)).to(self._runner.device)]
 
     @torch.inference_mode()
-    def agreement(self, states: Any) -> NDArray[np.int64]:
-        """In how many of the T tokens the draft's most likely next token is the target's, [S]."""
+    def agreement(self, states: Any) -> Agreement:
+        """[S]. Only where the head is."""
         assert self._next_tokens is not None
         num_tokens, num_states, size = states.shape
-        logits = self._runner.head(states.reshape(1, num_tokens * num_states, size))
-        drafted = logits.argmax(-1).view(num_tokens, num_states)
-        return (drafted == self._next_tokens[:, None]).sum(0).cpu().numpy()
+        drafted, sure = self._drafted(states.reshape(num_tokens * num_states, size))
+        agrees = drafted.view(num_tokens, num_states) == self._next_tokens[:, None]
+        sure = sure.view(num_tokens, num_states)
+        sums = torch.stack([agrees.double(), sure * agrees, sure * ~agrees]).sum(1).cpu().numpy()
+        return Agreement(num_tokens, sums[0].astype(np.int64), sums[1], sums[2])
+
+    @torch.inference_mode()
+    def steadiness(self) -> list[float]:
+        """Of the span's sublayers."""
+        states = self._targets[:, :, 0].float()
+        cosines: list[float] = cosine_similarity(states[:-1], states[1:], dim=-1).mean(1).tolist()
+        return cosines
+
+    @torch.inference_mode()
+    def feature(self) -> list[float]:
+        """Of the last span."""
+        norm = self._runner.parts.final_norm
+        assert norm is not None
+        vector: list[float] = norm(self._targets[-1, :, 0]).float().mean(0).tolist()
+        return vector
+
+    def _drafted(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """[N, hidden_size] -> the most likely tokens, int64 [N], and their probabilities, float64 [N]."""
+        tokens, sure = [], []
+        for at in range(0, len(rows), _HEAD_ROWS):
+            logits = self._runner.head(rows[None, at : at + _HEAD_ROWS]).float()
+            best, token = logits.max(-1)
+            tokens.append(token)
+            sure.append((best - logits.logsumexp(-1)).exp().double())
+        return torch.cat(tokens), torch.cat(sure)

@@ -101,7 +101,7 @@ def opening_pass(work: Work) -> Pass:
     if isinstance(work, Prefill):
         return _prefill_pass(work)
     active = drafting_turns(work.turns)
-    drafts = [Draft() for _ in work.turns]
+    drafts = [Draft(list(turn.looked_up)) for turn in work.turns]
     if active:
         return draft_pass(work.id, work.turns, drafts, active, work.plan, work.hold_at)
     return _verify_pass(work, drafts, [])
@@ -136,9 +136,9 @@ def _round(work: Round, head: Head) -> Generator[Pass, Tensor, RoundResult]:
     verify = _verify_pass(work, drafted.drafts, drafted.owners)
     logits = head.logits((yield verify))
     finite = finite_rows(logits).tolist()
-    if drafted.num_steps and not all(finite):
+    if any(one.token_ids for one in drafted.drafts) and not all(finite):
         # A drafted token may have done it, and its row spoils the others of its sequence: verify without drafts.
-        turns = [replace(turn, max_draft_tokens=0) for turn in work.turns]
+        turns = [replace(turn, max_draft_tokens=0, looked_up=()) for turn in work.turns]
         return (yield from _round(replace(work, turns=turns, num_taps=0), head))
     head.note_taps(verify.taps, logits)
     rows, start = [], 0
@@ -167,29 +167,37 @@ def _prefill_pass(work: Prefill) -> Pass:
 
 
 def _verify_pass(work: Round, drafts: Sequence[Draft], owners: Sequence[int]) -> Pass:
-    """All sublayers over every turn's newest token and drafts, held rows joined in where there are some."""
+    """All sublayers over every turn's newest token and drafts. Of rows that were held, the i-th one of a turn is its
+    i-th row here; they are joined in where the others have come as far."""
     pairs = list(zip(work.turns, drafts, strict=True))
-    rows = [RowSpan(turn.start, turn.length - 1, 1 + len(one.token_ids)) for turn, one in pairs]
+    tokens = [[turn.last_token, *one.token_ids] for turn, one in pairs]
+    rows = [RowSpan(turn.start, turn.length - 1, len(each)) for turn, each in zip(work.turns, tokens, strict=True)]
     if owners and work.hold_at:
+        num_held = [owners.count(index) for index in range(len(pairs))]
+        left = [each[held:] for each, held in zip(tokens, num_held, strict=True)]
         return Pass(
             round_id=work.id,
-            token_ids=[one.token_ids[-1] if one.token_ids else turn.last_token for turn, one in pairs],
-            rows=[RowSpan(turn.start, turn.length - 1 + len(one.token_ids), 1) for turn, one in pairs],
-            join=Join(at=work.hold_at, order=_joined_order(owners, len(pairs)), rows=rows),
+            token_ids=[token for each in left for token in each],
+            rows=[
+                RowSpan(span.start, span.first + held, len(each))
+                for span, held, each in zip(rows, num_held, left, strict=True)
+            ],
+            join=Join(at=work.hold_at, order=_joined_order(owners, [len(each) for each in left]), rows=rows),
         )
     taps, at = [], 0
     for token, span in zip(work.taps, rows, strict=False):
         taps.append((at, token))
         at += span.num_rows
-    tokens = [token for turn, one in pairs for token in (turn.last_token, *one.token_ids)]
-    return Pass(round_id=work.id, token_ids=tokens, rows=rows, taps=taps)
+    return Pass(round_id=work.id, token_ids=[token for each in tokens for token in each], rows=rows, taps=taps)
 
 
-def _joined_order(owners: Sequence[int], num_turns: int) -> list[int]:
-    """Held rows and then each turn's last row, put turn by turn."""
-    rows_of: list[list[int]] = [[] for _ in range(num_turns)]
+def _joined_order(owners: Sequence[int], num_left: Sequence[int]) -> list[int]:
+    """Held rows, and the rows that are left of each turn, put turn by turn."""
+    rows_of: list[list[int]] = [[] for _ in num_left]
     for row, owner in enumerate(owners):
         rows_of[owner].append(row)
-    for index in range(num_turns):
-        rows_of[index].append(len(owners) + index)
+    first = len(owners)
+    for rows, count in zip(rows_of, num_left, strict=True):
+        rows.extend(range(first, first + count))
+        first += count
     return [row for rows in rows_of for row in rows]

@@ -10,18 +10,33 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rayspec.model.architecture import Decomposition
-from rayspec.model.attention import PackedRows, pack
+from rayspec.model.attention import PackedRows, Path, pack
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.sublayers import Tap, run
 
 
 @dataclass(frozen=True, slots=True)
 class RowSpan:
-    """`num_rows` rows that extend the sequence at arena slot `start` from position `first`."""
+    """`num_rows` rows that extend the sequence at arena slot `start`, of which `first` slots are filled. Row r goes to
+    the next slot but r.
+
+    parents: empty where each row follows the one before it; else of each row the row it follows, an earlier one. A
+    negative one is a token of what is filled: -1 the last, -2 the one before, ... A row's position is one more than
+    its parent's, and it sees what it follows, directly or not.
+    """
 
     start: int
     first: int
     num_rows: int
+    parents: Sequence[int] = ()
+
+    def paths(self) -> list[Path]:
+        """What each row sees. Empty for a chain."""
+        paths: list[Path] = []
+        for row, parent in enumerate(self.parents):
+            before = paths[parent] if parent >= 0 else Path(self.first + parent + 1, ())
+            paths.append(Path(before.shared, (*before.own, self.first + row)))
+        return paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +73,22 @@ class Runner:
 
     def batch(self, spans: Sequence[RowSpan], *, fixed_shape: bool = True) -> Batch:
         """Pack rows for `embed`, `run` and `head`. `fixed_shape=False`: a prefill chunk, whose shape is its own."""
-        cut = [(span.start, span.first, span.num_rows) for span in spans]
         size = self.bucket_rows if fixed_shape else None
+        cut = [(span.start, span.first, span.num_rows) for span in spans]
+        paths = [span.paths() for span in spans] if any(span.parents for span in spans) else []
         if size is None:
-            packs = [pack(self.arena, cut, device=self.device)]
+            packs = [pack(self.arena, cut, device=self.device, paths=paths)]
         else:
             single = [(start, first + row, 1) for start, first, num_rows in cut for row in range(num_rows)]
+            each = _single_paths(cut, paths)
             packs = [
-                pack(self.arena, single[at : at + size], pad_to=size, device=self.device)
+                pack(
+                    self.arena,
+                    single[at : at + size],
+                    pad_to=size,
+                    device=self.device,
+                    paths=each[at : at + size],
+                )
                 for at in range(0, len(single), size)
             ]
         for rows in packs:
@@ -103,6 +126,14 @@ class Runner:
         size = self.bucket_rows or num_rows
         pieces = [self.parts.head(_pad_rows(hidden[:, at : at + size], size)) for at in range(0, num_rows, size)]
         return _joined(pieces, 0)[:num_rows]
+
+
+def _single_paths(spans: Sequence[tuple[int, int, int]], paths: Sequence[Sequence[Path]]) -> list[Sequence[Path]]:
+    """Of each row by itself; none where it sees all slots up to its own, as a row of a chain does."""
+    each: list[Sequence[Path]] = []
+    for (_, _, num_rows), tree in zip(spans, paths, strict=False):
+        each.extend([() if path.is_straight else (path,) for path in tree] if tree else [()] * num_rows)
+    return each
 
 
 def _pad_rows(hidden: Tensor, size: int) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedTokenizerBase
 
 from rayspec.config import SamplingParams
+from rayspec.decode.drafting.lookup import NOTHING, LookupIndex, Proposal
 from rayspec.model.kv_arena import Span
 from rayspec.types import CompletionOutput, FinishReason, Logprob, RayspecError, RequestMetrics
 
@@ -100,6 +101,7 @@ class SequenceState:
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     num_told: int = 0  # output tokens of a streaming request that were handed out
     told_end: bool = False
+    lookup: LookupIndex | None = None  # made when something is looked up
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
     @property
@@ -145,6 +147,14 @@ class SequenceState:
             self.finish_reason, self.stop_reason = "stop", stop_string
         elif self.num_remaining <= 0:
             self.finish_reason = "length"
+
+    def proposal(self, ngram: int, num_tokens: int) -> Proposal:
+        """What may come next by the sequence's own text, no more than it may still have but one."""
+        if self.lookup is None:
+            self.lookup = LookupIndex(ngram)
+        self.lookup.extend_to(self.token_ids)
+        num_tokens = min(num_tokens, self.num_remaining - 1)
+        return self.lookup.propose(num_tokens) if num_tokens > 0 else NOTHING
 
     def fail(self, error: RayspecError) -> None:
         self.finish_reason, self.error = "error", error

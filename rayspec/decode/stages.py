@@ -12,11 +12,11 @@ import torch
 from rayspec.config import Verification
 from rayspec.decode.head import Head, Opening
 from rayspec.decode.passes import SpanRunner, TapsGoneError
-from rayspec.decode.plan_search import Found, FoundDraft, Knapsack, PlanSearch, TappedToken
+from rayspec.decode.plan_search import PlanSearch, TappedToken
+from rayspec.decode.questions import Answer, Question, answer
 from rayspec.decode.rounds import Result, Work, script
 from rayspec.decode.runner import Runner
 from rayspec.decode.scheduler import Move
-from rayspec.planning.knapsack import Expansion, Solution, solve
 from rayspec.types import OutOfMemoryError, RayspecError
 
 T = TypeVar("T")
@@ -65,8 +65,8 @@ class Stages(Protocol):
     def check(self) -> None:
         """Returns when all that the model runs on has answered. Only while nothing is in flight."""
 
-    def search(self, tokens: Sequence[TappedToken], starts: Sequence[int], knapsack: Knapsack) -> Future[Found]:
-        """Solve the knapsack over tapped tokens of sequences at those arena starts, which must stay there."""
+    def search(self, tokens: Sequence[TappedToken], starts: Sequence[int], question: Question) -> Future[Answer]:
+        """Ask tapped tokens of sequences at those arena starts, which must stay there."""
 
     def shutdown(self) -> None: ...
 
@@ -89,22 +89,6 @@ def out_of_memory(error: RuntimeError) -> OutOfMemoryError:
         raise error
     reason = str(error).splitlines()[0]
     return OutOfMemoryError(f"{reason}: lower max_num_batched_tokens, max_num_seqs or kv_cache_tokens")
-
-
-def solve_knapsack(expansion: Expansion, knapsack: Knapsack) -> Solution:
-    return solve(
-        knapsack.weights,
-        expansion,
-        max_weight=knapsack.max_weight,
-        min_similarity=knapsack.min_similarity,
-        max_states=knapsack.max_states,
-    )
-
-
-def found(solution: Solution, agreed: Sequence[int], knapsack: Knapsack, seconds: float) -> Found:
-    """agreed: on how many tapped tokens each terminal state agrees with the target."""
-    drafts = [FoundDraft(one.keep, one.similarity, int(agreed[one.index])) for one in solution.candidates]
-    return Found(drafts, knapsack.num_tokens, seconds)
 
 
 class LocalStages:
@@ -145,8 +129,13 @@ class LocalStages:
     def check(self) -> None:
         """There is nobody to ask."""
 
-    def search(self, tokens: Sequence[TappedToken], starts: Sequence[int], knapsack: Knapsack) -> Future[Found]:
-        return done(lambda: self._search(self.plan_search(tokens, starts), knapsack))
+    def search(self, tokens: Sequence[TappedToken], starts: Sequence[int], question: Question) -> Future[Answer]:
+        started = time.perf_counter()
+        return done(
+            lambda: answer(
+                question, self.plan_search(tokens, starts), num_sublayers=self.num_sublayers, started=started
+            )
+        )
 
     def plan_search(self, tokens: Sequence[TappedToken], starts: Sequence[int]) -> PlanSearch:
         """Raises TapsGoneError."""
@@ -165,9 +154,3 @@ class LocalStages:
         except StopIteration as end:
             result: Result = end.value
             return result
-
-    def _search(self, search: PlanSearch, knapsack: Knapsack) -> Found:
-        started = time.perf_counter()
-        solution = solve_knapsack(search, knapsack)
-        agreed = search.agreement(solution.states).tolist()
-        return found(solution, agreed, knapsack, time.perf_counter() - started)

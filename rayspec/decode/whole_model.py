@@ -12,7 +12,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from rayspec.decode.drafting.skip_draft import Draft
 from rayspec.decode.head import Committed, Opening
-from rayspec.decode.plan_search import Found, Knapsack, TappedToken
+from rayspec.decode.plan_search import TappedToken
+from rayspec.decode.questions import Answer, Question
 from rayspec.decode.rounds import Prefill, PrefillResult, Result, Round, RoundResult, Work
 from rayspec.decode.sampling import Rows, TokenSampler, finite_rows, target_tokens, top_logprobs
 from rayspec.decode.scheduler import Move
@@ -54,7 +55,7 @@ class WholeModelStages:
     def check(self) -> None:
         """There is nobody to ask."""
 
-    def search(self, tokens: Sequence[TappedToken], starts: Sequence[int], knapsack: Knapsack) -> Future[Found]:
+    def search(self, tokens: Sequence[TappedToken], starts: Sequence[int], question: Question) -> Future[Answer]:
         raise NotImplementedError("a model that does not split into sublayers has no plans")
 
     def shutdown(self) -> None:

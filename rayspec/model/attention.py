@@ -1,13 +1,14 @@
 """Packed ragged attention over the arena, registered with transformers' attention interface as "rayspec".
 
 Rows of many sequences lie side by side; each sequence's rows attend to its own span. No padding, no mask in decode.
+Rows may form a tree, whose branches are alternatives: a row sees its ancestors and not its cousins.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,19 +22,39 @@ IMPLEMENTATION = "rayspec"
 _MAX_FOLDED_ROWS = 32
 
 
+class Path(NamedTuple):
+    """What a row of a tree sees of its sequence, in order of position: the `shared` first slots of the span, then the
+    slots `own` (counted from the start of the span), of which the last is the row's."""
+
+    shared: int
+    own: tuple[int, ...]
+
+    @property
+    def position(self) -> int:
+        return self.shared + len(self.own) - 1
+
+    @property
+    def is_straight(self) -> bool:
+        """It sees all slots up to its own."""
+        return self.own[-1] == self.position
+
+
 @dataclass(frozen=True, slots=True)
 class RowGroup:
     """Consecutive rows `first` .. `first + num_rows` that belong to one sequence.
 
-    The sequence's position 0 is arena slot `start`; positions 0 .. `context` - 1 are there already. In a writing batch
-    the rows are positions `context`, `context` + 1, ... and see one another causally. Otherwise they are alternatives
-    for the one position `context` (branches of the plan search): each sees the context and itself.
+    The sequence's position 0 is arena slot `start`; `context` slots are filled already. In a writing batch the rows go
+    to the slots behind them. Without `paths` they are positions `context`, `context` + 1, ... and see one another
+    causally; with, row by row, each is where its path ends and sees what lies on it. In a batch that does not write
+    they are alternatives for the one position `context` (branches of the plan search): each sees the context and
+    itself.
     """
 
     first: int
     num_rows: int
     start: int
     context: int
+    paths: Sequence[Path] = ()
 
 
 @dataclass(slots=True)
@@ -49,10 +70,19 @@ class PackedRows:
     groups: Sequence[RowGroup]
     rope: dict[str, Any] = field(default_factory=dict)
     masks: dict[tuple[int, int | None, int], Tensor] = field(default_factory=dict)
+    views: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
 
 
-def pack(arena: KVArena, spans: Sequence[tuple[int, int, int]], *, device: torch.device, pad_to: int = 0) -> PackedRows:
-    """Rows that extend sequences. spans: (arena start, first position, number of rows) of each.
+def pack(
+    arena: KVArena,
+    spans: Sequence[tuple[int, int, int]],
+    *,
+    device: torch.device,
+    pad_to: int = 0,
+    paths: Sequence[Sequence[Path]] = (),
+) -> PackedRows:
+    """Rows that extend sequences. spans: (arena start, filled slots, number of rows) of each. paths: of each span's
+    rows, where they are a tree, else none; left out where there is no tree.
 
     Rows up to `pad_to` are added that attend to nothing and write to the arena's spare slots.
     """
@@ -60,9 +90,9 @@ def pack(arena: KVArena, spans: Sequence[tuple[int, int, int]], *, device: torch
     positions: list[int] = []
     slots: list[int] = []
     first = 0
-    for start, context, num_rows in spans:
-        groups.append(RowGroup(first, num_rows, start, context))
-        positions.extend(range(context, context + num_rows))
+    for (start, context, num_rows), tree in zip(spans, paths or [()] * len(spans), strict=True):
+        groups.append(RowGroup(first, num_rows, start, context, tree))
+        positions.extend([path.position for path in tree] if tree else range(context, context + num_rows))
         slots.extend(range(start + context, start + context + num_rows))
         first += num_rows
     num_padding = max(0, pad_to - first)
@@ -104,13 +134,17 @@ def packed_attention(
     output = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
     for group in packed.groups:
         rows = slice(group.first, group.first + group.num_rows)
-        past = max(0, group.context + 1 - sliding_window) if sliding_window else 0
+        lowest = min((path.position for path in group.paths), default=group.context)
+        past = max(0, lowest + 1 - sliding_window) if sliding_window else 0
         if packed.slots is None:
             context = slice(group.start + past, group.start + group.context)
             mixed = _branches(
                 query[0, :, rows], key[0, :, rows], value[0, :, rows], keys[:, context], values[:, context],
                 scaling, softcap,
             )  # fmt: skip
+        elif group.paths and group.num_rows == 1:
+            view = _view(packed, group, sliding_window)
+            mixed = _causal(query[0, :, rows], keys[:, view], values[:, view], None, scaling, softcap)
         else:
             seen = slice(group.start + past, group.start + group.context + group.num_rows)
             mask = _mask(packed, group, sliding_window, past, query.dtype) if group.num_rows > 1 else None
@@ -127,12 +161,44 @@ def _mask(packed: PackedRows, group: RowGroup, sliding_window: int | None, past:
         device = packed.positions.device
         rows = torch.arange(group.context, group.context + group.num_rows, device=device)[:, None]
         columns = torch.arange(past, group.context + group.num_rows, device=device)
-        seen = columns <= rows
-        if sliding_window:
-            seen &= columns > rows - sliding_window
+        if group.paths:
+            seen = _seen_in_tree(group.paths, columns, sliding_window)
+        else:
+            seen = columns <= rows
+            if sliding_window:
+                seen &= columns > rows - sliding_window
         mask = torch.zeros(seen.shape, dtype=dtype, device=device)
         packed.masks[name] = mask.masked_fill_(~seen, float("-inf"))
     return packed.masks[name]
+
+
+def _seen_in_tree(paths: Sequence[Path], columns: Tensor, sliding_window: int | None) -> Tensor:
+    """Which slots of the span, `columns`, each row sees: bool [num_rows, len(columns)]. Windows count positions, which
+    are the slots' numbers only in the shared part of a path."""
+    device, past = columns.device, int(columns[0])
+    lowest = [path.position + 1 - sliding_window if sliding_window else 0 for path in paths]
+    bounds = torch.tensor([[path.shared for path in paths], lowest], device=device)[:, :, None]
+    seen = (columns < bounds[0]) & (columns >= bounds[1])
+    own = [
+        (row, slot - past)
+        for row, path in enumerate(paths)
+        for slot in path.own[max(0, lowest[row] - path.shared) :]
+    ]
+    where = torch.tensor(own, device=device).T
+    seen[where[0], where[1]] = True
+    return seen
+
+
+def _view(packed: PackedRows, group: RowGroup, sliding_window: int | None) -> Tensor:
+    """The slots that a single row of a tree sees, in order of position: int64. Its attention is then that of a single
+    row anywhere, to the bit. Layers with the same window share it."""
+    name = (group.first, sliding_window)
+    if name not in packed.views:
+        (path,) = group.paths
+        lowest = max(0, path.position + 1 - sliding_window) if sliding_window else 0
+        seen = [*range(lowest, path.shared), *path.own[max(0, lowest - path.shared) :]]
+        packed.views[name] = torch.tensor(seen, device=packed.positions.device) + group.start
+    return packed.views[name]
 
 
 def _causal(

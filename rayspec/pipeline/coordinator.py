@@ -1,4 +1,4 @@
-"""The coordinator of a replica: measures the cluster, and runs the knapsack on states that stay with the shards.
+"""The coordinator of a replica: measures the cluster, and answers questions about states that stay with the shards.
 
 Hidden states never come here. The coordinator says what to run, skip and keep; shards expand the states with their own
 weights, pass them on to the next shard at the end of their span, and report scores.
@@ -20,10 +20,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rayspec.decode.stages import found, solve_knapsack
+from rayspec.decode import questions
 from rayspec.pipeline.messages import (
     Agreement,
     Broken,
+    Drop,
     Expand,
     Gather,
     Lap,
@@ -40,8 +41,11 @@ from rayspec.pipeline.messages import (
     Ship,
     Similarity,
     Sought,
+    TargetFeature,
+    TargetSteadiness,
     TimedHops,
     TimeHops,
+    tell,
 )
 from rayspec.pipeline.post import COORDINATOR, ENGINE, Letter, NewEpoch, Post, Stopped
 from rayspec.pipeline.stage_worker import stage_name
@@ -77,7 +81,7 @@ class Coordinator:
     def __init__(self, spec: CoordinatorSpec) -> None:
         self._spec = spec
         self._address: Future[str] = Future()
-        self._num_plans = 0
+        self._num_answers = 0
 
     def process_id(self) -> int:
         return os.getpid()
@@ -122,16 +126,15 @@ class Coordinator:
         search = RemoteSearch(post, message, self._spec.spans)
         try:
             search.begin()
-            solution = solve_knapsack(search, message.knapsack)
-            agreed = search.agreement(solution.states)
+            num_sublayers = self._spec.spans[-1][1]
+            answer = questions.answer(message.question.value, search, num_sublayers=num_sublayers, started=started)
             search.end()
         except SearchFailedError as error:
             return Searched(
-                epoch=post.epoch, search_id=message.search_id, version=self._num_plans, found=None, reason=str(error)
+                epoch=post.epoch, search_id=message.search_id, version=self._num_answers, answer=None, reason=str(error)
             )
-        self._num_plans += 1
-        result = found(solution, agreed, message.knapsack, time.perf_counter() - started)
-        return Searched(epoch=post.epoch, search_id=message.search_id, version=self._num_plans, found=result)
+        self._num_answers += 1
+        return Searched(epoch=post.epoch, search_id=message.search_id, version=self._num_answers, answer=tell(answer))
 
     def _profile(self, post: Post) -> Profiled:
         """One stage after the other, so that shards on the same machine do not disturb one another."""
@@ -188,11 +191,11 @@ class _Pending:
     """What a stage has not been told yet."""
 
     operations: list[Operation] = field(default_factory=list)
-    drop: list[int] = field(default_factory=list)
 
 
 class RemoteSearch:
-    """`planning.knapsack.Expansion` whose states are with the shards. One message and one answer a sublayer."""
+    """`questions.TappedStates` that are with the shards. A shard hears what it is to do when its answer, or states that
+    it has, are needed elsewhere: a knapsack is one message and one answer a sublayer, a trial a few a stage."""
 
     def __init__(self, post: Post, message: Search, spans: Sequence[tuple[int, int]]) -> None:
         self._post = post
@@ -243,12 +246,23 @@ class RemoteSearch:
         self._pending[stage].operations.append(Similarity(sublayer, here.number))
         return np.asarray(self._flush(stage))
 
-    def agreement(self, states: Any) -> list[int]:
-        """On how many tokens each state agrees with the target."""
+    def agreement(self, states: Any) -> questions.Agreement:
         stage = len(self._spans) - 1
         here = self._brought(states, stage)
         self._pending[stage].operations.append(Agreement(here.number))
-        return [int(value) for value in self._flush(stage)]
+        num_agreed, confidence, doubt = np.asarray(self._flush(stage)).reshape(3, here.num_states)
+        return questions.Agreement(len(self._message.tokens), num_agreed.astype(np.int64), confidence, doubt)
+
+    def steadiness(self) -> list[float]:
+        cosines: list[float] = []
+        for stage, pending in enumerate(self._pending):
+            pending.operations.append(TargetSteadiness())
+            cosines.extend(self._flush(stage))
+        return cosines
+
+    def feature(self) -> Sequence[float]:
+        self._pending[-1].operations.append(TargetFeature())
+        return self._flush(len(self._spans) - 1)
 
     def _brought(self, batch: RemoteBatch, stage: int) -> RemoteBatch:
         """The batch at that stage: shipped there, from shard to shard, unless it is there."""
@@ -265,7 +279,6 @@ class RemoteSearch:
             epoch=self._post.epoch,
             search_id=self._message.search_id,
             operations=pending.operations,
-            drop=pending.drop,
         )
         self._post.send(stage_name(stage), expand)
         return self._answer().values
@@ -293,4 +306,4 @@ class RemoteSearch:
 def _drop(pending: list[_Pending], number: int) -> None:
     """Every stage forgets the number; those that never had the batch do not mind."""
     for each in pending:
-        each.drop.append(number)
+        each.operations.append(Drop(number))

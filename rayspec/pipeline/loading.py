@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.decode.engine import Engine, Vocabulary
-from rayspec.decode.loading import make_scheduler, make_selector, resolve_max_model_len
+from rayspec.decode.loading import make_scheduler, make_selector, needs_latency, resolve_max_model_len
 from rayspec.model.sizes import Quantization, model_sizes
 from rayspec.model.weights import eos_token_ids, load_config, load_tokenizer, num_layers, vocab_size
 from rayspec.pipeline.ray_stages import RayStages
@@ -117,7 +117,7 @@ def _started(blueprint: Blueprint) -> tuple[RayStages, LatencyModel | None]:
     options = blueprint.options
     can_be_cut_anew = options.layers is None and options.stages > 1
     stages = _start(blueprint)
-    if not can_be_cut_anew and blueprint.config.speculation.strategy != "knapspec":
+    if not can_be_cut_anew and not needs_latency(blueprint.config):
         return stages, None
     try:
         latency = stages.measure()

@@ -7,21 +7,42 @@ one is dropped on arrival.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 
 from rayspec.config import SamplingParams
-from rayspec.decode.drafting.skip_draft import Turn
+from rayspec.decode.drafting.skip_draft import KeepDrafting, Turn
 from rayspec.decode.head import Opening
 from rayspec.decode.passes import Pass
-from rayspec.decode.plan_search import Found, Knapsack, TappedToken
+from rayspec.decode.plan_search import TappedToken
+from rayspec.decode.questions import (
+    Answer,
+    Feature,
+    Features,
+    Found,
+    Knapsack,
+    LayerKnapsack,
+    Question,
+    Steadiness,
+    Steady,
+    Trial,
+)
 from rayspec.decode.rounds import Piece, Prefill, PrefillResult, Round, RoundResult, Work
 from rayspec.decode.scheduler import Move
 from rayspec.pipeline.transport import TransportError
 from rayspec.planning.acceptance import DraftWhileWorth
 from rayspec.planning.latency import Measurement
+from rayspec.planning.stopping import DraftWhileSure
 from rayspec.types import Plan
+
+T = TypeVar("T")
+
+
+class _One(msgspec.Struct, Generic[T], frozen=True, tag=True, forbid_unknown_fields=True):
+    """One of several types that are told apart on the wire by the name of the subclass."""
+
+    value: T
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -78,10 +99,31 @@ class WireOpening(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class WhileWorth(_One[DraftWhileWorth], frozen=True):
+    pass
+
+
+class WhileSure(_One[DraftWhileSure], frozen=True):
+    pass
+
+
+Rule: TypeAlias = WhileWorth | WhileSure
+
+
+def _rule(keep_drafting: KeepDrafting) -> Rule:
+    """As it travels. Raises TypeError for one that cannot."""
+    match keep_drafting:
+        case DraftWhileWorth():
+            return WhileWorth(keep_drafting)
+        case DraftWhileSure():
+            return WhileSure(keep_drafting)
+    raise TypeError(f"{keep_drafting!r} cannot be sent to the stage that drafts: use DraftWhileWorth or DraftWhileSure")
+
+
 class WireRound(msgspec.Struct, frozen=True, kw_only=True):
     turns: Sequence[Turn]
     plan: Plan
-    keep_drafting: DraftWhileWorth | None
+    keep_drafting: Rule | None
     num_taps: int
 
 
@@ -102,9 +144,12 @@ class Begin(Message, frozen=True, kw_only=True):
         if isinstance(work, Prefill):
             return cls(epoch=epoch, work_id=work.id, pieces=work.pieces, openings=wire, closings=closings)
         rule = work.keep_drafting
-        if rule is not None and not isinstance(rule, DraftWhileWorth):
-            raise TypeError(f"{rule!r} cannot be sent to the stage that drafts: use DraftWhileWorth")
-        sent = WireRound(turns=work.turns, plan=work.plan, keep_drafting=rule, num_taps=work.num_taps)
+        sent = WireRound(
+            turns=work.turns,
+            plan=work.plan,
+            keep_drafting=None if rule is None else _rule(rule),
+            num_taps=work.num_taps,
+        )
         return cls(epoch=epoch, work_id=work.id, round=sent, openings=wire, closings=closings)
 
     @property
@@ -115,7 +160,7 @@ class Begin(Message, frozen=True, kw_only=True):
             id=self.work_id,
             turns=self.round.turns,
             plan=self.round.plan,
-            keep_drafting=self.round.keep_drafting,
+            keep_drafting=None if self.round.keep_drafting is None else self.round.keep_drafting.value,
             num_taps=self.round.num_taps,
         )
 
@@ -226,21 +271,85 @@ class TimedHops(Message, frozen=True, kw_only=True):
     hops_s: Sequence[Sequence[float]]
 
 
+class AskKnapsack(_One[Knapsack], frozen=True):
+    pass
+
+
+class AskLayerKnapsack(_One[LayerKnapsack], frozen=True):
+    pass
+
+
+class AskTrial(_One[Trial], frozen=True):
+    pass
+
+
+class AskSteadiness(_One[Steadiness], frozen=True):
+    pass
+
+
+class AskFeature(_One[Feature], frozen=True):
+    pass
+
+
+Asked: TypeAlias = AskKnapsack | AskLayerKnapsack | AskTrial | AskSteadiness | AskFeature
+
+
+def ask(question: Question) -> Asked:
+    """As it travels."""
+    match question:
+        case Knapsack():
+            return AskKnapsack(question)
+        case LayerKnapsack():
+            return AskLayerKnapsack(question)
+        case Trial():
+            return AskTrial(question)
+        case Steadiness():
+            return AskSteadiness(question)
+        case Feature():
+            return AskFeature(question)
+
+
+class AnswerFound(_One[Found], frozen=True):
+    pass
+
+
+class AnswerSteady(_One[Steady], frozen=True):
+    pass
+
+
+class AnswerFeatures(_One[Features], frozen=True):
+    pass
+
+
+Answered: TypeAlias = AnswerFound | AnswerSteady | AnswerFeatures
+
+
+def tell(answer: Answer) -> Answered:
+    """As it travels."""
+    match answer:
+        case Found():
+            return AnswerFound(answer)
+        case Steady():
+            return AnswerSteady(answer)
+        case Features():
+            return AnswerFeatures(answer)
+
+
 class Search(Message, frozen=True, kw_only=True):
-    """Engine to the coordinator: solve the knapsack over tapped tokens."""
+    """Engine to the coordinator: ask tapped tokens."""
 
     search_id: int
     tokens: Sequence[TappedToken]
     starts: Sequence[int]
-    knapsack: Knapsack
+    question: Asked
 
 
 class Searched(Message, frozen=True, kw_only=True):
-    """version: number of the coordinator's plans so far, this one included."""
+    """version: number of the coordinator's answers so far, this one included."""
 
     search_id: int
     version: int
-    found: Found | None
+    answer: Answered | None
     reason: str = ""
 
 
@@ -271,6 +380,22 @@ class Similarity(msgspec.Struct, frozen=True, tag="similarity"):
 
 
 class Agreement(msgspec.Struct, frozen=True, tag="agreement"):
+    """Gives `questions.Agreement`, its arrays one after the other."""
+
+    source: int
+
+
+class TargetSteadiness(msgspec.Struct, frozen=True, tag="steadiness"):
+    pass
+
+
+class TargetFeature(msgspec.Struct, frozen=True, tag="feature"):
+    pass
+
+
+class Drop(msgspec.Struct, frozen=True, tag="drop"):
+    """Nobody needs the batch any more; a stage that does not have it does not mind."""
+
     source: int
 
 
@@ -281,15 +406,14 @@ class Ship(msgspec.Struct, frozen=True, tag="ship"):
     peer: str
 
 
-Operation: TypeAlias = RunSublayer | Gather | Similarity | Agreement | Ship
+Operation: TypeAlias = RunSublayer | Gather | Similarity | Agreement | TargetSteadiness | TargetFeature | Ship | Drop
 
 
 class Expand(Message, frozen=True, kw_only=True):
-    """Coordinator to a shard: do these, then drop those batches. Answered by Sought, unless it ends with Ship."""
+    """Coordinator to a shard: do these. Answered by Sought, unless it ends with Ship."""
 
     search_id: int
     operations: Sequence[Operation]
-    drop: Sequence[int] = ()
 
 
 class Shipped(Message, frozen=True, kw_only=True):

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from rayspec.decode.head import Opening
-from rayspec.decode.plan_search import Found, Knapsack, TappedToken
+from rayspec.decode.plan_search import TappedToken
+from rayspec.decode.questions import Answer, Question
 from rayspec.decode.rounds import Prefill, Result, Work
 from rayspec.decode.scheduler import Move
 from rayspec.decode.stages import StageLostError, StagesReplacedError
@@ -38,6 +39,7 @@ from rayspec.pipeline.messages import (
     TimeHops,
     Usage,
     Used,
+    ask,
     decode,
     encode,
 )
@@ -76,7 +78,7 @@ class StageUse:
 
 @dataclass(frozen=True, slots=True)
 class _Searching:
-    future: Future[Found]
+    future: Future[Answer]
     deadline: float
 
 
@@ -146,14 +148,15 @@ class RayStages:
         """Every stage has moved its keys and values when this returns."""
         self._ask(Moves(epoch=self._epoch, moves=moves), Moved, _MOVE_TIMEOUT_S)
 
-    def search(self, tokens: Sequence[TappedToken], starts: Sequence[int], knapsack: Knapsack) -> Future[Found]:
-        future: Future[Found] = Future()
+    def search(self, tokens: Sequence[TappedToken], starts: Sequence[int], question: Question) -> Future[Answer]:
+        future: Future[Answer] = Future()
         if self.replica.coordinator is None:
             future.set_exception(RayspecError("the coordinator is being replaced"))
             return future
         search_id = next(self._search_ids)
         self._searches[search_id] = _Searching(future, time.monotonic() + _SEARCH_TIMEOUT_S)
-        search = Search(epoch=self._epoch, search_id=search_id, tokens=tokens, starts=starts, knapsack=knapsack)
+        asked = ask(question)
+        search = Search(epoch=self._epoch, search_id=search_id, tokens=tokens, starts=starts, question=asked)
         self._send(COORDINATOR, search)
         return future
 
@@ -236,10 +239,10 @@ class RayStages:
         searching = self._searches.pop(message.search_id, None)
         if searching is None or not searching.future.set_running_or_notify_cancel():
             return
-        if message.found is None:
+        if message.answer is None:
             searching.future.set_exception(RayspecError(message.reason))
         else:
-            searching.future.set_result(message.found)
+            searching.future.set_result(message.answer.value)
 
     def _ask(self, message: Message, answer: type[Message], timeout_s: float) -> dict[str, AnyMessage]:
         """Every stage's answer, by name. What else comes in is handled meanwhile."""

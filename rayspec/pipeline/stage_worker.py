@@ -19,6 +19,7 @@ from rayspec.pipeline.messages import (
     Agreement,
     Begin,
     Done,
+    Drop,
     Expand,
     Failed,
     Forward,
@@ -36,6 +37,8 @@ from rayspec.pipeline.messages import (
     Shipped,
     Similarity,
     Sought,
+    TargetFeature,
+    TargetSteadiness,
 )
 from rayspec.pipeline.post import COORDINATOR, ENGINE
 
@@ -212,9 +215,7 @@ class StageWorker:
                 onward = Shipped(epoch=message.epoch, search_id=message.search_id, batch=operation.source)
                 yield Outgoing(operation.peer, onward, [seeking.batches[operation.source]])
             else:
-                values = _apply(operation, seeking)
-        for batch in message.drop:
-            seeking.batches.pop(batch, None)
+                values = _apply(operation, seeking) or values
         if not shipped:
             answer = Sought(epoch=message.epoch, search_id=message.search_id, values=values)
             yield Outgoing(COORDINATOR, answer)
@@ -231,7 +232,14 @@ def _apply(operation: Operation, seeking: _Seeking) -> list[float]:
         case Similarity():
             return search.similarity(operation.sublayer, batches[operation.source]).tolist()  # type: ignore[no-any-return]
         case Agreement():
-            return search.agreement(batches[operation.source]).tolist()  # type: ignore[no-any-return]
+            agreement = search.agreement(batches[operation.source])
+            return [*agreement.num_agreed.tolist(), *agreement.confidence.tolist(), *agreement.doubt.tolist()]
+        case TargetSteadiness():
+            return search.steadiness()
+        case TargetFeature():
+            return search.feature()
+        case Drop():
+            batches.pop(operation.source, None)
     return []
 
 

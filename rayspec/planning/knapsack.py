@@ -156,6 +156,25 @@ def solve(
     return Solution(candidates=candidates, states=states, num_rows_run=num_rows_run)
 
 
+def follow(keeps: Sequence[Sequence[bool]], expansion: Expansion) -> Any:
+    """The terminal states of given drafts, a row for each, in their order. Drafts with the same past are one state:
+    what they have in common is run once. Raises ValueError when there are none, or of different lengths."""
+    if len(keeps) == 0 or len({len(keep) for keep in keeps}) != 1:
+        raise ValueError(f"{len(keeps)} drafts cannot be followed: give one or more, each with a flag a sublayer")
+    flags = np.asarray(keeps, bool)
+    states, num_states = expansion.start(), 1
+    row_of = np.zeros(len(flags), np.int64)  # by draft
+    for sublayer, kept in enumerate(flags.T):
+        if not kept.any():
+            continue
+        running = np.unique(row_of[kept])
+        ran = expansion.run(sublayer, _take(expansion, (states,), running, num_states))
+        branches = np.where(kept, np.searchsorted(running, row_of), len(running) + row_of)
+        index, row_of = np.unique(branches, return_inverse=True)
+        states, num_states = _take(expansion, (ran, states), index, len(running)), len(index)
+    return _take(expansion, (states,), row_of, num_states)
+
+
 def count_rows(
     weights: Sequence[int],
     *,

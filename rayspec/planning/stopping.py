@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,6 +49,18 @@ def expected_draft(acceptance: ArrayLike, max_length: int, rule: StopRule) -> Ex
         lost = (1 - rule.detects) * (lost + sound * (1 - accepted))
         sound = (1 - rule.misfires) * sound * accepted
     return ExpectedDraft(np.cumsum(drafted, 0).T, np.cumsum(kept, 0).T)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftWhileSure:
+    """Draft on until a token's probability was below `threshold`: the fixed rule of other self-speculative decoders. It
+    can be sent to wherever drafts are made."""
+
+    threshold: float
+
+    def __call__(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
+        """confidences: of the tokens drafted so far, by sequence. Which sequences draft one more."""
+        return [one[-1] >= self.threshold for one in confidences]
 
 
 class StopRecord:

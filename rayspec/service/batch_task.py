@@ -12,7 +12,7 @@ from rayspec.service.async_engine import AsyncEngine
 from rayspec.service.documents import Document
 from rayspec.service.engine_actor import Handler
 from rayspec.service.locations import Location
-from rayspec.service.openai_batch import BatchLine, BatchResult, answer, read_batch
+from rayspec.service.openai.batch import BatchLine, BatchResult, answer, read_batch
 from rayspec.service.results import ResultRow
 from rayspec.service.settings import Settings
 from rayspec.types import ConfigError

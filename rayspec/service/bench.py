@@ -153,14 +153,24 @@ def engine_config(options: BenchOptions, folder: str, strategy: str) -> EngineCo
 
 def make_prompts(llm: rayspec.LLM, options: BenchOptions) -> list[list[int]]:
     """Token ids of each prompt, at most `options.context` long."""
-    prompts = PromptBuilder(
+    prompts = bench_prompts(llm, options, SamplingParams())
+    documents = bench_documents(prompts, options)
+    return [list(prompts.request(document.id, document).prompt_token_ids or ()) for document in documents]
+
+
+def bench_prompts(llm: rayspec.LLM, options: BenchOptions, params: SamplingParams) -> PromptBuilder:
+    """Cuts documents to `options.context` tokens."""
+    return PromptBuilder(
         llm=llm,
-        params=SamplingParams(),
+        params=params,
         template=summary_prompt(options.engine.model),
         max_prompt_tokens=options.context,
     )
-    documents = _demo_documents(prompts, options) if options.input == "demo" else _file_documents(options)
-    return [list(prompts.request(document.id, document).prompt_token_ids or ()) for document in documents]
+
+
+def bench_documents(prompts: PromptBuilder, options: BenchOptions) -> list[Document]:
+    """So many of the input as the options say. Raises ConfigError, and what is wrong with a document."""
+    return _demo_documents(prompts, options) if options.input == "demo" else _file_documents(options)
 
 
 def _names(options: BenchOptions) -> list[str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterable
+from contextlib import ExitStack
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated
@@ -233,6 +235,96 @@ def bench_pipeline(
 
 
 @app.command()
+@with_settings()
+def bench_data(
+    *,
+    asked: Asked,
+    input_: Annotated[
+        str, typer.Option("--input", help="a file of documents, or 'demo' for the bundled ones")
+    ] = "demo",
+    rows: Annotated[int, typer.Option(min=1, help="documents")] = 64,
+    context: Annotated[int, typer.Option(min=2, help="prompt tokens; documents are cut to it")] = 512,
+    strategies: Annotated[str, typer.Option(help="of the engines; one")] = "ar",
+    max_tokens: Annotated[int, typer.Option(min=2, help="output tokens of a row")] = 64,
+    batch: Annotated[int, typer.Option(min=1, help="sequences decoded at once")] = 8,
+    repeats: Annotated[int, typer.Option(min=1, help="times that each way is measured")] = 3,
+    widen: Annotated[int, typer.Option(min=1, help="make the model so many times as wide, with the same text")] = 1,
+    json: Annotated[Path | None, typer.Option(help="file to write the numbers to")] = None,
+) -> None:
+    """Compare documents through Ray Data, as in a job, with the same documents through an engine in this process.
+
+    Exit code 1 if any text differs.
+    """
+    # They bring torch and ray, which others wait for.
+    from rayspec.service.bench import BenchOptions  # noqa: PLC0415
+    from rayspec.service.bench_data import data_markdown, run_data_bench  # noqa: PLC0415
+
+    with clean_exit():
+        asked.flags["strategy"] = "static" if asked.flags["skip"] else None  # the engines' is `strategies`
+        options = BenchOptions(
+            engine=asked.settings().engine,
+            input=input_,
+            context=context,
+            strategies=tuple(name.strip() for name in strategies.split(",") if name.strip()),
+            max_tokens=max_tokens,
+            num_prompts=rows,
+            batch=batch,
+            repeats=repeats,
+            widen=widen,
+            hf=False,
+        )
+        console = error_console()
+        result = run_data_bench(options, lambda line: console.print(line, highlight=False, soft_wrap=True))
+        output_console().print(data_markdown(result), markup=False, highlight=False, soft_wrap=True)
+        if json is not None:
+            save_bench(result, json)
+    if any(row["identical"] < row["total"] for row in result["results"]):
+        raise typer.Exit(EXIT_FAILED)
+
+
+@app.command()
+def bench_serve(
+    *,
+    url: Annotated[str, typer.Option(help="of the endpoint, without /v1")] = "http://127.0.0.1:8000",
+    model: Annotated[str, typer.Option(help="its name at the endpoint")] = "demo",
+    api_key: Annotated[str | None, typer.Option(envvar="RAYSPEC_API_KEY", help="of the endpoint")] = None,
+    num_requests: Annotated[int, typer.Option(min=1)] = 200,
+    concurrency: Annotated[int, typer.Option(min=1, help="requests under way at once")] = 32,
+    max_tokens: Annotated[int, typer.Option(min=1, help="of a request, at most; they differ")] = 64,
+    cut_share: Annotated[float, typer.Option(min=0, max=1, help="of requests that the client leaves")] = 0.0,
+    seed: Annotated[int, typer.Option(help="of the mixture: chats and completions, streamed and not, ...")] = 0,
+    check: Annotated[
+        str | None, typer.Option(help="load this model here too, in float32, and hold every text against it")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="file to write the numbers to")] = None,
+) -> None:
+    """Measure an endpoint under a mixed load: time to the first text, between pieces, and whole answers.
+
+    Exit code 1 if anything was not answered, or any text differs from `--check`.
+    """
+    # They bring torch, which others wait for.
+    from rayspec.service.bench_serve import (  # noqa: PLC0415
+        ServeBenchOptions,
+        run_serve_bench,
+        serve_bench_table,
+        succeeded,
+    )
+    from rayspec.service.bench_serve_mix import Mix  # noqa: PLC0415
+
+    with clean_exit(), ExitStack() as stack:
+        mix = Mix(model=model, num_requests=num_requests, max_tokens=max_tokens, cut_share=cut_share, seed=seed)
+        options = ServeBenchOptions(url=url, api_key=api_key, mix=mix, concurrency=concurrency)
+        offline = None if check is None else stack.enter_context(rayspec.LLM(check, dtype="float32"))
+        console = error_console()
+        result = run_serve_bench(options, offline, lambda line: console.print(line, highlight=False, soft_wrap=True))
+        output_console().print(serve_bench_table(result), highlight=False)
+        if json is not None:
+            save_bench(result, json)
+    if not succeeded(result):
+        raise typer.Exit(EXIT_FAILED)
+
+
+@app.command()
 def placement(
     *,
     model: Annotated[str, typer.Option(help="folder, config.json, hub id, or 'demo'; no weights are needed")],
@@ -277,6 +369,34 @@ def placement(
         if json is not None:
             save_placement(found, json)
     raise typer.Exit(0 if found.fits else EXIT_FAILED)
+
+
+@app.command()
+@with_settings()
+def serve(
+    *,
+    asked: Asked,
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="[APP.yaml]", help="a file with llm_configs, in place of --model and engine options"),
+    ] = None,
+    host: Annotated[str, typer.Option(help="address to listen at; the default is reached from this machine only")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: one that is free")] = 8000,
+    served_model_name: Annotated[str | None, typer.Option(help="what requests call the model")] = None,
+    api_key: Annotated[
+        list[str] | None, typer.Option(help="opens the endpoint; repeatable; also in RAYSPEC_API_KEYS, with commas")
+    ] = None,
+) -> None:
+    """Answer OpenAI requests over HTTP, with Ray Serve, until SIGTERM or Ctrl-C. Prints the URL when it is ready."""
+    # They bring ray, which others wait for.
+    from rayspec.service.serve.asked import asked_options  # noqa: PLC0415
+    from rayspec.service.serve.run import Address, run_endpoint  # noqa: PLC0415
+
+    with clean_exit():
+        options = asked_options(file, asked, model_id=served_model_name, api_keys=api_key or (), environment=os.environ)
+        run_endpoint(options, Address(host=host, port=port), lambda url: print(url, flush=True))  # noqa: T201
 
 
 @app.command()

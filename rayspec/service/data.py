@@ -13,19 +13,21 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import ray.data
+from ray.exceptions import RayActorError
 
+from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.service.documents import Columns, Document, duplicate_id, expand, read_file
 from rayspec.service.engine_actor import DrainingError
 from rayspec.service.locations import Location
 from rayspec.service.results import ResultRow
 
 _READ_CPUS = 0.5
-_CLIENT_CPUS = 0.1
+_CLIENT_CPUS = 0.0  # it only waits; and on one CPU there must be a whole one for Ray Data's own tasks
 _MAX_READ_TASKS = 64  # a task takes Ray Data 0.2 s, however little it does: small files share one
 _ROWS_PER_TASK = 32
 _ROWS_PER_BLOCK = 4  # a block leaves a client when its last row is done: small blocks keep results coming
 _MIN_ROWS_IN_FLIGHT = 32
-_BY_ENGINE = "by_engine"
+_BY_ENGINE, _UNDER_WAY = "by_engine", "under_way"
 
 
 def read_dataset(inputs: Sequence[str], columns: Columns, *, limit: int | None = None) -> ray.data.Dataset:
@@ -70,43 +72,77 @@ def without_rows(documents: ray.data.Dataset, done: DoneRows, takes: Callable[[s
     return documents.flat_map(_left, fn_kwargs={"done": kept, "takes": takes}, num_cpus=_READ_CPUS)  # type: ignore[arg-type]
 
 
-def complete_dataset(documents: ray.data.Dataset, engine: Any, *, num_wanted: int = 0) -> ray.data.Dataset:
-    """The rows of `documents` completed by an engine's actor, as the fields of ResultRow, in no particular order.
+def complete_dataset(
+    documents: ray.data.Dataset, engine: Any, *, num_wanted: int = 0, one_at_a_time: bool = False
+) -> ray.data.Dataset:
+    """The rows of `documents` completed by an engine's actor, as `arrivals` reads them, in no particular order.
 
-    num_wanted: rows that keep the engine busy.
+    num_wanted: rows that keep the engine busy. one_at_a_time: the engine never has more than one row.
     """
-    blocks_in_flight = -(-max(num_wanted, _MIN_ROWS_IN_FLIGHT) // _ROWS_PER_BLOCK)
-    blocks = documents.repartition(target_num_rows_per_block=_ROWS_PER_BLOCK)
+    rows_per_block = 1 if one_at_a_time else _ROWS_PER_BLOCK
+    num_blocks = 1 if one_at_a_time else -(-max(num_wanted, _MIN_ROWS_IN_FLIGHT) // _ROWS_PER_BLOCK)
     pool = ray.data.ActorPoolStrategy(
-        size=1, max_tasks_in_flight_per_actor=blocks_in_flight, max_concurrent_calls_per_actor=blocks_in_flight
+        size=1, max_tasks_in_flight_per_actor=num_blocks, max_concurrent_calls_per_actor=num_blocks
     )
+    blocks = documents.repartition(target_num_rows_per_block=rows_per_block)
     client: Any = EngineClient  # Ray's annotations do not know of async classes
     return blocks.map(client, fn_constructor_args=[engine], compute=pool, num_cpus=_CLIENT_CPUS)
 
 
-def result_rows(results: ray.data.Dataset) -> Iterator[tuple[ResultRow, bool]]:
-    """Runs the dataset; rows come as their blocks finish. With each, whether it is the engine that it comes from: what
-    could not be read never got there, and an engine that drains took no more."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """A row that has come through a dataset, and what the engine had to do with it.
+
+    by_engine: it is what the engine made of the document: what could not be read never got there, and an engine that
+    drains took no more. under_way: where the engine died instead, the ids of the rows that it had then.
+    """
+
+    row: ResultRow
+    by_engine: bool
+    under_way: frozenset[str] | None = None
+
+
+def arrivals(results: ray.data.Dataset) -> Iterator[Arrival]:
+    """Runs the dataset; rows come as their blocks finish."""
     for row in results.iter_rows():
-        by_engine = row.pop(_BY_ENGINE)
-        yield ResultRow(**row), by_engine
+        by_engine, under_way = row.pop(_BY_ENGINE), row.pop(_UNDER_WAY)
+        ids = frozenset(json.loads(under_way)) if under_way is not None else None
+        yield Arrival(row=ResultRow(**row), by_engine=by_engine, under_way=ids)
 
 
 class EngineClient:
-    """Waits for the engine on behalf of a dataset's rows."""
+    """Waits for the engine on behalf of a dataset's rows. When the engine dies, the rows that it had and all that come
+    later say so, instead of the dataset's failing: rows of the same blocks that are done are not lost."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
+        self._under_way: set[str] = set()
+        self._lost: str | None = None
 
     async def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         if row["error_kind"] is not None:
-            return asdict(_failed(row)) | {_BY_ENGINE: False}
+            return _columns(_failed(row))
+        if self._lost is not None:
+            return self._dead(row, EngineDeadError("the engine has ended"))
         document = Document(id=row["id"], source=row["source"], text=row["text"], messages=_messages(row["messages"]))
+        self._under_way.add(document.id)
         try:
             result: ResultRow = await self._engine.handle.remote(document)
         except DrainingError as error:
-            return asdict(ResultRow.of_error(row["id"], error)) | {_BY_ENGINE: False}
-        return asdict(result) | {_BY_ENGINE: True}
+            return _columns(ResultRow.of_error(row["id"], error))
+        except (RayActorError, EngineDeadError) as error:
+            self._lost = self._lost or json.dumps(sorted(self._under_way))
+            return self._dead(row, EngineDeadError(str(error)))
+        finally:
+            self._under_way.discard(document.id)
+        return _columns(result) | {_BY_ENGINE: True}
+
+    def _dead(self, row: Mapping[str, Any], error: EngineDeadError) -> dict[str, Any]:
+        return _columns(ResultRow.of_error(row["id"], error)) | {"source": row["source"], _UNDER_WAY: self._lost}
+
+
+def _columns(row: ResultRow) -> dict[str, Any]:
+    return asdict(row) | {_BY_ENGINE: False, _UNDER_WAY: None}
 
 
 def _failed(row: Mapping[str, Any]) -> ResultRow:

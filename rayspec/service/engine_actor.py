@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import os
 from collections.abc import Awaitable, Callable
@@ -18,6 +19,7 @@ from rayspec.service.settings import Settings
 from rayspec.types import EngineStats, RayspecError
 
 _MAX_CONCURRENT_ROWS = 4096
+_MIN_CPUS_TO_RESERVE = 3
 
 Handler = Callable[[Any], Awaitable[Any]]
 
@@ -34,7 +36,7 @@ class Recipe(Protocol):
 
 
 class DrainingError(RayspecError):
-    """The engine takes no new rows: the job is about to end."""
+    """The engine takes no new rows: the job is about to end, or the engine could not be loaded."""
 
     kind = "aborted"
 
@@ -45,14 +47,24 @@ class EngineWorker:
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
         self._engine: AsyncEngine | None = None
+        self._is_ready = asyncio.Event()
         self._num_taken = 0
         self._draining = False
 
     async def load(self) -> dict[str, Any]:
-        """Called once, before anything else. Returns all options in force, as a config file has them.
+        """Called once. Returns all options in force, as a config file has them; rows that come earlier wait for it.
 
-        Raises ConfigError, CheckpointError, and with shards PlacementError.
+        Raises ConfigError, CheckpointError, and with shards PlacementError; no rows are taken then.
         """
+        try:
+            return await asyncio.to_thread(self._load)
+        except BaseException:
+            self._draining = True
+            raise
+        finally:
+            self._is_ready.set()
+
+    def _load(self) -> dict[str, Any]:
         config = self._recipe.settings.engine
         if config.parallel is None:
             # Ray sets OMP_NUM_THREADS to the actor's num_cpus, a reservation and not what the engine should use.
@@ -63,8 +75,9 @@ class EngineWorker:
 
     async def handle(self, row: Any) -> Any:
         """What the recipe makes of a row. Raises EngineDeadError, DrainingError."""
+        await self._is_ready.wait()
         if self._draining:
-            raise DrainingError("the job was told to end")
+            raise DrainingError("the engine takes no new rows")
         self._num_taken += 1
         return await self._handle(row)
 
@@ -95,15 +108,21 @@ class EngineWorker:
         return self._engine
 
 
-def start_engine(recipe: Recipe, *, num_cpus: float = 1.0) -> Any:
+def start_engine(recipe: Recipe) -> Any:
     """An actor handle of an EngineWorker. Not restarted when it dies: its callers see the error."""
     options = {
-        "num_cpus": num_cpus,
+        "num_cpus": cpus_to_reserve(ray.cluster_resources().get("CPU", 0)),  # type: ignore[no-untyped-call]
         "num_gpus": 1 if wants_gpu(recipe.settings.engine) else 0,
         "max_concurrency": _MAX_CONCURRENT_ROWS,
         "max_restarts": 0,
     }
     return ray.remote(EngineWorker).options(**options).remote(recipe)
+
+
+def cpus_to_reserve(num_cpus: float) -> float:
+    """For an engine in a cluster of so many CPUs. It uses what it likes, whatever it has reserved; but Ray Data will
+    not start on less than a whole CPU that nobody has, beside those it reads with."""
+    return 1.0 if num_cpus >= _MIN_CPUS_TO_RESERVE else 0.0
 
 
 def call(reference: Any) -> Any:

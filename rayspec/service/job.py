@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import logging
+import operator
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,12 +22,13 @@ from ray.exceptions import RayError
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.pipeline.session import ray_session
 from rayspec.service.data import (
+    Arrival,
     DoneRows,
+    arrivals,
     complete_dataset,
     dataset_of,
     quieten,
     read_dataset,
-    result_rows,
     without_rows,
 )
 from rayspec.service.documents import Columns, Document, DuplicateIdError
@@ -35,6 +39,7 @@ from rayspec.service.progress import showing_progress
 from rayspec.service.report import PLOT_NAME, RunReport
 from rayspec.service.results import FileFormat, ResultRow
 from rayspec.service.run_folder import RunFolder, is_final
+from rayspec.service.suspects import EngineKilledError, Suspects
 from rayspec.service.tally import EXIT_TERMINATED
 from rayspec.service.terminal import error_console
 from rayspec.types import EngineStats
@@ -93,9 +98,9 @@ Export = Callable[[Callable[[], Iterable[ResultRow]], Location], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """name, text_column, file_format: of the output. max_engine_restarts: how often an engine that died is started
-    again within a run. drain_s: how long rows under way may take to end after SIGTERM. export: writes more files in
-    the end, of the names `export_names`.
+    """name, text_column, file_format: of the output. max_engine_restarts: how often an engine that died for no reason
+    that is known is started again within a run; rows that kill it are found out, and fail. drain_s: how long rows under
+    way may take to end after SIGTERM. export: writes more files in the end, of the names `export_names`.
     """
 
     task: JobTask
@@ -133,6 +138,15 @@ class Job:
             return _Run(self, source, folder).finish()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Death:
+    """The end of an engine. under_way: ids of the rows that it had, where they are known. source: of one of them."""
+
+    error: EngineDeadError
+    under_way: frozenset[str] = frozenset()
+    source: str | None = None
+
+
 class _Run:
     """One run of a job's driver."""
 
@@ -140,15 +154,18 @@ class _Run:
         self._job, self._source, self._folder = job, source, folder
         self._report = RunReport(references=source.references)
         self._drain = Drain(job.drain_s)
+        self._suspects = Suspects(job.max_engine_restarts)
         self._engine: Any = None
         self._config: dict[str, Any] = {}
-        self._done = DoneRows()
 
     def finish(self) -> RunReport:
         with self._drain.watching(self._stop_engine):
-            self._catch_up()
-            self._complete()
-            self._conclude()
+            try:
+                self._catch_up()
+                self._complete()
+                self._conclude()
+            finally:
+                self._end_engine()
         return self._report
 
     def _catch_up(self) -> None:
@@ -156,9 +173,9 @@ class _Run:
         for row in self._folder.rows():
             if is_final(row):
                 self._report.add(row, earlier=True)
-        self._done = _done_rows(self._folder)
+        done = _done_rows(self._folder)
         for row in self._source.refused:
-            if row.id not in self._done.sources:
+            if row.id not in done.sources:
                 self._take(row)
         if self._report.tally.num_earlier:
             message = f"going on with a run that has {self._report.tally.num_earlier} rows"
@@ -166,52 +183,92 @@ class _Run:
 
     def _complete(self) -> None:
         """The rows that are not done yet. Raises EngineDeadError if engines die too often; SystemExit at SIGTERM."""
-        for restarts_left in range(self._job.max_engine_restarts, -1, -1):
+        while True:
             death = self._stream()
             if self._drain.requested:
                 raise SystemExit(EXIT_TERMINATED)
-            if death is None:
+            if death is not None:
+                self._end_engine()
+                self._judge(death)
+            elif self._suspects.on_trial:
+                self._suspects.acquit()
+            else:
                 return
-            if restarts_left == 0:
-                raise death
-            logger.warning("%s; it is started again and goes on with the rows that are left", death)
 
-    def _stream(self) -> EngineDeadError | None:
-        """The rows that are not done yet, as far as one engine gets; why it died, if it did."""
-        self._engine = start_engine(self._job.task)
+    def _judge(self, death: _Death) -> None:
+        """Raises the death if there are too many; otherwise another engine can go on."""
+        guilty = self._suspects.died(death.under_way)
+        if guilty is not None:
+            error = EngineKilledError(
+                f"the engine died three times with this row under way, the last time with nothing else: {death.error}"
+            )
+            self._take(replace(ResultRow.of_error(guilty, error), source=death.source))
+        if self._suspects.too_many_deaths:
+            raise death.error
+        logger.warning("%s; it is started again and goes on with the rows that are left", death.error)
+
+    def _stream(self) -> _Death | None:
+        """The rows that are not done yet, or those on trial, as far as one engine gets; how it died, if it did."""
+        loading = None
+        if self._engine is None:
+            self._engine = start_engine(self._job.task)
+            loading = self._engine.load.remote()
         try:
-            self._config = call(self._engine.load.remote())
-            self._folder.location.join(CONFIG_NAME).write(yaml.safe_dump(self._config, sort_keys=False).encode())
-            self._take_rows(self._dataset())
+            return self._take_rows(self._started(self._dataset(), loading))
         except RayError:
-            death = death_of(self._engine)
-            if death is None:
+            error = death_of(self._engine)
+            if error is None:
                 raise
-            self._folder.commit()
-            self._done = _done_rows(self._folder)
-            with contextlib.suppress(RayError):
-                ray.kill(self._engine)
-            return death
-        return None
+            return _Death(error=error)
+
+    def _started(self, results: ray.data.Dataset, loading: Any) -> Iterator[Arrival]:
+        """The dataset's rows. Ray Data starts its workers while the engine is loading; the first row waits for it."""
+        rows = arrivals(results)
+        first = list(itertools.islice(rows, 1))
+        if loading is not None:
+            self._config = call(loading)
+            self._folder.location.join(CONFIG_NAME).write(yaml.safe_dump(self._config, sort_keys=False).encode())
+        yield from itertools.chain(first, rows)
 
     def _dataset(self) -> ray.data.Dataset:
-        left = without_rows(self._source.dataset(), self._done, Share(self._source.sample))
-        wanted = 2 * int(self._config["max_num_seqs"]) * int((self._config["parallel"] or {}).get("replicas", 1))
-        return complete_dataset(left, self._engine, num_wanted=wanted)
+        self._folder.commit()
+        on_trial, engine = self._suspects.on_trial, self._job.task.settings.engine
+        takes = partial(operator.contains, on_trial) if on_trial else Share(self._source.sample)
+        left = without_rows(self._source.dataset(), _done_rows(self._folder), takes)
+        num_replicas = engine.parallel.replicas if engine.parallel is not None else 1
+        wanted = 2 * engine.max_num_seqs * num_replicas
+        return complete_dataset(left, self._engine, num_wanted=wanted, one_at_a_time=bool(on_trial))
 
-    def _take_rows(self, results: ray.data.Dataset) -> None:
-        """Until there are no more; of an engine that drains, until every row that it took is here."""
+    def _take_rows(self, rows: Iterator[Arrival]) -> _Death | None:
+        """Until there are no more; of an engine that drains, until every row that it took is here; of one that died,
+        until every row that it had is."""
         num_from_engine, num_to_come = 0, None
         with showing_progress(self._report.tally, error_console()) as show:
-            for row, by_engine in result_rows(results):
-                num_from_engine += by_engine
-                if not by_engine and row.error_kind == DrainingError.kind:
+            for arrival in rows:
+                if arrival.under_way is not None:
+                    return self._take_finished(arrival, rows)
+                num_from_engine += arrival.by_engine
+                if not arrival.by_engine and arrival.row.error_kind == DrainingError.kind:
                     num_to_come = call(self._engine.num_taken.remote())
                 else:
-                    self._take(row)
+                    self._take(arrival.row)
                     show()
+                if arrival.by_engine and arrival.row.error_kind is None:
+                    self._suspects.succeeded()
                 if num_from_engine == num_to_come:
-                    return
+                    break
+        return None
+
+    def _take_finished(self, lost: Arrival, rows: Iterator[Arrival]) -> _Death:
+        """What shares blocks with rows that an engine had when it died."""
+        assert lost.under_way is not None
+        missing = set(lost.under_way) - {lost.row.id}
+        while missing and (arrival := next(rows, None)) is not None:
+            missing.discard(arrival.row.id)
+            if arrival.under_way is None and is_final(arrival.row):
+                self._take(arrival.row)
+        error = death_of(self._engine) or EngineDeadError(f"the engine cannot be reached: {lost.row.error}")
+        return _Death(error=error, under_way=lost.under_way, source=lost.row.source)
 
     def _take(self, row: ResultRow) -> None:
         self._folder.add(row)
@@ -238,6 +295,13 @@ class _Run:
             for path in Path(scratch).iterdir():
                 self._folder.location.join(path.name).write(path.read_bytes())
         call(self._engine.stop.remote())
+
+    def _end_engine(self) -> None:
+        """At once: the CPUs and GPUs that it holds are wanted, if only by the next job of this process."""
+        if self._engine is not None:
+            engine, self._engine = self._engine, None
+            with contextlib.suppress(RayError):
+                ray.kill(engine)
 
 
 def _done_rows(folder: RunFolder) -> DoneRows:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import ray.data
 from jinja2 import TemplateError
 from pydantic import Field
@@ -18,11 +17,12 @@ from rayspec.config import EngineConfig, Options, ParallelOptions, SamplingParam
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.service.async_engine import AsyncEngine
 from rayspec.service.engine_actor import Handler, call, start_engine
+from rayspec.service.plain_values import plain_values
 from rayspec.service.settings import Settings
 from rayspec.types import RayspecError, RequestError, RequestMetrics, RequestOutput
 
 ERROR_COLUMN = "__inference_error__"
-_CLIENT_CPUS = 0.1
+_CLIENT_CPUS = 0.0  # it only waits; and on one CPU there must be a whole one for Ray Data's own tasks
 
 Row = dict[str, Any]
 RowFunction = Callable[[Row], Row]
@@ -140,7 +140,7 @@ class RowClient:
     async def _complete(self, row: Row) -> Row:
         functions = self._functions
         ready = row | (functions.preprocess(dict(row)) if functions.preprocess else {})
-        done: Row = ready | await self._engine.handle.remote(_plain(ready))
+        done: Row = ready | await self._engine.handle.remote(plain_values(ready))
         if not done[ERROR_COLUMN]:
             return functions.postprocess(done) if functions.postprocess else done
         if not functions.should_continue:
@@ -214,16 +214,3 @@ def _text_of(error: Exception | None) -> str:
         return ""
     kind = error.kind if isinstance(error, RayspecError) else type(error).__name__
     return f"{kind}: {error}"
-
-
-def _plain(value: Any) -> Any:
-    """What Arrow and NumPy have made of lists and numbers, as Python has them."""
-    if isinstance(value, np.ndarray):
-        return [_plain(item) for item in value.tolist()]
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value

@@ -94,10 +94,10 @@ def test_running_everything_is_the_target_itself() -> None:
     for index in range(32):
         states = search.run(index, states)
         assert search.similarity(index, states) == pytest.approx([1.0], abs=1e-5)
-    assert search.agreement(states).tolist() == [search.num_tokens]
+    assert search.agreement(states).num_agreed.tolist() == [search.num_tokens]
     worse = search.gather((states, search.start()), np.array([0, 1]))
     assert search.similarity(31, worse)[1] < 0.9
-    assert search.agreement(worse)[1] < search.num_tokens
+    assert search.agreement(worse).num_agreed[1] < search.num_tokens
 
 
 @pytest.mark.parametrize("num_steps", [4, 12])

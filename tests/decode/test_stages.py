@@ -142,7 +142,7 @@ def test_taps_are_the_targets_states_of_newest_tokens(num_drafted: int) -> None:
         states = search.run(sublayer, states)
         assert search.similarity(sublayer, states) == pytest.approx([1.0], abs=1e-5)
     assert stages.head.next_tokens(tokens).tolist() == [KNOWN.expected[name][1] for name in range(2)]
-    assert search.agreement(states).tolist() == [2]
+    assert search.agreement(states).num_agreed.tolist() == [2]
 
 
 def test_taps_of_long_ago_are_gone() -> None:

@@ -10,11 +10,24 @@ import pytest
 import torch
 
 from rayspec.config import SamplingParams
-from rayspec.decode.plan_search import Found, Knapsack, PlanSearch, TappedToken
+from rayspec.decode.plan_search import PlanSearch, TappedToken
+from rayspec.decode.questions import (
+    Answer,
+    Feature,
+    Features,
+    Found,
+    FoundDraft,
+    Knapsack,
+    LayerKnapsack,
+    Question,
+    Steadiness,
+    Steady,
+    Trial,
+    answer,
+)
 from rayspec.decode.runner import Runner
 from rayspec.decode.scheduler import held
 from rayspec.decode.selection.base import FixedPlan
-from rayspec.decode.stages import found, solve_knapsack
 from rayspec.model.kv_arena import KVArena
 from rayspec.pipeline.messages import Searched, Ship
 from rayspec.pipeline.post import COORDINATOR
@@ -62,7 +75,7 @@ def places(run: LoopEngine, count: int) -> tuple[list[TappedToken], list[int]]:
     return tokens, [starts[token.sequence_id] for token in tokens]
 
 
-def wait_for(run: LoopEngine, *futures: Future[Found]) -> None:
+def wait_for(run: LoopEngine, *futures: Future[Answer]) -> None:
     for _ in range(1000):
         run.engine._stages.wait()
         if all(future.done() for future in futures):
@@ -70,8 +83,16 @@ def wait_for(run: LoopEngine, *futures: Future[Found]) -> None:
     raise AssertionError("a search has no end")
 
 
-def search_here(run: LoopEngine, path: str, tokens: Sequence[TappedToken], starts: Sequence[int]) -> Found:
-    """The same search in one process, on the shards' keys, values and taps."""
+def drafts_of(future: Future[Answer]) -> Sequence[FoundDraft]:
+    found = future.result()
+    assert isinstance(found, Found)
+    return found.drafts
+
+
+def answer_here(
+    run: LoopEngine, path: str, tokens: Sequence[TappedToken], starts: Sequence[int], question: Question
+) -> Answer:
+    """The same question answered in one process, on the shards' keys, values and taps."""
     parts = parts_of(path)
     arena = KVArena(parts.shapes, NUM_SLOTS, dtype=torch.float32, device=CPU)
     shards = [run.replica.parts[stage_name(stage)] for stage in range(run.replica.num_stages)]
@@ -87,8 +108,7 @@ def search_here(run: LoopEngine, path: str, tokens: Sequence[TappedToken], start
         [(start, token.position) for start, token in zip(starts, tokens, strict=True)],
         shards[-1].head.next_tokens(tokens),
     )
-    solution = solve_knapsack(search, knapsack())
-    return found(solution, search.agreement(solution.states).tolist(), knapsack(), 0.0)
+    return answer(question, search, num_sublayers=2 * NUM_LAYERS, started=0.0)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "smollm3"])
@@ -100,8 +120,9 @@ def test_stages_find_what_one_process_finds(family: str, num_stages: int) -> Non
         tokens, starts = places(run, 6)
         future = run.engine._stages.search(tokens, starts, knapsack())
         wait_for(run, future)
-        expected = search_here(run, path, tokens, starts)
-        assert future.result().drafts == expected.drafts
+        expected = answer_here(run, path, tokens, starts, knapsack())
+        assert isinstance(expected, Found)
+        assert drafts_of(future) == expected.drafts
         assert len(expected.drafts) >= 4
         assert len({draft.keep for draft in expected.drafts}) == len(expected.drafts)
         run.engine._stages.wait()
@@ -138,7 +159,7 @@ def test_a_search_that_comes_while_another_is_under_way_has_its_turn() -> None:
         tokens, starts = places(run, 6)
         futures = [run.engine._stages.search(tokens, starts, knapsack()) for _ in range(3)]
         wait_for(run, *futures)
-        assert futures[0].result().drafts == futures[1].result().drafts == futures[2].result().drafts
+        assert drafts_of(futures[0]) == drafts_of(futures[1]) == drafts_of(futures[2])
         versions = [message.version for _, message in run.loop.delivered if isinstance(message, Searched)]
         assert versions == [1, 2, 3]
 
@@ -152,7 +173,7 @@ def test_a_cancelled_search_does_no_harm() -> None:
         first.cancel()
         second = run.engine._stages.search(tokens, starts, knapsack())
         wait_for(run, second)
-        assert second.result().drafts
+        assert drafts_of(second)
         assert first.cancelled()
 
 
@@ -166,7 +187,7 @@ def test_a_search_over_tokens_that_nobody_remembers_fails_and_the_next_does_not(
         wait_for(run, lost, again)
         with pytest.raises(RayspecError, match="has no states of some tapped tokens"):
             lost.result()
-        assert again.result().drafts
+        assert drafts_of(again)
 
 
 def test_a_search_fails_at_once_when_the_coordinator_dies_and_works_with_the_next() -> None:
@@ -184,7 +205,7 @@ def test_a_search_fails_at_once_when_the_coordinator_dies_and_works_with_the_nex
         run.engine._stages.wait()
         again = run.engine._stages.search(tokens, starts, knapsack())
         wait_for(run, again)
-        assert again.result().drafts
+        assert drafts_of(again)
 
 
 def test_a_coordinator_that_dies_again_and_again_is_given_up_and_generation_goes_on() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -13,7 +14,20 @@ from rayspec.config import SamplingParams
 from rayspec.decode.drafting.skip_draft import Draft, Turn
 from rayspec.decode.head import Committed, Opening
 from rayspec.decode.passes import Join, Pass
-from rayspec.decode.plan_search import Found, FoundDraft, Knapsack, TappedToken
+from rayspec.decode.plan_search import TappedToken
+from rayspec.decode.questions import (
+    Answer,
+    Feature,
+    Features,
+    Found,
+    FoundDraft,
+    Knapsack,
+    LayerKnapsack,
+    Question,
+    Steadiness,
+    Steady,
+    Trial,
+)
 from rayspec.decode.rounds import Piece, Prefill, PrefillResult, Round, RoundResult
 from rayspec.decode.runner import RowSpan
 from rayspec.decode.scheduler import Move
@@ -23,6 +37,7 @@ from rayspec.pipeline.messages import (
     Broken,
     Connect,
     Done,
+    Drop,
     Expand,
     Failed,
     Follow,
@@ -38,20 +53,25 @@ from rayspec.pipeline.messages import (
     Ship,
     Similarity,
     Sought,
+    TargetFeature,
+    TargetSteadiness,
+    ask,
     decode,
     encode,
+    tell,
 )
 from rayspec.pipeline.transport import TransportError
 from rayspec.planning.acceptance import DraftWhileWorth
 from rayspec.planning.calibration import CalibrationCurve
 from rayspec.planning.latency import Measurement
+from rayspec.planning.stopping import DraftWhileSure
 from rayspec.types import Logprob, Plan
 
 INT64 = some.integers(-(2**63), 2**63 - 1)
 RULE = DraftWhileWorth(
     curve=CalibrationCurve(confidence=(0.0, 1.0), excess=(0.1, -0.1)), usual=0.8, rate=100.0, step_s=1e-3, row_s=1e-5
 )
-TURN = Turn(sequence_id="1/a/0", start=64, length=9, last_token=7, max_draft_tokens=4, end_tokens=[2, 5])
+TURN = Turn(sequence_id="1/a/0", start=64, length=9, last_token=7, max_draft_tokens=4, end_tokens=[2, 5], looked_up=[3])
 ROUND = Round(
     id=3, turns=[TURN], plan=Plan(keep=(True, False), num_draft_tokens=4, source="x"), keep_drafting=RULE, num_taps=2
 )
@@ -65,6 +85,18 @@ PASS = Pass(
     taps=[(0, TappedToken("1/a/0", 8))],
     fixed_shape=False,
 )
+QUESTIONS: list[Question] = [
+    Knapsack(num_tokens=1, weights=[2, 1], max_weight=2, min_similarity=-1.0, max_states=4),
+    LayerKnapsack(num_tokens=1, num_skipped=3),
+    Trial(num_tokens=2, keeps=[(True, False), (False, False)]),
+    Steadiness(num_tokens=4),
+    Feature(num_tokens=5),
+]
+ANSWERS: list[Answer] = [
+    Found([FoundDraft((True, False), 0.5, 1, 0.75, None)], 1, 0.25),
+    Steady([0.5, -1.0], 0.25),
+    Features([0.5, 1e-30], 0.25),
+]
 MESSAGES: list[Message] = [
     Connect(epoch=2, peers={"engine": "tcp://127.0.0.1:1"}, link="127.0.0.1:2"),
     Forward(epoch=1, work=PASS),
@@ -82,9 +114,9 @@ MESSAGES: list[Message] = [
         search_id=1,
         tokens=[TappedToken("1/a/0", 8)],
         starts=[64],
-        knapsack=Knapsack(num_tokens=1, weights=[2, 1], max_weight=2, min_similarity=-1.0, max_states=4),
+        question=ask(QUESTIONS[0]),
     ),
-    Searched(epoch=1, search_id=1, version=2, found=Found([FoundDraft((True, False), 0.5, 1)], 1, 0.25)),
+    Searched(epoch=1, search_id=1, version=2, answer=tell(ANSWERS[0])),
     Expand(
         epoch=1,
         search_id=1,
@@ -93,9 +125,11 @@ MESSAGES: list[Message] = [
             Gather([1, 2], [0, 0, 1], 3),
             Similarity(0, 3),
             Agreement(3),
+            TargetSteadiness(),
+            TargetFeature(),
+            Drop(1),
             Ship(3, "stage-1"),
         ],
-        drop=[1],
     ),
     Sought(epoch=1, search_id=1, values=[0.5, math.nan]),
     Profiled(
@@ -161,6 +195,28 @@ def test_a_round_arrives_with_its_rule_of_drafting() -> None:
     assert arrived.work.keep_drafting is not None
     confidences = [[0.9, 0.2], [0.99]]
     assert arrived.work.keep_drafting(confidences) == RULE(confidences)
+
+
+def test_a_round_arrives_with_a_threshold_as_its_rule() -> None:
+    arrived = decode(encode(Begin.of(1, replace(ROUND, keep_drafting=DraftWhileSure(threshold=0.5)), [], [])))
+    assert isinstance(arrived, Begin)
+    assert isinstance(arrived.work, Round)
+    assert arrived.work.keep_drafting == DraftWhileSure(threshold=0.5)
+
+
+@pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: type(question).__name__)
+def test_questions_arrive_as_what_they_are(question: Question) -> None:
+    arrived = decode(encode(Search(epoch=1, search_id=1, tokens=[], starts=[], question=ask(question))))
+    assert isinstance(arrived, Search)
+    assert arrived.question.value == question
+
+
+@pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: type(answer).__name__)
+def test_answers_arrive_as_what_they_are(answer: Answer) -> None:
+    arrived = decode(encode(Searched(epoch=1, search_id=1, version=1, answer=tell(answer))))
+    assert isinstance(arrived, Searched)
+    assert arrived.answer is not None
+    assert arrived.answer.value == answer
 
 
 def test_a_rule_of_drafting_that_cannot_travel_is_refused() -> None:

@@ -193,3 +193,41 @@ def test_quantize_examples() -> None:
     assert max(offloaded[48:]) == 0
     with pytest.raises(ValueError):
         quantize([1.0, float("nan")], 16)
+
+
+class _Histories:
+    """States that remember which sublayers ran; counts the rows of every run."""
+
+    def __init__(self) -> None:
+        self.num_rows: list[int] = []
+
+    def start(self) -> list[tuple[int, ...]]:
+        return [()]
+
+    def run(self, sublayer: int, states: Any) -> Any:
+        self.num_rows.append(len(states))
+        return [(*state, sublayer) for state in states]
+
+    def similarity(self, sublayer: int, states: Any) -> Any:
+        return np.zeros(len(states))
+
+    def gather(self, batches: Any, index: Any) -> Any:
+        joined = [state for batch in batches for state in batch]
+        return [joined[row] for row in index]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_followed_drafts_end_in_their_own_states_and_share_their_past(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    keeps = [tuple(row) for row in (rng.random((rng.integers(1, 9), 7)) < rng.random()).tolist()]
+    histories = _Histories()
+    ended = follow(keeps, histories)
+    assert ended == [tuple(index for index, kept in enumerate(keep) if kept) for keep in keeps]
+    runs = [len({keep[:index] for keep in keeps if keep[index]}) for index in range(7)]
+    assert histories.num_rows == [count for count in runs if count]
+
+
+@pytest.mark.parametrize("keeps", [[], [(True,), (True, False)]])
+def test_drafts_that_cannot_be_followed_are_refused(keeps: Any) -> None:
+    with pytest.raises(ValueError, match="cannot be followed"):
+        follow(keeps, _Histories())

@@ -10,7 +10,7 @@ import pytest
 
 from rayspec.service.batch_task import BatchTask, batch_row, read_requests, write_files
 from rayspec.service.locations import Location
-from rayspec.service.openai_batch import BatchLine
+from rayspec.service.openai.batch import BatchLine
 from rayspec.service.results import ResultRow
 from rayspec.service.settings import make_settings
 from rayspec.types import ConfigError

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import operator
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import ray
 
-from rayspec.service.data import DoneRows, complete_dataset, dataset_of, read_dataset, result_rows, without_rows
+from rayspec.service.data import DoneRows, arrivals, complete_dataset, dataset_of, read_dataset, without_rows
 from rayspec.service.documents import Columns, Document
 from rayspec.service.engine_actor import DrainingError
 from rayspec.service.results import ResultRow
@@ -53,10 +54,13 @@ def test_rows_pass_through_the_engine_together_and_bad_ones_around_it(tmp_path: 
     (tmp_path / "b.txt").write_text("a text", encoding="utf-8")
     (tmp_path / "c.parquet").write_bytes(b"no parquet")
     dataset = complete_dataset(read_dataset([str(tmp_path)], Columns()), echo(NUM_TOGETHER))
-    results = list(result_rows(dataset))
-    rows = {row.id: row for row, _ in results}
+    results = list(arrivals(dataset))
+    rows = {arrival.row.id: arrival.row for arrival in results}
     assert len(results) == len(rows) == 63
-    assert {row.error_kind for row, by_engine in results if not by_engine} == {"malformed_row", "unreadable_file"}
+    assert {arrival.row.error_kind for arrival in results if not arrival.by_engine} == {
+        "malformed_row",
+        "unreadable_file",
+    }
     assert {row_id: row.text for row_id, row in rows.items() if row_id.startswith("r")} == {
         f"r{n}": f"text {n}" for n in range(60)
     }
@@ -67,8 +71,63 @@ def test_rows_pass_through_the_engine_together_and_bad_ones_around_it(tmp_path: 
 def test_rows_that_come_too_late_never_were_the_engines() -> None:
     texts = {"a": "early", "b": "late"}
     rows = dataset_of([Document(id=row_id, source=row_id, text=text) for row_id, text in texts.items()])
-    results = {row.id: (row.error_kind, by_engine) for row, by_engine in result_rows(complete_dataset(rows, echo()))}
+    results = {come.row.id: (come.row.error_kind, come.by_engine) for come in arrivals(complete_dataset(rows, echo()))}
     assert results == {"a": (None, True), "b": ("aborted", False)}
+
+
+class Mortal:
+    """Ends with its process when "deadly" comes and so many rows are there; "quick" ones are done before, "slow" ones
+    never."""
+
+    def __init__(self, num_together: int) -> None:
+        self.num_together = num_together
+        self.num_inside = 0
+
+    async def handle(self, document: Document) -> ResultRow:
+        if document.text == "quick":
+            return ResultRow(id=document.id, text="done")
+        self.num_inside += 1
+        while self.num_inside < self.num_together:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)  # what is quick comes first
+        if document.text == "deadly":
+            os._exit(1)
+        await asyncio.sleep(60)
+        raise AssertionError("the engine outlived it")
+
+
+def test_rows_that_a_dying_engine_had_say_which_they_were_and_those_beside_them_are_not_lost() -> None:
+    texts = {"a": "slow", "b": "quick", "c": "deadly", "d": "quick", "e": "slow"}
+    rows = dataset_of([Document(id=row_id, source=f"of {row_id}", text=text) for row_id, text in texts.items()])
+    engine = ray.remote(Mortal).options(max_concurrency=100, num_cpus=0).remote(3)
+    results = {come.row.id: come for come in arrivals(complete_dataset(rows, engine))}
+    assert {row_id for row_id, come in results.items() if come.by_engine} == {"b", "d"}
+    for row_id in ("a", "c", "e"):
+        assert results[row_id].under_way == {"a", "c", "e"}
+        assert (results[row_id].row.error_kind, results[row_id].row.source) == ("engine_dead", f"of {row_id}")
+    assert results["b"].under_way is None
+
+
+def test_one_at_a_time_is_one_at_a_time() -> None:
+    rows = dataset_of([Document(id=str(number), source="s", text="slow") for number in range(5)])
+    engine = ray.remote(Alone).options(max_concurrency=100, num_cpus=0).remote()
+    results = list(arrivals(complete_dataset(rows, engine, num_wanted=50, one_at_a_time=True)))
+    assert [come.row.num_output_tokens for come in results] == [1] * 5
+
+
+class Alone:
+    """Says how many rows there were at most since the first."""
+
+    def __init__(self) -> None:
+        self.num_inside = 0
+        self.most = 0
+
+    async def handle(self, document: Document) -> ResultRow:
+        self.num_inside += 1
+        self.most = max(self.most, self.num_inside)
+        await asyncio.sleep(0.1)
+        self.num_inside -= 1
+        return ResultRow(id=document.id, num_output_tokens=self.most)
 
 
 def test_rows_that_are_done_are_left_out_and_others_with_their_ids_fail() -> None:

@@ -14,7 +14,7 @@ from rayspec import LLM, SamplingParams, demo
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.service.document_task import DocumentTask
 from rayspec.service.documents import Document
-from rayspec.service.engine_actor import DrainingError, call, death_of, start_engine
+from rayspec.service.engine_actor import DrainingError, call, cpus_to_reserve, death_of, start_engine
 from rayspec.service.settings import make_settings
 from rayspec.types import CheckpointError
 
@@ -56,6 +56,21 @@ def test_a_model_that_cannot_be_loaded_is_our_own_error() -> None:
     with pytest.raises(CheckpointError, match="no/such-model"):
         call(worker.load.remote())
     assert death_of(worker) is None  # its process is there, and nothing that could have died
+    with pytest.raises(DrainingError):
+        call(worker.handle.remote(Document(id="any", source="s", text="word")))
+
+
+def test_rows_that_come_while_the_engine_is_loading_wait_for_it() -> None:
+    worker = start_engine(task(strategy="ar"))
+    early = worker.handle.remote(Document(id="early", source="s", text="The annual review."))
+    loading = worker.load.remote()
+    assert call(early).error_kind is None
+    assert call(loading)["model"] == "demo"
+
+
+def test_an_engine_leaves_ray_data_a_cpu() -> None:
+    """With its tasks that read: a whole one, and half of one."""
+    assert [cpus_to_reserve(num_cpus) for num_cpus in (0, 1, 2, 3, 64)] == [0, 0, 0, 1, 1]
 
 
 def test_an_engine_that_drains_ends_what_it_has_and_takes_nothing_new() -> None:

@@ -23,7 +23,8 @@ KeepDrafting = Callable[[Sequence[Sequence[float]]], Sequence[bool]]
 class Turn:
     """One sequence's part in a round: its newest token sits at position `length` - 1 and is not in the arena yet.
 
-    `end_tokens`: a draft that reaches one of them (end of sequence) ends.
+    `end_tokens`: a draft that reaches one of them (end of sequence) ends. `looked_up`: the draft, where it was found
+    elsewhere; the model then drafts nothing.
     """
 
     sequence_id: str
@@ -32,14 +33,19 @@ class Turn:
     last_token: int
     max_draft_tokens: int
     end_tokens: Collection[int] = ()
+    looked_up: Sequence[int] = ()
 
 
 @dataclass(slots=True)
 class Draft:
-    """What was drafted for one turn."""
+    """What was drafted for one turn. confidences: of each token, where the model has drafted it."""
 
     token_ids: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
+
+    @property
+    def looked_up(self) -> bool:
+        return bool(self.token_ids) and not self.confidences
 
 
 @dataclass(slots=True)
@@ -70,8 +76,8 @@ def draft_pass(
 
 
 def drafting_turns(turns: Sequence[Turn]) -> list[int]:
-    """Which turns draft at all."""
-    return [index for index, turn in enumerate(turns) if turn.max_draft_tokens > 0]
+    """For which turns the model drafts."""
+    return [index for index, turn in enumerate(turns) if turn.max_draft_tokens > 0 and not turn.looked_up]
 
 
 def draft(
@@ -82,12 +88,13 @@ def draft(
     keep_drafting: KeepDrafting | None,
     hold_at: int,
 ) -> Generator[Pass, Tensor, DraftRound]:
-    """Draft for every turn until its length is reached, it drafts a stop token, or `keep_drafting` ends it.
+    """Draft for every turn until its length is reached, it drafts a stop token, or `keep_drafting` ends it. What was
+    looked up is a draft already.
 
     Yields passes and is sent the states before the head. Keys and values of drafted rows go to the positions that
     verify overwrites. One host synchronisation a step.
     """
-    result = DraftRound([Draft() for _ in turns], [[] for _ in turns])
+    result = DraftRound([Draft(list(turn.looked_up)) for turn in turns], [[] for _ in turns])
     active = drafting_turns(turns)
     while active:
         logits = head.logits((yield draft_pass(round_id, turns, result.drafts, active, plan, hold_at)))

@@ -7,8 +7,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+from rayspec.decode.drafting.lookup import Proposal
 from rayspec.decode.drafting.skip_draft import KeepDrafting
-from rayspec.decode.plan_search import Found, Knapsack
+from rayspec.decode.questions import Answer, Question
 from rayspec.decode.rounds import RoundResult
 from rayspec.types import Plan, PlanRecord
 
@@ -16,16 +17,18 @@ from rayspec.types import Plan, PlanRecord
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
     """What a plan is chosen for. context: mean tokens a sequence holds; elapsed_s: engine time so far;
-    num_outstanding_tokens: tokens that running and waiting requests may still want."""
+    num_outstanding_tokens: tokens that running and waiting requests may still want. proposals: what can be looked up
+    for each sequence; found when it is asked for."""
 
     context: int
     batch: int
     elapsed_s: float
     num_outstanding_tokens: int
+    proposals: Callable[[], Sequence[Proposal]] = tuple
 
 
-# Begins a search over recently tapped tokens; None while there are too few. It is cancelled when they are gone.
-Search: TypeAlias = Callable[[Knapsack], Future[Found] | None]
+# Asks recently tapped tokens; None while there are too few. It is cancelled when they are gone.
+Search: TypeAlias = Callable[[Question], Future[Answer] | None]
 
 
 class Selector(Protocol):

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from rayspec.config import SpeculationOptions
 from rayspec.decode.drafting.skip_draft import KeepDrafting
-from rayspec.decode.plan_search import Found, Knapsack
+from rayspec.decode.questions import Answer, Found, Knapsack
 from rayspec.decode.rounds import RoundResult
 from rayspec.decode.selection.base import Search, Situation
 from rayspec.planning.acceptance import Choice, DraftWhileWorth, best_choice, shrink
@@ -65,17 +65,19 @@ class KnapSpec:
 
     Between searches the known candidates are compared again now and then, with what was learned of the one in use;
     that costs nothing. While a search is under way the last plan stays.
+
+    known: candidates of an earlier run, compared after the first round, before there is any search.
     """
 
-    def __init__(self, options: SpeculationOptions, latency: LatencyModel) -> None:
+    def __init__(self, options: SpeculationOptions, latency: LatencyModel, *, known: Sequence[Candidate] = ()) -> None:
         self._options = options
         self._latency = latency
         self._no_draft = no_draft(len(latency.sublayers), "knapspec: no draft")
         self._plan = self._no_draft
         self._choice: Choice | None = None
         self._record: PlanRecord | None = None
-        self._candidates: list[Candidate] = []
-        self._rounds_to_review = _ROUNDS_TO_REVIEW
+        self._candidates = list(known)
+        self._rounds_to_review = 0 if known else _ROUNDS_TO_REVIEW
         self._budget = Budget(options.optimise_share)
         self._trigger = Trigger()
         self._gate = Gate()
@@ -83,7 +85,7 @@ class KnapSpec:
         self._calibration = Calibration()
         self._stops = StopRecord()
         self._reason: str | None = None  # of the search that taps are being collected for, or that is under way
-        self._under_way: Future[Found] | None = None
+        self._under_way: Future[Answer] | None = None
         self._rounds_to_price = 0
 
     @property
@@ -93,6 +95,11 @@ class KnapSpec:
     @property
     def gate_reason(self) -> str:
         return self._gate.reason if self._options.gate else "the gate is off"
+
+    @property
+    def promised_tpt(self) -> float:
+        """Tokens per second of one sequence that the plan was chosen for; 0 without one."""
+        return self._choice.tpt if self._choice is not None else 0.0
 
     def plan(self, situation: Situation) -> Plan:
         if self._options.gate and self._gate.choose() == "plain":
@@ -236,7 +243,7 @@ class KnapSpec:
             max_states=options.max_states,
         )
 
-    def _conclude(self, situation: Situation, search: Future[Found]) -> PlanRecord | None:
+    def _conclude(self, situation: Situation, search: Future[Answer]) -> PlanRecord | None:
         """What came of a search. A cancelled one is begun again; one that failed counts as having changed nothing."""
         self._under_way = None
         if search.cancelled():
@@ -246,7 +253,9 @@ class KnapSpec:
             logger.warning("a plan search failed, the plan stays: %s", error)
             self._planned(situation, changed=False)
             return None
-        return self._take(situation, search.result(), reason)
+        found = search.result()
+        assert isinstance(found, Found)
+        return self._take(situation, found, reason)
 
     def _take(self, situation: Situation, found: Found, reason: str) -> PlanRecord:
         """Make what a search has found the known candidates, and decide among them."""

@@ -6,53 +6,24 @@ Ids are a pure function of the file's name and the line's custom_id, so that a r
 
 from __future__ import annotations
 
-import asyncio
 import codecs
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
-from jinja2 import TemplateError
 from pydantic import Field
-from transformers import PreTrainedTokenizerBase
 
-from rayspec.config import SamplingParams
-from rayspec.service.openai_types import (
-    ENDPOINTS,
-    ApiError,
-    ChatCompletion,
-    ChatRequest,
-    Completion,
-    InvalidRequestError,
-    Request,
-    Response,
-    Stamp,
-    StrictBody,
-    TokenTexts,
-    parse_json,
-)
-from rayspec.service.prompts import InvalidMessagesError
-from rayspec.types import ConfigError, RequestError, RequestOutput
+from rayspec.service.openai.answer import Completes, respond
+from rayspec.service.openai.encoding import plain_body
+from rayspec.service.openai.errors import ApiError, InvalidRequestError, parse_json
+from rayspec.service.openai.requests import ENDPOINTS
+from rayspec.service.openai.strict_body import StrictBody
+from rayspec.types import RequestError
 
 Url = Literal["/v1/chat/completions", "/v1/completions"]
-
-
-class Completes(Protocol):
-    """What is asked of an engine; AsyncEngine is one."""
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase: ...
-
-    @property
-    def max_model_len(self) -> int: ...
-
-    def tokens(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]: ...
-
-    async def run(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> RequestOutput: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,49 +151,4 @@ async def answer(
     except RequestError as error:
         failure = ApiError.of(error)
         return line.result(failure.status, failure.body)
-    return line.result(200, asdict(response))
-
-
-async def respond(request: Request, engine: Completes, served: tuple[str, ...], *, name: str, created: int) -> Response:
-    """Run a request's prompts together. name: what the response's id ends in. created: Unix seconds.
-
-    Raises RequestError; the first prompt that fails fails the request and ends the others. Raises what else an output's
-    error is, and EngineDeadError, where the engine is gone. Cancelling ends all prompts.
-    """
-    if request.model not in served:
-        message = f"The model {request.model!r} does not exist; {served[0]!r} is served here."
-        raise InvalidRequestError(message, param="model", code="model_not_found", status=404)
-    prompts = request.prompts(partial(_tokens, engine))
-    jobs = [(prompt, request.sampling_params(len(prompt), engine.max_model_len)) for prompt in prompts]
-    outputs = await _run_together(engine, jobs)
-    texts = TokenTexts(engine.tokenizer)
-    if isinstance(request, ChatRequest):
-        stamp = Stamp(id=f"chatcmpl-{name}", created=created, model=served[0])
-        return ChatCompletion.of(request, outputs[0], texts, stamp)
-    return Completion.of(request, outputs, texts, Stamp(id=f"cmpl-{name}", created=created, model=served[0]))
-
-
-def _tokens(engine: Completes, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
-    try:
-        return engine.tokens(prompt)
-    except ConfigError as error:
-        raise InvalidMessagesError("the model has no chat template; use /v1/completions") from error
-    except (TemplateError, TypeError, ValueError) as error:  # a template is somebody's program and may raise either
-        raise InvalidMessagesError(f"the messages cannot be made a prompt: {error}") from error
-
-
-async def _run_together(engine: Completes, jobs: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[RequestOutput]:
-    tasks = [asyncio.ensure_future(_run(engine, token_ids, params)) for token_ids, params in jobs]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _run(engine: Completes, token_ids: Sequence[int], params: SamplingParams) -> RequestOutput:
-    output = await engine.run(token_ids, params)
-    if output.error is not None:
-        raise output.error
-    return output
+    return line.result(200, plain_body(response))

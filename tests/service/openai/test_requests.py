@@ -1,52 +1,22 @@
-"""The protocol as data: what bodies mean, what is refused and how, and responses that the official client can read."""
+"""What request bodies mean, and what is refused and how."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
-from functools import cache
 from typing import Any
 
 import openai.types as official
-import openai.types.chat as official_chat
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
 
 from rayspec.config import SamplingParams
-from rayspec.decode.engine_loop import EngineDeadError
-from rayspec.decode.stages import StageLostError
-from rayspec.service.openai_types import (
-    ApiError,
-    ChatCompletion,
-    ChatRequest,
-    Completion,
-    CompletionRequest,
-    InvalidRequestError,
-    Stamp,
-    TokenTexts,
-    parse_json,
-)
-from rayspec.service.prompts import InvalidMessagesError
-from rayspec.types import (
-    CompletionOutput,
-    ConfigError,
-    EmptyPromptError,
-    InvalidTokenError,
-    Logprob,
-    NonFiniteLogitsError,
-    OutOfMemoryError,
-    PromptTooLongError,
-    RayspecError,
-    RequestOutput,
-)
-from tests.demo_model import demo_tokenizer
+from rayspec.service.openai.errors import ApiError, InvalidRequestError
+from rayspec.service.openai.requests import ChatRequest, CompletionRequest
+from rayspec.types import PromptTooLongError
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 TEXT: dict[str, Any] = {"model": "m", "prompt": "x"}
-STAMP = Stamp(id="id-1", created=1_700_000_000, model="m")
 
 EVERYTHING: dict[str, Any] = {
     "n": 2,
@@ -211,14 +181,6 @@ def test_no_value_of_a_field_raises_anything_else(base: dict[str, Any], name: st
         assert params.max_tokens <= 90
 
 
-@pytest.mark.parametrize(
-    "content", [b'{"a": "\\ud83d"}', b"\xff", b'{"a": NaN}', b'{"a": 1', b"{} {}", b"[" * 100_000, b""]
-)
-def test_what_is_not_json_is_refused(content: bytes) -> None:
-    with pytest.raises(InvalidRequestError, match="not valid JSON"):
-        parse_json(content)
-
-
 @settings(deadline=None)
 @given(body=_JSON)
 def test_no_body_raises_anything_else(body: Any) -> None:
@@ -260,144 +222,3 @@ def test_messages_become_what_chat_templates_take() -> None:
             {"role": "tool", "content": "42", "tool_call_id": "t"},
         ]
     ]
-
-
-@pytest.mark.parametrize(
-    ("error", "status", "kind", "code"),
-    [
-        (PromptTooLongError("long"), 400, "invalid_request_error", "context_length_exceeded"),
-        (EmptyPromptError("none"), 400, "invalid_request_error", "empty_prompt"),
-        (InvalidTokenError("foreign"), 400, "invalid_request_error", "invalid_token"),
-        (InvalidMessagesError("odd"), 400, "invalid_request_error", "invalid_messages"),
-        (
-            InvalidRequestError("who", code="model_not_found", status=404),
-            404,
-            "invalid_request_error",
-            "model_not_found",
-        ),
-        (OutOfMemoryError("full"), 500, "server_error", "out_of_memory"),
-        (NonFiniteLogitsError("nan"), 500, "server_error", "non_finite_logits"),
-        (EngineDeadError("at /secret/place"), 503, "server_error", "engine_dead"),
-        (StageLostError("at 10.0.0.1"), 503, "server_error", "stage_lost"),
-        (ConfigError("in /secret/config"), 503, "server_error", "config"),
-    ],
-)
-def test_errors_have_a_status_and_a_code(error: RayspecError, status: int, kind: str, code: str) -> None:
-    told = ApiError.of(error)
-    body = official.ErrorObject.model_validate(told.body["error"])
-    assert (told.status, body.type, body.code) == (status, kind, code)
-    assert not body.model_extra
-    assert (str(error) in body.message) == (status < 503)
-
-
-def _output(*completions: CompletionOutput, num_prompt_tokens: int = 3) -> RequestOutput:
-    tokens = tuple(range(num_prompt_tokens))
-    return RequestOutput(request_id="r", prompt=None, prompt_token_ids=tokens, outputs=list(completions), finished=True)
-
-
-def _completion(text: str, *, index: int = 0, logprobs: bool = False, **values: Any) -> CompletionOutput:
-    token_ids = demo_tokenizer()(text)["input_ids"]
-    rows = [
-        {
-            token_id: Logprob(logprob=float("-inf"), rank=3),
-            40: Logprob(logprob=-0.5, rank=1),
-            41: Logprob(logprob=-1.5, rank=2),
-        }
-        for token_id in token_ids
-    ]
-    values = {"finish_reason": "stop"} | values
-    return CompletionOutput(index=index, text=text, token_ids=token_ids, logprobs=rows if logprobs else None, **values)
-
-
-@cache
-def demo_texts() -> TokenTexts:
-    return TokenTexts(demo_tokenizer())
-
-
-def test_a_chat_completion_is_read_by_the_official_client() -> None:
-    request = ChatRequest.parse(CHAT | {"logprobs": True, "top_logprobs": 2})
-    first = _completion("Hi é", logprobs=True)
-    second = _completion("Yo", index=1, logprobs=True, finish_reason="length")
-    body = asdict(ChatCompletion.of(request, _output(first, second), demo_texts(), STAMP))
-    parsed = official_chat.ChatCompletion.model_validate(body, strict=True)
-    assert (parsed.id, parsed.created, parsed.model, parsed.object) == ("id-1", 1_700_000_000, "m", "chat.completion")
-    assert [choice.message.content for choice in parsed.choices] == ["Hi é", "Yo"]
-    assert [choice.finish_reason for choice in parsed.choices] == ["stop", "length"]
-    assert [choice.index for choice in parsed.choices] == [0, 1]
-    content = parsed.choices[0].logprobs.content  # type: ignore[union-attr]
-    assert b"".join(bytes(token.bytes) for token in content) == "Hi é".encode()
-    assert all(token.logprob == -9999.0 for token in content)
-    assert [[one.logprob for one in token.top_logprobs] for token in content] == [[-0.5, -1.5]] * len(content)
-    num_tokens = len(first.token_ids) + len(second.token_ids)
-    assert parsed.usage == official.CompletionUsage(
-        prompt_tokens=3, completion_tokens=num_tokens, total_tokens=3 + num_tokens
-    )
-    assert not parsed.model_extra
-    assert set(parsed.choices[0].model_extra or ()) == {"stop_reason"}
-
-
-def test_a_text_completion_is_read_by_the_official_client() -> None:
-    request = CompletionRequest.parse(TEXT | {"logprobs": 2})
-    outputs = [
-        _output(_completion("ab é c", logprobs=True), _completion("d", index=1, logprobs=True)),
-        _output(_completion("e", logprobs=True, finish_reason="length", stop_reason=None), num_prompt_tokens=4),
-    ]
-    parsed = official.Completion.model_validate(
-        asdict(Completion.of(request, outputs, demo_texts(), STAMP)), strict=True
-    )
-    assert [(choice.index, choice.text, choice.finish_reason) for choice in parsed.choices] == [
-        (0, "ab é c", "stop"),
-        (1, "d", "stop"),
-        (2, "e", "length"),
-    ]
-    logprobs = parsed.choices[0].logprobs
-    assert logprobs is not None
-    num_tokens = len(outputs[0].outputs[0].token_ids)
-    assert [len(getattr(logprobs, name)) for name in type(logprobs).model_fields] == [num_tokens] * 4
-    for token, chosen, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
-        assert chosen == top[token] == -9999.0
-        assert len(top) == 3
-    assert parsed.usage is not None
-    assert parsed.usage.prompt_tokens == 7
-
-
-def test_logprobs_are_there_when_asked_for_only() -> None:
-    chat = ChatCompletion.of(ChatRequest.parse(CHAT), _output(_completion("a")), demo_texts(), STAMP)
-    assert chat.choices[0].logprobs is None
-    text = Completion.of(CompletionRequest.parse(TEXT), [_output(_completion("a"))], demo_texts(), STAMP)
-    assert text.choices[0].logprobs is None
-    plain = ChatRequest.parse(CHAT | {"logprobs": True})
-    rows = ChatCompletion.of(plain, _output(_completion("a", logprobs=True)), demo_texts(), STAMP).choices[0].logprobs
-    assert rows is not None
-    assert rows.content[0].top_logprobs == []
-
-
-@settings(deadline=None)
-@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=20))
-def test_tokens_join_to_the_text_and_offsets_point_into_it(text: str) -> None:
-    tokenizer, texts = demo_tokenizer(), demo_texts()
-    token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    pieces = [bytes(texts.utf8(token_id) or ()) for token_id in token_ids]
-    assert b"".join(pieces) == text.encode()
-    offsets = list(texts.offsets(token_ids, skip_special=True))
-    assert offsets == [len(b"".join(pieces[:end]).decode(errors="ignore")) for end in range(len(pieces))]
-
-
-def test_special_tokens_take_no_place_where_the_text_has_none() -> None:
-    eos = demo_tokenizer().eos_token_id
-    token_ids = [*demo_tokenizer()("ab")["input_ids"], eos, eos]
-    assert demo_texts().text(eos) == demo_tokenizer().eos_token
-    assert list(demo_texts().offsets(token_ids, skip_special=True))[-1] == 2
-    assert list(demo_texts().offsets(token_ids, skip_special=False))[-1] == 2 + len(demo_tokenizer().eos_token)
-
-
-def test_pieces_of_sentencepiece_keep_their_space_and_their_bytes() -> None:
-    vocabulary = {"<unk>": 0, "▁a": 1, "a": 2, "▁": 3, "<0xE4>": 4, "<0xB8>": 5, "<0x96>": 6}
-    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[("▁", "a")], unk_token="<unk>", byte_fallback=True))
-    inner.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    texts = TokenTexts(PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>"))
-    assert [texts.text(token_id) for token_id in (1, 2, 4)] == [" a", "a", "bytes:\\xe4"]
-    assert [texts.utf8(token_id) for token_id in (1, 4, 5)] == [[32, 97], [0xE4], [0xB8]]
-    assert list(texts.offsets([2, 4, 5, 6, 1], skip_special=True)) == [0, 1, 1, 1, 2]

@@ -17,7 +17,7 @@ from rayspec import LLM, SamplingParams, demo
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.decode.stages import StageLostError
 from rayspec.service.async_engine import AsyncEngine
-from rayspec.service.openai_batch import BatchLine, BatchResult, answer, read_batch
+from rayspec.service.openai.batch import BatchLine, BatchResult, answer, read_batch
 from rayspec.types import (
     CompletionOutput,
     ConfigError,

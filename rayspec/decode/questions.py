@@ -1,0 +1,216 @@
+"""What can be asked of recently tapped tokens: which drafts would have been right, and what the target's states are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rayspec.planning.knapsack import Expansion, follow, solve
+
+_SUBLAYERS = 2  # of a layer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knapsack:
+    """Which drafts are most similar to the target: `knapsack.solve`'s arguments. Answered by Found."""
+
+    num_tokens: int
+    weights: Sequence[int]
+    max_weight: int
+    min_similarity: float
+    max_states: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerKnapsack:
+    """For each number of whole layers up to `num_skipped`, the most similar draft that skips so many: the recurrence of
+    CLaSp, exactly. Answered by Found, from the draft that skips nothing on."""
+
+    num_tokens: int
+    num_skipped: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """How drafts that keep these sublayers would have done. Answered by Found, in the order of `keeps`."""
+
+    num_tokens: int
+    keeps: Sequence[tuple[bool, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steadiness:
+    """How little each sublayer changes the target's states. Answered by Steady."""
+
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feature:
+    """What the tokens are about: the mean of the target's last states. Answered by Features."""
+
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class FoundDraft:
+    """A draft of one token after each tapped one. similarity: mean cosine of its last states to the target's.
+    num_agreed: tokens after which its most likely token is the target's; confidence: its mean top-1 probability where
+    it is, doubt: where it is not; None if there are no such tokens."""
+
+    keep: tuple[bool, ...]
+    similarity: float
+    num_agreed: int
+    confidence: float | None = None
+    doubt: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Drafts over `num_tokens` tokens, and the seconds it took to find out."""
+
+    drafts: Sequence[FoundDraft]
+    num_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Steady:
+    """cosines: of the target's states before and after each sublayer, the mean over the tokens."""
+
+    cosines: Sequence[float]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """vector: [hidden_size], the mean over the tokens of the target's last states, after the final norm."""
+
+    vector: Sequence[float]
+    seconds: float
+
+
+Question: TypeAlias = Knapsack | LayerKnapsack | Trial | Steadiness | Feature
+Answer: TypeAlias = Found | Steady | Features
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """After how many of the `num_tokens` tapped tokens a state's most likely next one is the target's, and the sums of
+    its top-1 probabilities after those, and after the others; [num_states] each."""
+
+    num_tokens: int
+    num_agreed: NDArray[np.int64]
+    confidence: NDArray[np.float64]
+    doubt: NDArray[np.float64]
+
+
+class TappedStates(Expansion, Protocol):
+    """Tapped tokens that can be asked, wherever their states are. One state is the hidden states of them all."""
+
+    def agreement(self, states: Any) -> Agreement:
+        """Of each terminal state, [num_states]."""
+
+    def steadiness(self) -> Sequence[float]:
+        """Of each sublayer, the mean cosine of the target's states before and after it."""
+
+    def feature(self) -> Sequence[float]:
+        """[hidden_size]: mean of the target's states after the final norm."""
+
+
+def answer(question: Question, tapped: TappedStates, *, num_sublayers: int, started: float) -> Answer:
+    """tapped: the states of `question.num_tokens` tokens. started: when the asking began, by `time.perf_counter`.
+
+    Raises ValueError for a question about other sublayers than the model's.
+    """
+    match question:
+        case Steadiness():
+            return Steady(tapped.steadiness(), time.perf_counter() - started)
+        case Feature():
+            return Features(tapped.feature(), time.perf_counter() - started)
+        case Trial():
+            drafts = _tried(question, tapped, num_sublayers)
+        case LayerKnapsack():
+            drafts = _found_by_layers(question, tapped, num_sublayers)
+        case Knapsack():
+            drafts = _found(question, tapped)
+    return Found(drafts, question.num_tokens, time.perf_counter() - started)
+
+
+def _found(question: Knapsack, tapped: TappedStates) -> list[FoundDraft]:
+    solution = solve(
+        question.weights,
+        tapped,
+        max_weight=question.max_weight,
+        min_similarity=question.min_similarity,
+        max_states=question.max_states,
+    )
+    keeps = [one.keep for one in solution.candidates]
+    return _judged(keeps, [one.similarity for one in solution.candidates], tapped.agreement(solution.states))
+
+
+def _found_by_layers(question: LayerKnapsack, tapped: TappedStates, num_sublayers: int) -> list[FoundDraft]:
+    solution = solve(
+        [1] * (num_sublayers // _SUBLAYERS),
+        _Layers(tapped),
+        max_weight=question.num_skipped,
+        min_similarity=-np.inf,
+        max_states=question.num_skipped + 1,
+        band=None,
+        drop_dominated=False,
+    )
+    keeps = [tuple(np.repeat(one.keep, _SUBLAYERS).tolist()) for one in solution.candidates]
+    return _judged(keeps, [one.similarity for one in solution.candidates], tapped.agreement(solution.states))
+
+
+def _tried(question: Trial, tapped: TappedStates, num_sublayers: int) -> list[FoundDraft]:
+    if any(len(keep) != num_sublayers for keep in question.keeps):
+        raise ValueError(f"each of the keeps on trial needs {num_sublayers} flags, one for each sublayer")
+    states = follow(question.keeps, tapped)
+    similarity = tapped.similarity(num_sublayers - 1, states)
+    return _judged(question.keeps, similarity.tolist(), tapped.agreement(states))
+
+
+def _judged(keeps: Sequence[tuple[bool, ...]], similarity: Sequence[float], agreement: Agreement) -> list[FoundDraft]:
+    """Of terminal states, by index: all as many as `keeps`."""
+    num_others = agreement.num_tokens - agreement.num_agreed
+    return [
+        FoundDraft(
+            keep=tuple(keep),
+            similarity=similarity[index],
+            num_agreed=int(agreement.num_agreed[index]),
+            confidence=_mean(agreement.confidence[index], agreement.num_agreed[index]),
+            doubt=_mean(agreement.doubt[index], num_others[index]),
+        )
+        for index, keep in enumerate(keeps)
+    ]
+
+
+def _mean(total: float, count: int) -> float | None:
+    return float(total / count) if count else None
+
+
+class _Layers:
+    """`Expansion` whose items are whole layers."""
+
+    def __init__(self, tapped: TappedStates) -> None:
+        self._tapped = tapped
+
+    def start(self) -> Any:
+        return self._tapped.start()
+
+    def run(self, layer: int, states: Any) -> Any:
+        for sublayer in range(_SUBLAYERS * layer, _SUBLAYERS * (layer + 1)):
+            states = self._tapped.run(sublayer, states)
+        return states
+
+    def similarity(self, layer: int, states: Any) -> NDArray[np.float64]:
+        return self._tapped.similarity(_SUBLAYERS * (layer + 1) - 1, states)
+
+    def gather(self, batches: Sequence[Any], index: NDArray[np.int64]) -> Any:
+        return self._tapped.gather(batches, index)

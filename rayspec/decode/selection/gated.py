@@ -1,0 +1,84 @@
+"""The gate of KnapSpec before any strategy: no draft where drafting is measured not to pay."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+from rayspec.decode.drafting.skip_draft import KeepDrafting
+from rayspec.decode.rounds import RoundResult
+from rayspec.decode.selection.base import Search, Selector, Situation
+from rayspec.planning.gate import Gate, Mode
+from rayspec.planning.latency import LatencyModel
+from rayspec.types import Plan, PlanRecord, no_draft
+
+# What the gate is told a plan gains that was predicted to gain nothing: it is to be measured all the same.
+_LEAST_GAIN = math.nextafter(1.0, 2.0)
+
+
+class Gated:
+    """Selector. The strategy's rounds, where they are measured to be faster than plain decoding, else plain ones.
+
+    The gate judges the strategy and not each of its plans, which may be another every round, and not to draft one of
+    them; it gets its trial whatever it was predicted to gain. What choosing takes counts as time of its rounds. While
+    plain decoding is what pays, the strategy chooses nothing but in the rounds that try it again.
+
+    clock: seconds, any origin.
+    """
+
+    def __init__(
+        self, strategy: Selector, latency: LatencyModel, *, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._strategy = strategy
+        self._latency = latency
+        self._clock = clock
+        self._no_draft = no_draft(len(latency.sublayers), "the gate: no draft")
+        self._gate = Gate()
+        self._on_trial = False
+        self._choosing_s = 0.0  # that no round was charged with yet
+
+    @property
+    def wants_taps(self) -> bool:
+        return self._active and self._strategy.wants_taps
+
+    @property
+    def gate_reason(self) -> str:
+        return self._gate.reason
+
+    def plan(self, situation: Situation) -> Plan:
+        return self._no_draft if self._gate.choose() == "plain" else self._strategy.plan(situation)
+
+    def keep_drafting(self, situation: Situation) -> KeepDrafting | None:
+        return self._strategy.keep_drafting(situation)
+
+    def observe(self, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
+        self._strategy.observe(situation, plan, result, num_tokens, seconds)
+        if plan.drafts and not any(one.token_ids for one in result.drafts):
+            return  # of sequences that may have one more token only
+        mode: Mode = "plain" if plan is self._no_draft else "draft"
+        if mode == "draft":
+            seconds, self._choosing_s = seconds + self._choosing_s, 0.0
+        step_s = self._latency.decode_step_s(context=situation.context, batch=situation.batch)
+        self._gate.observe(mode, num_tokens, seconds, reference_rate=situation.batch / step_s)
+
+    def improve(self, situation: Situation, search: Search) -> PlanRecord | None:
+        if not self._active:
+            return None
+        started = self._clock()
+        record = self._strategy.improve(situation, search)
+        if not self._on_trial and self._strategy.plan(situation).drafts:
+            self._on_trial = True
+            self._gate.new_plan(max(_gain(record), _LEAST_GAIN))
+        self._choosing_s += self._clock() - started
+        return record
+
+    @property
+    def _active(self) -> bool:
+        """Whether the strategy may choose: it drafts, or has never had a plan to draft by."""
+        return not self._on_trial or self._gate.choose() == "draft"
+
+
+def _gain(record: PlanRecord | None) -> float:
+    """Of the plan over plain decoding, as predicted."""
+    return record.predicted_tpt / record.plain_tpt if record is not None and record.plain_tpt > 0 else 0.0

@@ -1,0 +1,234 @@
+"""Plans that outlive the run that found them: on disk, with what they were found for and how they did."""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+import math
+import os
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, TypeAlias
+
+import msgspec
+from typing_extensions import Self
+
+from rayspec.config import EngineConfig
+from rayspec.decode.selection.knapspec import Candidate
+from rayspec.model.fingerprint import weights_fingerprint
+from rayspec.model.weights import load_config
+from rayspec.types import ConfigError, Plan, PlanRecord
+
+logger = logging.getLogger(__name__)
+
+FORMAT = "rayspec-plans-1"
+# What use has shown of a saved plan counts as this many tokens at most, so that new text is soon believed instead.
+_MAX_REMEMBERED_TOKENS = 128
+
+Vector: TypeAlias = tuple[float, ...]
+_Share: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1)]
+_Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
+_Speed: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+_Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of what is in the file: fields that it does not know are refused."""
+
+
+class ModelIdentity(_Strict, frozen=True, kw_only=True):
+    """What a plan belongs to. name: the folder or hub id, for people; `weights` and `num_sublayers` decide."""
+
+    name: str
+    weights: str
+    family: str
+    num_sublayers: _Positive
+
+    @classmethod
+    def of(cls, config: EngineConfig, num_sublayers: int) -> Self:
+        """Raises CheckpointError when the model's files cannot be read."""
+        return cls(
+            name=config.model,
+            weights=weights_fingerprint(config),
+            family=str(load_config(config).model_type),
+            num_sublayers=num_sublayers,
+        )
+
+
+class Provenance(_Strict, frozen=True, kw_only=True):
+    """Where a plan comes from. method: how it was found; calibration: on what text."""
+
+    method: str
+    calibration: str
+    device: str
+    dtype: str
+    rayspec: str
+    date: dt.datetime
+
+    @classmethod
+    def now(cls, config: EngineConfig, *, method: str, calibration: str) -> Self:
+        return cls(
+            method=method,
+            calibration=calibration,
+            device=config.device,
+            dtype=config.dtype,
+            rayspec=metadata.version("rayspec"),
+            date=dt.datetime.now(dt.timezone.utc).replace(microsecond=0),
+        )
+
+
+class SavedPlan(_Strict, frozen=True, kw_only=True):
+    """A plan and how it did when it was saved.
+
+    domain: the kind of text it is for; "" for any. skip: sublayers the draft leaves out. threshold: confidence below
+    which drafts ended; None: they reached their length. acceptance: share of the `num_tested_tokens`. Speeds are tokens
+    per second of one sequence, of `batch` that hold `context` tokens on average.
+    anchors: unit vectors, features of typical text of the domain; radius: the cosine distance from them within which
+    text counts as of the domain.
+    """
+
+    domain: str
+    skip: tuple[_Count, ...]
+    num_draft_tokens: _Positive
+    threshold: _Share | None
+    acceptance: _Share
+    num_tested_tokens: _Count
+    tokens_per_s: _Speed
+    plain_tokens_per_s: _Speed
+    context: _Count
+    batch: _Positive
+    provenance: Provenance
+    anchors: tuple[Vector, ...] = ()
+    radius: _Amount = 0.0
+
+    def __post_init__(self) -> None:
+        if sorted(set(self.skip)) != list(self.skip):
+            raise ValueError("`skip` must name sublayers in order, each once")
+        if len({len(anchor) for anchor in self.anchors}) > 1:
+            raise ValueError("`anchors` must be of one length")
+        if any(not math.isclose(math.hypot(*anchor), 1.0, abs_tol=1e-3) for anchor in self.anchors):
+            raise ValueError("`anchors` must be unit vectors")
+
+    @classmethod
+    def of(cls, record: PlanRecord, *, domain: str, threshold: float | None, provenance: Provenance) -> Self:
+        """A plan that was in use, from the record of it. Raises ValueError when no token of it was tested."""
+        if record.observed_acceptance is None or record.measured_tpt is None:
+            raise ValueError("the plan was not in use: there is nothing to save")
+        return cls(
+            domain=domain,
+            skip=tuple(index for index, kept in enumerate(record.plan.keep) if not kept),
+            num_draft_tokens=record.plan.num_draft_tokens,
+            threshold=threshold,
+            acceptance=record.observed_acceptance,
+            num_tested_tokens=record.num_tested_tokens,
+            tokens_per_s=record.measured_tpt,
+            plain_tokens_per_s=record.plain_tpt,
+            context=record.context,
+            batch=record.batch,
+            provenance=provenance,
+        )
+
+    def keep(self, num_sublayers: int) -> tuple[bool, ...]:
+        skipped = set(self.skip)
+        return tuple(index not in skipped for index in range(num_sublayers))
+
+    def plan(self, num_sublayers: int, *, max_draft_tokens: int, source: str) -> Plan:
+        length = min(self.num_draft_tokens, max_draft_tokens)
+        return Plan(keep=self.keep(num_sublayers), num_draft_tokens=length, source=source)
+
+
+class SavedPlans(_Strict, frozen=True, kw_only=True):
+    """Plans of one model, one a domain."""
+
+    model: ModelIdentity
+    plans: tuple[SavedPlan, ...]
+    format: str = FORMAT
+
+    def __post_init__(self) -> None:
+        domains = [plan.domain for plan in self.plans]
+        if len(set(domains)) < len(domains):
+            raise ValueError("there are two plans of one domain")
+        foreign = [index for plan in self.plans for index in plan.skip if index >= self.model.num_sublayers]
+        if foreign:
+            raise ValueError(f"`skip` names sublayer {foreign[0]} of {self.model.num_sublayers}")
+        if len({len(anchor) for plan in self.plans for anchor in plan.anchors}) > 1:
+            raise ValueError("`anchors` of all plans must be of one length")
+
+    def of_domain(self, domain: str) -> SavedPlan | None:
+        return next((plan for plan in self.plans if plan.domain == domain), None)
+
+    def only(self) -> SavedPlan:
+        """The plan for any text: that of the domain "", or the only one. Raises ConfigError where there are several."""
+        plan = self.of_domain("") or (self.plans[0] if len(self.plans) == 1 else None)
+        if plan is None:
+            domains = ", ".join(repr(plan.domain) for plan in self.plans) or "none"
+            raise ConfigError(
+                f"option 'warm_start' names a file with plans for {domains}, and strategy 'self-sd' needs one for any "
+                "text: tune one without a domain, or use 'knn-ssd'"
+            )
+        return plan
+
+    def with_plan(self, plan: SavedPlan) -> SavedPlans:
+        """A copy in which `plan` stands for its domain."""
+        others = [one for one in self.plans if one.domain != plan.domain]
+        return SavedPlans(model=self.model, plans=(*others, plan))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write JSON, whole or not at all."""
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = target.with_name(f"{target.name}.{os.getpid()}.part")
+        try:
+            scratch.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1))
+            scratch.replace(target)
+        finally:
+            scratch.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], model: ModelIdentity) -> SavedPlans:
+        """What `save` wrote, for this model. Raises ConfigError: no such file, damaged, or of another model."""
+        at = f"option 'warm_start' is {os.fspath(path)!r}"
+        try:
+            saved = msgspec.json.decode(Path(path).read_bytes(), type=SavedPlans)
+        except OSError as error:
+            raise ConfigError(f"{at}: it cannot be read ({error.strerror}): name a file of saved plans") from error
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"{at}: it is not a file of saved plans ({error}): tune the model again") from error
+        if saved.format != FORMAT:
+            raise ConfigError(f"{at}: its format is {saved.format!r}, not {FORMAT!r}: tune the model again")
+        theirs, ours = saved.model, model
+        if (theirs.weights, theirs.num_sublayers) != (ours.weights, ours.num_sublayers):
+            raise ConfigError(
+                f"{at}: its plans are of {theirs.name!r} ({theirs.family}, {theirs.num_sublayers} sublayers, weights "
+                f"{theirs.weights}), not of {ours.name!r} ({ours.family}, {ours.num_sublayers} sublayers, weights "
+                f"{ours.weights}): tune this model"
+            )
+        return saved
+
+
+def known_candidates(saved: SavedPlans) -> list[Candidate]:
+    """The plans as KnapSpec's candidates, so that it need not search before its first draft. What was observed when
+    they were saved counts like what is observed from now on, and fades like it."""
+    candidates = []
+    for plan in saved.plans:
+        num_tested = float(min(plan.num_tested_tokens, _MAX_REMEMBERED_TOKENS))
+        keep = plan.keep(saved.model.num_sublayers)
+        candidates.append(
+            Candidate(
+                keep=keep,
+                similarity=plan.acceptance,
+                num_agreed=0,
+                num_tapped=0,
+                num_accepted=plan.acceptance * num_tested,
+                num_tested=num_tested,
+            )
+        )
+    return candidates
+
+
+def best_record(records: Sequence[PlanRecord], *, min_tested_tokens: int = 32) -> PlanRecord | None:
+    """The fastest plan that drafted and was used enough to tell."""
+    used = [one for one in records if one.plan.drafts and one.num_tested_tokens >= min_tested_tokens]
+    return max(used, key=lambda one: one.measured_tpt or 0.0, default=None)

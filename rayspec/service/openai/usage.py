@@ -1,0 +1,92 @@
+"""What a request used: tokens, and what drafting did for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from typing_extensions import Self
+
+from rayspec.types import RequestMetrics, RequestOutput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Tokens. A prompt with several completions counts once.
+
+    There are no `accepted_prediction_tokens`: they count a prediction that the *client* sent, and the rejected ones are
+    part of `completion_tokens` there. Tokens that the model drafts for itself are neither.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+    @classmethod
+    def of(cls, outputs: Sequence[RequestOutput]) -> Self:
+        num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+        return cls.counted(num_prompt, sum(_num_output_tokens(output) for output in outputs))
+
+    @classmethod
+    def counted(cls, num_prompt_tokens: int, num_output_tokens: int) -> Self:
+        return cls(
+            prompt_tokens=num_prompt_tokens,
+            completion_tokens=num_output_tokens,
+            total_tokens=num_prompt_tokens + num_output_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpecDecodeMetrics:
+    """With the names and meanings of vLLM's `--per-request-spec-decode-metrics summary`.
+
+    num_spec_steps: rounds with a draft. mean_acceptance_length: tokens that one of them commits, 1 + accepted / rounds;
+    it and the rate are None where nothing was drafted.
+    """
+
+    mean_acceptance_length: float | None
+    draft_acceptance_rate: float | None
+    num_draft_tokens: int
+    num_accepted_draft_tokens: int
+    num_spec_steps: int
+
+    @classmethod
+    def of(cls, metrics: Iterable[RequestMetrics]) -> Self:
+        """Summed over prompts."""
+        num_steps = num_drafted = num_accepted = 0
+        for one in metrics:
+            num_steps += one.num_rounds - one.num_plain_rounds
+            num_drafted += one.num_draft_tokens
+            num_accepted += one.num_accepted_tokens
+        return cls(
+            mean_acceptance_length=1 + num_accepted / num_steps if num_steps else None,
+            draft_acceptance_rate=num_accepted / num_drafted if num_drafted else None,
+            num_draft_tokens=num_drafted,
+            num_accepted_draft_tokens=num_accepted,
+            num_spec_steps=num_steps,
+        )
+
+
+class UsageTally:
+    """Counts a request whose outputs come piece by piece."""
+
+    def __init__(self) -> None:
+        self._latest: dict[int, RequestOutput] = {}
+        self._num_output_tokens = 0
+
+    def add(self, prompt_index: int, piece: RequestOutput) -> None:
+        self._latest[prompt_index] = piece
+        self._num_output_tokens += _num_output_tokens(piece)
+
+    @property
+    def usage(self) -> Usage:
+        num_prompt = sum(len(piece.prompt_token_ids) for piece in self._latest.values())
+        return Usage.counted(num_prompt, self._num_output_tokens)
+
+    @property
+    def metrics(self) -> SpecDecodeMetrics:
+        return SpecDecodeMetrics.of(piece.metrics for piece in self._latest.values())
+
+
+def _num_output_tokens(output: RequestOutput) -> int:
+    return sum(len(one.token_ids) for one in output.outputs)

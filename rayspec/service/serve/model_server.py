@@ -1,0 +1,158 @@
+"""A model's replica: owns the engine and answers for it. A plain class; `app.py` makes it a deployment."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import asdict
+from typing import Any
+
+import ray
+
+from rayspec.model.weights import load_config, num_layers
+from rayspec.service.async_engine import AsyncEngine
+from rayspec.service.loading import load_llm
+from rayspec.service.openai.answer import respond, stream
+from rayspec.service.openai.encoding import END_OF_EVENTS, event, json_body, plain_body
+from rayspec.service.openai.errors import ApiError
+from rayspec.service.openai.models import ModelCard
+from rayspec.service.openai.requests import ENDPOINTS, Request
+from rayspec.service.openai.responses import Response
+from rayspec.service.openai.tokenizing import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
+from rayspec.service.plain_values import plain_values
+from rayspec.service.serve.metered import MeteredEngine
+from rayspec.service.serve.metrics import EngineMetrics, keep_updated
+from rayspec.service.serve.options import LLMConfig
+from rayspec.service.serve.recent import RecentRates
+from rayspec.service.serve.replies import INTERNAL, Reply
+from rayspec.service.serve.status import ModelStatus
+from rayspec.types import RayspecError, RequestError
+
+_SAMPLE_EVERY_S = 0.5
+_FROM_RAY_DATA = {"request_id", "idx_in_batch"}
+
+_logger = logging.getLogger(__name__)
+
+
+class ModelServer:
+    """Loads the model where it is made, inside an event loop. What goes wrong with a request is in the reply.
+
+    engine_timeout_s: after which an engine that gives no sign of life counts as dead. Raises ConfigError,
+    CheckpointError, and with shards PlacementError.
+    """
+
+    def __init__(self, config: LLMConfig, *, engine_timeout_s: float) -> None:
+        self._tasks: list[asyncio.Task[None]] = []
+        self._served = (config.model_id,)
+        self._engine_timeout_s = engine_timeout_s
+        engine = config.engine
+        if engine.parallel is None:
+            # Ray sets OMP_NUM_THREADS to the replica's num_cpus, a reservation and not what the engine should use.
+            engine = engine.replace(num_threads=engine.num_threads or os.cpu_count() or 1)
+        self._engine = AsyncEngine(load_llm(engine))
+        self._answers: AsyncEngine | MeteredEngine = self._engine
+        self._num_sublayers = 2 * num_layers(load_config(self._engine.llm.config))
+        self._rates = RecentRates()
+        self._created = int(time.time())
+        self._keep(self._sample())
+        if config.log_engine_metrics:
+            metrics = EngineMetrics.to_ray(model=self._served[0], replica=_own_id())
+            self._answers = MeteredEngine(self._engine, metrics)
+            self._keep(keep_updated(metrics, self._engine))
+
+    async def respond(self, request: Request, name: str) -> Reply:
+        """The whole answer. name: what its id ends in."""
+        try:
+            return Reply(status=200, body=json_body(await self._respond(request, name)))
+        except Exception as error:  # noqa: BLE001 - reported to the client, and logged
+            return Reply.failed(_failure(error, name))
+
+    async def tokenize(self, request: TokenizeRequest | DetokenizeRequest, name: str) -> Reply:
+        """Text to tokens, or tokens to text."""
+        try:
+            if isinstance(request, TokenizeRequest):
+                return Reply(status=200, body=json_body(tokenize(request, self._engine, self._served)))
+            return Reply(status=200, body=json_body(detokenize(request, self._engine, self._served)))
+        except Exception as error:  # noqa: BLE001 - reported to the client, and logged
+            return Reply.failed(_failure(error, name))
+
+    async def card(self) -> ModelCard:
+        return ModelCard(id=self._served[0], created=self._created, max_model_len=self._engine.max_model_len)
+
+    async def stream(self, request: Request, name: str) -> AsyncGenerator[Reply | bytes, None]:
+        """The answer as server-sent events. The first item is a reply: it says whether there will be any, and has the
+        first. What goes wrong later is an event too. Closing it ends the request."""
+        created = int(time.time())
+        begun = False
+        async with aclosing(stream(request, self._answers, self._served, name=name, created=created)) as chunks:
+            try:
+                async for chunk in chunks:
+                    yield event(chunk) if begun else Reply(status=200, body=event(chunk))
+                    begun = True
+                yield END_OF_EVENTS
+            except Exception as error:  # noqa: BLE001 - reported to the client, and logged
+                failure = _failure(error, name)
+            else:
+                return
+        yield event(failure) + END_OF_EVENTS if begun else Reply.failed(failure)
+
+    async def chat(self, row: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """For `ray.data.llm`'s ServeDeploymentProcessorConfig: one dict, the body of the response. Raises ValueError
+        for a row at fault."""
+        yield await self._row("/v1/chat/completions", row)
+
+    async def completions(self, row: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """As `chat`."""
+        yield await self._row("/v1/completions", row)
+
+    async def check_health(self) -> None:
+        """Raises EngineDeadError, StageLostError, or TimeoutError when the engine does not answer in time. Serve calls
+        it, and ends the replica when it raises."""
+        await asyncio.wait_for(self._engine.ping(), self._engine_timeout_s)
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """The ModelStatus. Of all methods Serve lets this one and `check_health` be called past the requests that wait,
+        see `probes.py`; hence its name."""
+        return asdict(ModelStatus.of(self._served[0], self._engine, self._rates, self._num_sublayers))
+
+    def __del__(self) -> None:
+        """Serve calls it when the requests under way have ended, or their time is up."""
+        for task in getattr(self, "_tasks", ()):
+            task.cancel()
+        if hasattr(self, "_engine"):
+            self._engine.stop()
+
+    async def _respond(self, request: Request, name: str) -> Response:
+        return await respond(request, self._answers, self._served, name=name, created=int(time.time()))
+
+    async def _row(self, endpoint: str, row: Mapping[str, Any]) -> dict[str, Any]:
+        fields = {name: plain_values(value) for name, value in row.items() if name not in _FROM_RAY_DATA}
+        try:
+            request = ENDPOINTS[endpoint].parse({"model": self._served[0]} | fields)
+            return plain_body(await self._respond(request, str(row.get("request_id", ""))))
+        except RequestError as error:
+            raise ValueError(str(error)) from None
+
+    def _keep(self, work: Any) -> None:
+        self._tasks.append(asyncio.get_running_loop().create_task(work))
+
+    async def _sample(self) -> None:
+        while True:
+            self._rates.add(self._engine.stats, time.monotonic())
+            await asyncio.sleep(_SAMPLE_EVERY_S)
+
+
+def _own_id() -> str:
+    return str(ray.get_runtime_context().get_actor_id())
+
+
+def _failure(error: Exception, name: str) -> ApiError:
+    """As the client is told; what it is not to blame for is logged."""
+    if isinstance(error, RequestError):
+        return ApiError.of(error)
+    _logger.error("request %s failed", name, exc_info=error)
+    return ApiError.of(error) if isinstance(error, RayspecError) else INTERNAL

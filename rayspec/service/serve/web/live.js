@@ -1,0 +1,82 @@
+// The panel that shows how the chosen model is doing.
+
+import { describePlan, drawSkipMap } from "./skip-map.js";
+
+const POLL_MS = 1000;
+const RETRY_MS = 5000;
+const NOTHING = "–";
+const ONE_DIGIT = new Intl.NumberFormat("en", { maximumFractionDigits: 1, minimumFractionDigits: 1 });
+const TWO_DIGITS = new Intl.NumberFormat("en", { maximumFractionDigits: 2, minimumFractionDigits: 2 });
+const PERCENT = new Intl.NumberFormat("en", { style: "percent" });
+
+/** Asks for the status now and then, but only while somebody can see the page. */
+export class LivePanel {
+  #endpoint;
+  #model;
+  #timer = null;
+  #asking = new AbortController();
+  #drawn = "";
+
+  /** `model` is asked for the id of the model to show. */
+  constructor(endpoint, model) {
+    this.#endpoint = endpoint;
+    this.#model = model;
+    document.addEventListener("visibilitychange", () => this.refresh());
+  }
+
+  /** Asks at once, and from now on until the page is hidden or the key is refused. */
+  async refresh() {
+    clearTimeout(this.#timer);
+    this.#asking.abort(); // its answer may be about another key or model
+    if (document.hidden) return;
+    const asking = new AbortController();
+    this.#asking = asking;
+    const pauseMs = await this.#ask(asking.signal);
+    if (pauseMs !== null && !asking.signal.aborted) this.#timer = setTimeout(() => this.refresh(), pauseMs);
+  }
+
+  /** Milliseconds to wait before the next question, or null for none. */
+  async #ask(signal) {
+    try {
+      const states = await this.#endpoint.status(signal);
+      const state = states.find(({ model }) => model === this.#model());
+      if (state !== undefined) this.#show(state);
+      setText("live-note", "");
+      return POLL_MS;
+    } catch (error) {
+      if (error.name === "AbortError") return null;
+      setText("live-note", error.message);
+      setText("load", "");
+      return error.status === 401 ? null : RETRY_MS;
+    }
+  }
+
+  #show(state) {
+    setText("acceptance", format(PERCENT, state.acceptance_rate));
+    setText("accepted-length", format(TWO_DIGITS, state.mean_accepted_length));
+    setText("tokens-per-s", format(ONE_DIGIT, state.tokens_per_s));
+    setText("plan", describePlan(state.plan));
+    setText("gate", state.gate_reason ? `Gate: ${state.gate_reason}` : "");
+    setText("version", state.version ? `rayspec ${state.version}` : "");
+    const used = PERCENT.format(state.kv_total_tokens ? state.kv_used_tokens / state.kv_total_tokens : 0);
+    setText("load", `${state.num_running} running, ${state.num_waiting} waiting, KV cache ${used} used`);
+    this.#draw(state);
+  }
+
+  /** Only when it changed: a map that is made anew every second loses the tooltip under the pointer. */
+  #draw({ model, num_sublayers: numSublayers, plan }) {
+    const drawing = JSON.stringify([model, numSublayers, plan?.keep]);
+    if (drawing === this.#drawn) return;
+    this.#drawn = drawing;
+    drawSkipMap(document.getElementById("skip-map"), numSublayers, plan);
+  }
+}
+
+function format(style, number) {
+  return number === null || number === undefined ? NOTHING : style.format(number);
+}
+
+function setText(id, text) {
+  const element = document.getElementById(id);
+  if (element.textContent !== text) element.textContent = text;
+}

@@ -1,0 +1,73 @@
+// The picture of a plan: which sublayers the draft runs.
+
+const MAX_COLUMNS = 24; // layers side by side; more go on below
+const KINDS = ["attention", "mlp"]; // sublayer 2i is layer i's attention, 2i + 1 its MLP
+
+/** Fills `figure` (role img) with a cell for each sublayer, and says the same in its label. `numSublayers` is null
+ * where the endpoint does not know it, `plan` where there is none. */
+export function drawSkipMap(figure, numSublayers, plan) {
+  numSublayers ??= plan?.keep.length ?? 0;
+  const numLayers = numSublayers / KINDS.length;
+  const numColumns = Math.ceil(numLayers / Math.ceil(numLayers / MAX_COLUMNS));
+  const bands = [];
+  for (let first = 0; first < numLayers; first += numColumns) {
+    bands.push(band(first, Math.min(first + numColumns, numLayers), plan));
+  }
+  figure.style.setProperty("--columns", numColumns);
+  figure.replaceChildren(...bands);
+  figure.setAttribute("aria-label", describeSkips(numSublayers, plan));
+}
+
+/** One line on the plan. */
+export function describePlan(plan) {
+  if (plan === null) return "no plan yet";
+  if (plan.num_draft_tokens === 0) return "no draft: the whole model decodes";
+  const numKept = plan.keep.filter(Boolean).length;
+  return `${numKept} of ${plan.keep.length} sublayers draft up to ${plan.num_draft_tokens} tokens`;
+}
+
+function band(first, end, plan) {
+  const element = document.createElement("div");
+  element.className = "band";
+  for (const [offset, kind] of KINDS.entries()) {
+    const label = document.createElement("span");
+    label.textContent = kind === "mlp" ? "MLP" : "attention";
+    element.append(label);
+    for (let layer = first; layer < end; layer += 1) {
+      element.append(cell(kind, layer, plan?.keep[layer * KINDS.length + offset]));
+    }
+  }
+  const range = document.createElement("span");
+  range.className = "range";
+  range.textContent = `layers ${first} to ${end - 1}`;
+  element.append(range);
+  return element;
+}
+
+function cell(kind, layer, kept) {
+  const element = document.createElement("i");
+  const state = kept === undefined ? "unknown" : kept ? "kept" : "skipped";
+  element.className = `${kind} ${state}`;
+  element.title = `layer ${layer}, ${kind === "mlp" ? "MLP" : "attention"}: ${state}`;
+  return element;
+}
+
+function describeSkips(numSublayers, plan) {
+  if (plan === null) return numSublayers === 0 ? "No plan." : `No plan yet for the ${numSublayers} sublayers.`;
+  if (plan.num_draft_tokens === 0) return "No draft: every token comes from all sublayers.";
+  const kept = KINDS.map((_, offset) =>
+    ranges(plan.keep.flatMap((keep, index) => (keep && index % KINDS.length === offset ? [index >> 1] : []))),
+  );
+  return `The draft keeps attention of layers ${kept[0]}, and MLP of layers ${kept[1]}; it skips the others.`;
+}
+
+/** [0, 1, 2, 5] as "0 to 2, 5". */
+function ranges(numbers) {
+  const runs = [];
+  for (const number of numbers) {
+    const last = runs.at(-1);
+    if (last !== undefined && last.end === number - 1) last.end = number;
+    else runs.push({ start: number, end: number });
+  }
+  return runs.map(({ start, end }) => (start === end ? `${start}` : `${start} to ${end}`)).join(", ") || "none";
+}

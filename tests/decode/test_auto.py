@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from rayspec import demo
+from rayspec.config import SamplingParams, SpeculationOptions
+from rayspec.decode.drafting.lookup import NOTHING, Proposal
+from rayspec.decode.drafting.skip_draft import Draft
+from rayspec.decode.head import Committed
+from rayspec.decode.profile import measure
+from rayspec.decode.rounds import RoundResult
+from rayspec.decode.selection.auto import Auto
+from rayspec.decode.selection.base import Situation
+from rayspec.planning.latency import LatencyModel
+from rayspec.types import Plan
+from tests.demo_model import EOS, demo_parts, demo_prompts
+from tests.engines import complete, engine_with, tokens_of
+from tests.families import greedy
+from tests.planning.test_latency import model
+
+FOUND = Proposal((1,) * 16, 8)
+
+
+@dataclass
+class World:
+    """Rounds as they would be: looked-up tokens are right so often, drafted ones never, and forwards take what the
+    latency model says, `row_factor` times as long when there is more than a row a sequence."""
+
+    auto: Auto
+    latency: LatencyModel
+    right: float
+    row_factor: float = 1.0
+    plans: list[Plan] = field(default_factory=list)
+    _luck: float = 0.0
+
+    def play(self, proposals: Sequence[Proposal]) -> float:
+        """One round; tokens per second."""
+        batch = len(proposals)
+        situation = Situation(
+            context=1024, batch=batch, elapsed_s=1.0, num_outstanding_tokens=1000, proposals=lambda: proposals
+        )
+        plan = self.auto.plan(situation)
+        self.plans.append(plan)
+        drafts, committed, accepted = [], [], []
+        for proposal in proposals:
+            drafts.append(Draft(list(proposal.token_ids[: plan.num_lookup_tokens])))
+            accepted.append(self._num_right(len(drafts[-1].token_ids)))
+            tokens = [1] * accepted[-1] + [1 if accepted[-1] == len(drafts[-1].token_ids) and self._is_right() else 2]
+            committed.append(Committed(tokens, (), True))
+        rows = batch + sum(len(one.token_ids) for one in drafts)
+        verify_s = self.latency.verify_s(rows=rows, context=1024, batch=batch)
+        verify_s *= self.row_factor if rows > batch else 1.0
+        result = RoundResult(committed, drafts, accepted, 0, 0.0, verify_s)
+        num_tokens = sum(len(one.token_ids) for one in committed)
+        self.auto.observe(situation, plan, result, num_tokens, verify_s + 50e-6)
+        return num_tokens / verify_s
+
+    def _is_right(self) -> bool:
+        self._luck += self.right
+        right = self._luck >= 1
+        self._luck -= right
+        return right
+
+    def _num_right(self, length: int) -> int:
+        return next((at for at in range(length) if not self._is_right()), length)
+
+
+def world(right: float, row_factor: float = 1.0) -> World:
+    latency = model()
+    return World(Auto(SpeculationOptions(strategy="auto"), latency), latency, right, row_factor)
+
+
+def test_text_that_repeats_itself_is_looked_up() -> None:
+    there = world(right=0.95)
+    for _ in range(60):
+        there.play([FOUND])
+    assert all(plan.num_lookup_tokens >= 4 for plan in there.plans[-20:])
+    assert "100% of the rounds verified looked-up" in there.auto.gate_reason
+
+
+def test_what_is_never_right_is_soon_left_alone_and_taken_up_again_when_it_is() -> None:
+    there = world(right=0.0)
+    plain_rate = 1 / there.latency.verify_s(rows=1, context=1024, batch=1)
+    assert sum(there.play([FOUND]) for _ in range(100)) > 100 * 0.97 * plain_rate
+    assert all(plan.num_lookup_tokens == 0 for plan in there.plans[-20:])
+    there.right = 1.0
+    for _ in range(100):
+        there.play([FOUND])
+    assert all(plan.num_lookup_tokens >= 4 for plan in there.plans[-20:]), "plain rounds have shown that it would pay"
+
+
+@pytest.mark.parametrize("right", [0.3, 0.6])
+def test_rows_that_cost_more_than_they_earn_are_not_verified(right: float) -> None:
+    dear = world(right, row_factor=8.0)
+    for _ in range(80):
+        dear.play([FOUND, NOTHING])
+    assert sum(plan.num_lookup_tokens > 0 for plan in dear.plans) < 20
+
+
+def test_no_proposal_is_knapspecs_business() -> None:
+    there = world(right=1.0)
+    there.play([NOTHING, NOTHING])
+    assert there.plans == [there.auto._knapspec.plan(_situation())]
+
+
+def _situation() -> Situation:
+    return Situation(context=1024, batch=1, elapsed_s=1.0, num_outstanding_tokens=1000)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_on_the_demo_model_it_drafts_both_ways_and_changes_no_token(batch: int) -> None:
+    runner: Any = engine_with(demo_parts())._stages.runner  # type: ignore[attr-defined]
+    options = SpeculationOptions(
+        strategy="auto", gate=False, optimise_share=1.0, knapsack={"num_tap_tokens": 6}  # type: ignore[arg-type]
+    )  # fmt: skip
+    engine = engine_with(
+        demo_parts(), Auto(options, measure(runner)), max_draft_tokens=16, eos=(EOS,), max_num_seqs=batch
+    )
+    prompts = demo_prompts(4, 12)
+    outputs = complete(engine, prompts, SamplingParams(temperature=0, max_tokens=120))
+    assert tokens_of(outputs) == greedy(demo.model_path(), prompts, 120, eos=(EOS,))
+    assert "0% of the rounds" not in engine.stats.gate_reason
+    assert engine.stats.num_accepted_tokens > 100

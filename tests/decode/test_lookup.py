@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayspec.decode.drafting.lookup import NOTHING, LookupIndex, Proposal
+
+TEXTS = st.lists(st.integers(0, 3), max_size=60)
+
+
+def by_the_book(text: list[int], ngram: int, num_tokens: int) -> Proposal:
+    """Every earlier place at which the newest n-gram stands, the longest match first, then the latest."""
+    best = (0, 0)
+    for end in range(ngram, len(text)):
+        matched = 0
+        while matched < min(end, 32) and text[end - 1 - matched] == text[-1 - matched]:
+            matched += 1
+        if matched >= ngram:
+            best = max(best, (matched, end))
+    matched, end = best
+    if not matched or not num_tokens:
+        return NOTHING
+    going_on = list(text)
+    for index in range(num_tokens):
+        going_on.append(going_on[end + index])
+    return Proposal(tuple(going_on[len(text) :]), matched)
+
+
+@settings(max_examples=300, deadline=None)
+@given(TEXTS, st.integers(1, 4), st.integers(0, 8), st.data())
+def test_the_longest_of_the_latest_matches_is_found(
+    text: list[int], ngram: int, num_tokens: int, data: st.DataObject
+) -> None:
+    """Built at once and as it grows. Few places are compared, so texts are short of them here."""
+    at_once, grown = LookupIndex(ngram), LookupIndex(ngram)
+    at_once.extend_to(text)
+    for end in sorted(data.draw(st.lists(st.integers(0, len(text))))):
+        grown.extend_to(text[:end])
+    grown.extend_to(text)
+    found = at_once.propose(num_tokens)
+    assert grown.propose(num_tokens) == found
+    newest = text[len(text) - ngram :]
+    num_places = sum(text[end - ngram : end] == newest for end in range(ngram, len(text)))
+    if num_places <= 8:
+        assert found == by_the_book(text, ngram, num_tokens)
+
+
+def test_a_repetition_goes_on_beyond_the_end() -> None:
+    index = LookupIndex(2)
+    index.extend_to([9, 1, 2, 3, 1, 2, 3, 1, 2])
+    assert index.propose(7) == Proposal((3, 1, 2, 3, 1, 2, 3), 5)
+
+
+def test_what_is_too_short_proposes_nothing() -> None:
+    index = LookupIndex(3)
+    for text in ([], [1], [1, 1], [1, 1, 1]):
+        index.extend_to(text)
+        assert index.propose(4) == NOTHING
+    index.extend_to([1, 1, 1, 1])
+    assert index.propose(2) == Proposal((1, 1), 3)

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from rayspec.planning.round_costs import RecentMean, RoundCosts, RoundShape
+from tests.planning.test_latency import model
+
+PLAIN = RoundShape(rows=4, context=1024, batch=4)
+LOOKED_UP = RoundShape(rows=20, context=1024, batch=4)
+DRAFTED = RoundShape(
+    keep=(True, False) * 4, num_draft_steps=3, num_drafting=4, rows=16, context=1024, batch=4
+)  # fmt: skip
+
+
+def test_before_anything_was_seen_the_latency_model_counts() -> None:
+    latency = model()
+    costs = RoundCosts(latency)
+    assert costs.seconds(PLAIN) == pytest.approx(latency.decode_step_s(context=1024, batch=4))
+    step_s = latency.draft_step_s(DRAFTED.keep, context=1024, batch=4)
+    verify_s = latency.verify_s(rows=16, context=1024, batch=4)
+    assert costs.seconds(DRAFTED) == pytest.approx(3 * step_s + verify_s + latency.round_s)
+
+
+def test_what_it_is_off_by_is_learned_for_each_kind_of_round() -> None:
+    latency, rng = model(), random.Random(0)
+    costs = RoundCosts(latency)
+    step_s = latency.draft_step_s(DRAFTED.keep, context=1024, batch=4)
+    for _ in range(200):
+        for shape, factor in ((PLAIN, 1.5), (LOOKED_UP, 3.0), (DRAFTED, 0.7)):
+            noise = rng.lognormvariate(0, 0.1)
+            verify_s = factor * noise * latency.verify_s(rows=shape.rows, context=1024, batch=4)
+            draft_s = 2.0 * noise * shape.num_draft_steps * step_s
+            costs.observe(shape, draft_s=draft_s, verify_s=verify_s, seconds=draft_s + verify_s + 1e-3)
+    more = RoundShape(rows=36, context=1024, batch=4)
+    verify_s = latency.verify_s(rows=36, context=1024, batch=4)
+    assert costs.seconds(more) == pytest.approx(3.0 * verify_s + 1e-3, rel=0.1)
+    assert costs.seconds(PLAIN) == pytest.approx(1.5 * latency.verify_s(rows=4, context=1024, batch=4) + 1e-3, rel=0.1)
+    drafted_s = 2.0 * 3 * step_s + 0.7 * latency.verify_s(rows=16, context=1024, batch=4) + 1e-3
+    assert costs.seconds(DRAFTED) == pytest.approx(drafted_s, rel=0.1)
+
+
+def test_a_recent_mean_forgets() -> None:
+    mean = RecentMean(7.0)
+    assert (mean.value, mean.known) == (7.0, False)
+    mean.observe(3.0)
+    assert (mean.value, mean.known) == (3.0, True)
+    for _ in range(200):
+        mean.observe(1.0)
+    assert mean.value == pytest.approx(1.0, abs=0.01)
