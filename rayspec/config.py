@@ -27,6 +27,7 @@ Strategy = Literal[
     "clasp",
     "del",
     "asd",
+    "lookahead",
 ]
 Verification = Literal["coupled", "rejection"]
 DataPlane = Literal["auto", "frames", "collective"]
@@ -146,6 +147,18 @@ class SwiftOptions(Options):
     max_tries: int = Field(1000, ge=1, description="sets tried after which the search ends")
     suggest_every: int = Field(25, ge=1, description="each so-many-th set is suggested by a Gaussian process")
     seed: int = Field(1, ge=0, description="of the random sets")
+    tree_widths: tuple[int, ...] = Field(
+        (1, 3, 5, 10),
+        description="alternatives, itself counted, of a token whose top-1 probability is above .95, .8, .5, or less; "
+        "empty: drafts are chains. The published code has 3, 5, 8, 10 for greedy decoding",
+    )
+
+    @field_validator("tree_widths")
+    @classmethod
+    def _four_widths(cls, widths: tuple[int, ...]) -> tuple[int, ...]:
+        if len(widths) not in (0, 4) or any(width < 1 for width in widths):
+            raise ValueError("give four numbers from 1 on, or none")
+        return widths
 
 
 class SelfSDOptions(Options):
@@ -221,17 +234,32 @@ class ASDOptions(Options):
     target: float = Field(0.9, ge=0.0, le=1.0, description="share of draft tokens that should be accepted")
 
 
+class LookaheadOptions(Options):
+    """Lookahead: n-grams that the model makes beside the text. Defaults are those of the published runs."""
+
+    level: int = Field(5, ge=2, le=32, description="tokens of an n-gram")
+    window: int = Field(7, ge=1, le=127, description="n-grams that are made at the same time")
+    guesses: int = Field(7, ge=1, le=127, description="n-grams kept, and verified, for each token that begins one")
+    pool_from_prompt: bool = Field(False, description="keep the n-grams of the prompt, too")
+
+    @property
+    def num_window_tokens(self) -> int:
+        return self.window * (self.level - 1)
+
+
 class SpeculationOptions(Options):
     """How, and whether, drafts are made.
 
     strategy: "knapspec" (plans chosen while running), "lookup" (drafts found in the sequence's own text), "auto" (of
-    these two, what promises more in each round), "static" (the sublayers in `skip`, always), "ar" (none).
+    these two, what promises more in each round), "lookahead" (n-grams made by Jacobi iteration), "static" (the
+    sublayers in `skip`, always), "ar" (none).
     verification: "coupled" (text depends on the seed only) or "rejection" (higher acceptance when sampling).
     """
 
     strategy: Strategy = "knapspec"
     verification: Verification = "coupled"
     max_draft_tokens: int = Field(16, ge=1, le=127)
+    max_tree_tokens: int = Field(64, ge=1, le=512, description="tokens of a draft that has branches, over all of them")
     lookup_ngram: int = Field(3, ge=1, description="tokens that must match where a draft is looked up")
     skip: tuple[int, ...] = Field((), description="static only: sublayers the draft leaves out")
     confidence_stop: bool = Field(True, description="end a draft when its next token is not worth its time")
@@ -248,6 +276,22 @@ class SpeculationOptions(Options):
     self_sd: SelfSDOptions = SelfSDOptions()
     knn_ssd: KnnSSDOptions = KnnSSDOptions()
     layerskip: LayerSkipOptions = LayerSkipOptions()
+    lookahead: LookaheadOptions = LookaheadOptions()
+
+    @property
+    def num_branch_tokens(self) -> int:
+        """Tokens that drafts of the strategy may have beside a chain."""
+        branches = self.strategy == "lookahead" or (self.strategy == "swift" and self.swift.tree_widths)
+        return self.max_tree_tokens if branches else 0
+
+    @model_validator(mode="after")
+    def _window_fits(self) -> Self:
+        if self.strategy == "lookahead" and self.lookahead.num_window_tokens >= self.max_tree_tokens:
+            raise ValueError(
+                f"option 'window' of lookahead makes {self.lookahead.num_window_tokens} tokens a round, and "
+                f"max_tree_tokens is {self.max_tree_tokens}, which leaves none to guess: raise that, or lower window"
+            )
+        return self
 
     @model_validator(mode="after")
     def _saved_plans_where_they_work(self) -> Self:

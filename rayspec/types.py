@@ -81,21 +81,27 @@ class Plan:
     num_lookup_tokens: the most tokens taken from the sequence's own text, where its newest tokens stood there before;
     the model drafts only for the other sequences. 0 = nothing is looked up. Neither: plain decoding.
     source: who made the plan and why, for reports.
+    tree_widths: how many alternatives each drafted token has, itself counted, where the draft is surest, less sure, ...
+    (`drafting.skip_draft.SURENESS`); empty: none. lookahead: drafts are n-grams of the sequence's Jacobi window.
     """
 
     keep: tuple[bool, ...]
     num_draft_tokens: int
     source: str
     num_lookup_tokens: int = 0
+    tree_widths: tuple[int, ...] = ()
+    lookahead: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_draft_tokens", "num_lookup_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 (none) or more")
+        if len(self.tree_widths) not in (0, 4) or any(width < 1 for width in self.tree_widths):
+            raise ValueError(f"tree_widths is {self.tree_widths}; it must be empty or four numbers from 1 on")
 
     @property
     def drafts(self) -> bool:
-        return self.num_draft_tokens > 0 or self.num_lookup_tokens > 0
+        return self.num_draft_tokens > 0 or self.num_lookup_tokens > 0 or self.lookahead
 
     @property
     def prefix(self) -> int:

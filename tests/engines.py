@@ -39,7 +39,14 @@ def random_plan(rng: random.Random, num_sublayers: int, max_draft_tokens: int) -
     keep = tuple(index not in skip for index in range(num_sublayers))
     num_lookup_tokens = rng.randint(1, max_draft_tokens) if rng.random() < 0.4 and max_draft_tokens else 0
     num_draft_tokens = rng.randint(0, max_draft_tokens)
-    return Plan(keep=keep, num_draft_tokens=num_draft_tokens, source=kind, num_lookup_tokens=num_lookup_tokens)
+    return Plan(
+        keep=keep,
+        num_draft_tokens=num_draft_tokens,
+        source=kind,
+        num_lookup_tokens=num_lookup_tokens,
+        tree_widths=(1, 2, 3, 5) if rng.random() < 0.4 else (),
+        lookahead=rng.random() < 0.15,
+    )
 
 
 class RandomPlans:
@@ -89,6 +96,7 @@ def engine_with(
     tokenizer: Any = None,
     verification: str = "coupled",
     max_draft_tokens: int = 6,
+    num_beside: int = 0,
     **options: Any,
 ) -> Engine:
     """An engine like `load_engine`'s over parts that are loaded already. No selector: plain decoding."""
@@ -120,6 +128,7 @@ def engine_with(
             max_num_seqs=config.max_num_seqs,
             max_prefill_tokens=config.max_num_batched_tokens,
             lookahead=max_draft_tokens,
+            num_beside=num_beside,
             chunk_grid=config.max_num_batched_tokens if config.deterministic else None,
         ),
         selector=selector,

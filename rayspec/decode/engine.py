@@ -7,18 +7,19 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
 from transformers import PreTrainedTokenizerBase
 
 from rayspec.config import EngineConfig
+from rayspec.decode.drafting.lookahead import Guess
 from rayspec.decode.drafting.lookup import NOTHING, Proposal
 from rayspec.decode.drafting.skip_draft import Turn
 from rayspec.decode.head import Committed, Opening
 from rayspec.decode.questions import Answer, Question
 from rayspec.decode.rounds import Piece, Prefill, PrefillResult, Result, Round, RoundResult
-from rayspec.decode.scheduler import Chunk, Scheduler, Step, held
+from rayspec.decode.scheduler import Chunk, Move, Scheduler, Step, held
 from rayspec.decode.selection.base import Selector, Situation
 from rayspec.decode.sequence import Detokenizer, SequenceState
 from rayspec.decode.stages import StageLostError, Stages, StagesReplacedError
@@ -295,9 +296,22 @@ class Engine:
             for sequence in sequences:
                 if sequence.finished:
                     self._taps.drop(sequence.sequence_id)
+            self._keep_branches(sequences, work.turns, result)
             if num_tokens or not all(committed.finite for committed in result.committed):
                 self._selector.observe(situation, work.plan, result, num_tokens, self._clock() - started)
             self._improve(situation)
+
+    def _keep_branches(self, sequences: Sequence[SequenceState], turns: Sequence[Turn], result: RoundResult) -> None:
+        """Keys and values of accepted branches go where their positions are; windows hear what was probed."""
+        moves: list[Move] = []
+        for sequence, turn, path in zip(sequences, turns, result.paths, strict=False):
+            if not sequence.finished:
+                moves.extend(_moves_to_path(turn.start + turn.length - 1, path))
+        for sequence, probed in zip(sequences, result.probed, strict=False):
+            if sequence.lookahead is not None:
+                sequence.lookahead.observe(probed)
+        if moves:
+            self._stages.move(moves)
 
     def _result(self, future: Future[Result], victims: Sequence[SequenceState]) -> Result | None:
         """What the work gave. Run out of memory: the victims fail, the engine goes on."""
@@ -366,6 +380,11 @@ class Engine:
             sequence.metrics.finished_s = self._clock()
 
     def _turn(self, sequence: SequenceState, proposal: Proposal, plan: Plan) -> Turn:
+        num_free = held(sequence).capacity - sequence.num_tokens
+        max_tree_tokens = min(self.config.speculation.max_tree_tokens, num_free)
+        guess = Guess(list(proposal.token_ids[: plan.num_lookup_tokens]))
+        if plan.lookahead:
+            guess = sequence.guess(self.config.speculation.lookahead, max_tree_tokens)
         return Turn(
             sequence_id=sequence.sequence_id,
             start=held(sequence).start,
@@ -373,7 +392,10 @@ class Engine:
             last_token=sequence.token_ids[-1],
             max_draft_tokens=min(plan.num_draft_tokens, sequence.num_remaining - 1),
             end_tokens=() if sequence.params.ignore_eos else self._vocabulary.eos_token_ids,
-            looked_up=proposal.token_ids[: plan.num_lookup_tokens],
+            looked_up=guess.token_ids,
+            parents=guess.parents,
+            num_probes=guess.num_probes,
+            max_tree_tokens=max_tree_tokens,
         )
 
     def _situation(self, sequences: Sequence[SequenceState]) -> Situation:
@@ -528,6 +550,18 @@ def _piece(chunk: Chunk) -> Piece:
         sample=chunk.completes,
         replay=chunk.first >= sequence.num_prompt_tokens,
     )
+
+
+def _moves_to_path(first: int, path: Sequence[int]) -> list[Move]:
+    """Bring rows `path` behind the newest token's, in whose slot `first` the rows begin: a move for each run of rows
+    that lie side by side. In this order nothing is overwritten that is yet to be moved, for no row moves up."""
+    moves: list[Move] = []
+    for at, row in enumerate(path, 1):
+        if moves and moves[-1].source + moves[-1].length == first + row:
+            moves[-1] = replace(moves[-1], length=moves[-1].length + 1)
+        else:
+            moves.append(Move(first + row, first + at, 1))
+    return [move for move in moves if move.source != move.destination]
 
 
 def _signed(seed: int) -> int:

@@ -122,7 +122,8 @@ class Head:
             count = row.sampler.params.logprobs
             logprobs: Sequence[dict[int, Logprob]] = ()
             if is_finite and count is not None:
-                used = logits[row.start : row.start + len(verdict.token_ids)]
+                chosen = logits[row.start : row.end]
+                used = chosen[[0, *verdict.path]] if verdict.path else chosen[: len(verdict.token_ids)]
                 logprobs = top_logprobs(used, verdict.token_ids, count)
             results.append(Committed(verdict.token_ids, logprobs, is_finite))
         for row, committed in zip(rows, results, strict=True):

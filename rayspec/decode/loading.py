@@ -24,6 +24,7 @@ from rayspec.decode.selection.gated import Gated
 from rayspec.decode.selection.knapspec import Candidate, KnapSpec
 from rayspec.decode.selection.knn_ssd import KnnSSD
 from rayspec.decode.selection.layerskip import early_exit_plan
+from rayspec.decode.selection.lookahead import lookahead_plan
 from rayspec.decode.selection.saved_plans import ModelIdentity, SavedPlans, known_candidates
 from rayspec.decode.selection.self_sd import SelfSD
 from rayspec.decode.selection.swift import Swift
@@ -178,6 +179,7 @@ def make_scheduler(config: EngineConfig, num_slots: int, num_cohorts: int = 1) -
         max_num_seqs=config.max_num_seqs,
         max_prefill_tokens=config.max_num_batched_tokens,
         lookahead=config.speculation.max_draft_tokens if drafts else 0,
+        num_beside=config.speculation.num_branch_tokens,
         chunk_grid=config.max_num_batched_tokens if config.deterministic else None,
         num_cohorts=num_cohorts,
     )
@@ -214,6 +216,8 @@ def _chooser(config: EngineConfig, latency: LatencyModel) -> Selector | None:
         return SelfSD.of(_saved_plans(config, num_sublayers).only(), options, num_sublayers)
     if options.strategy == "knn-ssd":
         return KnnSSD(_saved_plans(config, num_sublayers), options, latency)
+    if options.strategy == "lookahead":
+        return FixedPlan(lookahead_plan(num_sublayers))
     if options.strategy == "layerskip":
         return FixedPlan(early_exit_plan(options.layerskip, num_sublayers))
     return None

@@ -6,6 +6,7 @@ in a pipeline the stage with the head keeps the script and the passes travel.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
@@ -82,7 +83,11 @@ class PrefillResult:
 
 @dataclass(frozen=True, slots=True)
 class RoundResult:
-    """What a round did, by turn. Draft and verify times in seconds."""
+    """What a round did, by turn. Draft and verify times in seconds.
+
+    paths: the rows of the accepted tokens, where row 0 is the newest token's, of drafts of which a branch was accepted:
+    its keys and values do not lie where their positions are. probed: the likeliest token after each probe.
+    """
 
     committed: Sequence[Committed]
     drafts: Sequence[Draft]
@@ -90,6 +95,8 @@ class RoundResult:
     num_draft_steps: int
     draft_s: float
     verify_s: float
+    paths: Sequence[Sequence[int]] = ()
+    probed: Sequence[Sequence[int]] = ()
 
 
 Work: TypeAlias = Prefill | Round
@@ -101,7 +108,7 @@ def opening_pass(work: Work) -> Pass:
     if isinstance(work, Prefill):
         return _prefill_pass(work)
     active = drafting_turns(work.turns)
-    drafts = [Draft(list(turn.looked_up)) for turn in work.turns]
+    drafts = [turn.draft() for turn in work.turns]
     if active:
         return draft_pass(work.id, work.turns, drafts, active, work.plan, work.hold_at)
     return _verify_pass(work, drafts, [])
@@ -136,15 +143,15 @@ def _round(work: Round, head: Head) -> Generator[Pass, Tensor, RoundResult]:
     verify = _verify_pass(work, drafted.drafts, drafted.owners)
     logits = head.logits((yield verify))
     finite = finite_rows(logits).tolist()
-    if any(one.token_ids for one in drafted.drafts) and not all(finite):
+    if len(logits) > len(work.turns) and not all(finite):
         # A drafted token may have done it, and its row spoils the others of its sequence: verify without drafts.
-        turns = [replace(turn, max_draft_tokens=0, looked_up=()) for turn in work.turns]
+        turns = [replace(turn, max_draft_tokens=0, looked_up=(), parents=(), num_probes=0) for turn in work.turns]
         return (yield from _round(replace(work, turns=turns, num_taps=0), head))
     head.note_taps(verify.taps, logits)
     rows, start = [], 0
     for turn, one in zip(work.turns, drafted.drafts, strict=True):
-        rows.append(Rows(head.sampler(turn.sequence_id), start, one.token_ids))
-        start = rows[-1].end
+        rows.append(Rows(head.sampler(turn.sequence_id), start, one.token_ids, one.parents))
+        start = rows[-1].end + turn.num_probes
     draft_logits = [torch.stack(logits) if logits else None for logits in drafted.logits]
     verdicts = head.accept(logits, rows, draft_logits)
     return RoundResult(
@@ -154,7 +161,19 @@ def _round(work: Round, head: Head) -> Generator[Pass, Tensor, RoundResult]:
         num_draft_steps=drafted.num_steps,
         draft_s=drafted_at - started,
         verify_s=time.perf_counter() - drafted_at,
+        paths=[verdict.path for verdict in verdicts],
+        probed=_probed(logits, rows, work.turns),
     )
+
+
+def _probed(logits: Tensor, rows: Sequence[Rows], turns: Sequence[Turn]) -> list[list[int]]:
+    """The target's likeliest token after each turn's probes, which come behind its draft."""
+    if not any(turn.num_probes for turn in turns):
+        return [[] for _ in turns]
+    pairs = list(zip(rows, turns, strict=True))
+    probes = [at for row, turn in pairs for at in range(row.end, row.end + turn.num_probes)]
+    likeliest = iter(logits[probes].argmax(-1).tolist())
+    return [list(itertools.islice(likeliest, turn.num_probes)) for turn in turns]
 
 
 def _prefill_pass(work: Prefill) -> Pass:
@@ -170,8 +189,12 @@ def _verify_pass(work: Round, drafts: Sequence[Draft], owners: Sequence[int]) ->
     """All sublayers over every turn's newest token and drafts. Of rows that were held, the i-th one of a turn is its
     i-th row here; they are joined in where the others have come as far."""
     pairs = list(zip(work.turns, drafts, strict=True))
-    tokens = [[turn.last_token, *one.token_ids] for turn, one in pairs]
-    rows = [RowSpan(turn.start, turn.length - 1, len(each)) for turn, each in zip(work.turns, tokens, strict=True)]
+    tokens = [[turn.last_token, *one.token_ids, *_probes(turn)] for turn, one in pairs]
+    parents = [_parents(turn, one) for turn, one in pairs]
+    rows = [
+        RowSpan(turn.start, turn.length - 1, len(each), tree)
+        for turn, each, tree in zip(work.turns, tokens, parents, strict=True)
+    ]
     if owners and work.hold_at:
         num_held = [owners.count(index) for index in range(len(pairs))]
         left = [each[held:] for each, held in zip(tokens, num_held, strict=True)]
@@ -179,7 +202,7 @@ def _verify_pass(work: Round, drafts: Sequence[Draft], owners: Sequence[int]) ->
             round_id=work.id,
             token_ids=[token for each in left for token in each],
             rows=[
-                RowSpan(span.start, span.first + held, len(each))
+                RowSpan(span.start, span.first + held, len(each), [parent - held for parent in span.parents[held:]])
                 for span, held, each in zip(rows, num_held, left, strict=True)
             ],
             join=Join(at=work.hold_at, order=_joined_order(owners, [len(each) for each in left]), rows=rows),
@@ -189,6 +212,16 @@ def _verify_pass(work: Round, drafts: Sequence[Draft], owners: Sequence[int]) ->
         taps.append((at, token))
         at += span.num_rows
     return Pass(round_id=work.id, token_ids=[token for each in tokens for token in each], rows=rows, taps=taps)
+
+
+def _probes(turn: Turn) -> Sequence[int]:
+    return turn.looked_up[len(turn.looked_up) - turn.num_probes :]
+
+
+def _parents(turn: Turn, drafted: Draft) -> list[int]:
+    """Of each row of the verify. Empty for a chain."""
+    probes = turn.parents[len(turn.looked_up) - turn.num_probes :]
+    return [-1, *drafted.parents, *probes] if drafted.parents or probes else []
 
 
 def _joined_order(owners: Sequence[int], num_left: Sequence[int]) -> list[int]:

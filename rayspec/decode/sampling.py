@@ -9,6 +9,7 @@ softmax(processed logits), and a pure function of the committed tokens and the s
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -79,6 +80,11 @@ class TokenSampler:
         """`process` looks at the values of `pending`. Where False, placeholders of the right number do as well, so
         draft tokens may stay on the device."""
         return self.params.has_penalties
+
+    @property
+    def ignores_history(self) -> bool:
+        """`process` makes the same of a row whatever comes before it (now; `min_tokens` runs out)."""
+        return not (self.params.has_penalties or self._holds_back(0))
 
     def commit(self, token_ids: Sequence[int]) -> None:
         """Appends tokens to the output. Raises InvalidTokenError as the constructor does."""
@@ -181,26 +187,70 @@ def _truncated(scores: Tensor, params: SamplingParams) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows start .. start + len(pending) of a packed logits tensor: row j predicts the token of one sequence after its
-    committed tokens and pending[:j]."""
+    """Rows start .. start + len(pending) of a packed logits tensor, of one sequence: row 0 predicts the token after
+    its committed ones, row j + 1 the one after pending[j].
+
+    parents: of each pending token the row that it follows, an earlier one than its own; empty where they follow one
+    another. The leading tokens that do are the *spine*.
+    """
 
     sampler: TokenSampler
     start: int
     pending: Sequence[int]
+    parents: Sequence[int] = ()
 
     @property
     def end(self) -> int:
         return self.start + len(self.pending) + 1
 
+    @property
+    def spine(self) -> Rows:
+        """Without the branches."""
+        branches = (at for at, parent in enumerate(self.parents) if parent != at)
+        return Rows(self.sampler, self.start, self.pending[: next(branches, len(self.pending))])
+
+    def depths(self) -> Sequence[int]:
+        """How many pending tokens come before each row's token."""
+        if not self.parents:
+            return range(len(self.pending) + 1)
+        depths = [0]
+        for parent in self.parents:
+            depths.append(depths[parent] + 1)
+        return depths
+
+    def path(self, row: int) -> list[int]:
+        """The rows on the way to `row`, from row 1 on."""
+        if not self.parents:
+            return list(range(1, row + 1))
+        path = []
+        while row > 0:
+            path.append(row)
+            row = self.parents[row - 1]
+        return path[::-1]
+
+    def process(self, logits: Tensor) -> Tensor:
+        """`TokenSampler.process` of the rows, each after what lies on its path. logits: [len(pending) + 1, V]."""
+        if not self.parents or self.sampler.ignores_history:
+            return self.sampler.process(logits, self.pending)
+        cuts = [0, *(row for row, parent in enumerate(self.parents, 1) if parent != row - 1), len(logits)]
+        parts = []
+        for first, end in itertools.pairwise(cuts):  # rows that follow one another
+            before = [self.pending[row - 1] for row in self.path(first)]
+            pending = [*before, *self.pending[first : end - 1]]
+            parts.append(self.sampler.process(logits[first:end], pending, first=len(before)))
+        return torch.cat(parts)
+
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
     """One draft token a sequence. token_ids: int64 [S]. confidence: float32 [S]. logits: float32 [S, V], processed, for
-    `verify_rejection`; None under the coupled rule and where every sequence takes the argmax."""
+    `verify_rejection`; None under the coupled rule and where every sequence takes the argmax. ranked: int64 [S, k], the
+    k tokens that were nearest to being drawn, best first; None where k is 0."""
 
     token_ids: Tensor
     confidence: Tensor
     logits: Tensor | None
+    ranked: Tensor | None = None
 
 
 def target_tokens(logits: Tensor, rows: Sequence[Rows]) -> Tensor:
@@ -209,19 +259,20 @@ def target_tokens(logits: Tensor, rows: Sequence[Rows]) -> Tensor:
     if all(row.sampler.is_argmax for row in rows):
         return logits.argmax(-1)
     scores = processed_logits(logits, rows)
-    sampled = [(row, ahead) for row in rows if not row.sampler.greedy for ahead in range(len(row.pending) + 1)]
-    where = [row.start + ahead for row, ahead in sampled]
-    positions = [row.sampler.position + ahead for row, ahead in sampled]
-    seeds = [row.sampler.seed for row, _ in sampled]
+    sampled = [(row, at, depth) for row in rows if not row.sampler.greedy for at, depth in enumerate(row.depths())]
+    where = [row.start + at for row, at, _ in sampled]
+    positions = [row.sampler.position + depth for row, _, depth in sampled]
+    seeds = [row.sampler.seed for row, _, _ in sampled]
     return _add_noise(scores, where, seeds, positions, Stream.TARGET, None).argmax(-1)
 
 
-def draft_tokens(logits: Tensor, rows: Sequence[Rows], verification: Verification) -> Drafts:
+def draft_tokens(logits: Tensor, rows: Sequence[Rows], verification: Verification, *, num_ranked: int = 0) -> Drafts:
     """The draft's next token for each sequence, from raw draft logits [S, V]: row i belongs to rows[i] and follows its
     committed tokens and *all* of its pending ones (the draft so far). `start` is ignored. No host synchronisation.
 
     "coupled": argmax with the target's own noise at that position. "rejection": a sample of the processed draft logits
-    with noise of its own, which is also new in every round. Greedy sequences take the argmax.
+    with noise of its own, which is also new in every round. Greedy sequences take the argmax. Ranked are the scores
+    that the argmax is of, so under the coupled rule noise and all.
 
     Confidence is the largest probability of the processed distribution (of the raw one where `is_argmax`). It does not
     depend on which token was drawn, and must not: see `verify` on when a draft may stop. Not finite logits make it NaN.
@@ -231,7 +282,7 @@ def draft_tokens(logits: Tensor, rows: Sequence[Rows], verification: Verificatio
     if all(sampler.is_argmax for sampler in samplers):
         scores = logits.to(torch.float32)
         top, tokens = scores.max(-1)
-        return Drafts(tokens, (top - scores.logsumexp(-1)).exp(), None)
+        return Drafts(tokens, (top - scores.logsumexp(-1)).exp(), None, _ranked(scores, num_ranked))
     scores = logits.to(torch.float32, copy=True)
     for at, row in enumerate(rows):
         if not row.sampler.is_argmax:
@@ -242,10 +293,14 @@ def draft_tokens(logits: Tensor, rows: Sequence[Rows], verification: Verificatio
     positions = [samplers[at].position + len(rows[at].pending) for at in where]
     if coupled:
         noisy = _add_noise(scores, where, seeds, positions, Stream.TARGET, None)
-        return Drafts(noisy.argmax(-1), confidence, None)
+        return Drafts(noisy.argmax(-1), confidence, None, _ranked(noisy, num_ranked))
     origins = [samplers[at].position for at in where]
     noisy = _add_noise(scores.clone(), where, seeds, positions, Stream.DRAFT, origins)
-    return Drafts(noisy.argmax(-1), confidence, scores)
+    return Drafts(noisy.argmax(-1), confidence, scores, _ranked(noisy, num_ranked))
+
+
+def _ranked(scores: Tensor, num_ranked: int) -> Tensor | None:
+    return scores.topk(min(num_ranked, scores.shape[1]), dim=-1).indices if num_ranked else None
 
 
 def processed_logits(logits: Tensor, rows: Sequence[Rows]) -> Tensor:
@@ -253,7 +308,7 @@ def processed_logits(logits: Tensor, rows: Sequence[Rows]) -> Tensor:
     scores = logits.to(torch.float32, copy=True)
     for row in rows:
         if not row.sampler.is_argmax:
-            scores[row.start : row.end] = row.sampler.process(logits[row.start : row.end], row.pending)
+            scores[row.start : row.end] = row.process(logits[row.start : row.end])
     return scores
 
 

@@ -46,8 +46,9 @@ class Scheduler:
 
     Running sequences are dealt to `num_cohorts` cohorts, which are scheduled one at a time and travel independently: a
     cohort in flight is left alone. `lookahead` is how many tokens beyond its newest one a sequence may write in a
-    round. With `chunk_grid` a sequence's prompt is cut at multiples of it and chunks run alone, so that their shapes do
-    not depend on other sequences.
+    round, and `num_beside` how many rows more, behind them, whatever its length: branches of a tree. For these there
+    may be less room where the arena has no more. With `chunk_grid` a sequence's prompt is cut at multiples of it and
+    chunks run alone, so that their shapes do not depend on other sequences.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Scheduler:
         max_num_seqs: int,
         max_prefill_tokens: int,
         lookahead: int,
+        num_beside: int = 0,
         chunk_grid: int | None = None,
         num_cohorts: int = 1,
     ) -> None:
@@ -67,6 +69,7 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._max_prefill_tokens = max_prefill_tokens
         self._lookahead = lookahead
+        self._num_beside = num_beside
         self._chunk_grid = chunk_grid
         self._max_cohort_seqs = -(-max_num_seqs // num_cohorts)
 
@@ -150,14 +153,15 @@ class Scheduler:
         return min(num_left, self._chunk_grid)
 
     def _needed(self, sequence: SequenceState) -> int:
-        return min(sequence.num_tokens + self._lookahead, sequence.max_total_tokens)
+        num_tokens = min(sequence.num_tokens + self._lookahead, sequence.max_total_tokens)
+        return min(num_tokens + self._num_beside, self.allocator.num_slots)
 
     def _grow(self, sequence: SequenceState, step: Step) -> bool:
         span, needed = sequence.span, self._needed(sequence)
         assert span is not None
         if needed <= span.capacity:
             return True
-        for capacity in (min(max(needed, 2 * span.capacity), sequence.max_total_tokens), needed):
+        for capacity in (max(needed, min(2 * span.capacity, sequence.max_total_tokens)), needed):
             grown = self.allocator.extend(span, capacity)
             if grown is None and (grown := self.allocator.allocate(capacity)) is not None:
                 step.moves.append(Move(span.start, grown.start, sequence.num_computed))

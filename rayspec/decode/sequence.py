@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
-from rayspec.config import SamplingParams
+from rayspec.config import LookaheadOptions, SamplingParams
+from rayspec.decode.drafting.lookahead import Guess, Lookahead
 from rayspec.decode.drafting.lookup import NOTHING, LookupIndex, Proposal
 from rayspec.model.kv_arena import Span
 from rayspec.types import CompletionOutput, FinishReason, Logprob, RayspecError, RequestMetrics
@@ -102,6 +103,7 @@ class SequenceState:
     num_told: int = 0  # output tokens of a streaming request that were handed out
     told_end: bool = False
     lookup: LookupIndex | None = None  # made when something is looked up
+    lookahead: Lookahead | None = None  # made when it is asked for a guess
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
     @property
@@ -155,6 +157,13 @@ class SequenceState:
         self.lookup.extend_to(self.token_ids)
         num_tokens = min(num_tokens, self.num_remaining - 1)
         return self.lookup.propose(num_tokens) if num_tokens > 0 else NOTHING
+
+    def guess(self, options: LookaheadOptions, max_tokens: int) -> Guess:
+        """A tree of what may come next by the sequence's Jacobi window, and the window; no more than it may still
+        have but one deep."""
+        if self.lookahead is None:
+            self.lookahead = Lookahead(options, self.token_ids)
+        return self.lookahead.guess(self.token_ids[-1], max_tokens=max_tokens, max_depth=self.num_remaining - 1)
 
     def fail(self, error: RayspecError) -> None:
         self.finish_reason, self.error = "error", error

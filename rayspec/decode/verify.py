@@ -20,10 +20,17 @@ noise is also a function of the round's origin (the number of committed tokens w
 and a later round drafts s with numbers that nobody has seen. (a) within a round is the duty of whoever ends a draft:
 **drop a drafted token, or stop before it, by what was known before it was drawn** (earlier draft tokens, the
 confidence, which is a property of q), **never by which token it is.** Stopping after a token is always fine.
+
+**Trees.** Under the coupled rule the target's token at every row of a tree is known, and the longest path of tokens
+that each are the target's after what comes before stands. Noise is by position, so branches share it and the text is
+still that of plain decoding. Under the rejection rule a tree that was not sampled (looked up) is compared in the same
+way: the target's token is a sample of p by TARGET noise, which its candidates do not depend on, and off the path that
+stands no number influences anything. Of a tree that was sampled only the spine counts.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,10 +43,12 @@ from rayspec.decode.sampling import Rows, check_tokens, processed_logits, target
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What to commit for one sequence: the accepted draft tokens, then one recovered or bonus token."""
+    """What to commit for one sequence: the accepted draft tokens, then one recovered or bonus token. path: the rows of
+    the accepted tokens where they are not the first rows after the sequence's own."""
 
     token_ids: list[int]
     num_accepted: int
+    path: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +77,7 @@ def verify_coupled(logits: Tensor, rows: Sequence[Rows]) -> list[Verdict]:
     """Verdicts by the coupled rule from raw target logits [N, V], greedy and sampled alike; pending holds the draft.
     One host synchronisation."""
     tokens = target_tokens(logits, rows).tolist()
-    return [_agreement(row.pending, tokens[row.start : row.end]) for row in rows]
+    return [_agreement(row, tokens[row.start : row.end]) for row in rows]
 
 
 def verify_rejection(logits: Tensor, rows: Sequence[Rows], draft_logits: Sequence[Tensor | None]) -> list[Verdict]:
@@ -76,18 +85,26 @@ def verify_rejection(logits: Tensor, rows: Sequence[Rows], draft_logits: Sequenc
 
     draft_logits: for each sequence the processed logits [g_i, V] that its draft was sampled from, or None where it was
     not sampled (looked up, argmax): its tokens then stand with probability p(x). Greedy sequences compare exactly and
-    ignore theirs. An empty draft gives the token of plain decoding. One host synchronisation. Raises ValueError if
-    draft_logits do not match the draft.
+    ignore theirs. An empty draft gives the token of plain decoding. One host synchronisation, and one more where there
+    are trees. Raises ValueError if draft_logits do not match the draft, or the spine of a tree.
     """
     if len(draft_logits) != len(rows):
         raise ValueError(f"{len(draft_logits)} draft_logits for {len(rows)} sequences: give one (or None) each")
     if all(row.sampler.greedy or not row.pending for row in rows):
         return verify_coupled(logits, rows)
-    accepted, last = decide(_packed(logits, rows, draft_logits))
+    pairs = list(zip(rows, draft_logits, strict=True))
+    is_compared = [bool(row.parents) and (given is None or row.sampler.greedy) for row, given in pairs]
+    if any(is_compared):
+        compared = iter(verify_coupled(logits, list(itertools.compress(rows, is_compared))))
+        others = [pair for pair, exact in zip(pairs, is_compared, strict=True) if not exact]
+        drawn = iter(verify_rejection(logits, [row for row, _ in others], [given for _, given in others]))
+        return [next(compared if exact else drawn) for exact in is_compared]
+    spines = [row.spine if row.parents else row for row in rows]
+    accepted, last = decide(_packed(logits, spines, draft_logits))
     decided = torch.stack((accepted, last)).tolist()
     return [
         Verdict([*row.pending[:num_accepted], token], num_accepted)
-        for row, num_accepted, token in zip(rows, *decided, strict=True)
+        for row, num_accepted, token in zip(spines, *decided, strict=True)
     ]
 
 
@@ -195,8 +212,21 @@ def _certain_if_greedy(scores: Tensor, rows: Sequence[Rows]) -> Tensor:
     return scores
 
 
-def _agreement(draft: Sequence[int], targets: Sequence[int]) -> Verdict:
-    """Draft tokens stand as long as they equal the target's, which come one more."""
-    mismatches = (index for index, token in enumerate(draft) if token != targets[index])
-    num_accepted = next(mismatches, len(draft))
+def _agreement(row: Rows, targets: Sequence[int]) -> Verdict:
+    """Draft tokens stand as long as they equal the target's, which come one more; of a tree the longest path."""
+    if row.parents:
+        return _longest_agreement(row, targets)
+    mismatches = (index for index, token in enumerate(row.pending) if token != targets[index])
+    num_accepted = next(mismatches, len(row.pending))
     return Verdict(list(targets[: num_accepted + 1]), num_accepted)
+
+
+def _longest_agreement(row: Rows, targets: Sequence[int]) -> Verdict:
+    depths = row.depths()
+    stands = [True]
+    for token, parent in zip(row.pending, row.parents, strict=True):
+        stands.append(stands[parent] and token == targets[parent])
+    deepest = max((at for at, standing in enumerate(stands) if standing), key=depths.__getitem__)
+    path = row.path(deepest)
+    token_ids = [targets[at] for at in (0, *path)]
+    return Verdict(token_ids, len(path), () if deepest == len(path) else tuple(path))

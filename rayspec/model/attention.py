@@ -180,9 +180,7 @@ def _seen_in_tree(paths: Sequence[Path], columns: Tensor, sliding_window: int | 
     bounds = torch.tensor([[path.shared for path in paths], lowest], device=device)[:, :, None]
     seen = (columns < bounds[0]) & (columns >= bounds[1])
     own = [
-        (row, slot - past)
-        for row, path in enumerate(paths)
-        for slot in path.own[max(0, lowest[row] - path.shared) :]
+        (row, slot - past) for row, path in enumerate(paths) for slot in path.own[max(0, lowest[row] - path.shared) :]
     ]
     where = torch.tensor(own, device=device).T
     seen[where[0], where[1]] = True

@@ -204,9 +204,10 @@ class Ping(Message, frozen=True, kw_only=True):
 
 class Beat(Message, frozen=True, kw_only=True):
     """Shards and coordinator to the engine, while they hear from it or are busy: alive, and busy with one thing for so
-    long."""
+    long. worked_s: with everything, since they began."""
 
     busy_s: float
+    worked_s: float
 
 
 class Moves(Message, frozen=True, kw_only=True):

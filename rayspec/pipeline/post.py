@@ -69,6 +69,7 @@ class Post:
         self._mailbox = Mailbox(name, secret, host=host)
         self._heard_at = time.monotonic()
         self._busy_since: float | None = None
+        self._worked_s = 0.0
         self._deferred: deque[Letter] = deque()
         self._closed = threading.Event()
         self._heart = threading.Thread(target=self._beat, name=f"{name}-heartbeat", daemon=True)
@@ -112,6 +113,8 @@ class Post:
 
     def busy(self, since: float | None) -> None:
         """Tell the heartbeat that something is being computed, or (None) that it is done."""
+        if since is None and self._busy_since is not None:
+            self._worked_s += time.monotonic() - self._busy_since
         self._busy_since = since
 
     def close(self) -> None:
@@ -153,7 +156,8 @@ class Post:
             if since is None and time.monotonic() - self._heard_at > _QUIET_AFTER_S:
                 continue
             busy_s = 0.0 if since is None else time.monotonic() - since
+            beat = Beat(epoch=self.epoch, busy_s=busy_s, worked_s=self._worked_s + busy_s)
             try:
-                self._mailbox.sender(ENGINE).send(encode(Beat(epoch=self.epoch, busy_s=busy_s)))
+                self._mailbox.sender(ENGINE).send(encode(beat))
             except TransportError:
                 continue  # the engine has been replaced this moment, or has long stopped reading

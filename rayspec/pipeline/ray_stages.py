@@ -69,7 +69,7 @@ class StageUse:
     name: str
     busy_s: float
     elapsed_s: float
-    num_passes: int
+    num_passes: int = 0
 
     @property
     def idle_share(self) -> float:
@@ -108,6 +108,9 @@ class RayStages:
         self._lost: StageLostError | None = None
         self.link_s: tuple[float, ...] = ()
         self.recovery_s: list[float] = []
+        self._worked_s: dict[str, float] = {}  # by heartbeats
+        self._worked_before: dict[str, float] = {}
+        self._use_asked_at = time.monotonic()
         self._rendezvous: Rendezvous | None = None
         if silent := self._connect():
             raise TransportError(f"{', '.join(sorted(silent))} did not answer within {_CONNECT_TIMEOUT_S:.0f} s")
@@ -185,6 +188,18 @@ class RayStages:
             if isinstance(used := answers[name], Used)
         ]
 
+    def recent_use(self) -> list[StageUse]:
+        """As `usage`, by heartbeats alone: it costs nothing and may be asked from any thread."""
+        now, worked = time.monotonic(), dict(self._worked_s)
+        elapsed_s, self._use_asked_at = now - self._use_asked_at, now
+        before, self._worked_before = self._worked_before, worked
+        return [
+            StageUse(name=name, busy_s=min(elapsed_s, busy_s), elapsed_s=elapsed_s)
+            for name in map(stage_name, range(self.replica.num_stages))
+            # A shard that was replaced begins at nothing.
+            for busy_s in [max(0.0, worked.get(name, 0.0) - before.get(name, 0.0))]
+        ]
+
     def shutdown(self) -> None:
         """Ends the replica's processes. More than once is fine."""
         if self._lost is None:
@@ -218,6 +233,8 @@ class RayStages:
                 return None
             if message.epoch == self._epoch:
                 self._pulse.hear(envelope.sender, message.busy_s if isinstance(message, Beat) else 0.0)
+                if isinstance(message, Beat):
+                    self._worked_s[envelope.sender] = message.worked_s
                 return envelope.sender, message
 
     def _handle(self, sender: str, message: AnyMessage) -> None:

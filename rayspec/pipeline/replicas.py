@@ -59,6 +59,10 @@ class Replicas:
         self._lost: set[int] = set()
 
     @property
+    def engines(self) -> Sequence[Engine]:
+        return self._engines
+
+    @property
     def config(self) -> EngineConfig:
         return self._engines[0].config
 

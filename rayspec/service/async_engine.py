@@ -7,12 +7,15 @@ import itertools
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
 import rayspec
 from rayspec.config import SamplingParams
 from rayspec.decode.engine_loop import EngineDeadError, EngineLoop
+from rayspec.pipeline.ray_stages import RayStages, StageUse
+from rayspec.pipeline.replicas import Replicas
 from rayspec.types import ConfigError, EngineLoad, EngineStats, Request, RequestOutput
 
 
@@ -44,6 +47,17 @@ class AsyncEngine:
     @property
     def load(self) -> EngineLoad:
         return self.llm.engine.load
+
+    def stage_use(self) -> list[StageUse]:
+        """How busy the stages of a pipeline were since this was asked last; nothing for a model in one process."""
+        engine = self.llm.engine
+        engines = engine.engines if isinstance(engine, Replicas) else [engine]
+        return [
+            replace(use, name=f"{index}/{use.name}") if len(engines) > 1 else use
+            for index, one in enumerate(engines)
+            if isinstance(one.stages, RayStages)
+            for use in one.stages.recent_use()
+        ]
 
     @property
     def death(self) -> EngineDeadError | None:

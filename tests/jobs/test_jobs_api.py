@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent.parent
 NUM_ROWS = 200
 PATIENCE_S = 240.0
 ENDED = {JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED}
-# Ten kinds. Chats are refused by the template below, and a prompt of 400 tokens by the arena of 300.
+# Ten kinds. Chats are refused by the template below, and a prompt of 451 tokens by the arena of 400.
 BROKEN = {
     "malformed_row": b'{"id": "broken", ',
     "not_utf8": b'{"id": "latin", "prompt": "caf\xe9"}',
@@ -33,7 +33,7 @@ BROKEN = {
     "invalid_value": b'{"id": "null", "prompt": null}',
     "duplicate_id": b'{"id": "report-0-0", "prompt": "again"}',
     "prompt_too_long": json.dumps({"id": "long", "prompt": "word " * 3000}).encode(),
-    "out_of_memory": json.dumps({"id": "large", "prompt": "word " * 400}).encode(),
+    "out_of_memory": json.dumps({"id": "large", "prompt": "word " * 150}).encode(),
     "invalid_messages": json.dumps({"id": "chat", "messages": [{"role": "system", "content": "Be brief."}]}).encode(),
 }
 BROKEN_FILES = {"empty_file": b"", "unreadable_file": b"no parquet"}
@@ -99,7 +99,7 @@ def test_two_hundred_rows_through_the_jobs_api(tmp_path: Path, cluster: dict[str
     client = JobSubmissionClient(f"http://{cluster['url']}", headers={"Authorization": f"Bearer {cluster['token']}"})
     options = (
         f"--model {strict_model(tmp_path)} --dtype float32 --device cpu --num-threads 1 --strategy ar "
-        "--max-model-len 512 --kv-cache-tokens 300 --max-tokens 4"
+        "--max-model-len 512 --kv-cache-tokens 400 --max-tokens 4"
     )
     job_id = submit(client, f"{sys.executable} {ROOT}/jobs/generate.py {prompts} --output {output} {options}")
     deadline = time.monotonic() + PATIENCE_S

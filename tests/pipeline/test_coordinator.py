@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,14 +15,12 @@ from rayspec.decode.plan_search import PlanSearch, TappedToken
 from rayspec.decode.questions import (
     Answer,
     Feature,
-    Features,
     Found,
     FoundDraft,
     Knapsack,
     LayerKnapsack,
     Question,
     Steadiness,
-    Steady,
     Trial,
     answer,
 )
@@ -128,6 +127,69 @@ def test_stages_find_what_one_process_finds(family: str, num_stages: int) -> Non
         run.engine._stages.wait()
         for shard in run.replica.parts.values():
             assert shard._worker._seeking is None
+
+
+KEEPS = [
+    (True, True, False, True, False, True, True, False),
+    (True, True, False, True, True, True, True, True),
+    (False, True, True, True, True, True, True, True),
+    (True,) * 4 + (False,) * 4,
+    (False,) * 8,
+    (True,) * 8,
+]
+QUESTIONS: dict[str, Question] = {
+    "knapsack": knapsack(),
+    "layers": LayerKnapsack(num_tokens=6, num_skipped=3),
+    "trial": Trial(num_tokens=6, keeps=KEEPS),
+    "steadiness": Steadiness(num_tokens=6),
+    "feature": Feature(num_tokens=6),
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS.values(), ids=QUESTIONS)
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+def test_stages_answer_as_one_process_does(question: Question, num_stages: int) -> None:
+    path = checkpoint("llama")
+    with loop_engine(path, num_stages, Tapping(), seed=num_stages, kv_cache_tokens=NUM_SLOTS) as run:
+        generate(run, path)
+        tokens, starts = places(run, 6)
+        future = run.engine._stages.search(tokens, starts, question)
+        wait_for(run, future)
+        answered = future.result()
+        assert 0 < answered.seconds < 30
+        assert answered == replace(answer_here(run, path, tokens, starts, question), seconds=answered.seconds)
+        run.engine._stages.wait()
+        for shard in run.replica.parts.values():
+            assert shard._worker._seeking is None
+
+
+def test_a_trial_leaves_no_states_behind_on_its_way_through_a_stage() -> None:
+    """The batches of one sublayer are dropped before the next one's are made."""
+    path = checkpoint("llama")
+    with loop_engine(path, 2, Tapping(), kv_cache_tokens=NUM_SLOTS) as run:
+        generate(run, path)
+        most = 0
+        for shard in run.replica.parts.values():
+            worker = shard._worker
+            expand = worker._expand
+
+            def watched(message: Any, seeking: Any, expand: Any = expand) -> Any:
+                nonlocal most
+                run_sublayer = seeking.search.run
+
+                def counted(*arguments: Any) -> Any:
+                    nonlocal most
+                    most = max(most, len(seeking.batches))
+                    return run_sublayer(*arguments)
+
+                seeking.search.run = counted
+                yield from expand(message, seeking)
+                seeking.search.run = run_sublayer
+
+            worker._expand = watched  # type: ignore[method-assign]
+        exits = [tuple(index < end for index in range(8)) for end in (2, 4, 6)]
+        wait_for(run, run.engine._stages.search(*places(run, 6), Trial(num_tokens=6, keeps=exits)))
+        assert 0 < most <= 4
 
 
 def test_states_travel_once_a_stage_and_are_dropped_when_nobody_needs_them() -> None:

@@ -140,6 +140,7 @@ def test_greedy_equals_generate(stages: int, tensor: int) -> None:
     pids = list(process_ids(engine).values())
     require_known_tokens(engine, known_cases())
     assert [use.num_passes > 0 for use in stages_of(engine).usage()] == [True] * stages
+    assert all(0 < use.busy_s <= use.elapsed_s for use in stages_of(engine).recent_use())
     assert len(pids) == stages * tensor + 1
     end(engine, pids)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayspec.planning.knapsack import Solution, count_rows, quantize, solve
+from rayspec.planning.knapsack import Solution, count_rows, follow, quantize, solve
 
 EXACT: dict[str, Any] = {"min_similarity": -np.inf, "max_states": 10**6, "band": None, "drop_dominated": False}
 

@@ -118,3 +118,24 @@ def test_without_restarts_the_first_death_is_the_last() -> None:
     assert not suspects.too_many_deaths
     suspects.died({"a"})
     assert suspects.too_many_deaths
+
+
+def test_after_a_verdict_everybody_else_begins_anew() -> None:
+    suspects = Suspects(9)
+    suspects.died({"a", "b"})
+    suspects.died({"a", "b"})
+    assert suspects.died({"a"}) == "a"
+    assert suspects.on_trial == {"b"}
+    suspects.acquit()
+    suspects.died({"b", "c"})
+    assert not suspects.on_trial
+
+
+def test_deaths_before_the_verdicts_make_nobody_a_suspect() -> None:
+    suspects = Suspects(9)
+    suspects.died({"a", "b"})
+    suspects.died({"a", "b"})
+    suspects.died({"a"})
+    suspects.died({"b"})
+    suspects.died({"b", "c"})
+    assert suspects.on_trial == frozenset()

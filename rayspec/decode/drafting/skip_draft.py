@@ -1,4 +1,8 @@
-"""The target drafts for itself with the sublayers its plan keeps."""
+"""The target drafts for itself with the sublayers its plan keeps.
+
+A draft is a chain of tokens, or a tree: a chain, its *spine*, with alternatives to its tokens beside it that nothing
+follows (SWIFT, Xia et al. 2025). What was found elsewhere may be any tree.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,15 @@ from torch import Tensor
 from rayspec.decode.head import Head
 from rayspec.decode.passes import Pass
 from rayspec.decode.runner import RowSpan
-from rayspec.decode.sampling import Rows, draft_tokens
+from rayspec.decode.sampling import Drafts, Rows, draft_tokens
 from rayspec.types import Plan
 
 # Given each drafting sequence's confidences so far, says which of them draft one more token. It must depend on nothing
 # else: where the head is in another process, a copy of the rule travels there.
 KeepDrafting = Callable[[Sequence[Sequence[float]]], Sequence[bool]]
+
+# Above these confidences a drafted token has `Plan.tree_widths[0]`, [1], [2] alternatives; else [3] (SWIFT's).
+SURENESS = (0.95, 0.8, 0.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +31,9 @@ class Turn:
     """One sequence's part in a round: its newest token sits at position `length` - 1 and is not in the arena yet.
 
     `end_tokens`: a draft that reaches one of them (end of sequence) ends. `looked_up`: the draft, where it was found
-    elsewhere; the model then drafts nothing.
+    elsewhere; the model then drafts nothing. parents: of each of these tokens the row that it follows, where row 0 is
+    the newest token and row i + 1 the i-th of these; empty for a chain. The last `num_probes` of them are no draft: the
+    target is only asked what it finds likeliest after each. max_tree_tokens: the most rows besides the newest token.
     """
 
     sequence_id: str
@@ -34,18 +43,36 @@ class Turn:
     max_draft_tokens: int
     end_tokens: Collection[int] = ()
     looked_up: Sequence[int] = ()
+    parents: Sequence[int] = ()
+    num_probes: int = 0
+    max_tree_tokens: int = 0
+
+    def draft(self) -> Draft:
+        """What it has to begin with."""
+        num_drafted = len(self.looked_up) - self.num_probes
+        return Draft(list(self.looked_up[:num_drafted]), parents=list(self.parents[:num_drafted]))
 
 
 @dataclass(slots=True)
 class Draft:
-    """What was drafted for one turn. confidences: of each token, where the model has drafted it."""
+    """What was drafted for one turn. confidences: of each token of the spine, where the model has drafted it. parents:
+    see `Turn`; a chain has none."""
 
     token_ids: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
 
     @property
     def looked_up(self) -> bool:
         return bool(self.token_ids) and not self.confidences
+
+    def branch(self, siblings: Sequence[Sequence[int]]) -> None:
+        """Adds alternatives to each token of what was a chain."""
+        if any(siblings):
+            self.parents = list(range(len(self.token_ids)))
+            for parent, tokens in enumerate(siblings):
+                self.token_ids.extend(tokens)
+                self.parents.extend([parent] * len(tokens))
 
 
 @dataclass(slots=True)
@@ -94,7 +121,8 @@ def draft(
     Yields passes and is sent the states before the head. Keys and values of drafted rows go to the positions that
     verify overwrites. One host synchronisation a step.
     """
-    result = DraftRound([Draft(list(turn.looked_up)) for turn in turns], [[] for _ in turns])
+    result = DraftRound([turn.draft() for turn in turns], [[] for _ in turns])
+    siblings: list[list[list[int]]] = [[] for _ in turns]
     active = drafting_turns(turns)
     while active:
         logits = head.logits((yield draft_pass(round_id, turns, result.drafts, active, plan, hold_at)))
@@ -105,20 +133,45 @@ def draft(
             Rows(head.sampler(turns[index].sequence_id), at, one.token_ids)
             for at, (index, one) in enumerate(zip(active, drafts, strict=True))
         ]
-        drawn = draft_tokens(logits, rows, head.verification)
-        _append(drafts, drawn.token_ids, drawn.confidence)
+        drawn = draft_tokens(logits, rows, head.verification, num_ranked=max(plan.tree_widths, default=0))
+        ranked = _append(drafts, drawn)
         if drawn.logits is not None:
             for index, row in zip(active, drawn.logits, strict=True):
                 result.logits[index].append(row)
+        for index, best in zip(active, ranked, strict=True):
+            siblings[index].append(best)
         active = _still_drafting(active, turns, result.drafts, keep_drafting)
+    if plan.tree_widths:
+        for turn, one, others in zip(turns, result.drafts, siblings, strict=True):
+            if head.verification == "coupled" or head.sampler(turn.sequence_id).greedy:
+                one.branch(_siblings(one, others, plan.tree_widths, turn.max_tree_tokens))
     return result
 
 
-def _append(drafts: Sequence[Draft], token_ids: Tensor, confidence: Tensor) -> None:
-    tokens, confidences = torch.stack([token_ids.double(), confidence.double()]).tolist()
-    for one, token, sure in zip(drafts, tokens, confidences, strict=True):
+def _append(drafts: Sequence[Draft], drawn: Drafts) -> list[list[int]]:
+    """Returns the ranked tokens of each draft, if any."""
+    columns = [drawn.token_ids.double()[:, None], drawn.confidence.double()[:, None]]
+    if drawn.ranked is not None:
+        columns.append(drawn.ranked.double())
+    ranked = []
+    for one, (token, sure, *best) in zip(drafts, torch.cat(columns, 1).tolist(), strict=True):
         one.token_ids.append(int(token))
         one.confidences.append(sure)
+        ranked.append([int(other) for other in best])
+    return ranked
+
+
+def _siblings(spine: Draft, ranked: Sequence[Sequence[int]], widths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Alternatives to each drafted token: the tokens nearest to it, more of them the less sure it was. Together with
+    the spine no more than `max_tokens`; the earlier ones come first, which are the likelier to be reached."""
+    num_left = max(0, max_tokens - len(spine.token_ids))
+    siblings = []
+    for token, confidence, best in zip(spine.token_ids, spine.confidences, ranked, strict=True):
+        width = widths[sum(confidence <= bound for bound in SURENESS)]
+        others = [other for other in best if other != token][: min(width - 1, num_left)]
+        num_left -= len(others)
+        siblings.append(others)
+    return siblings
 
 
 def _still_drafting(

@@ -20,12 +20,12 @@ class Inquiry:
     def __init__(self, interval: int) -> None:
         self._interval = interval
         self._num_tokens = float(interval)  # of one sequence since the last question began
-        self._num_missing: int | None = None  # tokens still to be tapped; None: no question is due
+        self._num_tapped: int | None = None  # tokens, for the question that is due; None: none is
         self._under_way: Future[Answer] | None = None
 
     @property
     def wants_taps(self) -> bool:
-        return self._num_missing is not None and self._under_way is None
+        return self._num_tapped is not None and self._under_way is None
 
     def observe(self, num_tokens: float) -> None:
         """A round: tokens committed per sequence."""
@@ -34,22 +34,22 @@ class Inquiry:
     def advance(self, situation: Situation, search: Search, question: Question) -> Answer | None:
         """A round has ended: begin, ask, or take the answer, whatever is due. A question whose tokens were lost on the
         way is asked again; from one that failed nothing comes."""
-        answer = self._ask(situation, search, question) if self._num_missing is not None else None
-        if self._num_missing is None and self._num_tokens >= self._interval:
-            self._num_missing, self._num_tokens = question.num_tokens, 0.0
+        answer = self._ask(situation, search, question) if self._num_tapped is not None else None
+        if self._num_tapped is None and self._num_tokens >= self._interval:
+            self._num_tapped, self._num_tokens = 0, 0.0
         return answer
 
     def _ask(self, situation: Situation, search: Search, question: Question) -> Answer | None:
-        assert self._num_missing is not None
-        self._num_missing -= situation.batch
-        if self._under_way is None and self._num_missing <= 0:
+        assert self._num_tapped is not None
+        self._num_tapped += situation.batch
+        if self._under_way is None and self._num_tapped >= question.num_tokens:
             self._under_way = search(question)
         if self._under_way is None or not self._under_way.done():
             return None
         asked, self._under_way = self._under_way, None
         if asked.cancelled():
             return None
-        self._num_missing = None
+        self._num_tapped = None
         if (error := asked.exception()) is not None:
             logger.warning("a plan search failed, the plan stays: %s", error)
             return None

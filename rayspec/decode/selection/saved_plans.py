@@ -194,7 +194,7 @@ class SavedPlans(_Strict, frozen=True, kw_only=True):
             saved = msgspec.json.decode(Path(path).read_bytes(), type=SavedPlans)
         except OSError as error:
             raise ConfigError(f"{at}: it cannot be read ({error.strerror}): name a file of saved plans") from error
-        except msgspec.DecodeError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ConfigError(f"{at}: it is not a file of saved plans ({error}): tune the model again") from error
         if saved.format != FORMAT:
             raise ConfigError(f"{at}: its format is {saved.format!r}, not {FORMAT!r}: tune the model again")

@@ -178,15 +178,17 @@ class Watched(Protocol):
     @property
     def load(self) -> EngineLoad: ...
 
+    def stage_use(self) -> Sequence[StageUse]: ...
+
 
 async def keep_updated(metrics: EngineMetrics, engine: Watched, *, every_s: float = 2.0) -> None:
     """Update the metrics until this is cancelled, and once more then."""
     try:
         while True:
-            metrics.update(engine.stats, engine.load)
+            metrics.update(engine.stats, engine.load, engine.stage_use())
             await asyncio.sleep(every_s)
     finally:
-        metrics.update(engine.stats, engine.load)
+        metrics.update(engine.stats, engine.load, engine.stage_use())
 
 
 @dataclass(frozen=True, slots=True)

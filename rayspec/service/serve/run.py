@@ -19,6 +19,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
+from rayspec.model.weights import load_config
 from rayspec.pipeline.session import ray_session
 from rayspec.service.serve.app import bind
 from rayspec.service.serve.options import ServeOptions
@@ -26,6 +27,7 @@ from rayspec.service.terminal import exit_on_sigterm
 from rayspec.types import ConfigError, RayspecError
 
 _APP = "rayspec"
+_RAY_ADDRESS = "RAY_ADDRESS"
 _POLL_S, _ANSWER_S = 0.1, 5.0
 _QUIET = {"log_level": "WARNING", "enable_access_log": False}
 
@@ -67,9 +69,12 @@ def run_endpoint(options: ServeOptions, address: Address, announce: Callable[[st
     """Serve until SIGTERM or Ctrl-C; then refuse what comes, finish what is under way, as far as the largest
     graceful_shutdown_timeout_s allows, and leave nothing behind.
 
-    announce: called with the URL when requests can come. Raises ConfigError, DeploymentError.
+    announce: called with the URL when requests can come. Raises ConfigError, CheckpointError,
+    DeploymentError.
     """
     address = address.checked()
+    if _RAY_ADDRESS not in os.environ:
+        _check_models(options)
     with ray_session():
         _check_free()
         try:
@@ -81,8 +86,16 @@ def run_endpoint(options: ServeOptions, address: Address, announce: Callable[[st
             _drain(ingress, timeout_s=max(one.graceful_shutdown_timeout_s for one in options.deployments))
             serve.delete(_APP)
         finally:
-            if "RAY_ADDRESS" in os.environ:  # a private Ray ends with its Serve
+            if _RAY_ADDRESS in os.environ:  # a private Ray ends with its Serve
                 serve.shutdown()  # type: ignore[no-untyped-call]
+
+
+def _check_models(options: ServeOptions) -> None:
+    """Before anything is started; a cluster's nodes may have other files than this one. Raises CheckpointError."""
+    for config in options.llm_configs:
+        engine = config.engine
+        if engine.model != "demo":
+            load_config(engine)
 
 
 def _start(options: ServeOptions, address: Address) -> DeploymentHandle[Any]:

@@ -245,6 +245,9 @@ class Busy:
     stats: EngineStats = field(default_factory=EngineStats)
     load: EngineLoad = IDLE
 
+    def stage_use(self) -> list[StageUse]:
+        return [StageUse(name="stage-0", busy_s=1.0, elapsed_s=4.0)]
+
 
 def test_metrics_are_kept_up_to_date_to_the_last() -> None:
     recording, busy = Recording(), Busy()

@@ -57,6 +57,15 @@ def test_a_command_line_at_fault(arguments: list[str], words: str) -> None:
     assert (result.exit_code, words in result.stderr) == (2, True), result.output
 
 
+def test_a_model_that_is_not_there_is_told_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    result = CliRunner().invoke(app, ["serve", "--port", "0", "--model", str(tmp_path / "absent")])
+    assert (result.exit_code, result.stderr.startswith("error: ")) == (1, True), result.output
+    assert "absent" in result.stderr
+
+
 @pytest.fixture
 def environment(ray_environment: None, tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "RAYSPEC_API_KEYS": "from-environment"}

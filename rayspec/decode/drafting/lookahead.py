@@ -1,0 +1,115 @@
+"""Lookahead: drafts are n-grams that the model has made beside the text, by Jacobi iteration.
+
+As in Fu et al. 2024, "Break the sequential dependency of LLM inference using lookahead decoding": beside the newest
+token, a *window* of guessed tokens goes through the verify, W columns of N - 1 levels, where the token at (level l,
+column w) stands 1 + l + w positions after the newest. What the target finds likeliest after the last level completes an
+n-gram a column; these go to the *pool*, and come back as drafts whenever the text reaches their first token. As in the
+public implementation the window moves on by one position a round, however many tokens were committed. Ours: a guess
+that matches to its end counts in full (there it loses a token), and n-grams that still hold one of the random tokens
+the window begins with are not kept.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rayspec.config import LookaheadOptions
+
+
+@dataclass(slots=True)
+class Guess:
+    """A tree of tokens after the newest one. parents, and the `num_probes` tokens at the end: see `Turn`."""
+
+    token_ids: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    num_probes: int = 0
+
+    def add(self, token_id: int, parent: int) -> int:
+        """Returns the token's row."""
+        self.token_ids.append(token_id)
+        self.parents.append(parent)
+        return len(self.token_ids)
+
+
+class NgramPool:
+    """What has followed a token, by token: the latest continuations, at most so many, without repeats."""
+
+    def __init__(self, max_guesses: int) -> None:
+        self._max_guesses = max_guesses
+        self._continuations: dict[int, dict[tuple[int, ...], None]] = {}  # the latest last
+
+    def add(self, ngram: Sequence[int]) -> None:
+        continuations = self._continuations.setdefault(ngram[0], {})
+        rest = tuple(ngram[1:])
+        continuations.pop(rest, None)
+        continuations[rest] = None
+        if len(continuations) > self._max_guesses:
+            del continuations[next(iter(continuations))]
+
+    def after(self, token_id: int) -> list[tuple[int, ...]]:
+        """The latest first."""
+        return list(self._continuations.get(token_id, ()))[::-1]
+
+
+class Lookahead:
+    """One sequence's window and pool. token_ids: the text so far, of which the window begins with random ones."""
+
+    def __init__(self, options: LookaheadOptions, token_ids: Sequence[int]) -> None:
+        chance = random.Random(0)
+        self._num_columns = options.window
+        self._levels = [[chance.choice(token_ids) for _ in range(options.window)] for _ in range(options.level - 1)]
+        self._num_random_levels = options.level - 1
+        self._pool = NgramPool(options.guesses)
+        if options.pool_from_prompt:
+            for first in range(len(token_ids) - options.level + 1):
+                self._pool.add(token_ids[first : first + options.level])
+
+    def guess(self, newest: int, *, max_tokens: int, max_depth: int) -> Guess:
+        """What to verify after the newest token: at most so many tokens, none more than `max_depth` positions after it.
+        The window goes first: without it there would be no n-grams."""
+        guess = Guess()
+        num_probes = self._num_columns * len(self._levels)
+        if num_probes > max_tokens or self._num_columns + len(self._levels) - 1 > max_depth:
+            num_probes = 0
+        for continuation in self._pool.after(newest):
+            _graft(guess, continuation[:max_depth], max_tokens - num_probes)
+        if num_probes:
+            self._probe(guess)
+        return guess
+
+    def observe(self, probed: Sequence[int]) -> None:
+        """What the target finds likeliest after each token of the window; nothing, where that was not verified."""
+        if not probed:
+            return
+        newest = list(probed[-self._num_columns :])
+        if self._num_random_levels:
+            self._num_random_levels -= 1
+        else:
+            for ngram in zip(*self._levels, newest, strict=True):
+                self._pool.add(ngram)
+        self._levels = [*self._levels[1:], newest]
+
+    def _probe(self, guess: Guess) -> None:
+        """Adds the window: each level's tokens follow those of the level before, the first level's one another."""
+        above = [0] * self._num_columns
+        for level, tokens in enumerate(self._levels):
+            for column, token in enumerate(tokens):
+                parent = above[column] if level else (above[column - 1] if column else 0)
+                above[column] = guess.add(token, parent)
+        guess.num_probes = self._num_columns * len(self._levels)
+
+
+def _graft(guess: Guess, continuation: Sequence[int], max_tokens: int) -> None:
+    """Adds a branch from the newest token, as far as there is room; what it begins with may be there already."""
+    row = 0
+    for token in continuation:
+        children = (
+            at for at, (other, parent) in enumerate(zip(guess.token_ids, guess.parents, strict=True), 1)
+            if (other, parent) == (token, row)
+        )  # fmt: skip
+        found = next(children, None)
+        if found is None and len(guess.token_ids) >= max_tokens:
+            return
+        row = guess.add(token, row) if found is None else found
