@@ -122,7 +122,7 @@ def draft(
     verify overwrites. One host synchronisation a step.
     """
     result = DraftRound([turn.draft() for turn in turns], [[] for _ in turns])
-    siblings: list[list[list[int]]] = [[] for _ in turns]
+    siblings: list[list[list[int]]] = [[] for _ in turns]  # of each turn's drafted tokens
     active = drafting_turns(turns)
     while active:
         logits = head.logits((yield draft_pass(round_id, turns, result.drafts, active, plan, hold_at)))
@@ -143,7 +143,7 @@ def draft(
         active = _still_drafting(active, turns, result.drafts, keep_drafting)
     if plan.tree_widths:
         for turn, one, others in zip(turns, result.drafts, siblings, strict=True):
-            if head.verification == "coupled" or head.sampler(turn.sequence_id).greedy:
+            if others and (head.verification == "coupled" or head.sampler(turn.sequence_id).greedy):
                 one.branch(_siblings(one, others, plan.tree_widths, turn.max_tree_tokens))
     return result
 

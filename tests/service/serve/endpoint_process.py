@@ -65,9 +65,10 @@ def serving(
     """An endpoint with the demo model, by a file in `folder`. options: more of ServeOptions; `deployment` is the
     model's `deployment_config`."""
     deployment = {"health_check_period_s": 1.0} | options.pop("deployment", {})
+    models = options.pop("llm_configs", None)
     model = {"model_loading_config": {"model_id": "demo"}, "engine_kwargs": dict(engine)}
     file = folder / "app.yaml"
-    content = {"llm_configs": [model | {"deployment_config": deployment}], "engine_timeout_s": 3.0} | options
+    content = {"llm_configs": models or [model | {"deployment_config": deployment}], "engine_timeout_s": 3.0} | options
     file.write_text(yaml.safe_dump(content), encoding="utf-8")
     command = [sys.executable, "-m", "rayspec.service.cli", "serve", str(file), "--port", "0"]
     with (folder / "stderr").open("w", encoding="utf-8") as errors:

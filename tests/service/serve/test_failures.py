@@ -40,7 +40,9 @@ def llm() -> Iterator[rayspec.LLM]:
 @pytest.fixture(scope="module")
 def staged(environment: Mapping[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[EndpointProcess]:
     """With a model in two shards."""
-    with serving(tmp_path_factory.mktemp("staged"), environment, {**ENGINE, "parallel": dict(TWO_STAGES)}) as endpoint:
+    folder, engine = tmp_path_factory.mktemp("staged"), {**ENGINE, "parallel": dict(TWO_STAGES)}
+    patient = {"health_check_period_s": 20.0}  # Serve gives a replica up after three bad checks in a row
+    with serving(folder, environment, engine, deployment=patient) as endpoint:
         yield endpoint
 
 

@@ -1,0 +1,27 @@
+"""An endpoint that several files of tests use."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.service.serve.endpoint_process import ENGINE, EndpointProcess, serving
+
+MAX_BYTES = 8 * 2**20
+
+
+@pytest.fixture(scope="session")
+def demo_endpoint(ray_environment: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EndpointProcess]:
+    """With the demo model, as "demo" and, for answers that are short whatever is asked, as "short"."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    short = {**ENGINE, "max_model_len": 48, "speculation": {"strategy": "ar"}}
+    models = [
+        {"model_loading_config": {"model_id": "demo"}, "engine_kwargs": dict(ENGINE)},
+        {"model_loading_config": {"model_id": "short", "model_source": "demo"}, "engine_kwargs": short},
+    ]
+    folder = tmp_path_factory.mktemp("endpoint")
+    limits = {"max_request_bytes": MAX_BYTES, "engine_timeout_s": 30.0}
+    with serving(folder, environment, llm_configs=models, **limits) as endpoint:
+        yield endpoint
