@@ -261,6 +261,7 @@ class SpeculationOptions(Options):
     max_draft_tokens: int = Field(16, ge=1, le=127)
     max_tree_tokens: int = Field(64, ge=1, le=512, description="tokens of a draft that has branches, over all of them")
     lookup_ngram: int = Field(3, ge=1, description="tokens that must match where a draft is looked up")
+    lookup_tokens: int = Field(10, ge=1, description="lookup only: the most tokens of a draft")
     skip: tuple[int, ...] = Field((), description="static only: sublayers the draft leaves out")
     confidence_stop: bool = Field(True, description="end a draft when its next token is not worth its time")
     gate: bool = Field(True, description="turn drafting off where it is measured not to pay")

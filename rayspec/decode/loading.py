@@ -17,7 +17,7 @@ from rayspec.decode.runner import Runner
 from rayspec.decode.scheduler import Scheduler
 from rayspec.decode.selection.asd import ASD
 from rayspec.decode.selection.auto import Auto
-from rayspec.decode.selection.base import FixedPlan, Selector, static_plan
+from rayspec.decode.selection.base import FixedPlan, Selector, lookup_plan, static_plan
 from rayspec.decode.selection.clasp import CLaSp
 from rayspec.decode.selection.dynamic_exit import DEL
 from rayspec.decode.selection.gated import Gated
@@ -216,6 +216,8 @@ def _chooser(config: EngineConfig, latency: LatencyModel) -> Selector | None:
         return SelfSD.of(_saved_plans(config, num_sublayers).only(), options, num_sublayers)
     if options.strategy == "knn-ssd":
         return KnnSSD(_saved_plans(config, num_sublayers), options, latency)
+    if options.strategy == "lookup":
+        return FixedPlan(lookup_plan(num_sublayers, min(options.lookup_tokens, options.max_draft_tokens)))
     if options.strategy == "lookahead":
         return FixedPlan(lookahead_plan(num_sublayers))
     if options.strategy == "layerskip":

@@ -80,3 +80,8 @@ def static_plan(skip: Sequence[int], num_sublayers: int, num_draft_tokens: int) 
         raise ValueError(f"option 'skip' names sublayer {foreign[0]}; the model has 0 to {num_sublayers - 1}")
     keep = tuple(index not in set(skip) for index in range(num_sublayers))
     return Plan(keep=keep, num_draft_tokens=num_draft_tokens, source="static")
+
+
+def lookup_plan(num_sublayers: int, num_tokens: int) -> Plan:
+    """Drafts of at most so many tokens, from the sequence's own text (prompt lookup, Saxena 2023)."""
+    return Plan(keep=(True,) * num_sublayers, num_draft_tokens=0, source="lookup", num_lookup_tokens=num_tokens)
