@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from rayspec.service.batch_task import ERRORS_NAME, OUTPUT_NAME, BatchTask, read_requests, write_files
+from rayspec.service.batch_task import ERRORS_NAME, OUTPUT_NAME, BatchFiles, BatchTask, read_requests
 from rayspec.service.job import Job, Source
 from rayspec.service.job_options import EPILOG, DrainSeconds, Output, Overwrite
 from rayspec.service.options import Asked, with_settings
@@ -44,7 +44,7 @@ def openai_batch(
             text_column="line",
             overwrite=overwrite,
             drain_s=drain_s,
-            export=write_files,
+            export=BatchFiles(documents),
             export_names=(OUTPUT_NAME, ERRORS_NAME),
         )
         report = job.run(Source(documents=documents, refused=refused))

@@ -193,7 +193,7 @@ class TuningOptions(Options):
 
     num_tries: int = Field(1000, ge=1, description="plans that are tried on the prompts")
     max_seconds: float = Field(3600.0, gt=0.0, description="after which no other plan is tried")
-    max_tokens: int = Field(32, ge=1, description="tokens generated from each prompt")
+    max_tokens: int = Field(32, ge=2, description="tokens generated from each prompt")
     threshold: float = Field(0.6, ge=0.0, le=1.0, description="top-1 probability below which a draft ends, at first")
     seed: int = Field(1, ge=0, description="of the random plans")
     plans_by: Literal["trials", "knapspec"] = Field(
@@ -253,6 +253,8 @@ class SpeculationOptions(Options):
     strategy: "knapspec" (plans chosen while running), "lookup" (drafts found in the sequence's own text), "auto" (of
     these two, what promises more in each round), "lookahead" (n-grams made by Jacobi iteration), "static" (the
     sublayers in `skip`, always), "ar" (none).
+    As others have published them, each with its group of options: "clasp", "del" (`dynamic_exit`), "asd", "swift",
+    "self-sd", "knn-ssd", "layerskip"; self-sd and knn-ssd go by saved plans, `warm_start`.
     verification: "coupled" (text depends on the seed only) or "rejection" (higher acceptance when sampling).
     """
 

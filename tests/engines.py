@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from rayspec.config import EngineConfig, SamplingParams
-from rayspec.decode.drafting.skip_draft import KeepDrafting
+from rayspec.decode.drafting.skip_draft import KeepDrafting, Turn
 from rayspec.decode.engine import Engine, Vocabulary
 from rayspec.decode.questions import Knapsack
-from rayspec.decode.rounds import RoundResult
+from rayspec.decode.rounds import Result, Round, RoundResult, Work
 from rayspec.decode.runner import Runner
 from rayspec.decode.scheduler import Scheduler
 from rayspec.decode.selection.base import FixedPlan, Search, Selector, Situation
@@ -218,3 +219,51 @@ def tokens_of(outputs: Iterable[RequestOutput]) -> list[tuple[int, ...]]:
             raise output.error
         tokens.append(tuple(output.outputs[0].token_ids))
     return tokens
+
+
+def random_tree(
+    rng: random.Random, max_tokens: int, known: Sequence[int], vocab_size: int
+) -> tuple[list[int], list[int]]:
+    """Tokens and the row that each follows (`Turn.parents`): deep, wide or neither. Of what is known to come next,
+    some tokens lie on it, on any branch."""
+    kind = rng.choice(["deep", "wide", "any"])
+    token_ids: list[int] = []
+    parents: list[int] = []
+    depths = [0]
+    for row in range(rng.randint(0, max_tokens)):
+        parent = {"deep": rng.randint(max(0, row - 2), row), "wide": rng.randint(0, min(row, 2))}.get(
+            kind, rng.randint(0, row)
+        )
+        depth = depths[parent] + 1
+        is_known = depth <= len(known) and rng.random() < 0.5
+        token_ids.append(known[depth - 1] if is_known else rng.randrange(vocab_size))
+        parents.append(parent)
+        depths.append(depth)
+    return token_ids, parents
+
+
+def plant_trees(
+    engine: Engine, known: Mapping[tuple[str, int], Sequence[int]], seed: int, *, max_tokens: int = 40
+) -> None:
+    """From now on most turns verify a random tree in place of what they were to. known: the output tokens of requests
+    and their sequences, which some branches are made of."""
+    rng, start = random.Random(seed), engine._stages.start
+    vocab_size = engine._vocabulary.size
+
+    def planted(turn: Turn) -> Turn:
+        if rng.random() < 0.2:
+            return turn
+        _, request_id, index = turn.sequence_id.split("/")
+        live = engine._live[request_id]
+        expected = known[request_id, int(index)][turn.length - len(live.prompt_token_ids) :]
+        limit = min(max_tokens, turn.max_tree_tokens)
+        token_ids, parents = random_tree(rng, limit, expected, vocab_size)
+        num_probes = rng.randint(0, len(token_ids) // 3)
+        return replace(turn, looked_up=token_ids, parents=parents, num_probes=num_probes)
+
+    def started(work: Work) -> Future[Result]:
+        if isinstance(work, Round) and not work.plan.lookahead:
+            work = replace(work, turns=[planted(turn) for turn in work.turns])
+        return start(work)
+
+    engine._stages.start = started  # type: ignore[method-assign]

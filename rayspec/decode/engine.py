@@ -296,20 +296,21 @@ class Engine:
             for sequence in sequences:
                 if sequence.finished:
                     self._taps.drop(sequence.sequence_id)
-            self._keep_branches(sequences, work.turns, result)
+            self._keep_branches(sequences, work, result)
             if num_tokens or not all(committed.finite for committed in result.committed):
                 self._selector.observe(situation, work.plan, result, num_tokens, self._clock() - started)
             self._improve(situation)
 
-    def _keep_branches(self, sequences: Sequence[SequenceState], turns: Sequence[Turn], result: RoundResult) -> None:
+    def _keep_branches(self, sequences: Sequence[SequenceState], work: Round, result: RoundResult) -> None:
         """Keys and values of accepted branches go where their positions are; windows hear what was probed."""
         moves: list[Move] = []
-        for sequence, turn, path in zip(sequences, turns, result.paths, strict=False):
+        for sequence, turn, path in zip(sequences, work.turns, result.paths, strict=False):
             if not sequence.finished:
                 moves.extend(_moves_to_path(turn.start + turn.length - 1, path))
-        for sequence, probed in zip(sequences, result.probed, strict=False):
-            if sequence.lookahead is not None:
-                sequence.lookahead.observe(probed)
+        if work.plan.lookahead:
+            for sequence, probed in zip(sequences, result.probed, strict=False):
+                if sequence.lookahead is not None:
+                    sequence.lookahead.observe(probed)
         if moves:
             self._stages.move(moves)
 

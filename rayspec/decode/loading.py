@@ -35,7 +35,7 @@ from rayspec.model.kv_arena import KVArena, bytes_per_slot
 from rayspec.model.offload import OffloadedWeights, offload
 from rayspec.model.weights import load_model, load_tokenizer, num_layers, resolve_device
 from rayspec.planning.latency import LatencyModel
-from rayspec.types import CheckpointError, ConfigError, UnsupportedModelError, no_draft
+from rayspec.types import CheckpointError, ConfigError, Plan, UnsupportedModelError, no_draft
 
 logger = logging.getLogger(__name__)
 
@@ -216,12 +216,18 @@ def _chooser(config: EngineConfig, latency: LatencyModel) -> Selector | None:
         return SelfSD.of(_saved_plans(config, num_sublayers).only(), options, num_sublayers)
     if options.strategy == "knn-ssd":
         return KnnSSD(_saved_plans(config, num_sublayers), options, latency)
+    plan = _unchanging_plan(options, num_sublayers)
+    return FixedPlan(plan) if plan is not None else None
+
+
+def _unchanging_plan(options: SpeculationOptions, num_sublayers: int) -> Plan | None:
+    """Of a strategy that has nothing to choose while it runs."""
     if options.strategy == "lookup":
-        return FixedPlan(lookup_plan(num_sublayers, min(options.lookup_tokens, options.max_draft_tokens)))
+        return lookup_plan(num_sublayers, min(options.lookup_tokens, options.max_draft_tokens))
     if options.strategy == "lookahead":
-        return FixedPlan(lookahead_plan(num_sublayers))
+        return lookahead_plan(num_sublayers)
     if options.strategy == "layerskip":
-        return FixedPlan(early_exit_plan(options.layerskip, num_sublayers))
+        return early_exit_plan(options.layerskip, num_sublayers)
     return None
 
 

@@ -118,8 +118,6 @@ def features_of(engine: Engine, prompts: Sequence[Prompt], options: TuningOption
     """[num_prompts, hidden_size]: of each prompt by itself, the mean of the last states of its first generated tokens,
     as many as the engine keeps the states of, or as are generated."""
     num_tokens = min(engine.config.speculation.num_tap_tokens, options.max_tokens - 1)
-    if num_tokens < 1:
-        raise ConfigError(f"option 'max_tokens' is {options.max_tokens}: features need 2 tokens or more")
     features = []
     for prompt in prompts:
         look = _Look(engine.stages.num_sublayers, num_tokens)
@@ -170,10 +168,10 @@ class _Bench:
 
     def records(self, selector: Selector) -> list[PlanRecord]:
         """Of the plans that a selector makes over the prompts."""
-        before = len(self._engine.stats.plans)
+        earlier = self._engine.stats.plans
         with _selecting(self._engine, selector):
             _generate(self._engine, self._prompts, self._options.max_tokens)
-        return self._engine.stats.plans[before:]
+        return [record for record in self._engine.stats.plans if all(record is not one for one in earlier)]
 
 
 class _Look:

@@ -86,7 +86,8 @@ class RayStages:
     """A replica's shards as the engine's stages. Belongs to one thread at a time.
 
     Shards that die or freeze are replaced while the engine waits; it is then told with StagesReplacedError. A
-    coordinator that does is replaced beside the work: until then there are no new plans.
+    coordinator that does is replaced beside the work: until then there are no new plans. `is_recovering` may be read
+    from any thread.
     """
 
     def __init__(self, replica: Replica) -> None:
@@ -108,6 +109,7 @@ class RayStages:
         self._lost: StageLostError | None = None
         self.link_s: tuple[float, ...] = ()
         self.recovery_s: list[float] = []
+        self.is_recovering = False
         self._worked_s: dict[str, float] = {}  # by heartbeats
         self._worked_before: dict[str, float] = {}
         self._use_asked_at = time.monotonic()
@@ -346,6 +348,13 @@ class RayStages:
 
     def _recover(self, names: Collection[str], reason: str) -> NoReturn:
         """Replace shards and begin a new epoch. Always raises: StagesReplacedError, or StageLostError in the end."""
+        self.is_recovering = True
+        try:
+            self._bring_back(names, reason)
+        finally:
+            self.is_recovering = False
+
+    def _bring_back(self, names: Collection[str], reason: str) -> NoReturn:
         started = time.monotonic()
         logger.warning("%s; the replica is brought back", reason)
         self._work.clear()

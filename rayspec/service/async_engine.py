@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 import rayspec
 from rayspec.config import SamplingParams
+from rayspec.decode.engine import Engine
 from rayspec.decode.engine_loop import EngineDeadError, EngineLoop
 from rayspec.pipeline.ray_stages import RayStages, StageUse
 from rayspec.pipeline.replicas import Replicas
@@ -48,10 +49,14 @@ class AsyncEngine:
     def load(self) -> EngineLoad:
         return self.llm.engine.load
 
+    @property
+    def is_recovering(self) -> bool:
+        """Lost shards are being replaced. Their engine does not come round meanwhile; it gives up by itself."""
+        return any(isinstance(one.stages, RayStages) and one.stages.is_recovering for one in self._engines)
+
     def stage_use(self) -> list[StageUse]:
         """How busy the stages of a pipeline were since this was asked last; nothing for a model in one process."""
-        engine = self.llm.engine
-        engines = engine.engines if isinstance(engine, Replicas) else [engine]
+        engines = self._engines
         return [
             replace(use, name=f"{index}/{use.name}") if len(engines) > 1 else use
             for index, one in enumerate(engines)
@@ -103,6 +108,11 @@ class AsyncEngine:
         """Returns when the engine's loop has come round and all that the model runs on has answered. Raises
         EngineDeadError and StageLostError; a loop that is stuck is for the caller's deadline."""
         await asyncio.wrap_future(self._loop.ping())
+
+    @property
+    def _engines(self) -> Sequence[Engine]:
+        engine = self.llm.engine
+        return engine.engines if isinstance(engine, Replicas) else [engine]
 
     def _request(self, prompt_token_ids: Sequence[int], params: SamplingParams, *, stream: bool = False) -> Request:
         name = str(next(self._numbers))

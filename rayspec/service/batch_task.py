@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from rayspec.service.async_engine import AsyncEngine
 from rayspec.service.documents import Document
 from rayspec.service.engine_actor import Handler
 from rayspec.service.locations import Location
-from rayspec.service.openai.batch import BatchLine, BatchResult, answer, read_batch
+from rayspec.service.openai.batch import BatchError, BatchLine, BatchResult, answer, read_batch
 from rayspec.service.results import ResultRow
 from rayspec.service.settings import Settings
 from rayspec.types import ConfigError
@@ -79,13 +79,29 @@ def batch_row(result: BatchResult, *, source: str) -> ResultRow:
     )
 
 
-def write_files(rows: Callable[[], Iterable[ResultRow]], folder: Location) -> None:
-    """output.jsonl with the responses and errors.jsonl with the lines that failed, as OpenAI's API gives them."""
-    for name, failed in ((OUTPUT_NAME, False), (ERRORS_NAME, True)):
-        with folder.join(name).writing() as file:
-            for row in rows():
-                if (row.error_kind is not None) == failed and row.text is not None:
-                    file.write(row.text.encode())
+@dataclass(frozen=True, slots=True)
+class BatchFiles:
+    """Writes output.jsonl with the responses and errors.jsonl with the lines that failed, as OpenAI's API gives them.
+
+    requests: the documents that were asked about; of those that have no answer, what the engine died of, the line is
+    made here.
+    """
+
+    requests: Sequence[Document]
+
+    def __call__(self, rows: Callable[[], Iterable[ResultRow]], folder: Location) -> None:
+        custom_ids = {one.id: json.loads(one.text or "{}").get("custom_id") for one in self.requests}
+        for name, failed in ((OUTPUT_NAME, False), (ERRORS_NAME, True)):
+            with folder.join(name).writing() as file:
+                for row in rows():
+                    if (row.error_kind is not None) == failed:
+                        line = row.text if row.text is not None else _unanswered(row, custom_ids.get(row.id))
+                        file.write(line.encode())
+
+
+def _unanswered(row: ResultRow, custom_id: str | None) -> str:
+    error = BatchError(code=row.error_kind or "", message=row.error or "", param=None, line=None)
+    return BatchResult(id=row.id, custom_id=custom_id, response=None, error=error).json_line()
 
 
 def _error_code(result: BatchResult) -> str:

@@ -14,9 +14,12 @@ from rayspec.planning.latency import Curve, LatencyModel
 from rayspec.types import Plan, PlanRecord
 
 
-def latency_model(num_layers: int, *, sublayer_s: float = 1.0, round_s: float = 0.0) -> LatencyModel:
-    """Every sublayer takes `sublayer_s` whatever the rows, the head nothing."""
-    curves = {kind: Curve(rows=(1, 4096), base_s=(sublayer_s, sublayer_s)) for kind in ("attention", "mlp")}
+def latency_model(
+    num_layers: int, *, sublayer_s: float = 1.0, row_s: float = 0.0, round_s: float = 0.0
+) -> LatencyModel:
+    """Every sublayer takes `sublayer_s` for one row and `row_s` for each other, the head nothing."""
+    base_s = (sublayer_s, sublayer_s + 4095 * row_s)
+    curves = {kind: Curve(rows=(1, 4096), base_s=base_s) for kind in ("attention", "mlp")}
     return LatencyModel(
         sublayers=("attention", "mlp") * num_layers,
         curves=curves | {"head": Curve(rows=(1, 4096), base_s=(0.0, 0.0))},

@@ -48,12 +48,12 @@ def test_few_samples_all_represent_themselves() -> None:
     assert rows.tolist() == [[0.0, 1.0], [1.0, 0.0]]
 
 
-def test_the_radius_is_the_farthest_that_a_sample_lies_from_an_anchor_not_itself() -> None:
+def test_the_radius_is_twice_the_farthest_that_a_sample_lies_from_an_anchor_not_itself() -> None:
     rng = np.random.default_rng(2)
     samples = unit_rows(rng.normal(size=(6, 4)))
     farthest = max(
         min(1 - float(one @ other) for j, other in enumerate(samples[:3]) if i != j) for i, one in enumerate(samples)
     )
-    assert radius(samples * 2.0, samples[:3]) == pytest.approx(farthest)
+    assert radius(samples * 2.0, samples[:3]) == pytest.approx(2 * farthest)
     assert radius(samples[:1], samples[:1]) == 0.0
     assert all(radius(samples, samples[list(some)]) > 0 for some in itertools.combinations(range(6), 2))

@@ -89,6 +89,18 @@ def test_by_latency_what_layers_take_decides() -> None:
     assert record.estimated_acceptance == shares[layer - 1]
 
 
+def test_looking_every_round_costs_the_rows_that_the_verify_could_have_reused() -> None:
+    """Drafts of four tokens by five of six layers: 5 in 40 + 16 s or, all rows anew, in 40 + 36 s; plain: 1 in 12 s."""
+    shares = [0.0, 0.0, 0.0, 0.0, 1.0]
+    for interval, drafts in ((1, False), (8, True)):
+        options = SpeculationOptions(strategy="del", max_draft_tokens=4, dynamic_exit={"interval": interval})
+        chooser = DEL(options, latency_model(NUM_LAYERS, row_s=0.5))
+        records = turns(chooser, Asker(_replies(shares)), 9)
+        assert chooser.plan(situation()).drafts == drafts
+        if drafts:
+            assert records[0].predicted_tpt == pytest.approx(5 / 56)
+
+
 @pytest.mark.parametrize("cost", ["latency", "layers"])
 def test_where_no_exit_pays_it_does_not_draft(cost: str) -> None:
     chooser = _del(cost=cost)

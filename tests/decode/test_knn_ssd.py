@@ -13,7 +13,7 @@ from rayspec.planning.stopping import DraftWhileSure
 from rayspec.types import ConfigError, PlanRecord
 from tests.strategies import answered, latency, require_lossless, result, saved_plan, situation
 
-LAW = saved_plan("law", [2], anchors=((1.0, 0.0), (0.8, 0.6)), radius=0.1)
+LAW = saved_plan("law", [2, 3, 4, 5], anchors=((1.0, 0.0), (0.8, 0.6)), radius=0.1)
 CODE = saved_plan("code", [5], anchors=((0.0, 1.0),), radius=0.02)
 ANY = saved_plan("", [7])
 
@@ -71,7 +71,7 @@ def test_the_plan_of_the_nearest_domain_drafts() -> None:
     assert not knn.plan(here).drafts
     record = _look(knn, [3.0, 2.2])
     assert record is not None
-    assert [index for index, kept in enumerate(knn.plan(here).keep) if not kept] == [2]
+    assert [index for index, kept in enumerate(knn.plan(here).keep) if not kept] == [2, 3, 4, 5]
     assert knn.plan(here).num_draft_tokens == 5
     assert knn.keep_drafting(here) == DraftWhileSure(threshold=0.8)
     assert "the plan for 'law': 0.000" in record.reason
@@ -82,14 +82,13 @@ def test_the_plan_of_the_nearest_domain_drafts() -> None:
 
 def test_it_looks_again_after_its_interval_and_not_before() -> None:
     knn, here = _knn(LAW, CODE), situation(batch=2)
-    _look(knn, [1.0, 0.0], batch=2)
-    for _ in range(9):
+    wants = []
+    for _ in range(24):
         knn.observe(here, knn.plan(here), result([0, 0], [0, 0]), 2, 0.1)
-        knn.improve(here, lambda question: None)
-        assert not knn.wants_taps
-    knn.observe(here, knn.plan(here), result([0, 0], [0, 0]), 2, 0.1)
-    knn.improve(here, lambda question: None)
-    assert knn.wants_taps
+        knn.improve(here, answered(lambda question: Features([1.0, 0.0], 0.5)))
+        wants.append(knn.wants_taps)
+    looks = [True, True] + [False] * 8  # two rounds tap the four tokens; the next ten tokens later
+    assert wants == (looks * 3)[:24]
 
 
 def test_other_text_gets_another_plan_and_the_same_text_no_new_record() -> None:
@@ -98,13 +97,21 @@ def test_other_text_gets_another_plan_and_the_same_text_no_new_record() -> None:
     assert _look(knn, [0.99, 0.05]) is None
     record = _look(knn, [0.0, 2.0])
     assert record is not None
-    assert record.optimise_s == 1.0, "with the look that changed nothing"
     assert [index for index, kept in enumerate(knn.plan(here).keep) if not kept] == [5]
     stray = _look(knn, [-1.0, 0.1])
     assert stray is not None
     assert stray.reason.startswith("too far")
     assert not knn.plan(here).drafts
     assert stray.predicted_tpt == stray.plain_tpt
+
+
+def test_that_the_first_text_is_of_no_domain_is_told_too() -> None:
+    knn = _knn(LAW)
+    record = _look(knn, [-1.0, 0.1])
+    assert record is not None
+    assert record.reason == "too far: 1.736 from 'law'"
+    assert not record.plan.drafts
+    assert _look(knn, [-1.0, 0.2]) is None
 
 
 def test_far_text_gets_the_plan_for_any() -> None:

@@ -39,8 +39,8 @@ def test_every_draft_has_the_same_length_however_unsure() -> None:
     assert FixedPlan(plan).keep_drafting(situation()) is None
     engine = engine_with(parts_of(checkpoint("llama")), FixedPlan(plan))
     output = complete(engine, ragged_prompts([20]))[0]
-    drafted_to_the_end = output.metrics.num_rounds * 4
-    assert drafted_to_the_end - 4 - 3 <= output.metrics.num_draft_tokens <= drafted_to_the_end
+    at_the_end = 4 + 3 + 2 + 1  # fewer can be drafted where fewer are wanted
+    assert 0 <= 4 * output.metrics.num_rounds - output.metrics.num_draft_tokens <= at_the_end
 
 
 def test_greedy_tokens_stay_the_same_in_one_process_and_over_two_stages() -> None:

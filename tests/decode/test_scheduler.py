@@ -29,10 +29,11 @@ def _sequence(name: int, num_prompt: int, max_tokens: int) -> SequenceState:
 class _World:
     """Carries out steps as the engine does, on a list that stands for the arena, and checks what was promised."""
 
-    def __init__(self, scheduler: Scheduler, lookahead: int, seed: int) -> None:
+    def __init__(self, scheduler: Scheduler, lookahead: int, seed: int, num_beside: int = 0) -> None:
         self.scheduler = scheduler
         self.slots: list[tuple[str, int] | None] = [None] * scheduler.allocator.num_slots
         self.lookahead = lookahead
+        self.num_beside = num_beside
         self.rng = random.Random(seed)
         self.finished: list[str] = []
         self.arrival: dict[str, int] = {}
@@ -62,7 +63,9 @@ class _World:
         for sequence in step.decode:
             self._require_cached(sequence, sequence.num_tokens - 1)
             room = min(1 + self.lookahead, sequence.num_remaining)
-            self._write(sequence, sequence.num_tokens - 1, sequence.num_tokens - 1 + room)
+            first = sequence.num_tokens - 1
+            num_rows = room + self.num_beside
+            self._write(sequence, first, min(first + num_rows, self.scheduler.allocator.num_slots))
             self._commit(sequence, self.rng.randint(1, room))
         return step
 
@@ -108,7 +111,7 @@ SIZES = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 40)), min_size=1, 
     SIZES,
     st.integers(100, 260),
     st.integers(1, 6),
-    st.integers(0, 9),
+    st.tuples(st.integers(0, 9), st.sampled_from([0, 0, 7, 64])),
     st.sampled_from([16, 24, 500]),
     st.booleans(),
     st.integers(0, 2**20),
@@ -117,19 +120,21 @@ def test_everyone_finishes_and_nobody_writes_elsewhere(
     sizes: list[tuple[int, int]],
     num_slots: int,
     max_num_seqs: int,
-    lookahead: int,
+    rows: tuple[int, int],
     max_prefill: int,
     on_grid: bool,
     seed: int,
 ) -> None:
+    lookahead, num_beside = rows
     scheduler = Scheduler(
         num_slots,
         max_num_seqs=max_num_seqs,
         max_prefill_tokens=max_prefill,
         lookahead=lookahead,
+        num_beside=num_beside,
         chunk_grid=max_prefill if on_grid else None,
     )
-    world = _World(scheduler, lookahead, seed)
+    world = _World(scheduler, lookahead, seed, num_beside)
     arriving = [_sequence(index, *size) for index, size in enumerate(sizes)]
     for sequence in arriving:
         assert scheduler.fits(sequence)

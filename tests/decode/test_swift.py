@@ -2,15 +2,21 @@ from __future__ import annotations
 
 import random
 from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 
-from rayspec.config import SpeculationOptions, SwiftOptions
+from rayspec import demo
+from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions, SwiftOptions
+from rayspec.decode.loading import load_engine
 from rayspec.decode.questions import Answer, Found, FoundDraft, Question, Trial
 from rayspec.decode.selection.mask_search import Keep
 from rayspec.decode.selection.swift import Swift, SwiftSearch, odd_layers_skipped
 from rayspec.planning.stopping import DraftWhileSure
 from rayspec.types import ConfigError
+from tests.demo_model import EOS, demo_prompts
+from tests.engines import complete, tokens_of
+from tests.families import greedy
 from tests.strategies import answered, latency, require_lossless, result, situation
 
 WINDOW = 32
@@ -138,6 +144,7 @@ def test_a_trial_that_was_cancelled_is_made_again_and_one_that_failed_too() -> N
         return futures[-1]
 
     here = situation()
+    swift.improve(here, answered(lambda question: _found(odd_layers_skipped(8), 10)))
     assert swift.improve(here, lambda question: None) is None, "too few tokens yet"
     assert swift.improve(here, search) is None
     futures[0].cancel()
@@ -148,7 +155,9 @@ def test_a_trial_that_was_cancelled_is_made_again_and_one_that_failed_too() -> N
     assert swift.improve(here, search) is None
     assert len(asked) == 3
     assert asked[0] == asked[1] == asked[2]
-    futures[2].set_result(_found(odd_layers_skipped(8), 20))
+    assert isinstance(asked[0], Trial)
+    assert asked[0].keeps != (odd_layers_skipped(8),)
+    futures[2].set_result(_found(asked[0].keeps[0], 20))
     assert swift.improve(here, search) is not None
 
 
@@ -166,3 +175,31 @@ def test_greedy_tokens_stay_the_same_in_one_process_and_over_two_stages() -> Non
         assert one.optimise_s > 0
         scores = [record.estimated_acceptance for record in one.plans]
         assert scores == sorted(scores)
+
+
+@pytest.fixture(scope="module")
+def profiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("profiles")
+
+
+@pytest.mark.parametrize("gate", [False, True])
+def test_a_loaded_engine_finds_a_set_that_is_right_more_often_than_not(gate: bool, profiles: Path) -> None:
+    config = EngineConfig(
+        model=demo.model_path(),
+        dtype="float32",
+        device="cpu",
+        max_model_len=1024,
+        kv_cache_tokens=2048,
+        profile_cache=str(profiles),
+        speculation={"strategy": "swift", "gate": gate, "swift": {"context_window": 16}},  # type: ignore[arg-type]
+    )
+    prompts = demo_prompts(2, 12)
+    engine = load_engine(config)
+    outputs = complete(engine, prompts, SamplingParams(temperature=0, max_tokens=60))
+    assert tokens_of(outputs) == greedy(demo.model_path(), prompts, 60, eos=(EOS,))
+    assert engine.stats.plans
+    assert engine.stats.optimise_s > 0
+    assert (engine.stats.gate_reason == "the gate is off") != gate
+    if not gate:
+        assert engine.stats.num_draft_tokens > 20
+        assert engine.stats.plans[-1].estimated_acceptance > 0.5

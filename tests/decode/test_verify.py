@@ -117,6 +117,69 @@ def test_coupled_text_is_the_plain_text_whatever_is_drafted(params: SamplingPara
     assert (num_accepted == 0) == (drafter is always_wrong)
 
 
+def toy_tree(
+    history: Sequence[int], num_rows: int, drafter: Drafter, sampler: TokenSampler, chance: random.Random
+) -> tuple[list[int], list[int], list[list[int]]]:
+    """Tokens, the row that each follows, and the tokens on the way to each row, row 0 first."""
+    pending: list[int] = []
+    parents: list[int] = []
+    paths: list[list[int]] = [[]]
+    for row in range(num_rows):
+        parents.append(row if chance.random() < 0.4 else chance.randint(0, row))
+        pending.append(drafter(sampler, [*history, *paths[parents[-1]]], chance))
+        paths.append([*paths[parents[-1]], pending[-1]])
+    return pending, parents, paths
+
+
+@any_params
+@pytest.mark.parametrize("verification", ["coupled", "looked up"])
+@pytest.mark.parametrize("drafter", [at_random, always_wrong, mostly_right])
+def test_of_a_tree_the_longest_right_path_stands(params: SamplingParams, drafter: Drafter, verification: str) -> None:
+    """Looked up, under the rejection rule, beside a sampled draft: compared in the same way."""
+    chance, seeds = random.Random(6), [1, 9]
+    samplers, companion = [sampler_of(params, seed) for seed in seeds], sampler_of(SAMPLED, 99)
+    plain = {seed: plain_text(params, seed) for seed in seeds}
+    texts: list[list[int]] = [[] for _ in seeds]
+    num_branches = 0
+    while any(len(text) < NUM_TOKENS for text in texts):
+        rows, logits, paths = [Rows(companion, 0, [2])], [model_logits(PROMPT, [2])], []
+        for sampler, text in zip(samplers, texts, strict=True):
+            history = [*PROMPT, *text]
+            pending, parents, lead = toy_tree(history, chance.randint(1, 9), drafter, sampler, chance)
+            rows.append(Rows(sampler, rows[-1].end, pending, parents))
+            logits.append(torch.stack([toy([*history, *path]) for path in lead]))
+            paths.append(lead)
+        everything = torch.cat(logits)
+        if verification == "coupled":
+            verdicts = verify_coupled(everything, rows)
+        else:
+            verdicts = verify_rejection(everything, rows, [toy([5])[None], None, None])
+            assert verdicts[0] == verify_rejection(logits[0], rows[:1], [toy([5])[None]])[0]
+        for row, text, verdict, lead in zip(rows[1:], texts, verdicts[1:], paths, strict=True):
+            want = plain[row.sampler.seed][len(text) :] + [-1] * 20
+            right = [path for path in lead if path == want[: len(path)]] if len(text) < NUM_TOKENS - 12 else []
+            assert not right or verdict.num_accepted == max(map(len, right))
+            path = verdict.path or range(1, verdict.num_accepted + 1)
+            assert lead[[0, *path][-1]] == verdict.token_ids[:-1]
+            num_branches += bool(verdict.path)
+            row.sampler.commit(verdict.token_ids)
+            text.extend(verdict.token_ids)
+    for seed, text in zip(seeds, texts, strict=True):
+        assert text[:NUM_TOKENS] == plain[seed]
+    assert (num_branches > 0) == (drafter is not always_wrong)
+
+
+def test_of_a_tree_that_was_sampled_the_spine_counts() -> None:
+    chance = random.Random(2)
+    for seed in range(40):
+        sampler, spine = sampler_of(SAMPLED, seed), [chance.randrange(V) for _ in range(3)]
+        rows = Rows(sampler, 0, [*spine, 4, 5], [0, 1, 2, 0, 4])
+        logits, q = model_logits(PROMPT, spine), model_logits([7], spine[:2])
+        branches = torch.stack([toy([*PROMPT, 4]), toy([*PROMPT, 4, 5])])
+        want = verify_rejection(logits, [Rows(sampler, 0, spine)], [q])
+        assert verify_rejection(torch.cat((logits, branches)), [rows], [q]) == want
+
+
 @any_params
 @pytest.mark.parametrize("verification", ["coupled", "rejection"])
 def test_an_empty_draft_is_plain_decoding(params: SamplingParams, verification: Verification) -> None:

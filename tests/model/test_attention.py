@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rayspec.model.attention import pack, pack_branches, packed_attention
+from rayspec.model.attention import Path, pack, pack_branches, packed_attention
 from rayspec.model.kv_arena import KVArena, LayerShape
 
 CPU = torch.device("cpu")
@@ -78,6 +79,47 @@ def test_ragged_rows_attend_to_their_own_sequence_only(kv_heads: int, options: d
     untouched = [slot for slot in range(SLOTS) if slot not in written]
     assert torch.equal(arena.keys[3][:, untouched], before[:, untouched])
     assert not output[0, num_rows:].any(), "padding rows attend to nothing"
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("single", [False, True], ids=["together", "one by one"])
+def test_rows_of_a_tree_see_their_ancestors_only(kv_heads: int, options: dict[str, Any], single: bool) -> None:
+    """Two trees, one too long to be folded into rows, and a chain between them. One by one: each row is a group."""
+    arena, rng = _arena(kv_heads), random.Random(kv_heads)
+    spans = [(60, 9, 12), (82, 6, 3), (2, 11, 40)]
+    paths: list[list[Path]] = [_random_paths(rng, 9, 12), [], _random_paths(rng, 11, 40)]
+    if single:
+        cut = [(start, first + row, 1) for start, first, count in spans for row in range(count)]
+        rows = pack(arena, cut, device=CPU, paths=[[one] for tree in (paths[0], CHAIN, paths[2]) for one in tree])
+    else:
+        rows = pack(arena, spans, device=CPU, paths=paths)
+    query = torch.randn(1, HEADS, 55, DIM)
+    key, value = torch.randn(1, kv_heads, 55, DIM), torch.randn(1, kv_heads, 55, VALUE_DIM)
+    output, _ = packed_attention(MODULE, query, key, value, None, packed=rows, **options)
+    at = 0
+    for (start, first, count), tree in zip(spans, (paths[0], CHAIN, paths[2]), strict=True):
+        for row in range(count):
+            assert torch.equal(arena.keys[3][:, start + first + row], key[0, :, at])
+            seen = [start + slot for slot in (*range(tree[row].shared), *tree[row].own)]
+            assert rows.positions[at] == len(seen) - 1
+            keys, values = arena.keys[3][:, seen], arena.values[3][:, seen]
+            expected = _expected(query[0, :, at], keys, values, len(seen) - 1, **options)
+            torch.testing.assert_close(output[0, at], expected, atol=2e-5, rtol=2e-5)
+            at += 1
+
+
+CHAIN = [Path(6, (6, 7, 8)[: row + 1]) for row in range(3)]
+
+
+def _random_paths(rng: random.Random, first: int, num_rows: int) -> list[Path]:
+    """Of a tree behind `first` filled slots; some rows hang on one of the last of these."""
+    paths: list[Path] = []
+    for row in range(num_rows):
+        parent = rng.randrange(-4, row) if rng.random() < 0.5 else row - 1
+        before = paths[parent] if parent >= 0 else Path(first + 1 + parent, ())
+        paths.append(Path(before.shared, (*before.own, first + row)))
+    return paths
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])

@@ -71,14 +71,24 @@ INT64 = some.integers(-(2**63), 2**63 - 1)
 RULE = DraftWhileWorth(
     curve=CalibrationCurve(confidence=(0.0, 1.0), excess=(0.1, -0.1)), usual=0.8, rate=100.0, step_s=1e-3, row_s=1e-5
 )
-TURN = Turn(sequence_id="1/a/0", start=64, length=9, last_token=7, max_draft_tokens=4, end_tokens=[2, 5], looked_up=[3])
-ROUND = Round(
-    id=3, turns=[TURN], plan=Plan(keep=(True, False), num_draft_tokens=4, source="x"), keep_drafting=RULE, num_taps=2
+TURN = Turn(
+    sequence_id="1/a/0",
+    start=64,
+    length=9,
+    last_token=7,
+    max_draft_tokens=4,
+    end_tokens=[2, 5],
+    looked_up=[3, 4, 1],
+    parents=[0, 0, 1],
+    num_probes=1,
+    max_tree_tokens=40,
 )
+PLAN = Plan(keep=(True, False), num_draft_tokens=4, source="x", tree_widths=(1, 3, 5, 10), lookahead=True)
+ROUND = Round(id=3, turns=[TURN], plan=PLAN, keep_drafting=RULE, num_taps=2)
 PASS = Pass(
     round_id=3,
     token_ids=[1, 2],
-    rows=[RowSpan(64, 8, 2)],
+    rows=[RowSpan(64, 8, 3, [-1, 0, 0])],
     keep=(True, False),
     hold_at=1,
     join=Join(at=1, order=[1, 0], rows=[RowSpan(64, 8, 2)]),
@@ -108,6 +118,20 @@ MESSAGES: list[Message] = [
         prefill=PrefillResult([None, Committed([4], [{4: Logprob(logprob=-math.inf, rank=1)}], False)]),
     ),
     Done(epoch=1, work_id=3, round=RoundResult([Committed([4, 5], [], True)], [Draft([4], [0.5])], [1], 1, 0.1, 0.2)),
+    Done(
+        epoch=1,
+        work_id=3,
+        round=RoundResult(
+            [Committed([5, 6], [], True)],
+            [Draft([4, 5], [0.5], [0, 0])],
+            [1],
+            1,
+            0.1,
+            0.2,
+            paths=[[2]],
+            probed=[[7, 8]],
+        ),
+    ),
     Moves(epoch=1, moves=[Move(0, 64, 7)]),
     Search(
         epoch=1,
@@ -190,9 +214,10 @@ def test_an_opening_travels_with_the_first_work(
 def test_a_round_arrives_with_its_rule_of_drafting() -> None:
     arrived = decode(encode(Begin.of(1, ROUND, [], [])))
     assert isinstance(arrived, Begin)
-    assert arrived.work == ROUND
+    # Sequences come as lists, so by their bytes.
+    assert encode(Begin.of(1, arrived.work, [], [])) == encode(Begin.of(1, ROUND, [], []))
     assert isinstance(arrived.work, Round)
-    assert arrived.work.keep_drafting is not None
+    assert arrived.work.keep_drafting == RULE
     confidences = [[0.9, 0.2], [0.99]]
     assert arrived.work.keep_drafting(confidences) == RULE(confidences)
 

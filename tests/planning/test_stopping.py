@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rayspec.planning.acceptance import expected_tokens
-from rayspec.planning.stopping import NEVER, StopRecord, StopRule, expected_draft
+from rayspec.planning.stopping import NEVER, DraftWhileSure, StopRecord, StopRule, expected_draft
 
 
 def simulate(acceptance: float, length: int, rule: StopRule, rng: random.Random) -> tuple[int, int]:
@@ -53,3 +53,8 @@ def test_the_rule_is_learned_from_drafts() -> None:
         record.observe(num_accepted=num_accepted, num_tested=num_accepted + (not accepted), ended=ended)
     assert record.rule.detects == pytest.approx(true_rule.detects, abs=0.08)
     assert record.rule.misfires == pytest.approx(true_rule.misfires, abs=0.05)
+
+
+def test_a_threshold_ends_drafts_whose_last_token_was_below_it() -> None:
+    rule = DraftWhileSure(threshold=0.5)
+    assert rule([[0.4, 0.6], [0.9, 0.4], [0.5], [0.1]]) == [True, False, True, False]

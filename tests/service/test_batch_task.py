@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from rayspec.service.batch_task import BatchTask, batch_row, read_requests, write_files
+from rayspec.service.batch_task import BatchFiles, BatchTask, batch_row, read_requests
+from rayspec.service.documents import Document
 from rayspec.service.locations import Location
 from rayspec.service.openai.batch import BatchLine
 from rayspec.service.results import ResultRow
@@ -52,11 +53,14 @@ def test_answers_and_failures_go_to_their_files(tmp_path: Path) -> None:
     gone = ResultRow(id="x", finish_reason="error", error_kind="stage_lost", error="gone")
     assert (good.num_prompt_tokens, good.num_output_tokens, good.finish_reason, good.error_kind) == (5, 7, "stop", None)
     assert (bad.num_prompt_tokens, bad.finish_reason, bad.error_kind) == (0, "error", "invalid_request_error")
-    write_files(lambda: iter([bad, good, gone]), Location.parse(str(tmp_path)))
+    asked = Document(id="x", source="x", text=json.dumps({"custom_id": "c"}))
+    BatchFiles([asked])(lambda: iter([bad, good, gone]), Location.parse(str(tmp_path)))
     (answer,) = (tmp_path / "output.jsonl").read_text(encoding="utf-8").splitlines()
-    (failure,) = (tmp_path / "errors.jsonl").read_text(encoding="utf-8").splitlines()
+    failure, unanswered = (tmp_path / "errors.jsonl").read_text(encoding="utf-8").splitlines()
     assert json.loads(answer)["response"]["body"] == usage
     assert json.loads(failure)["response"]["status_code"] == 400
+    result = json.loads(unanswered)
+    assert (result["custom_id"], result["response"], result["error"]["code"]) == ("c", None, "stage_lost")
 
 
 def test_what_decides_the_answers_is_the_identity() -> None:

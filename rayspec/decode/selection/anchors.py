@@ -13,6 +13,9 @@ Floats: TypeAlias = NDArray[np.float64]
 
 _SEED = 42
 _NUM_STARTS = 10
+# How much farther than the farthest sample text of the domain may be. With 6 samples of the demo model's documents the
+# farthest was at 0.10, other documents at 0.05 to 0.18, noise at 0.70 and more.
+_SLACK = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +62,10 @@ def representatives(features: ArrayLike, count: int) -> Floats:
 
 
 def radius(features: ArrayLike, anchors: Floats) -> float:
-    """The largest cosine distance of a sample to its nearest anchor, itself not counted: within it, text is like the
-    samples. 0 where there is one sample only."""
+    """The cosine distance from the anchors within which text is like the samples: twice the largest of a sample to its
+    nearest anchor, itself not counted. 0 where there is one sample only."""
     rows = unit_rows(features)
     distances = 1 - rows @ anchors.T
     distances[np.isclose(distances, 0.0, atol=1e-9)] = np.inf
     others = distances.min(axis=1)
-    return float(others[np.isfinite(others)].max(initial=0.0))
+    return _SLACK * float(others[np.isfinite(others)].max(initial=0.0))

@@ -38,10 +38,12 @@ class CurrentPlan:
         acceptance: float,
         reason: str,
         optimise_s: float,
+        reuse_prefix: bool = True,
     ) -> PlanRecord:
         """From now on draft with those sublayers. To keep all of them is not to draft.
 
-        acceptance: what is expected of a token; the record's prediction is for drafts that end at the best length.
+        acceptance: what is expected of a token; the record's prediction is for drafts that end at the best length, and
+        with `reuse_prefix` for verifies that go on from the first skipped sublayer.
         """
         skips = not all(keep) and num_draft_tokens > 0
         self.plan = Plan(keep=keep, num_draft_tokens=num_draft_tokens, source=self._source) if skips else self._no_draft
@@ -52,6 +54,7 @@ class CurrentPlan:
             context=situation.context,
             batch=situation.batch,
             max_draft_tokens=num_draft_tokens,
+            reuse_prefix=reuse_prefix,
             min_gain=-1.0,
         )
         self._record = PlanRecord(

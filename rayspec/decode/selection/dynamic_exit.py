@@ -6,7 +6,8 @@ fade with a memory; layer and length have the most tokens per layer, (1 + p + ..
 the middle between the mean confidences of its layer's matches and misses. Ours: layers may be counted by their measured
 time, which is the default; only the newest token of each sequence is held against the target, for its states are kept,
 and before the first draft some are collected, where the paper looks at the end of the prompt; while a layer has no
-matches or no misses, drafts end at their length only.
+matches or no misses, drafts end at their length only. A round whose tokens are looked at verifies them through all
+layers, where the paper's verify goes on from the exit: an `interval` above 1 has most rounds do so too.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ class DEL:
             raise ConfigError("strategy 'del' needs a model of 2 layers or more: choose another strategy")
         self._options = options.dynamic_exit
         self._max_draft_tokens = options.max_draft_tokens
+        self._reuse_prefix = options.dynamic_exit.interval > 1  # rounds with taps run all rows through all sublayers
         self._latency = latency
         self._current = CurrentPlan("del", latency)
         self._inquiry = Inquiry(self._options.interval)
@@ -121,6 +123,7 @@ class DEL:
             acceptance=float(self._record.acceptance[index]),
             reason=f"{length} tokens from layer {index + 1} promise most" if length else "no exit promises to pay",
             optimise_s=optimise_s,
+            reuse_prefix=self._reuse_prefix,
         )
 
     def _best(self, situation: Situation) -> tuple[int, int]:
@@ -137,6 +140,7 @@ class DEL:
             context=situation.context,
             batch=situation.batch,
             max_draft_tokens=self._max_draft_tokens,
+            reuse_prefix=self._reuse_prefix,
             min_gain=0.0,
         )
         return (0, 0) if choice.candidate is None else (choice.candidate, choice.num_draft_tokens)

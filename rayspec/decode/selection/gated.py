@@ -54,7 +54,7 @@ class Gated:
 
     def observe(self, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
         self._strategy.observe(situation, plan, result, num_tokens, seconds)
-        if plan.drafts and not any(one.token_ids for one in result.drafts):
+        if plan.drafts and not any(one.token_ids for one in result.drafts) and not any(result.probed):
             return  # of sequences that may have one more token only
         mode: Mode = "plain" if plan is self._no_draft else "draft"
         if mode == "draft":

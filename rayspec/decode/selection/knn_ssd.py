@@ -70,8 +70,8 @@ class KnnSSD:
         self._domains = Domains(saved, options.knn_ssd)
         self._current = CurrentPlan("knn-ssd", latency)
         self._saved: SavedPlan | None = None
+        self._looked = False
         self._inquiry = Inquiry(self._options.interval_tokens)
-        self._spent_s = 0.0
 
     @property
     def wants_taps(self) -> bool:
@@ -95,16 +95,14 @@ class KnnSSD:
     def _take(self, situation: Situation, features: Features) -> PlanRecord | None:
         found = self._domains.nearest(features.vector)
         saved = self._domains.plan_for(found)
-        self._spent_s += features.seconds
-        if saved is self._saved:
+        if self._looked and saved is self._saved:
             return None
-        self._saved = saved
-        spent_s, self._spent_s = self._spent_s, 0.0
+        self._saved, self._looked = saved, True
         where = f"{found.distance:.3f} from {found.domain!r}"
         if saved is None:
             everything = (True,) * self._num_sublayers
             return self._current.take(
-                situation, everything, 0, acceptance=0.0, reason=f"too far: {where}", optimise_s=spent_s
+                situation, everything, 0, acceptance=0.0, reason=f"too far: {where}", optimise_s=features.seconds
             )
         return self._current.take(
             situation,
@@ -112,5 +110,5 @@ class KnnSSD:
             min(saved.num_draft_tokens, self._max_draft_tokens),
             acceptance=saved.acceptance,
             reason=f"the plan for {saved.domain!r}: {where}",
-            optimise_s=spent_s,
+            optimise_s=features.seconds,
         )

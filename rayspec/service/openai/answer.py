@@ -16,7 +16,7 @@ from rayspec.service.openai.models import check_served
 from rayspec.service.openai.requests import ChatRequest, Request
 from rayspec.service.openai.responses import ChatCompletion, Completion, Response, Stamp
 from rayspec.service.openai.token_texts import TokenTexts
-from rayspec.service.openai.tokenizing import Tokenizes, check_tokens, prompt_tokens
+from rayspec.service.openai.tokenizing import Tokenizes, beside_the_loop, check_tokens, prompt_tokens
 from rayspec.service.openai.usage import UsageTally
 from rayspec.types import EmptyPromptError, RequestOutput
 
@@ -58,7 +58,7 @@ async def respond(
     created: Unix seconds. Raises RequestError; the first prompt that fails fails the request and ends the others.
     Raises what else an output's error is, and EngineDeadError, where the engine is gone. Cancelling ends all prompts.
     """
-    outputs = await _run_together(engine, _jobs(request, engine, served, limits))
+    outputs = await _run_together(engine, await _jobs(request, engine, served, limits))
     texts, stamp = TokenTexts(engine.tokenizer), _stamp(request, name, created, served)
     if isinstance(request, ChatRequest):
         return ChatCompletion.of(request, outputs[0], texts, stamp)
@@ -79,7 +79,7 @@ async def stream(
     What is wrong with the request is raised before the first chunk; what goes wrong later, after the chunks before it.
     Closing it, and cancelling the wait for a chunk, end all prompts.
     """
-    jobs = _jobs(request, engine, served, limits)
+    jobs = await _jobs(request, engine, served, limits)
     chunks = chunks_of(request, TokenTexts(engine.tokenizer), _stamp(request, name, created, served))
     tally = UsageTally()
     async with aclosing(_stream_together(engine, jobs)) as pieces:
@@ -91,11 +91,13 @@ async def stream(
         yield chunks.end(tally)
 
 
-def _jobs(request: Request, engine: Tokenizes, served: Sequence[str], limits: Limits) -> list[_Job]:
+async def _jobs(request: Request, engine: Tokenizes, served: Sequence[str], limits: Limits) -> list[_Job]:
     """Raises RequestError for whatever can be known to be wrong before the engine is asked."""
     check_served(request.model, served)
     limits.check(request)
-    return [_job(token_ids, request, engine) for token_ids in request.prompts(partial(prompt_tokens, engine))]
+    tokenize = partial(request.prompts, partial(prompt_tokens, engine))
+    prompts = await beside_the_loop(tokenize, request.num_characters)
+    return [_job(token_ids, request, engine) for token_ids in prompts]
 
 
 def _job(token_ids: Sequence[int], request: Request, engine: Tokenizes) -> _Job:

@@ -28,12 +28,13 @@ Url = Literal["/v1/chat/completions", "/v1/completions"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchError:
-    """Why a line is no request, as OpenAI's files tell it. line: its number, from 1."""
+    """Why a line is no request or has no answer, as OpenAI's files tell it. line: its number, from 1, where it is no
+    request."""
 
     code: str
     message: str
     param: str | None
-    line: int
+    line: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,8 @@ from pydantic_core import from_json
 
 from rayspec.types import NonFiniteLogitsError, OutOfMemoryError, PromptTooLongError, RayspecError, RequestError
 
+_MOST_CHARACTERS = 1000  # a message may quote what was sent
+
 
 class InvalidRequestError(RequestError):
     """The body asks for something that is unknown, malformed or not supported.
@@ -49,14 +51,19 @@ class ApiError:
             message = "The engine cannot serve this request now. Please try again later."
             return cls(status=503, message=message, type="server_error", param=None, code=error.kind)
         if isinstance(error, OutOfMemoryError | NonFiniteLogitsError):
-            return cls(status=500, message=str(error), type="server_error", param=None, code=error.kind)
+            return cls(status=500, message=_short(str(error)), type="server_error", param=None, code=error.kind)
         status, param, code = 400, None, error.kind
         if isinstance(error, PromptTooLongError):
             code = "context_length_exceeded"
         elif isinstance(error, InvalidRequestError):
             status, param, code = error.status, error.param, error.code or error.kind
-        return cls(status=status, message=str(error), type="invalid_request_error", param=param, code=code)
+        message, param = _short(str(error)), None if param is None else _short(param)
+        return cls(status=status, message=message, type="invalid_request_error", param=param, code=code)
 
     @property
     def body(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 3] + "..."

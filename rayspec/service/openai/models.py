@@ -35,5 +35,5 @@ class ModelList:
 def check_served(model: str, served: Sequence[str]) -> None:
     """served: the names that requests may use. Raises InvalidRequestError."""
     if model not in served:
-        message = f"The model {model!r} does not exist; {served[0]!r} is served here."
+        message = f"The model {model!r} does not exist; served here: {', '.join(map(repr, served))}."
         raise InvalidRequestError(message, param="model", code="model_not_found", status=404)

@@ -130,6 +130,11 @@ class GenerationRequest(StrictBody):
 
     @property
     @abstractmethod
+    def num_characters(self) -> int:
+        """Of the texts that are to be tokenized."""
+
+    @property
+    @abstractmethod
     def num_logprobs(self) -> int | None:
         """Most likely tokens to report beside each chosen one; None: no log-probabilities at all."""
 
@@ -204,6 +209,10 @@ class ChatRequest(GenerationRequest):
         return 1
 
     @property
+    def num_characters(self) -> int:
+        return sum(len(message.content) for message in self.messages)
+
+    @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
@@ -237,6 +246,10 @@ class CompletionRequest(GenerationRequest):
     @property
     def num_prompts(self) -> int:
         return len(self._prompts)
+
+    @property
+    def num_characters(self) -> int:
+        return sum(len(one) for one in self._prompts if isinstance(one, str))
 
     @property
     def num_logprobs(self) -> int | None:

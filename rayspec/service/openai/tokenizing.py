@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar, Protocol, TypeVar
 
 from jinja2 import TemplateError
 from pydantic import Field, model_validator
@@ -19,6 +20,9 @@ from rayspec.service.prompts import InvalidMessagesError
 from rayspec.types import ConfigError, InvalidTokenError
 
 Messages = Sequence[Mapping[str, str]]
+T = TypeVar("T")
+
+_LONG = 20_000  # characters, or tokens; more of them take longer than others should wait
 
 
 class Tokenizes(Protocol):
@@ -31,6 +35,14 @@ class Tokenizes(Protocol):
     def max_model_len(self) -> int: ...
 
     def tokens(self, prompt: str | Messages) -> list[int]: ...
+
+
+async def beside_the_loop(work: Callable[[], T], size: int) -> T:
+    """What tokenizing work returns. In a thread where the event loop would stand still for it: megabytes take seconds.
+
+    size: characters or tokens.
+    """
+    return await asyncio.to_thread(work) if size > _LONG else work()
 
 
 def prompt_tokens(engine: Tokenizes, prompt: str | Messages, *, add_generation_prompt: bool = True) -> list[int]:
@@ -94,6 +106,11 @@ class TokenizeRequest(StrictBody):
             raise PydanticCustomError("invalid_value", "only with messages", {"field": "add_generation_prompt"})
         return self
 
+    @property
+    def size(self) -> int:
+        """Characters."""
+        return len(self.prompt or "") + sum(len(message.content) for message in self.messages or ())
+
     def tokens(self, engine: Tokenizes) -> list[int]:
         """Raises InvalidMessagesError."""
         if self.messages is not None:
@@ -120,6 +137,11 @@ class DetokenizeRequest(StrictBody):
 
     model: str | None = None
     tokens: list[int]
+
+    @property
+    def size(self) -> int:
+        """Tokens."""
+        return len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

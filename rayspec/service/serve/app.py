@@ -46,6 +46,7 @@ def bind(options: ServeOptions) -> serve.Application:
     settings = IngressSettings(
         keys=ApiKeys.of(options.api_keys),
         max_request_bytes=options.max_request_bytes,
+        body_timeout_s=options.body_timeout_s,
         request_timeout_s=options.request_timeout_s,
         engine_timeout_s=options.engine_timeout_s,
     )

@@ -30,6 +30,7 @@ _MEANINGS = {
     400: "The request is at fault; `param` names the field.",
     401: "No valid API key.",
     404: "There is no such model or route.",
+    408: "The body did not come in time.",
     413: "The body is too large.",
     429: "Too many requests are waiting. Retry-After says when to try again.",
     500: "The server failed on this request.",

@@ -16,6 +16,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import rayspec
@@ -52,6 +53,7 @@ class IngressSettings:
 
     keys: ApiKeys
     max_request_bytes: int
+    body_timeout_s: float
     request_timeout_s: float | None
     engine_timeout_s: float
 
@@ -139,7 +141,7 @@ class Ingress:
         return _EventStream(relay, reply.body) if reply.ok else _response(reply)
 
     async def _json(self, request: Request) -> Any:
-        return parse_json(await read_body(request, self._settings.max_request_bytes))
+        return parse_json(await read_body(request, self._settings.max_request_bytes, self._settings.body_timeout_s))
 
     def _model(self, name: str) -> Any:
         check_served(name, tuple(self._models))
@@ -203,6 +205,7 @@ def build_app(ingress: Ingress, keys: ApiKeys) -> FastAPI:
     open_paths = frozenset({"/health"}) | _add_web(app)
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_failure)
     app.add_middleware(_Door, ingress=ingress, keys=keys, open_paths=open_paths)
     describe(app, open_paths=open_paths, has_keys=bool(keys.digests))
@@ -210,7 +213,7 @@ def build_app(ingress: Ingress, keys: ApiKeys) -> FastAPI:
 
 
 _METRICS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
-_GENERATION_ERRORS = (400, 401, 404, 413, 429, 500, 503, 504)
+_GENERATION_ERRORS = (400, 401, 404, 408, 413, 429, 500, 503, 504)
 
 
 def _add_openai_routes(app: FastAPI, ingress: Ingress) -> None:
@@ -332,6 +335,11 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     status = error.status_code
     code = HTTPStatus(status).name.lower()
     return _error(invalid(status, code, f"{request.method} {request.url.path}: {error.detail}."), error.headers)
+
+
+async def _on_disconnect(_: Request, error: Exception) -> Response:
+    """The client has left before its body was here; nobody reads this, and nothing of ours has failed."""
+    return Response(status_code=400)
 
 
 async def _on_failure(_: Request, error: Exception) -> Response:

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import ray
@@ -22,7 +23,13 @@ from rayspec.service.openai.errors import ApiError
 from rayspec.service.openai.models import ModelCard
 from rayspec.service.openai.requests import ENDPOINTS, Request
 from rayspec.service.openai.responses import Response
-from rayspec.service.openai.tokenizing import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
+from rayspec.service.openai.tokenizing import (
+    DetokenizeRequest,
+    TokenizeRequest,
+    beside_the_loop,
+    detokenize,
+    tokenize,
+)
 from rayspec.service.plain_values import plain_values
 from rayspec.service.serve.metered import MeteredEngine
 from rayspec.service.serve.metrics import EngineMetrics, keep_updated
@@ -74,9 +81,7 @@ class ModelServer:
     async def tokenize(self, request: TokenizeRequest | DetokenizeRequest, name: str) -> Reply:
         """Text to tokens, or tokens to text."""
         try:
-            if isinstance(request, TokenizeRequest):
-                return Reply(status=200, body=json_body(tokenize(request, self._engine, self._served)))
-            return Reply(status=200, body=json_body(detokenize(request, self._engine, self._served)))
+            return Reply(status=200, body=await beside_the_loop(partial(self._tokenize, request), request.size))
         except Exception as error:  # noqa: BLE001 - reported to the client, and logged
             return Reply.failed(_failure(error, name))
 
@@ -111,8 +116,13 @@ class ModelServer:
 
     async def check_health(self) -> None:
         """Raises EngineDeadError, StageLostError, or TimeoutError when the engine does not answer in time. Serve calls
-        it, and ends the replica when it raises."""
-        await asyncio.wait_for(self._engine.ping(), self._engine_timeout_s)
+        it, and ends the replica when it raises: not while lost shards are being replaced, which would lose the requests
+        that go on afterwards."""
+        try:
+            await asyncio.wait_for(self._engine.ping(), self._engine_timeout_s)
+        except asyncio.TimeoutError:
+            if not self._engine.is_recovering:
+                raise
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """The ModelStatus. Of all methods Serve lets this one and `check_health` be called past the requests that wait,
@@ -128,6 +138,11 @@ class ModelServer:
 
     async def _respond(self, request: Request, name: str) -> Response:
         return await respond(request, self._answers, self._served, name=name, created=int(time.time()))
+
+    def _tokenize(self, request: TokenizeRequest | DetokenizeRequest) -> bytes:
+        if isinstance(request, TokenizeRequest):
+            return json_body(tokenize(request, self._engine, self._served))
+        return json_body(detokenize(request, self._engine, self._served))
 
     async def _row(self, endpoint: str, row: Mapping[str, Any]) -> dict[str, Any]:
         fields = {name: plain_values(value) for name, value in row.items() if name not in _FROM_RAY_DATA}

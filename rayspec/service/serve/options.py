@@ -142,14 +142,16 @@ class ServeOptions(Options):
 
     llm_configs: one a model, each as a mapping or as the path of a YAML file that holds one. api_keys: any of them
     opens the endpoint; none at all leaves it open to everyone who can reach it. max_request_bytes: of a body.
-    request_timeout_s: for a whole answer, streamed or not; None: as long as it takes. engine_timeout_s: after which an
-    engine that gives no sign of life counts as dead; longer than its longest step.
+    body_timeout_s: for a body to come. request_timeout_s: for a whole answer, streamed or not; None: as long as it
+    takes. engine_timeout_s: after which an engine that gives no sign of life counts as dead; longer than its longest
+    step.
     """
 
     llm_configs: tuple[LLMConfig, ...] = Field(min_length=1)
     ingress_deployment_config: DeploymentOptions = DeploymentOptions()
     api_keys: tuple[str, ...] = Field((), repr=False)
     max_request_bytes: int = Field(16 * 2**20, ge=1024)
+    body_timeout_s: float = Field(60.0, gt=0)
     request_timeout_s: float | None = Field(None, gt=0)
     engine_timeout_s: float = Field(30.0, gt=0)
 

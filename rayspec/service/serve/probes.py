@@ -19,7 +19,7 @@ from rayspec.types import RayspecError
 
 _NAMESPACE = "serve"
 
-Health = Literal["ready", "starting", "engine dead", "no answer"]
+Health = Literal["ready", "starting", "recovering", "engine dead", "no answer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +43,7 @@ class Probe:
     async def _health(self, actor: Any) -> Health:
         try:
             await self._ask(actor.check_health)
+            status = await self._ask(actor.record_routing_stats)
         except asyncio.TimeoutError:
             return "no answer"
         except RayActorError:
@@ -51,7 +52,7 @@ class Probe:
             if isinstance(error.cause, asyncio.TimeoutError):
                 return "no answer"
             return "engine dead" if isinstance(error.cause, RayspecError) else "starting"
-        return "ready"
+        return "recovering" if status["recovering"] else "ready"
 
     async def _ask(self, method: Any) -> Any:
         async def answer() -> Any:

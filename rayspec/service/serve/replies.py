@@ -47,6 +47,11 @@ GONE = unable(503, "engine_dead", "The engine cannot serve this request now. Ple
 ENDING = unable(503, "shutting_down", "The endpoint is shutting down. Please try another, or again later.")
 INTERNAL = unable(500, "internal_error", "The server failed on this request.")
 
+# Java's client asks for HTTP/2 by default. Serve's proxy goes on with HTTP/1.1 then, without the body.
+NO_UPGRADE = invalid(
+    400, "upgrade_unsupported", "The body was lost: have the client use HTTP/1.1 and not ask for an upgrade."
+)
+
 
 def timed_out(timeout_s: float) -> ApiError:
     return unable(504, "timeout", f"The answer took longer than {timeout_s:g} s.")
@@ -54,3 +59,7 @@ def timed_out(timeout_s: float) -> ApiError:
 
 def too_large(max_bytes: int) -> ApiError:
     return invalid(413, "request_too_large", f"The body has more than {max_bytes} bytes.")
+
+
+def too_slow(timeout_s: float) -> ApiError:
+    return invalid(408, "request_timeout", f"The body did not come within {timeout_s:g} s.")

@@ -38,7 +38,8 @@ class PlanStatus:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelStatus:
     """A replica at this moment. num_running, num_waiting: sequences. num_generated_tokens: since it was started. The
-    rates are of the last seconds; plan: the one in use, None before the first."""
+    rates are of the last seconds; plan: the one in use, None before the first. recovering: lost shards are being
+    replaced, requests wait for them."""
 
     model: str
     num_sublayers: int
@@ -52,6 +53,7 @@ class ModelStatus:
     mean_accepted_length: float | None
     gate_reason: str
     plan: PlanStatus | None
+    recovering: bool
     version: str
 
     @classmethod
@@ -70,6 +72,7 @@ class ModelStatus:
             mean_accepted_length=rates.mean_accepted_length,
             gate_reason=stats.gate_reason,
             plan=PlanStatus.of(stats.plans[-1]) if stats.plans else None,
+            recovering=engine.is_recovering,
             version=rayspec.__version__,
         )
 

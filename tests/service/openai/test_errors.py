@@ -54,3 +54,10 @@ def test_errors_have_a_status_and_a_code(error: RayspecError, status: int, kind:
     assert (told.status, body.type, body.code) == (status, kind, code)
     assert not body.model_extra
     assert (str(error) in body.message) == (status < 503)
+
+
+def test_what_was_sent_comes_back_only_in_part() -> None:
+    told = ApiError.of(InvalidRequestError("x" * 10**6, param="y" * 10**6))
+    assert told.message.startswith("xxx")
+    assert told.message.endswith("x...")
+    assert len(told.message) == len(told.param or "") == 1000

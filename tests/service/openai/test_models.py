@@ -21,6 +21,6 @@ def test_the_list_is_read_by_the_official_client() -> None:
 
 def test_a_model_that_is_not_served_is_404() -> None:
     check_served("b", ["a", "b"])
-    with pytest.raises(InvalidRequestError, match="'c' does not exist; 'a' is served") as caught:
+    with pytest.raises(InvalidRequestError, match="'c' does not exist; served here: 'a'") as caught:
         check_served("c", ["a", "b"])
     assert (caught.value.status, caught.value.code, caught.value.param) == (404, "model_not_found", "model")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +11,15 @@ import pytest
 
 from rayspec.service.openai.encoding import plain_body
 from rayspec.service.openai.errors import ApiError, InvalidRequestError
-from rayspec.service.openai.tokenizing import DetokenizeRequest, TokenizeRequest, detokenize, prompt_tokens, tokenize
+from rayspec.service.openai.requests import ChatRequest, CompletionRequest
+from rayspec.service.openai.tokenizing import (
+    DetokenizeRequest,
+    TokenizeRequest,
+    beside_the_loop,
+    detokenize,
+    prompt_tokens,
+    tokenize,
+)
 from rayspec.service.prompts import InvalidMessagesError
 from rayspec.types import ConfigError, InvalidTokenError, RequestError
 from tests.demo_model import demo_tokenizer
@@ -134,3 +144,21 @@ def test_a_conversation_that_cannot_be_a_prompt_is_told(error: Exception, messag
 
     with pytest.raises(InvalidMessagesError, match=message):
         prompt_tokens(Untemplated(), CHAT)
+
+
+def test_only_long_work_goes_beside_the_loop() -> None:
+    async def threads() -> tuple[int, int, int]:
+        here = threading.get_ident()
+        return here, await beside_the_loop(threading.get_ident, 100), await beside_the_loop(threading.get_ident, 10**6)
+
+    here, short, long = asyncio.run(threads())
+    assert short == here != long
+
+
+def test_the_size_of_what_is_to_be_tokenized() -> None:
+    assert TokenizeRequest.parse({"prompt": "abc"}).size == 3
+    assert TokenizeRequest.parse({"messages": CHAT}).size == 5
+    assert DetokenizeRequest.parse({"tokens": [1, 2, 3, 4]}).size == 4
+    assert CompletionRequest.parse({"model": "m", "prompt": ["ab", "c"]}).num_characters == 3
+    assert CompletionRequest.parse({"model": "m", "prompt": [1, 2, 3]}).num_characters == 0
+    assert ChatRequest.parse({"model": "m", "messages": CHAT}).num_characters == 5

@@ -22,15 +22,20 @@ TWO_STAGES: Mapping[str, Any] = {"stages": 2, "heartbeat_timeout_s": 2.0, "cpus_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointProcess:
-    """url: where it listens. All its processes are of one session, that of `process`."""
+    """url: where it listens. All its processes are of one session, that of `process`. errors: what they log."""
 
     url: str
+    errors: Path
     process: subprocess.Popen[str]
 
     def status(self, model: str = "demo") -> list[dict[str, Any]]:
         """Of each replica of the model that answers."""
         models = httpx2.get(f"{self.url}/status", timeout=30).json()["models"]
         return [one for one in models if one["model"] == model]
+
+    def num_generated(self, model: str = "demo") -> int:
+        """Tokens, by all replicas that answer."""
+        return sum(one["num_generated_tokens"] for one in self.status(model))
 
     def health(self) -> int:
         """The status of /health; 0 when there is no answer."""
@@ -79,7 +84,7 @@ def serving(
             assert process.stdout is not None
             url = process.stdout.readline().strip()
             assert url.startswith("http://"), (folder / "stderr").read_text(encoding="utf-8")
-            yield EndpointProcess(url=url, process=process)
+            yield EndpointProcess(url=url, process=process, errors=folder / "stderr")
         finally:
             _end(process)
 

@@ -322,7 +322,7 @@ class TestWhatOperatorsSee:
         answer = operation["responses"]["200"]["content"]["application/json"]["schema"]
         for schema, instance in ((body, sent), (answer, endpoint.post("/v1/completions", sent).json())):
             Draft202012Validator(document | schema).validate(instance)
-        assert set(operation["responses"]) == {"200", "400", "401", "404", "413", "429", "500", "503", "504"}
+        assert set(operation["responses"]) == {"200", "400", "401", "404", "408", "413", "429", "500", "503", "504"}
         assert document["paths"]["/health"]["get"]["security"] == []
 
 
