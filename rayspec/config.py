@@ -177,7 +177,7 @@ class KnnSSDOptions(Options):
     num_tokens: int = Field(8, ge=1, le=256, description="newest tokens by which a domain is recognised")
     interval_tokens: int = Field(64, ge=1, description="tokens of one sequence until it is looked at again")
     reject_distance: float | None = Field(
-        None, ge=0.0, le=2.0, description="cosine distance beyond which no domain is near; None: as saved with each"
+        0.5, ge=0.0, le=2.0, description="cosine distance beyond which no domain is near; None: as saved with each"
     )
 
 

@@ -134,7 +134,7 @@ def packed_attention(
     output = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
     for group in packed.groups:
         rows = slice(group.first, group.first + group.num_rows)
-        lowest = min((path.position for path in group.paths), default=group.context)
+        lowest = min(path.position for path in group.paths) if group.paths else group.context
         past = max(0, lowest + 1 - sliding_window) if sliding_window else 0
         if packed.slots is None:
             context = slice(group.start + past, group.start + group.context)

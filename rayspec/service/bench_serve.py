@@ -112,8 +112,8 @@ def summary(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def differing(llm: rayspec.LLM, answers: Sequence[Answer]) -> list[dict[str, Any]]:
-    """Finished answers that are not what the model says offline, with both. An unseeded one cannot be held against
-    anything and counts as equal."""
+    """Finished answers that are not what the model says offline, with both. Requests must be greedy or have
+    a seed."""
     finished = [one for one in answers if one.ending == "finished"]
     expected = _offline(llm, [one.ask for one in finished])
     return [

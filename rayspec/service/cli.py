@@ -14,7 +14,7 @@ import typer
 
 import rayspec
 from rayspec import demo
-from rayspec.config import ParallelOptions, SamplingParams
+from rayspec.config import EngineConfig, ParallelOptions, SamplingParams
 from rayspec.service.batch import complete
 from rayspec.service.bench_result import bench_tables, save_bench
 from rayspec.service.documents import Columns, Document, read_documents
@@ -314,7 +314,8 @@ def bench_serve(
     with clean_exit(), ExitStack() as stack:
         mix = Mix(model=model, num_requests=num_requests, max_tokens=max_tokens, cut_share=cut_share, seed=seed)
         options = ServeBenchOptions(url=url, api_key=api_key, mix=mix, concurrency=concurrency)
-        offline = None if check is None else stack.enter_context(rayspec.LLM(check, dtype="float32"))
+        exact = EngineConfig(model=check, dtype="float32") if check is not None else None
+        offline = stack.enter_context(load_llm(exact)) if exact is not None else None
         console = error_console()
         result = run_serve_bench(options, offline, lambda line: console.print(line, highlight=False, soft_wrap=True))
         output_console().print(serve_bench_table(result), highlight=False)

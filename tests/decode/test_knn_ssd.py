@@ -24,7 +24,7 @@ def _saved(*plans: SavedPlan, num_sublayers: int = 8) -> SavedPlans:
 
 
 def _knn(*plans: SavedPlan, **options: object) -> KnnSSD:
-    values = {"num_tokens": 4, "interval_tokens": 10} | options
+    values = {"num_tokens": 4, "interval_tokens": 10, "reject_distance": None} | options
     speculation = SpeculationOptions(strategy="knn-ssd", warm_start="p.json", knn_ssd=values)  # type: ignore[arg-type]
     return KnnSSD(_saved(*plans), speculation, latency())
 
@@ -51,7 +51,7 @@ def _look(knn: KnnSSD, vector: Sequence[float], *, batch: int = 1) -> PlanRecord
     [("law", 0.1, LAW), ("law", 0.1001, ANY), ("code", 0.02, CODE), ("code", 0.1, ANY)],
 )
 def test_beyond_the_radius_of_the_nearest_domain_it_is_none(domain: str, distance: float, expected: SavedPlan) -> None:
-    domains = Domains(_saved(LAW, CODE, ANY), KnnSSDOptions())
+    domains = Domains(_saved(LAW, CODE, ANY), KnnSSDOptions(reject_distance=None))
     assert domains.plan_for(Nearest(domain=domain, distance=distance)) is expected
 
 
@@ -127,7 +127,7 @@ def test_greedy_tokens_stay_the_same_in_one_process_and_over_two_stages() -> Non
     options = SpeculationOptions(
         strategy="knn-ssd",
         warm_start="p.json",
-        knn_ssd={"threshold": 0.05, "interval_tokens": 6},  # type: ignore[arg-type]
+        knn_ssd={"threshold": 0.05, "interval_tokens": 6, "reject_distance": None},  # type: ignore[arg-type]
     )
     for one in require_lossless(lambda: KnnSSD(saved, options, latency())):
         assert one.num_accepted_tokens > 0

@@ -22,7 +22,7 @@ from rayspec.types import Plan
 # else: where the head is in another process, a copy of the rule travels there.
 KeepDrafting = Callable[[Sequence[Sequence[float]]], Sequence[bool]]
 
-# Above these confidences a drafted token has `Plan.tree_widths[0]`, [1], [2] alternatives; else [3] (SWIFT's).
+# Above these confidences a drafted token is one of `Plan.tree_widths[0]`, [1], [2] alternatives; else of [3] (SWIFT's).
 SURENESS = (0.95, 0.8, 0.5)
 
 
@@ -150,11 +150,11 @@ def draft(
 
 def _append(drafts: Sequence[Draft], drawn: Drafts) -> list[list[int]]:
     """Returns the ranked tokens of each draft, if any."""
-    columns = [drawn.token_ids.double()[:, None], drawn.confidence.double()[:, None]]
+    table = torch.stack([drawn.token_ids.double(), drawn.confidence.double()], 1)
     if drawn.ranked is not None:
-        columns.append(drawn.ranked.double())
+        table = torch.cat([table, drawn.ranked.double()], 1)
     ranked = []
-    for one, (token, sure, *best) in zip(drafts, torch.cat(columns, 1).tolist(), strict=True):
+    for one, (token, sure, *best) in zip(drafts, table.tolist(), strict=True):
         one.token_ids.append(int(token))
         one.confidences.append(sure)
         ranked.append([int(other) for other in best])

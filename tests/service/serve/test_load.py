@@ -154,8 +154,9 @@ def stream_gaps(endpoint: EndpointProcess, until: Any) -> list[float]:
 def test_told_to_end_it_finishes_twenty_and_leaves_nothing(
     environment: Mapping[str, str], llm: rayspec.LLM, tmp_path: Path
 ) -> None:
-    before = leftovers()
-    with serving(tmp_path, environment) as endpoint:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    with serving(tmp_path, {**environment, "TMPDIR": str(temporary)}) as endpoint:
         options = mixed(endpoint, 20, cut_share=0.0)
         with ThreadPoolExecutor(1) as pool:
             result = pool.submit(run, options, llm)
@@ -168,7 +169,7 @@ def test_told_to_end_it_finishes_twenty_and_leaves_nothing(
         assert found["results"]["endings"] == {"finished": 20}
         assert endpoint.process.wait(90) == 0
         wait_until(lambda: session_pids(endpoint.process.pid) == [], 30)
-    assert leftovers() - before == set()
+    assert list(temporary.iterdir()) == []
 
 
 def wait_for_refusal(endpoint: EndpointProcess) -> int:
@@ -180,12 +181,6 @@ def wait_for_refusal(endpoint: EndpointProcess) -> int:
             return 0
         if status != 200:
             return status
-
-
-def leftovers() -> set[str]:
-    """Shared memory and temporary files of ours."""
-    places = [Path("/dev/shm"), Path("/tmp")]
-    return {str(path) for place in places for path in place.glob("*rayspec*")}
 
 
 @pytest.mark.exhaustive
