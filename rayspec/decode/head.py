@@ -122,11 +122,16 @@ class Head:
             count = row.sampler.params.logprobs
             logprobs: Sequence[dict[int, Logprob]] = ()
             if is_finite and count is not None:
-                chosen = logits[row.start : row.end]
-                used = chosen[[0, *verdict.path]] if verdict.path else chosen[: len(verdict.token_ids)]
-                logprobs = top_logprobs(used, verdict.token_ids, count)
+                logprobs = top_logprobs(_chosen_at(logits, row, verdict), verdict.token_ids, count)
             results.append(Committed(verdict.token_ids, logprobs, is_finite))
         for row, committed in zip(rows, results, strict=True):
             if committed.finite:
                 row.sampler.commit(committed.token_ids)
         return results
+
+
+def _chosen_at(logits: Tensor, row: Rows, verdict: Verdict) -> Tensor:
+    """The rows that the verdict's tokens were chosen at."""
+    if not verdict.path:
+        return logits[row.start : row.start + len(verdict.token_ids)]
+    return logits[[row.start, *(row.start + at for at in verdict.path)]]

@@ -4,38 +4,26 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from rayspec.config import EngineConfig, SpeculationOptions
+from rayspec.config import EngineConfig
 from rayspec.decode.engine import Engine, Vocabulary
 from rayspec.decode.profile import load_or_measure
 from rayspec.decode.runner import Runner
 from rayspec.decode.scheduler import Scheduler
-from rayspec.decode.selection.asd import ASD
-from rayspec.decode.selection.auto import Auto
-from rayspec.decode.selection.base import FixedPlan, Selector, lookup_plan, static_plan
-from rayspec.decode.selection.clasp import CLaSp
-from rayspec.decode.selection.dynamic_exit import DEL
-from rayspec.decode.selection.gated import Gated
-from rayspec.decode.selection.knapspec import Candidate, KnapSpec
-from rayspec.decode.selection.knn_ssd import KnnSSD
-from rayspec.decode.selection.layerskip import early_exit_plan
-from rayspec.decode.selection.lookahead import lookahead_plan
-from rayspec.decode.selection.saved_plans import ModelIdentity, SavedPlans, known_candidates
-from rayspec.decode.selection.self_sd import SelfSD
-from rayspec.decode.selection.swift import Swift
+from rayspec.decode.selection.base import FixedPlan
+from rayspec.decode.selection.strategies import make_selector, needs_latency
 from rayspec.decode.stages import LocalStages, Stages
 from rayspec.decode.whole_model import WholeModelStages
 from rayspec.model.architecture import Decomposition, decompose, max_positions
 from rayspec.model.kv_arena import KVArena, bytes_per_slot
 from rayspec.model.offload import OffloadedWeights, offload
 from rayspec.model.weights import load_model, load_tokenizer, num_layers, resolve_device
-from rayspec.planning.latency import LatencyModel
-from rayspec.types import CheckpointError, ConfigError, Plan, UnsupportedModelError, no_draft
+from rayspec.types import CheckpointError, ConfigError, UnsupportedModelError, no_draft
 
 logger = logging.getLogger(__name__)
 
@@ -44,15 +32,6 @@ _BUCKET_ROWS = 8
 _DEFAULT_MODEL_LEN = 4096
 # Of the memory that is free once the model is loaded; a CPU is shared with others.
 _MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.8}
-
-
-# Strategies that choose plans while they run and have no gate of their own.
-_CHOOSERS: Mapping[str, Callable[[SpeculationOptions, LatencyModel], Selector]] = {
-    "clasp": CLaSp,
-    "del": DEL,
-    "asd": ASD,
-    "swift": Swift,
-}
 
 
 def load_engine(config: EngineConfig, *, with_tokenizer: bool = True) -> Engine:
@@ -183,63 +162,6 @@ def make_scheduler(config: EngineConfig, num_slots: int, num_cohorts: int = 1) -
         chunk_grid=config.max_num_batched_tokens if config.deterministic else None,
         num_cohorts=num_cohorts,
     )
-
-
-def needs_latency(config: EngineConfig) -> bool:
-    """Whether the strategy goes by what forwards cost."""
-    return config.speculation.strategy not in ("static", "ar")
-
-
-def make_selector(config: EngineConfig, num_sublayers: int, latency: LatencyModel | None) -> Selector:
-    options = config.speculation
-    if latency is not None and options.strategy == "auto":
-        return Auto(options, latency, known=_known_candidates(config, num_sublayers))
-    if latency is not None and options.strategy == "knapspec":
-        return KnapSpec(options, latency, known=_known_candidates(config, num_sublayers))
-    chooser = _chooser(config, latency) if latency is not None else None
-    if latency is not None and chooser is not None:
-        return Gated(chooser, latency) if options.gate else chooser
-    if options.strategy == "static":
-        try:
-            return FixedPlan(static_plan(options.skip, num_sublayers, options.max_draft_tokens))
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-    return FixedPlan(no_draft(num_sublayers, "ar"))
-
-
-def _chooser(config: EngineConfig, latency: LatencyModel) -> Selector | None:
-    """A strategy that others have published. They all stand behind the same gate."""
-    options, num_sublayers = config.speculation, len(latency.sublayers)
-    if options.strategy in _CHOOSERS:
-        return _CHOOSERS[options.strategy](options, latency)
-    if options.strategy == "self-sd":
-        return SelfSD.of(_saved_plans(config, num_sublayers).only(), options, num_sublayers)
-    if options.strategy == "knn-ssd":
-        return KnnSSD(_saved_plans(config, num_sublayers), options, latency)
-    plan = _unchanging_plan(options, num_sublayers)
-    return FixedPlan(plan) if plan is not None else None
-
-
-def _unchanging_plan(options: SpeculationOptions, num_sublayers: int) -> Plan | None:
-    """Of a strategy that has nothing to choose while it runs."""
-    if options.strategy == "lookup":
-        return lookup_plan(num_sublayers, min(options.lookup_tokens, options.max_draft_tokens))
-    if options.strategy == "lookahead":
-        return lookahead_plan(num_sublayers)
-    if options.strategy == "layerskip":
-        return early_exit_plan(options.layerskip, num_sublayers)
-    return None
-
-
-def _known_candidates(config: EngineConfig, num_sublayers: int) -> list[Candidate]:
-    if config.speculation.warm_start is None:
-        return []
-    return known_candidates(_saved_plans(config, num_sublayers))
-
-
-def _saved_plans(config: EngineConfig, num_sublayers: int) -> SavedPlans:
-    assert config.speculation.warm_start is not None
-    return SavedPlans.load(config.speculation.warm_start, ModelIdentity.of(config, num_sublayers))
 
 
 def resolve_max_model_len(config: EngineConfig, model: PretrainedConfig) -> int:

@@ -213,10 +213,7 @@ class Rows:
         """How many pending tokens come before each row's token."""
         if not self.parents:
             return range(len(self.pending) + 1)
-        depths = [0]
-        for parent in self.parents:
-            depths.append(depths[parent] + 1)
-        return depths
+        return depths_of(self.parents)
 
     def path(self, row: int) -> list[int]:
         """The rows on the way to `row`, from row 1 on."""
@@ -239,6 +236,14 @@ class Rows:
             pending = [*before, *self.pending[first : end - 1]]
             parts.append(self.sampler.process(logits[first:end], pending, first=len(before)))
         return torch.cat(parts)
+
+
+def depths_of(parents: Sequence[int]) -> list[int]:
+    """How far each row of a tree is from row 0; parents: of rows 1, 2, ..."""
+    depths = [0]
+    for parent in parents:
+        depths.append(depths[parent] + 1)
+    return depths
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,10 @@ import pytest
 from rayspec import demo
 from rayspec.config import EngineConfig, LookaheadOptions, SamplingParams, SpeculationOptions
 from rayspec.decode.drafting.lookahead import Guess, Lookahead, NgramPool
-from rayspec.decode.loading import make_scheduler, make_selector
+from rayspec.decode.loading import make_scheduler
 from rayspec.decode.selection.base import FixedPlan
 from rayspec.decode.selection.lookahead import lookahead_plan
+from rayspec.decode.selection.strategies import make_selector
 from rayspec.types import ConfigError
 from tests.decode.selecting import latency_model, situation
 from tests.demo_model import EOS, demo_parts, demo_prompts

@@ -10,10 +10,11 @@ import pytest
 
 from rayspec import demo
 from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
-from rayspec.decode.loading import load_engine, make_selector
+from rayspec.decode.loading import load_engine
 from rayspec.decode.questions import Answer
 from rayspec.decode.selection.base import Selector
 from rayspec.decode.selection.gated import Gated
+from rayspec.decode.selection.strategies import make_selector
 from rayspec.decode.stages import LocalStages, Stages
 from tests.decode.selecting import latency_model
 from tests.demo_model import EOS, demo_prompts

@@ -207,6 +207,8 @@ def test_widths_follow_the_confidence() -> None:
     assert _siblings(Draft([11], [0.1]), [[12, 11, 13]], (1, 3, 5, 2), 9) == [[12]]
     spine.branch([[], [10, 11], [12], []])
     assert spine == Draft([1, 2, 3, 4, 10, 11, 12], [0.96, 0.95, 0.8, 0.5], [0, 1, 2, 3, 1, 1, 2])
+    assert spine.length == 4
+    assert Draft([5, 6, 7], parents=[0, 0, 2]).length == 2
 
 
 def test_under_the_rejection_rule_only_greedy_drafts_have_siblings() -> None:

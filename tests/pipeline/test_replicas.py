@@ -99,15 +99,19 @@ def finish(replicas: Replicas) -> dict[str, RequestOutput]:
     return outputs
 
 
+def refusal(replicas: Replicas, request: Request) -> RequestOutput | None:
+    """Why the request could not be added: the replicas may all be lost so soon."""
+    try:
+        replicas.add(request)
+    except StageLostError as error:
+        return RequestOutput.refused(request, error)
+    return None
+
+
 def completed(replicas: Replicas, prompts: Sequence[Sequence[int]]) -> list[RequestOutput]:
     requests = requests_for(prompts)
-    refused: dict[str, RequestOutput] = {}
-    for request in requests:
-        try:
-            replicas.add(request)
-        except StageLostError as error:  # so soon
-            refused[request.request_id] = RequestOutput.refused(request, error)
-    outputs = finish(replicas) | refused
+    refused = [output for request in requests if (output := refusal(replicas, request)) is not None]
+    outputs = finish(replicas) | {output.request_id: output for output in refused}
     return [outputs[request.request_id] for request in requests]
 
 

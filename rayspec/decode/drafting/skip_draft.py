@@ -15,7 +15,7 @@ from torch import Tensor
 from rayspec.decode.head import Head
 from rayspec.decode.passes import Pass
 from rayspec.decode.runner import RowSpan
-from rayspec.decode.sampling import Drafts, Rows, draft_tokens
+from rayspec.decode.sampling import Drafts, Rows, depths_of, draft_tokens
 from rayspec.types import Plan
 
 # Given each drafting sequence's confidences so far, says which of them draft one more token. It must depend on nothing
@@ -65,6 +65,11 @@ class Draft:
     @property
     def looked_up(self) -> bool:
         return bool(self.token_ids) and not self.confidences
+
+    @property
+    def length(self) -> int:
+        """Tokens of its longest path."""
+        return max(depths_of(self.parents)) if self.parents else len(self.token_ids)
 
     def branch(self, siblings: Sequence[Sequence[int]]) -> None:
         """Adds alternatives to each token of what was a chain."""

@@ -39,6 +39,7 @@ class CurrentPlan:
         reason: str,
         optimise_s: float,
         reuse_prefix: bool = True,
+        tree_widths: tuple[int, ...] = (),
     ) -> PlanRecord:
         """From now on draft with those sublayers. To keep all of them is not to draft.
 
@@ -46,7 +47,8 @@ class CurrentPlan:
         with `reuse_prefix` for verifies that go on from the first skipped sublayer.
         """
         skips = not all(keep) and num_draft_tokens > 0
-        self.plan = Plan(keep=keep, num_draft_tokens=num_draft_tokens, source=self._source) if skips else self._no_draft
+        drafting = Plan(keep=keep, num_draft_tokens=num_draft_tokens, source=self._source, tree_widths=tree_widths)
+        self.plan = drafting if skips else self._no_draft
         choice = best_choice(
             [self.plan.keep],
             [acceptance],

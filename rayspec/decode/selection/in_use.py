@@ -11,7 +11,7 @@ from rayspec.types import Plan, PlanRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tested:
-    """Draft tokens of a round, over the batch. num_tested: up to and with the first rejected one of each draft.
+    """Draft tokens of a round, over the batch, of trees the longest paths. num_tested: up to and with the first rejected one of each draft.
     reached_length: no draft ended before its plan's length."""
 
     num_accepted: int
@@ -21,7 +21,7 @@ class Tested:
 
     @classmethod
     def of(cls, plan: Plan, result: RoundResult) -> Tested:
-        lengths = [len(one.token_ids) for one in result.drafts]
+        lengths = [one.length for one in result.drafts]
         return cls(
             num_accepted=sum(result.num_accepted),
             num_tested=sum(

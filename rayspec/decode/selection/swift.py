@@ -1,9 +1,9 @@
 """SWIFT: one set of sublayers a round is tried on recent tokens, and the best so far drafts (Xia et al., 2025).
 
 As published: the set the search starts from, the sizes of sets, the share of agreeing tokens as the score, when a
-Gaussian process suggests, when the search ends for good, and the confidence at which drafts end. Ours: tokens are the
-newest of each sequence and not the first of an answer, the set it starts from is tried like any other before it drafts,
-and a draft has one token a step, not a tree of the ten likeliest.
+Gaussian process suggests, when the search ends for good, the confidence at which drafts end, and their trees. Ours:
+tokens are the newest of each sequence and not the first of an answer, and the set it starts from is tried like any
+other before it drafts.
 """
 
 from __future__ import annotations
@@ -141,4 +141,5 @@ class Swift:
             acceptance=self._search.best_score,
             reason="the best set so far" if end is None else f"the search is over: {end}",
             optimise_s=spent_s,
+            tree_widths=self._options.tree_widths,
         )
