@@ -307,3 +307,19 @@ def test_errors_name_what_is_wrong() -> None:
         sampler.process(random_logits(1, vocab_size=V + 1), [])
     with pytest.raises(ValueError, match="need more than 1 pending"):
         sampler.process(random_logits(3), [1])
+
+
+@pytest.mark.parametrize("verification", ["coupled", "rejection"])
+def test_ranked_are_the_tokens_nearest_to_being_drawn(verification: Verification) -> None:
+    """Under the coupled rule without those before it the next one would be drawn; nothing is ranked unless asked."""
+    torch.manual_seed(3)
+    logits = torch.randn(20, V)
+    params = [SamplingParams(temperature=index % 2) for index in range(20)]
+    rows = [Rows(sampler_of(one, seed=index), index, ()) for index, one in enumerate(params)]
+    assert draft_tokens(logits, rows, verification).ranked is None
+    ranked = draft_tokens(logits, rows, verification, num_ranked=3).ranked
+    assert ranked is not None
+    left = logits.clone()
+    for place in range(3):
+        assert draft_tokens(left, rows, verification).token_ids.tolist() == ranked[:, place].tolist()
+        left.scatter_(1, ranked[:, place : place + 1], -torch.inf)

@@ -11,8 +11,9 @@ from rayspec.types import Plan, PlanRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tested:
-    """Draft tokens of a round, over the batch, of trees the longest paths. num_tested: up to and with the first rejected one of each draft.
-    reached_length: no draft ended before its plan's length."""
+    """Draft tokens of a round, over the batch; of trees their longest paths. num_tested: up to and with the first
+    rejected one of each draft. reached_length: no draft ended before its plan's length.
+    """
 
     num_accepted: int
     num_tested: int
