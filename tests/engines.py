@@ -40,14 +40,13 @@ def random_plan(rng: random.Random, num_sublayers: int, max_draft_tokens: int) -
     keep = tuple(index not in skip for index in range(num_sublayers))
     num_lookup_tokens = rng.randint(1, max_draft_tokens) if rng.random() < 0.4 and max_draft_tokens else 0
     num_draft_tokens = rng.randint(0, max_draft_tokens)
-    return Plan(
-        keep=keep,
-        num_draft_tokens=num_draft_tokens,
-        source=kind,
-        num_lookup_tokens=num_lookup_tokens,
-        tree_widths=(1, 2, 3, 5) if rng.random() < 0.4 else (),
-        lookahead=rng.random() < 0.15,
-    )
+    return Plan(keep=keep, num_draft_tokens=num_draft_tokens, source=kind, num_lookup_tokens=num_lookup_tokens)
+
+
+def branching(rng: random.Random, plan: Plan) -> Plan:
+    """The plan, now and then with trees."""
+    widths = (1, 2, 3, 5) if rng.random() < 0.4 else ()
+    return replace(plan, tree_widths=widths, lookahead=rng.random() < 0.15)
 
 
 class RandomPlans:
@@ -57,6 +56,7 @@ class RandomPlans:
 
     def __init__(self, seed: int, num_sublayers: int, max_draft_tokens: int = 6) -> None:
         self._rng = random.Random(seed)
+        self._branch_rng = random.Random(f"branches {seed}")
         self._num_sublayers = num_sublayers
         self._max_draft_tokens = max_draft_tokens
         self.plans: list[Plan] = []
@@ -67,7 +67,8 @@ class RandomPlans:
         return self._rng.random() < 0.25
 
     def plan(self, situation: Situation) -> Plan:
-        self.plans.append(random_plan(self._rng, self._num_sublayers, self._max_draft_tokens))
+        plan = random_plan(self._rng, self._num_sublayers, self._max_draft_tokens)
+        self.plans.append(branching(self._branch_rng, plan))
         return self.plans[-1]
 
     def keep_drafting(self, situation: Situation) -> KeepDrafting | None:

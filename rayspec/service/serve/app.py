@@ -17,11 +17,15 @@ from rayspec.service.serve.auth import ApiKeys
 from rayspec.service.serve.ingress import Ingress, IngressSettings
 from rayspec.service.serve.model_server import ModelServer
 from rayspec.service.serve.options import DeploymentOptions, LLMConfig, ServeOptions, serve_options
+from rayspec.service.serve.routing import PatientRouter
 from rayspec.types import ConfigError
 
 _INGRESS_CPUS = 0.5
 _NOT_SERVES_OWN = {"autoscaling_config", "ray_actor_options", "health_check_timeout_s", "max_ongoing_requests"}
-_ASK_NEVER_S = 1e9  # Serve would tell all its routers what `record_routing_stats` gives
+_ROUTING = {
+    "request_router_class": f"{PatientRouter.__module__}.{PatientRouter.__name__}",
+    "request_routing_stats_period_s": 1e9,  # Serve would tell all its routers what `record_routing_stats` gives
+}
 
 
 def build_openai_app(args: Mapping[str, Any]) -> serve.Application:
@@ -64,7 +68,7 @@ def _model_deployment(config: LLMConfig, options: ServeOptions, name: str) -> se
         max_ongoing_requests=config.max_ongoing_requests,
         health_check_timeout_s=options.health_check_timeout_s(config),
         backpressure_config={"status_code": 429},
-        request_router_config={"request_routing_stats_period_s": _ASK_NEVER_S},
+        request_router_config=_ROUTING,
         **_serves_own(config.deployment_config, actor),
     )
     return make(ModelServer)
