@@ -123,5 +123,5 @@ def test_on_the_demo_model_it_drafts_both_ways_and_changes_no_token(batch: int) 
     prompts = demo_prompts(4, 12)
     outputs = complete(engine, prompts, SamplingParams(temperature=0, max_tokens=120))
     assert tokens_of(outputs) == greedy(demo.model_path(), prompts, 120, eos=(EOS,))
-    assert "0% of the rounds" not in engine.stats.gate_reason
+    assert "; 0% of the rounds" not in engine.stats.gate_reason
     assert engine.stats.num_accepted_tokens > 100
