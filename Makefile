@@ -4,6 +4,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.setup-stamp
 DEMO_OUT ?= demo-out
 BENCH_OUT ?= bench-out
+# Processes that share the tests, file by file. Each starts a Ray of its own, so more are not better.
+TEST_PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all lint bench clean
@@ -23,10 +25,10 @@ demo: setup ## summarize the bundled reports and real documents: demo-out/report
 	$(BIN)/python jobs/summarize.py --model demo --output $(DEMO_OUT) --overwrite || test $$? -eq 3
 
 test: setup ## run the test suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
 
 test-all: setup ## run the test suite with the tests that take minutes
-	$(BIN)/python -m pytest -m "exhaustive or not exhaustive"
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -m "exhaustive or not exhaustive"
 
 lint: setup ## ruff and mypy --strict
 	$(BIN)/ruff check .
