@@ -218,6 +218,7 @@ def test_only_the_row_that_the_engine_dies_of_fails(tmp_path: Path, undisturbed:
     assert (again.tally.num_earlier, again.tally.exit_code, len(task.read("begun"))) == (NUM_ROWS, 3, before)
 
 
+@exhaustive
 def test_a_node_that_is_lost_with_the_engine(
     tmp_path: Path, undisturbed: dict[str, str], ray_environment: None
 ) -> None:

@@ -22,6 +22,6 @@ def demo_endpoint(ray_environment: None, tmp_path_factory: pytest.TempPathFactor
         {"model_loading_config": {"model_id": "short", "model_source": "demo"}, "engine_kwargs": short},
     ]
     folder = tmp_path_factory.mktemp("endpoint")
-    limits = {"max_request_bytes": MAX_BYTES, "engine_timeout_s": 30.0}
+    limits = {"max_request_bytes": MAX_BYTES, "engine_timeout_s": 30.0, "body_timeout_s": 5.0}
     with serving(folder, environment, llm_configs=models, **limits) as endpoint:
         yield endpoint

@@ -81,6 +81,7 @@ def node_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.exhaustive
 def test_node(demo_endpoint: EndpointProcess, node_folder: Path, llm: rayspec.LLM, answer: str) -> None:
     command = ["node", "client.mjs", demo_endpoint.url, json.dumps(MESSAGES), json.dumps(GREEDY)]
     run = subprocess.run(command, cwd=node_folder, capture_output=True, text=True, timeout=120, check=False)

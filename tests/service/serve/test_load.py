@@ -87,20 +87,19 @@ class TestSlowClients:
             assert timed_answer(demo_endpoint) < 30
             assert demo_endpoint.health() == 200
 
-    def test_a_body_that_never_ends_is_given_up(self, environment: Mapping[str, str], tmp_path: Path) -> None:
-        with serving(tmp_path, environment, body_timeout_s=1.0) as endpoint:
-            address = httpx2.URL(endpoint.url)
-            head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
-            for rest in (b"content-length: 100\r\n\r\n{", b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n"):
-                with socket.create_connection((address.host, address.port or 0), timeout=30) as connection:
-                    connection.sendall(head + rest)
-                    answer = connection.recv(4096)
-                assert answer.startswith(b"HTTP/1.1 408 "), answer
-            with socket.create_connection((address.host, address.port or 0)) as connection:
-                connection.sendall(head + b"content-length: 100\r\n\r\n{")
-            time.sleep(0.5)
-            assert timed_answer(endpoint) < 30
-            assert "ClientDisconnect" not in endpoint.errors.read_text(encoding="utf-8")
+    def test_a_body_that_never_ends_is_given_up(self, demo_endpoint: EndpointProcess) -> None:
+        address = httpx2.URL(demo_endpoint.url)
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+        for rest in (b"content-length: 100\r\n\r\n{", b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n"):
+            with socket.create_connection((address.host, address.port or 0), timeout=30) as connection:
+                connection.sendall(head + rest)
+                answer = connection.recv(4096)
+            assert answer.startswith(b"HTTP/1.1 408 "), answer
+        with socket.create_connection((address.host, address.port or 0)) as connection:
+            connection.sendall(head + b"content-length: 100\r\n\r\n{")
+        time.sleep(0.5)
+        assert timed_answer(demo_endpoint) < 30
+        assert "ClientDisconnect" not in demo_endpoint.errors.read_text(encoding="utf-8")
 
     def test_long_texts_hold_up_nobody(self, demo_endpoint: EndpointProcess) -> None:
         """While megabytes are tokenized, others get their tokens."""
