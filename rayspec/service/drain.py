@@ -26,15 +26,19 @@ class Drain:
         signal.signal(signal.SIGALRM, self._end)
         try:
             yield
+        except SystemExit:
+            if self.requested:  # Ray gives its own code to an exit that comes while it waits
+                raise SystemExit(EXIT_TERMINATED) from None
+            raise
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             for number, handler in before.items():
                 signal.signal(number, handler)
 
     def _take(self, number: int, frame: object) -> None:
-        if self.requested or self._grace_s <= 0:  # a timer of 0 s would never ring
+        again, self.requested = self.requested, True
+        if again or self._grace_s <= 0:  # a timer of 0 s would never ring
             self._end(number, frame)
-        self.requested = True
         signal.setitimer(signal.ITIMER_REAL, self._grace_s)
         self._on_request()
 

@@ -7,6 +7,7 @@ import signal
 import time
 
 import pytest
+import ray
 
 from rayspec.service.drain import Drain
 
@@ -55,3 +56,22 @@ def test_handlers_and_the_timer_are_put_back() -> None:
         terminate()
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGALRM)) == before
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+@pytest.mark.ray
+def test_an_exit_while_ray_waits_keeps_its_code(ray_cluster: None) -> None:
+    """Ray makes 1 of it."""
+    endless = ray.remote(num_cpus=0)(lambda: time.sleep(60)).remote()
+    try:
+        with pytest.raises(SystemExit) as exit_, Drain(0.2).watching(lambda: None):
+            terminate()
+            ray.get(endless)
+    finally:
+        ray.cancel(endless, force=True)
+    assert exit_.value.code == 143
+
+
+def test_an_exit_of_another_kind_is_left_alone() -> None:
+    with pytest.raises(SystemExit) as exit_, Drain(0.2).watching(lambda: None):
+        raise SystemExit(3)
+    assert exit_.value.code == 3
