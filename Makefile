@@ -25,10 +25,10 @@ demo: setup ## summarize the bundled reports and real documents: demo-out/report
 	$(BIN)/python jobs/summarize.py --model demo --output $(DEMO_OUT) --overwrite || test $$? -eq 3
 
 test: setup ## run the test suite
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES)
 
 test-all: setup ## run the test suite with the tests that take minutes
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -m "exhaustive or not exhaustive"
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) -m "exhaustive or not exhaustive"
 
 lint: setup ## ruff and mypy --strict
 	$(BIN)/ruff check .

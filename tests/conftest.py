@@ -7,13 +7,31 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from rayspec.pipeline.session import ray_session
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for matrices this small a second thread only gets in the way
+
+
+# They share an endpoint, whose start takes longer than most of their tests.
+_ENDPOINT_FILES = {f"tests/service/serve/test_{name}.py" for name in ("clients", "fuzz", "load")}
+
+
+class _ByFile(LoadScopeScheduling):  # type: ignore[misc]
+    """Deals tests to processes file by file; files that share an endpoint are one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.split("::", 1)[0]
+        return "endpoint" if file in _ENDPOINT_FILES else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _ByFile:
+    return _ByFile(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -58,6 +58,7 @@ def options(**changes: Any) -> BenchOptions:
 
 
 @pytest.mark.ray
+@pytest.mark.exhaustive
 def test_a_real_one_is_measured(ray_cluster: None) -> None:
     said: list[str] = []
     result = json.loads(json.dumps(run_data_bench(options(), said.append)))
