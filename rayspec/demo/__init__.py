@@ -7,8 +7,19 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 from rayspec.demo.corpus import generate_report
+from rayspec.demo.tasks import DOMAINS, Task, generate_task
 
-__all__ = ["SampleDocument", "exact_lines", "model_path", "python_documents", "sample_documents", "tokenizer_path"]
+__all__ = [
+    "DOMAINS",
+    "SampleDocument",
+    "Task",
+    "exact_lines",
+    "model_path",
+    "python_documents",
+    "sample_documents",
+    "sample_tasks",
+    "tokenizer_path",
+]
 
 
 _MAX_DOCUMENTS = 100_000  # with one seed
@@ -46,6 +57,17 @@ def sample_documents(n: int, *, num_sentences: int = 40, seed: int = 0) -> list[
         report = generate_report(seed * _MAX_DOCUMENTS + index, num_sentences=num_sentences)
         documents.append(SampleDocument(id=f"report-{seed}-{index}", text=report.text, summary=report.summary))
     return documents
+
+
+def sample_tasks(domain: str, n: int, *, size: int = 40, seed: int = 0) -> list[Task]:
+    """`n` tasks of a domain of `DOMAINS`, the same for equal arguments; what `size` counts is the domain's matter.
+
+    With a seed below a million none of them occurs in training. Raises `ValueError` unless 0 <= n <= 100000, and for
+    what `generate_task` does not take.
+    """
+    if not 0 <= n <= _MAX_DOCUMENTS:
+        raise ValueError(f"n={n} tasks: n must be from 0 to {_MAX_DOCUMENTS}")
+    return [generate_task(domain, seed * _MAX_DOCUMENTS + index, size=size) for index in range(n)]
 
 
 def python_documents(n: int) -> list[SampleDocument]:

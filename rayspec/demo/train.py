@@ -1,4 +1,4 @@
-"""Trains the demo model on synthetic reports; a CPU is enough.
+"""Trains the demo model on the tasks of the demo corpus; a CPU is enough.
 
     python -m rayspec.demo.train --minutes 90 --threads 1 --out DIR [--resume DIR]
 
@@ -39,13 +39,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from rayspec.demo.corpus import WORDS, generate_report
+from rayspec.demo.corpus import WORDS
+from rayspec.demo.tasks import DOMAINS, Task, generate_task
 from rayspec.demo.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
 _TOKENS_PER_STEP = 4096
-_TOKENS_PER_SENTENCE = 14
+_LONG_DOMAINS = ("summary", "question")  # the others end where the vocabulary does
+_MAX_LENGTH_OF_ALL = 512
+_UNITS_PER_TOKEN = 1 / 10
+_GUESSED_DOMAIN = "schedule"  # its answer does not follow from its prompt word by word
 _QUERIES_PER_CHUNK = 128
 _DOCUMENT_LOSS_SHARE = 0.08
 _DOCUMENT_LOSS_WEIGHT = 0.25
@@ -70,37 +74,37 @@ class Batch:
     rows: Tensor  # [targets], indices into batch * length: the token before each target
     targets: Tensor  # [targets]
     weights: Tensor  # [targets]
-    copied: Tensor  # [targets], bool: a summary token
+    answered: Tensor  # [targets], bool: a token of an answer
 
 
-class ReportBatches:
-    """Batches of reports with their summaries, drawn without end from one seed."""
+class TaskBatches:
+    """Batches of tasks with their answers, drawn without end from one seed."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
         self._tokenizer = tokenizer
         self._rng = random.Random(seed)
         self._generator = torch.Generator().manual_seed(seed)
         self._vocab_size = len(tokenizer)
-        self._document_id, self._summary_id, self._eos_id = tokenizer("<|document|><|summary|><|eos|>").input_ids
         self._name_ids = _name_ids(tokenizer)
 
-    def reports(self, length: int) -> Batch:
-        """Reports that fit into `length` tokens with their summaries; half of them with random names."""
-        sequences = [self._sequence(length) for _ in range(_TOKENS_PER_STEP // length)]
-        ids = torch.zeros(len(sequences), length, dtype=torch.long)
-        weights = torch.zeros(len(sequences), length)
-        copied = torch.zeros(len(sequences), length, dtype=torch.bool)
-        for row, (document, summary) in enumerate(sequences):
-            end = len(document) + len(summary)
-            ids[row, :end] = torch.tensor(document + summary)
-            copied[row, len(document) : end] = True
-            if self._rng.random() < 0.5:
+    def tasks(self, length: int) -> Batch:
+        """Tasks that fit into `length` tokens with their answers; half of those that copy with random names."""
+        shape = (_TOKENS_PER_STEP // length, length)
+        ids, weights = torch.zeros(shape, dtype=torch.long), torch.zeros(shape)
+        answered = torch.zeros(shape, dtype=torch.bool)
+        for row in range(len(ids)):
+            domain = self._rng.choice(_LONG_DOMAINS if length > _MAX_LENGTH_OF_ALL else tuple(DOMAINS))
+            prompt, answer = self._fitting(domain, length)
+            end = len(prompt) + len(answer)
+            ids[row, :end] = torch.tensor(prompt + answer)
+            answered[row, len(prompt) : end] = True
+            if domain != _GUESSED_DOMAIN and self._rng.random() < 0.5:
                 ids[row] = self._random_names()[ids[row]]
-            else:
-                chosen = torch.rand(len(document), generator=self._generator) < _DOCUMENT_LOSS_SHARE
-                weights[row, 1 : len(document)] = _DOCUMENT_LOSS_WEIGHT * chosen[1:]
-        weights[copied] = 1.0
-        return _batch(ids, self._positions(ids), weights, copied)
+            elif domain in _LONG_DOMAINS:
+                chosen = torch.rand(len(prompt), generator=self._generator) < _DOCUMENT_LOSS_SHARE
+                weights[row, 1 : len(prompt)] = _DOCUMENT_LOSS_WEIGHT * chosen[1:]
+        weights[answered] = 1.0
+        return _batch(ids, self._positions(ids), weights, answered)
 
     def repetitions(self) -> Batch:
         """Short random sequences, repeated: all but the first time round is copied."""
@@ -109,24 +113,23 @@ class ReportBatches:
         shape = (_TOKENS_PER_STEP // length, period)
         once = torch.randint(_FIRST_PLAIN_ID, self._vocab_size, shape, generator=self._generator)
         ids = once.repeat(1, length // period + 1)[:, :length]
-        copied = torch.zeros(ids.shape, dtype=torch.bool)
-        copied[:, period + 1 :] = True
-        return _batch(ids, self._positions(ids), copied.float(), copied)
+        answered = torch.zeros(ids.shape, dtype=torch.bool)
+        answered[:, period + 1 :] = True
+        return _batch(ids, self._positions(ids), answered.float(), answered)
 
-    def _sequence(self, length: int) -> tuple[list[int], list[int]]:
-        """Ids of a document and of its summary, together at most `length`."""
-        num_findings = self._rng.randint(2, max(3, min(12, length // 80)))
-        room = length - 26 * num_findings - 60
-        num_sentences = max(num_findings, int(room / _TOKENS_PER_SENTENCE * self._rng.uniform(0.85, 1.0)))
+    def _fitting(self, domain: str, length: int) -> tuple[list[int], list[int]]:
+        """Ids of a task's prompt and of its answer, together at most `length`."""
+        size = length * _UNITS_PER_TOKEN * self._rng.uniform(0.7, 1.0)
         while True:
-            report = generate_report(
-                _FIRST_SEED + self._rng.getrandbits(40), num_sentences=num_sentences, num_findings=num_findings
-            )
-            document, summary = self._tokenizer([report.text, report.summary]).input_ids
-            if len(document) + len(summary) + 3 <= length:
-                return [self._document_id, *document], [self._summary_id, *summary, self._eos_id]
-            num_sentences = max(num_findings, num_sentences - 2)
-            num_findings = max(2, min(num_findings, num_sentences - 1))
+            task = generate_task(domain, _FIRST_SEED + self._rng.getrandbits(40), size=max(2, int(size)))
+            prompt, answer = self._ids(task)
+            if len(prompt) + len(answer) <= length:
+                return prompt, answer
+            size *= 0.97 * length / (len(prompt) + len(answer))
+
+    def _ids(self, task: Task) -> tuple[list[int], list[int]]:
+        prompt, answer = self._tokenizer([task.prompt, f"{task.answer}<|eos|>"]).input_ids
+        return prompt, answer
 
     def _random_names(self) -> Tensor:
         """A map of ids [vocabulary]: names go to any plain token, the rest stay."""
@@ -204,7 +207,7 @@ def train(
     forward = DepthDroppingForward(model, seed)
     optimizer = torch.optim.AdamW(_parameter_groups(model), lr=peak_lr, betas=(0.9, 0.98), fused=True)
     average = copy.deepcopy(model)
-    batches, rng = ReportBatches(tokenizer, seed), random.Random(seed)
+    batches, rng = TaskBatches(tokenizer, seed), random.Random(seed)
     start = saved = time.process_time()
     step, accuracy = 0, 0.0
     while (progress := (time.process_time() - start) / cpu_seconds) < 1:
@@ -220,7 +223,7 @@ def train(
         if step % 20 == 0:
             minutes = (time.process_time() - start) / 60
             logger.info(
-                "%.1f CPU min, step %d, length %d, loss %.3f, copied %.4f, lately %.4f",
+                "%.1f CPU min, step %d, length %d, loss %.3f, right %.4f, lately %.4f",
                 *(minutes, step, batch.ids.shape[1], loss, hit_rate, accuracy),
             )
         if time.process_time() - saved > save_every_s:
@@ -258,25 +261,25 @@ def save_atomically(model: LlamaForCausalLM, directory: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _next_batch(batches: ReportBatches, rng: random.Random, progress: float) -> Batch:
-    """A batch for this progress, 0 to 1: repetitions and short reports first, long reports later."""
+def _next_batch(batches: TaskBatches, rng: random.Random, progress: float) -> Batch:
+    """A batch for this progress, 0 to 1: repetitions and short tasks first, long ones later."""
     repetition_share, lengths = next(stage[1:] for stage in _CURRICULUM if progress <= stage[0])
     if rng.random() < repetition_share:
         return batches.repetitions()
-    return batches.reports(rng.choice(lengths))
+    return batches.tasks(rng.choice(lengths))
 
 
 def _backward(
     model: LlamaForCausalLM, forward: DepthDroppingForward, batch: Batch, max_drop: float
 ) -> tuple[float, float]:
-    """Adds the gradient of the batch; its loss and the share of summary tokens that were right."""
+    """Adds the gradient of the batch; its loss and the share of answer tokens that were right."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         hidden = forward(batch.ids, batch.positions, max_drop)
         logits = model.lm_head(hidden.flatten(0, 1)[batch.rows]).float()
     losses = functional.cross_entropy(logits, batch.targets, reduction="none")
     loss = (losses * batch.weights).sum() / batch.weights.sum()
     torch.autograd.backward(loss)
-    hits = (logits.argmax(-1) == batch.targets)[batch.copied]
+    hits = (logits.argmax(-1) == batch.targets)[batch.answered]
     return float(loss.detach()), float(hits.float().mean())
 
 
@@ -335,8 +338,8 @@ def chunked_attention(
     return torch.cat(chunks, dim=2).view(batch, num_heads, length, size).transpose(1, 2), None
 
 
-def _batch(ids: Tensor, positions: Tensor, weights: Tensor, copied: Tensor) -> Batch:
-    """`weights` and `copied` [batch, length] say what each token counts as a target."""
+def _batch(ids: Tensor, positions: Tensor, weights: Tensor, answered: Tensor) -> Batch:
+    """`weights` and `answered` [batch, length] say what each token counts as a target."""
     targets = (weights[:, 1:] > 0).nonzero()
     rows, columns = targets[:, 0], targets[:, 1]
     return Batch(
@@ -345,7 +348,7 @@ def _batch(ids: Tensor, positions: Tensor, weights: Tensor, copied: Tensor) -> B
         rows=rows * ids.shape[1] + columns,
         targets=ids[rows, columns + 1],
         weights=weights[rows, columns + 1],
-        copied=copied[rows, columns + 1],
+        answered=answered[rows, columns + 1],
     )
 
 
