@@ -33,7 +33,7 @@ class Task:
 
     @property
     def prompt(self) -> str:
-        """As the model's chat template renders the document as a system message, and the question as a user's."""
+        """As the model's chat template renders the document, and after it the question, as turns of the user."""
         if self.question is None:
             return f"<|document|>{self.document}<|summary|>"
         return f"<|document|>{self.document}<|user|>{self.question}<|assistant|>"

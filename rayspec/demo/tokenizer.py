@@ -2,8 +2,9 @@
 
     python -m rayspec.demo.tokenizer DIR
 
-A prompt is `<|document|>` text `<|summary|>`. The chat template renders a conversation of one user turn as just that;
-later user turns follow `<|user|>`, and answers to them `<|assistant|>`.
+A prompt is `<|document|>` text `<|summary|>`; with a question, `<|document|>` text `<|user|>` question `<|assistant|>`.
+The chat template renders one user turn as the first and two in a row, the document and the question, as the second;
+answers to later user turns follow `<|assistant|>`.
 """
 
 from __future__ import annotations

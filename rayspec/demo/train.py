@@ -46,8 +46,7 @@ from rayspec.demo.tokenizer import load_tokenizer
 logger = logging.getLogger(__name__)
 
 _TOKENS_PER_STEP = 4096
-_LONG_DOMAINS = ("summary", "question")  # the others end where the vocabulary does
-_MAX_LENGTH_OF_ALL = 512
+_LONGEST = {"ledger": 2048, "schedule": 1024}  # tokens that these can fill; the others fill any number
 _UNITS_PER_TOKEN = 1 / 10
 _GUESSED_DOMAIN = "schedule"  # its answer does not follow from its prompt word by word
 _QUERIES_PER_CHUNK = 128
@@ -93,14 +92,14 @@ class TaskBatches:
         ids, weights = torch.zeros(shape, dtype=torch.long), torch.zeros(shape)
         answered = torch.zeros(shape, dtype=torch.bool)
         for row in range(len(ids)):
-            domain = self._rng.choice(_LONG_DOMAINS if length > _MAX_LENGTH_OF_ALL else tuple(DOMAINS))
+            domain = self._rng.choice([one for one in DOMAINS if length <= _LONGEST.get(one, length)])
             prompt, answer = self._fitting(domain, length)
             end = len(prompt) + len(answer)
             ids[row, :end] = torch.tensor(prompt + answer)
             answered[row, len(prompt) : end] = True
             if domain != _GUESSED_DOMAIN and self._rng.random() < 0.5:
                 ids[row] = self._random_names()[ids[row]]
-            elif domain in _LONG_DOMAINS:
+            elif domain not in _LONGEST:
                 chosen = torch.rand(len(prompt), generator=self._generator) < _DOCUMENT_LOSS_SHARE
                 weights[row, 1 : len(prompt)] = _DOCUMENT_LOSS_WEIGHT * chosen[1:]
         weights[answered] = 1.0

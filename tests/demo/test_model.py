@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rayspec.demo import model_path, sample_documents
+from rayspec.demo import model_path, sample_tasks
 from rayspec.demo.evaluate import score
 from rayspec.demo.tokenizer import load_tokenizer
 
@@ -36,10 +36,19 @@ def test_the_checkpoint_names_no_path_and_is_complete() -> None:
     assert json.loads(files["config.json"].read_text())["dtype"] == "bfloat16"
 
 
-@pytest.mark.parametrize(("num_sentences", "num_reports", "least_share"), [(15, 5, 0.9), (50, 3, 0.9)])
-def test_most_lines_of_held_out_summaries_are_exact(
-    model: PreTrainedModel, num_sentences: int, num_reports: int, least_share: float
+@pytest.mark.parametrize(
+    ("domain", "size", "num_tasks", "least_share"),
+    [
+        ("summary", 15, 5, 0.9),
+        ("summary", 50, 3, 0.9),
+        ("question", 30, 4, 0.8),
+        ("ledger", 12, 4, 0.8),
+        ("schedule", 15, 4, 0.8),
+    ],
+)
+def test_most_lines_of_held_out_answers_are_exact(
+    model: PreTrainedModel, domain: str, size: int, num_tasks: int, least_share: float
 ) -> None:
-    documents = sample_documents(num_reports, num_sentences=num_sentences, seed=77)
-    result = score(model, load_tokenizer(), documents, batch_size=num_reports)
+    tasks = sample_tasks(domain, num_tasks, size=size, seed=77)
+    result = score(model, load_tokenizer(), tasks, batch_size=num_tasks)
     assert result.exact_lines >= least_share * result.lines

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from rayspec.demo import sample_documents
+from rayspec.demo import DOMAINS, sample_documents, sample_tasks
 from rayspec.demo.tokenizer import CHAT_TEMPLATE, load_tokenizer, train_tokenizer
 
 
@@ -39,6 +39,16 @@ def test_the_chat_template_renders_later_turns(tokenizer: PreTrainedTokenizerBas
     messages = [{"role": role, "content": content} for role, content in turns]
     rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert rendered == "<|document|>Text.<|summary|>Sum.<|eos|><|user|>And?<|assistant|>"
+
+
+@pytest.mark.parametrize("domain", DOMAINS)
+def test_the_chat_template_renders_tasks_as_the_model_was_taught_them(
+    tokenizer: PreTrainedTokenizerBase, domain: str
+) -> None:
+    (task,) = sample_tasks(domain, 1)
+    turns = filter(None, (task.document, task.question))
+    messages = [{"role": "user", "content": content} for content in turns]
+    assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == task.prompt
 
 
 def test_the_bundled_tokenizer_has_the_template_and_stops_at_eos(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -11,7 +11,7 @@ from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 from rayspec.demo.tokenizer import load_tokenizer
 from rayspec.demo.train import (
     DepthDroppingForward,
-    ReportBatches,
+    TaskBatches,
     chunked_attention,
     save_atomically,
     spread_embeddings,
@@ -44,21 +44,29 @@ def model() -> LlamaForCausalLM:
     )
 
 
-def batches(seed: int = 0) -> ReportBatches:
-    return ReportBatches(load_tokenizer(), seed)
+def batches(seed: int = 0) -> TaskBatches:
+    return TaskBatches(load_tokenizer(), seed)
 
 
 @pytest.mark.parametrize("length", [256, 512, 1024])
-def test_report_batches_teach_each_summary_token_once(length: int) -> None:
-    batch = batches().reports(length)
+def test_batches_teach_each_token_of_an_answer_once(length: int) -> None:
+    batch = batches().tasks(length)
     assert batch.ids.shape == batch.positions.shape == (4096 // length, length)
     assert torch.equal(batch.targets, batch.ids.flatten()[batch.rows + 1])
-    summary_id, eos_id = 3, 1
-    starts = (batch.ids == summary_id).nonzero()[:, 1]
+    summary_id, assistant_id, eos_id = 3, 5, 1
+    starts = ((batch.ids == summary_id) | (batch.ids == assistant_id)).nonzero()[:, 1]
     ends = (batch.ids == eos_id).nonzero()[:, 1]
-    assert int(batch.copied.sum()) == int((ends - starts).sum()) + len(starts)
-    assert set(batch.weights[batch.copied].tolist()) == {1.0}
+    assert len(starts) == len(ends) == len(batch.ids)
+    # The mark that ends a question is part of its prompt; the one that ends a document is as well.
+    assert int(batch.answered.sum()) == int((ends - starts).sum())
+    assert set(batch.weights[batch.answered].tolist()) == {1.0}
     assert bool((batch.positions.diff(dim=1) >= 1).all())
+
+
+def test_short_batches_are_of_all_domains() -> None:
+    batch = batches().tasks(256)
+    assert {2, 3, 4, 5} <= set(batch.ids.flatten().tolist())  # document, summary, user, assistant
+    assert not {4, 5} & set(batches().repetitions().ids.flatten().tolist())
 
 
 def test_repetitions_can_be_copied() -> None:
@@ -68,7 +76,7 @@ def test_repetitions_can_be_copied() -> None:
 
 
 def test_equal_seeds_give_equal_batches() -> None:
-    first, second, other = batches(1).reports(256), batches(1).reports(256), batches(2).reports(256)
+    first, second, other = batches(1).tasks(256), batches(1).tasks(256), batches(2).tasks(256)
     assert torch.equal(first.ids, second.ids)
     assert torch.equal(first.positions, second.positions)
     assert not torch.equal(first.ids, other.ids)

@@ -20,8 +20,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from rayspec.demo import model_path, sample_documents
-from rayspec.demo.evaluate import summarize
+from rayspec.demo import model_path, sample_tasks
+from rayspec.demo.evaluate import complete
 from rayspec.demo.tokenizer import load_tokenizer
 from rayspec.demo.widen import widen
 
@@ -77,12 +77,12 @@ def test_widened_models_give_the_same_logits(name: str, k: int) -> None:
 def test_the_widened_bundled_model_writes_the_same_text(k: int) -> None:
     model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32)
     wide = widen(model, k)
-    tokenizer, document = load_tokenizer(), sample_documents(1, num_sentences=12)[0].text
-    inputs = tokenizer(document, return_tensors="pt")
+    tokenizer, prompt = load_tokenizer(), sample_tasks("summary", 1, size=12)[0].prompt
+    inputs = tokenizer(prompt, return_tensors="pt")
     with torch.inference_mode():
         torch.testing.assert_close(wide(**inputs).logits, model(**inputs).logits, atol=1e-4, rtol=0)
-    assert summarize(wide, tokenizer, [document], max_new_tokens=40) == summarize(
-        model, tokenizer, [document], max_new_tokens=40
+    assert complete(wide, tokenizer, [prompt], max_new_tokens=40) == complete(
+        model, tokenizer, [prompt], max_new_tokens=40
     )
 
 
