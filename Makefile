@@ -4,11 +4,12 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.setup-stamp
 DEMO_OUT ?= demo-out
 BENCH_OUT ?= bench-out
+FIGURES_OUT ?= figures-out
 # Processes that share the tests, file by file. Each starts a Ray of its own, so more are not better.
 TEST_PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint bench clean
+.PHONY: help setup demo test test-all lint bench figures clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -40,5 +41,9 @@ bench: setup ## decoding speed on the widened demo model, against transformers g
 	$(BIN)/rayspec bench --model demo --widen 8 --dtype bfloat16 --threads 2 --input demo --context 1024 \
 	  --strategies ar,knapspec --max-tokens 128 --num-prompts 4 --batch 1 --repeats 3 --json $(BENCH_OUT)/bench.json
 
+figures: setup ## KnapSpec's experiments on the widened demo model, with what `rayspec bench` found if BENCH names it
+	$(BIN)/rayspec figures --model demo --widen 8 --dtype bfloat16 --threads 2 --output $(FIGURES_OUT) \
+	  $(if $(BENCH),--bench $(BENCH))
+
 clean: ## remove what the targets made, except .venv
-	rm -rf $(DEMO_OUT) $(BENCH_OUT) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(DEMO_OUT) $(BENCH_OUT) $(FIGURES_OUT) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -171,13 +171,11 @@ class SelfSDOptions(Options):
 
 
 class KnnSSDOptions(Options):
-    """KNN-SSD: of the saved plans the one whose domain is nearest to what is being generated."""
+    """KNN-SSD: of the saved plans the one whose domain is nearest to how the answer to a prompt begins."""
 
     threshold: float = Field(0.8, ge=0.0, le=1.0, description="top-1 probability below which a draft ends")
-    num_tokens: int = Field(8, ge=1, le=256, description="newest tokens by which a domain is recognised")
-    interval_tokens: int = Field(64, ge=1, description="tokens of one sequence until it is looked at again")
     reject_distance: float | None = Field(
-        0.5, ge=0.0, le=2.0, description="cosine distance beyond which no domain is near; None: as saved with each"
+        None, ge=0.0, le=2.0, description="cosine distance beyond which no domain is near; None: as saved with each"
     )
 
 
@@ -316,13 +314,13 @@ class SpeculationOptions(Options):
 
     @property
     def num_tap_tokens(self) -> int:
-        """Tokens whose states are kept, so that the strategy can ask about them."""
+        """Tokens whose states are kept, so that the strategy can ask about them; of each sequence with knn-ssd."""
         by_strategy = {
             "clasp": 1,
             "del": self.dynamic_exit.num_tap_tokens,
             "asd": self.asd.num_tap_tokens,
             "swift": self.swift.context_window,
-            "knn-ssd": self.knn_ssd.num_tokens,
+            "knn-ssd": 1,
         }
         return by_strategy.get(self.strategy, self.knapsack.num_tap_tokens)
 
@@ -400,3 +398,9 @@ class EngineConfig(Options):
     parallel: ParallelOptions | None = Field(None, description="None: the whole model in the engine's own process")
     remeasure: bool = Field(False, description="measure the latency profile anew, even if a saved one fits")
     profile_cache: str | None = Field(None, description="folder of saved latency profiles; None: the user's cache")
+
+    @property
+    def num_tap_tokens(self) -> int:
+        """Tokens whose states are kept, of all sequences together."""
+        speculation = self.speculation
+        return speculation.num_tap_tokens * (self.max_num_seqs if speculation.strategy == "knn-ssd" else 1)

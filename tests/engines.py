@@ -120,7 +120,7 @@ def engine_with(
         Runner(parts, arena, device=device, bucket_rows=bucket_rows),
         vocab_size=vocab_size,
         verification=verification,  # type: ignore[arg-type]
-        num_tap_tokens=config.speculation.num_tap_tokens,
+        num_tap_tokens=config.num_tap_tokens,
     )
     return Engine(
         config,

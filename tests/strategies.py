@@ -40,8 +40,10 @@ def latency(num_sublayers: int = NUM_SUBLAYERS) -> LatencyModel:
     )
 
 
-def situation(*, batch: int = 1, context: int = 100) -> Situation:
-    return Situation(context=context, batch=batch, elapsed_s=1.0, num_outstanding_tokens=1000)
+def situation(*, batch: int = 1, context: int = 100, sequence_ids: Sequence[str] = ()) -> Situation:
+    return Situation(
+        context=context, batch=batch, elapsed_s=1.0, num_outstanding_tokens=1000, sequence_ids=sequence_ids
+    )
 
 
 def result(lengths: Sequence[int], accepted: Sequence[int]) -> RoundResult:
@@ -59,7 +61,7 @@ def result(lengths: Sequence[int], accepted: Sequence[int]) -> RoundResult:
 def answered(answer: Callable[[Question], Answer]) -> Search:
     """A search that knows at once."""
 
-    def search(question: Question) -> Future[Answer]:
+    def search(question: Question, sequence_id: str | None = None) -> Future[Answer]:
         future: Future[Answer] = Future()
         future.set_result(answer(question))
         return future

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rayspec.config import EngineConfig
 from rayspec.decode.drafting.lookahead import Guess
-from rayspec.decode.drafting.lookup import NOTHING, Proposal
+from rayspec.decode.drafting.lookup import NOTHING, SHORTEST_MATCH, Proposal
 from rayspec.decode.drafting.skip_draft import Turn
 from rayspec.decode.head import Committed, Opening
 from rayspec.decode.questions import Answer, Question
@@ -109,7 +109,7 @@ class Engine:
         self._flights: list[_Flight] = []
         self._work_ids = itertools.count(1)
         self._sequence_ids = itertools.count(1)
-        self._taps = TapLog(config.speculation.num_tap_tokens)
+        self._taps = TapLog(config.num_tap_tokens)
         self._searching: Future[Answer] | None = None
         self._searched_s = 0.0  # that no round was charged with yet
 
@@ -117,6 +117,10 @@ class Engine:
     def stages(self) -> Stages:
         """Where the model runs."""
         return self._stages
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return self._vocabulary
 
     def replace_selector(self, selector: Selector) -> Selector:
         """Who chooses plans from now on; returns who did. Only while nothing is unfinished."""
@@ -333,9 +337,9 @@ class Engine:
             self._searched_s = 0.0
         self.stats.gate_reason = self._selector.gate_reason
 
-    def _search(self, question: Question) -> Future[Answer] | None:
+    def _search(self, question: Question, sequence_id: str | None = None) -> Future[Answer] | None:
         """Over the tokens tapped last, of sequences that may not move until it is done."""
-        tokens = self._taps.tokens
+        tokens = [token for token in self._taps.tokens if sequence_id in (None, token.sequence_id)]
         if len(tokens) < question.num_tokens:
             return None
         starts = {s.sequence_id: held(s).start for s in self._scheduler.running}
@@ -406,12 +410,14 @@ class Engine:
             batch=len(sequences),
             elapsed_s=self.stats.total_s,
             num_outstanding_tokens=outstanding,
+            sequence_ids=[sequence.sequence_id for sequence in sequences],
             proposals=cache(partial(self._proposals, sequences)),
         )
 
     def _proposals(self, sequences: Sequence[SequenceState]) -> list[Proposal]:
         options = self.config.speculation
-        return [sequence.proposal(options.lookup_ngram, options.max_draft_tokens) for sequence in sequences]
+        shortest = SHORTEST_MATCH if options.strategy == "auto" else None
+        return [sequence.proposal(options.lookup_ngram, options.max_draft_tokens, shortest) for sequence in sequences]
 
     def _commit(self, sequence: SequenceState, committed: Committed) -> int:
         """Make the target's tokens the sequence's; returns how many counted."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rayspec.config import SamplingParams, Verification
+from rayspec.decode.drafting.lookup import LookupIndex
 from rayspec.decode.passes import TapsGoneError
 from rayspec.decode.plan_search import TappedToken
 from rayspec.decode.sampling import Rows, TokenSampler, top_logprobs
@@ -69,6 +70,7 @@ class Head:
         self._device = device
         self._num_taps = num_taps
         self._samplers: dict[str, TokenSampler] = {}
+        self._lookups: dict[str, LookupIndex] = {}  # made when something is looked up
         self._next_tokens: dict[TappedToken, Tensor] = {}
 
     @property
@@ -77,17 +79,27 @@ class Head:
 
     def open(self, opening: Opening) -> None:
         self._samplers[opening.sequence_id] = opening.sampler(self._vocab_size, self._device)
+        self._lookups.pop(opening.sequence_id, None)
 
     def close(self, sequence_id: str) -> None:
         del self._samplers[sequence_id]
+        self._lookups.pop(sequence_id, None)
 
     def forget(self) -> None:
         """Close everything."""
         self._samplers.clear()
+        self._lookups.clear()
         self._next_tokens.clear()
 
     def sampler(self, sequence_id: str) -> TokenSampler:
         return self._samplers[sequence_id]
+
+    def lookup(self, sequence_id: str, ngram: int, shortest: int) -> LookupIndex:
+        """Of the sequence's committed tokens as they are now. It is made once."""
+        if sequence_id not in self._lookups:
+            self._lookups[sequence_id] = LookupIndex(ngram, shortest)
+        self._lookups[sequence_id].extend_to(self._samplers[sequence_id].token_ids)
+        return self._lookups[sequence_id]
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -42,7 +42,6 @@ def load_engine(config: EngineConfig, *, with_tokenizer: bool = True) -> Engine:
     """
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    device = resolve_device(config.device)
     tokenizer = load_tokenizer(config) if with_tokenizer else None
     model = load_weights(config)
     max_model_len = resolve_max_model_len(config, model.config)
@@ -52,6 +51,29 @@ def load_engine(config: EngineConfig, *, with_tokenizer: bool = True) -> Engine:
     except UnsupportedModelError as error:
         return _plain_engine(config, model, str(error), vocabulary, max_model_len, tokenizer)
     offloaded = offload_weights(config, model, parts)
+    return _local_engine(config, parts, vocabulary, max_model_len, tokenizer, offloaded)
+
+
+def engine_like(engine: Engine, config: EngineConfig) -> Engine | None:
+    """Another engine over the weights and the tokenizer of `engine`, for sequences as long, with a KV cache of its own.
+    config: names the same model, data type and device. None where weights cannot be shared, because they are offloaded,
+    in shards, or run as one piece. Raises ConfigError for options that the model cannot serve.
+    """
+    stages = engine.stages
+    if not isinstance(stages, LocalStages) or config.offload is not None or config.parallel is not None:
+        return None
+    return _local_engine(config, stages.runner.parts, engine.vocabulary, engine.max_model_len, engine.tokenizer)
+
+
+def _local_engine(
+    config: EngineConfig,
+    parts: Decomposition,
+    vocabulary: Vocabulary,
+    max_model_len: int,
+    tokenizer: PreTrainedTokenizerBase | None,
+    offloaded: OffloadedWeights | None = None,
+) -> Engine:
+    device = resolve_device(config.device)
     num_slots = config.kv_cache_tokens or min(config.max_num_seqs * max_model_len, affordable_slots(parts, device))
     rows = bucket_rows(parts) if config.deterministic else None
     arena = KVArena(parts.shapes, num_slots, dtype=parts.dtype, device=device, num_spare=rows or 0)
@@ -63,7 +85,7 @@ def load_engine(config: EngineConfig, *, with_tokenizer: bool = True) -> Engine:
         runner,
         vocab_size=vocabulary.size,
         verification=config.speculation.verification,
-        num_tap_tokens=config.speculation.num_tap_tokens,
+        num_tap_tokens=config.num_tap_tokens,
     )
     return Engine(
         config.replace(

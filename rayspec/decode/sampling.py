@@ -49,6 +49,7 @@ class TokenSampler:
         self.device = torch.device(device)
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_output_tokens = 0
+        self.token_ids = list(prompt_token_ids)  # and the output
         check_tokens("logit_bias", params.logit_bias, vocab_size)
         self._bias_ids = integers(list(params.logit_bias), device)
         self._biases = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32).to(device)
@@ -89,6 +90,7 @@ class TokenSampler:
     def commit(self, token_ids: Sequence[int]) -> None:
         """Appends tokens to the output. Raises InvalidTokenError as the constructor does."""
         self.num_output_tokens += len(token_ids)
+        self.token_ids.extend(token_ids)
         if self.params.has_penalties and len(token_ids):
             check_tokens("token_ids", token_ids, self.vocab_size)
             tokens = integers(token_ids, self.device)

@@ -150,10 +150,11 @@ class SequenceState:
         elif self.num_remaining <= 0:
             self.finish_reason = "length"
 
-    def proposal(self, ngram: int, num_tokens: int) -> Proposal:
-        """What may come next by the sequence's own text, no more than it may still have but one."""
+    def proposal(self, ngram: int, num_tokens: int, shortest: int | None = None) -> Proposal:
+        """What may come next by the sequence's own text, no more than it may still have but one. ngram, shortest: see
+        `LookupIndex`, which is made once."""
         if self.lookup is None:
-            self.lookup = LookupIndex(ngram)
+            self.lookup = LookupIndex(ngram, shortest)
         self.lookup.extend_to(self.token_ids)
         num_tokens = min(num_tokens, self.num_remaining - 1)
         return self.lookup.propose(num_tokens) if num_tokens > 0 else NOTHING

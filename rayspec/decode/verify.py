@@ -83,10 +83,11 @@ def verify_coupled(logits: Tensor, rows: Sequence[Rows]) -> list[Verdict]:
 def verify_rejection(logits: Tensor, rows: Sequence[Rows], draft_logits: Sequence[Tensor | None]) -> list[Verdict]:
     """Verdicts by the rejection rule from raw target logits [N, V]; pending holds the draft, of g_i tokens.
 
-    draft_logits: for each sequence the processed logits [g_i, V] that its draft was sampled from, or None where it was
-    not sampled (looked up, argmax): its tokens then stand with probability p(x). Greedy sequences compare exactly and
-    ignore theirs. An empty draft gives the token of plain decoding. One host synchronisation, and one more where there
-    are trees. Raises ValueError if draft_logits do not match the draft, or the spine of a tree.
+    draft_logits: for each sequence the processed logits [m_i, V] that its first m_i <= g_i tokens were sampled from,
+    or None where none was; tokens that were not sampled (looked up, argmax) stand with probability p(x). Greedy
+    sequences compare exactly and ignore theirs. An empty draft gives the token of plain decoding. One host
+    synchronisation, and one more where there are trees. Raises ValueError if draft_logits have more rows than the
+    draft, or the spine of a tree.
     """
     if len(draft_logits) != len(rows):
         raise ValueError(f"{len(draft_logits)} draft_logits for {len(rows)} sequences: give one (or None) each")
@@ -175,9 +176,9 @@ def _packed(logits: Tensor, rows: Sequence[Rows], draft_logits: Sequence[Tensor 
     for row, given in zip(rows, sampled_from, strict=True):
         drafts[row.start : row.end - 1] = row.pending
         if given is not None:
-            if len(given) != len(row.pending):
+            if len(given) > len(row.pending):
                 raise ValueError(f"draft_logits have {len(given)} rows for a draft of {len(row.pending)} tokens")
-            draft_rows[row.start : row.end - 1] = range(num_dense, num_dense + len(given))
+            draft_rows[row.start : row.start + len(given)] = range(num_dense, num_dense + len(given))
             num_dense += len(given)
     check_tokens("pending", drafts, logits.shape[1])
     scores = _certain_if_greedy(processed_logits(logits, rows), rows)

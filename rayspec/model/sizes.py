@@ -19,7 +19,7 @@ Quantization = Literal["fp8", "int8", "int4"]
 
 # 4 bits, and a 16-bit scale for each group of 128, as GPTQ and AWQ have them. The scales of the 8-bit formats are one a
 # row or a block of 128 x 128: too few to count.
-_BYTES_PER_LINEAR_WEIGHT: dict[Quantization, float] = {"fp8": 1.0, "int8": 1.0, "int4": 0.5 + 2 / 128}
+BYTES_PER_LINEAR_WEIGHT: dict[Quantization, float] = {"fp8": 1.0, "int8": 1.0, "int4": 0.5 + 2 / 128}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,7 @@ def model_sizes(
     ends += [model.get_input_embeddings().weight] if tied else []
     in_layers = _Scale(
         itemsize=dtype.itemsize,
-        linear_bytes=_BYTES_PER_LINEAR_WEIGHT[quantization] if quantization else dtype.itemsize,
+        linear_bytes=BYTES_PER_LINEAR_WEIGHT[quantization] if quantization else dtype.itemsize,
         num_ranks=tensor,
     )
     whole = _Scale(itemsize=dtype.itemsize, linear_bytes=dtype.itemsize, num_ranks=1)

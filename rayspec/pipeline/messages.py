@@ -33,6 +33,7 @@ from rayspec.decode.scheduler import Move
 from rayspec.pipeline.transport import TransportError
 from rayspec.planning.acceptance import DraftWhileWorth
 from rayspec.planning.latency import Measurement
+from rayspec.planning.lookup import DraftUntilFound
 from rayspec.planning.stopping import DraftWhileSure
 from rayspec.types import Plan
 
@@ -103,11 +104,15 @@ class WhileWorth(_One[DraftWhileWorth], frozen=True):
     pass
 
 
+class UntilFound(_One[DraftUntilFound], frozen=True):
+    pass
+
+
 class WhileSure(_One[DraftWhileSure], frozen=True):
     pass
 
 
-Rule: TypeAlias = WhileWorth | WhileSure
+Rule: TypeAlias = WhileWorth | UntilFound | WhileSure
 
 
 def _rule(keep_drafting: KeepDrafting) -> Rule:
@@ -115,9 +120,14 @@ def _rule(keep_drafting: KeepDrafting) -> Rule:
     match keep_drafting:
         case DraftWhileWorth():
             return WhileWorth(keep_drafting)
+        case DraftUntilFound():
+            return UntilFound(keep_drafting)
         case DraftWhileSure():
             return WhileSure(keep_drafting)
-    raise TypeError(f"{keep_drafting!r} cannot be sent to the stage that drafts: use DraftWhileWorth or DraftWhileSure")
+    raise TypeError(
+        f"{keep_drafting!r} cannot be sent to the stage that drafts: use DraftWhileWorth, DraftUntilFound or "
+        "DraftWhileSure"
+    )
 
 
 class WireRound(msgspec.Struct, frozen=True, kw_only=True):

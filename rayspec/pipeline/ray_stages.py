@@ -101,8 +101,7 @@ class RayStages:
         self._search_ids = itertools.count(1)
         self._openings: dict[str, Opening] = {}
         self._closings: list[str] = []
-        self._heartbeat_timeout_s = options.heartbeat_timeout_s
-        self._pulse = Pulse(self._heartbeat_timeout_s, time.monotonic)
+        self._pulse = Pulse(options.heartbeat_timeout_s, time.monotonic)
         self._restarts = Restarts(options.max_restarts, time.monotonic)
         self._coordinator_restarts = Restarts(options.max_restarts, time.monotonic)
         self._checked_at = 0.0
@@ -134,8 +133,6 @@ class RayStages:
         named = [one.sequence_id for one in (work.pieces if isinstance(work, Prefill) else work.turns)]
         openings = [opening for name in named if (opening := self._openings.pop(name, None)) is not None]
         closings, self._closings = self._closings, []
-        if not self._work and time.monotonic() - self._checked_at > self._heartbeat_timeout_s / 2:
-            self._pulse.watch(self.replica.processes)  # nobody has been listened to for a while
         future: Future[Result] = Future()
         self._work[work.id] = future
         self._send(stage_name(0), Begin.of(self._epoch, work, openings, closings))

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 # A process that has computed one thing for so long is stuck.
 STUCK_AFTER_S = 300.0
+# So much of the timeout counts as silence, at most, from one look at the others to the next.
+_SHARE_OF_A_LOOK = 0.25
 _WINDOW_S = 600.0
 _FIRST_DELAY_S = 0.2
 _LONGEST_DELAY_S = 30.0
@@ -20,18 +22,23 @@ class Death:
 
 
 class Pulse:
-    """Heartbeats of the processes of a replica, by name. Times are of the injected clock, seconds."""
+    """Heartbeats of the processes of a replica, by name. Times are of the injected clock, seconds.
+
+    Silence is what was listened to: who looks for `deaths` after a long while was away itself, and perhaps everyone was
+    (a virtual machine that was suspended). Of that time only a part counts.
+    """
 
     def __init__(self, timeout_s: float, clock: Callable[[], float]) -> None:
         self._timeout_s = timeout_s
         self._clock = clock
+        self._looked_at = clock()
         self._heard_at: dict[str, float] = {}
         self._stuck: dict[str, float] = {}
 
     def watch(self, names: Iterable[str]) -> None:
         """From now on these are expected to be heard of, and no others."""
-        now = self._clock()
-        self._heard_at = dict.fromkeys(names, now)
+        self._looked_at = self._clock()
+        self._heard_at = dict.fromkeys(names, self._looked_at)
         self._stuck.clear()
 
     def hear(self, name: str, busy_s: float = 0.0) -> None:
@@ -41,6 +48,7 @@ class Pulse:
 
     def deaths(self) -> list[Death]:
         """Who is silent for too long, or busy with one thing for too long."""
+        self._forgive_own_absence()
         now = self._clock()
         silent = [
             Death(name, f"{name} has not been heard of for {now - at:.1f} s")
@@ -53,6 +61,13 @@ class Pulse:
             if busy_s > STUCK_AFTER_S
         ]
         return silent + stuck
+
+    def _forgive_own_absence(self) -> None:
+        now = self._clock()
+        absent_s = now - self._looked_at - _SHARE_OF_A_LOOK * self._timeout_s
+        if absent_s > 0:
+            self._heard_at = {name: min(now, at + absent_s) for name, at in self._heard_at.items()}
+        self._looked_at = now
 
 
 class Restarts:

@@ -295,7 +295,7 @@ def _patience_s(message: Message) -> float:
 def _num_taps(config: EngineConfig) -> int:
     """Several cohorts tap at the same time, and the engine may ask for the tokens of any of them."""
     num_cohorts = config.parallel.num_cohorts if config.parallel else 1
-    return config.speculation.num_tap_tokens * (1 + num_cohorts)
+    return config.num_tap_tokens * (1 + num_cohorts)
 
 
 def _device_name(device: torch.device) -> str:

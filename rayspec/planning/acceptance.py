@@ -89,30 +89,58 @@ def best_choice(
     reuse_prefix: bool = True,
     min_gain: float = 0.02,
 ) -> Choice:
-    """The (candidate, draft length) with the most tokens per second; no draft unless it gains more than `min_gain`.
+    """The (candidate, draft length) with the most `tokens_per_time`; no draft unless it gains more than `min_gain`.
 
-    KnapSpec's eq. 4, with head, overheads, hops, the true cost of the verify's rows, and drafts that `stop_rule` may
-    end early: expected tokens / (draft steps + verify + round overhead). `acceptance` [num_candidates] should be
-    `Estimate.lower`, corrected by what was observed in use. With `reuse_prefix`, the sublayers before a candidate's
-    first skipped one verify only the last token drafted. A candidate that skips nothing is plain decoding, and so never
-    drafted with.
+    `acceptance` [num_candidates] should be `Estimate.lower`, corrected by what was observed in use. A candidate that
+    skips nothing is plain decoding, and so never drafted with.
     """
     plain_tpt = 1.0 / latency.decode_step_s(context=context, batch=batch)
     plain = Choice(candidate=None, num_draft_tokens=0, tpt=plain_tpt, plain_tpt=plain_tpt)
     keep = np.asarray(keeps, bool).reshape(len(keeps), len(latency.sublayers))
     if keep.size == 0 or keep.all() or max_draft_tokens < 1:
         return plain
-    expected = expected_draft(np.asarray(acceptance, float), max_draft_tokens, stop_rule)
-    draft_s = _draft_s(latency, keep, expected.num_drafted, context, batch)
-    prefix = np.where(keep.all(axis=1), keep.shape[1], keep.argmin(axis=1)) * reuse_prefix
-    verify_s = _verify_s(latency, expected.num_drafted, prefix, context, batch)
-    tpt = (1 + expected.num_accepted) / (draft_s + verify_s + latency.round_s)
+    tpt = tokens_per_time(
+        keeps,
+        acceptance,
+        latency,
+        context=context,
+        batch=batch,
+        max_draft_tokens=max_draft_tokens,
+        stop_rule=stop_rule,
+        reuse_prefix=reuse_prefix,
+    )
     tpt[keep.all(axis=1)] = 0.0
     candidate, length = np.unravel_index(int(tpt.argmax()), tpt.shape)
     best_tpt = float(tpt[candidate, length])
     if best_tpt <= plain_tpt * (1 + min_gain):
         return plain
     return Choice(candidate=int(candidate), num_draft_tokens=int(length) + 1, tpt=best_tpt, plain_tpt=plain_tpt)
+
+
+def tokens_per_time(
+    keeps: Sequence[Sequence[bool]],
+    acceptance: ArrayLike,
+    latency: LatencyModel,
+    *,
+    context: float,
+    batch: int,
+    max_draft_tokens: int,
+    stop_rule: StopRule = NEVER,
+    reuse_prefix: bool = True,
+) -> Floats:
+    """[num_candidates, max_draft_tokens]: tokens per second of one sequence, by the length of drafts (1, 2, ...).
+
+    KnapSpec's eq. 4, with head, overheads, hops, the true cost of the verify's rows, and drafts that `stop_rule` may
+    end early: expected tokens / (draft steps + verify + round overhead). With `reuse_prefix`, the sublayers before a
+    candidate's first skipped one verify only the last token drafted.
+    """
+    keep = np.asarray(keeps, bool).reshape(len(keeps), len(latency.sublayers))
+    expected = expected_draft(np.asarray(acceptance, float), max_draft_tokens, stop_rule)
+    draft_s = _draft_s(latency, keep, expected.num_drafted, context, batch)
+    prefix = np.where(keep.all(axis=1), keep.shape[1], keep.argmin(axis=1)) * reuse_prefix
+    verify_s = _verify_s(latency, expected.num_drafted, prefix, context, batch)
+    tpt: Floats = (1 + expected.num_accepted) / (draft_s + verify_s + latency.round_s)
+    return tpt
 
 
 def _draft_s(latency: LatencyModel, keep: Flags, num_drafted: Floats, context: float, batch: int) -> Floats:

@@ -5,18 +5,23 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, takewhile
+from operator import mul
 
-from rayspec.planning.acceptance import expected_tokens
+import numpy as np
+
+from rayspec.planning.acceptance import DraftWhileWorth
 
 # Matched tokens at which a class begins, and what is expected of it before anything was seen.
-_CLASSES = (0, 4, 6, 10, 16)
-_PRIORS = (0.5, 0.6, 0.7, 0.8, 0.9)
-_PRIOR_TOKENS = 4.0
-_HALF_LIFE = 256.0  # tested tokens
+_CLASSES = (0, 2, 3, 4, 5, 6, 8, 11, 16, 24)
+_PRIORS = (0.25, 0.5, 0.7, 0.75, 0.75, 0.8, 0.85, 0.85, 0.85, 0.85)
+_PRIOR_TOKENS = 3.0
+_HALF_LIFE = 128.0  # tested tokens of a class
 
 
 class LookupRecord:
-    """Acceptance of looked-up tokens by how many tokens matched where they were found.
+    """Acceptance of a looked-up token by how many tokens match before it. Behind a token that was right one more does,
+    so a proposal goes through the classes: text that is copied by the word is told from text copied by the page.
 
     What was proposed can be held against what was committed in every round, whether it was the draft or not: so nothing
     has to be tried in order to be known.
@@ -26,20 +31,27 @@ class LookupRecord:
         self._agreed = [0.0] * len(_CLASSES)
         self._tested = [0.0] * len(_CLASSES)
 
-    def acceptance(self, num_matched: int) -> float:
-        """Of a token, given that those before it were right."""
-        at = _class_of(num_matched)
-        return (self._agreed[at] + _PRIOR_TOKENS * _PRIORS[at]) / (self._tested[at] + _PRIOR_TOKENS)
+    @property
+    def by_class(self) -> tuple[float, ...]:
+        """Acceptance of each class."""
+        counts = zip(self._agreed, self._tested, _PRIORS, strict=True)
+        return tuple((agreed + _PRIOR_TOKENS * prior) / (tested + _PRIOR_TOKENS) for agreed, tested, prior in counts)
 
     def observe(self, num_matched: int, proposed: Sequence[int], committed: Sequence[int]) -> None:
         """proposed: what was looked up. committed: what came instead, as far as is known."""
-        pairs = list(zip(proposed, committed, strict=False))
-        num_agreed = next((at for at, (one, other) in enumerate(pairs) if one != other), len(pairs))
-        num_tested = min(num_agreed + 1, len(pairs))
-        at = _class_of(num_matched)
-        fade = 0.5 ** (num_tested / _HALF_LIFE)
-        self._agreed[at] = self._agreed[at] * fade + num_agreed
-        self._tested[at] = self._tested[at] * fade + num_tested
+        for one, other in zip(proposed, committed, strict=False):
+            at = _class_of(num_matched)
+            fade = 0.5 ** (1 / _HALF_LIFE)
+            self._agreed[at] = self._agreed[at] * fade + (one == other)
+            self._tested[at] = self._tested[at] * fade + 1.0
+            if one != other:
+                return
+            num_matched += 1
+
+
+def survival(by_class: Sequence[float], num_matched: int, num_tokens: int) -> list[float]:
+    """Of each of so many looked-up tokens, the probability that it and all before it are right."""
+    return list(accumulate((by_class[_class_of(num_matched + at)] for at in range(num_tokens)), mul))
 
 
 def _class_of(num_matched: int) -> int:
@@ -60,22 +72,58 @@ class Verified:
 
 
 def best_lookup(
-    acceptance: Sequence[float],
-    available: Sequence[int],
+    survivals: Sequence[Sequence[float]],
     seconds: Callable[[Sequence[int]], float],
     *,
     num_tokens_beside: float = 0.0,
 ) -> Verified:
     """How many looked-up tokens to verify for the most tokens per second, the powers of two being tried.
 
-    acceptance, available: of each sequence, its acceptance and how many tokens were found. seconds: of a round that
-    verifies so many for each. num_tokens_beside: what else the round commits.
+    survivals: of each sequence, the `survival` of what was found. seconds: of a round that verifies so many for each.
+    num_tokens_beside: what else the round commits.
     """
-    longest = max(available)
+    longest = max(map(len, survivals))
     lengths = sorted({min(2**power, longest) for power in range(longest.bit_length() + 1)})
+    sums = [list(accumulate(one, initial=1.0)) for one in survivals]
     rounds = []
     for length in lengths:
-        taken = [min(length, found) for found in available]
-        committed = float(expected_tokens(acceptance, taken).sum()) + num_tokens_beside
+        taken = [min(length, len(one)) for one in survivals]
+        committed = sum(one[count] for one, count in zip(sums, taken, strict=True)) + num_tokens_beside
         rounds.append(Verified(length, committed, seconds(taken)))
     return max(rounds, key=lambda one: one.rate)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftUntilFound:
+    """A rule for drafts that may go on with what followed their tokens earlier in the text. It can be sent to wherever
+    drafts are made.
+
+    worth: whether the model drafts one more token where nothing is taken. ngram: tokens that must match, `shortest`
+    where so many do not. by_class: see `LookupRecord`. min_survival: with which a looked-up token is worth its row.
+    drafting_gain: by how many times drafting is faster than plain decoding.
+    """
+
+    worth: DraftWhileWorth
+    ngram: int
+    shortest: int
+    by_class: tuple[float, ...]
+    min_survival: float
+    drafting_gain: float
+
+    def __call__(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
+        """confidences: of the tokens drafted so far, by sequence. Which sequences draft one more."""
+        return self.worth(confidences)
+
+    def num_looked_up(self, confidences: Sequence[float], num_matched: int, num_found: int) -> int:
+        """How many of the tokens that were found go on a draft of these confidences, and end it; 0: draft on.
+
+        At a rate of r tokens per second, a draft that is sound so far is worth r times the verify's seconds, less the
+        token that comes without a draft, more than its own cost: else the rate would not be r. In plain decoding's
+        seconds that is the gain less one. What was found must bring more, by the tokens it is expected to add less what
+        their rows cost.
+        """
+        sound = float(np.prod(self.worth.curve.acceptance(confidences)))
+        reached = [sound * one for one in survival(self.by_class, num_matched, num_found)]
+        taken = list(takewhile(lambda one: one > self.min_survival, reached))
+        earned = sum(taken) - self.min_survival * len(taken)
+        return len(taken) if earned > sound * (self.drafting_gain - 1) else 0

@@ -47,6 +47,22 @@ class RecentMean:
         self.value += (value - self.value) / self._weight
 
 
+class RecentRate:
+    """Tokens per second of what was seen lately; 0 until something was."""
+
+    def __init__(self) -> None:
+        self._num_tokens = self._seconds = 0.0
+
+    @property
+    def value(self) -> float:
+        return self._num_tokens / self._seconds if self._seconds else 0.0
+
+    def observe(self, num_tokens: float, seconds: float) -> None:
+        fade = 0.5 ** (1 / _HALF_LIFE)
+        self._num_tokens = self._num_tokens * fade + num_tokens
+        self._seconds = self._seconds * fade + seconds
+
+
 class RoundCosts:
     """Seconds of rounds of any shape. Draft steps and verifies are off by factors of their own, verifies by another one
     where there is nothing to verify, where it was drafted (some rows are done then) and where it was looked up; what a
@@ -70,6 +86,11 @@ class RoundCosts:
     def seconds(self, shape: RoundShape) -> float:
         draft_s = self._draft.value * self._draft_s(shape) if shape.num_draft_steps else 0.0
         return draft_s + self._verify[shape.kind].value * self._verify_s(shape) + self._rest_s.value
+
+    def row_s(self, *, context: int, batch: int) -> float:
+        """Of one more looked-up row of a sequence in the verify."""
+        few, many = (RoundShape(rows=rows * batch, context=context, batch=batch) for rows in (2, 9))
+        return (self.seconds(many) - self.seconds(few)) / (7 * batch)
 
     def _draft_s(self, shape: RoundShape) -> float:
         context, batch = shape.context, shape.num_drafting

@@ -2,128 +2,164 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from dataclasses import asdict
+from functools import partial
+from typing import Any, get_args
 
 import rayspec
 from rayspec import demo
-from rayspec.config import EngineConfig, SamplingParams
+from rayspec.config import EngineConfig, Strategy
+from rayspec.decode.engine import Engine
+from rayspec.decode.loading import engine_like
 from rayspec.demo.widen import widen
 from rayspec.model.weights import load_model, load_tokenizer
+from rayspec.service.bench_clock import measured
+from rayspec.service.bench_contenders import Contender, Ours
 from rayspec.service.bench_hf import HfGenerate
+from rayspec.service.bench_options import BenchOptions
 from rayspec.service.bench_result import BASELINE, HF, Sample, bench_row
-from rayspec.service.documents import Columns, Document, read_documents
 from rayspec.service.environment import describe_environment
 from rayspec.service.loading import hide_progress_bars, load_llm
-from rayspec.service.prompts import PromptBuilder, summary_prompt
-from rayspec.types import ConfigError, EngineStats
+from rayspec.service.prompts import summary_prompt
+from rayspec.service.workloads import Workload, make_workloads
+from rayspec.types import ConfigError
 
-_MIN_SENTENCES = 8
 _WARM_UP_TOKENS = 16
+_ALL = "all"
+_WITH_SAVED_PLANS = ("self-sd", "knn-ssd")
+
+Say = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchOptions:
-    """What `rayspec bench` compares, and on what. `engine` holds whatever the strategies have in common."""
+def run_bench(
+    options: BenchOptions, say: Say, *, keep: Callable[[dict[str, Any]], None] = lambda result: None
+) -> dict[str, Any]:
+    """Loads every contender; then, workload by workload, warms them up and lets them take turns.
 
-    engine: EngineConfig
-    input: str
-    context: int
-    strategies: tuple[str, ...]
-    max_tokens: int
-    num_prompts: int
-    batch: int
-    repeats: int
-    widen: int
-    hf: bool
-
-
-class Contender(Protocol):
-    """Something that completes prompts."""
-
-    @property
-    def used(self) -> EngineStats:
-        """What it did since it was warm."""
-
-    def warm_up(self, prompts: Sequence[list[int]], max_tokens: int) -> None: ...
-
-    def run(self, prompts: Sequence[list[int]], max_tokens: int) -> tuple[float, float, list[list[int]]]:
-        """Seconds, those of the prompts, and the tokens of every output. Raises what a prompt failed with."""
-
-
-def run_bench(options: BenchOptions, say: Callable[[str], None]) -> dict[str, Any]:
-    """Loads every contender, warms it up, and lets them take turns. Raises ConfigError, CheckpointError."""
-    names = _names(options)
+    keep: gets the result so far after each workload. Raises ConfigError, CheckpointError, and what is wrong with a
+    prompt.
+    """
+    names = strategy_names(options)
     hide_progress_bars()
+    found: list[dict[str, Any]] = []
+    result: dict[str, Any] = {"environment": {}, "options": options.plain(), "workloads": found}
     with model_folder(options.engine, options.widen) as folder, ExitStack() as stack:
         say("loading")
         baseline = stack.enter_context(load_llm(engine_config(options, folder, BASELINE)))
-        contenders: dict[str, Contender] = {BASELINE: Ours(baseline)}
-        for name in names[1:]:
-            if name == HF:
-                contenders[name] = HfGenerate(engine_config(options, folder, BASELINE), batch=options.batch)
-            else:
-                contenders[name] = Ours(stack.enter_context(load_llm(engine_config(options, folder, name))))
-        prompts = make_prompts(baseline, options)
-        samples = _take_turns(contenders, prompts, options, say)
-        rows = [asdict(bench_row(name, samples, contender.used)) for name, contender in contenders.items()]
-    asked = asdict(options) | {"engine": options.engine.model_dump(mode="json")}
-    prompt_tokens = [len(prompt) for prompt in prompts]
-    return {"environment": describe_environment(), "options": asked, "prompt_tokens": prompt_tokens, "results": rows}
+        result["environment"] = describe_environment()
+        workloads = make_workloads(baseline, options.workloads, template=summary_prompt(options.engine.model))
+        contenders = _contenders(names, baseline, options, folder, stack)
+        for workload in workloads:
+            found.append(_compare(contenders, workload, options, say))
+            keep(result)
+    return result
+
+
+def strategy_names(options: BenchOptions) -> list[str]:
+    """What "all" stands for in its place, the baseline first. Raises ConfigError naming the nearest strategy for one
+    that there is not, and the option that is missing for one that needs it."""
+    asked = [one for name in options.strategies for one in (_all_strategies(options) if name == _ALL else (name,))]
+    for name in asked:
+        if name != HF:
+            engine_config(options, options.engine.model, name)
+    saved = options.engine.speculation.warm_start
+    if saved is not None and not set(asked) & set(_WITH_SAVED_PLANS):
+        raise ConfigError(
+            f"option 'warm_start' is {saved!r}, and none of the strategies {', '.join(asked)} needs saved plans: leave "
+            f"it out, or add {' or '.join(_WITH_SAVED_PLANS)}"
+        )
+    return list(dict.fromkeys([BASELINE, *asked, *([HF] if options.hf else [])]))
+
+
+def _all_strategies(options: BenchOptions) -> list[str]:
+    """Every one that has what it needs."""
+    speculation = options.engine.speculation
+    missing = set() if speculation.warm_start is not None else set(_WITH_SAVED_PLANS)
+    missing |= set() if speculation.skip else {"static"}
+    return [name for name in get_args(Strategy) if name not in missing]
+
+
+def _contenders(
+    names: Sequence[str], baseline: rayspec.LLM, options: BenchOptions, folder: str, stack: ExitStack
+) -> dict[str, Contender]:
+    """By name. Our engines share the baseline's weights where they can."""
+    contenders: dict[str, Contender] = {}
+    for name in names:
+        config = engine_config(options, folder, name if name != HF else BASELINE)
+        if name == HF:
+            contenders[name] = HfGenerate(config, batch=options.batch)
+        elif name == BASELINE:
+            contenders[name] = Ours(_one_engine(baseline))
+        else:
+            engine = engine_like(_one_engine(baseline), config)
+            contenders[name] = Ours(engine or _one_engine(stack.enter_context(load_llm(config))))
+    return contenders
+
+
+def _one_engine(llm: rayspec.LLM) -> Engine:
+    if not isinstance(llm.engine, Engine):
+        raise ConfigError("option 'replicas' is more than 1: one replica is measured at a time, leave it out")
+    return llm.engine
+
+
+def _compare(
+    contenders: Mapping[str, Contender], workload: Workload, options: BenchOptions, say: Say
+) -> dict[str, Any]:
+    samples = _take_turns(contenders, workload, options, say)
+    rows = [asdict(bench_row(name, samples, contender.used)) for name, contender in contenders.items()]
+    return {
+        "name": workload.name,
+        "domain": workload.domain,
+        "context": workload.context,
+        "mix_ratio": workload.mix_ratio,
+        "num_left_out": workload.num_left_out,
+        "prompt_tokens": [len(prompt) for prompt in workload.prompts],
+        "prompt_domains": workload.domains,
+        "results": rows,
+    }
 
 
 def _take_turns(
-    contenders: Mapping[str, Contender], prompts: Sequence[list[int]], options: BenchOptions, say: Callable[[str], None]
+    contenders: Mapping[str, Contender], workload: Workload, options: BenchOptions, say: Say
 ) -> dict[str, list[Sample]]:
+    """What each did, repeat by repeat. Each repeat begins with another contender. Nothing that was learned from other
+    workloads is known in this one, and in a stream nothing from earlier repeats."""
     for name, contender in contenders.items():
-        say(f"warming up {name}")
-        contender.warm_up(prompts, _WARM_UP_TOKENS)
+        say(f"{workload.name}: warming up {name}")
+        contender.forget()
+        contender.warm_up(workload.prompts, _WARM_UP_TOKENS)
     samples: dict[str, list[Sample]] = {name: [] for name in contenders}
-    for repeat, (name, contender) in itertools.product(range(options.repeats), contenders.items()):
-        sample = Sample(*contender.run(prompts, options.max_tokens))
-        samples[name].append(sample)
-        say(f"repeat {repeat + 1} of {options.repeats}: {name} {sample.tokens_per_s:.1f} tokens/s")
+    for repeat in range(options.repeats):
+        for name in _rotated(list(contenders), repeat):
+            if workload.is_stream:
+                contenders[name].forget()
+            sample = _sample(contenders[name], workload, options.max_tokens)
+            samples[name].append(sample)
+            done = f"{workload.name}: repeat {repeat + 1} of {options.repeats}"
+            say(f"{done}: {name} {sample.tokens_per_s:.1f} tokens/s")
     return samples
 
 
-class Ours:
-    """A strategy of our engine."""
+def _rotated(names: Sequence[str], number: int) -> list[str]:
+    first = number % len(names)
+    return [*names[first:], *names[:first]]
 
-    def __init__(self, llm: rayspec.LLM) -> None:
-        self.llm = llm
-        self._before = copy.copy(llm.stats)
 
-    def warm_up(self, prompts: Sequence[list[int]], max_tokens: int) -> None:
-        self.run(prompts[:1], max_tokens)
-        self._before = copy.copy(self.llm.stats)
-
-    def run(self, prompts: Sequence[list[int]], max_tokens: int) -> tuple[float, float, list[list[int]]]:
-        total_s, prefill_s = self.llm.stats.total_s, self.llm.stats.prefill_s
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-        outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
-        for output in outputs:
-            if output.error is not None:
-                raise output.error
-        stats = self.llm.stats
-        return stats.total_s - total_s, stats.prefill_s - prefill_s, [list(o.outputs[0].token_ids) for o in outputs]
-
-    @property
-    def used(self) -> EngineStats:
-        now, before = self.llm.stats, self._before
-        counts = ("num_rounds", "num_plain_rounds", "num_draft_tokens", "num_accepted_tokens")
-        times = ("draft_s", "verify_s", "optimise_s", "total_s")
-        changed = {name: getattr(now, name) - getattr(before, name) for name in (*counts, *times)}
-        return EngineStats(**changed, gate_reason=now.gate_reason, plans=now.plans)
+def _sample(contender: Contender, workload: Workload, max_tokens: int) -> Sample:
+    work = partial(contender.run, workload.prompts, max_tokens)
+    if contender.device is None:
+        return Sample(run=work(), cost=None)
+    run, cost = measured(work, contender.device)
+    return Sample(run=run, cost=cost)
 
 
 @contextmanager
 def model_folder(config: EngineConfig, factor: int) -> Iterator[str]:
-    """The model's own place, or a temporary folder with the widened model."""
+    """The model's own place, or a temporary folder with the widened model, whose files are the same every time: saved
+    plans fit it again, and saved latency profiles too."""
     place = demo.model_path() if config.model == "demo" else config.model
     if factor == 1:
         yield place
@@ -141,61 +177,17 @@ def model_folder(config: EngineConfig, factor: int) -> Iterator[str]:
 
 
 def engine_config(options: BenchOptions, folder: str, strategy: str) -> EngineConfig:
+    """Of one strategy. Skipped sublayers and saved plans go to those that cannot do without them: the others begin with
+    nothing. Raises ConfigError for a strategy that there is not, or that needs something further."""
     base = options.engine
-    skip = base.speculation.skip if strategy == "static" else ()
+    speculation = base.speculation.replace(
+        strategy=strategy,
+        skip=base.speculation.skip if strategy == "static" else (),
+        warm_start=base.speculation.warm_start if strategy in _WITH_SAVED_PLANS else None,
+    )
     return base.replace(
         model=folder,
         max_num_seqs=options.batch,
-        max_model_len=base.max_model_len or options.context + options.max_tokens,
-        speculation=base.speculation.replace(strategy=strategy, skip=skip),
+        max_model_len=base.max_model_len or max(options.workloads.contexts) + options.max_tokens,
+        speculation=speculation,
     )
-
-
-def make_prompts(llm: rayspec.LLM, options: BenchOptions) -> list[list[int]]:
-    """Token ids of each prompt, at most `options.context` long."""
-    prompts = bench_prompts(llm, options, SamplingParams())
-    documents = bench_documents(prompts, options)
-    return [list(prompts.request(document.id, document).prompt_token_ids or ()) for document in documents]
-
-
-def bench_prompts(llm: rayspec.LLM, options: BenchOptions, params: SamplingParams) -> PromptBuilder:
-    """Cuts documents to `options.context` tokens."""
-    return PromptBuilder(
-        llm=llm,
-        params=params,
-        template=summary_prompt(options.engine.model),
-        max_prompt_tokens=options.context,
-    )
-
-
-def bench_documents(prompts: PromptBuilder, options: BenchOptions) -> list[Document]:
-    """So many of the input as the options say. Raises ConfigError, and what is wrong with a document."""
-    return _demo_documents(prompts, options) if options.input == "demo" else _file_documents(options)
-
-
-def _names(options: BenchOptions) -> list[str]:
-    for name in options.strategies:
-        if name != HF:
-            options.engine.speculation.replace(strategy=name, skip=())  # raises, naming the nearest
-    return list(dict.fromkeys([BASELINE, *options.strategies, *([HF] if options.hf else [])]))
-
-
-def _demo_documents(prompts: PromptBuilder, options: BenchOptions) -> list[Document]:
-    """Reports as long as fit the context, so that nothing of them is cut."""
-    whole = PromptBuilder(llm=prompts.llm, params=prompts.params, template=prompts.template)
-    num_sentences = max(_MIN_SENTENCES, options.context // 15)
-    while True:
-        samples = demo.sample_documents(options.num_prompts, num_sentences=num_sentences)
-        documents = [Document(id=sample.id, source="demo", text=sample.text) for sample in samples]
-        longest = max(len(whole.request(document.id, document).prompt_token_ids or ()) for document in documents)
-        if longest <= options.context or num_sentences <= _MIN_SENTENCES:
-            return documents
-        num_sentences = max(_MIN_SENTENCES, min(num_sentences - 1, num_sentences * options.context // longest))
-
-
-def _file_documents(options: BenchOptions) -> list[Document]:
-    documents = list(itertools.islice(read_documents([options.input], Columns()), options.num_prompts))
-    for document in documents:
-        if document.error is not None:
-            raise document.error
-    return documents

@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -19,10 +19,12 @@ import ray
 
 import rayspec
 from rayspec.config import EngineConfig, SamplingParams
+from rayspec.demo import Task
 from rayspec.pipeline.session import ray_session
 from rayspec.service.batch import complete
-from rayspec.service.bench import BenchOptions, bench_documents, bench_prompts, engine_config, model_folder
-from rayspec.service.data import arrivals, complete_dataset, dataset_of, quieten
+from rayspec.service.bench import engine_config, model_folder
+from rayspec.service.bench_options import BenchOptions
+from rayspec.service.data import arrivals, complete_dataset, dataset_of, quieten, reading
 from rayspec.service.document_task import DocumentTask
 from rayspec.service.documents import Document
 from rayspec.service.engine_actor import call, start_engine
@@ -33,6 +35,7 @@ from rayspec.service.prompts import PromptBuilder, summary_prompt
 from rayspec.service.results import ResultRow
 from rayspec.service.settings import Settings
 from rayspec.service.terminal import exit_on_sigterm
+from rayspec.service.workloads import WorkloadOptions, file_documents, fitting_tasks
 from rayspec.types import ConfigError
 
 BARE, RAY_DATA = "bare engine", "ray data"
@@ -80,24 +83,24 @@ def run_data_bench(options: BenchOptions, say: Callable[[str], None]) -> dict[st
             f"option 'strategies' is {','.join(options.strategies)!r}: one at a time is measured, name one"
         )
     hide_progress_bars()
-    with model_folder(options.engine, options.widen) as folder, ray_session():
+    with model_folder(options.engine, options.widen) as folder, ray_session(), reading():
         exit_on_sigterm()
         quieten()
         config = engine_config(options, folder, options.strategies[0])
         config = config.replace(num_threads=config.num_threads or os.cpu_count() or 1)
         say("loading")
         samples = _measured(options, config, say)
-    asked = asdict(options) | {"engine": options.engine.model_dump(mode="json")}
     rows = [asdict(row) for row in data_rows(samples)]
-    return {"environment": describe_environment(), "options": asked, "results": rows}
+    return {"environment": describe_environment(), "options": options.plain(), "results": rows}
 
 
 def _measured(options: BenchOptions, config: EngineConfig, say: Callable[[str], None]) -> dict[str, list[DataSample]]:
     params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens, ignore_eos=True)
     template = summary_prompt(options.engine.model)
     with load_llm(config) as llm, _loaded_actor(config, params, template) as engine:
-        prompts = bench_prompts(llm, options, params)
-        documents = bench_documents(prompts, options)
+        (context,) = options.workloads.contexts
+        prompts = PromptBuilder(llm=llm, params=params, template=template, max_prompt_tokens=context)
+        documents = _documents(prompts, options.workloads)
         ways: dict[str, _Bare | _RayData] = {
             BARE: _Bare(llm, prompts),
             RAY_DATA: _RayData(engine, num_wanted=2 * config.max_num_seqs),
@@ -109,6 +112,20 @@ def _measured(options: BenchOptions, config: EngineConfig, say: Callable[[str], 
                 samples[name].append(sample)
                 say(f"{f'repeat {repeat}' if repeat else 'warming up'}: {name} {sample.tokens_per_s:.1f} tokens/s")
     return {name: each[1:] for name, each in samples.items()}
+
+
+def _documents(prompts: PromptBuilder, options: WorkloadOptions) -> list[Document]:
+    """The bundled ones as long as fit the context, so that nothing of them is cut; or those of a file."""
+    (name,), (context,) = options.inputs, options.contexts
+    if name != "demo":
+        return file_documents(name, options.num_prompts)
+    whole = replace(prompts, max_prompt_tokens=None)
+
+    def num_tokens(task: Task) -> int:
+        return len(whole.tokens(Document(id="", source="demo", text=task.document)))
+
+    tasks = fitting_tasks("summary", num_tokens, context=context, num_tasks=options.num_prompts, seed=options.seed)
+    return [Document(id=f"report-{index}", source="demo", text=task.document) for index, task in enumerate(tasks)]
 
 
 @contextmanager
@@ -144,8 +161,10 @@ class _RayData:
 
     def run(self, documents: Sequence[Document]) -> DataSample:
         watch = _Watch()
-        for arrival in arrivals(complete_dataset(dataset_of(documents), self._engine, num_wanted=self._num_wanted)):
-            watch.take(arrival.row)
+        dataset = complete_dataset(dataset_of(documents), self._engine, num_wanted=self._num_wanted)
+        with closing(arrivals(dataset)) as rows:
+            for arrival in rows:
+                watch.take(arrival.row)
         return watch.sample()
 
 
@@ -205,10 +224,11 @@ def data_rows(samples: dict[str, list[DataSample]]) -> list[DataRow]:
 def data_markdown(result: dict[str, Any]) -> str:
     """The result as a Markdown table, with what was measured above it."""
     options, environment = result["options"], result["environment"]
+    workloads = options["workloads"]
     heading = (
         f"{options['engine']['model']} in {options['engine']['dtype']}, {options['widen']} times as wide, on "
-        f"{environment['hardware']}, commit {environment['commit']}: {options['num_prompts']} rows of up to "
-        f"{options['context']} tokens, {options['max_tokens']} output tokens, {options['strategies'][0]}, batch "
+        f"{environment['hardware']}, commit {environment['commit']}: {workloads['num_prompts']} rows of up to "
+        f"{workloads['contexts'][0]} tokens, {options['max_tokens']} output tokens, {options['strategies'][0]}, batch "
         f"{options['batch']}, {options['repeats']} repeats"
     )
     table = [

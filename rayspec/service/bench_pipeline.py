@@ -28,12 +28,15 @@ from rayspec.config import EngineConfig, ParallelOptions, SamplingParams
 from rayspec.decode.engine import Engine
 from rayspec.pipeline.ray_stages import RayStages
 from rayspec.pipeline.session import ray_session
-from rayspec.service.bench import BenchOptions, engine_config, make_prompts, model_folder
+from rayspec.service.bench import engine_config, model_folder
+from rayspec.service.bench_options import BenchOptions
 from rayspec.service.bench_result import BASELINE
 from rayspec.service.environment import describe_environment
 from rayspec.service.loading import hide_progress_bars, load_llm
 from rayspec.service.pipeline_result import Case, HopTimes, PipelineRun, Stretch, pipeline_rows
+from rayspec.service.prompts import summary_prompt
 from rayspec.service.terminal import exit_on_sigterm
+from rayspec.service.workloads import make_workloads
 from rayspec.types import ConfigError, EngineStats, Request, RequestOutput
 
 _CASE = re.compile(r"([1-9]\d*)x([1-9]\d*)")
@@ -78,16 +81,15 @@ def run_pipeline_bench(options: BenchOptions, cases: Sequence[Case], say: Callab
             for strategy in strategies:
                 say(f"loading {case.name if case else 'one process'}, {strategy}")
                 with _loaded(options, folder, strategy, case) as llm:
-                    prompts = prompts or make_prompts(llm, options)
+                    prompts = prompts or _prompts(llm, options)
                     bench = _Measured(_engine_of(llm), options, case)
                     samples = bench.run(prompts)
                     hops += bench.hops() if strategy == strategies[0] else []
                 runs.append(PipelineRun(case=case, strategy=strategy, samples=tuple(samples), layers=bench.layers))
                 say(f"{number + 1} of {len(places)}: {strategy} {samples[-1].tokens_per_s:.1f} tokens/s")
-    asked = asdict(options) | {"engine": options.engine.model_dump(mode="json"), "cases": [one.name for one in cases]}
     return {
         "environment": describe_environment(),
-        "options": asked,
+        "options": options.plain() | {"cases": [one.name for one in cases]},
         "prompt_tokens": [len(prompt) for prompt in prompts],
         "hop_bytes": _HOP_BYTES,
         "hops": [asdict(one) for one in hops],
@@ -117,6 +119,11 @@ def case_config(options: BenchOptions, folder: str, strategy: str, case: Case | 
 def _loaded(options: BenchOptions, folder: str, strategy: str, case: Case | None) -> Iterator[rayspec.LLM]:
     with load_llm(case_config(options, folder, strategy, case)) as llm:
         yield llm
+
+
+def _prompts(llm: rayspec.LLM, options: BenchOptions) -> list[list[int]]:
+    workloads = make_workloads(llm, options.workloads, template=summary_prompt(options.engine.model))
+    return [prompt for workload in workloads for prompt in workload.prompts]
 
 
 def _engine_of(llm: rayspec.LLM) -> Engine:

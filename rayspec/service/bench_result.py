@@ -3,56 +3,108 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
-
-from rich.console import Group
-from rich.table import Table
+from typing import Any
 
 from rayspec.types import EngineStats, PlanRecord
 
 BASELINE, HF = "ar", "hf"
 
+_LEAST_S = 1e-9  # of what is divided by
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One run over all prompts. prefill_s is the part of `seconds` that went into the prompts."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """All prompts completed once. prefill_s, prefill_cpu_s: the part of it that went into the prompts."""
 
     seconds: float
     prefill_s: float
+    prefill_cpu_s: float
     token_ids: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """Seconds. cpu_s: of all threads of this process. waited_s: that they were ready to run and had no core; None where
+    the system does not say. gpu_s: between two events on the GPU's own clock; None without one."""
+
+    wall_s: float
+    cpu_s: float
+    waited_s: float | None
+    gpu_s: float | None
+
+    @property
+    def quiet_share(self) -> float | None:
+        """Of the time that threads wanted a core, the part that they had one: 1 where nobody else was there."""
+        if self.waited_s is None or self.cpu_s <= 0:
+            return None
+        return self.cpu_s / (self.cpu_s + self.waited_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One run over all prompts. cost: None of what ran in other processes."""
+
+    run: Run
+    cost: Cost | None
 
     @property
     def num_tokens(self) -> int:
-        return sum(map(len, self.token_ids))
+        return sum(map(len, self.run.token_ids))
+
+    @property
+    def num_decoded_tokens(self) -> int:
+        """Those after each prompt's first, which comes of the prompt."""
+        return max(0, self.num_tokens - len(self.run.token_ids))
 
     @property
     def end_to_end_tokens_per_s(self) -> float:
         """Prompts included."""
-        return self.num_tokens / self.seconds
+        return self.num_tokens / max(_LEAST_S, self.run.seconds)
 
     @property
     def tokens_per_s(self) -> float:
-        """Decoding: of the tokens after each prompt's first, without the prompts' time."""
-        return max(0, self.num_tokens - len(self.token_ids)) / max(1e-9, self.seconds - self.prefill_s)
+        """Decoding, without the prompts' time."""
+        return self.num_decoded_tokens / max(_LEAST_S, self.run.seconds - self.run.prefill_s)
+
+    @property
+    def tokens_per_cpu_s(self) -> float | None:
+        """Decoding, by the time that all threads of the process were at work."""
+        if self.cost is None:
+            return None
+        return self.num_decoded_tokens / max(_LEAST_S, self.cost.cpu_s - self.run.prefill_cpu_s)
+
+    @property
+    def gpu_s(self) -> float | None:
+        return self.cost.gpu_s if self.cost is not None else None
+
+    @property
+    def quiet_share(self) -> float | None:
+        return self.cost.quiet_share if self.cost is not None else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchRow:
     """One strategy. Rates are medians over the repeats; speed-ups are medians of the ratios within a repeat.
 
-    Both are of decoding, which is what speculation works on; "end to end" adds the prompts' time.
+    Both are of decoding, which is what speculation works on; "end to end" adds the prompts' time. A spread has "min",
+    "median" and "max", of `tokens_per_s` and of `speedup_vs_ar`.
 
-    `identical` of `total` outputs have the tokens of our own plain decoding. Shares are of the engine's time.
+    `identical` of `total` outputs have the tokens of our own plain decoding. Shares are of the engine's time. plans:
+    those in use, each with what was expected of it and what came of it.
     """
 
     strategy: str
     tokens_per_s: float
     speedup_vs_ar: float
     speedup_vs_hf: float | None
+    tokens_per_cpu_s: float | None
+    cpu_speedup_vs_ar: float | None
+    gpu_s: float | None
+    quiet_share: float | None
     acceptance_rate: float | None
     mean_accepted_length: float | None
     predicted_tpt: float | None
@@ -63,51 +115,81 @@ class BenchRow:
     identical: int
     total: int
     spread: dict[str, float]
+    speedup_spread: dict[str, float]
     end_to_end_tokens_per_s: float
     end_to_end_speedup_vs_ar: float
     end_to_end_speedup_vs_hf: float | None
     num_output_tokens: int
     gate_reason: str | None
+    plans: list[dict[str, Any]]
 
 
 def bench_row(name: str, samples: Mapping[str, Sequence[Sample]], stats: EngineStats) -> BenchRow:
     """The row of `name`, whose engine did `stats` meanwhile, from the samples of all strategies, repeat by repeat."""
-    own, plain = samples[name], samples[BASELINE]
-    speeds = [sample.tokens_per_s for sample in own]
-    reference = plain[0].token_ids
-    identical = sum(a == b for sample in own for a, b in zip(sample.token_ids, reference, strict=True))
-    total_s = stats.total_s
+    own, plain, hf = samples[name], samples[BASELINE], samples.get(HF)
+    speed, whole_speed = _rate("tokens_per_s"), _rate("end_to_end_tokens_per_s")
+    reference = plain[0].run.token_ids
+    identical = sum(a == b for sample in own for a, b in zip(sample.run.token_ids, reference, strict=True))
+    ratios = _ratios(own, plain, speed)
     return BenchRow(
         strategy=name,
-        tokens_per_s=median(speeds),
-        speedup_vs_ar=_ratio(own, plain, "tokens_per_s") or 1.0,
-        speedup_vs_hf=_ratio(own, samples.get(HF), "tokens_per_s"),
+        tokens_per_s=median(map(speed, own)),
+        speedup_vs_ar=median(ratios),
+        speedup_vs_hf=_median(_ratios(own, hf, speed)),
+        tokens_per_cpu_s=_median([sample.tokens_per_cpu_s for sample in own]),
+        cpu_speedup_vs_ar=_median(_ratios(own, plain, _rate("tokens_per_cpu_s"))) if _has_cost(own, plain) else None,
+        gpu_s=_median([sample.gpu_s for sample in own]),
+        quiet_share=_median([sample.quiet_share for sample in own]),
         acceptance_rate=stats.acceptance_rate,
         mean_accepted_length=stats.mean_accepted_length,
         predicted_tpt=_predicted_tpt(stats.plans),
         measured_tpt=_measured_tpt(stats.plans),
-        draft_share=stats.draft_s / total_s if total_s else None,
-        verify_share=stats.verify_s / total_s if total_s else None,
-        optimise_share=stats.optimise_s / total_s if total_s else None,
+        draft_share=_share(stats.draft_s, stats),
+        verify_share=_share(stats.verify_s, stats),
+        optimise_share=_share(stats.optimise_s, stats),
         identical=identical,
         total=len(own) * len(reference),
-        spread={"min": min(speeds), "median": median(speeds), "max": max(speeds)},
-        end_to_end_tokens_per_s=median(sample.end_to_end_tokens_per_s for sample in own),
-        end_to_end_speedup_vs_ar=_ratio(own, plain, "end_to_end_tokens_per_s") or 1.0,
-        end_to_end_speedup_vs_hf=_ratio(own, samples.get(HF), "end_to_end_tokens_per_s"),
+        spread=_spread(list(map(speed, own))),
+        speedup_spread=_spread(ratios),
+        end_to_end_tokens_per_s=median(map(whole_speed, own)),
+        end_to_end_speedup_vs_ar=median(_ratios(own, plain, whole_speed)),
+        end_to_end_speedup_vs_hf=_median(_ratios(own, hf, whole_speed)),
         num_output_tokens=own[0].num_tokens,
         gate_reason=stats.gate_reason or None,
+        plans=[_plan(record) for record in stats.plans],
     )
 
 
-def _ratio(
-    own: Sequence[Sample], other: Sequence[Sample] | None, rate: Literal["tokens_per_s", "end_to_end_tokens_per_s"]
-) -> float | None:
-    """Median of the ratios within each repeat, whose runs shared the machine's mood."""
-    if other is None:
-        return None
-    ratios = [float(getattr(a, rate) / max(1e-9, getattr(b, rate))) for a, b in zip(own, other, strict=True)]
-    return median(ratios)
+def save_bench(result: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def _rate(name: str) -> Callable[[Sample], float]:
+    return lambda sample: float(getattr(sample, name))
+
+
+def _has_cost(own: Sequence[Sample], plain: Sequence[Sample]) -> bool:
+    return all(sample.cost is not None for sample in (*own, *plain))
+
+
+def _ratios(own: Sequence[Sample], other: Sequence[Sample] | None, rate: Callable[[Sample], float]) -> list[float]:
+    """Within each repeat, whose runs shared the machine's mood. None where there is nothing to compare with."""
+    return [rate(a) / max(_LEAST_S, rate(b)) for a, b in zip(own, other, strict=True)] if other is not None else []
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    """None where there are none, or one of them is not known."""
+    known = [value for value in values if value is not None]
+    return median(known) if known and len(known) == len(values) else None
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    return {"min": min(values), "median": median(values), "max": max(values)}
+
+
+def _share(seconds: float, stats: EngineStats) -> float | None:
+    return seconds / stats.total_s if stats.total_s else None
 
 
 def _predicted_tpt(records: Sequence[PlanRecord]) -> float | None:
@@ -122,59 +204,15 @@ def _measured_tpt(records: Sequence[PlanRecord]) -> float | None:
     return sum(record.num_tokens for record in records) / seconds if seconds else None
 
 
-def bench_tables(result: dict[str, Any]) -> Group:
-    """How fast each strategy was, and what it did with its time."""
-    options, environment, prompt_tokens = result["options"], result["environment"], result["prompt_tokens"]
-    heading = (
-        f"{options['engine']['model']}{_width(options['widen'])} in {options['engine']['dtype']} on "
-        f"{environment['hardware']}, {environment['threads']} threads; {len(prompt_tokens)} prompts of "
-        f"{min(prompt_tokens)} to {max(prompt_tokens)} tokens, batch {options['batch']}, {options['repeats']} repeats"
-    )
-    speed = _table("strategy", "tokens/s", "min to max", "vs ar", "vs hf", "all/s", "vs ar", "vs hf", "identical")
-    work = _table("strategy", "acceptance", "tokens a round", "predicted", "measured", "draft", "verify", "search")
-    for row in result["results"]:
-        speed.add_row(
-            row["strategy"],
-            f"{row['tokens_per_s']:.1f}",
-            f"{row['spread']['min']:.1f} to {row['spread']['max']:.1f}",
-            *(_times(row[key]) for key in ("speedup_vs_ar", "speedup_vs_hf")),
-            f"{row['end_to_end_tokens_per_s']:.1f}",
-            *(_times(row[key]) for key in ("end_to_end_speedup_vs_ar", "end_to_end_speedup_vs_hf")),
-            f"{row['identical']} of {row['total']}",
-        )
-        work.add_row(
-            row["strategy"],
-            _percent(row["acceptance_rate"]),
-            *(_plain(row[key]) for key in ("mean_accepted_length", "predicted_tpt", "measured_tpt")),
-            *(_percent(row[key]) for key in ("draft_share", "verify_share", "optimise_share")),
-        )
-    note = "tokens/s: decoding; all/s: with prompts; predicted, measured: of one sequence; shares of the engine's time"
-    return Group(heading, speed, work, note)
-
-
-def _table(*headings: str) -> Table:
-    table = Table()
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "strategy" else "right", no_wrap=True)
-    return table
-
-
-def _width(factor: int) -> str:
-    return f" made {factor} times as wide" if factor > 1 else ""
-
-
-def save_bench(result: dict[str, Any], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-
-
-def _times(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}x"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f} %"
-
-
-def _plain(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
+def _plan(record: PlanRecord) -> dict[str, Any]:
+    return {
+        "context": record.context,
+        "keep": [int(kept) for kept in record.plan.keep],
+        "num_draft_tokens": record.plan.num_draft_tokens,
+        "num_lookup_tokens": record.plan.num_lookup_tokens,
+        "predicted_tpt": record.predicted_tpt,
+        "measured_tpt": record.measured_tpt,
+        "estimated_acceptance": record.estimated_acceptance,
+        "observed_acceptance": record.observed_acceptance,
+        "num_tokens": record.num_tokens,
+    }

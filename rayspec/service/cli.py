@@ -8,15 +8,38 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 import rayspec
 from rayspec import demo
-from rayspec.config import EngineConfig, ParallelOptions, SamplingParams
+from rayspec.config import EngineConfig, ParallelOptions, SamplingParams, TuningOptions
 from rayspec.service.batch import complete
-from rayspec.service.bench_result import bench_tables, save_bench
+from rayspec.service.bench_options import (
+    AllStrategies,
+    Batch,
+    BenchInputs,
+    Context,
+    Contexts,
+    Hf,
+    Input,
+    Json,
+    MaxTokens,
+    NumPrompts,
+    OutputFolder,
+    Repeats,
+    Seed,
+    Strategies,
+    Stream,
+    Threads,
+    Widen,
+    bench_options,
+    numbers,
+    workload_options,
+)
+from rayspec.service.bench_report import bench_tables, save_report
+from rayspec.service.bench_result import save_bench
 from rayspec.service.documents import Columns, Document, read_documents
 from rayspec.service.latency_table import latency_table, stage_table
 from rayspec.service.loading import load_llm
@@ -28,6 +51,7 @@ from rayspec.service.results import check_output, open_writer, save_config
 from rayspec.service.settings import Settings
 from rayspec.service.tally import EXIT_FAILED
 from rayspec.service.terminal import clean_exit, error_console, exit_on_sigterm, output_console
+from rayspec.service.workloads import WorkloadOptions
 from rayspec.types import ConfigError
 
 app = typer.Typer(
@@ -145,43 +169,43 @@ def profile(
 def bench(
     *,
     asked: Asked,
-    input_: Annotated[
-        str, typer.Option("--input", help="a file of documents, or 'demo' for the bundled ones")
-    ] = "demo",
-    context: Annotated[int, typer.Option(min=2, help="prompt tokens; documents are cut to it")] = 1024,
-    strategies: Annotated[str, typer.Option(help="what to compare, with commas; 'ar' always runs")] = "ar,knapspec",
-    max_tokens: Annotated[int, typer.Option(min=2, help="output tokens of a prompt")] = 128,
-    num_prompts: Annotated[int, typer.Option(min=1)] = 4,
-    batch: Annotated[int, typer.Option(min=1, help="sequences decoded at once")] = 1,
-    repeats: Annotated[int, typer.Option(min=1, help="rounds in which every strategy runs once")] = 3,
-    widen: Annotated[int, typer.Option(min=1, help="make the model so many times as wide, with the same text")] = 1,
-    threads: Annotated[int | None, typer.Option(min=1, help="the same as --num-threads")] = None,
-    hf: Annotated[bool, typer.Option(help="compare with transformers generate")] = True,
-    json: Annotated[Path | None, typer.Option(help="file to write the numbers to")] = None,
+    inputs: BenchInputs = None,
+    context: Contexts = "1024",
+    strategies: AllStrategies = "ar,knapspec",
+    max_tokens: MaxTokens = 128,
+    num_prompts: NumPrompts = 4,
+    batch: Batch = 1,
+    repeats: Repeats = 3,
+    stream: Stream = None,
+    seed: Seed = 0,
+    widen: Widen = 1,
+    threads: Threads = None,
+    hf: Hf = True,
+    output: OutputFolder = None,
+    json: Json = None,
 ) -> None:
-    """Compare strategies, and transformers generate, on the same prompts in the same run."""
-    from rayspec.service.bench import BenchOptions, run_bench  # noqa: PLC0415 - brings torch, which others wait for
+    """Compare strategies, and transformers generate, on the same prompts in the same run.
+
+    'all' are the strategies that need nothing further; with --warm-start also those that go by saved plans (self-sd and
+    knn-ssd, which alone get them), with --skip static.
+    """
+    from rayspec.service.bench import run_bench  # noqa: PLC0415 - brings torch, which others wait for
 
     with clean_exit():
-        asked.flags["num_threads"] = threads if threads is not None else asked.flags["num_threads"]
-        asked.flags["strategy"] = "static" if asked.flags["skip"] else None  # each contender has its own
-        options = BenchOptions(
-            engine=asked.settings().engine,
-            input=input_,
-            context=context,
-            strategies=tuple(name.strip() for name in strategies.split(",") if name.strip()),
+        workloads = workload_options(inputs, context, num_prompts=num_prompts, mix_ratios=stream, seed=seed)
+        options = bench_options(
+            asked,
+            workloads,
+            strategies=strategies,
             max_tokens=max_tokens,
-            num_prompts=num_prompts,
             batch=batch,
             repeats=repeats,
             widen=widen,
+            threads=threads,
             hf=hf,
         )
-        console = error_console()
-        result = run_bench(options, lambda line: console.print(line, highlight=False, soft_wrap=True))
+        result = run_bench(options, _say, keep=lambda found: _keep_bench(found, output, json))
         output_console().print(bench_tables(result))
-        if json is not None:
-            save_bench(result, json)
 
 
 @app.command()
@@ -190,43 +214,36 @@ def bench_pipeline(
     *,
     asked: Asked,
     cases: Annotated[str, typer.Option(help="stages x cohorts, with commas")] = "1x1,2x1,2x4",
-    input_: Annotated[
-        str, typer.Option("--input", help="a file of documents, or 'demo' for the bundled ones")
-    ] = "demo",
-    context: Annotated[int, typer.Option(min=2, help="prompt tokens; documents are cut to it")] = 256,
-    strategies: Annotated[str, typer.Option(help="what to compare, with commas; 'ar' always runs")] = "ar,knapspec",
-    max_tokens: Annotated[int, typer.Option(min=2, help="output tokens of a prompt")] = 128,
+    input_: Input = "demo",
+    context: Context = 256,
+    strategies: Strategies = "ar,knapspec",
+    max_tokens: MaxTokens = 128,
     batch: Annotated[int, typer.Option(min=1, help="sequences of a cohort")] = 1,
-    repeats: Annotated[int, typer.Option(min=1, help="times that each case is measured")] = 3,
-    widen: Annotated[int, typer.Option(min=1, help="make the model so many times as wide, with the same text")] = 1,
-    json: Annotated[Path | None, typer.Option(help="file to write the numbers to")] = None,
+    repeats: Repeats = 3,
+    widen: Widen = 1,
+    json: Json = None,
 ) -> None:
     """Compare cuts of a model into stages, with so many cohorts under way, with the model in one process.
 
     Exit code 1 if any output has other tokens than plain decoding in one process.
     """
     # They bring torch, which others wait for.
-    from rayspec.service.bench import BenchOptions  # noqa: PLC0415
     from rayspec.service.bench_pipeline import num_prompts_for, parse_cases, run_pipeline_bench  # noqa: PLC0415
     from rayspec.service.pipeline_result import pipeline_markdown  # noqa: PLC0415
 
     with clean_exit():
-        asked.flags["strategy"] = "static" if asked.flags["skip"] else None  # each contender has its own
         parsed = parse_cases(cases)
-        options = BenchOptions(
-            engine=asked.settings().engine,
-            input=input_,
-            context=context,
-            strategies=tuple(name.strip() for name in strategies.split(",") if name.strip()),
+        workloads = WorkloadOptions(inputs=(input_,), contexts=(context,), num_prompts=num_prompts_for(parsed, batch))
+        options = bench_options(
+            asked,
+            workloads,
+            strategies=strategies,
             max_tokens=max_tokens,
-            num_prompts=num_prompts_for(parsed, batch),
             batch=batch,
             repeats=repeats,
             widen=widen,
-            hf=False,
         )
-        console = error_console()
-        result = run_pipeline_bench(options, parsed, lambda line: console.print(line, highlight=False, soft_wrap=True))
+        result = run_pipeline_bench(options, parsed, _say)
         output_console().print(pipeline_markdown(result), markup=False, highlight=False, soft_wrap=True)
         if json is not None:
             save_bench(result, json)
@@ -239,42 +256,34 @@ def bench_pipeline(
 def bench_data(
     *,
     asked: Asked,
-    input_: Annotated[
-        str, typer.Option("--input", help="a file of documents, or 'demo' for the bundled ones")
-    ] = "demo",
+    input_: Input = "demo",
     rows: Annotated[int, typer.Option(min=1, help="documents")] = 64,
-    context: Annotated[int, typer.Option(min=2, help="prompt tokens; documents are cut to it")] = 512,
+    context: Context = 512,
     strategies: Annotated[str, typer.Option(help="of the engines; one")] = "ar",
-    max_tokens: Annotated[int, typer.Option(min=2, help="output tokens of a row")] = 64,
-    batch: Annotated[int, typer.Option(min=1, help="sequences decoded at once")] = 8,
-    repeats: Annotated[int, typer.Option(min=1, help="times that each way is measured")] = 3,
-    widen: Annotated[int, typer.Option(min=1, help="make the model so many times as wide, with the same text")] = 1,
-    json: Annotated[Path | None, typer.Option(help="file to write the numbers to")] = None,
+    max_tokens: MaxTokens = 64,
+    batch: Batch = 8,
+    repeats: Repeats = 3,
+    widen: Widen = 1,
+    json: Json = None,
 ) -> None:
     """Compare documents through Ray Data, as in a job, with the same documents through an engine in this process.
 
     Exit code 1 if any text differs.
     """
-    # They bring torch and ray, which others wait for.
-    from rayspec.service.bench import BenchOptions  # noqa: PLC0415
-    from rayspec.service.bench_data import data_markdown, run_data_bench  # noqa: PLC0415
+    from rayspec.service.bench_data import data_markdown, run_data_bench  # noqa: PLC0415 - brings torch and ray
 
     with clean_exit():
-        asked.flags["strategy"] = "static" if asked.flags["skip"] else None  # the engines' is `strategies`
-        options = BenchOptions(
-            engine=asked.settings().engine,
-            input=input_,
-            context=context,
-            strategies=tuple(name.strip() for name in strategies.split(",") if name.strip()),
+        workloads = WorkloadOptions(inputs=(input_,), contexts=(context,), num_prompts=rows)
+        options = bench_options(
+            asked,
+            workloads,
+            strategies=strategies,
             max_tokens=max_tokens,
-            num_prompts=rows,
             batch=batch,
             repeats=repeats,
             widen=widen,
-            hf=False,
         )
-        console = error_console()
-        result = run_data_bench(options, lambda line: console.print(line, highlight=False, soft_wrap=True))
+        result = run_data_bench(options, _say)
         output_console().print(data_markdown(result), markup=False, highlight=False, soft_wrap=True)
         if json is not None:
             save_bench(result, json)
@@ -316,13 +325,68 @@ def bench_serve(
         options = ServeBenchOptions(url=url, api_key=api_key, mix=mix, concurrency=concurrency)
         exact = EngineConfig(model=check, dtype="float32") if check is not None else None
         offline = stack.enter_context(load_llm(exact)) if exact is not None else None
-        console = error_console()
-        result = run_serve_bench(options, offline, lambda line: console.print(line, highlight=False, soft_wrap=True))
+        result = run_serve_bench(options, offline, _say)
         output_console().print(serve_bench_table(result), highlight=False)
         if json is not None:
             save_bench(result, json)
     if not succeeded(result):
         raise typer.Exit(EXIT_FAILED)
+
+
+@app.command()
+@with_settings()
+def figures(
+    *,
+    asked: Asked,
+    output: Annotated[Path, typer.Option("--output", "-o", help="folder for pictures, figures.md and figures.json")],
+    bench: Annotated[
+        Path | None, typer.Option(help="results.json of `rayspec bench`, for speed-ups by context and by mix")
+    ] = None,
+    only: Annotated[
+        str, typer.Option(help="with commas, of speedup, tpt, skips, thresholds, intervals; all that are possible")
+    ] = "",
+    domain: Annotated[str, typer.Option(help="of the bundled prompts: summary, question, ledger, schedule")] = (
+        "summary"
+    ),
+    context: Annotated[int, typer.Option(min=2, help="tokens of a prompt, but for skips")] = 384,
+    contexts: Annotated[str, typer.Option(help="tokens of a prompt, for skips")] = "512,1024,2048,4096",
+    max_tokens: Annotated[int, typer.Option(min=2, help="output tokens of a prompt")] = 96,
+    num_prompts: Annotated[int, typer.Option(min=1, help="of each experiment")] = 2,
+    num_plans: Annotated[int, typer.Option(min=1, help="sets of sublayers, for tpt")] = 20,
+    draft_lengths: Annotated[str, typer.Option(help="at which each of these runs")] = "3,8",
+    thresholds: Annotated[str, typer.Option(help="confidences below which drafts end")] = "0,0.3,0.5,0.7,0.8,0.9,0.97",
+    intervals: Annotated[str, typer.Option(help="tokens between searches")] = "8,16,32,64,128",
+    shares: Annotated[str, typer.Option(help="of the time, for searches")] = "0.005,0.01,0.02,0.05,0.2",
+    seed: Seed = 0,
+    widen: Widen = 1,
+    threads: Threads = None,
+) -> None:
+    """Run the experiments of the KnapSpec paper, and draw them: predicted against measured speed, what is skipped at
+    which context, where drafts end, how often plans are searched."""
+    # It brings torch, which others wait for.
+    from rayspec.service.figures import FigureOptions, run_figures  # noqa: PLC0415
+
+    with clean_exit():
+        asked.flags["num_threads"] = threads if threads is not None else asked.flags["num_threads"]
+        options = FigureOptions(
+            engine=asked.settings().engine,
+            output=output,
+            bench=bench,
+            only=tuple(name.strip() for name in only.split(",") if name.strip()),
+            widen=widen,
+            domain=domain,
+            context=context,
+            contexts=numbers("contexts", contexts, int),
+            max_tokens=max_tokens,
+            num_prompts=num_prompts,
+            num_plans=num_plans,
+            draft_lengths=numbers("draft_lengths", draft_lengths, int),
+            thresholds=numbers("thresholds", thresholds, float),
+            intervals=numbers("intervals", intervals, int),
+            shares=numbers("shares", shares, float),
+            seed=seed,
+        )
+        output_console().print(run_figures(options, _say), highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -373,6 +437,50 @@ def placement(
 
 
 @app.command()
+@with_settings(own=(TuningOptions, "Tuning"))
+def tune(
+    *,
+    asked: Asked,
+    input_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--input",
+            metavar="[DOMAIN=]INPUT",
+            help="calibration prompts: a file of documents or questions, demo:DOMAIN, demo:all; repeatable",
+        ),
+    ] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="file of saved plans to write: .json")],
+    context: Annotated[int, typer.Option(min=2, help="prompt tokens; documents are cut to it")] = 1024,
+    num_prompts: Annotated[int, typer.Option(min=1, help="of each domain, at most")] = 8,
+    batch: Annotated[int, typer.Option(min=1, help="sequences decoded at once")] = 1,
+    widen: Annotated[int, typer.Option(min=1, help="make the model so many times as wide, as in bench")] = 1,
+    overwrite: Overwrite = False,
+) -> None:
+    """Find the draft plan that is fastest on calibration prompts, or one for each of their domains, and save them.
+
+    What is saved is for this model only: --strategy self-sd or knn-ssd drafts by it, knapspec and auto begin with it,
+    each with --warm-start. One input without a domain gives a plan for any text.
+    """
+    from rayspec.service.tune import TuneOptions, plans_table, run_tune  # noqa: PLC0415 - brings torch
+
+    with clean_exit():
+        options = TuneOptions(
+            engine=asked.settings().engine,
+            tuning=asked.own_options(TuningOptions),
+            inputs=tuple(input_ or ()),
+            output=output,
+            context=context,
+            num_prompts=num_prompts,
+            batch=batch,
+            widen=widen,
+            overwrite=overwrite,
+        )
+        saved = run_tune(options, _say)
+        output_console().print(plans_table(saved), highlight=False)
+        _say(f"saved in {output}")
+
+
+@app.command()
 @with_settings()
 def serve(
     *,
@@ -406,6 +514,18 @@ def version() -> None:
     print(f"rayspec {rayspec.__version__}")  # noqa: T201 - a command's output
     for name in ("torch", "transformers", "ray", "pyarrow"):
         print(f"{name} {metadata.version(name)}")  # noqa: T201 - a command's output
+
+
+def _say(line: str) -> None:
+    """Progress."""
+    error_console().print(line, highlight=False, soft_wrap=True)
+
+
+def _keep_bench(result: dict[str, Any], folder: Path | None, file: Path | None) -> None:
+    if folder is not None:
+        save_report(result, folder)
+    if file is not None:
+        save_bench(result, file)
 
 
 class _Job:

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -28,6 +31,10 @@ _ROWS_PER_TASK = 32
 _ROWS_PER_BLOCK = 4  # a block leaves a client when its last row is done: small blocks keep results coming
 _MIN_ROWS_IN_FLIGHT = 32
 _BY_ENGINE, _UNDER_WAY = "by_engine", "under_way"
+_READER_THREADS = ("StreamingExecutor-", "ray-data-metadata-prefetch", "iter_threaded")  # Ray Data's, in this process
+_READERS_END_WITHIN_S = 10.0
+
+logger = logging.getLogger(__name__)
 
 
 def read_dataset(inputs: Sequence[str], columns: Columns, *, limit: int | None = None) -> ray.data.Dataset:
@@ -54,6 +61,28 @@ def quieten() -> None:
     """Ray Data's own progress and log lines, which go to the terminal that ours are on."""
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     ray.data.DataContext.get_current().enable_progress_bars = False
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """For a block that reads datasets: at its end the threads that Ray Data reads them with have ended.
+
+    They outlive a dataset's iterator by a moment, and one that comes to Ray while it is shut down ends the process at
+    once, with a code of its own. Close what was not read to its end inside the block.
+    """
+    try:
+        yield
+    finally:
+        deadline = time.monotonic() + _READERS_END_WITHIN_S
+        for thread in reader_threads():
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if left := reader_threads():
+            logger.warning("Ray Data has not ended: %s", ", ".join(sorted(thread.name for thread in left)))
+
+
+def reader_threads() -> list[threading.Thread]:
+    """Those that Ray Data reads datasets with in this process at the moment."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith(_READER_THREADS)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,12 +131,13 @@ class Arrival:
     under_way: frozenset[str] | None = None
 
 
-def arrivals(results: ray.data.Dataset) -> Iterator[Arrival]:
-    """Runs the dataset; rows come as their blocks finish."""
-    for row in results.iter_rows():
-        by_engine, under_way = row.pop(_BY_ENGINE), row.pop(_UNDER_WAY)
-        ids = frozenset(json.loads(under_way)) if under_way is not None else None
-        yield Arrival(row=ResultRow(**row), by_engine=by_engine, under_way=ids)
+def arrivals(results: ray.data.Dataset) -> Generator[Arrival]:
+    """Runs the dataset until it is closed; rows come as their blocks finish."""
+    with closing(iter(results.iter_rows())) as rows:  # type: ignore[type-var]
+        for row in rows:
+            by_engine, under_way = row.pop(_BY_ENGINE), row.pop(_UNDER_WAY)
+            ids = frozenset(json.loads(under_way)) if under_way is not None else None
+            yield Arrival(row=ResultRow(**row), by_engine=by_engine, under_way=ids)
 
 
 class EngineClient:

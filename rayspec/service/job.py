@@ -8,7 +8,7 @@ import itertools
 import logging
 import operator
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from rayspec.service.data import (
     dataset_of,
     quieten,
     read_dataset,
+    reading,
     without_rows,
 )
 from rayspec.service.documents import Columns, Document, DuplicateIdError
@@ -41,7 +42,7 @@ from rayspec.service.results import FileFormat, ResultRow
 from rayspec.service.run_folder import RunFolder, is_final
 from rayspec.service.suspects import EngineKilledError, Suspects
 from rayspec.service.tally import EXIT_TERMINATED
-from rayspec.service.terminal import error_console
+from rayspec.service.terminal import error_console, exit_on_sigterm
 from rayspec.types import EngineStats
 
 logger = logging.getLogger(__name__)
@@ -133,7 +134,9 @@ class Job:
                 report_files=(*_REPORT_FILES, *self.export_names),
             ) as folder,
             ray_session(),
+            reading(),
         ):
+            exit_on_sigterm()  # as Ray's own handler does, but with our code
             quieten()
             return _Run(self, source, folder).finish()
 
@@ -214,21 +217,22 @@ class _Run:
             self._engine = start_engine(self._job.task)
             loading = self._engine.load.remote()
         try:
-            return self._take_rows(self._started(self._dataset(), loading))
+            with contextlib.closing(self._started(self._dataset(), loading)) as rows:
+                return self._take_rows(rows)
         except RayError:
             error = death_of(self._engine)
             if error is None:
                 raise
             return _Death(error=error)
 
-    def _started(self, results: ray.data.Dataset, loading: Any) -> Iterator[Arrival]:
+    def _started(self, results: ray.data.Dataset, loading: Any) -> Generator[Arrival]:
         """The dataset's rows. Ray Data starts its workers while the engine is loading; the first row waits for it."""
-        rows = arrivals(results)
-        first = list(itertools.islice(rows, 1))
-        if loading is not None:
-            self._config = call(loading)
-            self._folder.location.join(CONFIG_NAME).write(yaml.safe_dump(self._config, sort_keys=False).encode())
-        yield from itertools.chain(first, rows)
+        with contextlib.closing(arrivals(results)) as rows:
+            first = list(itertools.islice(rows, 1))
+            if loading is not None:
+                self._config = call(loading)
+                self._folder.location.join(CONFIG_NAME).write(yaml.safe_dump(self._config, sort_keys=False).encode())
+            yield from itertools.chain(first, rows)
 
     def _dataset(self) -> ray.data.Dataset:
         self._folder.commit()

@@ -4,63 +4,76 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import typer
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from rayspec.config import EngineConfig, ParallelOptions, SamplingParams, SpeculationOptions
+from rayspec.config import EngineConfig, Options, ParallelOptions, SamplingParams, SpeculationOptions
 from rayspec.service.settings import Settings, make_settings
 
 _ENGINE_PANEL, _SPECULATION_PANEL, _PARALLEL_PANEL, _SAMPLING_PANEL = "Engine", "Speculation", "Shards", "Sampling"
 _PANELS = ((EngineConfig, _ENGINE_PANEL), (SpeculationOptions, _SPECULATION_PANEL), (ParallelOptions, _PARALLEL_PANEL))
 _NOT_FLAGS = {"n"}  # a row has one output
 
+OwnOptions = TypeVar("OwnOptions", bound=Options)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What a command line says about the engine and the sampling."""
+    """What a command line says about the engine and the sampling, and by `own` about the command's own options."""
 
     file: Path | None = None
     overrides: Sequence[str] = ()
     flags: dict[str, Any] = field(default_factory=dict)
     sampling: SamplingParams | None = None
+    own: Mapping[str, Any] = field(default_factory=dict)
 
     def settings(self) -> Settings:
         """Merged and validated. Raises ConfigError."""
         return make_settings(file=self.file, overrides=self.overrides, flags=self.flags, sampling=self.sampling)
 
+    def own_options(self, options: type[OwnOptions]) -> OwnOptions:
+        """Validated. Raises ConfigError."""
+        return options(**{name: value for name, value in self.own.items() if value is not None})
 
-def with_settings(*, sampling: SamplingParams | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+
+def with_settings(
+    *, sampling: SamplingParams | None = None, own: tuple[type[Options], str] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Gives a typer command the flags of the engine: its parameter `asked` receives them.
 
-    sampling: what holds where the command line says nothing; None gives no sampling flags.
+    sampling: what holds where the command line says nothing; None gives no sampling flags. own: a group of options that
+    the command has beside the engine's, and the title of its flags.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         hints = get_type_hints(command, include_extras=True)
-        own = [
+        parameters = [
             parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
             for name, parameter in inspect.signature(command).parameters.items()
             if name != "asked"
         ]
         generated = list(_flags(sampling))
         names = {parameter.name for parameter in generated}
+        owned = list(_group_flags(*own)) if own is not None else []
+        own_names = {parameter.name for parameter in owned}
 
         @wraps(command)
         def wrapper(**values: Any) -> None:
             flags = {name: values.pop(name) for name in names}
             file, overrides = values.pop("config"), values.pop("set_") or ()
-            command(asked=Asked(file=file, overrides=overrides, flags=flags, sampling=sampling), **values)
+            mine = {name: values.pop(name) for name in own_names}
+            command(asked=Asked(file=file, overrides=overrides, flags=flags, sampling=sampling, own=mine), **values)
 
         del wrapper.__dict__["__wrapped__"]
         wrapper.__annotations__ = {}
-        wrapper.__signature__ = inspect.Signature([*own, *_FILE_FLAGS, *generated])  # type: ignore[attr-defined]
+        wrapper.__signature__ = inspect.Signature([*parameters, *owned, *_FILE_FLAGS, *generated])  # type: ignore[attr-defined]
         return wrapper
 
     return decorate
@@ -95,12 +108,16 @@ _FILE_FLAGS = (
 
 def _flags(sampling: SamplingParams | None) -> Iterator[inspect.Parameter]:
     for options, panel in _PANELS:
-        for name, info in options.model_fields.items():
-            yield from _flag(name, info, info.default, panel)
+        yield from _group_flags(options, panel)
     if sampling is not None:
         for name, info in SamplingParams.model_fields.items():
             if name not in _NOT_FLAGS:
                 yield from _flag(name, info, getattr(sampling, name), _SAMPLING_PANEL)
+
+
+def _group_flags(options: type[Options], panel: str) -> Iterator[inspect.Parameter]:
+    for name, info in options.model_fields.items():
+        yield from _flag(name, info, info.default, panel)
 
 
 def _flag(name: str, info: FieldInfo, default: Any, panel: str) -> Iterator[inspect.Parameter]:

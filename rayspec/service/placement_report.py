@@ -133,9 +133,14 @@ def place(config: PretrainedConfig, options: PlacementOptions) -> Placement:
     Where nothing fits, layers are spread by time alone and `missing_bytes` says what is lacking. Raises ConfigError for
     GPUs that are unknown or too few, and what `model_sizes` and `partition` raise.
     """
-    groups = _tensor_groups(parse_gpus(options.gpus), options.tensor)
-    dtype = _dtype(options, config)
+    dtype = placed_dtype(options.dtype, config)
     sizes = model_sizes(config, dtype=dtype, quantization=options.quantization, tensor=options.tensor)
+    return place_sizes(sizes, dtype, options)
+
+
+def place_sizes(sizes: ModelSizes, dtype: torch.dtype, options: PlacementOptions) -> Placement:
+    """`place` for sizes that are known already, those of a rank of `options.tensor`."""
+    groups = _tensor_groups(parse_gpus(options.gpus), options.tensor)
     num_stages, choice = _num_stages(sizes, groups, options)
     costs, devices = _costs(sizes, groups[:num_stages], options)
     spread = devices
@@ -227,10 +232,10 @@ def _tensor_groups(gpus: Sequence[Gpu], tensor: int) -> list[tuple[Device, float
     return groups
 
 
-def _dtype(options: PlacementOptions, config: PretrainedConfig) -> torch.dtype:
+def placed_dtype(asked: DType, config: PretrainedConfig) -> torch.dtype:
     """What "auto" stands for: the dtype in the config, bfloat16 where it has none."""
     own = getattr(config, "dtype", None) or torch.bfloat16
-    dtype: torch.dtype = own if options.dtype == "auto" else getattr(torch, options.dtype)
+    dtype: torch.dtype = own if asked == "auto" else getattr(torch, asked)
     return dtype
 
 

@@ -57,3 +57,14 @@ def test_the_radius_is_twice_the_farthest_that_a_sample_lies_from_an_anchor_not_
     assert radius(samples * 2.0, samples[:3]) == pytest.approx(2 * farthest)
     assert radius(samples[:1], samples[:1]) == 0.0
     assert all(radius(samples, samples[list(some)]) > 0 for some in itertools.combinations(range(6), 2))
+
+
+def test_where_other_domains_are_known_it_is_half_way_to_the_nearest_of_their_anchors() -> None:
+    rng = np.random.default_rng(3)
+    centres = np.eye(5)[:3]
+    domains = [unit_rows(centre + 0.02 * rng.normal(size=(6, 5))) for centre in centres]
+    own, others = domains[0], [rows[:4] for rows in domains[1:]]
+    gap = min(1 - float(one @ other) for one in own[:3] for rows in others for other in rows)
+    assert radius(own * 3.0, own[:3], others) == pytest.approx(gap / 2)
+    near = unit_rows(centres[0] + 0.02 * rng.normal(size=(6, 5)))
+    assert radius(own, own[:3], [near]) == radius(own, own[:3]), "never less than the samples need"

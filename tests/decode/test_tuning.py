@@ -14,14 +14,15 @@ from rayspec.config import EngineConfig, SamplingParams, TuningOptions
 from rayspec.decode.engine import Engine
 from rayspec.decode.loading import load_engine
 from rayspec.decode.rounds import RoundResult
-from rayspec.decode.selection.base import Situation
+from rayspec.decode.selection.base import FixedPlan, Situation
 from rayspec.decode.selection.saved_plans import ModelIdentity, SavedPlans
 from rayspec.decode.selection.self_sd import SelfSD
 from rayspec.decode.tuning import features_of, knapspec_plan, tune_domains, tune_plan
-from rayspec.types import ConfigError, EmptyPromptError, Plan
+from rayspec.types import ConfigError, EmptyPromptError, Plan, no_draft
 from tests.demo_model import demo_parts, demo_prompts
 from tests.engines import complete, engine_with, require_idle, tokens_of
 from tests.families import cases, checkpoint, parts_of, ragged_prompts, reference
+from tests.pipeline.loop import loop_engine
 from tests.strategies import LENGTHS, latency, saved_plan
 
 PROMPTS = ragged_prompts([30, 12, 50])
@@ -119,15 +120,29 @@ def test_what_fails_in_the_middle_leaves_the_engine_as_it_was(monkeypatch: pytes
     require_idle(engine)
 
 
-def test_features_are_the_mean_of_the_last_states_of_a_prompts_first_tokens() -> None:
+def test_a_feature_is_the_last_state_of_the_first_token_of_an_answer() -> None:
     path = checkpoint("llama")
     known = cases(path, LENGTHS[:2], 12)
-    features = features_of(_engine(), known.prompts, TuningOptions(max_tokens=12))
+    engine = _engine()
+    features = features_of(engine, known.prompts)
+    assert engine.stats.num_generated_tokens <= 4, "it stops when it has looked"
+    require_idle(engine)
     for feature, prompt, output in zip(features, known.prompts, known.expected, strict=True):
         with torch.no_grad():
             states = reference(path).model(torch.tensor([[*prompt, *output]])).last_hidden_state[0]
-        first = len(prompt)  # the first token that a round begins with; eight of them are tapped
-        np.testing.assert_allclose(feature, states[first : first + 8].mean(dim=0).numpy(), atol=1e-4)
+        np.testing.assert_allclose(feature, states[len(prompt)].numpy(), atol=1e-4)
+
+
+def test_a_prompt_that_fills_the_model_has_no_feature() -> None:
+    with pytest.raises(ConfigError, match="no room for an answer"):
+        features_of(_engine(max_model_len=31), ragged_prompts([30]))
+
+
+def test_over_shards_features_are_the_same() -> None:
+    path = checkpoint("llama")
+    prompts = cases(path, LENGTHS[:2], 12).prompts
+    with loop_engine(path, 2, FixedPlan(no_draft(8, "ar"))) as run:
+        np.testing.assert_allclose(features_of(run.engine, prompts), features_of(_engine(), prompts), atol=1e-4)
 
 
 def test_each_domain_gets_its_plan_and_its_anchors() -> None:
@@ -137,7 +152,7 @@ def test_each_domain_gets_its_plan_and_its_anchors() -> None:
     saved = tune_domains(engine, domains, options, model=MODEL)
     assert [(plan.domain, len(plan.anchors)) for plan in saved.plans] == [("law", 3), ("code", 2)]
     for plan in saved.plans:
-        features = features_of(engine, domains[plan.domain], options)
+        features = features_of(engine, domains[plan.domain])
         directions = [np.asarray(feature) / np.linalg.norm(feature) for feature in features]
         for anchor in plan.anchors:
             assert min(float(np.linalg.norm(direction - anchor)) for direction in directions) < 1e-3

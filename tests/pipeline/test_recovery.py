@@ -14,30 +14,70 @@ def dead(pulse: Pulse) -> list[str]:
     return [death.name for death in pulse.deaths()]
 
 
+def dead_after(seconds: int, clock: Clock, pulse: Pulse) -> list[str]:
+    """Who is, when somebody has looked every second."""
+    found = dead(pulse)
+    for _ in range(seconds):
+        clock.now += 1
+        found = dead(pulse)
+    return found
+
+
 def test_who_is_silent_for_too_long_is_dead() -> None:
     clock = Clock()
     pulse = Pulse(10.0, clock)
     pulse.watch(["a", "b"])
-    clock.now += 9
+    assert dead_after(9, clock, pulse) == []
     pulse.hear("b")
-    assert dead(pulse) == []
-    clock.now += 2
-    assert dead(pulse) == ["a"]
+    assert dead_after(2, clock, pulse) == ["a"]
     assert "a has not been heard of for 11.0 s" in pulse.deaths()[0].reason
-    clock.now += 9
-    assert dead(pulse) == ["a", "b"]
+    assert dead_after(9, clock, pulse) == ["a", "b"]
+
+
+def test_while_nobody_looked_nobody_died() -> None:
+    """A machine that was suspended, with all processes on it."""
+    clock = Clock()
+    pulse = Pulse(10.0, clock)
+    pulse.watch(["a", "b"])
+    assert dead_after(5, clock, pulse) == []
+    clock.now += 3600
+    assert dead(pulse) == []
+    pulse.hear("a")
+    assert dead_after(2, clock, pulse) == []
+    assert dead_after(1, clock, pulse) == ["b"]  # 5 s, of the long while 2.5 s, and 3 s
+
+
+def test_who_seldom_looks_finds_the_dead_too() -> None:
+    clock = Clock()
+    pulse = Pulse(10.0, clock)
+    pulse.watch(["a"])
+    found = []
+    for _ in range(5):
+        clock.now += 100
+        found.append(dead(pulse))
+    assert found == [[], [], [], [], ["a"]]
+
+
+def test_who_was_heard_of_since_the_last_look_is_not_heard_of_in_the_future() -> None:
+    clock = Clock()
+    pulse = Pulse(10.0, clock)
+    pulse.watch(["a"])
+    clock.now += 100
+    pulse.hear("a")
+    assert dead(pulse) == []
+    assert dead_after(10, clock, pulse) == []
+    assert dead_after(1, clock, pulse) == ["a"]
 
 
 def test_only_who_is_watched_is_missed_and_watching_starts_anew() -> None:
     clock = Clock()
     pulse = Pulse(10.0, clock)
     pulse.watch(["a"])
-    clock.now += 20
+    assert dead_after(10, clock, pulse) == []
     pulse.hear("stranger", busy_s=2 * STUCK_AFTER_S)
     pulse.watch(["b"])
-    assert dead(pulse) == []
-    clock.now += 11
-    assert dead(pulse) == ["b"]
+    assert dead_after(10, clock, pulse) == []
+    assert dead_after(1, clock, pulse) == ["b"]
 
 
 def test_who_is_busy_with_one_thing_for_too_long_is_stuck() -> None:

@@ -10,9 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from rayspec.config import EngineConfig
-from rayspec.service.bench import BenchOptions
 from rayspec.service.bench_data import BARE, RAY_DATA, DataSample, data_markdown, data_rows, run_data_bench
+from rayspec.service.bench_options import BenchOptions
 from rayspec.service.cli import app
+from rayspec.service.workloads import WorkloadOptions
 from rayspec.types import ConfigError
 
 
@@ -41,18 +42,15 @@ def test_texts_that_differ_or_are_missing_are_counted() -> None:
     assert [(row.identical, row.total) for row in data_rows(lost)] == [(2, 2), (1, 2)]
 
 
-def options(**changes: Any) -> BenchOptions:
+def options(*, input_: str = "demo", **changes: Any) -> BenchOptions:
     values = {
         "engine": EngineConfig(model="demo", dtype="float32", device="cpu", num_threads=1),
-        "input": "demo",
-        "context": 150,
+        "workloads": WorkloadOptions(inputs=(input_,), contexts=(150,), num_prompts=12),
         "strategies": ("ar",),
         "max_tokens": 4,
-        "num_prompts": 12,
         "batch": 4,
         "repeats": 1,
         "widen": 1,
-        "hf": False,
     }
     return BenchOptions(**(values | changes))
 
@@ -76,7 +74,7 @@ def test_a_real_one_is_measured(ray_cluster: None) -> None:
 def test_rows_that_fail_cannot_be_measured(ray_cluster: None, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n', encoding="utf-8")
     with pytest.raises(Exception, match="there is nothing to work on"):
-        run_data_bench(options(input=str(tmp_path / "a.jsonl")), lambda line: None)
+        run_data_bench(options(input_=str(tmp_path / "a.jsonl")), lambda line: None)
 
 
 def test_one_strategy_at_a_time() -> None:

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rayspec.config import EngineConfig, SamplingParams
-from rayspec.service.bench import BenchOptions
+from rayspec.service.bench_options import BenchOptions
 from rayspec.service.bench_pipeline import (
     case_config,
     num_prefilled,
@@ -17,23 +17,21 @@ from rayspec.service.bench_pipeline import (
 )
 from rayspec.service.cli import app
 from rayspec.service.pipeline_result import Case, HopTimes, PipelineRun, Stretch, pipeline_markdown, pipeline_rows
+from rayspec.service.workloads import WorkloadOptions
 from rayspec.types import ConfigError, EngineStats
 from tests.engines import RandomPlans, engine_with, requests_for
 from tests.families import checkpoint, parts_of, ragged_prompts
 
 
-def options(**changes: Any) -> BenchOptions:
+def options(*, num_prompts: int = 2, **changes: Any) -> BenchOptions:
     values = {
         "engine": EngineConfig(model="demo", dtype="float32", device="cpu"),
-        "input": "demo",
-        "context": 150,
+        "workloads": WorkloadOptions(inputs=("demo",), contexts=(150,), num_prompts=num_prompts),
         "strategies": ("ar",),
         "max_tokens": 24,
-        "num_prompts": 2,
         "batch": 1,
         "repeats": 1,
         "widen": 1,
-        "hf": False,
     }
     return BenchOptions(**(values | changes))
 

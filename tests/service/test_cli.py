@@ -167,41 +167,6 @@ def test_version_names_what_it_stands_on(run: Run) -> None:
     assert [line.split()[0] for line in lines] == ["rayspec", "torch", "transformers", "ray", "pyarrow"]
 
 
-def test_bench_compares_strategies_on_the_same_prompts(run: Run, tmp_path: Path) -> None:
-    result = run(
-        *("bench", "--model", "demo", "--dtype", "float32", "--threads", "1", "--context", "150", "--max-tokens", "12"),
-        *("--num-prompts", "3", "--batch", "2", "--repeats", "2", "--strategies", "static", "--skip", "5", "--no-gate"),
-        *("--json", "out/b.json"),
-    )
-    assert result.exit_code == 0, result.output
-    saved = json.loads((tmp_path / "out" / "b.json").read_text(encoding="utf-8"))
-    assert all(100 < tokens <= 150 for tokens in saved["prompt_tokens"])
-    rows = {row["strategy"]: row for row in saved["results"]}
-    assert list(rows) == ["ar", "static", "hf"]
-    for row in rows.values():
-        assert (row["identical"], row["total"]) == (6, 6)
-        assert row["tokens_per_s"] > 0
-    assert rows["static"]["acceptance_rate"] is not None
-    assert saved["environment"]["threads"] == 1
-
-
-def test_bench_widens_into_a_folder_that_it_removes(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    result = run(
-        *("bench", "--model", "demo", "--widen", "2", "--dtype", "float32", "--threads", "1", "--context", "150"),
-        *("--max-tokens", "6", "--num-prompts", "1", "--repeats", "1", "--strategies", "ar", "--no-hf"),
-    )
-    assert result.exit_code == 0, result.output
-    assert not list(tmp_path.glob("rayspec-wide-*"))
-
-
-def test_bench_refuses_a_strategy_it_does_not_know(run: Run) -> None:
-    result = run("bench", "--model", "demo", "--strategies", "ar,knapspac")
-    assert result.exit_code == 2
-    assert "did you mean 'knapspec'?" in result.stderr
-
-
 def test_ctrl_c_leaves_the_rows_so_far(tmp_path: Path) -> None:
     write_rows(tmp_path / "in.jsonl", *({"id": str(n), "prompt": "The annual review of"} for n in range(100_000)))
     command = [sys.executable, "-m", "rayspec.service.cli", "generate", "in.jsonl", "-o", "out.jsonl", *PLAIN]

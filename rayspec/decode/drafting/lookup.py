@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 _MAX_PLACES = 8  # of one n-gram that are compared: the latest
 _LONGEST_MATCH = 32  # tokens that are compared
+# Tokens that must match where what a match is worth is learned, and no number of them given.
+SHORTEST_MATCH = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,36 +28,51 @@ NOTHING = Proposal()
 
 
 class LookupIndex:
-    """Where each n-gram of a growing text has ended. Costs the same for every token, however long the text is."""
+    """Where each n-gram of a growing text has ended. Costs the same for every token, however long the text is.
 
-    def __init__(self, ngram: int) -> None:
-        self._ngram = ngram
+    ngram: tokens that must match; shortest: that will do where so many do not.
+    """
+
+    def __init__(self, ngram: int, shortest: int | None = None) -> None:
         self._token_ids: list[int] = []
         self._num_indexed = 0
-        self._ends: dict[tuple[int, ...], list[int]] = {}  # n-gram -> how many tokens come up to its end
+        lengths = range(ngram, (shortest or ngram) - 1, -1)
+        # Of each length of n-grams, the longest first: n-gram -> how many tokens come up to its end.
+        self._ends: dict[int, dict[tuple[int, ...], list[int]]] = {length: {} for length in lengths}
 
     def extend_to(self, token_ids: Sequence[int]) -> None:
         """The whole text so far, which begins with what it was before."""
-        self._token_ids.extend(token_ids[len(self._token_ids) :])
-        for end in range(max(self._num_indexed, self._ngram), len(self._token_ids)):
-            ends = self._ends.setdefault(tuple(self._token_ids[end - self._ngram : end]), [])
-            ends.append(end)
-            del ends[:-_MAX_PLACES]
-        self._num_indexed = len(self._token_ids)
-
-    def propose(self, num_tokens: int) -> Proposal:
-        """At most so many tokens, from the place with the longest match; of equals from the latest."""
         text = self._token_ids
-        newest = tuple(text[len(text) - self._ngram :])
-        places = self._ends.get(newest, ()) if num_tokens > 0 else ()
-        if not places:
-            return NOTHING
-        num_matched, end = max((self._matched(place), place) for place in places)
-        return Proposal(tuple(self._continued(end, num_tokens)), num_matched)
+        text.extend(token_ids[len(text) :])
+        for length, ends_of in self._ends.items():
+            for end in range(max(self._num_indexed, length), len(text)):
+                ends = ends_of.setdefault(tuple(text[end - length : end]), [])
+                ends.append(end)
+                del ends[:-_MAX_PLACES]
+        self._num_indexed = len(text)
 
-    def _matched(self, end: int) -> int:
-        """How many tokens before `end` are the newest ones of the text."""
-        text, length = self._token_ids, self._ngram
+    def propose(self, num_tokens: int, drafted: Sequence[int] = ()) -> Proposal:
+        """At most so many tokens, from the place with the longest match; of equals from the latest. drafted: tokens
+        that go on the text for the moment, and are not looked for."""
+        num_committed = len(self._token_ids)
+        self._token_ids.extend(drafted)
+        try:
+            return self._proposed(num_tokens)
+        finally:
+            del self._token_ids[num_committed:]
+
+    def _proposed(self, num_tokens: int) -> Proposal:
+        text = self._token_ids
+        if num_tokens > 0:
+            for length, ends_of in self._ends.items():
+                if places := ends_of.get(tuple(text[len(text) - length :])):
+                    num_matched, end = max((self._matched(place, length), place) for place in places)
+                    return Proposal(tuple(self._continued(end, num_tokens)), num_matched)
+        return NOTHING
+
+    def _matched(self, end: int, length: int) -> int:
+        """How many tokens before `end` are the newest ones of the text, which `length` are."""
+        text = self._token_ids
         longest = min(end, _LONGEST_MATCH)
         while length < longest and text[end - 1 - length] == text[-1 - length]:
             length += 1

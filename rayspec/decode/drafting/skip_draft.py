@@ -1,7 +1,8 @@
 """The target drafts for itself with the sublayers its plan keeps.
 
 A draft is a chain of tokens, or a tree: a chain, its *spine*, with alternatives to its tokens beside it that nothing
-follows (SWIFT, Xia et al. 2025). What was found elsewhere may be any tree.
+follows (SWIFT, Xia et al. 2025). What was found elsewhere may be any tree. Where the tokens drafted so far stand in the
+text already, what followed them there may go on the draft: it costs no step.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from rayspec.decode.head import Head
 from rayspec.decode.passes import Pass
 from rayspec.decode.runner import RowSpan
 from rayspec.decode.sampling import Drafts, Rows, depths_of, draft_tokens
+from rayspec.planning.lookup import DraftUntilFound
 from rayspec.types import Plan
 
 # Given each drafting sequence's confidences so far, says which of them draft one more token. It must depend on nothing
@@ -55,16 +57,22 @@ class Turn:
 
 @dataclass(slots=True)
 class Draft:
-    """What was drafted for one turn. confidences: of each token of the spine, where the model has drafted it. parents:
-    see `Turn`; a chain has none."""
+    """What was drafted for one turn. confidences: of each token of the spine that the model has drafted; these come
+    first. parents: see `Turn`; a chain has none. num_matched: tokens that matched where the rest was looked up."""
 
     token_ids: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
+    num_matched: int = 0
 
     @property
     def looked_up(self) -> bool:
         return bool(self.token_ids) and not self.confidences
+
+    @property
+    def num_drafted(self) -> int:
+        """Tokens of the spine that the model has drafted."""
+        return len(self.confidences)
 
     @property
     def length(self) -> int:
@@ -84,7 +92,7 @@ class Draft:
 class DraftRound:
     """Drafts by turn. Where rows are held for verify, the r-th row held is one of turn `owners[r]`.
 
-    logits: processed, of each turn's tokens, [V] each; kept for rejection verification only.
+    logits: processed, of each turn's tokens that the model has drafted, [V] each; kept for rejection verification only.
     """
 
     drafts: list[Draft]
@@ -120,8 +128,8 @@ def draft(
     keep_drafting: KeepDrafting | None,
     hold_at: int,
 ) -> Generator[Pass, Tensor, DraftRound]:
-    """Draft for every turn until its length is reached, it drafts a stop token, or `keep_drafting` ends it. What was
-    looked up is a draft already.
+    """Draft for every turn until its length is reached, it drafts a stop token, or `keep_drafting` ends it, be it that
+    what follows is looked up. What was looked up before is a draft already.
 
     Yields passes and is sent the states before the head. Keys and values of drafted rows go to the positions that
     verify overwrites. One host synchronisation a step.
@@ -145,7 +153,10 @@ def draft(
                 result.logits[index].append(row)
         for index, best in zip(active, ranked, strict=True):
             siblings[index].append(best)
-        active = _still_drafting(active, turns, result.drafts, keep_drafting)
+        active = _unfinished(active, turns, result.drafts)
+        if isinstance(keep_drafting, DraftUntilFound):
+            active = _look_up(head, active, turns, result.drafts, keep_drafting)
+        active = _worth_drafting(active, result.drafts, keep_drafting)
     if plan.tree_widths:
         for turn, one, others in zip(turns, result.drafts, siblings, strict=True):
             if others and (head.verification == "coupled" or head.sampler(turn.sequence_id).greedy):
@@ -167,11 +178,12 @@ def _append(drafts: Sequence[Draft], drawn: Drafts) -> list[list[int]]:
 
 
 def _siblings(spine: Draft, ranked: Sequence[Sequence[int]], widths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Alternatives to each drafted token: the tokens nearest to it, more of them the less sure it was. Together with
-    the spine no more than `max_tokens`; the earlier ones come first, which are the likelier to be reached."""
+    """Alternatives to each token that the model has drafted: the tokens nearest to it, more of them the less sure it
+    was. Together with the spine no more than `max_tokens`; the earlier ones come first, which are the likelier to be
+    reached."""
     num_left = max(0, max_tokens - len(spine.token_ids))
     siblings = []
-    for token, confidence, best in zip(spine.token_ids, spine.confidences, ranked, strict=True):
+    for token, confidence, best in zip(spine.token_ids, spine.confidences, ranked, strict=False):
         width = widths[sum(confidence <= bound for bound in SURENESS)]
         others = [other for other in best if other != token][: min(width - 1, num_left)]
         num_left -= len(others)
@@ -179,18 +191,37 @@ def _siblings(spine: Draft, ranked: Sequence[Sequence[int]], widths: Sequence[in
     return siblings
 
 
-def _still_drafting(
-    active: Sequence[int],
-    turns: Sequence[Turn],
-    drafts: Sequence[Draft],
-    keep_drafting: KeepDrafting | None,
-) -> list[int]:
-    open_ended = [
-        i
-        for i in active
-        if len(drafts[i].token_ids) < turns[i].max_draft_tokens and drafts[i].token_ids[-1] not in turns[i].end_tokens
+def _unfinished(active: Sequence[int], turns: Sequence[Turn], drafts: Sequence[Draft]) -> list[int]:
+    """Which may have one more token."""
+    return [
+        index
+        for index in active
+        if len(drafts[index].token_ids) < turns[index].max_draft_tokens
+        and drafts[index].token_ids[-1] not in turns[index].end_tokens
     ]
-    if keep_drafting is None or not open_ended:
-        return open_ended
-    worth = keep_drafting([drafts[i].confidences for i in open_ended])
-    return [i for i, keep in zip(open_ended, worth, strict=True) if keep]
+
+
+def _look_up(
+    head: Head, active: Sequence[int], turns: Sequence[Turn], drafts: Sequence[Draft], rule: DraftUntilFound
+) -> list[int]:
+    """Goes on with what followed the drafted tokens before, where that is worth more than to draft on; returns those
+    that draft on."""
+    drafting = []
+    for index in active:
+        turn, one = turns[index], drafts[index]
+        num_left = turn.max_draft_tokens - len(one.token_ids)
+        found = head.lookup(turn.sequence_id, rule.ngram, rule.shortest).propose(num_left, one.token_ids)
+        num_taken = rule.num_looked_up(one.confidences, found.num_matched, len(found.token_ids))
+        if num_taken:
+            one.token_ids.extend(found.token_ids[:num_taken])
+            one.num_matched = found.num_matched
+        else:
+            drafting.append(index)
+    return drafting
+
+
+def _worth_drafting(active: list[int], drafts: Sequence[Draft], keep_drafting: KeepDrafting | None) -> list[int]:
+    if keep_drafting is None or not active:
+        return active
+    worth = keep_drafting([drafts[index].confidences for index in active])
+    return [index for index, keep in zip(active, worth, strict=True) if keep]

@@ -12,54 +12,42 @@ from collections.abc import Sequence
 
 from rayspec.config import SpeculationOptions
 from rayspec.decode.drafting.skip_draft import KeepDrafting
-from rayspec.decode.questions import Steadiness, Steady
+from rayspec.decode.questions import Answer, Steadiness, Steady
 from rayspec.decode.rounds import RoundResult
-from rayspec.decode.selection.base import Search, Situation
-from rayspec.decode.selection.current_plan import CurrentPlan
+from rayspec.decode.selection.base import Situation
 from rayspec.decode.selection.in_use import Tested
-from rayspec.decode.selection.inquiry import Inquiry
+from rayspec.decode.selection.inquiring import Inquiring
 from rayspec.decode.selection.self_sd import DraftThreshold
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.stopping import DraftWhileSure
 from rayspec.types import Plan, PlanRecord
 
 
-class ASD:
+class ASD(Inquiring):
     """Selector. No draft until the first cosines are known, nor while none of them exceeds the threshold."""
 
-    gate_reason = "the gate is off"
-
     def __init__(self, options: SpeculationOptions, latency: LatencyModel) -> None:
+        super().__init__("asd", latency, interval=options.asd.interval)
         self._options = options.asd
         self._max_draft_tokens = options.max_draft_tokens
         self._is_attention = [name.startswith("attention") for name in latency.sublayers]
-        self._current = CurrentPlan("asd", latency)
-        self._inquiry = Inquiry(options.asd.interval)
         self._draft_threshold = DraftThreshold(options.asd.exit_threshold, target=options.asd.target)
-
-    @property
-    def wants_taps(self) -> bool:
-        return self._inquiry.wants_taps
-
-    def plan(self, situation: Situation) -> Plan:
-        return self._current.plan
 
     def keep_drafting(self, situation: Situation) -> KeepDrafting | None:
         return DraftWhileSure(threshold=self._draft_threshold.value)
 
     def observe(self, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
-        self._current.observe(situation, plan, result, num_tokens, seconds)
-        self._inquiry.observe(num_tokens / situation.batch)
+        super().observe(situation, plan, result, num_tokens, seconds)
         tested = Tested.of(plan, result)
         self._draft_threshold.observe(
             num_accepted=tested.num_accepted, num_drafted=tested.num_drafted, reached_length=tested.reached_length
         )
 
-    def improve(self, situation: Situation, search: Search) -> PlanRecord | None:
-        question = Steadiness(num_tokens=self._options.num_tap_tokens)
-        answer = self._inquiry.advance(situation, search, question)
-        if not isinstance(answer, Steady):
-            return None
+    def _question(self, situation: Situation) -> Steadiness:
+        return Steadiness(num_tokens=self._options.num_tap_tokens)
+
+    def _decide(self, situation: Situation, answer: Answer) -> PlanRecord | None:
+        assert isinstance(answer, Steady)
         keep = without_steady_attention(self._is_attention, answer.cosines, self._options.threshold)
         if keep == self._current.plan.keep:
             return None

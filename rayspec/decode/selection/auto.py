@@ -7,13 +7,15 @@ from dataclasses import replace
 from operator import itemgetter
 
 from rayspec.config import SpeculationOptions
-from rayspec.decode.drafting.skip_draft import KeepDrafting
+from rayspec.decode.drafting.lookup import SHORTEST_MATCH
+from rayspec.decode.drafting.skip_draft import Draft, KeepDrafting
 from rayspec.decode.rounds import RoundResult
 from rayspec.decode.selection.base import Search, Situation
 from rayspec.decode.selection.knapspec import Candidate, KnapSpec
+from rayspec.planning.acceptance import DraftWhileWorth
 from rayspec.planning.latency import LatencyModel
-from rayspec.planning.lookup import LookupRecord, best_lookup
-from rayspec.planning.round_costs import RecentMean, RoundCosts, RoundShape
+from rayspec.planning.lookup import DraftUntilFound, LookupRecord, best_lookup, survival
+from rayspec.planning.round_costs import RecentMean, RecentRate, RoundCosts, RoundShape
 from rayspec.types import Plan, PlanRecord, no_draft
 
 # By how much another kind of round must promise more than KnapSpec's own: promises of the best of several are high.
@@ -22,7 +24,7 @@ _MARGIN = 1.05
 
 class _SkipRounds:
     """What the rounds of KnapSpec's draft were like lately, by sequence: tokens committed, tokens drafted; and their
-    draft steps."""
+    draft steps. Of drafts that lookup went on with, what the model has drafted counts."""
 
     def __init__(self) -> None:
         self.committed = RecentMean(1.0)
@@ -47,8 +49,11 @@ class Auto:
     def __init__(self, options: SpeculationOptions, latency: LatencyModel, *, known: Sequence[Candidate] = ()) -> None:
         self._knapspec = KnapSpec(options, latency, known=known)
         self._lookup_plan = no_draft(len(latency.sublayers), "lookup")
+        self._ngram = options.lookup_ngram
+        self._chosen = self._lookup_plan  # for the round that begins
         self._costs = RoundCosts(latency)
         self._lookup = LookupRecord()
+        self._lookup_rounds = RecentRate()
         self._skip_rounds = _SkipRounds()
         self._num_rounds = self._num_looked_up = 0
 
@@ -62,6 +67,52 @@ class Auto:
         return f"{self._knapspec.gate_reason}; {share:.0%} of the rounds verified looked-up tokens"
 
     def plan(self, situation: Situation) -> Plan:
+        self._chosen = self._best(situation)
+        return self._chosen
+
+    def keep_drafting(self, situation: Situation) -> KeepDrafting | None:
+        """As KnapSpec has it; but where the drafted tokens stand in the text already, what followed them there may go
+        on the draft, and ends it."""
+        if not self._chosen.num_draft_tokens:
+            return None
+        worth = self._knapspec.keep_drafting(situation)
+        if not isinstance(worth, DraftWhileWorth):
+            return worth
+        plain_s = self._costs.seconds(
+            RoundShape(rows=situation.batch, context=situation.context, batch=situation.batch)
+        )
+        drafted_rate = self._base_rate(situation, self._chosen)
+        rate = max(drafted_rate, self._lookup_rounds.value)
+        return DraftUntilFound(
+            worth=worth,
+            ngram=self._ngram,
+            shortest=SHORTEST_MATCH,
+            by_class=self._lookup.by_class,
+            min_survival=rate * self._costs.row_s(context=situation.context, batch=situation.batch),
+            drafting_gain=drafted_rate * plain_s / situation.batch,
+        )
+
+    def observe(self, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
+        self._learn_lookup(situation, result)
+        shape = _shape_of(situation, plan, result)
+        self._costs.observe(shape, draft_s=result.draft_s, verify_s=result.verify_s, seconds=seconds)
+        self._num_rounds += 1
+        self._num_looked_up += any(len(one.token_ids) > one.num_drafted for one in result.drafts)
+        if plan.num_lookup_tokens:
+            if not result.num_draft_steps:
+                self._lookup_rounds.observe(num_tokens, seconds)
+            return
+        own = _of_the_model(result)
+        num_own = num_tokens - sum(result.num_accepted) + sum(own.num_accepted)
+        if result.num_draft_steps:
+            self._skip_rounds.observe(own, num_own)
+        own_s = self._costs.seconds(_shape_of(situation, plan, own)) / self._costs.seconds(shape) * seconds
+        self._knapspec.observe(situation, plan, own, num_own, own_s)
+
+    def improve(self, situation: Situation, search: Search) -> PlanRecord | None:
+        return self._knapspec.improve(situation, search)
+
+    def _best(self, situation: Situation) -> Plan:
         base = self._knapspec.plan(situation)
         if not any(proposal.token_ids for proposal in situation.proposals()):
             return base
@@ -70,24 +121,15 @@ class Auto:
             ways.append(self._looked_up(situation, base))
         return max(ways, key=itemgetter(0))[1]
 
-    def keep_drafting(self, situation: Situation) -> KeepDrafting | None:
-        return self._knapspec.keep_drafting(situation)
-
-    def observe(self, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
+    def _learn_lookup(self, situation: Situation, result: RoundResult) -> None:
+        """From what could have been looked up before the round, and from what was while it drafted."""
         for proposal, committed in zip(situation.proposals(), result.committed, strict=True):
             if proposal.token_ids:
                 self._lookup.observe(proposal.num_matched, proposal.token_ids, committed.token_ids)
-        shape = _shape_of(situation, plan, result)
-        self._costs.observe(shape, draft_s=result.draft_s, verify_s=result.verify_s, seconds=seconds)
-        self._num_rounds += 1
-        self._num_looked_up += any(one.looked_up for one in result.drafts)
-        if not plan.num_lookup_tokens:
-            if result.num_draft_steps:
-                self._skip_rounds.observe(result, num_tokens)
-            self._knapspec.observe(situation, plan, result, num_tokens, seconds)
-
-    def improve(self, situation: Situation, search: Search) -> PlanRecord | None:
-        return self._knapspec.improve(situation, search)
+        for one, committed, num_accepted in zip(result.drafts, result.committed, result.num_accepted, strict=True):
+            if one.num_matched and num_accepted >= one.num_drafted:
+                added, came = one.token_ids[one.num_drafted :], committed.token_ids[one.num_drafted :]
+                self._lookup.observe(one.num_matched, added, came)
 
     def _base_rate(self, situation: Situation, base: Plan) -> float:
         """Tokens per second of KnapSpec's own round."""
@@ -110,9 +152,9 @@ class Auto:
         """The best number of looked-up tokens, and tokens per second, where the others go on by `base`."""
         context, batch, rounds = situation.context, situation.batch, self._skip_rounds
         proposals = situation.proposals()
-        available = [len(proposal.token_ids) for proposal in proposals]
-        acceptance = [self._lookup.acceptance(proposal.num_matched) for proposal in proposals]
-        num_others = available.count(0) if base.drafts else 0
+        by_class = self._lookup.by_class
+        survivals = [survival(by_class, one.num_matched, len(one.token_ids)) for one in proposals]
+        num_others = survivals.count([]) if base.drafts else 0
 
         def seconds(taken: Sequence[int]) -> float:
             return self._costs.seconds(
@@ -127,7 +169,7 @@ class Auto:
             )
 
         more = num_others * (rounds.committed.value - 1)
-        found = best_lookup(acceptance, available, seconds, num_tokens_beside=more)
+        found = best_lookup(survivals, seconds, num_tokens_beside=more)
         return found.rate, replace(base, num_lookup_tokens=found.num_tokens)
 
 
@@ -139,4 +181,15 @@ def _shape_of(situation: Situation, plan: Plan, result: RoundResult) -> RoundSha
         rows=situation.batch + sum(len(one.token_ids) for one in result.drafts),
         context=situation.context,
         batch=situation.batch,
+    )
+
+
+def _of_the_model(result: RoundResult) -> RoundResult:
+    """The round as if nothing had been looked up while it drafted."""
+    if not any(one.num_matched for one in result.drafts):
+        return result
+    return replace(
+        result,
+        drafts=[Draft(one.token_ids[: one.num_drafted], one.confidences) for one in result.drafts],
+        num_accepted=[min(k, one.num_drafted) for k, one in zip(result.num_accepted, result.drafts, strict=True)],
     )

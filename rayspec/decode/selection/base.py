@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 from rayspec.decode.drafting.lookup import Proposal
 from rayspec.decode.drafting.skip_draft import KeepDrafting
@@ -17,22 +17,30 @@ from rayspec.types import Plan, PlanRecord
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
     """What a plan is chosen for. context: mean tokens a sequence holds; elapsed_s: engine time so far;
-    num_outstanding_tokens: tokens that running and waiting requests may still want. proposals: what can be looked up
-    for each sequence; found when it is asked for."""
+    num_outstanding_tokens: tokens that running and waiting requests may still want. sequence_ids: the batch, each the
+    same as long as it lives. proposals: what can be looked up for each sequence; found when it is asked for."""
 
     context: int
     batch: int
     elapsed_s: float
     num_outstanding_tokens: int
+    sequence_ids: Sequence[str] = ()
     proposals: Callable[[], Sequence[Proposal]] = tuple
 
 
-# Asks recently tapped tokens; None while there are too few. It is cancelled when they are gone.
-Search: TypeAlias = Callable[[Question], Future[Answer] | None]
+class Search(Protocol):
+    """Asks the tokens tapped last, of one sequence where it is named; None while there are too few. It is cancelled
+    when they are gone."""
+
+    def __call__(self, question: Question, sequence_id: str | None = None) -> Future[Answer] | None: ...
 
 
 class Selector(Protocol):
-    """`plan` is pure bookkeeping and costs nothing; `improve` may have time spent, within the selector's budget."""
+    """`plan` is pure bookkeeping and costs nothing; `improve` may have time spent, within the selector's budget.
+
+    Of each round it is asked `plan`, `keep_drafting` and `wants_taps`, in this order, and told the end by `observe` and
+    `improve`, with the same situation. Meanwhile it may be asked of rounds of other sequences, never of these.
+    """
 
     @property
     def wants_taps(self) -> bool: ...

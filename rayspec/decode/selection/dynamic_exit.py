@@ -19,15 +19,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from rayspec.config import SpeculationOptions
 from rayspec.decode.drafting.skip_draft import KeepDrafting
-from rayspec.decode.questions import Found, FoundDraft, Trial
-from rayspec.decode.rounds import RoundResult
-from rayspec.decode.selection.base import Search, Situation
-from rayspec.decode.selection.current_plan import CurrentPlan
-from rayspec.decode.selection.inquiry import Inquiry
+from rayspec.decode.questions import Answer, Found, FoundDraft, Trial
+from rayspec.decode.selection.base import Situation
+from rayspec.decode.selection.inquiring import Inquiring
 from rayspec.planning.acceptance import best_choice, expected_tokens
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.stopping import DraftWhileSure
-from rayspec.types import ConfigError, Plan, PlanRecord
+from rayspec.types import ConfigError, PlanRecord
 
 
 class ExitRecord:
@@ -63,15 +61,14 @@ class ExitRecord:
         return float(self._confidence[index] / num_agreed + self._doubt[index] / num_missed) / 2
 
 
-class DEL:
+class DEL(Inquiring):
     """Selector. No draft until the first look, nor while plain decoding has more tokens per layer.
 
     Raises ConfigError for a model of one layer, which has no exits.
     """
 
-    gate_reason = "the gate is off"
-
     def __init__(self, options: SpeculationOptions, latency: LatencyModel) -> None:
+        super().__init__("del", latency, interval=options.dynamic_exit.interval)
         num_sublayers = len(latency.sublayers)
         self._keeps = early_exits(num_sublayers)
         if not self._keeps:
@@ -80,37 +77,22 @@ class DEL:
         self._max_draft_tokens = options.max_draft_tokens
         self._reuse_prefix = options.dynamic_exit.interval > 1  # rounds with taps run all rows through all sublayers
         self._latency = latency
-        self._current = CurrentPlan("del", latency)
-        self._inquiry = Inquiry(self._options.interval)
         self._record = ExitRecord(len(self._keeps), memory=self._options.memory)
         self._num_looks = 0
         self._threshold: float | None = None
 
-    @property
-    def wants_taps(self) -> bool:
-        return self._inquiry.wants_taps
-
-    def plan(self, situation: Situation) -> Plan:
-        return self._current.plan
-
     def keep_drafting(self, situation: Situation) -> KeepDrafting | None:
         return None if self._threshold is None else DraftWhileSure(threshold=self._threshold)
 
-    def observe(self, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
-        self._current.observe(situation, plan, result, num_tokens, seconds)
-        self._inquiry.observe(num_tokens / situation.batch)
-
-    def improve(self, situation: Situation, search: Search) -> PlanRecord | None:
+    def _question(self, situation: Situation) -> Trial:
         most = self._options.num_tap_tokens
         num_tokens = min(situation.batch, most) if self._num_looks else most
-        answer = self._inquiry.advance(situation, search, Trial(num_tokens=num_tokens, keeps=self._keeps))
-        if not isinstance(answer, Found):
-            return None
+        return Trial(num_tokens=num_tokens, keeps=self._keeps)
+
+    def _decide(self, situation: Situation, answer: Answer) -> PlanRecord | None:
+        assert isinstance(answer, Found)
         self._num_looks += 1
         self._record.observe(answer.drafts, answer.num_tokens)
-        return self._decide(situation, answer.seconds)
-
-    def _decide(self, situation: Situation, optimise_s: float) -> PlanRecord | None:
         index, length = self._best(situation)
         self._threshold = self._record.threshold(index) if length else None
         plan = self._current.plan
@@ -122,7 +104,7 @@ class DEL:
             length,
             acceptance=float(self._record.acceptance[index]),
             reason=f"{length} tokens from layer {index + 1} promise most" if length else "no exit promises to pay",
-            optimise_s=optimise_s,
+            optimise_s=answer.seconds,
             reuse_prefix=self._reuse_prefix,
         )
 

@@ -66,10 +66,18 @@ class KnapSpec:
     Between searches the known candidates are compared again now and then, with what was learned of the one in use;
     that costs nothing. While a search is under way the last plan stays.
 
-    known: candidates of an earlier run, compared after the first round, before there is any search.
+    known: candidates of an earlier run, compared after the first round, before there is any search. trigger: when to
+    search; None: as `Trigger` does by default.
     """
 
-    def __init__(self, options: SpeculationOptions, latency: LatencyModel, *, known: Sequence[Candidate] = ()) -> None:
+    def __init__(
+        self,
+        options: SpeculationOptions,
+        latency: LatencyModel,
+        *,
+        known: Sequence[Candidate] = (),
+        trigger: Trigger | None = None,
+    ) -> None:
         self._options = options
         self._latency = latency
         self._no_draft = no_draft(len(latency.sublayers), "knapspec: no draft")
@@ -79,7 +87,7 @@ class KnapSpec:
         self._candidates = list(known)
         self._rounds_to_review = 0 if known else _ROUNDS_TO_REVIEW
         self._budget = Budget(options.optimise_share)
-        self._trigger = Trigger()
+        self._trigger = trigger or Trigger()
         self._gate = Gate()
         self._correction = Correction(prior_offset=_OPTIMISM)
         self._calibration = Calibration()
@@ -119,7 +127,7 @@ class KnapSpec:
         ) / (7 * batch)
         return DraftWhileWorth(
             curve=self._calibration.curve,
-            usual=self._acceptance([candidate])[0],
+            usual=self.acceptance_of([candidate])[0],
             rate=self._choice.tpt * batch,
             step_s=step_s,
             row_s=row_s,
@@ -145,7 +153,7 @@ class KnapSpec:
         if self._reason is None:
             self._reason = self._affordable_reason(situation)
         elif self._under_way is None:
-            self._under_way = search(self._knapsack(situation))
+            self._under_way = search(self.question(situation))
         if self._under_way is not None and self._under_way.done():
             return self._conclude(situation, self._under_way)
         if self._rounds_to_review <= 0 and self._candidates:
@@ -172,12 +180,13 @@ class KnapSpec:
         num_accepted = num_tested = 0
         confidences: list[float] = []
         outcomes: list[bool] = []
-        for one, accepted in zip(result.drafts, result.num_accepted, strict=True):
-            tested = min(accepted + 1, len(one.token_ids))
+        for one, stood in zip(result.drafts, result.num_accepted, strict=True):
+            accepted = min(stood, one.num_drafted)
+            tested = min(accepted + 1, one.num_drafted)
             num_accepted, num_tested = num_accepted + accepted, num_tested + tested
             confidences.extend(one.confidences[:tested])
             outcomes.extend(position < accepted for position in range(tested))
-            ended = tested == len(one.token_ids) < plan.num_draft_tokens
+            ended = tested == len(one.token_ids) < plan.num_draft_tokens  # and not: was gone on with by lookup
             self._stops.observe(num_accepted=accepted, num_tested=tested, ended=ended)
         candidate = self._in_use
         if num_tested and candidate is not None:
@@ -186,7 +195,7 @@ class KnapSpec:
             candidate.observe(num_accepted, num_tested)
         return num_accepted, num_tested
 
-    def _acceptance(self, candidates: Sequence[Candidate]) -> list[float]:
+    def acceptance_of(self, candidates: Sequence[Candidate]) -> list[float]:
         """What to expect of each: its estimate, corrected by what was seen of all, then by what was seen of it."""
         corrected = self._correction.apply([candidate.estimate for candidate in candidates])
         return [
@@ -233,7 +242,8 @@ class KnapSpec:
         """[num_sublayers]: of each in a draft step."""
         return self._latency.sublayers_s(rows=situation.batch, context=situation.context, batch=situation.batch)
 
-    def _knapsack(self, situation: Situation) -> Knapsack:
+    def question(self, situation: Situation) -> Knapsack:
+        """What a search asks."""
         options, weights = self._options.knapsack, self._weights(situation)
         return Knapsack(
             num_tokens=options.num_tap_tokens,
@@ -284,7 +294,7 @@ class KnapSpec:
     def _best(self, situation: Situation) -> Choice:
         return best_choice(
             [candidate.keep for candidate in self._candidates],
-            self._acceptance(self._candidates),
+            self.acceptance_of(self._candidates),
             self._latency,
             context=situation.context,
             batch=situation.batch,
@@ -296,7 +306,7 @@ class KnapSpec:
         before = self._plan.keep if self._plan.drafts else None
         self._choice = choice = self._best(situation)
         candidate = self._in_use
-        expected = self._acceptance([candidate])[0] if candidate else 0.0
+        expected = self.acceptance_of([candidate])[0] if candidate else 0.0
         if candidate is None:
             self._plan = self._no_draft
         else:
@@ -325,5 +335,5 @@ class KnapSpec:
             changed=changed,
             context=situation.context,
             batch=situation.batch,
-            expected_acceptance=self._acceptance([candidate])[0] if candidate else None,
+            expected_acceptance=self.acceptance_of([candidate])[0] if candidate else None,
         )

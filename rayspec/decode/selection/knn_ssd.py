@@ -1,28 +1,33 @@
-"""KNN-SSD: each domain of text has its plan, and what is being generated says which (Song et al., 2025).
+"""KNN-SSD: each domain of text has its plan, and the beginning of an answer says which (Song et al., 2025).
 
 As published: anchors that stand for domains, the nearest by cosine, drafts that end at a fixed confidence. Ours: what
-is compared is the mean of the last states of the batch's newest tokens, not of the prompt; it is looked at again now
-and then; and text that is far from every anchor gets the plan of the domain "", or none.
+is compared is the last state of the answer's first token, where the paper has the prompt's last token: the first round
+can tell it, and it told the demo model's domains better; text that is far from every anchor gets the plan of the domain
+"", or none; and each domain has a gate of its own. In a batch the plan is that of the domain most of it belongs to.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import Future
 
 from rayspec.config import KnnSSDOptions, SpeculationOptions
 from rayspec.decode.drafting.skip_draft import KeepDrafting
-from rayspec.decode.questions import Feature, Features
+from rayspec.decode.questions import Answer, Feature, Features
 from rayspec.decode.rounds import RoundResult
 from rayspec.decode.selection.anchors import Nearest, nearest
-from rayspec.decode.selection.base import Search, Situation
-from rayspec.decode.selection.current_plan import CurrentPlan
-from rayspec.decode.selection.inquiry import Inquiry
+from rayspec.decode.selection.base import FixedPlan, Search, Selector, Situation
+from rayspec.decode.selection.gated import Gated
 from rayspec.decode.selection.saved_plans import SavedPlan, SavedPlans
+from rayspec.decode.selection.self_sd import DraftThreshold, SelfSD
 from rayspec.planning.latency import LatencyModel
-from rayspec.planning.stopping import DraftWhileSure
-from rayspec.types import ConfigError, Plan, PlanRecord
+from rayspec.types import ConfigError, Plan, PlanRecord, no_draft
 
 ANY_DOMAIN = ""
+
+# Sequences whose domain is remembered. They are not told when they end; there are never so many at once.
+_MAX_SEQUENCES = 4096
 
 
 class Domains:
@@ -38,77 +43,118 @@ class Domains:
                 "tune the model by domains"
             )
 
+    @property
+    def plans(self) -> Sequence[SavedPlan]:
+        """All that may be called for."""
+        return [plan for plan in self._saved.plans if plan.anchors or plan.domain == ANY_DOMAIN]
+
     def nearest(self, feature: Sequence[float]) -> Nearest:
         """Raises ValueError for a feature of another size than the anchors'."""
         found = nearest(self._anchors, feature)
         assert found is not None
         return found
 
-    def plan_of(self, domain: str) -> SavedPlan:
-        """The plan of a domain that has one."""
-        plan = self._saved.of_domain(domain)
-        assert plan is not None
-        return plan
-
     def plan_for(self, found: Nearest) -> SavedPlan | None:
         """Of the nearest domain; where that is too far, the plan for any text, if there is one."""
-        plan = self.plan_of(found.domain)
+        plan = self._saved.of_domain(found.domain)
+        assert plan is not None
         limit = plan.radius if self._options.reject_distance is None else self._options.reject_distance
         return plan if found.distance <= limit else self._saved.of_domain(ANY_DOMAIN)
 
 
 class KnnSSD:
-    """Selector by `Domains`. Until the first tokens have been looked at, and where they are of no domain and there is
-    no plan for any text, it does not draft."""
+    """Selector by `Domains`: of each sequence the first round is tapped and asked what it is about.
 
-    gate_reason = "the gate is off"
+    The rounds of a batch are those of the drafter of its domain: Self-SD with the domain's plan and a fixed threshold.
+    Sequences not yet looked at have no say; those of no domain speak for not drafting.
+    """
 
     def __init__(self, saved: SavedPlans, options: SpeculationOptions, latency: LatencyModel) -> None:
-        self._options = options.knn_ssd
-        self._max_draft_tokens = options.max_draft_tokens
-        self._num_sublayers = len(latency.sublayers)
+        num_sublayers = len(latency.sublayers)
         self._domains = Domains(saved, options.knn_ssd)
-        self._current = CurrentPlan("knn-ssd", latency)
-        self._saved: SavedPlan | None = None
-        self._looked = False
-        self._inquiry = Inquiry(self._options.interval_tokens)
+        self._strangers: Selector = FixedPlan(no_draft(num_sublayers, "knn-ssd: of no domain"))
+        self._drafters: dict[str, Selector] = {}
+        for plan in self._domains.plans:
+            drafter = _drafter(plan, options, num_sublayers)
+            self._drafters[plan.domain] = Gated(drafter, latency) if options.gate else drafter
+        self._told: dict[str, Selector] = {}  # the drafter of each sequence
+        self._looks: dict[str, Future[Answer]] = {}  # under way, by sequence
+        self._begins = False  # whether the round planned last has a sequence to look at
+        self._last_look = "nothing was looked at"
+        self._last_drafter: Selector = self._strangers
 
     @property
     def wants_taps(self) -> bool:
-        return self._inquiry.wants_taps
+        return self._begins
+
+    @property
+    def gate_reason(self) -> str:
+        """Of the text that was looked at last."""
+        return f"{self._last_look}; {self._last_drafter.gate_reason}"
 
     def plan(self, situation: Situation) -> Plan:
-        return self._current.plan
+        self._begins = any(name not in self._told and name not in self._looks for name in situation.sequence_ids)
+        return self._drafter_of(situation).plan(situation)
 
     def keep_drafting(self, situation: Situation) -> KeepDrafting | None:
-        return DraftWhileSure(threshold=self._options.threshold)
+        return self._drafter_of(situation).keep_drafting(situation)
 
     def observe(self, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
-        self._current.observe(situation, plan, result, num_tokens, seconds)
-        self._inquiry.observe(num_tokens / situation.batch)
+        self._drafter_of(situation).observe(situation, plan, result, num_tokens, seconds)
 
     def improve(self, situation: Situation, search: Search) -> PlanRecord | None:
-        """Look at new tokens when it is time; a record when another plan follows from them."""
-        answer = self._inquiry.advance(situation, search, Feature(num_tokens=self._options.num_tokens))
-        return self._take(situation, answer) if isinstance(answer, Features) else None
+        """Look at what has begun; a record when a domain's plan is in use for the first time.
 
-    def _take(self, situation: Situation, features: Features) -> PlanRecord | None:
-        found = self._domains.nearest(features.vector)
-        saved = self._domains.plan_for(found)
-        if self._looked and saved is self._saved:
-            return None
-        self._saved, self._looked = saved, True
-        where = f"{found.distance:.3f} from {found.domain!r}"
-        if saved is None:
-            everything = (True,) * self._num_sublayers
-            return self._current.take(
-                situation, everything, 0, acceptance=0.0, reason=f"too far: {where}", optimise_s=features.seconds
-            )
-        return self._current.take(
-            situation,
-            saved.keep(self._num_sublayers),
-            min(saved.num_draft_tokens, self._max_draft_tokens),
-            acceptance=saved.acceptance,
-            reason=f"the plan for {saved.domain!r}: {where}",
-            optimise_s=features.seconds,
-        )
+        Only sequences that are at rest hear of their domain, so that a round ends by whom it was planned.
+        """
+        record = self._drafter_of(situation).improve(situation, search)
+        for name in situation.sequence_ids:
+            if name not in self._told:
+                self._look(name, search)
+        return record
+
+    def domain_of(self, sequence_id: str) -> str | None:
+        """The domain whose plan a sequence has; None: it has none, or is not known yet."""
+        drafter = self._told.get(sequence_id)
+        return next((domain for domain, one in self._drafters.items() if one is drafter), None)
+
+    def _drafter_of(self, situation: Situation) -> Selector:
+        votes = Counter(self._told[name] for name in situation.sequence_ids if name in self._told)
+        return votes.most_common(1)[0][0] if votes else self._strangers
+
+    def _look(self, name: str, search: Search) -> None:
+        """Begin one, or take what came of it. A sequence whose tapped token is gone, or could not be asked, is of no
+        domain; one that had to move meanwhile is looked at again where it is."""
+        look = self._looks.pop(name, None) or search(Feature(num_tokens=1), name)
+        if look is None or (look.done() and not look.cancelled() and look.exception() is not None):
+            self._tell(name, self._strangers)
+        elif not look.done():
+            self._looks[name] = look
+        elif not look.cancelled():
+            features = look.result()
+            assert isinstance(features, Features)
+            self._tell(name, self._drafter_for(self._domains.nearest(features.vector)))
+
+    def _drafter_for(self, found: Nearest) -> Selector:
+        plan = self._domains.plan_for(found)
+        drafter = self._strangers if plan is None else self._drafters[plan.domain]
+        far = "" if plan is not None and plan.domain == found.domain else ", too far"
+        self._last_look = f"the last text began {found.distance:.3f} from {found.domain!r}{far}"
+        self._last_drafter = drafter
+        return drafter
+
+    def _tell(self, name: str, drafter: Selector) -> None:
+        self._told[name] = drafter
+        if len(self._told) > _MAX_SEQUENCES:
+            del self._told[next(iter(self._told))]
+
+
+def _drafter(plan: SavedPlan, options: SpeculationOptions, num_sublayers: int) -> Selector:
+    return SelfSD(
+        plan.plan(num_sublayers, max_draft_tokens=options.max_draft_tokens, source="knn-ssd"),
+        DraftThreshold(options.knn_ssd.threshold, target=options.self_sd.target, adaptive=False),
+        acceptance=plan.acceptance,
+        expected_tpt=plan.tokens_per_s,
+        plain_tpt=plan.plain_tokens_per_s,
+        reason=f"the plan for {plan.domain!r}" if plan.domain else "the plan for any text",
+    )

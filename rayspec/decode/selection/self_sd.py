@@ -48,14 +48,22 @@ class SelfSD:
     """Selector of one plan, whose drafts end below a threshold that lives as long as the engine: what one request has
     taught it serves the next.
 
-    expected_tpt, plain_tpt: tokens per second of one sequence with the plan and without, as it was chosen.
+    expected_tpt, plain_tpt: tokens per second of one sequence with the plan and without, as it was chosen. reason: why
+    it was, for the record.
     """
 
     wants_taps = False
     gate_reason = "the strategy has no gate"
 
     def __init__(
-        self, plan: Plan, threshold: DraftThreshold, *, acceptance: float, expected_tpt: float, plain_tpt: float
+        self,
+        plan: Plan,
+        threshold: DraftThreshold,
+        *,
+        acceptance: float,
+        expected_tpt: float,
+        plain_tpt: float,
+        reason: str = "a saved plan",
     ) -> None:
         self.threshold = threshold
         self.record: PlanRecord | None = None
@@ -63,6 +71,7 @@ class SelfSD:
         self._acceptance = acceptance
         self._expected_tpt = expected_tpt
         self._plain_tpt = plain_tpt
+        self._reason = reason
         self._told = False
 
     @classmethod
@@ -107,7 +116,7 @@ class SelfSD:
             context=situation.context,
             batch=situation.batch,
             plan=self._plan,
-            reason="a saved plan",
+            reason=self._reason,
             estimated_acceptance=self._acceptance,
             predicted_tpt=self._expected_tpt,
             plain_tpt=self._plain_tpt,

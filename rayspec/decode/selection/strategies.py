@@ -57,13 +57,13 @@ _Make = Callable[[_Given], Selector]
 _WITH_THEIR_OWN_GATE: Mapping[str, _Make] = {
     "knapspec": lambda given: KnapSpec(given.options, given.latency, known=given.known),
     "auto": lambda given: Auto(given.options, given.latency, known=given.known),
+    "knn-ssd": lambda given: KnnSSD(given.saved_plans, given.options, given.latency),
 }
 _BEHIND_THE_GATE: Mapping[str, _Make] = {
     "clasp": lambda given: CLaSp(given.options, given.latency),
     "swift": lambda given: Swift(given.options, given.latency),
     "self-sd": lambda given: SelfSD.of(given.saved_plans.only(), given.options, given.num_sublayers),
     "del": lambda given: DEL(given.options, given.latency),
-    "knn-ssd": lambda given: KnnSSD(given.saved_plans, given.options, given.latency),
     "layerskip": lambda given: FixedPlan(early_exit_plan(given.options.layerskip, given.num_sublayers)),
     "asd": lambda given: ASD(given.options, given.latency),
     "lookup": lambda given: FixedPlan(lookup_plan(given.num_sublayers, given.num_lookup_tokens)),

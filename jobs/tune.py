@@ -1,0 +1,14 @@
+#!/usr/bin/env python3
+"""`rayspec tune` as a Ray job: plans tuned on the GPUs, or with --stages the shards, that will draft by them.
+
+ray job submit --working-dir . -- python jobs/tune.py --model MODEL --input law=law.jsonl -o /shared/plans.json
+"""
+
+from __future__ import annotations
+
+import sys
+
+from rayspec.service.cli import app
+
+if __name__ == "__main__":
+    app(["tune", *sys.argv[1:]])

@@ -1,0 +1,115 @@
+"""The stages of a pipeline and its engine as a queueing system: work goes in, and comes back when it is done."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from rayspec.planning.pass_costs import PassCost
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Work:
+    """Passes to be made one after the other.
+
+    context: tokens that each sequence holds. patience_s: how long it may wait at a stage for what came later.
+    landed: is told the time when the engine has taken the result.
+    """
+
+    passes: Sequence[PassCost]
+    context: float
+    landed: Callable[[float], None]
+    patience_s: float = 0.0
+    num_made: int = 0
+    num_visited: int = 0
+
+    @property
+    def stage(self) -> int:
+        """Where it is, or goes next."""
+        return self.passes[self.num_made].stages[self.num_visited]
+
+    @property
+    def seconds(self) -> float:
+        """Of the pass there."""
+        cost, at = self.passes[self.num_made], self.num_visited
+        return cost.base_s[at] + cost.slope_s[at] * self.context
+
+    @property
+    def done(self) -> bool:
+        return self.num_made == len(self.passes)
+
+    def advance(self) -> None:
+        """To the next stage of the pass, or to the first of the next pass."""
+        self.num_visited += 1
+        if self.num_visited == len(self.passes[self.num_made].stages):
+            self.num_visited = 0
+            self.num_made += 1
+
+
+@dataclass(slots=True)
+class _Server:
+    """Does one thing at a time, first what is due first, and of that what came first."""
+
+    inbox: list[tuple[float, int, Work]] = field(default_factory=list)
+    working: bool = False
+    busy_s: float = 0.0
+
+
+class EventPipeline:
+    """Stages, between which a message takes hop_s, and the engine, which takes round_s for each work that is done.
+
+    The engine is taken to be beside the first stage: from the last stage back it is a hop, and onward none. With a
+    single stage nothing hops.
+    """
+
+    def __init__(self, num_stages: int, *, hop_s: float, round_s: float) -> None:
+        self._stages = [_Server() for _ in range(num_stages)]
+        self._engine = _Server()
+        self._hop_s = hop_s if num_stages > 1 else 0.0
+        self._round_s = round_s
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self.now = 0.0
+
+    @property
+    def busy_s(self) -> tuple[float, ...]:
+        """Of each stage, up to now."""
+        return tuple(stage.busy_s for stage in self._stages)
+
+    def submit(self, work: Work) -> None:
+        """It is at its first stage now."""
+        self._arrive(self._stages[work.stage], work)
+
+    def step(self) -> None:
+        """On to the next event. Raises IndexError where nothing is under way."""
+        self.now, _, happen = heapq.heappop(self._events)
+        happen()
+
+    def _after(self, seconds: float, happen: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self.now + seconds, next(self._order), happen))
+
+    def _arrive(self, server: _Server, work: Work) -> None:
+        heapq.heappush(server.inbox, (self.now + work.patience_s, next(self._order), work))
+        if not server.working:
+            self._take(server)
+
+    def _take(self, server: _Server) -> None:
+        """What is due first, if there is anything."""
+        server.working = bool(server.inbox)
+        if server.working:
+            work = heapq.heappop(server.inbox)[-1]
+            seconds = self._round_s if work.done else work.seconds
+            server.busy_s += seconds
+            self._after(seconds, partial(self._finish, server, work))
+
+    def _finish(self, server: _Server, work: Work) -> None:
+        if work.done:
+            work.landed(self.now)
+        else:
+            work.advance()
+            onward = self._engine if work.done else self._stages[work.stage]
+            self._after(self._hop_s, partial(self._arrive, onward, work))
+        self._take(server)

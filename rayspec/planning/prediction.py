@@ -1,0 +1,114 @@
+"""What a draft of given cost and acceptance gains, and, the other way round, what a given gain needs.
+
+c, the relative cost, is a draft step over a step of plain decoding. Where a verify costs as much as a plain step, as it
+does for one sequence, a draft gains something only at an acceptance above c.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rayspec.planning.acceptance import Choice, best_choice
+from rayspec.planning.latency import Curve, LatencyModel
+from rayspec.planning.stopping import NEVER, StopRule
+
+_MANY_ROWS = 4096
+_NUM_HALVINGS = 20
+
+
+def draft_choice(
+    latency: LatencyModel,
+    keep: Sequence[bool],
+    acceptance: float,
+    *,
+    context: float,
+    max_draft_tokens: int,
+    stop_rule: StopRule = NEVER,
+) -> Choice:
+    """`best_choice` with this draft alone, for one sequence: the best length, and the gain even where that is a loss.
+
+    The verify runs all sublayers on all rows, as the papers' code does. A draft that skips nothing has no choice.
+    """
+    return best_choice(
+        [keep],
+        [acceptance],
+        latency,
+        context=context,
+        batch=1,
+        max_draft_tokens=max_draft_tokens,
+        stop_rule=stop_rule,
+        reuse_prefix=False,
+        min_gain=-1.0,
+    )
+
+
+def draft_cost(latency: LatencyModel, keep: Sequence[bool], *, context: float) -> float:
+    """c: a draft step over a step of plain decoding."""
+    return latency.draft_step_s(keep, context=context, batch=1) / latency.decode_step_s(context=context, batch=1)
+
+
+def relative_latency(cost: float) -> LatencyModel:
+    """A model whose plain step takes 1, whatever the number of rows, and whose first of two sublayers takes `cost`:
+    with keep (True, False), the draft of the textbook, c and nothing else. Raises ValueError outside 0 <= cost < 1."""
+    if not 0 <= cost < 1:
+        raise ValueError(f"cost is {cost}; it must be 0 or more, and below 1")
+    curves = {
+        name: Curve(rows=(1, _MANY_ROWS), base_s=(seconds, seconds))
+        for name, seconds in (("kept", cost), ("left out", 1 - cost), ("head", 0.0))
+    }
+    return LatencyModel(
+        sublayers=("kept", "left out"), curves=curves, head="head", stages=(0, 0), transfer_s=(0.0, 0.0)
+    )
+
+
+def relative_gain(cost: float, acceptance: float, *, max_draft_tokens: int, stop_rule: StopRule = NEVER) -> float:
+    """The gain of a draft of relative cost c at its best length, where a verify costs as much as a plain step."""
+    choice = draft_choice(
+        relative_latency(cost),
+        (True, False),
+        acceptance,
+        context=0,
+        max_draft_tokens=max_draft_tokens,
+        stop_rule=stop_rule,
+    )
+    return choice.predicted_gain
+
+
+def oracle_gain(cost: float, acceptance: float) -> float:
+    """1 / (a c + 1 - a): no draft of this cost gains more, were it to end just before each token to be rejected."""
+    return 1 / (acceptance * cost + 1 - acceptance)
+
+
+def needed_acceptance(gain: float, gain_at: Callable[[float], float]) -> float | None:
+    """The least acceptance at which `gain_at` (rising) reaches `gain`; None if it does not even at 1."""
+    if gain_at(1.0) < gain:
+        return None
+    return 0.0 if gain_at(0.0) >= gain else _crossing(lambda acceptance: gain_at(acceptance) >= gain)
+
+
+def cost_if_all_accepted(gain: float, num_draft_tokens: int) -> float | None:
+    """c at which drafts of that length, all of whose tokens are accepted, gain just that: gain = (g + 1) / (g c + 1).
+
+    None if c would be below 0.
+    """
+    cost = ((num_draft_tokens + 1) / gain - 1) / num_draft_tokens
+    return cost if cost >= 0 else None
+
+
+def needed_cost(gain: float, acceptance: float, *, max_draft_tokens: int) -> float | None:
+    """c at which a draft of the best length gains just that; None if it would have to be below 0, or above 1."""
+    below_one = 1 - 1e-9
+
+    def falls_short(cost: float) -> bool:
+        return relative_gain(cost * below_one, acceptance, max_draft_tokens=max_draft_tokens) < gain
+
+    return None if falls_short(0.0) or not falls_short(1.0) else _crossing(falls_short)
+
+
+def _crossing(holds: Callable[[float], bool]) -> float:
+    """The least number between 0 and 1 at which `holds`, which is false before it and true after."""
+    low, high = 0.0, 1.0
+    for _ in range(_NUM_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high

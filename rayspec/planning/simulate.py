@@ -1,0 +1,279 @@
+"""What a replica that is not here would do: pipeline, cohorts, drafts and prompts as events, by a LatencyModel.
+
+It goes as in the pipeline. A round is a pass for each draft step and one for the verify; a pass goes over the stages
+that have anything to do in it, and the last stage sends the next one to the first. A stage works on one pass at a time,
+first on what is due first: rounds at once, prefills a moment later. A cohort goes on when its prefill and its round are
+both back.
+
+Not modelled: memory (see `partition`), processes that share a core, plan searches, lost shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from rayspec.planning.event_pipeline import EventPipeline, Work
+from rayspec.planning.latency import LatencyModel
+from rayspec.planning.pass_costs import PassCosts
+
+# What the stages of the pipeline let a prefill wait for rounds that came later.
+_PREFILL_PATIENCE_S = 0.03
+_ENDLESS = 2**62  # tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafting:
+    """How drafts are made: the sublayers they keep, their length, and the probability that a token of theirs is
+    accepted, given that all before it were."""
+
+    keep: tuple[bool, ...]
+    num_draft_tokens: int
+    acceptance: float
+
+    def __post_init__(self) -> None:
+        if self.num_draft_tokens < 1 or not 0 <= self.acceptance <= 1:
+            raise ValueError(f"{self} cannot be: drafts have 1 token or more, and acceptance lies between 0 and 1")
+
+    @property
+    def prefix(self) -> int:
+        """Sublayers before the first one skipped: what they computed for the draft is the verify's, too."""
+        return self.keep.index(False) if False in self.keep else len(self.keep)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """`concurrency` users, each of whom sends the next request as soon as the one before is answered.
+
+    prompt_tokens, output_tokens: of every request; None: answers do not end, and have just begun. chunk_tokens: of
+    prompts, that a cohort runs between two rounds.
+    """
+
+    prompt_tokens: int
+    output_tokens: int | None
+    concurrency: int
+    chunk_tokens: int = 1024
+
+    def __post_init__(self) -> None:
+        if min(self.prompt_tokens, self.output_tokens or 1, self.concurrency, self.chunk_tokens) < 1:
+            raise ValueError(f"{self} cannot be: every number is 1 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulated:
+    """What happened in `seconds`.
+
+    num_tokens: committed. num_rounds: of a cohort each, and round_s, the mean time of one, from its start to its
+    commit. tokens_per_round: that a round commits for a sequence. idle_shares: by stage. first_token_s: of the requests
+    that came meanwhile, from being sent to the first token, in the order of these.
+    """
+
+    seconds: float
+    num_tokens: int
+    num_rounds: int
+    round_s: float
+    tokens_per_round: float
+    idle_shares: tuple[float, ...]
+    first_token_s: tuple[float, ...]
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+
+def simulate(
+    latency: LatencyModel,
+    workload: Workload,
+    *,
+    cohorts: int = 1,
+    drafting: Drafting | None = None,
+    prefill: LatencyModel | None = None,
+    num_tokens: int | None = None,
+    seed: int = 0,
+) -> Simulated:
+    """From mid-work, with answers of all lengths under way, until `num_tokens` are committed; without it, as many as
+    all users' answers are long together.
+
+    prefill: what prompts cost, where that is told apart. cohorts: batches under way at once, to which users are dealt.
+    The same arguments give the same result. Raises ValueError for `keep` of another model, for no cohorts, and for
+    answers that do not end where `num_tokens` is open.
+    """
+    if cohorts < 1:
+        raise ValueError(f"cohorts is {cohorts}; it must be 1 or more")
+    if drafting is not None and len(drafting.keep) != len(latency.sublayers):
+        raise ValueError(f"keep has {len(drafting.keep)} entries for {len(latency.sublayers)} sublayers")
+    if num_tokens is None:
+        if workload.output_tokens is None:
+            raise ValueError("answers do not end: say how many tokens are to be committed, with num_tokens")
+        num_tokens = workload.concurrency * workload.output_tokens
+    replica = _Replica(latency, prefill or latency, workload, drafting, np.random.default_rng(seed))
+    return replica.run(cohorts, num_tokens)
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    """A request: tokens that are computed, prompt tokens that are not yet, and tokens that its answer lacks."""
+
+    context: int
+    num_missing: int
+    num_left: int
+    sent_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Cohort:
+    members: list[_Sequence]
+    num_under_way: int = 0
+
+
+@dataclass(slots=True)
+class _Tally:
+    num_tokens: int = 0
+    num_rounds: int = 0
+    num_turns: int = 0
+    num_turn_tokens: int = 0
+    rounds_s: float = 0.0
+
+
+class _Replica:
+    """The engine's part: who is in which cohort, and what each does next."""
+
+    def __init__(
+        self,
+        latency: LatencyModel,
+        prefill: LatencyModel,
+        workload: Workload,
+        drafting: Drafting | None,
+        rng: np.random.Generator,
+    ) -> None:
+        self._costs, self._prefill_costs = PassCosts(latency), PassCosts(prefill)
+        self._pipeline = EventPipeline(self._costs.num_stages, hop_s=latency.hop_s, round_s=latency.round_s)
+        self._workload, self._drafting, self._rng = workload, drafting, rng
+        self._tally = _Tally()
+        self._first_token_s: list[float] = []
+
+    def run(self, num_cohorts: int, num_tokens: int) -> Simulated:
+        for cohort in self._dealt(num_cohorts):
+            self._start(cohort)
+        while self._tally.num_tokens < num_tokens:
+            self._pipeline.step()
+        tally, seconds = self._tally, self._pipeline.now
+        return Simulated(
+            seconds=seconds,
+            num_tokens=tally.num_tokens,
+            num_rounds=tally.num_rounds,
+            round_s=tally.rounds_s / max(1, tally.num_rounds),
+            tokens_per_round=tally.num_turn_tokens / max(1, tally.num_turns),
+            idle_shares=tuple(max(0.0, 1 - busy_s / seconds) for busy_s in self._pipeline.busy_s),
+            first_token_s=tuple(self._first_token_s),
+        )
+
+    def _dealt(self, num_cohorts: int) -> list[_Cohort]:
+        """Progress is spread evenly over the users, and the users over the cohorts."""
+        work, cohorts = self._workload, [_Cohort([]) for _ in range(num_cohorts)]
+        for place, user in enumerate(self._rng.permutation(work.concurrency).tolist()):
+            sequence = _Sequence(work.prompt_tokens, 0, _ENDLESS)
+            if work.output_tokens is not None:
+                num_done = int(work.output_tokens * (user + 0.5) / work.concurrency)
+                sequence = _Sequence(work.prompt_tokens + num_done, 0, max(1, work.output_tokens - num_done))
+            cohorts[place % num_cohorts].members.append(sequence)
+        return cohorts
+
+    def _start(self, cohort: _Cohort) -> None:
+        """What a cohort at rest has to do."""
+        chunks = self._chunks(cohort.members)
+        decoding = [sequence for sequence in cohort.members if sequence.num_missing == 0]
+        if chunks:
+            cohort.num_under_way += 1
+            self._start_prefill(cohort, chunks)
+        if decoding:
+            cohort.num_under_way += 1
+            self._start_round(cohort, decoding)
+
+    def _land(self, cohort: _Cohort) -> None:
+        cohort.num_under_way -= 1
+        if cohort.num_under_way == 0:
+            self._start(cohort)
+
+    def _chunks(self, members: Sequence[_Sequence]) -> list[tuple[_Sequence, int]]:
+        """Prompts in their order, as far as one step takes them."""
+        budget, chunks = self._workload.chunk_tokens, []
+        for sequence in members:
+            count = min(sequence.num_missing, budget)
+            if count:
+                chunks.append((sequence, count))
+                budget -= count
+        return chunks
+
+    def _start_prefill(self, cohort: _Cohort, chunks: Sequence[tuple[_Sequence, int]]) -> None:
+        num_sampled = sum(sequence.num_missing == count for sequence, count in chunks)
+        rows = sum(count for _, count in chunks)
+        cost = self._prefill_costs.prefill(rows=rows, batch=len(chunks), num_sampled=num_sampled)
+        work = Work(
+            passes=[cost],
+            context=_mean_context([sequence for sequence, _ in chunks]),
+            landed=partial(self._land_prefill, cohort, chunks),
+            patience_s=_PREFILL_PATIENCE_S,
+        )
+        self._pipeline.submit(work)
+
+    def _land_prefill(self, cohort: _Cohort, chunks: Sequence[tuple[_Sequence, int]], now: float) -> None:
+        for sequence, count in chunks:
+            sequence.context += count
+            sequence.num_missing -= count
+            if sequence.num_missing == 0:
+                self._first_token_s.append(now - sequence.sent_s)
+                sequence.context -= 1  # `_commit` adds the token, which is not computed yet
+                self._commit(sequence, 1, now)
+        self._land(cohort)
+
+    def _start_round(self, cohort: _Cohort, sequences: Sequence[_Sequence]) -> None:
+        drafting, batch = self._drafting, len(sequences)
+        lengths = [0] * batch
+        passes = []
+        if drafting is not None:
+            lengths = [min(drafting.num_draft_tokens, sequence.num_left - 1) for sequence in sequences]
+            for step in range(max(lengths)):
+                num_drafting = sum(length > step for length in lengths)
+                passes.append(self._costs.draft(drafting.keep, rows=num_drafting))
+        prefix = drafting.prefix if drafting is not None and passes else 0
+        passes.append(self._costs.verify(rows=batch + sum(lengths), batch=batch, prefix=prefix))
+        landed = partial(self._land_round, cohort, sequences, lengths, self._pipeline.now)
+        self._pipeline.submit(Work(passes=passes, context=_mean_context(sequences), landed=landed))
+
+    def _land_round(
+        self, cohort: _Cohort, sequences: Sequence[_Sequence], lengths: Sequence[int], started: float, now: float
+    ) -> None:
+        tally = self._tally
+        tally.num_rounds += 1
+        tally.rounds_s += now - started
+        for sequence, length in zip(sequences, lengths, strict=True):
+            num_tokens = 1 + self._num_accepted(length)
+            tally.num_turns += 1
+            tally.num_turn_tokens += num_tokens
+            self._commit(sequence, num_tokens, now)
+        self._land(cohort)
+
+    def _num_accepted(self, length: int) -> int:
+        """Of a draft of that length: up to the first token that is rejected."""
+        if self._drafting is None or length == 0:
+            return 0
+        rejected = 1 - self._drafting.acceptance
+        return min(length, int(self._rng.geometric(rejected)) - 1) if rejected > 0 else length
+
+    def _commit(self, sequence: _Sequence, num_tokens: int, now: float) -> None:
+        """What is answered makes room for the user's next request."""
+        self._tally.num_tokens += num_tokens
+        sequence.context += num_tokens
+        sequence.num_left -= num_tokens
+        if sequence.num_left <= 0:
+            work = self._workload
+            sequence.context, sequence.sent_s = 0, now
+            sequence.num_missing, sequence.num_left = work.prompt_tokens, work.output_tokens or _ENDLESS
+
+
+def _mean_context(sequences: Sequence[_Sequence]) -> float:
+    return sum(sequence.context for sequence in sequences) / len(sequences)

@@ -1,0 +1,190 @@
+"""What the papers report beside what our own model of a draft says. Nothing is run.
+
+A row's draft skips what the paper says that it skips, or what the method's budget is, as whole layers. Its relative
+cost c follows from a latency model of the model and GPU, its gain from c and the published acceptance by `best_choice`,
+which the plan search uses. What was not published is solved for instead: the acceptance that would
+explain the published speed-up at that c, and the c that would at that acceptance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from rayspec.planning.latency import LatencyModel
+from rayspec.planning.prediction import (
+    cost_if_all_accepted,
+    draft_choice,
+    draft_cost,
+    needed_acceptance,
+    needed_cost,
+    oracle_gain,
+    relative_gain,
+    relative_latency,
+)
+from rayspec.planning.published import Published, published
+from rayspec.planning.roofline import ACCELERATORS, SHAPES, ideal_latency, reference_latency
+
+KNAPSPEC_PAPER = "KnapSpec"
+# Of the sublayers' time, that drafts skip where a row does not say: KnapSpec's may skip half, CLaSp's skip 40 to 60 %.
+BUDGETS = {"knapspec": 0.5, "clasp": 0.5}
+DEFAULT_ACCELERATOR = "A100"  # where none is named; without fixed times it cancels out of every ratio
+MAX_DRAFT_TOKENS = 18  # where none is given: KnapSpec's
+IN_SAMPLE_DRAFT_TOKENS = 17  # the longest draft in the grid of KnapSpec's own estimate
+LONG_DOCUMENT, SHORT_PROMPT = 12_800, 2_048  # tokens of context, assumed: no row says its own
+_LONG_TASKS = ("GovReport", "PG19", "BookSum")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """By one latency model.
+
+    cost: c, a draft step over a plain step, and with it the acceptance at which the draft breaks even. The gains are
+    None where no acceptance was published: `gain` of drafts that always reach the best length, `num_draft_tokens`;
+    `oracle`, if each ended just before a token to be rejected; `residual`, published over `gain`, less 1.
+    needed_acceptance: that would give the published speed-up; None if none does. drafted_per_round: tokens that, at
+    the published share of accepted tokens, would.
+    """
+
+    cost: float
+    needed_acceptance: float | None
+    gain: float | None = None
+    num_draft_tokens: int | None = None
+    oracle: float | None = None
+    residual: float | None = None
+    drafted_per_round: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaperRow:
+    """A published row and what our model makes of it.
+
+    skip_ratio: what the predictions assume, None where nothing is known. ideal, reference: by good kernels, and by
+    KnapSpec's published code, for what its paper measured. needed_cost: c that explains the speed-up at the published
+    acceptance; most_cost: the same if every draft token were accepted. tpt_cost: c that gives the authors' own estimate
+    if every token of a draft of 17 was accepted in it; at_tpt_cost: the prediction there.
+    ideal_step_ms, reference_step_ms: of plain decoding on one GPU, or on several that hold consecutive layers.
+    """
+
+    published: Published
+    context: int
+    skip_ratio: float | None
+    ideal: Prediction | None
+    reference: Prediction | None
+    needed_cost: float | None
+    most_cost: float | None
+    tpt_cost: float | None
+    at_tpt_cost: Prediction | None
+    ideal_step_ms: float | None
+    reference_step_ms: float | None
+
+    @property
+    def predictions(self) -> tuple[Prediction, ...]:
+        return tuple(each for each in (self.ideal, self.reference) if each is not None)
+
+
+def predict_papers(rows: Sequence[Published] | None = None) -> tuple[PaperRow, ...]:
+    """For each row, or for all that are published.csv."""
+    return tuple(_row(each) for each in (published() if rows is None else rows))
+
+
+def keep_layers(num_layers: int, kept_share: float) -> tuple[bool, ...]:
+    """[2 * num_layers]: whole layers, spread evenly, of which that share is kept (rounded to a layer)."""
+    num_kept = round(num_layers * kept_share)
+    kept = [(layer + 1) * num_kept // num_layers > layer * num_kept // num_layers for layer in range(num_layers)]
+    return tuple(flag for flag in kept for _ in ("attention", "mlp"))
+
+
+def max_draft_tokens(row: Published) -> int:
+    return row.max_draft_tokens or MAX_DRAFT_TOKENS
+
+
+def _row(row: Published) -> PaperRow:
+    context = LONG_DOCUMENT if row.task in _LONG_TASKS else SHORT_PROMPT
+    skip_ratio = BUDGETS.get(row.method) if row.skip_ratio is None else row.skip_ratio
+    tpt_cost = None if row.tpt_gain is None else cost_if_all_accepted(row.tpt_gain, IN_SAMPLE_DRAFT_TOKENS)
+    ideal, reference = _latencies(row, context)
+    return PaperRow(
+        published=row,
+        context=context,
+        skip_ratio=skip_ratio,
+        ideal=_ideal_prediction(row, ideal, skip_ratio, context),
+        reference=None if reference is None else _layers_prediction(row, reference, skip_ratio, context),
+        needed_cost=_needed_cost(row),
+        most_cost=cost_if_all_accepted(row.speedup, max_draft_tokens(row)),
+        tpt_cost=tpt_cost,
+        at_tpt_cost=None if tpt_cost is None else _predict_at_cost(row, tpt_cost),
+        ideal_step_ms=_step_ms(ideal, context),
+        reference_step_ms=_step_ms(reference, context),
+    )
+
+
+def _latencies(row: Published, context: int) -> tuple[LatencyModel | None, LatencyModel | None]:
+    """Ideal and reference; the latter for what KnapSpec's paper measured, with its code."""
+    if not row.shape:
+        return None, None
+    shape, accelerator = SHAPES[row.shape], ACCELERATORS[row.hardware or DEFAULT_ACCELERATOR]
+    ideal = ideal_latency(shape, accelerator, bytes_per_weight=row.bytes_per_weight)
+    if row.paper != KNAPSPEC_PAPER:
+        return ideal, None
+    return ideal, reference_latency(shape, accelerator, context=context, bytes_per_weight=row.bytes_per_weight)
+
+
+def _ideal_prediction(
+    row: Published, latency: LatencyModel | None, skip_ratio: float | None, context: int
+) -> Prediction | None:
+    """Of a model without a shape, c is the share that is kept: its LM head is not known."""
+    if latency is None:
+        return None if skip_ratio is None else _predict_at_cost(row, 1 - skip_ratio)
+    return _layers_prediction(row, latency, skip_ratio, context)
+
+
+def _layers_prediction(
+    row: Published, latency: LatencyModel, skip_ratio: float | None, context: int
+) -> Prediction | None:
+    if skip_ratio is None:
+        return None
+    return _prediction(row, latency, keep_layers(len(latency.sublayers) // 2, 1 - skip_ratio), context)
+
+
+def _predict_at_cost(row: Published, cost: float) -> Prediction:
+    return _prediction(row, relative_latency(cost), (True, False), 0)
+
+
+def _prediction(row: Published, latency: LatencyModel, keep: Sequence[bool], context: int) -> Prediction:
+    longest = max_draft_tokens(row)
+    cost = draft_cost(latency, keep, context=context)
+    gain_at = partial(relative_gain, cost, max_draft_tokens=longest)
+    needed = needed_acceptance(row.speedup, gain_at)
+    if row.acceptance is None:
+        return Prediction(cost=cost, needed_acceptance=needed)
+    choice = draft_choice(latency, keep, row.acceptance, context=context, max_draft_tokens=longest)
+    return Prediction(
+        cost=cost,
+        needed_acceptance=needed,
+        gain=choice.predicted_gain,
+        num_draft_tokens=choice.num_draft_tokens,
+        oracle=oracle_gain(cost, row.acceptance),
+        residual=row.speedup / choice.predicted_gain - 1,
+        drafted_per_round=_drafted_per_round(row.speedup, row.acceptance, cost),
+    )
+
+
+def _drafted_per_round(speedup: float, accepted_share: float, cost: float) -> float | None:
+    """n in speedup = (1 + accepted_share * n) / (1 + cost * n), which holds whatever ends the drafts; None if no n > 0
+    does."""
+    margin = accepted_share - speedup * cost
+    drafted = (speedup - 1) / margin if margin else 0.0
+    return drafted if drafted > 0 else None
+
+
+def _needed_cost(row: Published) -> float | None:
+    """None, too, where nothing is accepted: then only the cost of a whole draft follows, not that of a step."""
+    if not row.acceptance:
+        return None
+    return needed_cost(row.speedup, row.acceptance, max_draft_tokens=max_draft_tokens(row))
+
+
+def _step_ms(latency: LatencyModel | None, context: int) -> float | None:
+    return None if latency is None else 1000 * latency.decode_step_s(context=context, batch=1)

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import pytest
+
+from rayspec.planning.roofline import ACCELERATORS, SHAPES, ideal_latency, reference_latency
+from rayspec.service.placement_report import KNOWN_GPUS
+
+H200 = ACCELERATORS["H200"]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_shape_has_the_parameters_of_its_name(name: str) -> None:
+    """Names are rounded; the smallest Llamas are called less than they are."""
+    billions = {"Llama-3.2-1B": 1.24, "Llama-3.2-3B": 3.21}.get(name, float(name.rsplit("-", 1)[1].removesuffix("B")))
+    assert SHAPES[name].num_parameters / 1e9 == pytest.approx(billions, rel=0.06)
+
+
+@pytest.mark.parametrize("name", ["Llama-3.2-3B", "Qwen3-4B"])
+def test_a_shape_weighs_what_the_built_model_does(name: str) -> None:
+    """But for norms, which `ModelShape` leaves out."""
+    import torch  # noqa: PLC0415 - the other tests need neither
+    from transformers import LlamaConfig, Qwen3Config  # noqa: PLC0415
+
+    from rayspec.model.sizes import model_sizes  # noqa: PLC0415
+
+    shape = SHAPES[name]
+    config = (Qwen3Config if name.startswith("Qwen3") else LlamaConfig)(
+        num_hidden_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.mlp_size,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocab_size,
+        tie_word_embeddings=shape.tied,
+    )
+    sizes = model_sizes(config, dtype=torch.bfloat16)
+    attention_bytes, mlp_bytes = sizes.layers[0].sublayer_bytes
+    assert 2 * shape.attention_parameters == pytest.approx(attention_bytes, rel=1e-3)
+    assert 2 * shape.mlp_parameters == pytest.approx(mlp_bytes, rel=1e-3)
+    assert 2 * shape.head_parameters == sizes.head_bytes
+    assert shape.kv_bytes_per_token == sizes.layers[0].kv_bytes_per_token
+    assert shape.num_parameters == pytest.approx(sizes.num_parameters, rel=1e-3)
+
+
+def test_bandwidths_are_those_of_placement() -> None:
+    known = {gpu.label: gpu.bandwidth_gb_s for gpu in KNOWN_GPUS}
+    for name, label in (("A100", "A100-80G"), ("H100", "H100-80G"), ("H200", "H200-141G")):
+        assert ACCELERATORS[name].bytes_per_s == known[label] * 1e9
+
+
+@pytest.mark.parametrize(
+    ("name", "bytes_per_weight", "milliseconds"),
+    [
+        ("Llama-3.1-8B", 2, (3.2, 3.6, 6.7)),
+        ("Llama-3.1-8B", 1, (1.7, 2.1, 5.3)),
+        ("Qwen3-32B", 2, (13.4, 14.2, 20.5)),
+        ("Llama-3.1-70B", 2, (29.0, 30.1, 37.9)),
+        ("Llama-3.1-405B", 2, (168, 170, 182)),
+    ],
+)
+def test_steps_of_plain_decoding(name: str, bytes_per_weight: float, milliseconds: tuple[float, ...]) -> None:
+    """Worked out apart: weights and KV cache over 4.8 TB/s, at 1K, 16K and 128K tokens."""
+    latency = ideal_latency(SHAPES[name], H200, bytes_per_weight=bytes_per_weight)
+    steps = [1000 * latency.decode_step_s(context=context, batch=1) for context in (1024, 16384, 131072)]
+    assert steps == pytest.approx(milliseconds, rel=0.02)
+
+
+def test_attention_beside_mlp() -> None:
+    """Microseconds of a sublayer on an H200, and how many tokens of KV cache make them alike."""
+    for name, context, expected in (
+        ("Llama-3.1-8B", 1024, (18, 73)),
+        ("Llama-3.1-8B", 131072, (129, 73)),
+        ("Llama-3.1-70B", 16384, (77, 294)),
+    ):
+        sublayers = ideal_latency(SHAPES[name], H200).sublayers_s(rows=1, context=context, batch=1)
+        assert tuple(round(1e6 * seconds) for seconds in sublayers[:2].tolist()) == expected
+    for name, tokens in (("Llama-3.1-8B", 66e3), ("Qwen3-32B", 146e3), ("Llama-3.1-70B", 270e3)):
+        sublayers = ideal_latency(SHAPES[name], H200).sublayers_s(rows=1, context=tokens, batch=1)
+        assert sublayers[0] == pytest.approx(sublayers[1], rel=0.01)
+
+
+def test_the_reference_path_makes_attention_the_heavy_one() -> None:
+    for name, ideal, reference in (("Llama-3.1-8B", 0.39, 1.88), ("Llama-3.1-70B", 0.25, 0.92)):
+        by_kernels = ideal_latency(SHAPES[name], H200)
+        by_reference = reference_latency(SHAPES[name], H200, context=12_800)
+        for latency, ratio in ((by_kernels, ideal), (by_reference, reference)):
+            attention, mlp = latency.sublayers_s(rows=1, context=12_800, batch=1)[:2].tolist()
+            assert attention / mlp == pytest.approx(ratio, abs=0.01)
+
+
+def test_every_forward_of_the_reference_path_copies_the_cache_of_all_layers() -> None:
+    """Also one that runs none of them: 320 KiB a token of a 70B model, read and written."""
+    shape = SHAPES["Llama-3.1-70B"]
+    nothing = (False,) * 2 * shape.num_layers
+    ideal, reference = ideal_latency(shape, H200), reference_latency(shape, H200, context=10_000)
+    more_s = reference.draft_step_s(nothing, context=10_000, batch=1) - ideal.draft_step_s(
+        nothing, context=10_000, batch=1
+    )
+    assert more_s == pytest.approx(2 * 320 * 1024 * 10_000 / 4.8e12)
+
+
+def test_a_verify_is_free_up_to_the_knee() -> None:
+    assert [ACCELERATORS[name].knee_rows(2) for name in ("H200", "H100", "A100")] == [134, 192, 99]
+    latency = ideal_latency(SHAPES["Llama-3.1-8B"], H200)
+    plain, many, twice = (latency.verify_s(rows=rows, context=0, batch=1) for rows in (1, 134, 268))
+    assert many == pytest.approx(plain)
+    assert twice == pytest.approx(2 * plain)
