@@ -9,7 +9,7 @@ FIGURES_OUT ?= figures-out
 TEST_PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint bench figures clean
+.PHONY: help setup demo test test-all lint bench figures k8s clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -36,14 +36,16 @@ lint: setup ## ruff and mypy --strict
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict
 
-bench: setup ## decoding speed on the widened demo model, against transformers generate
-	mkdir -p $(BENCH_OUT)
+bench: setup ## decoding speed on the widened demo model, against transformers generate: bench-out/results.md
 	$(BIN)/rayspec bench --model demo --widen 8 --dtype bfloat16 --threads 2 --input demo --context 1024 \
-	  --strategies ar,knapspec --max-tokens 128 --num-prompts 4 --batch 1 --repeats 3 --json $(BENCH_OUT)/bench.json
+	  --strategies knapspec,auto --max-tokens 128 --num-prompts 4 --batch 1 --repeats 3 --output $(BENCH_OUT)
 
 figures: setup ## KnapSpec's experiments on the widened demo model, with what `rayspec bench` found if BENCH names it
 	$(BIN)/rayspec figures --model demo --widen 8 --dtype bfloat16 --threads 2 --output $(FIGURES_OUT) \
 	  $(if $(BENCH),--bench $(BENCH))
+
+k8s: setup ## render the manifests of k8s/overlays again
+	$(BIN)/rayspec k8s overlays k8s/overlays
 
 clean: ## remove what the targets made, except .venv
 	rm -rf $(DEMO_OUT) $(BENCH_OUT) $(FIGURES_OUT) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -94,16 +94,8 @@ def tune_plan(
             )
         )
     assert search.best is not None
-    best = bench.measure(bench.plan_of(search.best[0]), plain=plain)
-    if (best.record.measured_tpt or 0.0) <= (plain.measured_tpt or 0.0):
-        logger.warning("none of %d plans is faster than plain decoding on the calibration prompts", num_tries)
-    return SavedPlan.of(
-        best.record,
-        domain=domain,
-        threshold=best.threshold.value,
-        provenance=Provenance.now(
-            engine.config, method=f"the fastest of {num_tries} plans by trials", calibration=bench.calibration
-        ),
+    return bench.confirmed(
+        bench.plan_of(search.best[0]), plain, domain=domain, method=f"the fastest of {num_tries} plans by trials"
     )
 
 
@@ -138,7 +130,8 @@ def tune_domains(
 
 
 def knapspec_plan(engine: Engine, prompts: Sequence[Prompt], options: TuningOptions, *, domain: str = "") -> SavedPlan:
-    """The fastest plan that KnapSpec used in one run over the prompts: far cheaper than trials.
+    """The fastest plan that KnapSpec used in one run over the prompts: far cheaper than trials. The speed that is saved
+    is that of another run, as by `tune_plan`.
 
     Raises ConfigError: the engine was loaded with a strategy that measures nothing, or nothing was drafted.
     """
@@ -153,8 +146,8 @@ def knapspec_plan(engine: Engine, prompts: Sequence[Prompt], options: TuningOpti
             f"KnapSpec drafted nothing on the prompts of domain {domain!r}: give more of them, raise max_tokens, or "
             "choose 'trials' for option 'plans_by'"
         )
-    provenance = Provenance.now(engine.config, method="the fastest of KnapSpec's", calibration=bench.calibration)
-    return SavedPlan.of(best, domain=domain, threshold=None, provenance=provenance)
+    plain = bench.measure(no_draft(bench.num_sublayers, "tuning")).record
+    return bench.confirmed(best.plan, plain, domain=domain, method="the fastest of KnapSpec's")
 
 
 def features_of(engine: Engine, prompts: Sequence[Prompt]) -> list[Sequence[float]]:
@@ -195,7 +188,7 @@ class _Bench:
         self.num_sublayers = engine.stages.num_sublayers
 
     @property
-    def calibration(self) -> str:
+    def _calibration(self) -> str:
         return f"{len(self._prompts)} prompts, {self._options.max_tokens} tokens generated from each"
 
     def plan_of(self, keep: Keep) -> Plan:
@@ -211,6 +204,18 @@ class _Bench:
             _generate(self._engine, self._prompts, self._options.max_tokens)
         assert selector.record is not None
         return _Measured(selector.record, threshold)
+
+    def confirmed(self, plan: Plan, plain: PlanRecord, *, domain: str, method: str) -> SavedPlan:
+        """The plan as it is to be saved, with what it does in one more run."""
+        best = self.measure(plan, plain=plain)
+        if (best.record.measured_tpt or 0.0) <= (plain.measured_tpt or 0.0):
+            logger.warning("for %r no plan is faster than plain decoding on the calibration prompts", domain)
+        return SavedPlan.of(
+            best.record,
+            domain=domain,
+            threshold=best.threshold.value,
+            provenance=Provenance.now(self._engine.config, method=method, calibration=self._calibration),
+        )
 
     def records(self, selector: Selector) -> list[PlanRecord]:
         """Of the plans that a selector makes over the prompts."""

@@ -29,8 +29,8 @@ class PassCost:
 class PassCosts:
     """Passes by their shape: each shape is worked out once, for all contexts.
 
-    Every stage that a pass visits takes the model's `overhead_s`, because each makes its own batch of it. So a pass over
-    several stages takes longer than `LatencyModel` says, by that much for each stage but one.
+    Every stage that a pass visits takes the model's `overhead_s`, because each makes its own batch of it. So a pass
+    over several stages takes longer than `LatencyModel` says, by that much for each stage but one.
     """
 
     def __init__(self, latency: LatencyModel) -> None:
@@ -47,7 +47,7 @@ class PassCosts:
         kept = np.asarray(keep, bool)
 
         def seconds(context: float) -> Floats:
-            return self._latency.sublayers_s(rows=rows, context=context, batch=rows) * kept
+            return np.where(kept, self._latency.sublayers_s(rows=rows, context=context, batch=rows), 0.0)
 
         return self._cost((keep, rows), seconds, visited=kept, head_rows=rows)
 
@@ -90,4 +90,4 @@ class PassCosts:
         return found
 
     def _by_stage(self, seconds: Floats) -> Floats:
-        return np.bincount(self._stages, weights=seconds, minlength=self.num_stages)
+        return np.bincount(self._stages, weights=seconds, minlength=self.num_stages).astype(np.float64)

@@ -36,7 +36,7 @@ class ModelShape:
     @property
     def mlp_parameters(self) -> int:
         """Of one layer."""
-        return 2 * self.hidden_size * self.mlp_size
+        return 3 * self.hidden_size * self.mlp_size
 
     @property
     def head_parameters(self) -> int:

@@ -57,6 +57,10 @@ class RecentRate:
     def value(self) -> float:
         return self._num_tokens / self._seconds if self._seconds else 0.0
 
+    def seconds(self, num_tokens: float) -> float:
+        """That so many tokens take; 0 where that is not known."""
+        return num_tokens / self.value if self.value else 0.0
+
     def observe(self, num_tokens: float, seconds: float) -> None:
         fade = 0.5 ** (1 / _HALF_LIFE)
         self._num_tokens = self._num_tokens * fade + num_tokens

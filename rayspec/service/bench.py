@@ -50,7 +50,7 @@ def run_bench(
         say("loading")
         baseline = stack.enter_context(load_llm(engine_config(options, folder, BASELINE)))
         result["environment"] = describe_environment()
-        workloads = make_workloads(baseline, options.workloads, template=summary_prompt(options.engine.model))
+        workloads = _workloads(baseline, options, say)
         contenders = _contenders(names, baseline, options, folder, stack)
         for workload in workloads:
             found.append(_compare(contenders, workload, options, say))
@@ -65,21 +65,35 @@ def strategy_names(options: BenchOptions) -> list[str]:
     for name in asked:
         if name != HF:
             engine_config(options, options.engine.model, name)
-    saved = options.engine.speculation.warm_start
-    if saved is not None and not set(asked) & set(_WITH_SAVED_PLANS):
-        raise ConfigError(
-            f"option 'warm_start' is {saved!r}, and none of the strategies {', '.join(asked)} needs saved plans: leave "
-            f"it out, or add {' or '.join(_WITH_SAVED_PLANS)}"
-        )
+    _check_plans_are_used(asked, options)
     return list(dict.fromkeys([BASELINE, *asked, *([HF] if options.hf else [])]))
 
 
 def _all_strategies(options: BenchOptions) -> list[str]:
     """Every one that has what it needs."""
-    speculation = options.engine.speculation
-    missing = set() if speculation.warm_start is not None else set(_WITH_SAVED_PLANS)
-    missing |= set() if speculation.skip else {"static"}
+    missing = {name for name in _WITH_SAVED_PLANS if _plans_of(options, name) is None}
+    if not options.engine.speculation.skip:
+        missing.add("static")
     return [name for name in get_args(Strategy) if name not in missing]
+
+
+def _plans_of(options: BenchOptions, strategy: str) -> str | None:
+    """The file of saved plans for a strategy. What is not for one by name is for those that cannot do without."""
+    of_all = options.engine.speculation.warm_start if strategy in _WITH_SAVED_PLANS else None
+    return options.plans.get(strategy, of_all)
+
+
+def _check_plans_are_used(names: Sequence[str], options: BenchOptions) -> None:
+    """Raises ConfigError for saved plans that no strategy would get."""
+    for name, file in options.plans.items():
+        if name not in names:
+            raise ConfigError(f"option 'plans' has {file!r} for {name!r}, which does not run: add it to 'strategies'")
+    of_all = options.engine.speculation.warm_start
+    if of_all is not None and not set(names) & set(_WITH_SAVED_PLANS):
+        raise ConfigError(
+            f"option 'warm_start' is {of_all!r}, and none of the strategies {', '.join(names)} needs saved plans: add "
+            f"{' or '.join(_WITH_SAVED_PLANS)}, or say for which one they are with 'plans'"
+        )
 
 
 def _contenders(
@@ -97,6 +111,15 @@ def _contenders(
             engine = engine_like(_one_engine(baseline), config)
             contenders[name] = Ours(engine or _one_engine(stack.enter_context(load_llm(config))))
     return contenders
+
+
+def _workloads(llm: rayspec.LLM, options: BenchOptions, say: Say) -> list[Workload]:
+    """Those with prompts."""
+    workloads = make_workloads(llm, options.workloads, template=summary_prompt(options.engine.model))
+    for workload in workloads:
+        if not workload.prompts:
+            say(f"{workload.name}: left out, as all of its {workload.num_left_out} prompts are longer")
+    return [workload for workload in workloads if workload.prompts]
 
 
 def _one_engine(llm: rayspec.LLM) -> Engine:
@@ -177,13 +200,13 @@ def model_folder(config: EngineConfig, factor: int) -> Iterator[str]:
 
 
 def engine_config(options: BenchOptions, folder: str, strategy: str) -> EngineConfig:
-    """Of one strategy. Skipped sublayers and saved plans go to those that cannot do without them: the others begin with
-    nothing. Raises ConfigError for a strategy that there is not, or that needs something further."""
+    """Of one strategy, with skipped sublayers and saved plans only where they are for it. Raises ConfigError for a
+    strategy that there is not, or that needs something further."""
     base = options.engine
     speculation = base.speculation.replace(
         strategy=strategy,
         skip=base.speculation.skip if strategy == "static" else (),
-        warm_start=base.speculation.warm_start if strategy in _WITH_SAVED_PLANS else None,
+        warm_start=_plans_of(options, strategy),
     )
     return base.replace(
         model=folder,

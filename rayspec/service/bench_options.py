@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -43,6 +43,10 @@ Stream = Annotated[
     ),
 ]
 Seed = Annotated[int, typer.Option("--workload-seed", help="of the bundled prompts and of streams")]
+Plans = Annotated[
+    list[str] | None,
+    typer.Option(metavar="STRATEGY=FILE", help="saved plans for one strategy, rather than --warm-start's; repeatable"),
+]
 Widen = Annotated[int, typer.Option(min=1, help="make the model so many times as wide, with the same text")]
 Threads = Annotated[int | None, typer.Option(min=1, help="the same as --num-threads")]
 Hf = Annotated[bool, typer.Option(help="compare with transformers generate")]
@@ -56,7 +60,8 @@ _Number = TypeVar("_Number", int, float)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
-    """What is compared, and on what. `engine` holds whatever the strategies have in common."""
+    """What is compared, and on what. `engine` holds whatever the strategies have in common. plans: files of saved plans
+    by strategy."""
 
     engine: EngineConfig
     workloads: WorkloadOptions
@@ -65,6 +70,7 @@ class BenchOptions:
     batch: int
     repeats: int
     widen: int
+    plans: Mapping[str, str] = field(default_factory=dict)
     hf: bool = False
 
     def plain(self) -> dict[str, Any]:
@@ -82,9 +88,10 @@ def bench_options(
     repeats: int,
     widen: int,
     threads: int | None = None,
+    plans: Sequence[str] | None = None,
     hf: bool = False,
 ) -> BenchOptions:
-    """strategies: names with commas. Raises ConfigError."""
+    """strategies: names with commas. plans: "STRATEGY=FILE" each. Raises ConfigError."""
     asked.flags["num_threads"] = threads if threads is not None else asked.flags["num_threads"]
     asked.flags["strategy"] = "static" if asked.flags["skip"] else None  # each contender has its own
     names = tuple(filter(None, map(str.strip, strategies.split(","))))
@@ -100,6 +107,7 @@ def bench_options(
         batch=batch,
         repeats=repeats,
         widen=widen,
+        plans=dict(map(_strategy_and_file, plans or ())),
         hf=hf,
     )
 

@@ -28,6 +28,7 @@ from rayspec.service.bench_options import (
     MaxTokens,
     NumPrompts,
     OutputFolder,
+    Plans,
     Repeats,
     Seed,
     Strategies,
@@ -41,9 +42,11 @@ from rayspec.service.bench_options import (
 from rayspec.service.bench_report import bench_tables, save_report
 from rayspec.service.bench_result import save_bench
 from rayspec.service.documents import Columns, Document, read_documents
+from rayspec.service.k8s.command import app as k8s_app
 from rayspec.service.latency_table import latency_table, stage_table
 from rayspec.service.loading import load_llm
 from rayspec.service.options import Asked, with_settings
+from rayspec.service.paper import run_paper
 from rayspec.service.progress import showing_progress
 from rayspec.service.prompts import SUMMARY_SAMPLING, PromptBuilder, fitting_prompt_tokens, summary_prompt
 from rayspec.service.report import RunReport
@@ -62,6 +65,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.add_typer(k8s_app, name="k8s")
 
 _EPILOG = """Exit codes: 0 every row succeeded, 1 none did or the engine failed, 2 usage, 3 some rows failed,
 130 interrupted and 143 terminated, with the rows so far in the output."""
@@ -180,15 +184,23 @@ def bench(
     seed: Seed = 0,
     widen: Widen = 1,
     threads: Threads = None,
+    plans: Plans = None,
     hf: Hf = True,
     output: OutputFolder = None,
     json: Json = None,
+    paper: Annotated[
+        bool,
+        typer.Option("--paper", help="run nothing: published speed-ups beside our predictions; only --json counts"),
+    ] = False,
 ) -> None:
     """Compare strategies, and transformers generate, on the same prompts in the same run.
 
-    'all' are the strategies that need nothing further; with --warm-start also those that go by saved plans (self-sd and
-    knn-ssd, which alone get them), with --skip static.
+    'all' are the strategies that need nothing further; with --warm-start or --plans also those that go by saved plans
+    (self-sd and knn-ssd, which alone get those of --warm-start), with --skip static.
     """
+    if paper:
+        output_console().print(run_paper(json), markup=False, highlight=False, soft_wrap=True)
+        return
     from rayspec.service.bench import run_bench  # noqa: PLC0415 - brings torch, which others wait for
 
     with clean_exit():
@@ -202,6 +214,7 @@ def bench(
             repeats=repeats,
             widen=widen,
             threads=threads,
+            plans=plans,
             hf=hf,
         )
         result = run_bench(options, _say, keep=lambda found: _keep_bench(found, output, json))
@@ -345,14 +358,14 @@ def figures(
     only: Annotated[
         str, typer.Option(help="with commas, of speedup, tpt, skips, thresholds, intervals; all that are possible")
     ] = "",
-    domain: Annotated[str, typer.Option(help="of the bundled prompts: summary, question, ledger, schedule")] = (
-        "summary"
-    ),
+    domains: Annotated[
+        str, typer.Option(help="of the bundled prompts, with commas: summary, question, ledger, schedule")
+    ] = "summary",
     context: Annotated[int, typer.Option(min=2, help="tokens of a prompt, but for skips")] = 384,
     contexts: Annotated[str, typer.Option(help="tokens of a prompt, for skips")] = "512,1024,2048,4096",
-    max_tokens: Annotated[int, typer.Option(min=2, help="output tokens of a prompt")] = 96,
-    num_prompts: Annotated[int, typer.Option(min=1, help="of each experiment")] = 2,
-    num_plans: Annotated[int, typer.Option(min=1, help="sets of sublayers, for tpt")] = 20,
+    max_tokens: Annotated[int, typer.Option(min=2, help="output tokens of a prompt")] = 64,
+    num_prompts: Annotated[int, typer.Option(min=1, help="of each experiment, of the domains in turn")] = 2,
+    num_plans: Annotated[int, typer.Option(min=1, help="sets of sublayers, for tpt")] = 16,
     draft_lengths: Annotated[str, typer.Option(help="at which each of these runs")] = "3,8",
     thresholds: Annotated[str, typer.Option(help="confidences below which drafts end")] = "0,0.3,0.5,0.7,0.8,0.9,0.97",
     intervals: Annotated[str, typer.Option(help="tokens between searches")] = "8,16,32,64,128",
@@ -374,7 +387,7 @@ def figures(
             bench=bench,
             only=tuple(name.strip() for name in only.split(",") if name.strip()),
             widen=widen,
-            domain=domain,
+            domains=tuple(name.strip() for name in domains.split(",") if name.strip()),
             context=context,
             contexts=numbers("contexts", contexts, int),
             max_tokens=max_tokens,
@@ -481,6 +494,67 @@ def tune(
 
 
 @app.command()
+def plan(
+    *,
+    model: Annotated[str, typer.Option(help="folder, config.json, hub id, or 'demo'; no weights are needed")],
+    gpus: Annotated[
+        str, typer.Option(help="in order, as 8xH100-80G or 4xH200-141G,4xA100-80G or 2xNEW-96G@4000 (GB/s)")
+    ],
+    context: Annotated[int, typer.Option(help="tokens of a sequence in the end")] = 16384,
+    output_tokens: Annotated[int, typer.Option(help="of these, the answer's")] = 256,
+    concurrency: Annotated[int, typer.Option(help="sequences at once, over all replicas")] = 32,
+    goal: Annotated[str, typer.Option(help="throughput, latency (of a request alone), cost")] = "throughput",
+    quantization: Annotated[str | None, typer.Option(help="of the layers' linears: fp8, int8, int4")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16")] = "auto",
+    profile: Annotated[
+        Path | None, typer.Option(help="measured on one such GPU, as `rayspec profile` has saved it")
+    ] = None,
+    acceptance: Annotated[
+        float | None, typer.Option(help="of draft tokens; without it, the range that others have published")
+    ] = None,
+    skip: Annotated[float, typer.Option(help="share of the layers that drafts leave out")] = 0.5,
+    price: Annotated[float | None, typer.Option(help="dollars per GPU hour")] = None,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="prompt tokens run between two decode rounds")] = 1024,
+    hop_us: Annotated[float, typer.Option(help="microseconds from a stage to the next one")] = 200.0,
+    all_reduce_us: Annotated[float, typer.Option(help="microseconds between tensor-parallel ranks, a sublayer")] = 10.0,
+    gpus_per_node: Annotated[int, typer.Option(help="the most tensor-parallel ranks")] = 8,
+    json: Annotated[Path | None, typer.Option(help="file to write the numbers to")] = None,
+) -> None:
+    """Recommend stages x tensor x replicas: simulate what fits, with drafts and without. Needs no GPU.
+
+    Exit code 1 if nothing fits.
+    """
+    # They bring torch, which others wait for.
+    from rayspec.model.sizes import load_config  # noqa: PLC0415
+    from rayspec.service.plan_options import PlanOptions  # noqa: PLC0415
+    from rayspec.service.plan_report import make_plan, plan_table, save_plan  # noqa: PLC0415
+
+    with clean_exit():
+        options = PlanOptions(
+            gpus=gpus,
+            context=context,
+            output_tokens=output_tokens,
+            concurrency=concurrency,
+            goal=goal,
+            quantization=quantization,
+            dtype=dtype,
+            profile=profile,
+            acceptance=acceptance,
+            skip=skip,
+            price=price,
+            max_num_batched_tokens=max_num_batched_tokens,
+            hop_us=hop_us,
+            all_reduce_us=all_reduce_us,
+            gpus_per_node=gpus_per_node,
+        )
+        report = make_plan(load_config(str(demo.model_path()) if model == "demo" else model), options)
+        output_console().print(plan_table(report), highlight=False, markup=False)
+        if json is not None:
+            save_plan(report, json)
+    raise typer.Exit(0 if report.fits else EXIT_FAILED)
+
+
+@app.command()
 @with_settings()
 def serve(
     *,
@@ -506,6 +580,31 @@ def serve(
     with clean_exit():
         options = asked_options(file, asked, model_id=served_model_name, api_keys=api_key or (), environment=os.environ)
         run_endpoint(options, Address(host=host, port=port), lambda url: print(url, flush=True))  # noqa: T201
+
+
+@app.command()
+def doctor(
+    *,
+    model: Annotated[str | None, typer.Option(help="folder, hub id, or 'demo': are its files whole?")] = None,
+    address: Annotated[
+        str | None, typer.Option(help="of a Ray cluster: auto, host:port or ray://host:10001; else RAY_ADDRESS")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="this machine only: for a container's start")] = False,
+    json: Annotated[Path | None, typer.Option(help="file to write the findings to")] = None,
+) -> None:
+    """Check this machine, and every node of a cluster: versions, GPUs, network, disks, model files; say what to do.
+
+    Exit code 1 if there is a problem.
+    """
+    from rayspec.service.doctor.examine import examine  # noqa: PLC0415 - others need not wait for it
+    from rayspec.service.doctor.findings import findings_table, has_problems, save_findings  # noqa: PLC0415
+
+    with clean_exit():
+        findings = examine(model=model, address=address, quick=quick)
+        output_console().print(findings_table(findings))
+        if json is not None:
+            save_findings(findings, json)
+    raise typer.Exit(EXIT_FAILED if has_problems(findings) else 0)
 
 
 @app.command()

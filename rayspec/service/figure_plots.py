@@ -90,21 +90,25 @@ def plot_tpt(experiment: TptExperiment, path: Path) -> None:
         tpt.annotate(
             "no draft",
             (experiment.plain_tpt, experiment.plain.median),
-            xytext=(6, -11),
+            xytext=(0, 8),
             textcoords="offset points",
+            ha="center",
             fontsize=_SMALL,
             color=INK,
         )
-        top = 1.06 * max([experiment.plain_tpt, *(point.predicted_tpt for point in experiment.points)])
-        tpt.plot([0, top], [0, top], color=PLAIN, linewidth=1, linestyle="--", zorder=1)
-        tpt.set_xlim(0, top)
+        right = 1.06 * max([experiment.plain_tpt, *(point.predicted_tpt for point in experiment.points)])
+        top = 1.12 * max([experiment.plain.median, *(point.measured_tpt for point in experiment.points)])
+        tpt.plot([0, right], [0, right], color=PLAIN, linewidth=1, linestyle="--", zorder=1, label="as predicted")
+        tpt.set_xlim(0, right)
         tpt.set_xlabel("predicted TPT, tokens/s", fontsize=_NORMAL, color=INK)
         tpt.set_ylabel("measured, tokens/s", fontsize=_NORMAL, color=INK)
         _draw_points(acceptance, experiment.points, [point.estimated_acceptance for point in experiment.points])
-        acceptance.set_xlabel("estimated acceptance alone", fontsize=_NORMAL, color=INK)
-        for panel, name in ((tpt, "tpt"), (acceptance, "acceptance")):
-            panel.set_title(f"r = {found[f'pearson_{name}']:.2f}", fontsize=_LARGE, color=INK)
-            panel.set_ylim(bottom=0)
+        acceptance.set_xlabel("estimated acceptance", fontsize=_NORMAL, color=INK)
+        acceptance.set_xlim(0, 1.03)
+        for panel, name, said in ((tpt, "tpt", "predicted TPT"), (acceptance, "acceptance", "acceptance alone")):
+            r = "-" if found[name] is None else f"{found[name]:.2f}"
+            panel.set_title(f"{said}: r = {r}", fontsize=_LARGE, color=INK)
+            panel.set_ylim(0, top)
             panel.grid(color=SKIPPED)
         _legend_below([tpt])
 
@@ -137,18 +141,18 @@ def plot_skip_ratio(experiment: SkipExperiment, path: Path) -> None:
     with _figure(path, "What KnapSpec's plans skip", panels=2) as (skipped, time):
         _draw_skipped(skipped, experiment)
         contexts = [one.context for one in experiment.by_context]
-        for label, color, seconds in (
-            ("attention", ATTENTION, [one.attention_s for one in experiment.by_context]),
-            ("MLP", MLP, [one.mlp_s for one in experiment.by_context]),
+        for label, color, marker, seconds in (
+            ("attention", ATTENTION, "o", [one.attention_s for one in experiment.by_context]),
+            ("MLP", MLP, "s", [one.mlp_s for one in experiment.by_context]),
         ):
-            time.plot(
-                contexts, [1000 * value for value in seconds], color=color, marker="o", linewidth=1.8, label=label
-            )
+            values = [1000 * value for value in seconds]
+            time.plot(contexts, values, color=color, marker=marker, linewidth=1.8, label=label)
         crossing = experiment.attention_outweighs_from
         if crossing is not None and contexts[0] <= crossing <= contexts[-1]:
             time.axvline(crossing, color=PLAIN, linewidth=1, linestyle="--")
         time.set_title("Milliseconds of a decode step", fontsize=_LARGE, color=INK)
         for panel in (skipped, time):
+            panel.set_xticks(contexts, [f"{context}" for context in contexts], minor=False)
             panel.set_xlabel("context, tokens", fontsize=_NORMAL, color=INK)
             panel.set_ylim(bottom=0)
             panel.grid(axis="y", color=SKIPPED)
@@ -190,7 +194,7 @@ def plot_skip_distribution(experiment: SkipExperiment, path: Path) -> None:
 def plot_thresholds(experiment: ThresholdSweep, path: Path) -> None:
     with _figure(path, "Where drafts end", panels=2) as (speed, acceptance):
         sweep = experiment.thresholds
-        _draw_sweep(speed, sweep, ATTENTION)
+        _draw_sweep(speed, sweep, [one.value or 0.0 for one in sweep.settings])
         known = [(one.value, one.acceptance) for one in sweep.settings if one.acceptance is not None]
         if known:
             acceptance.plot(*zip(*known, strict=True), color=MLP, marker="s", linewidth=1.8)
@@ -205,57 +209,52 @@ def plot_thresholds(experiment: ThresholdSweep, path: Path) -> None:
 
 
 def plot_intervals(experiment: IntervalSweep, path: Path) -> None:
-    with _figure(path, "How often plans are searched", panels=2) as (by_interval, by_share):
-        for panel, sweep, label in (
-            (by_interval, experiment.intervals, "tokens from one search to the next"),
-            (by_share, experiment.shares, "share of the time that searches may take"),
+    """Values side by side at equal distances: they are powers rather than steps, and 0 may be among them."""
+    with _figure(path, "How often plans are searched", panels=2) as panels:
+        for panel, sweep, label in zip(
+            panels,
+            (experiment.intervals, experiment.shares),
+            ("tokens from one search to the next", "share of the time that searches may take"),
+            strict=True,
         ):
-            _draw_sweep(panel, sweep, ATTENTION)
-            values = [one.value or 0.0 for one in sweep.settings]
-            panel.set_xscale("log", base=2)
-            panel.set_xticks(values, [f"{value:g}" for value in values], minor=False)
-            panel.minorticks_off()
+            across = list(range(len(sweep.settings)))
+            _draw_sweep(panel, sweep, across)
+            panel.set_xticks(across, [f"{one.value:g}" for one in sweep.settings])
             panel.set_xlabel(label, fontsize=_NORMAL, color=INK)
-            panel.grid(axis="y", color=SKIPPED)
-            spent = panel.twinx()
-            spent.bar(
-                values,
-                [100 * one.search_share for one in sweep.settings],
-                width=[0.3 * value for value in values],
+            panel.bar(
+                across,
+                [one.search_share for one in sweep.settings],
+                width=0.5,
                 color=MLP,
-                alpha=0.35,
-                label="time in searches, %",
+                alpha=0.6,
+                label="share of the time in searches",
             )
-            spent.set_ylim(0, 100)
-            spent.tick_params(colors=INK, labelsize=_SMALL)
-            spent.spines[["top"]].set_visible(False)
-            panel.set_zorder(spent.get_zorder() + 1)
-            panel.patch.set_visible(False)
-        spent.set_ylabel("time in searches, %", fontsize=_NORMAL, color=INK)
-        _legend_below([by_interval])
+            panel.grid(axis="y", color=SKIPPED)
+        _legend_below(panels)
 
 
-def _draw_sweep(axes: Axes, sweep: Sweep, color: str) -> None:
+def _draw_sweep(axes: Axes, sweep: Sweep, across: Sequence[float]) -> None:
     settings = sweep.settings
     axes.set_title("Speed-up", fontsize=_LARGE, color=INK)
     axes.axhline(1.0, color=PLAIN, linewidth=1, linestyle="--")
-    axes.axhline(sweep.own.speedup.median, color=INK, linewidth=1.2, linestyle=":", label="KnapSpec's own way")
+    axes.axhline(sweep.own.speedup.overall, color=INK, linewidth=1.2, linestyle=":", label="KnapSpec's own way")
     axes.errorbar(
-        [one.value or 0.0 for one in settings],
-        [one.speedup.median for one in settings],
+        across,
+        [one.speedup.overall for one in settings],
         yerr=np.array([_setting_gaps(one) for one in settings]).T,
-        color=color,
+        color=ATTENTION,
         marker="o",
         linewidth=1.8,
         elinewidth=0.8,
         capsize=2,
-        label="median and range over prompts",
+        label="speed-up overall, and range over prompts",
     )
     axes.set_ylim(bottom=0)
 
 
 def _setting_gaps(one: Setting) -> tuple[float, float]:
-    return one.speedup.median - one.speedup.least, one.speedup.most - one.speedup.median
+    overall = one.speedup.overall
+    return max(0.0, overall - one.speedup.least), max(0.0, one.speedup.most - overall)
 
 
 @contextmanager

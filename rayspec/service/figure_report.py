@@ -62,18 +62,19 @@ def mix_text(bench: BenchSpeedUps) -> str:
 
 
 def tpt_text(experiment: TptExperiment) -> str:
-    found = {name: f"{value:.3f}" for name, value in experiment.correlations().items()}
+    found = {name: "-" if value is None else f"{value:.3f}" for name, value in experiment.correlations().items()}
     num_sets = len({point.keep for point in experiment.points})
     return (
         f"{len(experiment.points)} plans ({num_sets} sets of sublayers) at {experiment.context} tokens of context, "
         "each predicted before it ran, from the latency model and from "
         f"{experiment.num_tapped_tokens} tokens of other text. Predicted TPT correlates with measured tokens/s by "
-        f"r = {found['pearson_tpt']} (ranks {found['spearman_tpt']}), estimated acceptance alone by "
-        f"{found['pearson_acceptance']} (ranks {found['spearman_acceptance']}); the paper has .837 and .538, of an 8B "
-        f"model at 12K tokens. Had the acceptance been known, TPT would have {found['pearson_tpt_as_accepted']}; what "
-        f"is measured after one prompt correlates with what is after another by {found['pearson_between_prompts']}. "
-        f"The median plan made {_percent(experiment.median_ratio)} of what was predicted; plain decoding made "
-        f"{experiment.plain} tokens/s, and {experiment.plain_tpt:.2f} were predicted."
+        f"r = {found['tpt']} (ranks {found['tpt_ranks']}), estimated acceptance alone by {found['acceptance']} (ranks "
+        f"{found['acceptance_ranks']}); the paper has .837 and .538, of an 8B model at 12K tokens. Among plans with an "
+        f"estimated acceptance of a half or more it is {found['tpt_of_sound']}, and {found['acceptance_of_sound']}. "
+        f"Had the acceptance been known, TPT would have {found['tpt_as_accepted']}; what is measured after one prompt "
+        f"correlates with what is after another by {found['between_prompts']}. The median plan made "
+        f"{_percent(experiment.median_ratio)} of what was predicted; plain decoding made {experiment.plain} tokens/s, "
+        f"and {experiment.plain_tpt:.2f} were predicted."
     )
 
 

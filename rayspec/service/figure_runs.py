@@ -155,6 +155,23 @@ def latency_of(llm: rayspec.LLM) -> LatencyModel:
     return latency
 
 
-def speed_up(own: Sequence[Stretch], plain: Sequence[Stretch]) -> Spread:
-    """Over the prompts, of the ratio of tokens per second after the same one."""
-    return Spread.of([one.tokens_per_s / max(other.tokens_per_s, 1e-9) for one, other in zip(own, plain, strict=True)])
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gain:
+    """Tokens per second over those of plain decoding. overall: after all prompts; least, most: after one of them."""
+
+    overall: float
+    least: float
+    most: float
+
+    def __str__(self) -> str:
+        return f"{self.overall:.2f} ({self.least:.2f} to {self.most:.2f})"
+
+
+def gain_of(own: Sequence[Stretch], plain: Sequence[Stretch]) -> Gain:
+    """Both after the same prompts."""
+    ratios = [one.tokens_per_s / max(other.tokens_per_s, 1e-9) for one, other in zip(own, plain, strict=True)]
+    return Gain(overall=_rate(own) / max(_rate(plain), 1e-9), least=min(ratios), most=max(ratios))
+
+
+def _rate(stretches: Sequence[Stretch]) -> float:
+    return sum(one.num_tokens for one in stretches) / max(sum(one.seconds for one in stretches), 1e-9)

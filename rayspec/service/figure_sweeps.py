@@ -9,7 +9,7 @@ import rayspec
 from rayspec.decode.selection.base import FixedPlan, Selector
 from rayspec.decode.selection.knapspec import KnapSpec
 from rayspec.decode.selection.self_sd import DraftThreshold, SelfSD
-from rayspec.service.figure_runs import Contender, Prompt, Spread, Stretch, latency_of, speed_up, take_turns, write
+from rayspec.service.figure_runs import Contender, Gain, Prompt, Spread, Stretch, gain_of, latency_of, take_turns, write
 from rayspec.service.figure_skips import every
 from rayspec.service.figure_tpt import Estimates, context_of, predict
 from rayspec.types import Plan, no_draft
@@ -21,7 +21,7 @@ class Setting:
     any. search_share: of the time."""
 
     value: float | None
-    speedup: Spread
+    speedup: Gain
     acceptance: float | None
     mean_draft_length: float
     search_share: float
@@ -37,7 +37,7 @@ class Sweep:
 
     @property
     def best(self) -> Setting:
-        return max(self.settings, key=lambda setting: setting.speedup.median)
+        return max(self.settings, key=lambda setting: setting.speedup.overall)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +127,7 @@ def _setting(
     num_drafted = sum(one.num_drafted for one in written)
     return Setting(
         value=value,
-        speedup=speed_up(written, plain),
+        speedup=gain_of(written, plain),
         acceptance=sum(one.num_accepted for one in written) / num_drafted if num_drafted else None,
         mean_draft_length=num_drafted / max(1, sum(one.num_rounds for one in written)),
         search_share=sum(one.search_s for one in written) / max(1e-9, sum(one.seconds for one in written)),

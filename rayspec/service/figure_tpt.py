@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from operator import attrgetter
 from statistics import fmean, median
 
 import numpy as np
@@ -34,6 +36,7 @@ from rayspec.types import ConfigError, Plan, PlanRecord, no_draft
 Keep = tuple[bool, ...]
 
 _NUM_CONTROLS = 3
+_SOUND = 0.5  # acceptance
 _EXITS = (0.5, 0.75, 0.9)  # of the layers
 
 
@@ -67,20 +70,26 @@ class TptExperiment:
     plain: Spread
     points: tuple[PlanPoint, ...]
 
-    def correlations(self) -> dict[str, float]:
-        """With the measured tokens per second. Whence the rest comes: `pearson_tpt_as_accepted` is without the error
-        of the acceptance; `pearson_between_prompts` is as well as measurements of one prompt agree with another's."""
-        measured = [point.measured_tpt for point in self.points]
-        tpt = [point.predicted_tpt for point in self.points]
-        acceptance = [point.estimated_acceptance for point in self.points]
-        return {
-            "pearson_tpt": pearson(tpt, measured),
-            "spearman_tpt": spearman(tpt, measured),
-            "pearson_acceptance": pearson(acceptance, measured),
-            "spearman_acceptance": spearman(acceptance, measured),
-            "pearson_tpt_as_accepted": pearson([point.tpt_as_accepted for point in self.points], measured),
-            "pearson_between_prompts": self._agreement_of_prompts(),
+    def correlations(self) -> dict[str, float | None]:
+        """With the measured tokens per second, Pearson's but for ranks; None where something does not vary.
+
+        sound: of plans only that are expected to be accepted at least half of the time, so that it is not those that
+        hardly draft which make the difference. Whence the rest comes: `tpt_as_accepted` is without the error of the
+        acceptance; `between_prompts` is how well what is measured after one prompt agrees with what is after another.
+        """
+        tpt, acceptance = attrgetter("predicted_tpt"), attrgetter("estimated_acceptance")
+        sound = [point for point in self.points if point.estimated_acceptance >= _SOUND]
+        found = {
+            "tpt": _with_measured(pearson, self.points, tpt),
+            "tpt_ranks": _with_measured(spearman, self.points, tpt),
+            "acceptance": _with_measured(pearson, self.points, acceptance),
+            "acceptance_ranks": _with_measured(spearman, self.points, acceptance),
+            "tpt_of_sound": _with_measured(pearson, sound, tpt),
+            "acceptance_of_sound": _with_measured(pearson, sound, acceptance),
+            "tpt_as_accepted": _with_measured(pearson, self.points, attrgetter("tpt_as_accepted")),
+            "between_prompts": self._agreement_of_prompts(),
         }
+        return {name: None if math.isnan(value) else value for name, value in found.items()}
 
     @property
     def median_ratio(self) -> float:
@@ -91,6 +100,14 @@ class TptExperiment:
         runs = np.array([point.measured_by_prompt for point in self.points]).T
         pairs = [pearson(runs[i], runs[j]) for i in range(len(runs)) for j in range(i)]
         return fmean(pairs) if pairs else float("nan")
+
+
+def _with_measured(
+    correlation: Callable[[ArrayLike, ArrayLike], float],
+    points: Sequence[PlanPoint],
+    value: Callable[[PlanPoint], float],
+) -> float:
+    return correlation([value(point) for point in points], [point.measured_tpt for point in points])
 
 
 def pearson(first: ArrayLike, second: ArrayLike) -> float:

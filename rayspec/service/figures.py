@@ -34,7 +34,8 @@ class FigureOptions:
     """What is drawn, and from how much text. Raises ConfigError for what cannot be.
 
     only: of FIGURES; empty: all, without "speedup" where there is no bench. context: of prompts, but for the skips,
-    which are drawn over `contexts`. num_prompts: of each experiment.
+    which are drawn over `contexts`. num_prompts: of each experiment, of the domains in turn; twice as many where it is
+    the intervals between searches.
     """
 
     engine: EngineConfig
@@ -42,7 +43,7 @@ class FigureOptions:
     bench: Path | None
     only: tuple[str, ...]
     widen: int
-    domain: str
+    domains: tuple[str, ...]
     context: int
     contexts: tuple[int, ...]
     max_tokens: int
@@ -62,8 +63,8 @@ class FigureOptions:
             raise ConfigError(
                 "option 'only' has 'speedup', which needs option 'bench': name a results.json of `rayspec bench`"
             )
-        if self.domain not in demo.DOMAINS:
-            raise ConfigError(f"option 'domain' is {self.domain!r}: choose of {', '.join(demo.DOMAINS)}")
+        if not self.domains or not set(self.domains) <= set(demo.DOMAINS):
+            raise ConfigError(f"option 'domains' is {', '.join(self.domains)!r}: choose of {', '.join(demo.DOMAINS)}")
         if self.engine.parallel is not None:
             raise ConfigError("option 'parallel' is set: figures are of an engine in one process, leave it out")
         _check_range("contexts", self.contexts, 2, None)
@@ -156,11 +157,17 @@ class _Workshop:
         self.album = album
         self._estimates: Estimates | None = None
 
-    def prompts(self, context: int, *, other: bool = False) -> list[list[int]]:
-        """other: text that no experiment measures on."""
+    def prompts(self, context: int, *, num_sets: int = 1, other: bool = False) -> list[list[int]]:
+        """`num_prompts` times `num_sets`, of the domains in turn. other: text that no experiment measures on."""
         options = self.options
         seed = options.seed + 1 if other else options.seed
-        return demo_prompts(self.llm, options.domain, context=context, num_prompts=options.num_prompts, seed=seed)
+        num_prompts = num_sets * options.num_prompts
+        num_each = -(-num_prompts // len(options.domains))
+        of_domains = [
+            demo_prompts(self.llm, domain, context=context, num_prompts=num_each, seed=seed)
+            for domain in options.domains
+        ]
+        return [prompt for together in zip(*of_domains, strict=True) for prompt in together][:num_prompts]
 
     @property
     def estimates(self) -> Estimates:
@@ -248,7 +255,7 @@ def _intervals(work: _Workshop) -> None:
     options, file = work.options, "interval-sweep.png"
     experiment = run_intervals(
         work.llm,
-        work.prompts(options.context),
+        work.prompts(options.context, num_sets=2),
         intervals=options.intervals,
         shares=options.shares,
         max_tokens=options.max_tokens,

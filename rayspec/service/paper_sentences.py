@@ -166,7 +166,7 @@ def percent(value: float) -> str:
 
 
 def signed(value: float) -> str:
-    return f"{100 * value:+.1f} %"
+    return f"{round(100 * value, 1) + 0.0:+.1f} %"  # adding 0.0 makes +0 of -0
 
 
 def sides(

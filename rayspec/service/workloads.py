@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,11 +56,13 @@ class WorkloadOptions:
 class Workload:
     """Prompts, as token ids, in the order in which they are asked.
 
-    domains: of each prompt. context: the most tokens that a prompt was to have. num_left_out: prompts that were longer.
-    mix_ratio: of a stream, the probability that a prompt is of another domain than the one before.
+    domain: of all prompts; of a stream theirs in order, joined by "+". domains: of each prompt. context: the most
+    tokens that a prompt was to have. num_left_out: prompts that were longer. mix_ratio: of a stream, the probability
+    that a prompt is of another domain than the one before.
     """
 
     name: str
+    domain: str
     prompts: list[list[int]]
     domains: list[str]
     context: int
@@ -67,17 +70,13 @@ class Workload:
     mix_ratio: float | None = None
 
     @property
-    def domain(self) -> str:
-        """That of all prompts, or theirs in the order of their first prompts, joined by "+"."""
-        return "+".join(dict.fromkeys(self.domains))
-
-    @property
     def is_stream(self) -> bool:
         return self.mix_ratio is not None
 
 
 def make_workloads(llm: rayspec.LLM, options: WorkloadOptions, *, template: str) -> list[Workload]:
-    """Of every domain, or stream, with every context.
+    """Of every domain, or stream, with every context. A domain of which no prompt fits has a workload without prompts;
+    streams go without it.
 
     template: what a document is wrapped in, see `PromptBuilder`. Raises ConfigError, and what is wrong with a document.
     """
@@ -86,8 +85,9 @@ def make_workloads(llm: rayspec.LLM, options: WorkloadOptions, *, template: str)
         domains = [
             one for name in _each_once(options.inputs) for one in _of_input(llm, name, context, options, template)
         ]
-        _check_names(domains)
-        streams = [mixed(domains, ratio, options.num_prompts, seed=options.seed) for ratio in options.mix_ratios]
+        _check(domains, context)
+        fitting = [domain for domain in domains if domain.prompts]
+        streams = [mixed(fitting, ratio, options.num_prompts, seed=options.seed) for ratio in options.mix_ratios]
         workloads += streams or domains
     return workloads
 
@@ -116,8 +116,14 @@ def mixed(workloads: Sequence[Workload], ratio: float, num_prompts: int, *, seed
         domains.append(domain)
         prompts.append(prompt)
     context = workloads[0].context
-    name = f"mix-{ratio:g}-{context}"
-    return Workload(name=name, prompts=prompts, domains=domains, context=context, mix_ratio=ratio)
+    return Workload(
+        name=f"mix-{ratio:g}-{context}",
+        domain="+".join(dict.fromkeys(domains)),
+        prompts=prompts,
+        domains=domains,
+        context=context,
+        mix_ratio=ratio,
+    )
 
 
 def demo_prompts(llm: rayspec.LLM, domain: str, *, context: int, num_prompts: int, seed: int = 0) -> list[list[int]]:
@@ -195,17 +201,13 @@ def _question_workloads(llm: rayspec.LLM, name: str, context: int, num_prompts: 
         by_category.setdefault(question.category, []).append(encode(question.text))
     for category, prompts in by_category.items():
         fitting = [prompt for prompt in prompts if len(prompt) <= context]
-        if not fitting:
-            raise ConfigError(
-                f"option 'context' is {context}, and the shortest of {len(prompts)} questions of {category!r} in "
-                f"{name} has {min(map(len, prompts))} tokens: raise it"
-            )
         yield _of_domain(category, fitting[:num_prompts], context, num_left_out=len(prompts) - len(fitting))
 
 
 def _of_domain(domain: str, prompts: list[list[int]], context: int, num_left_out: int = 0) -> Workload:
     return Workload(
         name=f"{domain}-{context}",
+        domain=domain,
         prompts=prompts,
         domains=[domain] * len(prompts),
         context=context,
@@ -217,9 +219,10 @@ def _each_once(inputs: Sequence[str]) -> Sequence[str]:
     return list(dict.fromkeys("demo:summary" if name == _DEMO else name for name in inputs))
 
 
-def _check_names(workloads: Sequence[Workload]) -> None:
-    for index, workload in enumerate(workloads):
-        if any(workload.domain == other.domain for other in workloads[:index]):
-            raise ConfigError(
-                f"option 'input' gives two workloads named {workload.domain!r}: name it once, or rename one"
-            )
+def _check(workloads: Sequence[Workload], context: int) -> None:
+    names = Counter(workload.domain for workload in workloads)
+    name, count = names.most_common(1)[0]
+    if count > 1:
+        raise ConfigError(f"option 'input' gives two workloads named {name!r}: name it once, or rename one")
+    if not any(workload.prompts for workload in workloads):
+        raise ConfigError(f"option 'context' is {context}, and none of the prompts is as short: raise it")

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -15,7 +15,10 @@ from rayspec.decode.profile import measure
 from rayspec.decode.rounds import RoundResult
 from rayspec.decode.selection.auto import Auto
 from rayspec.decode.selection.base import Situation
+from rayspec.planning.acceptance import DraftWhileWorth
+from rayspec.planning.calibration import CalibrationCurve
 from rayspec.planning.latency import LatencyModel
+from rayspec.planning.lookup import DraftUntilFound
 from rayspec.types import Plan
 from tests.demo_model import EOS, demo_parts, demo_prompts
 from tests.engines import complete, engine_with, tokens_of
@@ -105,6 +108,52 @@ def test_no_proposal_is_knapspecs_business() -> None:
     there = world(right=1.0)
     there.play([NOTHING, NOTHING])
     assert there.plans == [there.auto._knapspec.plan(_situation())]
+
+
+def _continued(num_accepted: int) -> RoundResult:
+    """A draft of two tokens of the model and four looked-up ones."""
+    draft = Draft([5, 6, 1, 1, 1, 1], [0.9, 0.8], num_matched=4)
+    tokens = [*draft.token_ids[:num_accepted], 9]
+    return RoundResult([Committed(tokens, (), True)], [draft], [num_accepted], 2, 0.02, 0.01)
+
+
+@pytest.mark.parametrize("num_accepted", [1, 2, 4, 6])
+def test_what_went_on_a_draft_teaches_lookup_and_the_plan_hears_of_its_own(num_accepted: int) -> None:
+    there = world(right=1.0)
+    auto, plan, heard = there.auto, Plan(keep=(False,) * 8, num_draft_tokens=8, source="x"), []
+    there.play([FOUND])
+    auto._knapspec.observe = lambda *told: heard.append(told)  # type: ignore[method-assign]
+    before = auto._lookup.by_class
+    auto.observe(
+        replace(_situation(), proposals=lambda: [NOTHING]), plan, _continued(num_accepted), num_accepted + 1, 0.04
+    )
+    [(_, _, own, num_tokens, seconds)] = heard
+    assert own.drafts == [Draft([5, 6], [0.9, 0.8])]
+    assert own.num_accepted == [min(2, num_accepted)]
+    assert num_tokens == min(2, num_accepted) + 1
+    saved_s = max(0, num_accepted - 2) / auto._lookup_rounds.value
+    assert seconds == pytest.approx(0.04 - min(saved_s, 0.02))
+    learned = [now > then for now, then in zip(auto._lookup.by_class, before, strict=True)]
+    assert any(learned) == (num_accepted > 2), "what was looked up behind a wrong token says nothing"
+    assert (auto._lookup.by_class != before) == (num_accepted >= 2)
+
+
+def test_drafts_go_on_by_what_lookup_has_learned() -> None:
+    there = world(right=1.0)
+    assert there.auto.keep_drafting(_situation()) is None, "the plan does not draft"
+    for _ in range(20):
+        there.play([FOUND])
+    worth = DraftWhileWorth(
+        curve=CalibrationCurve(confidence=(0.0, 1.0), excess=(0.0, 0.0)), usual=0.8, rate=1.0, step_s=0.5, row_s=0.01
+    )
+    there.auto._knapspec.keep_drafting = lambda situation: worth  # type: ignore[method-assign]
+    there.auto._chosen = Plan(keep=(False,) * 8, num_draft_tokens=8, source="x")
+    rule = there.auto.keep_drafting(_situation())
+    assert isinstance(rule, DraftUntilFound)
+    assert (rule.worth, rule.by_class) == (worth, there.auto._lookup.by_class)
+    row_s = there.auto._costs.row_s(context=1024, batch=1)
+    assert rule.min_survival == pytest.approx(there.auto._lookup_rounds.value * row_s)
+    assert rule.num_looked_up([1.0], 8, 8) > 0
 
 
 def _situation() -> Situation:

@@ -8,10 +8,11 @@ from rayspec.decode.drafting.lookup import NOTHING, LookupIndex, Proposal
 TEXTS = st.lists(st.integers(0, 3), max_size=60)
 
 
-def by_the_book(text: list[int], ngram: int, num_tokens: int) -> Proposal:
-    """Every earlier place at which the newest n-gram stands, the longest match first, then the latest."""
+def by_the_book(text: list[int], ngram: int, num_tokens: int, num_drafted: int = 0) -> Proposal:
+    """Every earlier place at which the newest n-gram stands, the longest match first, then the latest. The last tokens
+    are drafted, and are no place."""
     best = (0, 0)
-    for end in range(ngram, len(text)):
+    for end in range(ngram, len(text) - num_drafted):
         matched = 0
         while matched < min(end, 32) and text[end - 1 - matched] == text[-1 - matched]:
             matched += 1
@@ -58,3 +59,18 @@ def test_what_is_too_short_proposes_nothing() -> None:
         assert index.propose(4) == NOTHING
     index.extend_to([1, 1, 1, 1])
     assert index.propose(2) == Proposal((1, 1), 3)
+
+
+@settings(max_examples=300, deadline=None)
+@given(TEXTS, st.lists(st.integers(0, 3), max_size=6), st.integers(1, 4), st.integers(1, 4), st.integers(0, 8))
+def test_shorter_matches_do_where_there_is_no_longer_one(
+    text: list[int], drafted: list[int], ngram: int, shortest: int, num_tokens: int
+) -> None:
+    index = LookupIndex(max(ngram, shortest), min(ngram, shortest))
+    index.extend_to(text)
+    found = index.propose(num_tokens, drafted)
+    assert index.propose(num_tokens, drafted) == found, "the drafted tokens were kept"
+    whole = text + drafted
+    places = [whole[end - 1] == whole[-1] for end in range(1, len(text))] if whole else []
+    if sum(places) <= 8:
+        assert found == by_the_book(whole, min(ngram, shortest), num_tokens, len(drafted))

@@ -313,3 +313,17 @@ def test_errors_name_what_is_wrong() -> None:
         verify_rejection(logits, rows, [])
     with pytest.raises(InvalidTokenError, match="pending holds token -1"):
         verify_rejection(logits, [Rows(sampler_of(SAMPLED), 0, [-1])], [None])
+
+
+def test_tokens_beyond_the_sampled_ones_are_certain() -> None:
+    """A draft that was sampled as far as its logits go, and looked up from there on: as if q were one there."""
+    chance = random.Random(3)
+    for seed in range(60):
+        sampler, pending = sampler_of(SAMPLED, seed), [chance.randrange(V) for _ in range(4)]
+        rows, logits = [Rows(sampler, 0, pending)], model_logits(PROMPT, pending)
+        sampled = model_logits(PROMPT, pending[:1]) / 2
+        certain = torch.full((2, V), -torch.inf)
+        certain[[0, 1], pending[2:]] = 0.0
+        assert verify_rejection(logits, rows, [sampled]) == verify_rejection(
+            logits, rows, [torch.cat((sampled, certain))]
+        )

@@ -64,6 +64,7 @@ from rayspec.pipeline.transport import TransportError
 from rayspec.planning.acceptance import DraftWhileWorth
 from rayspec.planning.calibration import CalibrationCurve
 from rayspec.planning.latency import Measurement
+from rayspec.planning.lookup import DraftUntilFound
 from rayspec.planning.stopping import DraftWhileSure
 from rayspec.types import Logprob, Plan
 
@@ -118,6 +119,11 @@ MESSAGES: list[Message] = [
         prefill=PrefillResult([None, Committed([4], [{4: Logprob(logprob=-math.inf, rank=1)}], False)]),
     ),
     Done(epoch=1, work_id=3, round=RoundResult([Committed([4, 5], [], True)], [Draft([4], [0.5])], [1], 1, 0.1, 0.2)),
+    Done(
+        epoch=1,
+        work_id=3,
+        round=RoundResult([Committed([4, 5], [], True)], [Draft([4, 6, 7], [0.5], [], 3)], [1], 1, 0.1, 0.2),
+    ),
     Done(
         epoch=1,
         work_id=3,
@@ -227,6 +233,16 @@ def test_a_round_arrives_with_a_threshold_as_its_rule() -> None:
     assert isinstance(arrived, Begin)
     assert isinstance(arrived.work, Round)
     assert arrived.work.keep_drafting == DraftWhileSure(threshold=0.5)
+
+
+def test_a_round_arrives_with_what_goes_on_its_drafts() -> None:
+    rule = DraftUntilFound(
+        worth=RULE, ngram=3, shortest=1, by_class=(0.5, 0.9), min_survival=0.1, drafting_gain=1.5
+    )  # fmt: skip
+    arrived = decode(encode(Begin.of(1, replace(ROUND, keep_drafting=rule), [], [])))
+    assert isinstance(arrived, Begin)
+    assert isinstance(arrived.work, Round)
+    assert arrived.work.keep_drafting == rule
 
 
 @pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: type(question).__name__)

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 
+from rayspec.planning.latency import Curve, LatencyModel
 from rayspec.planning.prediction import (
     cost_if_all_accepted,
     draft_choice,
@@ -37,6 +38,14 @@ def test_the_best_gain_for_a_cost_and_its_length(skipped: float) -> None:
 
 def test_a_loss_is_told_too() -> None:
     assert relative_gain(0.9, 0.1, max_draft_tokens=4) == pytest.approx(1.1 / 1.9)
+
+
+def test_a_verify_runs_every_sublayer_on_every_row() -> None:
+    """Also those that the draft has run, as the papers' code does: here a row takes 1, half of it in each sublayer."""
+    curves = {"half": Curve(rows=(1,), base_s=(0.5,)), "head": Curve(rows=(1,), base_s=(0.0,))}
+    latency = LatencyModel(sublayers=("half", "half"), curves=curves, head="head", stages=(0, 0), transfer_s=(0.0, 0.0))
+    choice = draft_choice(latency, (True, False), 0.5, context=0, max_draft_tokens=1)
+    assert choice.predicted_gain == pytest.approx(1.5 / (0.5 + 2.0))
 
 
 def test_only_the_cost_matters_while_a_verify_costs_a_plain_step() -> None:

@@ -63,6 +63,30 @@ def test_what_is_computed_is_marked() -> None:
     assert "skip_ratio" in clasp.computed
 
 
+def test_other_papers_figures() -> None:
+    own = [row for row in published() if row.paper in ("SWIFT", "CLaSp", "KNN-SSD")]
+    figures = [(row.method, row.model, row.speedup) for row in own if row.model]
+    assert figures == [
+        ("clasp", "LLaMA3 8B to 70B", 1.3),
+        ("clasp", "LLaMA3 8B to 70B", 1.7),
+        ("clasp", "LLaMA3-70B", 1.64),
+        ("clasp", "LLaMA3-70B", 1.67),
+        ("clasp", "LLaMA3-405B int8", 1.81),
+        ("swift", "13B", 1.41),
+        ("swift", "70B", 1.48),
+        ("knn_ssd", "Llama-2-13B or Qwen2.5-14B", 1.35),
+        ("knn_ssd", "Llama-2-13B or Qwen2.5-14B", 1.62),
+        ("self_sd", "Llama-2-13B or Qwen2.5-14B", 1.11),
+        ("self_sd", "Llama-2-13B or Qwen2.5-14B", 1.26),
+    ]
+    assert [row.expected_speedup for row in own if row.expected_speedup is not None] == [1.53, 1.59]
+    assert {(row.model, row.decode_step_ms) for row in published() if row.decode_step_ms is not None} == {
+        ("Llama-3.1-70B", 148),
+        ("Llama-3.1-8B", 63.7),
+        ("LLaMA3-70B", 100),
+    }
+
+
 def test_groups_stand_together() -> None:
     groups = [row.group for row in published()]
     assert groups == sorted(groups, key=list(dict.fromkeys(groups)).index)

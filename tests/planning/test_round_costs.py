@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from rayspec.planning.round_costs import RecentMean, RoundCosts, RoundShape
+from rayspec.planning.round_costs import RecentMean, RecentRate, RoundCosts, RoundShape
 from tests.planning.test_latency import model
 
 PLAIN = RoundShape(rows=4, context=1024, batch=4)
@@ -49,3 +49,26 @@ def test_a_recent_mean_forgets() -> None:
     for _ in range(200):
         mean.observe(1.0)
     assert mean.value == pytest.approx(1.0, abs=0.01)
+
+
+def test_a_recent_rate_is_a_ratio_of_sums_that_forgets() -> None:
+    rate = RecentRate()
+    assert (rate.value, rate.seconds(5)) == (0.0, 0.0)
+    rate.observe(1, 1.0)
+    rate.observe(9, 1.0)
+    assert rate.value == pytest.approx(5.0, abs=0.2)
+    for _ in range(300):
+        rate.observe(8, 2.0)
+    assert rate.value == pytest.approx(4.0)
+    assert rate.seconds(6) == pytest.approx(1.5)
+
+
+def test_a_row_costs_what_verifies_of_more_rows_take_more() -> None:
+    latency = model()
+    costs = RoundCosts(latency)
+    more_s = latency.verify_s(rows=36, context=1024, batch=4) - latency.verify_s(rows=8, context=1024, batch=4)
+    assert costs.row_s(context=1024, batch=4) == pytest.approx(more_s / 28)
+    for _ in range(50):
+        verify_s = 2 * latency.verify_s(rows=20, context=1024, batch=4)
+        costs.observe(LOOKED_UP, draft_s=0.0, verify_s=verify_s, seconds=verify_s)
+    assert costs.row_s(context=1024, batch=4) == pytest.approx(2 * more_s / 28)

@@ -6,6 +6,8 @@ import asyncio
 import json
 import operator
 import os
+import threading
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,18 @@ from typing import Any
 import pytest
 import ray
 
-from rayspec.service.data import DoneRows, arrivals, complete_dataset, dataset_of, read_dataset, without_rows
+from rayspec.service import data
+from rayspec.service.data import (
+    _READER_THREADS,
+    DoneRows,
+    arrivals,
+    complete_dataset,
+    dataset_of,
+    read_dataset,
+    reader_threads,
+    reading,
+    without_rows,
+)
 from rayspec.service.documents import Columns, Document
 from rayspec.service.engine_actor import DrainingError
 from rayspec.service.results import ResultRow
@@ -151,3 +164,30 @@ def test_a_limit_reads_no_further(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     dataset = read_dataset([str(tmp_path)], Columns(), limit=5)
     assert [row["id"] for row in dataset.iter_rows()] == [f"r{n}" for n in range(5)]
+
+
+def test_a_dataset_that_is_not_read_to_its_end_leaves_no_thread_that_could_come_to_ray() -> None:
+    """One that does while Ray is shut down ends the process with a code of its own."""
+    rows = dataset_of([Document(id=str(number), source="s", text="t") for number in range(2000)])
+    with reading():
+        with closing(arrivals(complete_dataset(rows, echo()))) as read:
+            next(read)
+            names = {thread.name for thread in reader_threads()}
+            assert all(any(name.startswith(kind) for name in names) for kind in _READER_THREADS), "Ray has renamed them"
+        num_left = len(reader_threads())
+    assert not reader_threads()
+    assert num_left, "or there would be nothing to wait for"
+
+
+def test_readers_that_do_not_end_are_not_waited_for_for_ever(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(data, "_READERS_END_WITHIN_S", 0.1)
+    release = threading.Event()
+    stuck = threading.Thread(target=release.wait, name="iter_threaded", daemon=True)
+    stuck.start()
+    with reading():
+        pass
+    assert "has not ended: iter_threaded" in caplog.text
+    release.set()
+    stuck.join()

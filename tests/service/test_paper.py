@@ -8,9 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from rayspec.planning.prediction import relative_gain
 from rayspec.planning.published import Published, published
+from rayspec.service.cli import app
 from rayspec.service.paper import paper_json, paper_markdown, run_paper
 from rayspec.service.paper_rows import PaperRow, keep_layers, predict_papers
 from rayspec.service.paper_sentences import explain, paragraph, span
@@ -83,6 +85,12 @@ def test_what_is_skipped_is_published_or_the_budget_or_unknown(rows: tuple[Paper
     assert row_of(rows, "Llama-3.1-70B", "GovReport", "clasp").skip_ratio == 0.25
     unknown = row_of(rows, "Llama-3.1-70B", "GovReport", "del")
     assert (unknown.skip_ratio, unknown.predictions, unknown.most_cost is not None) == (None, (), True)
+
+
+def test_where_nothing_is_accepted_no_cost_of_a_step_follows(rows: tuple[PaperRow, ...]) -> None:
+    """Only what all steps of a draft cost together: how many there are is not known to be the best number."""
+    (row,) = [row for row in rows if row.published.acceptance == 0]
+    assert row.needed_cost is None
 
 
 def test_a_model_without_a_shape_has_the_share_that_is_kept_for_its_cost(rows: tuple[PaperRow, ...]) -> None:
@@ -173,6 +181,13 @@ def test_it_needs_no_torch() -> None:
     program = "import sys; from rayspec.service.paper import run_paper; run_paper(); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "False"
+
+
+def test_the_command_writes_the_document(tmp_path: Path, rows: tuple[PaperRow, ...]) -> None:
+    result = CliRunner().invoke(app, ["bench", "--paper", "--json", str(tmp_path / "paper.json")])
+    assert result.exit_code == 0
+    assert result.stdout == paper_markdown(rows) + "\n"
+    assert (tmp_path / "paper.json").exists()
 
 
 def test_the_document_is_the_command_s(rows: tuple[PaperRow, ...]) -> None:

@@ -22,7 +22,8 @@ def write(path: Path, *rows: object) -> str:
 
 
 def test_a_question_is_its_first_turn(tmp_path: Path) -> None:
-    name = write(tmp_path / "q.jsonl", row(), row(question_id="x-1", category="math", turns=["1 + 1?"], reference=["2"]))
+    other = row(question_id="x-1", category="math", turns=["1 + 1?"], reference=["2"])
+    name = write(tmp_path / "q.jsonl", row(), other)
     assert read_questions(name) == [
         Question(id="7", category="qa", text="Who?"),
         Question(id="x-1", category="math", text="1 + 1?"),

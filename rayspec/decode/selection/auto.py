@@ -20,22 +20,27 @@ from rayspec.types import Plan, PlanRecord, no_draft
 
 # By how much another kind of round must promise more than KnapSpec's own: promises of the best of several are high.
 _MARGIN = 1.05
+# Of a round's seconds, that looked-up tokens on its drafts may count for.
+_MOST_SAVED = 0.5
 
 
 class _SkipRounds:
     """What the rounds of KnapSpec's draft were like lately, by sequence: tokens committed, tokens drafted; and their
-    draft steps. Of drafts that lookup went on with, what the model has drafted counts."""
+    draft steps. Looked-up tokens that went on drafts do not count as tokens but as seconds: `saved_s` is what they have
+    saved the batch, less what they took."""
 
     def __init__(self) -> None:
         self.committed = RecentMean(1.0)
         self.drafted = RecentMean(0.0)
         self.num_steps = RecentMean(0.0)
+        self.saved_s = RecentMean(0.0)
 
-    def observe(self, result: RoundResult, num_tokens: int) -> None:
-        batch = len(result.drafts)
+    def observe(self, own: RoundResult, num_tokens: int, saved_s: float) -> None:
+        batch = len(own.drafts)
         self.committed.observe(num_tokens / batch)
-        self.drafted.observe(sum(len(one.token_ids) for one in result.drafts) / batch)
-        self.num_steps.observe(result.num_draft_steps)
+        self.drafted.observe(sum(len(one.token_ids) for one in own.drafts) / batch)
+        self.num_steps.observe(own.num_draft_steps)
+        self.saved_s.observe(saved_s)
 
 
 class Auto:
@@ -103,11 +108,12 @@ class Auto:
                 self._lookup_rounds.observe(num_tokens, seconds)
             return
         own = _of_the_model(result)
-        num_own = num_tokens - sum(result.num_accepted) + sum(own.num_accepted)
+        num_added = sum(result.num_accepted) - sum(own.num_accepted)
+        added_s = self._costs.seconds(shape) - self._costs.seconds(_shape_of(situation, plan, own))
+        saved_s = min(self._lookup_rounds.seconds(num_added), _MOST_SAVED * seconds)
         if result.num_draft_steps:
-            self._skip_rounds.observe(own, num_own)
-        own_s = self._costs.seconds(_shape_of(situation, plan, own)) / self._costs.seconds(shape) * seconds
-        self._knapspec.observe(situation, plan, own, num_own, own_s)
+            self._skip_rounds.observe(own, num_tokens - num_added, saved_s - added_s)
+        self._knapspec.observe(situation, plan, own, num_tokens - num_added, seconds - saved_s)
 
     def improve(self, situation: Situation, search: Search) -> PlanRecord | None:
         return self._knapspec.improve(situation, search)
@@ -146,7 +152,8 @@ class Auto:
             context=context,
             batch=batch,
         )
-        return batch * rounds.committed.value / self._costs.seconds(shape)
+        seconds = self._costs.seconds(shape)
+        return batch * rounds.committed.value / (seconds - min(rounds.saved_s.value, _MOST_SAVED * seconds))
 
     def _looked_up(self, situation: Situation, base: Plan) -> tuple[float, Plan]:
         """The best number of looked-up tokens, and tokens per second, where the others go on by `base`."""

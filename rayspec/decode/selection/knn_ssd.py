@@ -90,7 +90,8 @@ class KnnSSD:
     @property
     def gate_reason(self) -> str:
         """Of the text that was looked at last."""
-        return f"{self._last_look}; {self._last_drafter.gate_reason}"
+        drafter = self._last_drafter
+        return f"{self._last_look}; {'not drafting' if drafter is self._strangers else drafter.gate_reason}"
 
     def plan(self, situation: Situation) -> Plan:
         self._begins = any(name not in self._told and name not in self._looks for name in situation.sequence_ids)

@@ -1,0 +1,68 @@
+"""What a check has found, for people and for machines."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+Status = Literal["ok", "warning", "problem", "skipped"]
+
+_STYLES: dict[Status, str] = {"ok": "green", "warning": "yellow", "problem": "bold red", "skipped": "dim"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """found: what is there. remedy: what to do about it; where all is well, nothing."""
+
+    name: str
+    status: Status
+    found: str
+    remedy: str = ""
+
+
+def ok(name: str, found: str) -> Finding:
+    return Finding(name=name, status="ok", found=found)
+
+
+def skipped(name: str, why: str) -> Finding:
+    return Finding(name=name, status="skipped", found=why)
+
+
+def warning(name: str, found: str, remedy: str) -> Finding:
+    return Finding(name=name, status="warning", found=found, remedy=remedy)
+
+
+def problem(name: str, found: str, remedy: str) -> Finding:
+    return Finding(name=name, status="problem", found=found, remedy=remedy)
+
+
+def has_problems(findings: Sequence[Finding]) -> bool:
+    return any(finding.status == "problem" for finding in findings)
+
+
+def findings_table(findings: Sequence[Finding]) -> Table:
+    """With the number of each kind below."""
+    counts = Counter(finding.status for finding in findings)
+    summary = ", ".join(f"{counts[status]} {status}" for status in _STYLES if counts[status])
+    table = Table(box=box.SIMPLE_HEAD, caption=summary, caption_justify="left")
+    for heading in ("check", "status", "found", "what to do"):
+        table.add_column(heading, overflow="fold")
+    for finding in findings:
+        status = Text(finding.status, style=_STYLES[finding.status])
+        table.add_row(finding.name, status, Text(finding.found), Text(finding.remedy))
+    return table
+
+
+def save_findings(findings: Sequence[Finding], path: Path) -> None:
+    """JSON: whether all is well, and every finding."""
+    content = {"ok": not has_problems(findings), "findings": [asdict(finding) for finding in findings]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
