@@ -125,6 +125,13 @@ def workload_options(
     )
 
 
+def _strategy_and_file(text: str) -> tuple[str, str]:
+    strategy, _, file = text.partition("=")
+    if not strategy or not file:
+        raise ConfigError(f"option 'plans' is {text!r}: write it as STRATEGY=FILE, such as self-sd=plans.json")
+    return strategy, file
+
+
 def numbers(option: str, text: str, number: Callable[[str], _Number]) -> tuple[_Number, ...]:
     """Each once. Whether they make sense is not asked here."""
     try:

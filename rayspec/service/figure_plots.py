@@ -28,7 +28,9 @@ _ORIGINS = {"knapsack": ("o", "of the search"), "early exit": ("s", "early exits
 def plot_speed_up_by_context(bench: BenchSpeedUps, path: Path) -> None:
     """A panel a domain."""
     with _figure(path, "Speed-up over plain decoding", panels=len(bench.by_context)) as axes:
-        colors = _colors([one for speed_ups in bench.by_context.values() for one in speed_ups])
+        everything = [one for speed_ups in bench.by_context.values() for one in speed_ups]
+        colors = _colors(everything)
+        top = 1.05 * max((one.most for one in everything), default=1.0)
         for panel, (domain, speed_ups) in zip(axes, bench.by_context.items(), strict=True):
             panel.set_title(domain, fontsize=_LARGE, color=INK)
             _draw_speed_ups(panel, speed_ups, colors)
@@ -36,6 +38,7 @@ def plot_speed_up_by_context(bench: BenchSpeedUps, path: Path) -> None:
             panel.set_xscale("log", base=2)
             panel.set_xticks(contexts, [f"{context:.0f}" for context in contexts], minor=False)
             panel.set_xlabel("context, tokens", fontsize=_NORMAL, color=INK)
+            panel.set_ylim(0, top)
         _legend_below(axes)
 
 

@@ -136,7 +136,7 @@ def test_the_next_text_is_looked_at_at_once() -> None:
         records += [record for _, _, record in rounds if record is not None]
     assert texts.asked == names
     assert [record.reason for record in records] == ["the plan for 'law'", "the plan for 'code'"]
-    assert knn.gate_reason == "the last text began 1.736 from 'law', too far; not drafting"
+    assert knn.gate_reason == "the last text began 0.900 from 'code', too far; not drafting"
 
 
 def test_far_text_gets_the_plan_for_any() -> None:

@@ -8,7 +8,7 @@ from operator import itemgetter
 
 from rayspec.config import SpeculationOptions
 from rayspec.decode.drafting.lookup import SHORTEST_MATCH
-from rayspec.decode.drafting.skip_draft import Draft, KeepDrafting
+from rayspec.decode.drafting.skip_draft import KeepDrafting
 from rayspec.decode.rounds import RoundResult
 from rayspec.decode.selection.base import Search, Situation
 from rayspec.decode.selection.knapspec import Candidate, KnapSpec
@@ -25,22 +25,20 @@ _MOST_SAVED = 0.5
 
 
 class _SkipRounds:
-    """What the rounds of KnapSpec's draft were like lately, by sequence: tokens committed, tokens drafted; and their
-    draft steps. Looked-up tokens that went on drafts do not count as tokens but as seconds: `saved_s` is what they have
-    saved the batch, less what they took."""
+    """What the rounds of KnapSpec's draft were like lately. By sequence: tokens committed and drafted, without those
+    that were looked up; their draft steps. gain: over plain decoding, looked-up tokens and all."""
 
     def __init__(self) -> None:
         self.committed = RecentMean(1.0)
         self.drafted = RecentMean(0.0)
         self.num_steps = RecentMean(0.0)
-        self.saved_s = RecentMean(0.0)
+        self.gain = RecentRate()
 
-    def observe(self, own: RoundResult, num_tokens: int, saved_s: float) -> None:
+    def observe(self, own: RoundResult, num_tokens: int) -> None:
         batch = len(own.drafts)
         self.committed.observe(num_tokens / batch)
-        self.drafted.observe(sum(len(one.token_ids) for one in own.drafts) / batch)
+        self.drafted.observe(sum(one.num_drafted for one in own.drafts) / batch)
         self.num_steps.observe(own.num_draft_steps)
-        self.saved_s.observe(saved_s)
 
 
 class Auto:
@@ -56,6 +54,7 @@ class Auto:
         self._lookup_plan = no_draft(len(latency.sublayers), "lookup")
         self._ngram = options.lookup_ngram
         self._chosen = self._lookup_plan  # for the round that begins
+        self._latency = latency
         self._costs = RoundCosts(latency)
         self._lookup = LookupRecord()
         self._lookup_rounds = RecentRate()
@@ -83,18 +82,15 @@ class Auto:
         worth = self._knapspec.keep_drafting(situation)
         if not isinstance(worth, DraftWhileWorth):
             return worth
-        plain_s = self._costs.seconds(
-            RoundShape(rows=situation.batch, context=situation.context, batch=situation.batch)
-        )
-        drafted_rate = self._base_rate(situation, self._chosen)
-        rate = max(drafted_rate, self._lookup_rounds.value)
+        gain = self._gain(situation)
+        rate = max(gain * self._plain_rate(situation), self._lookup_rounds.value)
         return DraftUntilFound(
             worth=worth,
             ngram=self._ngram,
             shortest=SHORTEST_MATCH,
             by_class=self._lookup.by_class,
             min_survival=rate * self._costs.row_s(context=situation.context, batch=situation.batch),
-            drafting_gain=drafted_rate * plain_s / situation.batch,
+            drafting_gain=gain,
         )
 
     def observe(self, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
@@ -109,10 +105,10 @@ class Auto:
             return
         own = _of_the_model(result)
         num_added = sum(result.num_accepted) - sum(own.num_accepted)
-        added_s = self._costs.seconds(shape) - self._costs.seconds(_shape_of(situation, plan, own))
         saved_s = min(self._lookup_rounds.seconds(num_added), _MOST_SAVED * seconds)
         if result.num_draft_steps:
-            self._skip_rounds.observe(own, num_tokens - num_added, saved_s - added_s)
+            self._skip_rounds.observe(own, num_tokens - num_added)
+            self._skip_rounds.gain.observe(num_tokens, seconds * self._plain_rate(situation))
         self._knapspec.observe(situation, plan, own, num_tokens - num_added, seconds - saved_s)
 
     def improve(self, situation: Situation, search: Search) -> PlanRecord | None:
@@ -139,21 +135,18 @@ class Auto:
 
     def _base_rate(self, situation: Situation, base: Plan) -> float:
         """Tokens per second of KnapSpec's own round."""
-        context, batch, rounds = situation.context, situation.batch, self._skip_rounds
-        if not base.drafts:
-            return batch / self._costs.seconds(RoundShape(rows=batch, context=context, batch=batch))
-        if not rounds.committed.known:
-            return self._knapspec.promised_tpt * batch
-        shape = RoundShape(
-            keep=base.keep,
-            num_draft_steps=rounds.num_steps.value,
-            num_drafting=batch,
-            rows=batch * (1 + rounds.drafted.value),
-            context=context,
-            batch=batch,
-        )
-        seconds = self._costs.seconds(shape)
-        return batch * rounds.committed.value / (seconds - min(rounds.saved_s.value, _MOST_SAVED * seconds))
+        return self._plain_rate(situation) * (self._gain(situation) if base.drafts else 1.0)
+
+    def _plain_rate(self, situation: Situation) -> float:
+        context, batch = situation.context, situation.batch
+        return batch / self._costs.seconds(RoundShape(rows=batch, context=context, batch=batch))
+
+    def _gain(self, situation: Situation) -> float:
+        """Of drafting over plain decoding, as promised, or less where that is what was seen. It is not told from the
+        tokens that the model has drafted in rounds that lookup cut short."""
+        step_s = self._latency.decode_step_s(context=situation.context, batch=situation.batch)
+        promised, seen = self._knapspec.promised_tpt * step_s, self._skip_rounds.gain.value
+        return min(promised, seen) if seen else promised
 
     def _looked_up(self, situation: Situation, base: Plan) -> tuple[float, Plan]:
         """The best number of looked-up tokens, and tokens per second, where the others go on by `base`."""
@@ -192,11 +185,6 @@ def _shape_of(situation: Situation, plan: Plan, result: RoundResult) -> RoundSha
 
 
 def _of_the_model(result: RoundResult) -> RoundResult:
-    """The round as if nothing had been looked up while it drafted."""
-    if not any(one.num_matched for one in result.drafts):
-        return result
-    return replace(
-        result,
-        drafts=[Draft(one.token_ids[: one.num_drafted], one.confidences) for one in result.drafts],
-        num_accepted=[min(k, one.num_drafted) for k, one in zip(result.num_accepted, result.drafts, strict=True)],
-    )
+    """The round with the accepted tokens that the model had drafted only."""
+    accepted = zip(result.num_accepted, result.drafts, strict=True)
+    return replace(result, num_accepted=[min(count, one.num_drafted) for count, one in accepted])

@@ -186,7 +186,7 @@ class KnapSpec:
             num_accepted, num_tested = num_accepted + accepted, num_tested + tested
             confidences.extend(one.confidences[:tested])
             outcomes.extend(position < accepted for position in range(tested))
-            ended = tested == len(one.token_ids) < plan.num_draft_tokens  # and not: was gone on with by lookup
+            ended = tested == len(one.token_ids) < plan.num_draft_tokens
             self._stops.observe(num_accepted=accepted, num_tested=tested, ended=ended)
         candidate = self._in_use
         if num_tested and candidate is not None:

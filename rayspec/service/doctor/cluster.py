@@ -19,7 +19,9 @@ from rayspec.pipeline.placement import discard
 from rayspec.service.doctor.findings import Finding, ok, problem, skipped, warning
 from rayspec.service.doctor.gpus import check_gpus, check_nccl
 from rayspec.service.doctor.model_files import check_model
-from rayspec.service.doctor.nodes import NodeFacts, Peer, Rank, tell_of_node
+from rayspec.service.doctor.nodes import NodeFacts, tell_of_node
+from rayspec.service.doctor.peers import Peer
+from rayspec.service.doctor.ranks import Rank
 
 _NODE_TIMEOUT_S = 120.0
 _ALL_REDUCE_TIMEOUT_S = 60.0
@@ -56,7 +58,7 @@ def cluster_findings(address: str, model: str | None) -> list[Finding]:
 def alive_nodes() -> list[Node]:
     """Named by address, with a number where several have the same one. Ray must be initialised."""
     found = sorted(
-        ((str(each["NodeManagerAddress"]), each) for each in ray.nodes() if each["Alive"]), key=lambda p: p[0]
+        ((str(each["NodeManagerAddress"]), each) for each in _ray_nodes() if each["Alive"]), key=lambda p: p[0]
     )
     nodes = []
     for address, group in itertools.groupby(found, key=lambda pair: pair[0]):
@@ -69,6 +71,11 @@ def alive_nodes() -> list[Node]:
                     num_gpus=int(each["Resources"].get("GPU", 0)),
                 )
             )
+    return nodes
+
+
+def _ray_nodes() -> list[dict[str, Any]]:
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     return nodes
 
 

@@ -65,7 +65,7 @@ def check_model(files: ModelFiles) -> Finding:
     if files.folder is None:
         return warning(
             "model files",
-            f"{files.model} is neither a folder here nor in the hub's cache; {files.bytes_free / _GIB:.1f} GiB are free",
+            f"{files.model} is neither a folder here nor in the hub's cache; {files.bytes_free / _GIB:.1f} GiB free",
             f"nothing, if the hub can be reached when it is first loaded; otherwise: hf download {files.model}",
         )
     found = f"{files.folder}, {files.num_bytes / _GIB:.2f} GiB of weights"

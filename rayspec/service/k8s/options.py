@@ -107,10 +107,9 @@ class RenderOptions(Options):
 
     @model_validator(mode="after")
     def _fits_the_kind(self) -> Self:
-        if len(self.name) > _MAX_NAME[self.kind]:
-            raise ValueError(
-                f"option 'name' is {self.name!r}: a {self.kind} may have {_MAX_NAME[self.kind]} characters"
-            )
+        most = _MAX_NAME[self.kind]
+        if len(self.name) > most:
+            raise ValueError(f"option 'name' is {self.name!r}: KubeRay takes {most} characters here, shorten it")
         for name, kinds in _WHERE.items():
             if name in self.model_fields_set and getattr(self, name) is not None and self.kind not in kinds:
                 raise ValueError(f"option {name!r} is of a {' or a '.join(kinds)}, not of a {self.kind}: remove it")

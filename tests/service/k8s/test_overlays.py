@@ -150,8 +150,8 @@ def test_workers_have_what_the_engine_asks_for(folder: Path) -> None:
 @pytest.mark.parametrize("folder", [one for one in OVERLAYS if one.name == "service"], ids=lambda one: one.parent.name)
 def test_the_serve_config_is_one_that_ray_and_we_read(folder: Path) -> None:
     config = yaml.safe_load(ray_resource(folder)["spec"]["serveConfigV2"])
-    schema = ServeDeploySchema.parse_obj(config)
-    assert _unknown_keys(config, schema.dict(exclude_unset=True)) == []
+    schema = ServeDeploySchema.model_validate(config)
+    assert _unknown_keys(config, schema.model_dump(exclude_unset=True)) == []
     [application] = schema.applications
     assert callable(import_attr(application.import_path))
     options: ServeOptions = serve_options(application.args, environment={})

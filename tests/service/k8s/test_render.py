@@ -82,7 +82,7 @@ def test_pods_hold_the_stages_of_the_plan() -> None:
 def test_stages_are_spread_over_as_few_nodes_as_will_do(
     stages: int, gpus_per_node: int, pods: int, gpus_of_a_pod: int
 ) -> None:
-    plan = planned(**LLAMA_405B, gpus="16xH200-141G", stages=stages, gpus_per_node=gpus_per_node)
+    plan = planned(**LLAMA_70B, gpus="16xH100-80G", stages=stages, gpus_per_node=gpus_per_node)
     [shape] = plan.pods
     assert (shape.num_pods, shape.num_gpus) == (pods, gpus_of_a_pod)
 
@@ -113,11 +113,11 @@ def test_ranks_of_a_stage_stay_in_a_pod() -> None:
 
 
 def test_a_service_scales_pods_and_replicas_alike() -> None:
-    options = {**LLAMA_405B, "gpus": "16xH100-80G", "stages": 16, "concurrency": 16, "max_replicas": 3}
+    options = {**LLAMA_70B, "gpus": "16xH100-80G", "stages": 16, "max_replicas": 3}
     [group] = workers(resource(service(**options)))
     assert (group["minReplicas"], group["replicas"], group["maxReplicas"]) == (2, 2, 6)
     deployment = llm_config(**options)["deployment_config"]
-    assert deployment["autoscaling_config"] == {"min_replicas": 1, "max_replicas": 3, "target_ongoing_requests": 16}
+    assert deployment["autoscaling_config"] == {"min_replicas": 1, "max_replicas": 3, "target_ongoing_requests": 32}
     assert llm_config(**options)["engine_kwargs"]["parallel"]["stages"] == 16
 
 
@@ -201,11 +201,14 @@ def test_other_renders_are_valid_too(options: RenderOptions) -> None:
     [
         (LLAMA_405B | {"gpus": "8xH100-80G"}, "option 'gpus' is '8xH100-80G'.*GiB are missing.*larger"),
         (LLAMA_405B | {"gpus": "16xH100-80G", "tensor": 8, "stages": 2}, "option 'tensor' is 8.*stage whole"),
-        (LLAMA_70B | {"gpus": "8xH100-80G", "tensor": 4, "gpus_per_node": 2}, "option 'tensor' is 4.*gpus_per_node"),
+        (
+            LLAMA_70B | {"gpus": "8xH200-141G", "tensor": 4, "gpus_per_node": 2, "stages": 2},
+            "'tensor' is 4.*gpus_per_node",
+        ),
         (LLAMA_70B | {"gpus": "8xH100-80G", "context": 200_000}, "option 'context' is 200000.*ends at 131072.*lower"),
         (LLAMA_70B | {"gpus": "2xH200-141G,4xA100-80G", "stages": 6, "replicas": 2}, "Ray would mix"),
         (LLAMA_70B | {"gpus": "2xA100-80G,2xH200-141G,2xA100-80G", "stages": 6}, "side by side"),
-        (LLAMA_70B | {"gpus": "8xH100"}, "option 'gpus' is '8xH100'"),
+        (LLAMA_70B | {"gpus": "8xH1000"}, "option 'gpus' is '8xH1000'"),
         (LLAMA_70B, "options 'gpus' and 'cpus' are None and None"),
         (DEMO | {"gpus": "1xL4-24G"}, "name one of them"),
         (DEMO | {"inputs": ("a",)}, "option 'inputs' is of a job, not of a service"),
@@ -254,9 +257,9 @@ def test_the_command_prints_what_render_makes(run: Callable[..., Any]) -> None:
 
 
 def test_the_command_ends_with_a_line_and_code_2(run: Callable[..., Any]) -> None:
-    made = run("render", "--model", "demo", "--gpus", "1xH100", "--kind", "service")
+    made = run("render", "--model", "demo", "--context", "1024", "--gpus", "1xH1000", "--kind", "service")
     assert (made.exit_code, made.stdout) == (2, "")
-    assert made.stderr.startswith("error: option 'gpus' is '1xH100'")
+    assert made.stderr.startswith("error: option 'gpus' is '1xH1000'")
     assert "option 'model' is missing" in run("render").stderr
     assert "has no options.yaml" in run("overlays", ".").stderr
 

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from rayspec.planning.event_pipeline import EventPipeline, Work
+from rayspec.planning.pass_costs import PassCost
+
+
+@dataclass
+class Watched:
+    """A pipeline, and when what was submitted landed, by name."""
+
+    pipeline: EventPipeline
+    landed: dict[str, float] = field(default_factory=dict)
+
+    def submit(self, name: str, *passes: PassCost, context: float = 0, patience_s: float = 0) -> None:
+        def note(now: float) -> None:
+            self.landed[name] = now
+
+        self.pipeline.submit(Work(passes=passes, context=context, landed=note, patience_s=patience_s))
+
+    def run_until(self, count: int) -> dict[str, float]:
+        while len(self.landed) < count:
+            self.pipeline.step()
+        return self.landed
+
+
+def watched(num_stages: int, *, hop_s: float = 0.0, round_s: float = 0.0) -> Watched:
+    return Watched(EventPipeline(num_stages, hop_s=hop_s, round_s=round_s))
+
+
+def cost(*seconds: float, stages: tuple[int, ...] | None = None, slope_s: float = 0.0) -> PassCost:
+    return PassCost(
+        stages=stages or tuple(range(len(seconds))), base_s=seconds, slope_s=tuple(slope_s for _ in seconds)
+    )
+
+
+def test_a_pass_takes_its_stages_the_hops_between_them_the_way_back_and_the_engine() -> None:
+    run = watched(3, hop_s=0.1, round_s=0.5)
+    run.submit("round", cost(1.0, 2.0, 4.0))
+    assert run.run_until(1)["round"] == pytest.approx(1 + 2 + 4 + 3 * 0.1 + 0.5)
+    assert run.pipeline.busy_s == pytest.approx((1.0, 2.0, 4.0))
+
+
+def test_every_pass_of_a_round_comes_back_to_the_first_stage() -> None:
+    run = watched(3, hop_s=0.1)
+    run.submit("round", cost(1.0, 4.0, stages=(0, 2)), cost(1.0, 2.0, 4.0))
+    assert run.run_until(1)["round"] == pytest.approx((5 + 2 * 0.1) + (7 + 3 * 0.1)), "a stage left out costs no hop"
+
+
+def test_seconds_grow_with_the_context() -> None:
+    run = watched(2)
+    run.submit("round", cost(1.0, 1.0, slope_s=0.25), context=8)
+    assert run.run_until(1)["round"] == pytest.approx(2 + 2 * 8 * 0.25)
+
+
+def test_a_single_stage_hops_nowhere() -> None:
+    run = watched(1, hop_s=9.0)
+    run.submit("round", cost(1.0), cost(2.0))
+    assert run.run_until(1)["round"] == pytest.approx(3.0)
+
+
+def test_stages_work_at_the_same_time_each_on_one_thing() -> None:
+    run = watched(2)
+    for name in "abc":
+        run.submit(name, cost(1.0, 2.0))
+    assert run.run_until(3) == pytest.approx({"a": 3.0, "b": 5.0, "c": 7.0})
+
+
+def test_what_is_due_first_is_done_first_and_nothing_waits_for_ever() -> None:
+    run = watched(1)
+    run.submit("under way", cost(1.0))
+    run.submit("prefill", cost(1.0), patience_s=0.5)
+    run.submit("round", cost(1.0))
+    assert run.run_until(3) == pytest.approx({"under way": 1.0, "round": 2.0, "prefill": 3.0})
+    later = watched(1)
+    later.submit("under way", cost(1.0), cost(1.0))  # its second pass comes back when the prefill is long due
+    later.submit("prefill", cost(1.0), patience_s=0.5)
+    assert later.run_until(2) == pytest.approx({"prefill": 2.0, "under way": 3.0})
+
+
+def test_the_engine_takes_one_result_at_a_time() -> None:
+    run = watched(2, round_s=5.0)
+    run.submit("a", cost(1.0, 1.0))
+    run.submit("b", cost(1.0, 1.0))
+    assert run.run_until(2) == pytest.approx({"a": 7.0, "b": 12.0})
+
+
+def test_nothing_under_way_has_no_next_event() -> None:
+    with pytest.raises(IndexError):
+        watched(2).pipeline.step()
