@@ -24,6 +24,7 @@ from rayspec.service.bench_result import BASELINE, HF, Sample, bench_row
 from rayspec.service.environment import describe_environment
 from rayspec.service.loading import hide_progress_bars, load_llm
 from rayspec.service.prompts import summary_prompt
+from rayspec.service.terminal import exit_on_sigterm
 from rayspec.service.workloads import Workload, make_workloads
 from rayspec.types import ConfigError
 
@@ -44,6 +45,7 @@ def run_bench(
     """
     names = strategy_names(options)
     hide_progress_bars()
+    exit_on_sigterm()  # so that the folder of a widened model does not stay
     found: list[dict[str, Any]] = []
     result: dict[str, Any] = {"environment": {}, "options": options.plain(), "workloads": found}
     with model_folder(options.engine, options.widen) as folder, ExitStack() as stack:

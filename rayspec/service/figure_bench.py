@@ -26,7 +26,7 @@ class SpeedUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchSpeedUps:
-    """by_context: of each domain. by_mix: of streams of several domains. Both by rising `at`."""
+    """by_context: of each domain. by_mix: of streams of several domains. Both by strategy, then by rising `at`."""
 
     by_context: Mapping[str, tuple[SpeedUp, ...]]
     by_mix: tuple[SpeedUp, ...]

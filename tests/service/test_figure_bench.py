@@ -21,7 +21,7 @@ def workload(domain: str, context: int, *rows: dict[str, Any], mix_ratio: float 
 
 WORKLOADS = [
     workload("summary", 2048, row("knapspec", 1.5, 1.2, 1.6), row("swift", 1.1, 1.0, 1.3), row("hf", 0.5, 0.5, 0.5)),
-    workload("summary", 512, row("knapspec", 1.3, 1.1, 1.4)),
+    workload("summary", 512, row("knapspec", 1.3, 1.1, 1.4), row("swift", 1.05, 1.0, 1.1)),
     workload("ledger", 512, row("swift", 1.4, 1.3, 1.5)),
     workload("stream", 512, row("knapspec", 1.25, 1.2, 1.3), mix_ratio=0.5),
     workload("stream", 512, row("knapspec", 1.35, 1.3, 1.4), mix_ratio=0.0),
@@ -40,6 +40,7 @@ def test_speed_ups_by_context_and_by_mix(tmp_path: Path) -> None:
     assert found.by_context["summary"] == (
         SpeedUp(strategy="knapspec", at=512, median=1.3, least=1.1, most=1.4),
         SpeedUp(strategy="knapspec", at=2048, median=1.5, least=1.2, most=1.6),
+        SpeedUp(strategy="swift", at=512, median=1.05, least=1.0, most=1.1),
         SpeedUp(strategy="swift", at=2048, median=1.1, least=1.0, most=1.3),
     )
     assert [(one.at, one.median) for one in found.by_mix] == [(0.0, 1.35), (0.5, 1.25)]

@@ -4,17 +4,19 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, MistralConfig
+from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from rayspec.config import EngineConfig
 from rayspec.model.sizes import model_sizes
 from rayspec.planning.latency import Curve, LatencyModel
 from rayspec.planning.simulate import Workload, simulate
-from rayspec.service.bench import BenchOptions, model_folder
+from rayspec.service.bench import model_folder
+from rayspec.service.bench_options import BenchOptions
 from rayspec.service.bench_pipeline import parse_cases, run_pipeline_bench
 from rayspec.service.cli import app
 from rayspec.service.loading import load_llm
@@ -24,6 +26,7 @@ from rayspec.service.plan_latency import TFLOPS, Cut, Predicted, load_profile, p
 from rayspec.service.plan_layouts import Layout, layouts
 from rayspec.service.plan_options import PlanOptions
 from rayspec.service.plan_report import PlanReport, make_plan, plan_table
+from rayspec.service.workloads import WorkloadOptions
 from rayspec.types import ConfigError
 from tests.families import checkpoint
 
@@ -164,15 +167,18 @@ def test_a_lower_share_of_the_bandwidth_takes_longer_and_keeps_the_arithmetic() 
 
 
 def test_a_window_limits_what_attention_reads() -> None:
-    config = MistralConfig(num_hidden_layers=2, sliding_window=1024, dtype="bfloat16")
+    config = ONE_LAYER["8B"]
     sizes = model_sizes(config, dtype=placed_dtype("auto", config))
+    layer = replace(sizes.layers[0], window=1024)
     cut = Cut(
-        config=config, sizes=sizes, layers=[range(2)], gpus=parse_gpus("H100"), tensor=1, quantization=None,
-        itemsize=2, context=4096, hop_s=0.0, all_reduce_s=0.0,
+        config=config, sizes=replace(sizes, layers=(layer,)), layers=[range(1)], gpus=parse_gpus("H100"), tensor=1,
+        quantization=None, itemsize=2, context=4096, hop_s=0.0, all_reduce_s=0.0,
     )  # fmt: skip
-    curve = roofline(cut, efficiency=1.0).decode.curves
-    read = next(one.kv_s for name, one in curve.items() if one.kv_s) * 3350e9 * 4096
-    assert read == pytest.approx(sizes.layers[0].kv_bytes_per_token * 1024)
+    model = roofline(cut, efficiency=1.0).decode
+    reading_s = sum(
+        model.sublayers_s(rows=1, context=context, batch=1)[0] * sign for context, sign in ((4096, 1), (0, -1))
+    )
+    assert reading_s * 3350e9 == pytest.approx(layer.kv_bytes_per_token * 1024)
 
 
 def test_all_listed_gpus_have_their_arithmetic() -> None:
@@ -212,8 +218,6 @@ def test_the_fewest_stages_that_fit_are_a_layout_of_their_own() -> None:
 def test_replicas_on_unlike_gpus_are_told_apart() -> None:
     layout = found_layouts("2xH200,2xA100-80G", gpus_per_node=1)["2 x 1 x 2"]
     assert [(group.gpus[0].name, group.count) for group in layout.groups] == [("H200", 1), ("A100", 1)]
-    rates = [make_plan(SMALL, options(gpus=gpus, gpus_per_node=1)).candidates for gpus in ("2xH200", "2xA100-80G")]
-    assert rates  # each fits by itself
     mixed = Forecaster(SMALL, options(gpus="2xH200,2xA100-80G"), None).candidate(layout)
     alone = [
         Forecaster(SMALL, options(gpus=gpus, concurrency=4), None).candidate(
@@ -242,7 +246,8 @@ def test_ranges_hold_what_is_likely(plan_8b: PlanReport) -> None:
         for outcome in (candidate.plain, candidate.drafted):
             assert outcome is not None
             spread = outcome.tokens_per_s
-            assert spread.low < spread.middle < spread.high
+            assert spread.low <= spread.middle <= spread.high
+            assert spread.low < spread.high
         low, middle, high = (getattr(candidate.plain.tokens_per_s, end) for end in ("low", "middle", "high"))
         assert low / middle >= EFFICIENCIES[0] / EFFICIENCIES[1] * 0.99
         assert high / middle <= EFFICIENCIES[2] / EFFICIENCIES[1] * 1.01
@@ -353,26 +358,30 @@ def test_runs_on_this_machine_are_predicted_within_a_fifth_from_the_profile_of_o
     machine. `pytest -m exhaustive -k within_a_fifth -s` prints what was predicted and what was measured."""
     bench = BenchOptions(
         engine=EngineConfig(model="demo", dtype="float32", device="cpu", num_threads=1),
-        input="demo", context=256, strategies=("ar",), max_tokens=40, num_prompts=4, batch=1, repeats=3, widen=4,
-        hf=False,
-    )  # fmt: skip
+        workloads=WorkloadOptions(inputs=("demo",), contexts=(256,), num_prompts=4),
+        strategies=("ar",),
+        max_tokens=40,
+        batch=1,
+        repeats=3,
+        widen=4,
+    )
     with model_folder(bench.engine, bench.widen) as folder:
         one_stage = bench.engine.replace(model=folder, max_num_seqs=1, max_model_len=512, remeasure=True)
         with load_llm(one_stage) as llm:
             profile = llm.engine.latency
-            config = llm.engine.config
     assert profile is not None
     result = run_pipeline_bench(bench, parse_cases("1x1,2x1,4x1"), print)
     hop_s = {one["case"]: one["p50_s"] for one in result["hops"]}
+    context = round(fmean(result["prompt_tokens"])) + bench.max_tokens // 2
+    work = Workload(prompt_tokens=context, output_tokens=None, concurrency=1)
+    ratios = {}
     for row in result["results"]:
-        if row["case"] == "one process":
-            continue
-        cut = replace(profile, hop_s=hop_s.get(row["case"], 0.0), stages=_stages(row["layers"]))
-        work = Workload(prompt_tokens=round(sum(result["prompt_tokens"]) / 4) + 20, output_tokens=None, concurrency=1)
-        expected = simulate(cut, work, num_tokens=40).tokens_per_s
+        layers = row["layers"] or [len(profile.sublayers) // 2]
+        model = replace(profile, hop_s=hop_s.get(row["case"], 0.0), stages=_stages(layers))
+        expected = simulate(model, work, num_tokens=40).tokens_per_s
+        ratios[row["case"]] = expected / row["tokens_per_s"]
         print(f"{row['case']}: predicted {expected:.1f}, measured {row['tokens_per_s']:.1f} tokens/s")
-        assert expected == pytest.approx(row["tokens_per_s"], rel=0.2), row["case"]
-    assert config.num_threads == 1
+    assert {case: ratio for case, ratio in ratios.items() if not 0.8 < ratio < 1.2} == {}
 
 
 def _stages(layers: list[int]) -> tuple[int, ...]:

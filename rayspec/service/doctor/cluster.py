@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
+import socket
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from urllib.parse import urlsplit
 
 import ray
 from ray.exceptions import RayError
@@ -25,7 +27,8 @@ from rayspec.service.doctor.ranks import Rank
 
 _NODE_TIMEOUT_S = 120.0
 _ALL_REDUCE_TIMEOUT_S = 60.0
-_SLOW_S = 0.01
+_SLOW_S = 0.01  # there and back
+_CONNECT_TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +49,9 @@ class Silent:
 
 def cluster_findings(address: str, model: str | None) -> list[Finding]:
     """Of the cluster at that address, as ray.init takes it; or of the one that this process is in."""
+    if not _listens(address):
+        remedy = "start Ray there (ray start --head), name another address, or open the port between here and there"
+        return [problem("cluster", f"nothing answers at {address}", remedy)]
     try:
         with _attached(address):
             return _findings(alive_nodes(), model)
@@ -213,6 +219,18 @@ def _of_node(node: Node, facts: NodeFacts) -> Iterator[Finding]:
     for finding in own:
         yield replace(finding, name=f"{node.name}: {finding.name}")
     yield check_counted_gpus(node, facts)
+
+
+def _listens(address: str) -> bool:
+    """Whether anything answers there; Ray itself would try for half a minute. True where no port is named."""
+    place = urlsplit(address if "//" in address else f"//{address}")
+    if place.hostname is None or place.port is None:
+        return True
+    try:
+        socket.create_connection((place.hostname, place.port), timeout=_CONNECT_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
 
 
 @contextmanager

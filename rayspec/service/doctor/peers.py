@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import secrets
 import socket
 import threading
@@ -12,6 +13,7 @@ import ray
 
 _CALL_TIMEOUT_S = 5.0
 _NONCE_BYTES = 16
+_NUM_CALLS = 3
 
 
 class Peer:
@@ -20,9 +22,10 @@ class Peer:
     It says again what it is told by whoever knows the secret, so that nothing else is taken for a peer.
     """
 
-    def __init__(self, secret: bytes) -> None:
+    def __init__(self, secret: bytes, host: str | None = None) -> None:
+        """host: the address to listen at; None: this node's, as Ray has it."""
         self._secret = secret
-        host = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        host = host or str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         self._listener = socket.create_server((host, 0), family=_family(host))
         self._place: tuple[str, int] = (host, self._listener.getsockname()[1])
         threading.Thread(target=self._answer, daemon=True).start()
@@ -31,7 +34,16 @@ class Peer:
         return self._place
 
     def call(self, place: tuple[str, int]) -> float | str:
-        """Seconds there and back, or why it did not get through."""
+        """Seconds there and back, the fastest of a few, or why it did not get through."""
+        fastest_s = math.inf
+        for _ in range(_NUM_CALLS):
+            found = self._call_once(place)
+            if isinstance(found, str):
+                return found
+            fastest_s = min(fastest_s, found)
+        return fastest_s
+
+    def _call_once(self, place: tuple[str, int]) -> float | str:
         nonce = secrets.token_bytes(_NONCE_BYTES)
         try:
             with socket.create_connection(place, timeout=_CALL_TIMEOUT_S) as line:

@@ -77,15 +77,8 @@ def _help(info: FieldInfo) -> str:
     return f"{'; '.join(part for part in (info.description, choices, repeatable) if part)} {shown}".strip()
 
 
-def _with_flags() -> Any:
-    def command(**asked: Any) -> None:
-        _render(**asked)
-
-    command.__signature__ = inspect.Signature(list(_parameters()))  # type: ignore[attr-defined]
-    return command
-
-
-app.command(name="render", help=_RENDER_HELP)(_with_flags())
+_render.__signature__ = inspect.Signature(list(_parameters()))  # type: ignore[attr-defined]
+app.command(name="render", help=_RENDER_HELP)(_render)
 
 
 @app.command()

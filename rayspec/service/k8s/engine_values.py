@@ -8,7 +8,7 @@ from rayspec.service.k8s.options import RenderOptions
 from rayspec.service.k8s.sizing import ClusterPlan
 
 
-def engine_values(options: RenderOptions, plan: ClusterPlan) -> dict[str, Any]:
+def engine_values(options: RenderOptions) -> dict[str, Any]:
     """Options of EngineConfig, apart from model and parallel."""
     values: dict[str, Any] = {
         "device": "cpu" if options.cpus is not None else "cuda",
@@ -40,7 +40,7 @@ def parallel_values(options: RenderOptions, plan: ClusterPlan) -> dict[str, Any]
 
 def llm_config(options: RenderOptions, plan: ClusterPlan) -> dict[str, Any]:
     """Of `rayspec.serve:build_openai_app`: one model."""
-    engine, parallel = engine_values(options, plan), parallel_values(options, plan)
+    engine, parallel = engine_values(options), parallel_values(options, plan)
     deployment: dict[str, Any] = {"num_replicas": options.replicas}
     if options.max_replicas is not None:
         scaling = {"min_replicas": options.replicas, "max_replicas": options.max_replicas}
@@ -59,5 +59,5 @@ def llm_config(options: RenderOptions, plan: ClusterPlan) -> dict[str, Any]:
 
 def job_flags(options: RenderOptions, plan: ClusterPlan) -> list[str]:
     """Of jobs/summarize.py and the other jobs."""
-    values = {"model": options.model} | engine_values(options, plan) | (parallel_values(options, plan) or {})
+    values = {"model": options.model} | engine_values(options) | (parallel_values(options, plan) or {})
     return [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", f"{value}")]

@@ -20,7 +20,7 @@ GIB = 2**30
 # and what reads documents.
 _SHARD_BYTES, _POD_BYTES = 4 * GIB, 6 * GIB
 _OBJECT_STORE_BYTES, _NCCL_BYTES = 2 * GIB, GIB
-_CPUS_BESIDE_SHARDS = 4  # engine 1, ingress and Serve's controller 1, Ray Data 2
+_CPUS_BESIDE_SHARDS = 4  # the engine's actor, the ingress, and for Ray Data two
 _LOADING_BYTES_PER_S = 250 * 10**6  # of a slow volume, or the Hub
 _LEAST_START_S = 600
 _DISK_SHARE = 1.2
@@ -183,7 +183,7 @@ def _pod(*, group: str, gpu: Gpu | None, num_pods: int, num_shards: int, cpus: i
         gpu=gpu,
         num_pods=num_pods,
         num_shards=num_shards,
-        cpus=cpus + _CPUS_BESIDE_SHARDS if gpu is not None else cpus + 2,
+        cpus=cpus + _CPUS_BESIDE_SHARDS,
         memory_bytes=memory_bytes + (_POD_BYTES if gpu is not None else 2 * GIB),
         shared_bytes=shared_bytes,
     )
