@@ -58,7 +58,8 @@ class Workload:
     chunk_tokens: int = 1024
 
     def __post_init__(self) -> None:
-        if min(self.prompt_tokens, self.output_tokens or 1, self.concurrency, self.chunk_tokens) < 1:
+        output_tokens = 1 if self.output_tokens is None else self.output_tokens
+        if min(self.prompt_tokens, output_tokens, self.concurrency, self.chunk_tokens) < 1:
             raise ValueError(f"{self} cannot be: every number is 1 or more")
 
 

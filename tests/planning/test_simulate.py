@@ -118,16 +118,21 @@ def test_answers_that_end_make_room_for_the_next_request() -> None:
     assert found.tokens_per_s < undisturbed.tokens_per_s, "prompts take time, too"
 
 
-def test_rounds_go_before_prefills_that_came_earlier() -> None:
-    """Two cohorts on one stage: the rounds of one are not held up by all the chunks of the other's prompt."""
-    model = latency(
-        1, curves={name: Curve(rows=(1, 2048), base_s=(1e-4, 1e-4)) for name in ("attention", "mlp", "head")}
-    )
-    work = Workload(prompt_tokens=64, output_tokens=16, concurrency=2, chunk_tokens=1)
-    found = simulate(model, work, cohorts=2, num_tokens=400)
-    alone = simulate(model, replace(work, concurrency=1), num_tokens=200)
-    assert found.tokens_per_s < 2 * alone.tokens_per_s
-    assert found.round_s < 2.2 * model.decode_step_s(context=70, batch=1)
+def test_rounds_go_before_prefills_that_came_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Workload(prompt_tokens=256, output_tokens=16, concurrency=6, chunk_tokens=32)
+    first = simulate(latency(1), work, cohorts=6, num_tokens=600)
+    monkeypatch.setattr("rayspec.planning.simulate._PREFILL_PATIENCE_S", 0.0)
+    in_turn = simulate(latency(1), work, cohorts=6, num_tokens=600)
+    assert first.round_s < 0.95 * in_turn.round_s
+    assert fmean(first.first_token_s) > fmean(in_turn.first_token_s)
+
+
+def test_a_verify_runs_all_drafted_rows() -> None:
+    model = latency(1)
+    model = replace(model, curves={name: replace(curve, kv_s=0.0) for name, curve in model.curves.items()})
+    found = decoded(model, concurrency=2, drafting=drafting(7, acceptance=0.0))
+    verify_s = model.verify_s(rows=16, context=0, batch=2, from_sublayer=2, leading_rows=2)
+    assert found.round_s == pytest.approx(7 * model.draft_step_s(KEEP, context=0, batch=2) + verify_s)
 
 
 def test_a_draft_is_no_longer_than_what_is_left_to_answer() -> None:
@@ -161,8 +166,10 @@ def test_the_same_seed_is_the_same_run() -> None:
 def test_what_cannot_be_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         simulate(latency(1), endless(), **({"num_tokens": 10} | change))
-    with pytest.raises(ValueError, match="1 or more"):
-        Workload(prompt_tokens=0, output_tokens=1, concurrency=1)
+    for numbers in ((0, 1, 1), (1, 0, 1), (1, 1, 0)):
+        prompt_tokens, output_tokens, concurrency = numbers
+        with pytest.raises(ValueError, match="1 or more"):
+            Workload(prompt_tokens=prompt_tokens, output_tokens=output_tokens, concurrency=concurrency)
     with pytest.raises(ValueError, match="cannot be"):
         drafting(0)
 

@@ -121,7 +121,7 @@ def check_fingerprints(facts: Mapping[str, NodeFacts]) -> Finding:
     for node, one in facts.items():
         where[one.fingerprint].append(node)
     name = "model on all nodes"
-    if set(where) == {""}:
+    if not any(where):
         return skipped(name, "no node has its files")
     if len(where) == 1:
         return ok(name, f"fingerprint {next(iter(where))}")
@@ -262,12 +262,8 @@ def _pinned(kind: type, node: Node, *arguments: object, num_gpus: float = 0.0) -
 
 def _answers(references: Mapping[Any, Any]) -> dict[Any, Any]:
     """What has come in time, by the same keys; `Silent` for the rest."""
-    ready, _ = (
-        ray.wait(list(references.values()), num_returns=max(1, len(references)), timeout=_NODE_TIMEOUT_S)
-        if references
-        else ([], [])
-    )
-    arrived = set(ready)
+    waiting = list(references.values())
+    arrived = set(ray.wait(waiting, num_returns=len(waiting), timeout=_NODE_TIMEOUT_S)[0]) if waiting else set()
     found: dict[Any, Any] = {}
     for key, reference in references.items():
         if reference not in arrived:

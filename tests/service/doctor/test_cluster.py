@@ -59,6 +59,7 @@ def test_nodes_must_have_the_same_weights() -> None:
     assert differing.status == "problem"
     assert differing.found == "none on b; abc on a"
     assert check_fingerprints({"a": replace(FACTS, fingerprint="")}).status == "skipped"
+    assert check_fingerprints({}).status == "skipped", "no node has answered"
 
 
 @pytest.mark.parametrize("scheme", ["ray://", ""])

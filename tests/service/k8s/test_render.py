@@ -168,6 +168,7 @@ def test_the_claim_has_room_for_the_model() -> None:
         "resources": {"requests": {"storage": "159Gi"}},  # 1.2 times 131.4 GiB, and one
         "storageClassName": "shared",
     }
+    assert made["PersistentVolumeClaim"]["metadata"]["name"] == "rayspec-models"
     assert {one["metadata"]["namespace"] for one in made.values()} == {"elsewhere"}
 
 

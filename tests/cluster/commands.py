@@ -1,0 +1,104 @@
+"""Commands of documents, held against the command lines that they are for, without running them."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import typer.main
+from ray.scripts.scripts import cli as ray_cli
+from ray.serve.scripts import cli as serve_cli
+
+import jobs.generate
+import jobs.openai_batch
+import jobs.summarize
+from rayspec.service.cli import app as rayspec_app
+
+RAY = ray_cli
+RAYSPEC: Any = typer.main.get_command(rayspec_app)
+JOBS: dict[str, Any] = {
+    "summarize": typer.main.get_command(jobs.summarize.app),
+    "generate": typer.main.get_command(jobs.generate.app),
+    "openai_batch": typer.main.get_command(jobs.openai_batch.app),
+    "bench": RAYSPEC.commands["bench"],
+    "measure": RAYSPEC.commands["profile"],
+    "tune": RAYSPEC.commands["tune"],
+}
+PROGRAMS = ("ray", "rayspec", "serve", "python")
+_BLOCK = re.compile(r"^```[a-z]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_INLINE = re.compile(r"`([^`\n]+)`")
+_ASSIGNMENT = re.compile(r"[A-Z_]+=.*")
+_SHELL = {">", "<", "|", "&&", ";"}
+
+
+def blocks(document: str) -> list[list[str]]:
+    """Commands of the code blocks, as words."""
+    lines = [line for block in _BLOCK.findall(document) for line in block.replace("\\\n", " ").splitlines()]
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def inline(document: str) -> list[str]:
+    """What stands in backquotes in the text."""
+    return _INLINE.findall(_BLOCK.sub("", document))
+
+
+def inline_commands(document: str) -> list[list[str]]:
+    return [shlex.split(text) for text in inline(document) if text.split()[0] in PROGRAMS and " " in text]
+
+
+def options() -> set[str]:
+    """All that rayspec, its jobs and Ray know."""
+    return {name for group in (RAYSPEC, RAY, *JOBS.values()) for name in _options(group)}
+
+
+def _options(command: Any) -> Iterator[str]:
+    for parameter in command.params:
+        yield from (*parameter.opts, *parameter.secondary_opts)
+    for inner in getattr(command, "commands", {}).values():
+        yield from _options(inner)
+
+
+def faults(words: Sequence[str]) -> list[str]:
+    """What is wrong with a command, and with those that it hands on; nothing for programs that are not ours."""
+    while words and _ASSIGNMENT.fullmatch(words[0]):
+        words = words[1:]
+    words = list(itertools.takewhile(lambda word: word not in _SHELL, words))
+    program, *arguments = words or [""]
+    if program not in PROGRAMS:
+        return []
+    handed_on = [arguments[-1].split()] if arguments[:1] == ["exec"] and " " in arguments[-1] else []
+    if "--" in arguments:
+        handed_on.append(arguments[arguments.index("--") + 1 :])
+    found = [fault for inner in handed_on for fault in faults(inner)]
+    try:
+        parse_program(program, arguments)
+    except Exception as error:  # noqa: BLE001 - of click or of typer's own copy of it
+        # A command may be named without all that it needs.
+        if type(error).__name__ != "MissingParameter":
+            found.append(f"{' '.join(words)}: {error}")
+    return found
+
+
+def parse_program(program: str, arguments: Sequence[str]) -> None:
+    """Raises what click and typer raise."""
+    if program != "python":
+        parse({"ray": RAY, "rayspec": RAYSPEC, "serve": serve_cli}[program], arguments)
+        return
+    script = re.fullmatch(r"(?:jobs/)?(\w+)\.py", arguments[0])
+    if script is None or script[1] not in JOBS:
+        raise ValueError(f"there is no job {arguments[0]}")
+    parse(JOBS[script[1]], arguments[1:])
+
+
+def parse(command: Any, arguments: Sequence[str]) -> Any:
+    """The context of the innermost command, which is not run."""
+    name = ""
+    while hasattr(command, "commands"):
+        name, *arguments = arguments
+        if name not in command.commands:
+            raise ValueError(f"no command {name!r}")
+        command = command.commands[name]
+    return command.make_context(name, list(arguments))

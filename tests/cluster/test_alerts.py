@@ -1,0 +1,121 @@
+"""The alerts: what the operator takes, and of metrics that are exported."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import jsonschema
+import promql_parser
+import pytest
+import yaml
+
+from rayspec.service.serve.metric_table import UNREACHABLE_NODES
+from tests.cluster.launcher_rules import ROOT
+from tests.service.serve.test_dashboard import exported, labels_in, parsed, selectors
+
+MANIFEST: dict[str, Any] = yaml.safe_load((ROOT / "k8s" / "monitoring" / "alerts.yaml").read_text(encoding="utf-8"))
+RULES: list[dict[str, Any]] = MANIFEST["spec"]["groups"][0]["rules"]
+_TEXTS = {"type": "object", "additionalProperties": {"type": "string"}}
+_DURATION = {"type": "string", "pattern": r"^\d+[smhd]$"}
+# Of monitoring.coreos.com_prometheusrules.yaml, the fields that are used here.
+SCHEMA = {
+    "type": "object",
+    "required": ["apiVersion", "kind", "metadata", "spec"],
+    "additionalProperties": False,
+    "properties": {
+        "apiVersion": {"const": "monitoring.coreos.com/v1"},
+        "kind": {"const": "PrometheusRule"},
+        "metadata": {
+            "type": "object",
+            "required": ["name"],
+            "additionalProperties": False,
+            "properties": {"name": {"type": "string"}, "labels": _TEXTS},
+        },
+        "spec": {
+            "type": "object",
+            "additionalProperties": False,
+            "properties": {
+                "groups": {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "required": ["name", "rules"],
+                        "additionalProperties": False,
+                        "properties": {
+                            "name": {"type": "string"},
+                            "rules": {
+                                "type": "array",
+                                "items": {
+                                    "type": "object",
+                                    "required": ["alert", "expr", "labels", "annotations"],
+                                    "additionalProperties": False,
+                                    "properties": {
+                                        "alert": {"type": "string"},
+                                        "expr": {"type": "string"},
+                                        "for": _DURATION,
+                                        "labels": _TEXTS,
+                                        "annotations": _TEXTS,
+                                    },
+                                },
+                            },
+                        },
+                    },
+                }
+            },
+        },
+    },
+}
+
+
+def series() -> dict[str, set[str]]:
+    return exported() | {UNREACHABLE_NODES: set()}
+
+
+def of_each(name: str) -> Any:
+    return pytest.mark.parametrize(name, RULES, ids=lambda rule: rule["alert"])
+
+
+def test_the_operator_takes_it() -> None:
+    jsonschema.validate(MANIFEST, SCHEMA)
+    assert len({rule["alert"] for rule in RULES}) == len(RULES) >= 10
+
+
+@pytest.mark.parametrize(("old", "new"), [("expr", "expression"), ("labels", "label"), ("alert", "record")])
+def test_a_planted_typo_is_found(old: str, new: str) -> None:
+    planted = copy.deepcopy(MANIFEST)
+    rule = planted["spec"]["groups"][0]["rules"][0]
+    rule[new] = rule.pop(old)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(planted, SCHEMA)
+
+
+@of_each("rule")
+def test_it_asks_only_for_what_is_exported(rule: dict[str, Any]) -> None:
+    asked = selectors(rule["expr"])
+    assert asked
+    assert {selector.name for selector in asked} <= series().keys()
+    for selector in asked:
+        assert {matcher.name for matcher in selector.matchers.matchers} <= series()[selector.name]
+    assert labels_in(rule["expr"]) <= set.union(*(series()[selector.name] for selector in asked))
+
+
+@of_each("rule")
+def test_counters_are_rated_and_gauges_are_not(rule: dict[str, Any]) -> None:
+    growing = {name for name in series() if name.endswith(("_total", "_bucket"))}
+    rated = {
+        node.vector_selector.name for node in parsed(rule["expr"]) if isinstance(node, promql_parser.MatrixSelector)
+    }
+    assert rated == {selector.name for selector in selectors(rule["expr"])} & growing
+
+
+@of_each("rule")
+def test_it_says_how_grave_it_is_and_what_it_is_about(rule: dict[str, Any]) -> None:
+    assert rule["labels"]["severity"] in {"critical", "warning", "info"}
+    summary = rule["annotations"]["summary"]
+    assert summary.endswith(".")
+    named = set(re.findall(r"\$labels\.(\w+)", summary))
+    assert named <= set.union(*(series()[selector.name] for selector in selectors(rule["expr"])))
+    kept = re.findall(r"by \(([^)]*)\)", rule["expr"])
+    assert not kept or named <= {label.strip() for labels in kept for label in labels.split(",")}

@@ -1,0 +1,160 @@
+"""The documents for who is on call: commands, options, metrics, alerts and quoted texts are those that there are."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import ray._private.authentication.authentication_constants as ray_texts
+import yaml
+
+from rayspec.service.serve import replies
+from tests.cluster.commands import blocks, faults, inline, inline_commands, options
+from tests.cluster.launcher_rules import ROOT
+from tests.service.serve.test_dashboard import exported
+
+DOCUMENTS = ("cluster/README.md", "docs/operations.md", "docs/security.md", "docs/troubleshooting.md")
+TROUBLES = "docs/troubleshooting.md"
+SOURCES = [path for folder in ("rayspec", "jobs") for path in sorted((ROOT / folder).rglob("*.py"))]
+_KEYS_OF_OTHERS = {"error_kind", "auth_token", "min_workers", "max_workers"}  # of outputs and of Ray
+_KIND_ROW = re.compile(r"^\| ((?:`[a-z0-9_]+`(?:, )?)+) \|", re.MULTILINE)
+
+
+def text(document: str) -> str:
+    return (ROOT / document).read_text(encoding="utf-8")
+
+
+@cache
+def source() -> str:
+    return "\n".join(path.read_text(encoding="utf-8") for path in SOURCES)
+
+
+@cache
+def messages() -> str:
+    """All texts of the source, a line each, with … for what is put in."""
+    paths = [*SOURCES, Path(str(ray_texts.__file__))]
+    found = (text for path in paths for text in _texts(ast.parse(path.read_text(encoding="utf-8"))))
+    return "\n".join(text.replace("\n", " ") for text in found)
+
+
+def _texts(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value.replace("%s", "…")
+        elif isinstance(node, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+
+
+def section(document: str, heading: str) -> str:
+    found = re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", text(document), re.MULTILINE | re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def first_cells(table: str) -> list[str]:
+    return [line.split("|")[1].strip() for line in table.splitlines() if re.match(r"\| (?!---)", line)]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_commands_can_be_given(document: str) -> None:
+    found = [*blocks(text(document)), *inline_commands(text(document))]
+    assert found or document == "docs/security.md"
+    assert [fault for words in found for fault in faults(words)] == []
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "rayspec doctor --adress auto",
+        "rayspec placemnt --model demo",
+        "ray status --all",
+        "ray exec cluster/aws.yaml 'rayspec doctor --slow'",
+        "ray job submit --address http://127.0.0.1:8265 -- python jobs/summarize.py --modle demo",
+        "RAY_ADDRESS=auto rayspec serve --prt 8000",
+        "python jobs/summarise.py --model demo",
+        "serve deploy app.yaml --force",
+        "rayspec bench-serve --num-requests many",
+    ],
+)
+def test_a_command_that_cannot_be_given_is_found(command: str) -> None:
+    (words,) = blocks(f"```\n{command}\n```\n")
+    assert faults(words) != []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_options_are_known(document: str) -> None:
+    named = {word for one in inline(text(document)) if one.startswith("--") for word in one.split() if word[0] == "-"}
+    assert named <= options()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_names_are_those_of_the_source(document: str) -> None:
+    named = {one for one in inline(text(document)) if re.fullmatch(r"[a-z]+(_[a-z0-9]+)+", one)}
+    ours = {one for one in named if not one.startswith("ray_")} - _KEYS_OF_OTHERS
+    assert {one for one in ours if not re.search(rf"\b{one}\b", source())} == set()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_metrics_are_exported(document: str) -> None:
+    known = {name.removesuffix("_bucket") for name in exported()}
+    assert set(re.findall(r"\bray_(?:rayspec|serve)_\w+", text(document))) <= known
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_lead_somewhere(document: str) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", text(document)):
+        path, _, anchor = target.partition("#")
+        place = (ROOT / document).parent / path if path else ROOT / document
+        assert place.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", place.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}, target
+
+
+def test_paths_of_the_repository_are_there() -> None:
+    named = {one for document in DOCUMENTS for one in inline(text(document)) if re.match(r"(k8s|cluster|docs)/", one)}
+    assert {one for one in named if not list(ROOT.glob(one))} == set()
+
+
+def test_alerts_are_all_explained_and_no_others() -> None:
+    rules = yaml.safe_load(text("k8s/monitoring/alerts.yaml"))["spec"]["groups"][0]["rules"]
+    explained = first_cells(section("docs/operations.md", "Alerts"))[1:]
+    assert explained == [rule["alert"] for rule in rules]
+    mentioned = {name for document in DOCUMENTS for name in re.findall(r"\bRayspec[A-Z]\w+", text(document))}
+    assert mentioned <= set(explained)
+
+
+@pytest.mark.parametrize("heading", ["It does not start", "A job", "The pipeline", "It is slow"])
+def test_texts_are_said_by_the_source(heading: str) -> None:
+    table = section(TROUBLES, heading)
+    quoted = [one for cell in first_cells(table) for one in inline(cell) if " " in one and "ray_" not in one]
+    assert quoted
+    assert [one for one in quoted if one not in messages()] == []
+
+
+def test_a_text_that_nobody_says_is_found() -> None:
+    assert "the shards were not ready within … s: raise start_timeout_s" in messages()
+    assert "the shards were not ready after … s" not in messages()
+
+
+def test_kinds_of_error_rows_are_those_of_the_errors() -> None:
+    kinds = set(re.findall(r'^    kind = "(\w+)"', source(), re.MULTILINE))
+    named = {kind for cells in _KIND_ROW.findall(section(TROUBLES, "A job")) for kind in inline(cells)}
+    assert len(named) > 15
+    assert named <= kinds
+
+
+def test_codes_of_the_endpoint_are_its_own() -> None:
+    constants = (
+        *(replies.UNAUTHORIZED, replies.BUSY, replies.GONE, replies.ENDING, replies.INTERNAL, replies.NO_UPGRADE),
+        *(replies.timed_out(1.0), replies.too_large(1), replies.too_slow(1.0)),
+    )
+    ours = {(one.status, one.code) for one in constants} | {(404, "model_not_found"), (400, "context_length_exceeded")}
+    cells = " ".join(first_cells(section(TROUBLES, "The endpoint")))
+    named = {(int(status), code) for status, code in re.findall(r"(\d{3}) `(\w+)`", cells)}
+    assert named - ours == {(503, "unhealthy")}
+    assert ours <= named
