@@ -16,7 +16,7 @@ import rayspec
 from rayspec import demo
 from rayspec.config import EngineConfig, ParallelOptions, SamplingParams, TuningOptions
 from rayspec.service.batch import complete
-from rayspec.service.bench_options import (
+from rayspec.service.bench.options import (
     AllStrategies,
     Batch,
     BenchInputs,
@@ -39,14 +39,15 @@ from rayspec.service.bench_options import (
     numbers,
     workload_options,
 )
-from rayspec.service.bench_report import bench_tables, save_report
-from rayspec.service.bench_result import save_bench
+from rayspec.service.bench.report import bench_tables, save_report
+from rayspec.service.bench.result import save_bench
+from rayspec.service.bench.workloads import WorkloadOptions
 from rayspec.service.documents import Columns, Document, read_documents
 from rayspec.service.k8s.command import app as k8s_app
 from rayspec.service.latency_table import latency_table, stage_table
 from rayspec.service.loading import load_llm
 from rayspec.service.options import Asked, with_settings
-from rayspec.service.paper import run_paper
+from rayspec.service.papers.run import run_paper
 from rayspec.service.progress import showing_progress
 from rayspec.service.prompts import SUMMARY_SAMPLING, PromptBuilder, fitting_prompt_tokens, summary_prompt
 from rayspec.service.report import RunReport
@@ -54,7 +55,6 @@ from rayspec.service.results import check_output, open_writer, save_config
 from rayspec.service.settings import Settings
 from rayspec.service.tally import EXIT_FAILED
 from rayspec.service.terminal import clean_exit, error_console, exit_on_sigterm, output_console
-from rayspec.service.workloads import WorkloadOptions
 from rayspec.types import ConfigError
 
 app = typer.Typer(
@@ -201,7 +201,7 @@ def bench(
     if paper:
         output_console().print(run_paper(json), markup=False, highlight=False, soft_wrap=True)
         return
-    from rayspec.service.bench import run_bench  # noqa: PLC0415 - brings torch, which others wait for
+    from rayspec.service.bench.run import run_bench  # noqa: PLC0415 - brings torch, which others wait for
 
     with clean_exit():
         workloads = workload_options(inputs, context, num_prompts=num_prompts, mix_ratios=stream, seed=seed)
@@ -241,8 +241,8 @@ def bench_pipeline(
     Exit code 1 if any output has other tokens than plain decoding in one process.
     """
     # They bring torch, which others wait for.
-    from rayspec.service.bench_pipeline import num_prompts_for, parse_cases, run_pipeline_bench  # noqa: PLC0415
-    from rayspec.service.pipeline_result import pipeline_markdown  # noqa: PLC0415
+    from rayspec.service.bench.pipeline import num_prompts_for, parse_cases, run_pipeline_bench  # noqa: PLC0415
+    from rayspec.service.bench.pipeline_result import pipeline_markdown  # noqa: PLC0415
 
     with clean_exit():
         parsed = parse_cases(cases)
@@ -283,7 +283,7 @@ def bench_data(
 
     Exit code 1 if any text differs.
     """
-    from rayspec.service.bench_data import data_markdown, run_data_bench  # noqa: PLC0415 - brings torch and ray
+    from rayspec.service.bench.data import data_markdown, run_data_bench  # noqa: PLC0415 - brings torch and ray
 
     with clean_exit():
         workloads = WorkloadOptions(inputs=(input_,), contexts=(context,), num_prompts=rows)
@@ -325,13 +325,13 @@ def bench_serve(
     Exit code 1 if anything was not answered, or any text differs from `--check`.
     """
     # They bring torch, which others wait for.
-    from rayspec.service.bench_serve import (  # noqa: PLC0415
+    from rayspec.service.bench.serve import (  # noqa: PLC0415
         ServeBenchOptions,
         run_serve_bench,
         serve_bench_table,
         succeeded,
     )
-    from rayspec.service.bench_serve_mix import Mix  # noqa: PLC0415
+    from rayspec.service.bench.serve_mix import Mix  # noqa: PLC0415
 
     with clean_exit(), ExitStack() as stack:
         mix = Mix(model=model, num_requests=num_requests, max_tokens=max_tokens, cut_share=cut_share, seed=seed)
@@ -377,7 +377,7 @@ def figures(
     """Run the experiments of the KnapSpec paper, and draw them: predicted against measured speed, what is skipped at
     which context, where drafts end, how often plans are searched."""
     # It brings torch, which others wait for.
-    from rayspec.service.figures import FigureOptions, run_figures  # noqa: PLC0415
+    from rayspec.service.figures.run import FigureOptions, run_figures  # noqa: PLC0415
 
     with clean_exit():
         asked.flags["num_threads"] = threads if threads is not None else asked.flags["num_threads"]
@@ -526,8 +526,8 @@ def plan(
     """
     # They bring torch, which others wait for.
     from rayspec.model.sizes import load_config  # noqa: PLC0415
-    from rayspec.service.plan_options import PlanOptions  # noqa: PLC0415
-    from rayspec.service.plan_report import make_plan, plan_table, save_plan  # noqa: PLC0415
+    from rayspec.service.plan.options import PlanOptions  # noqa: PLC0415
+    from rayspec.service.plan.report import make_plan, plan_table, save_plan  # noqa: PLC0415
 
     with clean_exit():
         options = PlanOptions(

@@ -16,10 +16,10 @@ from rayspec.config import EngineConfig, TuningOptions
 from rayspec.decode.engine import Engine
 from rayspec.decode.selection.saved_plans import ModelIdentity, SavedPlan, SavedPlans
 from rayspec.decode.tuning import Tried, knapspec_plan, tune_domains, tune_plan
-from rayspec.service.bench import model_folder
+from rayspec.service.bench.run import model_folder
+from rayspec.service.bench.workloads import WorkloadOptions, make_workloads
 from rayspec.service.loading import load_llm
 from rayspec.service.prompts import summary_prompt
-from rayspec.service.workloads import WorkloadOptions, make_workloads
 from rayspec.types import ConfigError
 
 _SUFFIX = ".json"

@@ -201,7 +201,7 @@ def test_commands_are_shell_and_name_files_that_are_mounted(name: str) -> None:
     for path in named:
         mount = config["file_mounts"][f"~/rayspec/{Path(path).parts[0]}"]
         assert (ROOT / mount / Path(*Path(path).parts[1:])).is_file(), path
-    for cloud in re.findall(r"install\.sh (\w+)", " ".join(found)):
+    for cloud in re.findall(r"install\.sh (\w+)", "\n".join(found)):
         assert (FOLDER / f"requirements-{cloud}.txt").is_file()
 
 

@@ -16,10 +16,10 @@ from rayspec.config import EngineConfig, TuningOptions
 from rayspec.decode.selection.saved_plans import ModelIdentity, SavedPlans
 from rayspec.decode.tuning import Tried
 from rayspec.model.fingerprint import weights_fingerprint
-from rayspec.service.bench import model_folder
+from rayspec.service.bench.run import model_folder
+from rayspec.service.bench.workloads import demo_prompts
 from rayspec.service.cli import app
 from rayspec.service.tune import TuneOptions, _Progress, calibration_prompts
-from rayspec.service.workloads import demo_prompts
 from rayspec.types import ConfigError
 
 MODEL = ("--model", "demo", "--dtype", "float32", "--num-threads", "1")

@@ -12,9 +12,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 import rayspec
-from rayspec.service.bench_serve import ServeBenchOptions, differing, run_load
-from rayspec.service.bench_serve_client import Answer, Ask
-from rayspec.service.bench_serve_mix import Mix
+from rayspec.service.bench.serve import ServeBenchOptions, differing, run_load
+from rayspec.service.bench.serve_client import Answer, Ask
+from rayspec.service.bench.serve_mix import Mix
 from tests.service.serve.endpoint_process import ENGINE, TWO_STAGES, EndpointProcess, serving, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.exhaustive, pytest.mark.timeout(600)]

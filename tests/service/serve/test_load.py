@@ -17,8 +17,8 @@ import httpx2
 import pytest
 
 import rayspec
-from rayspec.service.bench_serve import ServeBenchOptions, run_serve_bench, succeeded
-from rayspec.service.bench_serve_mix import Mix
+from rayspec.service.bench.serve import ServeBenchOptions, run_serve_bench, succeeded
+from rayspec.service.bench.serve_mix import Mix
 from tests.service.serve.endpoint_process import ENGINE, EndpointProcess, serving, session_pids, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]

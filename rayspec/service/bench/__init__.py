@@ -1,0 +1,1 @@
+"""Comparisons of strategies, of pipelines, of endpoints and of jobs, in one run each."""

@@ -1,0 +1,1 @@
+"""KnapSpec's experiments, run and drawn."""

@@ -1,0 +1,1 @@
+"""What papers have published, beside our own predictions."""

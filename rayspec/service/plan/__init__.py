@@ -1,0 +1,1 @@
+"""What a model would do on hardware that is not here."""

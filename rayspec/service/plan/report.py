@@ -1,0 +1,192 @@
+"""What layout of a model over GPUs to choose, what it would do, and how far that can be relied on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from transformers import PretrainedConfig
+
+from rayspec.service.plan.forecast import EFFICIENCIES, PROFILE_ERROR, Candidate, Forecaster, Outcome, Spread
+from rayspec.service.plan.latency import load_profile
+from rayspec.service.plan.layouts import layouts
+from rayspec.service.plan.options import Goal, PlanOptions
+
+_GIB = 2**30
+_NUM_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanReport:
+    """candidates: those that fit, best first. num_others: layouts that do not fit; missing_bytes: what the one of them
+    lacks that lacks least. measured_on: the profile's device, None for rooflines."""
+
+    options: PlanOptions
+    candidates: tuple[Candidate, ...]
+    num_others: int
+    missing_bytes: int
+    measured_on: str | None
+
+    @property
+    def fits(self) -> bool:
+        return bool(self.candidates)
+
+
+def make_plan(config: PretrainedConfig, options: PlanOptions) -> PlanReport:
+    """Tries all layouts. Ranges are worked out for those that are shown. Raises ConfigError, UnsupportedModelError."""
+    profile, key = load_profile(options.profile) if options.profile else (None, {})
+    forecaster = Forecaster(config, options, profile)
+    found = list(layouts(config, options))
+    candidates = [forecaster.candidate(layout) for layout in found if layout.missing_bytes == 0]
+    candidates.sort(key=lambda candidate: _rank(candidate, options.goal))
+    lacking = [layout.missing_bytes for layout in found if layout.missing_bytes]
+    return PlanReport(
+        options=options,
+        candidates=tuple(map(forecaster.with_spread, candidates[:_NUM_SHOWN])),
+        num_others=len(lacking),
+        missing_bytes=min(lacking, default=0),
+        measured_on=str(key.get("device", "an unknown device")) if profile else None,
+    )
+
+
+def plan_table(report: PlanReport) -> Group:
+    """For people."""
+    if not report.fits:
+        return Group(
+            f"nothing fits: at least {report.missing_bytes / _GIB:.1f} GiB are missing; use more or larger GPUs, "
+            "quantization, or plan for fewer or shorter sequences"
+        )
+    return Group(_heading(report), _table(report), *_notes(report))
+
+
+def save_plan(report: PlanReport, path: Path) -> None:
+    """For machines: options and candidates in JSON. Seconds, bytes, and output tokens per second."""
+    content = {
+        "options": report.options.model_dump(mode="json"),
+        "measured_on": report.measured_on,
+        "num_layouts_that_do_not_fit": report.num_others,
+        "missing_bytes": report.missing_bytes,
+        "candidates": [_plain(candidate, report.options.price) for candidate in report.candidates],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _rank(candidate: Candidate, goal: Goal) -> tuple[float, int]:
+    """Less is better; of equals, fewer GPUs."""
+    best, num_gpus = candidate.best, candidate.layout.num_gpus
+    by_goal: dict[Goal, Callable[[], float]] = {
+        "throughput": lambda: -best.tokens_per_s.middle,
+        "latency": lambda: _alone_s(candidate),
+        "cost": lambda: best.dollars(num_gpus, 1.0),
+    }
+    return by_goal[goal](), num_gpus
+
+
+def _alone_s(candidate: Candidate) -> float:
+    """Of a token of a request alone: drafting or not, whichever is faster."""
+    outcomes = [candidate.plain, *([candidate.drafted] if candidate.drafted else [])]
+    return min(outcome.alone_token_s for outcome in outcomes)
+
+
+def _heading(report: PlanReport) -> str:
+    options, best = report.options, report.candidates[0].layout
+    return (
+        f"recommended for {options.goal}: {best.stages} stages x {best.tensor} tensor-parallel ranks x {best.replicas} "
+        f"replicas; for {options.concurrency} sequences at once, of {options.context} tokens with an answer of "
+        f"{options.output_tokens}"
+    )
+
+
+def _table(report: PlanReport) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    headings = ["layout", "GPUs", "GiB\nleft", "tokens/s\nplain", "tokens/s\nwith drafts", "gain"]
+    headings += ["first\ntoken s", "alone\nfirst s", "alone ms\na token", "idle"]
+    headings += ["$ a million\ntokens"] if report.options.price else []
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for candidate in report.candidates:
+        table.add_row(*_cells(candidate, report.options.price))
+    return table
+
+
+def _cells(candidate: Candidate, price: float | None) -> list[str]:
+    layout, plain, drafted, best = candidate.layout, candidate.plain, candidate.drafted, candidate.best
+    cells = [layout.name, str(layout.num_gpus), f"{layout.bytes_left / _GIB:.1f}", _range(plain.tokens_per_s)]
+    cells += [
+        _range(drafted.tokens_per_s) if drafted else "-",
+        f"{drafted.tokens_per_s.middle / plain.tokens_per_s.middle:.2f}x" if drafted else "-",
+        f"{best.first_token_s:.2f}" if best.first_token_s is not None else "-",
+        f"{best.alone_first_token_s:.2f}",
+        f"{1000 * _alone_s(candidate):.1f}",
+        f"{best.idle_share:.0%}",
+    ]
+    return [*cells, f"{best.dollars(layout.num_gpus, price):.2f}"] if price else cells
+
+
+def _range(spread: Spread) -> str:
+    return f"{spread.middle:.0f} ({spread.low:.0f}-{spread.high:.0f})"
+
+
+def _notes(report: PlanReport) -> list[str]:
+    options = report.options
+    low, middle, high = options.acceptances
+    source = (
+        f"{middle:.2f} ({low:.2f} to {high:.2f}), as published for drafts like these, not measured: give --acceptance"
+        if options.acceptance is None
+        else f"{middle:.2f}, as given"
+    )
+    notes = [
+        f"drafts leave out {options.skip:.0%} of the layers; acceptance {source}. Lookup is not counted.",
+        (
+            f"assumed, not measured: {options.hop_us:g} us for a hop between stages, {options.all_reduce_us:g} us and "
+            f"more for an all-reduce; prompts are read {options.max_num_batched_tokens} tokens between two rounds"
+        ),
+        (
+            "layout: stages x tensor-parallel ranks x replicas; first token: median under this load; alone: a request "
+            "that has a replica to itself"
+        ),
+        _certainty(report.measured_on),
+    ]
+    if report.num_others:
+        notes.append(f"{report.num_others} other layouts do not fit")
+    return notes
+
+
+def _certainty(measured_on: str | None) -> str:
+    if measured_on is not None:
+        return (
+            f"how sure: fairly, where a stage is one GPU: passes as measured on {measured_on}, ranges as far as such "
+            f"predictions may be off ({PROFILE_ERROR:.0%}); tensor-parallel ranks are taken to share evenly"
+        )
+    low, middle, high = EFFICIENCIES
+    return (
+        f"how sure: not very: rooflines, of which engines reach {low:.0%} to {high:.0%} ({middle:.0%} taken); give "
+        "--profile, a file that `rayspec profile` has saved on one such GPU"
+    )
+
+
+def _plain(candidate: Candidate, price: float | None) -> dict[str, Any]:
+    layout = candidate.layout
+
+    def outcome(found: Outcome) -> dict[str, Any]:
+        return asdict(found) | {"dollars_per_million_tokens": found.dollars(layout.num_gpus, price) if price else None}
+
+    return {
+        "stages": layout.stages,
+        "tensor": layout.tensor,
+        "replicas": layout.replicas,
+        "num_gpus": layout.num_gpus,
+        "layers": [len(stage.layers) for stage in layout.groups[0].placement.stages],
+        "weight_bytes": [stage.weight_bytes for stage in layout.groups[0].placement.stages],
+        "kv_bytes": [stage.kv_bytes for stage in layout.groups[0].placement.stages],
+        "bytes_left": layout.bytes_left,
+        "plain": outcome(candidate.plain),
+        "drafted": outcome(candidate.drafted) if candidate.drafted else None,
+    }
