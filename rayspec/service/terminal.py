@@ -27,6 +27,11 @@ def error_console() -> Console:
     return Console(stderr=True)
 
 
+def say(line: str) -> None:
+    """Progress."""
+    error_console().print(line, highlight=False, soft_wrap=True)
+
+
 @contextmanager
 def clean_exit() -> Iterator[None]:
     """Ends the process with a line and a code instead of a traceback, for what users and signals cause."""
