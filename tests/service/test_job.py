@@ -197,6 +197,7 @@ def test_an_engine_that_is_killed_is_started_again_and_goes_on(tmp_path: Path, u
 
 
 @on_ray
+@pytest.mark.exhaustive
 def test_only_the_row_that_the_engine_dies_of_fails(tmp_path: Path, undisturbed: dict[str, str]) -> None:
     deadly = documents()[30].id
     task = noted(tmp_path, deadly=frozenset({deadly}))

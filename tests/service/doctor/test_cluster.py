@@ -112,9 +112,10 @@ def test_quick_needs_neither_torch_nor_ray() -> None:
 
 
 def test_the_command_fails_where_there_is_a_problem(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["doctor", "--quick", "--model", str(tmp_path)])
+    found = tmp_path / "found.json"
+    result = CliRunner().invoke(app, ["doctor", "--quick", "--model", str(tmp_path), "--json", str(found)])
     assert result.exit_code == 1
-    assert "no config.json" in result.stdout
+    assert "no config.json" in found.read_text(encoding="utf-8")
 
 
 def test_without_an_address_there_is_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
