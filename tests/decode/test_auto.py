@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from rayspec.decode.drafting.lookup import NOTHING, Proposal
 from rayspec.decode.drafting.skip_draft import Draft
 from rayspec.decode.head import Committed
 from rayspec.decode.profile import measure
+from rayspec.decode.questions import Answer, Question
 from rayspec.decode.rounds import RoundResult
 from rayspec.decode.selection.auto import Auto
 from rayspec.decode.selection.base import Situation
@@ -109,6 +111,20 @@ def test_no_proposal_is_knapspecs_business() -> None:
     there = world(right=1.0)
     there.play([NOTHING, NOTHING])
     assert there.plans == [there.auto._knapspec.plan(_situation())]
+
+
+@pytest.mark.parametrize(("proposal", "searches"), [(FOUND, False), (NOTHING, True)])
+def test_a_search_must_pay_in_the_rounds_that_lookup_leaves(proposal: Proposal, searches: bool) -> None:
+    there, asked = world(right=0.95), []
+
+    def search(question: Question, sequence_id: str | None = None) -> Future[Answer]:
+        asked.append(question)
+        return Future()
+
+    for _ in range(40):
+        there.play([proposal])
+        there.auto.improve(replace(_situation(), num_outstanding_tokens=20_000), search)
+    assert bool(asked) == searches
 
 
 def _continued(num_accepted: int) -> RoundResult:

@@ -22,6 +22,8 @@ from rayspec.types import Plan, PlanRecord, no_draft
 _MARGIN = 1.05
 # Of a round's seconds, that looked-up tokens on its drafts may count for.
 _MOST_SAVED = 0.5
+# Rounds: those after which one counts half, and how many are taken to have been looked up before there were any.
+_SHARE_HALF_LIFE, _PRIOR_ROUNDS = 64.0, 16.0
 
 
 class _SkipRounds:
@@ -39,6 +41,22 @@ class _SkipRounds:
         self.committed.observe(num_tokens / batch)
         self.drafted.observe(sum(one.num_drafted for one in own.drafts) / batch)
         self.num_steps.observe(own.num_draft_steps)
+
+
+class _OwnShare:
+    """Of the rounds lately, those that KnapSpec made; few at first, until there were some."""
+
+    def __init__(self) -> None:
+        self._own = self._all = 0.0
+
+    @property
+    def value(self) -> float:
+        return self._own / (self._all + _PRIOR_ROUNDS)
+
+    def observe(self, *, own: bool) -> None:
+        fade = 0.5 ** (1 / _SHARE_HALF_LIFE)
+        self._own = self._own * fade + own
+        self._all = self._all * fade + 1.0
 
 
 class Auto:
@@ -59,6 +77,7 @@ class Auto:
         self._lookup = LookupRecord()
         self._lookup_rounds = RecentRate()
         self._skip_rounds = _SkipRounds()
+        self._own_share = _OwnShare()
         self._num_rounds = self._num_looked_up = 0
 
     @property
@@ -98,6 +117,7 @@ class Auto:
         shape = _shape_of(situation, plan, result)
         self._costs.observe(shape, draft_s=result.draft_s, verify_s=result.verify_s, seconds=seconds)
         self._num_rounds += 1
+        self._own_share.observe(own=not plan.num_lookup_tokens)
         self._num_looked_up += any(len(one.token_ids) > one.num_drafted for one in result.drafts)
         if plan.num_lookup_tokens:
             if not result.num_draft_steps:
@@ -112,7 +132,8 @@ class Auto:
         self._knapspec.observe(situation, plan, own, num_tokens - num_added, seconds - saved_s)
 
     def improve(self, situation: Situation, search: Search) -> PlanRecord | None:
-        return self._knapspec.improve(situation, search)
+        """A search is for the rounds that lookup leaves to KnapSpec: only their time pays for it."""
+        return self._knapspec.improve(situation, search, share=self._own_share.value)
 
     def _best(self, situation: Situation) -> Plan:
         base = self._knapspec.plan(situation)

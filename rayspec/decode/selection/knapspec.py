@@ -148,10 +148,13 @@ class KnapSpec:
             self._record.num_tested_tokens += num_tested
         self._rounds_to_review -= 1
 
-    def improve(self, situation: Situation, search: Search) -> PlanRecord | None:
-        """Search when there is a reason and the budget allows; else, now and then, review the known candidates."""
+    def improve(self, situation: Situation, search: Search, *, share: float = 1.0) -> PlanRecord | None:
+        """Search when there is a reason and the budget allows; else, now and then, review the known candidates.
+
+        share: of the time, that goes into rounds which a plan could make faster. The budget is of that.
+        """
         if self._reason is None:
-            self._reason = self._affordable_reason(situation)
+            self._reason = self._affordable_reason(situation, share)
         elif self._under_way is None:
             self._under_way = search(self.question(situation))
         if self._under_way is not None and self._under_way.done():
@@ -160,7 +163,7 @@ class KnapSpec:
             return self._review(situation)
         return None
 
-    def _affordable_reason(self, situation: Situation) -> str | None:
+    def _affordable_reason(self, situation: Situation, share: float) -> str | None:
         """Why a search is wanted, if the budget allows one. Asked again only after a few rounds: pricing a search costs
         a good part of a small model's step."""
         self._rounds_to_price -= 1
@@ -168,7 +171,7 @@ class KnapSpec:
         if reason is None or self._rounds_to_price > 0:
             return None
         self._rounds_to_price = _ROUNDS_TO_PRICE
-        return reason if self._affordable(situation) else None
+        return reason if self._affordable(situation, share) else None
 
     @property
     def _in_use(self) -> Candidate | None:
@@ -203,9 +206,9 @@ class KnapSpec:
             for one, prior in zip(candidates, corrected, strict=True)
         ]
 
-    def _affordable(self, situation: Situation) -> bool:
+    def _affordable(self, situation: Situation, share: float) -> bool:
         step_s = self._latency.decode_step_s(context=situation.context, batch=situation.batch)
-        remaining_s = situation.num_outstanding_tokens * step_s / situation.batch
+        remaining_s = share * situation.num_outstanding_tokens * step_s / situation.batch
         cost_s = self._search_cost_s(situation)
         if (
             self._budget.spent_s == 0
@@ -213,7 +216,7 @@ class KnapSpec:
             and cost_s <= _FIRST_SEARCH_SHARE * remaining_s
         ):
             return True
-        return self._budget.allows(cost_s, elapsed_s=situation.elapsed_s, expected_remaining_s=remaining_s)
+        return self._budget.allows(cost_s, elapsed_s=share * situation.elapsed_s, expected_remaining_s=remaining_s)
 
     def _search_cost_s(self, situation: Situation) -> float:
         options, weights = self._options.knapsack, self._weights(situation)
