@@ -113,9 +113,11 @@ def test_no_proposal_is_knapspecs_business() -> None:
     assert there.plans == [there.auto._knapspec.plan(_situation())]
 
 
-@pytest.mark.parametrize(("proposal", "searches"), [(FOUND, False), (NOTHING, True)])
-def test_a_search_must_pay_in_the_rounds_that_lookup_leaves(proposal: Proposal, searches: bool) -> None:
-    there, asked = world(right=0.95), []
+@pytest.mark.parametrize(
+    ("proposal", "right", "searches"), [(FOUND, 1.0, False), (FOUND, 0.4, True), (NOTHING, 0.95, True)]
+)
+def test_a_search_must_pay_in_the_rounds_that_lookup_leaves(proposal: Proposal, right: float, searches: bool) -> None:
+    there, asked = world(right), []
 
     def search(question: Question, sequence_id: str | None = None) -> Future[Answer]:
         asked.append(question)

@@ -22,8 +22,10 @@ from rayspec.types import Plan, PlanRecord, no_draft
 _MARGIN = 1.05
 # Of a round's seconds, that looked-up tokens on its drafts may count for.
 _MOST_SAVED = 0.5
-# Rounds: those after which one counts half, and how many are taken to have been looked up before there were any.
-_SHARE_HALF_LIFE, _PRIOR_ROUNDS = 64.0, 16.0
+# Where looked-up rounds make so many times the tokens per second of plain ones, no plan is expected to do better.
+_MOST_OF_PLANS = 2.5
+# Rounds: those after which one counts half, and how many are taken to be beyond plans before there were any.
+_SHARE_HALF_LIFE, _PRIOR_ROUNDS = 64.0, 2.0
 
 
 class _SkipRounds:
@@ -43,19 +45,19 @@ class _SkipRounds:
         self.num_steps.observe(own.num_draft_steps)
 
 
-class _OwnShare:
-    """Of the rounds lately, those that KnapSpec made; few at first, until there were some."""
+class _OpenShare:
+    """Of the rounds lately, those that a better plan could make faster; few at first, until there were some."""
 
     def __init__(self) -> None:
-        self._own = self._all = 0.0
+        self._open = self._all = 0.0
 
     @property
     def value(self) -> float:
-        return self._own / (self._all + _PRIOR_ROUNDS)
+        return self._open / (self._all + _PRIOR_ROUNDS)
 
-    def observe(self, *, own: bool) -> None:
+    def observe(self, *, is_open: bool) -> None:
         fade = 0.5 ** (1 / _SHARE_HALF_LIFE)
-        self._own = self._own * fade + own
+        self._open = self._open * fade + is_open
         self._all = self._all * fade + 1.0
 
 
@@ -77,7 +79,7 @@ class Auto:
         self._lookup = LookupRecord()
         self._lookup_rounds = RecentRate()
         self._skip_rounds = _SkipRounds()
-        self._own_share = _OwnShare()
+        self._open_share = _OpenShare()
         self._num_rounds = self._num_looked_up = 0
 
     @property
@@ -117,11 +119,12 @@ class Auto:
         shape = _shape_of(situation, plan, result)
         self._costs.observe(shape, draft_s=result.draft_s, verify_s=result.verify_s, seconds=seconds)
         self._num_rounds += 1
-        self._own_share.observe(own=not plan.num_lookup_tokens)
         self._num_looked_up += any(len(one.token_ids) > one.num_drafted for one in result.drafts)
+        if plan.num_lookup_tokens and not result.num_draft_steps:
+            self._lookup_rounds.observe(num_tokens, seconds)
+        copies = self._lookup_rounds.value > _MOST_OF_PLANS * self._plain_rate(situation)
+        self._open_share.observe(is_open=not (plan.num_lookup_tokens and copies))
         if plan.num_lookup_tokens:
-            if not result.num_draft_steps:
-                self._lookup_rounds.observe(num_tokens, seconds)
             return
         own = _of_the_model(result)
         num_added = sum(result.num_accepted) - sum(own.num_accepted)
@@ -132,8 +135,8 @@ class Auto:
         self._knapspec.observe(situation, plan, own, num_tokens - num_added, seconds - saved_s)
 
     def improve(self, situation: Situation, search: Search) -> PlanRecord | None:
-        """A search is for the rounds that lookup leaves to KnapSpec: only their time pays for it."""
-        return self._knapspec.improve(situation, search, share=self._own_share.value)
+        """A search is for the rounds that a plan could make faster: only their time pays for it."""
+        return self._knapspec.improve(situation, search, share=self._open_share.value)
 
     def _best(self, situation: Situation) -> Plan:
         base = self._knapspec.plan(situation)
