@@ -18,7 +18,7 @@ import transformers
 
 from rayspec.decode.runner import Batch, RowSpan, Runner
 from rayspec.model.offload import OffloadedWeights
-from rayspec.planning.latency import HEAD, OVERHEAD, LatencyModel, Measurement, StaleProfileError
+from rayspec.planning.latency import HEAD, OVERHEAD, WAKE, LatencyModel, Measurement, StaleProfileError
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +26,8 @@ ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = (32, 1024, 4096)
 _WIDE_ROWS = (1, 8, 32)
 _NUM_REPEATS = 5
+# More than a last-level cache holds of one core complex; and a pause as between two passes of a stage.
+_CACHE_BYTES, _PAUSE_S = 64 * 2**20, 0.005
 
 
 def load_or_measure(
@@ -86,7 +88,8 @@ def measurements(
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Measurement]:
     """Time each kind of sublayer over rows, context and batch, the head, where it is here, over rows, and a forward's
-    fixed cost. device: the name the measurements are to carry.
+    fixed cost; on a CPU also what a pause costs it, in which others had the caches. device: the name the measurements
+    are to carry.
 
     All sublayers of a kind run one after another, as in a forward, so that their weights come from where they come
     from in use; fetching weights that are elsewhere is not timed. Uses the arena, which must hold no sequences.
@@ -114,7 +117,26 @@ def _measurements(runner: Runner, device: str, clock: Callable[[], float]) -> li
             found.append(Measurement(kind=HEAD, rows=rows, context=0, batch=1, seconds=head_s, device=device))
     fixed_s = _seconds(lambda: runner.batch([RowSpan(0, 0, 1)]), runner.device, clock)
     found.append(Measurement(kind=OVERHEAD, rows=1, context=0, batch=1, seconds=fixed_s, device=device))
+    if runner.device.type == "cpu":
+        wake_s = _wake_seconds(runner, clock)
+        found.append(Measurement(kind=WAKE, rows=1, context=0, batch=1, seconds=wake_s, device=device))
     return found
+
+
+def _wake_seconds(runner: Runner, clock: Callable[[], float]) -> float:
+    """Of one row through all sublayers, after a pause and with cold caches, beyond what it takes without."""
+    batch, hidden, others = runner.batch([RowSpan(0, 0, 1)]), _random_states(runner, 1), bytearray(_CACHE_BYTES)
+    keep = [False] * runner.first + [True] * len(runner.parts.curve_names)
+
+    def pause() -> None:
+        others[:] = bytes(len(others))
+        time.sleep(_PAUSE_S)
+
+    warm_s, cold_s = (
+        _seconds(lambda: runner.run(batch, hidden, keep=keep), runner.device, clock, before=before)
+        for before in (_nothing, pause)
+    )
+    return max(cold_s - warm_s, 0.0)
 
 
 def _random_states(runner: Runner, rows: int) -> torch.Tensor:
@@ -144,10 +166,21 @@ def _sublayer_seconds(
     return _seconds(lambda: runner.run(batch, hidden, keep=keep), runner.device, clock) / sum(mine)
 
 
-def _seconds(work: Callable[[], object], device: torch.device, clock: Callable[[], float]) -> float:
+def _nothing() -> None:
+    pass
+
+
+def _seconds(
+    work: Callable[[], object],
+    device: torch.device,
+    clock: Callable[[], float],
+    *,
+    before: Callable[[], None] = _nothing,
+) -> float:
     """The fastest of a few runs after one that warms up: what disturbs a run only ever makes it slower."""
     times = []
     for _ in range(_NUM_REPEATS + 1):
+        before()
         _synchronise(device)
         started = clock()
         work()

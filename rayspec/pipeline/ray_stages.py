@@ -168,7 +168,9 @@ class RayStages:
         profiled = self._expect(Profiled, [COORDINATOR], _PROFILE_TIMEOUT_S)[COORDINATOR]
         assert isinstance(profiled, Profiled)
         self.link_s = tuple(profiled.link_s)
-        return _latency_model(profiled)
+        model = _latency_model(profiled)
+        keeps_busy = self.num_cohorts >= len(profiled.stages)
+        return replace(model, wake_s=0.0) if keeps_busy else model
 
     def hops_s(self, num_bytes: int, num_samples: int) -> tuple[tuple[float, ...], ...]:
         """Seconds of single hops with so many bytes, one way, from each stage to the next and from the last to the

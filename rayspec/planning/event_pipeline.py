@@ -56,19 +56,22 @@ class _Server:
     inbox: list[tuple[float, int, Work]] = field(default_factory=list)
     working: bool = False
     busy_s: float = 0.0
+    idle_since_s: float = 0.0
 
 
 class EventPipeline:
     """Stages, between which a message takes hop_s, and the engine, which takes round_s for each work that is done.
 
     The engine is taken to be beside the first stage: from the last stage back it is a hop, and onward none. With a
-    single stage nothing hops.
+    single stage nothing hops. wake_s: that a pass takes longer on a stage that was idle for longer than that; a single
+    stage never is, for the engine has its core meanwhile.
     """
 
-    def __init__(self, num_stages: int, *, hop_s: float, round_s: float) -> None:
+    def __init__(self, num_stages: int, *, hop_s: float, round_s: float, wake_s: float = 0.0) -> None:
         self._stages = [_Server() for _ in range(num_stages)]
         self._engine = _Server()
         self._hop_s = hop_s if num_stages > 1 else 0.0
+        self._wake_s = wake_s if num_stages > 1 else 0.0
         self._round_s = round_s
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -101,8 +104,11 @@ class EventPipeline:
         server.working = bool(server.inbox)
         if server.working:
             work = heapq.heappop(server.inbox)[-1]
-            seconds = self._round_s if work.done else work.seconds
+            idle_s = self.now - server.idle_since_s
+            waking_s = self._wake_s if idle_s > self._wake_s else 0.0
+            seconds = self._round_s if work.done else work.seconds + waking_s
             server.busy_s += seconds
+            server.idle_since_s = self.now + seconds
             self._after(seconds, partial(self._finish, server, work))
 
     def _finish(self, server: _Server, work: Work) -> None:

@@ -2,7 +2,7 @@
 
 Most rounds run the mode that is known to be faster (the incumbent). Now and then a burst of rounds probes the other,
 and what those bursts cost is bounded: they are short when the probe clearly loses, rarer each time it does, and
-together never take more than a share of the time.
+together they lose no more than a share of the time, to begin with of the time that the known work will take.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ Mode = Literal["draft", "plain"]
 CLIP = 3.0  # seconds of a round count up to this many medians: tails are heavy, and say nothing about the mode
 LOOK_EVERY = 8  # rounds between looks at the incumbent's own rate
 CHANGE_ROUNDS, CHANGE_ERRORS = 32, 4.0  # a change is when this many rounds differ by this many errors from those before
-FIRST_TRIALS = 12  # rounds' worth of time that probes may cost before they have earned it
+FIRST_TRIALS = 12  # rounds' worth of time that probes may cost before they have earned it,
+FIRST_SHARE = 0.015  # and at most this share of the time that all known work takes,
+PROMISED_SHARE = 0.08  # or this one of the time that the plan promises to save, if that is more
 TYPICAL_ROUNDS = 4  # what a round took in the last probe counts as this many, where it is decided what an outlier is
 PRIOR_ROUNDS = 8  # what is known of a mode's spread counts as this many rounds
 
@@ -143,18 +145,30 @@ class Gate:
         self._rounds_to_probe = 0
         self._elapsed_s = 0.0
         self._lost_s = 0.0
+        self._num_outstanding: int | None = None  # tokens; None: what is to come is not known
         self._predicted_gain = 1.0
+        self._reason: str | None = None  # as told last; None: something has changed since
 
     def choose(self) -> Mode:
         """The mode of the next round. Changes nothing."""
         return self._incumbent if self._probe is None else _other(self._incumbent)
 
-    def observe(self, mode: Mode, num_tokens: int, seconds: float, *, reference_rate: float = 1.0) -> None:
+    def observe(
+        self,
+        mode: Mode,
+        num_tokens: int,
+        seconds: float,
+        *,
+        reference_rate: float = 1.0,
+        num_outstanding_tokens: int | None = None,
+    ) -> None:
         """A finished round: tokens committed over the batch, wall seconds.
 
         reference_rate: tokens per second that plain decoding should make of this batch and context by the latency
         model. With it, rounds are compared relative to that, so that a batch that shrinks between two probes is not
         taken for a mode that has become slower. Leave it out, always, if there is no model.
+
+        num_outstanding_tokens: what is known to be wanted after it; where that is little, first trials are cheap.
         """
         if num_tokens < 0 or seconds <= 0 or reference_rate <= 0:
             raise ValueError(
@@ -162,16 +176,19 @@ class Gate:
             )
         relative_s = seconds * reference_rate
         self._elapsed_s += relative_s
+        self._num_outstanding = num_outstanding_tokens
         if self._probe is not None and mode != self._incumbent:
             self._observe_probe(self._probe, num_tokens, relative_s)
         elif mode == self._incumbent:
             self._recent.add(num_tokens, relative_s)
             self._rounds_to_probe -= 1
             if self._rounds_to_probe % LOOK_EVERY == 0:
+                self._reason = None
                 self._recent.forget_before_change(CHANGE_ROUNDS, CHANGE_ERRORS)
             if self._probe is None and self._should_probe():
                 rival = _other(mode)
                 self._probe = _Rounds(self._burst, self._variance[rival], self._typical_s.get(rival))
+                self._reason = None
 
     def new_plan(self, predicted_gain: float) -> None:
         """A plan has arrived that should be `predicted_gain` times as fast as plain decoding; up to 1: do not draft.
@@ -181,7 +198,7 @@ class Gate:
         """
         self._may_draft = predicted_gain > 1
         self._predicted_gain = predicted_gain
-        self._probe = None
+        self._probe = self._reason = None
         self._typical_s.pop("draft", None)
         if self._incumbent == "plain":
             self._rival = None
@@ -194,8 +211,28 @@ class Gate:
         self._probe_min = min(2 * self._min_burst, self._burst)
 
     @property
+    def on_trial(self) -> bool:
+        """Whether the next round tries a draft that plain decoding is faster than, for all that is known."""
+        return self._probe is not None and self._incumbent == "plain"
+
+    @property
+    def spare_tokens(self) -> float | None:
+        """What the draft on trial may still lose, in tokens that plain decoding makes in that time. None: there is no
+        trial of a draft."""
+        if self._probe is None or not self.on_trial:
+            return None
+        rate = self._recent.rate().mean
+        lost_s = max(self._probe.loss_s(rate), 0.0) if len(self._probe) else 0.0
+        return rate * max(self._allowance_s - self._lost_s - lost_s, 0.0)
+
+    @property
     def reason(self) -> str:
-        """One sentence for reports."""
+        """One sentence for reports. Between changes it is some rounds old: to tell it costs as much as to decide."""
+        if self._reason is None:
+            self._reason = self._told()
+        return self._reason
+
+    def _told(self) -> str:
         if not self._may_draft:
             return "not drafting: there is no plan that promises to be faster"
         doing = "drafting" if self._incumbent == "draft" else "not drafting"
@@ -218,21 +255,18 @@ class Gate:
 
     def _observe_probe(self, probe: _Rounds, num_tokens: int, relative_s: float) -> None:
         probe.add(num_tokens, relative_s)
-        if len(probe) < self._min_burst:
-            return
         rival, recent = probe.rate(), self._recent.rate()
-        self._variance[_other(self._incumbent)] = rival.variance
         loss_s = max(probe.loss_s(recent.mean), 0.0)
+        too_dear = self._lost_s + loss_s * (1 + 1 / len(probe)) > self._allowance_s  # with one more round like these
+        if len(probe) < self._min_burst and not too_dear:
+            return
+        self._variance[_other(self._incumbent)] = rival.variance
         judged = len(probe) >= self._probe_min
         wins = rival.mean > recent.mean * (1 + self._hysteresis)
         enough = self._winning_errors if len(probe) < self._burst else self._losing_errors
         if judged and wins and rival.clearly_above(recent, enough):
             self._take_over(probe, recent)
-        elif (
-            len(probe) >= self._burst
-            or (judged and rival.clearly_below(recent, self._losing_errors))
-            or self._lost_s + loss_s > self._allowance_s
-        ):
+        elif len(probe) >= self._burst or (judged and rival.clearly_below(recent, self._losing_errors)) or too_dear:
             self._end_probe(probe, rival, loss_s)
 
     def _rounds(self, mode: Mode, length: int) -> _Rounds:
@@ -242,13 +276,13 @@ class Gate:
         self._incumbent, self._rival = _other(self._incumbent), recent
         self._recent = self._rounds(self._incumbent, self._window)
         self._recent.extend(probe)
-        self._probe, self._interval = None, self._probe_every
+        self._probe, self._interval, self._reason = None, self._probe_every, None
         self._rounds_to_probe = self._interval
         self._probe_min = self._min_burst
 
     def _end_probe(self, probe: _Rounds, rival: _Rate, loss_s: float) -> None:
         self._typical_s[_other(self._incumbent)] = probe.median_s
-        self._rival, self._probe = rival, None
+        self._rival, self._probe, self._reason = rival, None, None
         self._lost_s += loss_s
         self._interval = min(2 * self._interval, self._max_probe_every)
         self._rounds_to_probe = self._interval
@@ -257,7 +291,12 @@ class Gate:
     @property
     def _allowance_s(self) -> float:
         """What probes may have cost by now: a share of the time, and something to start with."""
-        return self._max_loss_share * self._elapsed_s + FIRST_TRIALS * self._recent.median_s
+        start_s = FIRST_TRIALS * self._recent.median_s
+        rate = self._recent.rate().mean
+        if self._num_outstanding is not None and rate > 0:
+            share = max(FIRST_SHARE, PROMISED_SHARE * (1 - 1 / max(self._predicted_gain, 1.0)))
+            start_s = min(start_s, share * (self._elapsed_s + self._num_outstanding / rate))
+        return self._max_loss_share * self._elapsed_s + start_s
 
 
 def _other(mode: Mode) -> Mode:

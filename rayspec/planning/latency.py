@@ -12,7 +12,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,8 +24,9 @@ from rayspec.types import RayspecError
 
 Floats = NDArray[np.float64]
 
-FORMAT = "rayspec-latency-1"
-HEAD, OVERHEAD, ROUND = "head", "overhead", "round"
+FORMAT = "rayspec-latency-2"
+HEAD, OVERHEAD, ROUND, WAKE = "head", "overhead", "round", "wake"
+_FAR = 4096  # tokens of context
 
 
 class StaleProfileError(RayspecError):
@@ -39,7 +40,8 @@ class Measurement:
     """Seconds of one run.
 
     kind: "attention", "mlp", or any other kind of sublayer (one that starts with "attention" reads context); "head";
-        "overhead", what a forward costs outside sublayers and head; "round", what a round costs outside its forwards.
+        "overhead", what a forward costs outside sublayers and head; "round", what a round costs outside its forwards;
+        "wake", by how much a forward is slower after a pause in which others had the caches.
     rows: new tokens in total over the batch. context: tokens that each sequence already held. batch: sequences.
     """
 
@@ -116,8 +118,8 @@ class LatencyModel:
 
     sublayers: name of the curve of each sublayer. head: name of the head's curve. overhead_s: of a forward; round_s:
     of a round, on top of its forwards. stages: stage of each sublayer; a forward hops from the first stage (embedding)
-    over the stages where something is kept to the last (head) and back, hop_s each. transfer_s: to bring the weights
-    of each sublayer, whenever it runs.
+    over the stages where something is kept to the last (head) and back, hop_s each, and each has been idle until then,
+    which costs wake_s. transfer_s: to bring the weights of each sublayer, whenever it runs.
     """
 
     sublayers: tuple[str, ...]
@@ -126,8 +128,10 @@ class LatencyModel:
     overhead_s: float = 0.0
     round_s: float = 0.0
     hop_s: float = 0.0
+    wake_s: float = 0.0
     stages: tuple[int, ...]
     transfer_s: tuple[float, ...]
+    _decode_steps: dict[float, tuple[float, float]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         missing = {*self.sublayers, self.head} - set(self.curves)
@@ -165,12 +169,15 @@ class LatencyModel:
         return cls(
             sublayers=tuple(map(_curve_name, sublayer_kinds, places)),
             curves={
-                name: Curve.fit(group) for name, group in grouped.items() if group[0].kind not in (OVERHEAD, ROUND)
+                name: Curve.fit(group)
+                for name, group in grouped.items()
+                if group[0].kind not in (OVERHEAD, ROUND, WAKE)
             },
             head=_curve_name(HEAD, places[-1]),
             overhead_s=_median_s(measurements, OVERHEAD),
             round_s=_median_s(measurements, ROUND),
             hop_s=hop_s,
+            wake_s=_median_s(measurements, WAKE),
             stages=tuple(stages) if stages is not None else (0,) * len(sublayer_kinds),
             transfer_s=tuple(transfer_s) if transfer_s is not None else (0.0,) * len(sublayer_kinds),
         )
@@ -196,11 +203,12 @@ class LatencyModel:
 
     def hops_s(self, keep: Sequence[bool]) -> float:
         """Seconds between stages in a forward that runs the kept sublayers; stages with none are bypassed."""
-        if not self.stages or self.hop_s == 0:
+        hop_s = self.hop_s + self.wake_s
+        if not self.stages or hop_s == 0:
             return 0.0
         first, last = self.stages[0], self.stages[-1]
         route = [first, *(stage for stage, kept in zip(self.stages, keep, strict=True) if kept), last, first]
-        return self.hop_s * sum(here != there for here, there in itertools.pairwise(route))
+        return hop_s * sum(here != there for here, there in itertools.pairwise(route))
 
     def draft_step_s(self, keep: Sequence[bool], *, context: float, batch: float) -> float:
         """One draft step: one row of each sequence through the kept sublayers and the head."""
@@ -220,8 +228,15 @@ class LatencyModel:
         return self._forward_s(float(sublayers + leading), rows, (True,) * len(self.sublayers))
 
     def decode_step_s(self, *, context: float, batch: float) -> float:
-        """A whole round without a draft: one row of each sequence through everything, and the round's overhead."""
-        return self.verify_s(rows=batch, context=context, batch=batch) + self.round_s
+        """A whole round without a draft: one row of each sequence through everything, and the round's overhead.
+
+        It is asked in every round. All curves are lines in the context: what is kept is theirs, for each batch.
+        """
+        if batch not in self._decode_steps:
+            least, more = (self.verify_s(rows=batch, context=far, batch=batch) for far in (0, _FAR))
+            self._decode_steps[batch] = least + self.round_s, (more - least) / _FAR
+        least, slope = self._decode_steps[batch]
+        return least + slope * context
 
     def _forward_s(self, sublayers_s: float, rows: float, keep: Sequence[bool]) -> float:
         return sublayers_s + self.head_s(rows) + self.overhead_s + self.hops_s(keep)
@@ -231,7 +246,8 @@ class LatencyModel:
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch = target.with_name(f"{target.name}.{os.getpid()}.part")
-        content = {"format": FORMAT, "key": dict(key), "model": dataclasses.asdict(self)}
+        model = {name: value for name, value in dataclasses.asdict(self).items() if not name.startswith("_")}
+        content = {"format": FORMAT, "key": dict(key), "model": model}
         scratch.write_text(json.dumps(content, indent=1, sort_keys=True))
         scratch.replace(target)
 

@@ -57,6 +57,10 @@ class RecentRate:
     def value(self) -> float:
         return self._num_tokens / self._seconds if self._seconds else 0.0
 
+    def with_prior(self, rate: float, seconds: float) -> float:
+        """The value, had there been so many seconds more at another rate."""
+        return (self._num_tokens + rate * seconds) / (self._seconds + seconds)
+
     def seconds(self, num_tokens: float) -> float:
         """That so many tokens take; 0 where that is not known."""
         return num_tokens / self.value if self.value else 0.0

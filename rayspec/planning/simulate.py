@@ -151,7 +151,9 @@ class _Replica:
         rng: np.random.Generator,
     ) -> None:
         self._costs, self._prefill_costs = PassCosts(latency), PassCosts(prefill)
-        self._pipeline = EventPipeline(self._costs.num_stages, hop_s=latency.hop_s, round_s=latency.round_s)
+        self._pipeline = EventPipeline(
+            self._costs.num_stages, hop_s=latency.hop_s, round_s=latency.round_s, wake_s=latency.wake_s
+        )
         self._workload, self._drafting, self._rng = workload, drafting, rng
         self._tally = _Tally()
         self._first_token_s: list[float] = []

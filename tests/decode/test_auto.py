@@ -156,6 +156,28 @@ def test_what_went_on_a_draft_teaches_lookup_and_the_plan_hears_of_its_own(num_a
     assert (auto._lookup.by_class != before) == (num_accepted >= 2)
 
 
+@pytest.mark.parametrize("on_trial", [True, False])
+def test_what_drafts_gain_is_seen_after_their_trial_and_one_bad_round_is_not_all(
+    monkeypatch: pytest.MonkeyPatch, on_trial: bool
+) -> None:
+    monkeypatch.setattr(KnapSpec, "on_trial", on_trial)
+    monkeypatch.setattr(KnapSpec, "promised_tpt", 2 / model().decode_step_s(context=1024, batch=1))
+    there = world(right=1.0)
+    auto, plan = there.auto, Plan(keep=(False,) * 8, num_draft_tokens=8, source="x")
+    assert auto._gain(_situation()) == pytest.approx(2.0)
+    plain_s = 1 / auto._plain_rate(_situation())
+    slow = replace(_continued(0), draft_s=7 * plain_s, verify_s=plain_s)
+    gains = []
+    for _ in range(40):
+        auto.observe(replace(_situation(), proposals=lambda: [NOTHING]), plan, slow, 1, 8 * plain_s)
+        gains.append(auto._gain(_situation()))
+    if on_trial:
+        assert gains == pytest.approx([2.0] * 40)
+    else:
+        assert gains[0] > 1.4
+        assert gains[-1] < 0.5
+
+
 def test_drafts_go_on_by_what_lookup_has_learned() -> None:
     there = world(right=1.0)
     assert there.auto.keep_drafting(_situation()) is None, "the plan does not draft"

@@ -49,6 +49,7 @@ def test_what_is_measured_is_never_negative_and_grows(family: str, num_slots: in
         assert (latency.sublayers_s(rows=rows, context=context + 1000, batch=batch) >= seconds).all()
     assert latency.head_s(1) > 0
     assert latency.overhead_s >= 0
+    assert latency.wake_s >= 0
     keep = [index % 3 > 0 for index in range(8)]
     assert 0 < latency.draft_step_s(keep, context=50, batch=2) < latency.decode_step_s(context=50, batch=2)
 

@@ -121,9 +121,10 @@ def test_layers_that_are_pinned_stay_and_are_measured_as_they_are(pinned: Engine
 
 
 def test_drafts_skip_more_of_a_slow_stage(pinned: Engine) -> None:
-    """By what was measured on the actors, against the same with the fast stage's curves for both."""
-    latency = pinned.latency
-    assert latency is not None
+    """By what was measured on the actors, against the same with the fast stage's curves for both. To wake a stage costs
+    all drafts the same, and of so small a model it alone decides whether any pays: it is left out."""
+    assert pinned.latency is not None
+    latency = replace(pinned.latency, wake_s=0.0)
     even = replace(latency, sublayers=tuple(name.replace(f"@stage-{SLOW}", "@stage-0") for name in latency.sublayers))
     share = _slow_share(_plans(latency))
     assert share > 0.65

@@ -27,8 +27,8 @@ class Watched:
         return self.landed
 
 
-def watched(num_stages: int, *, hop_s: float = 0.0, round_s: float = 0.0) -> Watched:
-    return Watched(EventPipeline(num_stages, hop_s=hop_s, round_s=round_s))
+def watched(num_stages: int, *, hop_s: float = 0.0, round_s: float = 0.0, wake_s: float = 0.0) -> Watched:
+    return Watched(EventPipeline(num_stages, hop_s=hop_s, round_s=round_s, wake_s=wake_s))
 
 
 def cost(*seconds: float, stages: tuple[int, ...] | None = None, slope_s: float = 0.0) -> PassCost:
@@ -60,6 +60,21 @@ def test_a_single_stage_hops_nowhere() -> None:
     run = watched(1, hop_s=9.0)
     run.submit("round", cost(1.0), cost(2.0))
     assert run.run_until(1)["round"] == pytest.approx(3.0)
+
+
+def test_a_stage_that_was_idle_begins_slowly_and_one_that_was_not_does_not() -> None:
+    run = watched(2, wake_s=0.5)
+    run.submit("a", cost(2.0, 2.0))
+    run.submit("b", cost(2.0, 2.0))
+    assert run.run_until(2) == pytest.approx({"a": 4.5, "b": 6.5}), "the second stage was idle before the first only"
+    run.submit("c", cost(2.0, 2.0))
+    assert run.run_until(3)["c"] == pytest.approx(6.5 + 2.5 + 2.5)
+    assert run.pipeline.busy_s == pytest.approx((6.5, 7.0))
+    single = watched(1, wake_s=0.5)
+    single.submit("a", cost(2.0))
+    single.run_until(1)
+    single.submit("b", cost(2.0))
+    assert single.run_until(2)["b"] == pytest.approx(4.0)
 
 
 def test_stages_work_at_the_same_time_each_on_one_thing() -> None:

@@ -68,6 +68,41 @@ def test_plans_that_keep_coming_and_never_pay() -> None:
     assert np.mean([simulate(seed, lambda index: 0.5, 3000, new_plan_every=100)[0] for seed in range(4)]) < 0.03
 
 
+def speed_up(seed: int, gain: float, total: int, acceptance: float = ACCEPTANCE, promised: float = 1.001) -> float:
+    """Of so many tokens in all over plain decoding, where the gate is told how many are to come."""
+    rng, gate = np.random.default_rng(seed), Gate()
+    mean_tokens = sum(acceptance**k for k in range(NUM_DRAFT_TOKENS + 1))
+    num_tokens = num_rounds = 0
+    spent_s = 0.0
+    while num_tokens < total:
+        if num_rounds == 4:
+            gate.new_plan(promised)
+        mode = gate.choose()
+        tokens = 1 + (mode == "draft") * int((rng.random(NUM_DRAFT_TOKENS) < acceptance).cumprod().sum())
+        seconds = (mean_tokens / gain if mode == "draft" else 1.0) * rng.lognormal(0, 0.05)
+        num_tokens, num_rounds, spent_s = num_tokens + tokens, num_rounds + 1, spent_s + seconds
+        gate.observe(mode, tokens, seconds, num_outstanding_tokens=max(total - num_tokens, 0))
+    return num_tokens / spent_s
+
+
+@pytest.mark.parametrize("total", [128, 256, 512, 4096])
+@pytest.mark.parametrize(("gain", "acceptance"), [(0.3, 0.1), (0.6, 0.5), (0.9, 0.8)])
+def test_trials_of_little_work_are_cheap(gain: float, acceptance: float, total: int) -> None:
+    assert np.mean([speed_up(seed, gain, total, acceptance) for seed in range(24)]) > 0.97
+
+
+def test_what_promises_much_may_cost_more_in_trials_and_is_found_sooner() -> None:
+    """In 128 tokens, of a draft that keeps its promise and of one that does not."""
+    found = {promised: [speed_up(seed, 1.6, 128, promised=promised) for seed in range(24)] for promised in (1.001, 1.6)}
+    assert np.mean(found[1.6]) > np.mean(found[1.001]) > 1.2
+    assert np.mean([speed_up(seed, 0.6, 128, 0.5, promised=1.6) for seed in range(24)]) > 0.95
+
+
+@pytest.mark.parametrize(("total", "least"), [(128, 1.25), (512, 1.5)])
+def test_what_pays_is_found_in_little_work(total: int, least: float) -> None:
+    assert np.mean([speed_up(seed, 1.6, total, promised=1.3) for seed in range(24)]) > least
+
+
 def steady(gate: Gate, num_rounds: int, draft_s: float, batch: Callable[[int], int] = lambda index: 1) -> list[str]:
     """Rounds without noise: one token a sequence plain, three drafted. Seconds do not depend on the batch."""
     modes = []

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -121,6 +122,9 @@ def test_hops_bypass_stages_with_nothing_to_run() -> None:
     assert fitted.hops_s([True, True, False, False, True, True, True, True]) == 3
     assert fitted.hops_s([False] * 8) == 2  # embedding to head, and the token back
     assert model(hop_s=1.0).hops_s([True] * 8) == 0
+    waking = replace(fitted, wake_s=0.5)
+    assert waking.hops_s([True] * 8) == 6
+    assert waking.hops_s([True, True, False, False, True, True, True, True]) == 4.5
 
 
 def test_transfers_are_paid_by_whoever_runs() -> None:

@@ -63,6 +63,15 @@ def test_a_recent_rate_is_a_ratio_of_sums_that_forgets() -> None:
     assert rate.seconds(6) == pytest.approx(1.5)
 
 
+def test_a_prior_counts_for_its_seconds() -> None:
+    rate = RecentRate()
+    assert rate.with_prior(3.0, 24.0) == 3.0
+    rate.observe(0, 24.0)
+    assert rate.with_prior(3.0, 24.0) == pytest.approx(1.5)
+    rate.observe(24, 24.0)
+    assert rate.with_prior(3.0, 24.0) == pytest.approx(4 / 3, abs=0.05)
+
+
 def test_a_row_costs_what_verifies_of_more_rows_take_more() -> None:
     latency = model()
     costs = RoundCosts(latency)

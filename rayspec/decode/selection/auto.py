@@ -22,6 +22,8 @@ from rayspec.types import Plan, PlanRecord, no_draft
 _MARGIN = 1.05
 # Of a round's seconds, that looked-up tokens on its drafts may count for.
 _MOST_SAVED = 0.5
+# Seconds, in those that plain decoding takes for a token, for which a promise counts beside what was seen.
+_PROMISE_S = 24.0
 # Where looked-up rounds make so many times the tokens per second of plain ones, no plan is expected to do better.
 _MOST_OF_PLANS = 2.5
 # Rounds: those after which one counts half, and how many are taken to be beyond plans before there were any.
@@ -129,7 +131,7 @@ class Auto:
         own = _of_the_model(result)
         num_added = sum(result.num_accepted) - sum(own.num_accepted)
         saved_s = min(self._lookup_rounds.seconds(num_added), _MOST_SAVED * seconds)
-        if result.num_draft_steps:
+        if result.num_draft_steps and not self._knapspec.on_trial:  # trials are judged by the gate
             self._skip_rounds.observe(own, num_tokens - num_added)
             self._skip_rounds.gain.observe(num_tokens, seconds * self._plain_rate(situation))
         self._knapspec.observe(situation, plan, own, num_tokens - num_added, seconds - saved_s)
@@ -169,8 +171,8 @@ class Auto:
         """Of drafting over plain decoding, as promised, or less where that is what was seen. It is not told from the
         tokens that the model has drafted in rounds that lookup cut short."""
         step_s = self._latency.decode_step_s(context=situation.context, batch=situation.batch)
-        promised, seen = self._knapspec.promised_tpt * step_s, self._skip_rounds.gain.value
-        return min(promised, seen) if seen else promised
+        promised = self._knapspec.promised_tpt * step_s
+        return min(promised, self._skip_rounds.gain.with_prior(promised, _PROMISE_S))
 
     def _looked_up(self, situation: Situation, base: Plan) -> tuple[float, Plan]:
         """The best number of looked-up tokens, and tokens per second, where the others go on by `base`."""

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from rayspec.decode.drafting.skip_draft import KeepDrafting
 from rayspec.decode.rounds import RoundResult
 from rayspec.decode.selection.base import Search, Selector, Situation
-from rayspec.planning.gate import Gate, Mode
+from rayspec.decode.selection.plan_gate import PlanGate
 from rayspec.planning.latency import LatencyModel
-from rayspec.types import Plan, PlanRecord, no_draft
+from rayspec.types import Plan, PlanRecord
 
 # What the gate is told a plan gains that was predicted to gain nothing: it is to be measured all the same.
 _LEAST_GAIN = math.nextafter(1.0, 2.0)
@@ -31,10 +31,8 @@ class Gated:
         self, strategy: Selector, latency: LatencyModel, *, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._strategy = strategy
-        self._latency = latency
         self._clock = clock
-        self._no_draft = no_draft(len(latency.sublayers), "the gate: no draft")
-        self._gate = Gate()
+        self._gate = PlanGate(latency, "the gate: no draft")
         self._on_trial = False
         self._choosing_s = 0.0  # that no round was charged with yet
 
@@ -47,20 +45,22 @@ class Gated:
         return self._gate.reason
 
     def plan(self, situation: Situation) -> Plan:
-        return self._no_draft if self._gate.choose() == "plain" else self._strategy.plan(situation)
+        if not self._gate.drafts:
+            return self._gate.no_draft
+        return self._gate.pass_on(situation, self._strategy.plan(situation))
 
     def keep_drafting(self, situation: Situation) -> KeepDrafting | None:
         return self._strategy.keep_drafting(situation)
 
     def observe(self, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
-        self._strategy.observe(situation, plan, result, num_tokens, seconds)
+        own = self._gate.before_passing(plan)
+        self._strategy.observe(situation, own, result, num_tokens, seconds)
         if plan.drafts and not any(one.token_ids for one in result.drafts) and not any(result.probed):
             return  # of sequences that may have one more token only
-        mode: Mode = "plain" if plan is self._no_draft else "draft"
-        if mode == "draft":
+        drafted = plan is not self._gate.no_draft
+        if drafted:
             seconds, self._choosing_s = seconds + self._choosing_s, 0.0
-        step_s = self._latency.decode_step_s(context=situation.context, batch=situation.batch)
-        self._gate.observe(mode, num_tokens, seconds, reference_rate=situation.batch / step_s)
+        self._gate.observe(situation, num_tokens, seconds, drafted=drafted)
 
     def improve(self, situation: Situation, search: Search) -> PlanRecord | None:
         if not self._active:
@@ -76,7 +76,7 @@ class Gated:
     @property
     def _active(self) -> bool:
         """Whether the strategy may choose: it drafts, or has never had a plan to draft by."""
-        return not self._on_trial or self._gate.choose() == "draft"
+        return not self._on_trial or self._gate.drafts
 
 
 def _gain(record: PlanRecord | None) -> float:

@@ -15,14 +15,14 @@ from rayspec.decode.drafting.skip_draft import KeepDrafting
 from rayspec.decode.questions import Answer, Found, Knapsack
 from rayspec.decode.rounds import RoundResult
 from rayspec.decode.selection.base import Search, Situation
+from rayspec.decode.selection.plan_gate import PlanGate
 from rayspec.planning.acceptance import Choice, DraftWhileWorth, best_choice, shrink
 from rayspec.planning.budget import Budget, Trigger
 from rayspec.planning.calibration import Calibration, Correction
-from rayspec.planning.gate import Gate, Mode
 from rayspec.planning.knapsack import count_rows, quantize
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.stopping import NEVER, StopRecord
-from rayspec.types import Plan, PlanRecord, no_draft
+from rayspec.types import Plan, PlanRecord
 
 logger = logging.getLogger(__name__)
 
@@ -80,15 +80,14 @@ class KnapSpec:
     ) -> None:
         self._options = options
         self._latency = latency
-        self._no_draft = no_draft(len(latency.sublayers), "knapspec: no draft")
-        self._plan = self._no_draft
         self._choice: Choice | None = None
         self._record: PlanRecord | None = None
         self._candidates = list(known)
         self._rounds_to_review = 0 if known else _ROUNDS_TO_REVIEW
         self._budget = Budget(options.optimise_share)
         self._trigger = trigger or Trigger()
-        self._gate = Gate()
+        self._gate = PlanGate(latency, "knapspec: no draft")
+        self._plan = self._gate.no_draft
         self._correction = Correction(prior_offset=_OPTIMISM)
         self._calibration = Calibration()
         self._stops = StopRecord()
@@ -105,14 +104,17 @@ class KnapSpec:
         return self._gate.reason if self._options.gate else "the gate is off"
 
     @property
+    def on_trial(self) -> bool:
+        """Whether the gate is finding out about the plan: drafts are short then."""
+        return self._options.gate and self._gate.on_trial
+
+    @property
     def promised_tpt(self) -> float:
         """Tokens per second of one sequence that the plan was chosen for; 0 without one."""
         return self._choice.tpt if self._choice is not None else 0.0
 
     def plan(self, situation: Situation) -> Plan:
-        if self._options.gate and self._gate.choose() == "plain":
-            return self._no_draft
-        return self._plan
+        return self._gate.pass_on(situation, self._plan) if self._options.gate else self._plan
 
     def keep_drafting(self, situation: Situation) -> KeepDrafting | None:
         """Draft on while the next token is expected to earn more than its time costs at the predicted rate."""
@@ -135,13 +137,11 @@ class KnapSpec:
 
     def observe(self, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
         num_accepted, num_tested = self._learn(plan, result)
-        step_s = self._latency.decode_step_s(context=situation.context, batch=situation.batch)
         drafted = any(one.token_ids for one in result.drafts)
         if drafted or not plan.drafts:
-            mode: Mode = "draft" if drafted else "plain"
-            self._gate.observe(mode, num_tokens, seconds, reference_rate=situation.batch / step_s)
+            self._gate.observe(situation, num_tokens, seconds, drafted=drafted)
         self._trigger.observe(num_tokens=num_tokens / situation.batch, num_accepted=num_accepted, num_tested=num_tested)
-        if self._record is not None and plan is self._record.plan:
+        if self._record is not None and self._gate.before_passing(plan) is self._record.plan:
             self._record.num_tokens += num_tokens
             self._record.sequence_s += seconds * situation.batch
             self._record.num_accepted_tokens += num_accepted
@@ -311,7 +311,7 @@ class KnapSpec:
         candidate = self._in_use
         expected = self.acceptance_of([candidate])[0] if candidate else 0.0
         if candidate is None:
-            self._plan = self._no_draft
+            self._plan = self._gate.no_draft
         else:
             length = self._options.max_draft_tokens if self._options.confidence_stop else choice.num_draft_tokens
             self._plan = Plan(keep=candidate.keep, num_draft_tokens=length, source="knapspec")

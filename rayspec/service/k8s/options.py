@@ -25,6 +25,7 @@ _NAMES = ("name", "namespace", "models_claim", "hf_secret", "bucket_secret", "ap
 _WHERE: dict[str, tuple[Kind, ...]] = {
     "inputs": ("job",),
     "output": ("job",),
+    "long": ("job",),
     "retries": ("job",),
     "served_model_name": ("service",),
     "max_replicas": ("service", "cluster"),
@@ -59,6 +60,9 @@ class RenderOptions(Options):
     served_model_name: str | None = Field(None, description="what requests call the model; none: its hub id or folder")
     inputs: tuple[str, ...] = Field((), description="documents of a job: s3://, gs://, abfs://, or paths in the pods")
     output: str | None = Field(None, description="folder of a job's rows and report, likewise")
+    long: Literal["fail", "truncate", "map-reduce", "refine"] = Field(
+        "fail", description="what a job does with documents beyond the context"
+    )
     retries: int = Field(1, ge=0, description="clusters that a failed job may have besides its first")
     spot: bool = Field(False, description="workers on preemptible nodes, the head on others")
     node_selector: dict[str, str] = Field(default_factory=dict, description="of workers; none: by the GPU's product")

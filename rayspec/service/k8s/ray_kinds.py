@@ -52,6 +52,8 @@ def _resource(kind: str, options: RenderOptions, spec: Manifest) -> Manifest:
 def _job_spec(options: RenderOptions, plan: ClusterPlan, cluster: Manifest, image: str) -> Manifest:
     """The submitter is a pod of its own, so that it can be as unprivileged as the others."""
     words = ["python", f"{JOBS_FOLDER}/summarize.py", *job_flags(options, plan)]
+    if options.long != "fail":
+        words += ["--long", options.long]
     words += ["--output", str(options.output), *options.inputs]
     return {
         "entrypoint": " ".join(words),

@@ -354,8 +354,7 @@ def test_a_model_that_does_not_split_is_planned_without_drafts(run: Run) -> None
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1500)
 def test_runs_on_this_machine_are_predicted_within_a_fifth_from_the_profile_of_one_stage(ray_environment: None) -> None:
-    """The run of one stage from its profile; the runs of more from that and from what the one run has put right, as the
-    engine does with its rounds. One cohort is in one stage at a time, so that two cores are enough for any number.
+    """One cohort is in one stage at a time, so that two cores are enough for any number.
 
     Needs a quiet machine. `pytest -m exhaustive -k within_a_fifth -s` prints what was predicted and what measured.
     """
@@ -382,12 +381,9 @@ def test_runs_on_this_machine_are_predicted_within_a_fifth_from_the_profile_of_o
         layers = row["layers"] or [len(profile.sublayers) // 2]
         model = replace(profile, hop_s=hop_s.get(row["case"], 0.0), stages=_stages(layers))
         rates[row["case"]] = (simulate(model, work, num_tokens=40).tokens_per_s, row["tokens_per_s"])
-    predicted, measured = rates["1x1"]
-    scale = measured / predicted
     for case, (predicted, measured) in rates.items():
-        print(f"{case}: from the profile {predicted:.1f}, put right {scale * predicted:.1f}, measured {measured:.1f}")
-    assert 0.8 < scale < 1.2
-    assert {case: found for case, found in rates.items() if not 0.8 < scale * found[0] / found[1] < 1.2} == {}
+        print(f"{case}: from the profile {predicted:.1f}, measured {measured:.1f}")
+    assert {case: found for case, found in rates.items() if not 0.8 < found[0] / found[1] < 1.2} == {}
 
 
 def _stages(layers: list[int]) -> tuple[int, ...]:

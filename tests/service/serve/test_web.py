@@ -35,7 +35,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.w
 CHROMEDRIVER = shutil.which("chromedriver")
 KEY = "key-of-the-page"
 WAIT_S = 30
-END_S = 60
+END_S = 120  # requests under way may take 60
 KINDS = ("attention", "mlp")
 HOSTILE = "Grüße, 世界 🌍 <img src=x onerror=\"document.title='run'\"> & <script>document.title='run'</script>"
 FLAGS = (

@@ -1,0 +1,241 @@
+"""What the manifests of `cpu-demo` would have a cluster run, run: the job's entrypoint, the service's configuration.
+
+Ray runs here as the manifests describe it, token and all; KubeRay's part is played as KubeRay plays it, by Ray's Jobs
+API and Serve's REST API.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import httpx2
+import openai
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+import rayspec
+from rayspec import demo
+from rayspec.config import SamplingParams
+from rayspec.service.k8s.pods import JOBS_FOLDER
+from rayspec.service.serve.run import Address
+from tests.service.k8s import kustomization
+
+ROOT = Path(__file__).parents[2]
+OVERLAYS = ROOT / "k8s" / "overlays" / "cpu-demo"
+PATIENCE_S = 240.0
+MAX_TOKENS = 48
+NUM_DOCUMENTS = 20  # bundled ones
+NUM_CLIENTS = 6
+NUM_REPLICAS = 3  # of two CPUs each: they do not fit into one worker of six with what passes requests on to them
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.exhaustive]
+
+
+@dataclass(slots=True)
+class RunningCluster:
+    """url: of the dashboard. workers: node ids."""
+
+    token: str
+    process: subprocess.Popen[str]
+    url: str = ""
+    workers: list[str] = field(default_factory=list)
+
+    def tell(self, command: str) -> None:
+        """And wait until it is done."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(command + "\n")
+        self.process.stdin.flush()
+        assert self.process.stdout is not None
+        line = next(line for line in iter(self.process.stdout.readline, "") if line.startswith("{"))
+        state = json.loads(line)
+        self.url, self.workers = state["url"], state["workers"]
+
+    def api(self, method: str, path: str, body: Any = None) -> Any:
+        """Ray's REST API. The agent that some of it needs comes up some seconds after the dashboard."""
+        headers = {"Authorization": f"Bearer {self.token}"}
+        deadline = time.monotonic() + PATIENCE_S / 4
+        while True:
+            answer = httpx2.request(method, self.url + path, json=body, headers=headers, timeout=30)
+            if answer.status_code < 500 or time.monotonic() > deadline:
+                break
+            time.sleep(0.5)
+        answer.raise_for_status()
+        return answer.json() if answer.content else None
+
+
+@contextmanager
+def running(spec: dict[str, Any]) -> Iterator[RunningCluster]:
+    """A cluster by the spec of a RayCluster."""
+    token = secrets.token_hex(16)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.cluster.local_cluster"],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PATH": path, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token},
+    )
+    cluster = RunningCluster(token, process)
+    try:
+        cluster.tell(json.dumps(spec))
+        yield cluster
+    finally:
+        process.communicate(timeout=90)
+
+
+def resource(overlay: str, kind: str) -> dict[str, Any]:
+    """The spec of the overlay's one resource of this kind."""
+    [found] = [one for one in kustomization.build(OVERLAYS / overlay) if one["kind"] == kind]
+    spec: dict[str, Any] = found["spec"]
+    return spec
+
+
+def wait_until(reached: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+
+
+def test_the_job(ray_environment: None, tmp_path: Path) -> None:
+    """Its entrypoint, but for the folder of the image and that of the output."""
+    spec = resource("job", "RayJob")
+    output = tmp_path / "out"
+    entrypoint = spec["entrypoint"].replace(JOBS_FOLDER, str(ROOT / "jobs")).replace("/tmp/out", str(output))
+    assert str(ROOT) in entrypoint
+    assert str(output) in entrypoint
+    with running(spec["rayClusterSpec"]) as cluster:
+        job = cluster.api("POST", "/api/jobs/", {"entrypoint": entrypoint})["job_id"]
+
+        def status() -> str:
+            return str(cluster.api("GET", f"/api/jobs/{job}")["status"])
+
+        wait_until(lambda: status() in {"SUCCEEDED", "FAILED", "STOPPED"})
+        log = cluster.api("GET", f"/api/jobs/{job}/logs")["logs"]
+        assert status() == "SUCCEEDED", log
+    rows = pq.read_table(output / "summaries.parquet").to_pylist()
+    assert len(rows) == NUM_DOCUMENTS
+    assert all(row["error_kind"] is None and row["summary"] for row in rows)
+
+
+class Service:
+    """The service's configuration on a cluster. It may be given another number of replicas, as people do."""
+
+    def __init__(self, cluster: RunningCluster, config: dict[str, Any]) -> None:
+        address = Address(port=0).checked()
+        config["http_options"] |= {"host": address.host, "port": address.port}  # of this machine
+        self.url = f"http://{address.host}:{address.port}"
+        self.cluster = cluster
+        self._config = config
+
+    def deploy(self, num_replicas: int) -> None:
+        """And wait until there are so many."""
+        [model] = self._config["applications"][0]["args"]["llm_configs"]
+        model["deployment_config"]["num_replicas"] = num_replicas
+        self.cluster.api("PUT", "/api/serve/applications/", self._config)
+        wait_until(lambda: self._runs(num_replicas))
+
+    def nodes_of_replicas(self, deployment: str = "") -> list[str]:
+        """Of replicas that have not ended."""
+        return [replica.get("node_id", "") for one in self._deployments(deployment) for replica in one["replicas"]]
+
+    def nodes_of_proxies(self) -> list[str]:
+        return [proxy["node_id"] for proxy in self._details()["proxies"].values()]
+
+    def _runs(self, num_replicas: int) -> bool:
+        application = self._details()["applications"]["rayspec"]
+        assert application["status"] not in {"DEPLOY_FAILED", "UNHEALTHY"}, application["message"]
+        states = [replica["state"] for one in self._deployments("demo") for replica in one["replicas"]]
+        return application["status"] == "RUNNING" and states == ["RUNNING"] * num_replicas
+
+    def _deployments(self, name: str) -> list[dict[str, Any]]:
+        deployments = self._details()["applications"]["rayspec"]["deployments"]
+        return [one for key, one in deployments.items() if name in key]
+
+    def _details(self) -> Any:
+        return self.cluster.api("GET", "/api/serve/applications/")
+
+
+class Load:
+    """Clients that ask one thing after another until told to stop. They do not ask twice."""
+
+    def __init__(self, url: str, prompts: list[str]) -> None:
+        self.answers: list[tuple[str, str]] = []  # prompt, text
+        self._client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
+        self._prompts = prompts
+        self._stop = Event()
+        self._pool = ThreadPoolExecutor(NUM_CLIENTS)
+        self._running = [self._pool.submit(self._ask, number) for number in range(NUM_CLIENTS)]
+
+    def wait_for_more(self, num_answers: int) -> None:
+        before = len(self.answers)
+
+        def came() -> bool:
+            return len(self.answers) >= before + num_answers or any(one.done() for one in self._running)
+
+        wait_until(came)
+
+    def stop(self) -> None:
+        """Raises what a client has met."""
+        self._stop.set()
+        self._pool.shutdown()
+        for one in self._running:
+            one.result()
+
+    def _ask(self, first: int) -> None:
+        for number in itertools.count(first):
+            if self._stop.is_set():
+                return
+            prompt = self._prompts[number % len(self._prompts)]
+            answer = self._client.completions.create(
+                model="demo", prompt=prompt, max_tokens=MAX_TOKENS, temperature=0.0
+            )
+            self.answers.append((prompt, answer.choices[0].text))
+
+
+def test_the_service_and_a_worker_that_comes_and_goes_under_load(ray_environment: None) -> None:
+    """Its configuration, but for the address; then replicas on a second worker, and back to one of each, the other
+    drained as docs/operations.md has it."""
+    spec = resource("service", "RayService")
+    config = yaml.safe_load(spec["serveConfigV2"])
+    engine = config["applications"][0]["args"]["llm_configs"][0]["engine_kwargs"]
+    prompts = [sample.text[:600] for sample in demo.sample_documents(6, num_sentences=4)]
+    with rayspec.LLM("demo", **engine) as llm:
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0))
+        expected = {prompt: output.outputs[0].text for prompt, output in zip(prompts, outputs, strict=True)}
+    with running(spec["rayClusterConfig"]) as cluster:
+        service = Service(cluster, config)
+        service.deploy(1)
+        load = Load(service.url, prompts)
+        load.wait_for_more(2 * NUM_CLIENTS)
+
+        cluster.tell("add")
+        service.deploy(NUM_REPLICAS)
+        assert set(cluster.workers) == set(service.nodes_of_replicas("demo"))
+        load.wait_for_more(4 * NUM_CLIENTS)
+
+        service.deploy(1)
+        [leaving] = set(cluster.workers) - set(service.nodes_of_replicas("demo"))
+        cluster.tell(f"drain {leaving}")
+        wait_until(lambda: leaving not in [*service.nodes_of_replicas(), *service.nodes_of_proxies()])
+        cluster.tell(f"remove {leaving}")
+        load.wait_for_more(2 * NUM_CLIENTS)
+        load.stop()
+    assert len(cluster.workers) == 1
+    assert len(load.answers) >= 8 * NUM_CLIENTS
+    assert [text for prompt, text in load.answers] == [expected[prompt] for prompt, _ in load.answers]
