@@ -217,7 +217,7 @@ def test_a_checkpoint_that_is_gone_when_a_shard_must_load_again_ends_in_an_error
 @pytest.fixture(scope="module")
 def engine(ray_cluster: None) -> Iterator[Engine]:
     """Three stages that may die any number of times, and are found frozen soon."""
-    engine = load(checkpoint("llama"), stages=3, layers=(1, 1, 2), max_restarts=100, heartbeat_timeout_s=2.0)
+    engine = load(checkpoint("llama"), stages=3, layers=(1, 1, 2), max_restarts=100, heartbeat_timeout_s=5.0)
     require_known_tokens(engine, known_cases())
     yield engine
     end(engine, list(process_ids(engine).values()))
