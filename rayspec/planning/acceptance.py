@@ -54,6 +54,10 @@ class Estimate:
     def lower(self, num_deviations: float = 0.5) -> Floats:
         return np.clip(self.mean - num_deviations * self.deviation, 0.0, 1.0)
 
+    def upper(self, num_deviations: float = 0.5) -> Floats:
+        """What it may well be: by this something is judged worth a trial."""
+        return np.clip(self.mean + num_deviations * self.deviation, 0.0, 1.0)
+
 
 def shrink(matches: ArrayLike, total: ArrayLike, prior: ArrayLike, strength: float = 4.0) -> Estimate:
     """Acceptance after `matches` of `total` tap tokens agreed, drawn to `prior` as if by `strength` more tokens."""

@@ -185,16 +185,13 @@ class Gate:
             if self._rounds_to_probe % LOOK_EVERY == 0:
                 self._reason = None
                 self._recent.forget_before_change(CHANGE_ROUNDS, CHANGE_ERRORS)
-            if self._probe is None and self._should_probe():
-                rival = _other(mode)
-                self._probe = _Rounds(self._burst, self._variance[rival], self._typical_s.get(rival))
-                self._reason = None
+            self._begin_due_probe()
 
     def new_plan(self, predicted_gain: float) -> None:
         """A plan has arrived that should be `predicted_gain` times as fast as plain decoding; up to 1: do not draft.
 
-        Where drafting is on, it goes on and is judged afresh; where it is off, the plan gets a trial, as soon as probes
-        have not cost too much already.
+        Where drafting is on, it goes on and is judged afresh; where it is off, the plan gets a trial, as soon as plain
+        rounds are known to compare with and probes have not cost too much already.
         """
         self._may_draft = predicted_gain > 1
         self._predicted_gain = predicted_gain
@@ -209,6 +206,12 @@ class Gate:
         self._interval = self._probe_every
         self._rounds_to_probe = self._interval if self._incumbent == "draft" else 0
         self._probe_min = min(2 * self._min_burst, self._burst)
+        self._begin_due_probe()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a draft goes on, or is still to be tried: whether the plan has not been found to be slower."""
+        return self._may_draft and (self._incumbent == "draft" or self._probe is not None or self._rival is None)
 
     @property
     def on_trial(self) -> bool:
@@ -244,6 +247,12 @@ class Gate:
         rates = {self._incumbent: self._recent.rate().mean, _other(self._incumbent): self._rival.mean}
         gain = rates["draft"] / rates["plain"] if rates["plain"] else math.inf
         return f"{doing}: measured x{gain:.2f} of plain decoding, x{self._predicted_gain:.2f} predicted"
+
+    def _begin_due_probe(self) -> None:
+        if self._probe is None and self._should_probe():
+            rival = _other(self._incumbent)
+            self._probe = _Rounds(self._burst, self._variance[rival], self._typical_s.get(rival))
+            self._reason = None
 
     def _should_probe(self) -> bool:
         if not self._may_draft or len(self._recent) < self._min_burst:

@@ -160,19 +160,20 @@ class Auto:
                 self._lookup.observe(one.num_matched, added, came)
 
     def _base_rate(self, situation: Situation, base: Plan) -> float:
-        """Tokens per second of KnapSpec's own round."""
-        return self._plain_rate(situation) * (self._gain(situation) if base.drafts else 1.0)
+        """Tokens per second of KnapSpec's own round. One without a draft that its gate compares a plan with counts as
+        that plan's: it is what a trial takes."""
+        drafts = base.drafts or self._knapspec.is_open
+        return self._plain_rate(situation) * (self._gain(situation) if drafts else 1.0)
 
     def _plain_rate(self, situation: Situation) -> float:
         context, batch = situation.context, situation.batch
         return batch / self._costs.seconds(RoundShape(rows=batch, context=context, batch=batch))
 
     def _gain(self, situation: Situation) -> float:
-        """Of drafting over plain decoding, as promised, or less where that is what was seen. It is not told from the
-        tokens that the model has drafted in rounds that lookup cut short."""
+        """Of drafting over plain decoding: what may be hoped of the plan, until rounds have shown what it makes. Were
+        it what is promised, which is on the low side, lookup would keep a plan from ever being tried."""
         step_s = self._latency.decode_step_s(context=situation.context, batch=situation.batch)
-        promised = self._knapspec.promised_tpt * step_s
-        return min(promised, self._skip_rounds.gain.with_prior(promised, _PROMISE_S))
+        return self._skip_rounds.gain.with_prior(self._knapspec.hoped_tpt(situation) * step_s, _PROMISE_S)
 
     def _looked_up(self, situation: Situation, base: Plan) -> tuple[float, Plan]:
         """The best number of looked-up tokens, and tokens per second, where the others go on by `base`."""

@@ -16,7 +16,7 @@ from rayspec.decode.questions import Answer, Found, Knapsack
 from rayspec.decode.rounds import RoundResult
 from rayspec.decode.selection.base import Search, Situation
 from rayspec.decode.selection.plan_gate import PlanGate
-from rayspec.planning.acceptance import Choice, DraftWhileWorth, best_choice, shrink
+from rayspec.planning.acceptance import Choice, DraftWhileWorth, Estimate, best_choice, shrink, tokens_per_time
 from rayspec.planning.budget import Budget, Trigger
 from rayspec.planning.calibration import Calibration, Correction
 from rayspec.planning.knapsack import count_rows, quantize
@@ -31,7 +31,10 @@ _FIRST_SEARCH_SHARE = 0.1
 # Rounds between two looks at whether another known candidate has become the better choice.
 _ROUNDS_TO_REVIEW = 16
 _ROUNDS_TO_PRICE = 4
+_CONTEXT_GRID = 64  # tokens that change what a plan makes by little
 _USE_HALF_LIFE = 256.0
+# What is expected of a candidate counts as so many tokens beside those that were tested in use.
+_PRIOR_TOKENS = 16.0
 # Logits to take off estimates that nothing is known about: the best of many candidates on few tokens, each drafted from
 # the target's own keys, looks better than it is. First plans on the demo model were estimated at 0.93 and had 0.75.
 _OPTIMISM = -1.0
@@ -51,8 +54,17 @@ class Candidate:
     @property
     def estimate(self) -> float:
         """Acceptance by the tapped tokens alone, on the low side; similarity stands in for the tokens not seen."""
-        prior = min(max(self.similarity, 0.0), 1.0)
-        return float(shrink(self.num_agreed, self.num_tapped, prior).lower())
+        return float(self._by_taps.lower())
+
+    @property
+    def hope(self) -> float:
+        """Acceptance by all that was seen, on the high side."""
+        prior = float(self._by_taps.mean)
+        return float(shrink(self.num_accepted, self.num_tested, prior, strength=_PRIOR_TOKENS).upper())
+
+    @property
+    def _by_taps(self) -> Estimate:
+        return shrink(self.num_agreed, self.num_tapped, min(max(self.similarity, 0.0), 1.0))
 
     def observe(self, num_accepted: int, num_tested: int) -> None:
         fade = 0.5 ** (num_tested / _USE_HALF_LIFE)
@@ -94,6 +106,7 @@ class KnapSpec:
         self._reason: str | None = None  # of the search that taps are being collected for, or that is under way
         self._under_way: Future[Answer] | None = None
         self._rounds_to_price = 0
+        self._hoped: tuple[tuple[tuple[bool, ...], float, int, int], float] | None = None  # and what it was told for
 
     @property
     def wants_taps(self) -> bool:
@@ -109,9 +122,33 @@ class KnapSpec:
         return self._options.gate and self._gate.on_trial
 
     @property
+    def is_open(self) -> bool:
+        """Whether there is a plan that drafts and has not been found to be slower than no draft."""
+        return self._plan.drafts and (self._gate.is_open or not self._options.gate)
+
+    @property
     def promised_tpt(self) -> float:
         """Tokens per second of one sequence that the plan was chosen for; 0 without one."""
         return self._choice.tpt if self._choice is not None else 0.0
+
+    def hoped_tpt(self, situation: Situation) -> float:
+        """As `promised_tpt`, on the high side: what the plan may well make, for all that is known."""
+        candidate = self._in_use
+        if candidate is None:
+            return self.promised_tpt
+        key = (candidate.keep, candidate.num_tested, situation.context // _CONTEXT_GRID, situation.batch)
+        if self._hoped is None or self._hoped[0] != key:
+            rates = tokens_per_time(
+                [candidate.keep],
+                [candidate.hope],
+                self._latency,
+                context=situation.context,
+                batch=situation.batch,
+                max_draft_tokens=self._options.max_draft_tokens,
+                stop_rule=self._stops.rule if self._options.confidence_stop else NEVER,
+            )
+            self._hoped = key, float(rates.max())
+        return max(self._hoped[1], self.promised_tpt)
 
     def plan(self, situation: Situation) -> Plan:
         return self._gate.pass_on(situation, self._plan) if self._options.gate else self._plan
@@ -202,7 +239,7 @@ class KnapSpec:
         """What to expect of each: its estimate, corrected by what was seen of all, then by what was seen of it."""
         corrected = self._correction.apply([candidate.estimate for candidate in candidates])
         return [
-            float(shrink(one.num_accepted, one.num_tested, float(prior), strength=16.0).mean)
+            float(shrink(one.num_accepted, one.num_tested, float(prior), strength=_PRIOR_TOKENS).mean)
             for one, prior in zip(candidates, corrected, strict=True)
         ]
 

@@ -33,6 +33,11 @@ class PlanGate:
         return self._gate.choose() == "draft"
 
     @property
+    def is_open(self) -> bool:
+        """See `Gate.is_open`."""
+        return self._gate.is_open
+
+    @property
     def on_trial(self) -> bool:
         """See `Gate.on_trial`."""
         return self._gate.on_trial
