@@ -12,24 +12,35 @@ import numpy as np
 
 from rayspec.planning.acceptance import DraftWhileWorth
 
-# Matched tokens at which a class begins, and what is expected of it before anything was seen.
-_CLASSES = (0, 2, 3, 4, 5, 6, 8, 11, 16, 24)
-_PRIORS = (0.25, 0.5, 0.7, 0.75, 0.75, 0.8, 0.85, 0.85, 0.85, 0.85)
+# What other places say of a token, where the text was like that before: some of them go on with another one, there are
+# none, or all go on with it.
+CONTESTED, ALONE, AGREED = range(3)
+# Matched tokens at which a class begins, and what is expected of it, alone, before anything was seen.
+_LENGTHS = (0, 2, 3, 4, 5, 6, 8, 11, 16, 24)
+_ALONE = (0.25, 0.5, 0.7, 0.75, 0.75, 0.8, 0.85, 0.85, 0.85, 0.85)
+_PRIORS = (*(0.5 * right for right in _ALONE), *_ALONE, *(1 - 0.5 * (1 - right) for right in _ALONE))
 _PRIOR_TOKENS = 3.0
 _HALF_LIFE = 128.0  # tested tokens of a class
 
 
+def evidence_of(num_matched: int, support: int) -> int:
+    """The class of a looked-up token: tokens that match before it, and CONTESTED, ALONE or AGREED."""
+    return support * len(_LENGTHS) + bisect_right(_LENGTHS, num_matched) - 1
+
+
 class LookupRecord:
-    """Acceptance of a looked-up token by how many tokens match before it. Behind a token that was right one more does,
-    so a proposal goes through the classes: text that is copied by the word is told from text copied by the page.
+    """Acceptance of a looked-up token by the evidence for it: how many tokens match before it, and whether the text has
+    gone on otherwise elsewhere (as suffix decoding counts, Oliaro et al. 2024). Behind a token that was right one more
+    matches, so a proposal goes through the classes: text that is copied by the word is told from text copied by the
+    page.
 
     What was proposed can be held against what was committed in every round, whether it was the draft or not: so nothing
     has to be tried in order to be known.
     """
 
     def __init__(self) -> None:
-        self._agreed = [0.0] * len(_CLASSES)
-        self._tested = [0.0] * len(_CLASSES)
+        self._agreed = [0.0] * len(_PRIORS)
+        self._tested = [0.0] * len(_PRIORS)
 
     @property
     def by_class(self) -> tuple[float, ...]:
@@ -37,25 +48,19 @@ class LookupRecord:
         counts = zip(self._agreed, self._tested, _PRIORS, strict=True)
         return tuple((agreed + _PRIOR_TOKENS * prior) / (tested + _PRIOR_TOKENS) for agreed, tested, prior in counts)
 
-    def observe(self, num_matched: int, proposed: Sequence[int], committed: Sequence[int]) -> None:
-        """proposed: what was looked up. committed: what came instead, as far as is known."""
-        for one, other in zip(proposed, committed, strict=False):
-            at = _class_of(num_matched)
+    def observe(self, evidence: Sequence[int], proposed: Sequence[int], committed: Sequence[int]) -> None:
+        """proposed: what was looked up, and the evidence for each. committed: what came instead, as far as is known."""
+        for at, one, other in zip(evidence, proposed, committed, strict=False):
             fade = 0.5 ** (1 / _HALF_LIFE)
             self._agreed[at] = self._agreed[at] * fade + (one == other)
             self._tested[at] = self._tested[at] * fade + 1.0
             if one != other:
                 return
-            num_matched += 1
 
 
-def survival(by_class: Sequence[float], num_matched: int, num_tokens: int) -> list[float]:
-    """Of each of so many looked-up tokens, the probability that it and all before it are right."""
-    return list(accumulate((by_class[_class_of(num_matched + at)] for at in range(num_tokens)), mul))
-
-
-def _class_of(num_matched: int) -> int:
-    return bisect_right(_CLASSES, num_matched) - 1
+def survival(by_class: Sequence[float], evidence: Sequence[int]) -> list[float]:
+    """Of each looked-up token, the probability that it and all before it are right."""
+    return list(accumulate((by_class[one] for one in evidence), mul))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +119,9 @@ class DraftUntilFound:
         """confidences: of the tokens drafted so far, by sequence. Which sequences draft one more."""
         return self.worth(confidences)
 
-    def num_looked_up(self, confidences: Sequence[float], num_matched: int, num_found: int) -> int:
-        """How many of the tokens that were found go on a draft of these confidences, and end it; 0: draft on.
+    def num_looked_up(self, confidences: Sequence[float], evidence: Sequence[int]) -> int:
+        """How many of the tokens that were found go on a draft of these confidences, and end it; 0: draft on. evidence:
+        for each of them.
 
         At a rate of r tokens per second, a draft that is sound so far is worth r times the verify's seconds, less the
         token that comes without a draft, more than its own cost: else the rate would not be r. In plain decoding's
@@ -123,7 +129,7 @@ class DraftUntilFound:
         their rows cost.
         """
         sound = float(np.prod(self.worth.curve.acceptance(confidences)))
-        reached = [sound * one for one in survival(self.by_class, num_matched, num_found)]
+        reached = [sound * one for one in survival(self.by_class, evidence)]
         taken = list(takewhile(lambda one: one > self.min_survival, reached))
         earned = sum(taken) - self.min_survival * len(taken)
         return len(taken) if earned > sound * (self.drafting_gain - 1) else 0

@@ -21,14 +21,14 @@ from rayspec.decode.selection.knapspec import KnapSpec
 from rayspec.planning.acceptance import DraftWhileWorth
 from rayspec.planning.calibration import CalibrationCurve
 from rayspec.planning.latency import LatencyModel
-from rayspec.planning.lookup import DraftUntilFound
+from rayspec.planning.lookup import ALONE, DraftUntilFound, evidence_of
 from rayspec.types import Plan
 from tests.demo_model import EOS, demo_parts, demo_prompts
 from tests.engines import complete, engine_with, tokens_of
 from tests.families import greedy
 from tests.planning.test_latency import model
 
-FOUND = Proposal((1,) * 16, 8)
+FOUND = Proposal((1,) * 16, (evidence_of(8, ALONE),) * 16)
 
 
 @dataclass
@@ -131,7 +131,7 @@ def test_a_search_must_pay_in_the_rounds_that_lookup_leaves(proposal: Proposal, 
 
 def _continued(num_accepted: int) -> RoundResult:
     """A draft of two tokens of the model and four looked-up ones."""
-    draft = Draft([5, 6, 1, 1, 1, 1], [0.9, 0.8], num_matched=4)
+    draft = Draft([5, 6, 1, 1, 1, 1], [0.9, 0.8], evidence=[evidence_of(4 + at, ALONE) for at in range(4)])
     tokens = [*draft.token_ids[:num_accepted], 9]
     return RoundResult([Committed(tokens, (), True)], [draft], [num_accepted], 2, 0.02, 0.01)
 
@@ -161,7 +161,8 @@ def test_what_drafts_gain_is_seen_after_their_trial_and_one_bad_round_is_not_all
     monkeypatch: pytest.MonkeyPatch, on_trial: bool
 ) -> None:
     monkeypatch.setattr(KnapSpec, "on_trial", on_trial)
-    monkeypatch.setattr(KnapSpec, "promised_tpt", 2 / model().decode_step_s(context=1024, batch=1))
+    hoped_tpt = 2 / model().decode_step_s(context=1024, batch=1)
+    monkeypatch.setattr(KnapSpec, "hoped_tpt", lambda knapspec, situation: hoped_tpt)
     there = world(right=1.0)
     auto, plan = there.auto, Plan(keep=(False,) * 8, num_draft_tokens=8, source="x")
     assert auto._gain(_situation()) == pytest.approx(2.0)
@@ -193,7 +194,7 @@ def test_drafts_go_on_by_what_lookup_has_learned() -> None:
     assert (rule.worth, rule.by_class) == (worth, there.auto._lookup.by_class)
     row_s = there.auto._costs.row_s(context=1024, batch=1)
     assert rule.min_survival == pytest.approx(there.auto._lookup_rounds.value * row_s)
-    assert rule.num_looked_up([1.0], 8, 8) > 0
+    assert rule.num_looked_up([1.0], FOUND.evidence) > 0
 
 
 def _situation() -> Situation:
@@ -223,3 +224,19 @@ def test_a_plan_is_not_told_that_drafts_which_lookup_ended_had_ended_by_themselv
     for _ in range(20):
         assert knapspec._learn(plan, _continued(6)) == (2, 2)
     assert knapspec._stops.rule.misfires < before.misfires
+
+
+def test_a_plan_that_may_well_be_faster_is_tried_before_lookup_is_settled_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the gate, which compares with rounds without any draft, would wait for ever for some."""
+    there = world(right=0.3)
+    for _ in range(30):
+        there.play([FOUND])
+    assert there.plans[-1].num_lookup_tokens > 0
+    looked_up_rate = there.auto._lookup_rounds.value
+    step_s = there.latency.decode_step_s(context=1024, batch=1)
+    monkeypatch.setattr(KnapSpec, "is_open", True)
+    for gain, tried in ((0.5, False), (2.0, True)):
+        hoped_tpt = gain * max(looked_up_rate, 1 / step_s)
+        monkeypatch.setattr(KnapSpec, "hoped_tpt", lambda knapspec, situation, hoped_tpt=hoped_tpt: hoped_tpt)
+        there.play([FOUND])
+        assert (there.plans[-1].num_lookup_tokens == 0) == tried

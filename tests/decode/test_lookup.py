@@ -4,27 +4,47 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayspec.decode.drafting.lookup import NOTHING, LookupIndex, Proposal
+from rayspec.planning.lookup import AGREED, ALONE, CONTESTED, evidence_of
 
 TEXTS = st.lists(st.integers(0, 3), max_size=60)
 
 
-def by_the_book(text: list[int], ngram: int, num_tokens: int, num_drafted: int = 0) -> Proposal:
+def by_the_book(
+    text: list[int], ngram: int, num_tokens: int, num_drafted: int = 0, longest: int | None = None
+) -> Proposal:
     """Every earlier place at which the newest n-gram stands, the longest match first, then the latest. The last tokens
-    are drafted, and are no place."""
-    best = (0, 0)
+    are drafted, and are no place. Others speak for a token or against it where as many match, or `longest`, and half as
+    many as at the best place."""
+    places = []
     for end in range(ngram, len(text) - num_drafted):
         matched = 0
         while matched < min(end, 32) and text[end - 1 - matched] == text[-1 - matched]:
             matched += 1
         if matched >= ngram:
-            best = max(best, (matched, end))
-    matched, end = best
-    if not matched or not num_tokens:
+            places.append((matched, end))
+    if not places or not num_tokens:
         return NOTHING
+    matched, end = max(places)
+    needed = max(min(matched, longest or ngram), matched / 2)
     going_on = list(text)
     for index in range(num_tokens):
         going_on.append(going_on[end + index])
-    return Proposal(tuple(going_on[len(text) :]), matched)
+    token_ids = going_on[len(text) :]
+    evidence = []
+    for index, token in enumerate(token_ids):
+        followed = {
+            text[other + index]
+            for count, other in places
+            if other != end and count >= needed and text[other : other + index] == token_ids[:index]
+            for _ in text[other + index : other + index + 1]
+        }
+        support = ALONE if not followed else AGREED if followed == {token} else CONTESTED
+        evidence.append(evidence_of(matched + index, support))
+    return Proposal(tuple(token_ids), tuple(evidence))
+
+
+def alone(num_matched: int, num_tokens: int) -> tuple[int, ...]:
+    return tuple(evidence_of(num_matched + at, ALONE) for at in range(num_tokens))
 
 
 @settings(max_examples=300, deadline=None)
@@ -49,7 +69,7 @@ def test_the_longest_of_the_latest_matches_is_found(
 def test_a_repetition_goes_on_beyond_the_end() -> None:
     index = LookupIndex(2)
     index.extend_to([9, 1, 2, 3, 1, 2, 3, 1, 2])
-    assert index.propose(7) == Proposal((3, 1, 2, 3, 1, 2, 3), 5)
+    assert index.propose(7).token_ids == (3, 1, 2, 3, 1, 2, 3)
 
 
 def test_what_is_too_short_proposes_nothing() -> None:
@@ -58,7 +78,7 @@ def test_what_is_too_short_proposes_nothing() -> None:
         index.extend_to(text)
         assert index.propose(4) == NOTHING
     index.extend_to([1, 1, 1, 1])
-    assert index.propose(2) == Proposal((1, 1), 3)
+    assert index.propose(2) == Proposal((1, 1), alone(3, 2))
 
 
 @settings(max_examples=300, deadline=None)
@@ -73,4 +93,6 @@ def test_shorter_matches_do_where_there_is_no_longer_one(
     whole = text + drafted
     places = [whole[end - 1] == whole[-1] for end in range(1, len(text))] if whole else []
     if sum(places) <= 8:
-        assert found == by_the_book(whole, min(ngram, shortest), num_tokens, len(drafted))
+        assert found == by_the_book(
+            whole, min(ngram, shortest), num_tokens, len(drafted), max(ngram, shortest)
+        )

@@ -47,7 +47,7 @@ class LookingUp(TravellingPlans):
     def observe(self, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
         super().observe(situation, plan, result, num_tokens, seconds)
         for one, num_accepted in zip(result.drafts, result.num_accepted, strict=True):
-            if one.num_matched:
+            if one.evidence:
                 self.continued.append(one)
                 self.num_right += num_accepted > one.num_drafted
 

@@ -118,12 +118,22 @@ def test_starts_plain_and_tries_a_plan_once_it_knows_the_plain_rate() -> None:
     gate = Gate()
     assert set(steady(gate, 200, 1.0)) == {"plain"}
     assert "no plan" in gate.reason
+    assert not gate.is_open
     gate.new_plan(1.5)
-    assert set(steady(gate, 1, 1.0)) == {"plain"}
+    assert gate.is_open
     modes = steady(gate, 500, 2.0)
     assert modes[0] == "draft"
     assert modes.count("plain") <= 40
     assert gate.reason.startswith("drafting: measured x1.5")
+
+
+def test_a_plan_waits_for_plain_rounds_and_is_open_until_it_has_lost() -> None:
+    gate = Gate()
+    gate.new_plan(1.5)
+    assert gate.is_open
+    modes = steady(gate, 40, 6.0)
+    assert modes[:5] == ["plain"] * 4 + ["draft"]
+    assert not gate.is_open
 
 
 def test_a_plan_not_to_draft_is_obeyed_at_once() -> None:

@@ -9,15 +9,29 @@ import pytest
 
 from rayspec.planning.acceptance import DraftWhileWorth
 from rayspec.planning.calibration import CalibrationCurve
-from rayspec.planning.lookup import DraftUntilFound, LookupRecord, best_lookup, survival
+from rayspec.planning.lookup import (
+    AGREED,
+    ALONE,
+    CONTESTED,
+    DraftUntilFound,
+    LookupRecord,
+    best_lookup,
+    evidence_of,
+    survival,
+)
 
 WORTH = DraftWhileWorth(
     curve=CalibrationCurve(confidence=(0.0, 1.0), excess=(0.0, 0.0)), usual=0.8, rate=1.0, step_s=0.5, row_s=0.01
 )
 
 
-def first_token(record: LookupRecord, num_matched: int) -> float:
-    return survival(record.by_class, num_matched, 1)[0]
+def matching(num_matched: int, num_tokens: int = 8, support: int = ALONE) -> list[int]:
+    """Evidence of tokens behind a match of so many."""
+    return [evidence_of(num_matched + at, support) for at in range(num_tokens)]
+
+
+def first_token(record: LookupRecord, num_matched: int, support: int = ALONE) -> float:
+    return survival(record.by_class, matching(num_matched, 1, support))[0]
 
 
 def test_acceptance_is_learned_by_how_much_matched() -> None:
@@ -25,7 +39,7 @@ def test_acceptance_is_learned_by_how_much_matched() -> None:
     before = first_token(record, 24)
     for _ in range(2000):
         for num_matched, right in ((3, 0.2), (24, 0.95)):
-            record.observe(num_matched, [1] * 8, [1 if rng.random() < right else 2 for _ in range(6)])
+            record.observe(matching(num_matched), [1] * 8, [1 if rng.random() < right else 2 for _ in range(6)])
     assert first_token(record, 3) == pytest.approx(0.2, abs=0.08)
     assert first_token(record, 24) == pytest.approx(0.95, abs=0.03)
     assert first_token(record, 24) > before
@@ -36,19 +50,31 @@ def test_text_copied_by_the_word_is_told_from_text_copied_by_the_page() -> None:
     """Words: what goes on for two tokens and no further, by a match of two that becomes one of four."""
     words, pages = LookupRecord(), LookupRecord()
     for _ in range(200):
-        words.observe(2, [1] * 8, [1, 1, 2])
-        pages.observe(2, [1] * 8, [1] * 9)
-    assert survival(words.by_class, 2, 4) == pytest.approx([1, 1, 0, 0], abs=0.1)
-    assert survival(pages.by_class, 2, 8) == pytest.approx([1] * 8, abs=0.15)
+        words.observe(matching(2), [1] * 8, [1, 1, 2])
+        pages.observe(matching(2), [1] * 8, [1] * 9)
+    assert survival(words.by_class, matching(2, 4)) == pytest.approx([1, 1, 0, 0], abs=0.1)
+    assert survival(pages.by_class, matching(2, 8)) == pytest.approx([1] * 8, abs=0.15)
+
+
+def test_places_that_go_on_otherwise_speak_against_a_token() -> None:
+    record = LookupRecord()
+    known = [first_token(record, 4, support) for support in (CONTESTED, ALONE, AGREED)]
+    assert known == sorted(known)
+    for _ in range(20):
+        record.observe(matching(4, support=CONTESTED), [1], [2])
+        record.observe(matching(4, support=AGREED), [1], [1])
+    assert first_token(record, 4, CONTESTED) < 0.1
+    assert first_token(record, 4, AGREED) > 0.95
+    assert first_token(record, 4, ALONE) == known[ALONE]
 
 
 def test_a_few_rounds_are_enough() -> None:
     record = LookupRecord()
     for _ in range(4):
-        record.observe(1, [1], [2])
+        record.observe(matching(1), [1], [2])
     assert first_token(record, 1) < 0.15
     for _ in range(8):
-        record.observe(1, [1], [1])
+        record.observe(matching(1), [1], [1])
     assert first_token(record, 1) > 0.5
 
 
@@ -56,22 +82,22 @@ def test_only_what_is_known_counts() -> None:
     """Of a plain round one token is known: it says nothing of the tokens after it."""
     record, other = LookupRecord(), LookupRecord()
     for _ in range(50):
-        record.observe(4, [1, 2, 3], [1])
-        other.observe(4, [1, 2, 3], [1, 9])
+        record.observe(matching(4), [1, 2, 3], [1])
+        other.observe(matching(4), [1, 2, 3], [1, 9])
     assert first_token(record, 4) == first_token(other, 4) > 0.9
     assert first_token(record, 5) == first_token(LookupRecord(), 5)
     assert first_token(other, 5) < 0.1
     nothing = LookupRecord()
-    nothing.observe(4, [1], [])
+    nothing.observe(matching(4), [1], [])
     assert nothing.by_class == LookupRecord().by_class
 
 
 def test_a_change_of_text_is_noticed() -> None:
     record = LookupRecord()
     for _ in range(1000):
-        record.observe(8, [1] * 4, [1] * 4)
+        record.observe(matching(8), [1] * 4, [1] * 4)
     for _ in range(1000):
-        record.observe(8, [1] * 4, [2])
+        record.observe(matching(8), [1] * 4, [2])
     assert first_token(record, 8) < 0.1
 
 
@@ -100,7 +126,7 @@ def rule(*, right: float = 0.9, min_survival: float = 0.2, gain: float = 1.5) ->
 
 
 def test_where_nothing_is_found_the_draft_goes_on() -> None:
-    assert rule().num_looked_up([0.9], 0, 0) == 0
+    assert rule().num_looked_up([0.9], []) == 0
     confidences = [[0.9, 0.9], [0.001]]
     assert rule()(confidences) == WORTH(confidences) == [True, False]
 
@@ -109,13 +135,13 @@ def test_where_nothing_is_found_the_draft_goes_on() -> None:
 def test_as_many_go_on_the_draft_as_are_worth_their_rows(min_survival: float) -> None:
     one = rule(min_survival=min_survival, gain=1.0)
     reached = [0.8 * 0.9**count for count in range(1, 17)]
-    assert one.num_looked_up([0.8], 5, 16) == sum(chance > min_survival for chance in reached)
-    assert one.num_looked_up([0.8, 0.5], 5, 16) == sum(chance / 2 > min_survival for chance in reached)
+    assert one.num_looked_up([0.8], matching(5, 16)) == sum(chance > min_survival for chance in reached)
+    assert one.num_looked_up([0.8, 0.5], matching(5, 16)) == sum(chance / 2 > min_survival for chance in reached)
 
 
 def test_it_is_drafted_on_where_that_is_worth_more() -> None:
     """Two tokens at 0.5 and 0.25, less their rows, bring 0.35 of a token, and more on a draft that is as sound."""
-    assert rule(right=0.5, gain=1.34).num_looked_up([1.0], 5, 16) == 2
-    assert rule(right=0.5, gain=1.36).num_looked_up([1.0], 5, 16) == 0
-    assert rule(right=0.5, gain=3.0).num_looked_up([1.0], 5, 16) == 0
-    assert rule(right=0.95, gain=3.0).num_looked_up([1.0], 5, 16) == 16
+    assert rule(right=0.5, gain=1.34).num_looked_up([1.0], matching(5, 16)) == 2
+    assert rule(right=0.5, gain=1.36).num_looked_up([1.0], matching(5, 16)) == 0
+    assert rule(right=0.5, gain=3.0).num_looked_up([1.0], matching(5, 16)) == 0
+    assert rule(right=0.95, gain=3.0).num_looked_up([1.0], matching(5, 16)) == 16

@@ -9,19 +9,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rayspec.planning.lookup import AGREED, ALONE, CONTESTED, evidence_of
+
 _MAX_PLACES = 8  # of one n-gram that are compared: the latest
 _LONGEST_MATCH = 32  # tokens that are compared
+_COMPARABLE = 0.5  # of the longest match, that others must have to speak for it or against it
 # Tokens that must match where what a match is worth is learned, and no number of them given.
 SHORTEST_MATCH = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Tokens that may come next, and how many of the newest tokens match where they were found. Neither if nothing was
+    """Tokens that may come next, and what speaks for each (`planning.lookup.evidence_of`). Neither if nothing was
     found."""
 
     token_ids: tuple[int, ...] = ()
-    num_matched: int = 0
+    evidence: tuple[int, ...] = ()
 
 
 NOTHING = Proposal()
@@ -66,9 +69,24 @@ class LookupIndex:
         if num_tokens > 0:
             for length, ends_of in self._ends.items():
                 if places := ends_of.get(tuple(text[len(text) - length :])):
-                    num_matched, end = max((self._matched(place, length), place) for place in places)
-                    return Proposal(tuple(self._continued(end, num_tokens)), num_matched)
+                    found = sorted((self._matched(place, length), place) for place in places)
+                    num_matched, end = found.pop()
+                    others = [place for count, place in found if count >= _COMPARABLE * num_matched]
+                    token_ids = self._continued(end, num_tokens)
+                    supports = self._supports(token_ids, others)
+                    evidence = [evidence_of(num_matched + at, support) for at, support in enumerate(supports)]
+                    return Proposal(tuple(token_ids), tuple(evidence))
         return NOTHING
+
+    def _supports(self, token_ids: Sequence[int], others: Sequence[int]) -> list[int]:
+        """Of each token, what followed at the other places that have gone on as it does so far."""
+        text, supports = self._token_ids, []
+        for at, token in enumerate(token_ids):
+            others = [place for place in others if place + at < len(text)]
+            same = [place for place in others if text[place + at] == token]
+            supports.append(ALONE if not others else AGREED if len(same) == len(others) else CONTESTED)
+            others = same
+        return supports
 
     def _matched(self, end: int, length: int) -> int:
         """How many tokens before `end` are the newest ones of the text, which `length` are."""

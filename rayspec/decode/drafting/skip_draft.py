@@ -58,12 +58,13 @@ class Turn:
 @dataclass(slots=True)
 class Draft:
     """What was drafted for one turn. confidences: of each token of the spine that the model has drafted; these come
-    first. parents: see `Turn`; a chain has none. num_matched: tokens that matched where the rest was looked up."""
+    first. parents: see `Turn`; a chain has none. evidence: for the
+    others, where they were looked up behind these."""
 
     token_ids: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
-    num_matched: int = 0
+    evidence: list[int] = field(default_factory=list)
 
     @property
     def looked_up(self) -> bool:
@@ -211,10 +212,10 @@ def _look_up(
         turn, one = turns[index], drafts[index]
         num_left = turn.max_draft_tokens - len(one.token_ids)
         found = head.lookup(turn.sequence_id, rule.ngram, rule.shortest).propose(num_left, one.token_ids)
-        num_taken = rule.num_looked_up(one.confidences, found.num_matched, len(found.token_ids))
+        num_taken = rule.num_looked_up(one.confidences, found.evidence)
         if num_taken:
             one.token_ids.extend(found.token_ids[:num_taken])
-            one.num_matched = found.num_matched
+            one.evidence.extend(found.evidence[:num_taken])
         else:
             drafting.append(index)
     return drafting

@@ -153,11 +153,11 @@ class Auto:
         """From what could have been looked up before the round, and from what was while it drafted."""
         for proposal, committed in zip(situation.proposals(), result.committed, strict=True):
             if proposal.token_ids:
-                self._lookup.observe(proposal.num_matched, proposal.token_ids, committed.token_ids)
+                self._lookup.observe(proposal.evidence, proposal.token_ids, committed.token_ids)
         for one, committed, num_accepted in zip(result.drafts, result.committed, result.num_accepted, strict=True):
-            if one.num_matched and num_accepted >= one.num_drafted:
+            if one.evidence and num_accepted >= one.num_drafted:
                 added, came = one.token_ids[one.num_drafted :], committed.token_ids[one.num_drafted :]
-                self._lookup.observe(one.num_matched, added, came)
+                self._lookup.observe(one.evidence, added, came)
 
     def _base_rate(self, situation: Situation, base: Plan) -> float:
         """Tokens per second of KnapSpec's own round. One without a draft that its gate compares a plan with counts as
@@ -180,7 +180,7 @@ class Auto:
         context, batch, rounds = situation.context, situation.batch, self._skip_rounds
         proposals = situation.proposals()
         by_class = self._lookup.by_class
-        survivals = [survival(by_class, one.num_matched, len(one.token_ids)) for one in proposals]
+        survivals = [survival(by_class, one.evidence) for one in proposals]
         num_others = survivals.count([]) if base.drafts else 0
 
         def seconds(taken: Sequence[int]) -> float:
