@@ -93,6 +93,4 @@ def test_shorter_matches_do_where_there_is_no_longer_one(
     whole = text + drafted
     places = [whole[end - 1] == whole[-1] for end in range(1, len(text))] if whole else []
     if sum(places) <= 8:
-        assert found == by_the_book(
-            whole, min(ngram, shortest), num_tokens, len(drafted), max(ngram, shortest)
-        )
+        assert found == by_the_book(whole, min(ngram, shortest), num_tokens, len(drafted), max(ngram, shortest))
