@@ -10,13 +10,15 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-from rayspec.decode.runner import Batch, RowSpan, Runner
+from rayspec.decode.runner import RowSpan, Runner
 from rayspec.model.offload import OffloadedWeights
 from rayspec.planning.latency import HEAD, OVERHEAD, WAKE, LatencyModel, Measurement, StaleProfileError
 
@@ -25,7 +27,7 @@ logger = logging.getLogger(__name__)
 ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = (32, 1024, 4096)
 _WIDE_ROWS = (1, 8, 32)
-_NUM_REPEATS = 5
+_NUM_REPEATS = 6
 # More than a last-level cache holds of one core complex; and a pause as between two passes of a stage.
 _CACHE_BYTES, _PAUSE_S = 64 * 2**20, 0.005
 
@@ -91,36 +93,48 @@ def measurements(
     fixed cost; on a CPU also what a pause costs it, in which others had the caches. device: the name the measurements
     are to carry.
 
-    All sublayers of a kind run one after another, as in a forward, so that their weights come from where they come
-    from in use; fetching weights that are elsewhere is not timed. Uses the arena, which must hold no sequences.
+    All sublayers of a kind run one after another, with those of the others between two repeats, so that their weights
+    come from where they come from in use; fetching weights that are elsewhere is not timed. Uses the arena, which must
+    hold no sequences.
     """
     with torch.inference_mode(), offloaded.without_transfers() if offloaded else nullcontext():
         return _measurements(runner, device, clock)
 
 
 def _measurements(runner: Runner, device: str, clock: Callable[[], float]) -> list[Measurement]:
-    names = runner.parts.curve_names
-    found = []
-    for rows, context, batch_size in _grid(runner.arena.num_slots):
-        spans = [RowSpan(0, context, rows // batch_size)] * batch_size
-        batch = runner.batch(spans)
-        hidden = _random_states(runner, rows)
-        for name in dict.fromkeys(names):
-            if context > CONTEXTS[0] and not name.startswith("attention"):
-                continue
-            seconds = _sublayer_seconds(runner, batch, hidden, name, clock)
-            found.append(
-                Measurement(kind=name, rows=rows, context=context, batch=batch_size, seconds=seconds, device=device)
-            )
-        if runner.parts.lm_head is not None and context == CONTEXTS[0] and batch_size == 1:
-            head_s = _seconds(lambda hidden=hidden: runner.head(hidden), runner.device, clock)  # type: ignore[misc]
-            found.append(Measurement(kind=HEAD, rows=rows, context=0, batch=1, seconds=head_s, device=device))
-    fixed_s = _seconds(lambda: runner.batch([RowSpan(0, 0, 1)]), runner.device, clock)
-    found.append(Measurement(kind=OVERHEAD, rows=1, context=0, batch=1, seconds=fixed_s, device=device))
+    """In several passes over all of it, of which the first warms up. A machine has slow seconds, in which all repeats
+    of one work would be slow; and between two of them the other sublayers run, so that weights are no nearer than in
+    use."""
+    works = list(_works(runner, device))
+    times = [[_timed(work, runner.device, clock) for _, work in works] for _ in range(1 + _NUM_REPEATS)][1:]
+    found = [
+        replace(one, seconds=min(seconds) / one.seconds)
+        for (one, _), seconds in zip(works, zip(*times, strict=True), strict=True)
+    ]
     if runner.device.type == "cpu":
         wake_s = _wake_seconds(runner, clock)
         found.append(Measurement(kind=WAKE, rows=1, context=0, batch=1, seconds=wake_s, device=device))
     return found
+
+
+def _works(runner: Runner, device: str) -> Iterator[tuple[Measurement, Callable[[], object]]]:
+    """What is to be timed, and as what; in the place of its seconds, how many of these a run is."""
+    names = runner.parts.curve_names
+    for rows, context, batch_size in _grid(runner.arena.num_slots):
+        batch = runner.batch([RowSpan(0, context, rows // batch_size)] * batch_size)
+        hidden = _random_states(runner, rows)
+        for name in dict.fromkeys(names):
+            mine = [own == name for own in names]
+            keep = [False] * runner.first + mine
+            one = Measurement(
+                kind=name, rows=rows, context=context, batch=batch_size, seconds=sum(mine), device=device
+            )  # fmt: skip
+            yield one, partial(runner.run, batch, hidden, keep=keep)
+        if runner.parts.lm_head is not None and context == CONTEXTS[0] and batch_size == 1:
+            head = Measurement(kind=HEAD, rows=rows, context=0, batch=1, seconds=1, device=device)
+            yield head, partial(runner.head, hidden)
+    fixed = Measurement(kind=OVERHEAD, rows=1, context=0, batch=1, seconds=1, device=device)
+    yield fixed, partial(runner.batch, [RowSpan(0, 0, 1)])
 
 
 def _wake_seconds(runner: Runner, clock: Callable[[], float]) -> float:
@@ -133,7 +147,7 @@ def _wake_seconds(runner: Runner, clock: Callable[[], float]) -> float:
         time.sleep(_PAUSE_S)
 
     warm_s, cold_s = (
-        _seconds(lambda: runner.run(batch, hidden, keep=keep), runner.device, clock, before=before)
+        _seconds(lambda: runner.run(batch, hidden, keep=keep), runner.device, clock, before)
         for before in (_nothing, pause)
     )
     return max(cold_s - warm_s, 0.0)
@@ -147,23 +161,18 @@ def _random_states(runner: Runner, rows: int) -> torch.Tensor:
 
 
 def _grid(num_slots: int) -> Iterator[tuple[int, int, int]]:
-    """(rows, context, sequences) to be measured; what the arena cannot hold is left out."""
-    for context in CONTEXTS:
-        for rows in ROW_COUNTS if context == CONTEXTS[0] else _WIDE_ROWS:
+    """(rows, context, sequences) to be measured; what the arena cannot hold is left out. Contexts that it cannot hold
+    are as long as it can, so that nothing has to be told from short ones that is used with long ones."""
+    longest = num_slots - max(_WIDE_ROWS)
+    short, *others = CONTEXTS
+    contexts = [short, *sorted({min(context, longest) for context in others if longest > 2 * short})]
+    for context in contexts:
+        for rows in ROW_COUNTS if context == short else _WIDE_ROWS:
             if context + rows <= num_slots:
                 yield rows, context, 1
-    for context in CONTEXTS[:2]:
+    for context in contexts[:2]:
         if context + 1 <= num_slots:
             yield 8, context, 8
-
-
-def _sublayer_seconds(
-    runner: Runner, batch: Batch, hidden: torch.Tensor, name: str, clock: Callable[[], float]
-) -> float:
-    """Of one sublayer, on average over those of that name."""
-    mine = [own == name for own in runner.parts.curve_names]
-    keep = [False] * runner.first + mine
-    return _seconds(lambda: runner.run(batch, hidden, keep=keep), runner.device, clock) / sum(mine)
 
 
 def _nothing() -> None:
@@ -171,22 +180,22 @@ def _nothing() -> None:
 
 
 def _seconds(
-    work: Callable[[], object],
-    device: torch.device,
-    clock: Callable[[], float],
-    *,
-    before: Callable[[], None] = _nothing,
+    work: Callable[[], object], device: torch.device, clock: Callable[[], float], before: Callable[[], None]
 ) -> float:
     """The fastest of a few runs after one that warms up: what disturbs a run only ever makes it slower."""
     times = []
-    for _ in range(_NUM_REPEATS + 1):
+    for _ in range(1 + _NUM_REPEATS):
         before()
-        _synchronise(device)
-        started = clock()
-        work()
-        _synchronise(device)
-        times.append(clock() - started)
+        times.append(_timed(work, device, clock))
     return min(times[1:])
+
+
+def _timed(work: Callable[[], object], device: torch.device, clock: Callable[[], float]) -> float:
+    _synchronise(device)
+    started = clock()
+    work()
+    _synchronise(device)
+    return clock() - started
 
 
 def _synchronise(device: torch.device) -> None:

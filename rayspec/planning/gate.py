@@ -22,7 +22,7 @@ CLIP = 3.0  # seconds of a round count up to this many medians: tails are heavy,
 LOOK_EVERY = 8  # rounds between looks at the incumbent's own rate
 CHANGE_ROUNDS, CHANGE_ERRORS = 32, 4.0  # a change is when this many rounds differ by this many errors from those before
 FIRST_TRIALS = 12  # rounds' worth of time that probes may cost before they have earned it,
-FIRST_SHARE = 0.015  # and at most this share of the time that all known work takes,
+FIRST_SHARE = 0.01  # and at most this share of the time that all known work takes,
 PROMISED_SHARE = 0.08  # or this one of the time that the plan promises to save, if that is more
 TYPICAL_ROUNDS = 4  # what a round took in the last probe counts as this many, where it is decided what an outlier is
 PRIOR_ROUNDS = 8  # what is known of a mode's spread counts as this many rounds
@@ -117,7 +117,7 @@ class Gate:
         min_burst: int = 4,
         window: int = 96,
         hysteresis: float = 0.03,
-        max_loss_share: float = 0.01,
+        max_loss_share: float = 0.0075,
         winning_errors: float = 2.0,
         losing_errors: float = 1.0,
     ) -> None:

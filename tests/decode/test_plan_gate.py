@@ -26,10 +26,10 @@ def on_trial(now: Situation, step_s: float = 8.0) -> PlanGate:
 
 @pytest.mark.parametrize(
     ("num_outstanding", "longest"),
-    [(100, 3), (200, 6), (100_000, 16)],
+    [(100, 2), (200, 4), (100_000, 16)],
 )
 def test_a_draft_on_trial_is_no_longer_than_the_work_allows(num_outstanding: int, longest: int) -> None:
-    """Of 1.5 % of 104 rounds, and of 4 % of those that were, a draft step of half a round fits three times."""
+    """Of 1 % of 104 rounds, and 0.75 % of those that were, a draft step of half a round fits twice."""
     now = replace(situation(), num_outstanding_tokens=num_outstanding + 1)
     gate = on_trial(now)
     plan = gate.pass_on(now, HALF)
@@ -41,7 +41,7 @@ def test_a_draft_on_trial_is_no_longer_than_the_work_allows(num_outstanding: int
 def test_the_batch_and_the_pace_do_not_change_that() -> None:
     for batch, step_s in ((1, 4.0), (4, 8.0)):
         now = replace(situation(batch), num_outstanding_tokens=101 * batch)
-        assert on_trial(now, step_s).pass_on(now, HALF).num_draft_tokens == 3
+        assert on_trial(now, step_s).pass_on(now, HALF).num_draft_tokens == 2
 
 
 def test_what_a_trial_has_lost_shortens_the_next_draft_down_to_one_token() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rayspec.decode import profile
-from rayspec.decode.profile import load_or_measure, measure, profile_key
+from rayspec.decode.profile import load_or_measure, measure, measurements, profile_key
 from rayspec.decode.runner import Runner
 from rayspec.model.architecture import Decomposition
 from rayspec.model.kv_arena import KVArena
@@ -59,6 +59,18 @@ def test_sublayers_of_one_kind_cost_the_same_and_others_their_own() -> None:
     seconds = latency.sublayers_s(rows=8, context=32, batch=1)
     assert len(set(seconds[0::2])) == 1
     assert seconds[1] == seconds[5] == seconds[7] != seconds[3]
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "contexts"),
+    [(64, {32}), (90, {32}), (640, {32, 608}), (2048, {32, 1024, 2016}), (9000, {32, 1024, 4096})],
+)
+def test_contexts_are_as_long_as_fit(num_slots: int, contexts: set[int]) -> None:
+    """What a context costs is never told from much shorter ones that could have been longer."""
+    runner = _runner(parts_of(checkpoint("llama")), num_slots)
+    found = [one for one in measurements(runner) if one.kind.startswith("attention")]
+    assert {one.context for one in found} == contexts
+    assert all(one.context + one.rows // one.batch <= num_slots for one in found)
 
 
 def test_measuring_leaves_the_clock_of_the_caller_in_charge() -> None:
