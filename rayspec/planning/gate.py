@@ -210,8 +210,9 @@ class Gate:
 
     @property
     def is_open(self) -> bool:
-        """Whether a draft goes on, or is still to be tried: whether the plan has not been found to be slower."""
-        return self._may_draft and (self._incumbent == "draft" or self._probe is not None or self._rival is None)
+        """Whether drafts go on or are tried, or will be as soon as there are plain rounds to compare with."""
+        waits = self._rival is None and len(self._recent) < self._min_burst
+        return self._may_draft and (self._incumbent == "draft" or self._probe is not None or waits)
 
     @property
     def on_trial(self) -> bool:

@@ -58,8 +58,7 @@ class Turn:
 @dataclass(slots=True)
 class Draft:
     """What was drafted for one turn. confidences: of each token of the spine that the model has drafted; these come
-    first. parents: see `Turn`; a chain has none. evidence: for the
-    others, where they were looked up behind these."""
+    first. parents: see `Turn`; a chain has none. evidence: for the others, where they were looked up behind these."""
 
     token_ids: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)

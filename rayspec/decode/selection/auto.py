@@ -160,8 +160,8 @@ class Auto:
                 self._lookup.observe(one.evidence, added, came)
 
     def _base_rate(self, situation: Situation, base: Plan) -> float:
-        """Tokens per second of KnapSpec's own round. One without a draft that its gate compares a plan with counts as
-        that plan's: it is what a trial takes."""
+        """Tokens per second of KnapSpec's own round. One without a draft, that its gate needs to compare a plan with,
+        counts as that plan's: it is what a trial takes."""
         drafts = base.drafts or self._knapspec.is_open
         return self._plain_rate(situation) * (self._gain(situation) if drafts else 1.0)
 

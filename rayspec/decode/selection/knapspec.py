@@ -123,7 +123,7 @@ class KnapSpec:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a plan that drafts and has not been found to be slower than no draft."""
+        """Whether there is a plan that drafts, or will as soon as its gate has rounds without one to compare with."""
         return self._plan.drafts and (self._gate.is_open or not self._options.gate)
 
     @property
