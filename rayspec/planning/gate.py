@@ -187,6 +187,13 @@ class Gate:
                 self._recent.forget_before_change(CHANGE_ROUNDS, CHANGE_ERRORS)
             self._begin_due_probe()
 
+    def pass_over(self, seconds: float, *, reference_rate: float = 1.0, num_outstanding_tokens: int | None) -> None:
+        """A finished round that was of neither mode: time goes by, and the next probe comes nearer."""
+        self._elapsed_s += seconds * reference_rate
+        self._num_outstanding = num_outstanding_tokens
+        self._rounds_to_probe -= 1
+        self._begin_due_probe()
+
     def new_plan(self, predicted_gain: float) -> None:
         """A plan has arrived that should be `predicted_gain` times as fast as plain decoding; up to 1: do not draft.
 

@@ -136,6 +136,17 @@ def test_a_plan_waits_for_plain_rounds_and_is_open_until_it_has_lost() -> None:
     assert not gate.is_open
 
 
+def test_rounds_of_neither_mode_bring_the_next_probe_nearer() -> None:
+    gate = Gate()
+    gate.new_plan(1.5)
+    steady(gate, 40, 6.0)
+    assert gate.choose() == "plain"
+    for _ in range(1000):
+        gate.pass_over(1.0, num_outstanding_tokens=None)
+    assert gate.choose() == "draft"
+    assert steady(gate, 100, 2.0)[-1] == "draft"
+
+
 def test_a_plan_not_to_draft_is_obeyed_at_once() -> None:
     gate = Gate()
     steady(gate, 10, 2.0)

@@ -127,6 +127,7 @@ class Auto:
         copies = self._lookup_rounds.value > _MOST_OF_PLANS * self._plain_rate(situation)
         self._open_share.observe(is_open=not (plan.num_lookup_tokens and copies))
         if plan.num_lookup_tokens:
+            self._knapspec.pass_over(situation, num_tokens, seconds)
             return
         own = _of_the_model(result)
         num_added = sum(result.num_accepted) - sum(own.num_accepted)

@@ -185,6 +185,10 @@ class KnapSpec:
             self._record.num_tested_tokens += num_tested
         self._rounds_to_review -= 1
 
+    def pass_over(self, situation: Situation, num_tokens: int, seconds: float) -> None:
+        """A round that went by no plan of this selector. The next trial of one that has lost comes nearer."""
+        self._gate.pass_over(situation, num_tokens, seconds)
+
     def improve(self, situation: Situation, search: Search, *, share: float = 1.0) -> PlanRecord | None:
         """Search when there is a reason and the budget allows; else, now and then, review the known candidates.
 

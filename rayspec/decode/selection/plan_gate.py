@@ -79,5 +79,13 @@ class PlanGate:
             num_outstanding_tokens=situation.num_outstanding_tokens - num_tokens,
         )
 
+    def pass_over(self, situation: Situation, num_tokens: int, seconds: float) -> None:
+        """Another round, which tells nothing of either."""
+        self._gate.pass_over(
+            seconds,
+            reference_rate=situation.batch / self._plain_s(situation),
+            num_outstanding_tokens=situation.num_outstanding_tokens - num_tokens,
+        )
+
     def _plain_s(self, situation: Situation) -> float:
         return self._latency.decode_step_s(context=situation.context, batch=situation.batch)
