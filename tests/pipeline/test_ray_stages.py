@@ -245,7 +245,9 @@ def finish_batch(engine: Engine, outputs: dict[str, Any], num_prompts: int) -> l
     return tokens_of(outputs[str(index)] for index in range(num_prompts))
 
 
-@pytest.mark.parametrize("stage", ["stage-0", "stage-1", "stage-2"])
+@pytest.mark.parametrize(
+    "stage", ["stage-1", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("stage-0", "stage-2"))]
+)
 def test_a_killed_shard_is_replaced(
     engine: Engine, expected: Any, stage: str, record_property: Callable[[str, object], None]
 ) -> None:
