@@ -19,7 +19,7 @@ CONTESTED, ALONE, AGREED = range(3)
 _LENGTHS = (0, 2, 3, 4, 5, 6, 8, 11, 16, 24)
 _ALONE = (0.25, 0.5, 0.7, 0.75, 0.75, 0.8, 0.85, 0.85, 0.85, 0.85)
 _PRIORS = (*(0.5 * right for right in _ALONE), *_ALONE, *(1 - 0.5 * (1 - right) for right in _ALONE))
-_PRIOR_TOKENS = 2.0
+_PRIOR_TOKENS = 1.0
 _HALF_LIFE = 16.0  # tested tokens of a class: the next document may be of another kind
 
 

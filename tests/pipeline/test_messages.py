@@ -122,7 +122,7 @@ MESSAGES: list[Message] = [
     Done(
         epoch=1,
         work_id=3,
-        round=RoundResult([Committed([4, 5], [], True)], [Draft([4, 6, 7], [0.5], [], 3)], [1], 1, 0.1, 0.2),
+        round=RoundResult([Committed([4, 5], [], True)], [Draft([4, 6, 7], [0.5], [], [13, 14])], [1], 1, 0.1, 0.2),
     ),
     Done(
         epoch=1,
