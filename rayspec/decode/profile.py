@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -104,11 +105,11 @@ def measurements(
 def _measurements(runner: Runner, device: str, clock: Callable[[], float]) -> list[Measurement]:
     """In several passes over all of it, of which the first warms up. A machine has slow seconds, in which all repeats
     of one work would be slow; and between two of them the other sublayers run, so that weights are no nearer than in
-    use."""
+    use. The median counts: passes are so far apart that the fastest of each work would be of other moments."""
     works = list(_works(runner, device))
     times = [[_timed(work, runner.device, clock) for _, work in works] for _ in range(1 + _NUM_REPEATS)][1:]
     found = [
-        replace(one, seconds=min(seconds) / one.seconds)
+        replace(one, seconds=median(seconds) / one.seconds)
         for (one, _), seconds in zip(works, zip(*times, strict=True), strict=True)
     ]
     if runner.device.type == "cpu":
