@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from typing_extensions import Self
@@ -17,6 +17,9 @@ from rayspec.decode.engine import Engine
 from rayspec.decode.selection.strategies import make_selector
 from rayspec.service.bench.result import Run
 from rayspec.types import EngineStats, PlanRecord, Request, RequestOutput
+
+# A run under way: the number of tokens written so far, after each piece of it, and at last the run.
+Writing: TypeAlias = Generator[int, None, Run]
 
 _COUNTS = ("num_rounds", "num_plain_rounds", "num_draft_tokens", "num_accepted_tokens")
 _TIMES = ("draft_s", "verify_s", "optimise_s", "prefill_s", "total_s")
@@ -38,8 +41,8 @@ class Contender(Protocol):
 
     def warm_up(self, prompts: Sequence[list[int]], max_tokens: int) -> None: ...
 
-    def run(self, prompts: Sequence[list[int]], max_tokens: int) -> Run:
-        """Raises what a prompt failed with."""
+    def write(self, prompts: Sequence[list[int]], max_tokens: int) -> Writing:
+        """Nothing is under way between two pieces. Raises what a prompt failed with."""
 
 
 class Ours:
@@ -62,30 +65,20 @@ class Ours:
             engine.replace_selector(make_selector(engine.config, engine.stages.num_sublayers, engine.latency))
 
     def warm_up(self, prompts: Sequence[list[int]], max_tokens: int) -> None:
-        self.run(prompts[:1], max_tokens)
+        finish(self.write(prompts[:1], max_tokens))
         self._before = _Snapshot.of(self.engine.stats)
 
     @property
     def used(self) -> EngineStats:
         return self._before.until(self.engine.stats)
 
-    def run(self, prompts: Sequence[list[int]], max_tokens: int) -> Run:
-        before = copy.copy(self.engine.stats)
+    def write(self, prompts: Sequence[list[int]], max_tokens: int) -> Writing:
+        """A piece is a step; where the model is in other processes, which go on by themselves, it is the whole run."""
+        engine, stats = self.engine, self.engine.stats
+        before = copy.copy(stats)
         requests = [self._request(prompt, max_tokens) for prompt in prompts]
         for request in requests:
-            self.engine.add(request)
-        outputs, prefill_cpu_s = self._finish()
-        now = self.engine.stats
-        return Run(
-            seconds=now.total_s - before.total_s,
-            prefill_s=now.prefill_s - before.prefill_s,
-            prefill_cpu_s=prefill_cpu_s,
-            token_ids=[list(outputs[request.request_id].outputs[0].token_ids) for request in requests],
-        )
-
-    def _finish(self) -> tuple[dict[str, RequestOutput], float]:
-        """Outputs by request, and the CPU seconds of prompts: of each step their share of its time."""
-        engine, stats = self.engine, self.engine.stats
+            engine.add(request)
         outputs: dict[str, RequestOutput] = {}
         prefill_cpu_s = 0.0
         while engine.has_unfinished:
@@ -97,11 +90,34 @@ class Ours:
             if stats.prefill_s > prefill_s:
                 share = min(1.0, (stats.prefill_s - prefill_s) / (stats.total_s - total_s))
                 prefill_cpu_s += share * (time.process_time() - cpu_s)
-        return outputs, prefill_cpu_s
+            if self.device is not None:
+                yield stats.num_generated_tokens - before.num_generated_tokens
+        return Run(
+            seconds=stats.total_s - before.total_s,
+            prefill_s=stats.prefill_s - before.prefill_s,
+            prefill_cpu_s=prefill_cpu_s,
+            token_ids=[list(outputs[request.request_id].outputs[0].token_ids) for request in requests],
+        )
 
     def _request(self, prompt: list[int], max_tokens: int) -> Request:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
         return Request(request_id=f"bench-{next(self._num_requests)}", params=params, prompt_token_ids=prompt)
+
+
+def next_piece(writing: Writing) -> int | Run:
+    """What the run has written by then; the run itself when there was nothing left to do."""
+    try:
+        return next(writing)
+    except StopIteration as end:
+        run: Run = end.value
+        return run
+
+
+def finish(writing: Writing) -> Run:
+    """Everything that is left, at once."""
+    while not isinstance(piece := next_piece(writing), Run):
+        pass
+    return piece
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from rayspec.config import EngineConfig
 from rayspec.model.weights import resolve_device
+from rayspec.service.bench.contenders import Writing
 from rayspec.service.bench.result import Run
 from rayspec.types import EngineStats
 
@@ -52,17 +53,16 @@ class HfGenerate:
         """Nothing is counted here."""
         return EngineStats()
 
-    def run(self, prompts: Sequence[list[int]], max_tokens: int) -> Run:
-        started = time.perf_counter()
+    def write(self, prompts: Sequence[list[int]], max_tokens: int) -> Writing:
+        """A piece is a batch of prompts."""
+        seconds = 0.0
         outputs: list[list[int]] = []
         for first in range(0, len(prompts), self._batch):
+            started = time.perf_counter()
             outputs += self._complete(prompts[first : first + self._batch], max_tokens)
-        return Run(
-            seconds=time.perf_counter() - started,
-            prefill_s=self._prefill_s,
-            prefill_cpu_s=self._prefill_cpu_s,
-            token_ids=outputs,
-        )
+            seconds += time.perf_counter() - started
+            yield sum(map(len, outputs))
+        return Run(seconds=seconds, prefill_s=self._prefill_s, prefill_cpu_s=self._prefill_cpu_s, token_ids=outputs)
 
     @torch.inference_mode()
     def _complete(self, prompts: Sequence[list[int]], max_tokens: int) -> list[list[int]]:

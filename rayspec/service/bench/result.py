@@ -44,6 +44,18 @@ class Cost:
         return self.cpu_s / (self.cpu_s + self.waited_s)
 
 
+def total_cost(costs: Sequence[Cost]) -> Cost | None:
+    """Of pieces of work. None where there are none."""
+    if not costs:
+        return None
+    return Cost(
+        wall_s=sum(cost.wall_s for cost in costs),
+        cpu_s=sum(cost.cpu_s for cost in costs),
+        waited_s=_sum([cost.waited_s for cost in costs]),
+        gpu_s=_sum([cost.gpu_s for cost in costs]),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """One run over all prompts. cost: None of what ran in other processes."""
@@ -182,6 +194,12 @@ def _median(values: Sequence[float | None]) -> float | None:
     """None where there are none, or one of them is not known."""
     known = [value for value in values if value is not None]
     return median(known) if known and len(known) == len(values) else None
+
+
+def _sum(values: Sequence[float | None]) -> float | None:
+    """None where one of them is not known."""
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:

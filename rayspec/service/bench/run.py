@@ -17,10 +17,10 @@ from rayspec.decode.loading import engine_like
 from rayspec.demo.widen import widen
 from rayspec.model.weights import load_model, load_tokenizer
 from rayspec.service.bench.clock import measured
-from rayspec.service.bench.contenders import Contender, Ours
+from rayspec.service.bench.contenders import Contender, Ours, next_piece
 from rayspec.service.bench.hf import HfGenerate
 from rayspec.service.bench.options import BenchOptions
-from rayspec.service.bench.result import BASELINE, HF, Sample, bench_row
+from rayspec.service.bench.result import BASELINE, HF, Cost, Run, Sample, bench_row, total_cost
 from rayspec.service.bench.workloads import Workload, make_workloads
 from rayspec.service.environment import describe_environment
 from rayspec.service.loading import hide_progress_bars, load_llm
@@ -158,10 +158,11 @@ def _take_turns(
         contender.warm_up(workload.prompts, _WARM_UP_TOKENS)
     samples: dict[str, list[Sample]] = {name: [] for name in contenders}
     for repeat in range(options.repeats):
-        for name in _rotated(list(contenders), repeat):
-            if workload.is_stream:
-                contenders[name].forget()
-            sample = _sample(contenders[name], workload, options.max_tokens)
+        in_turn = {name: contenders[name] for name in _rotated(list(contenders), repeat)}
+        if workload.is_stream:
+            for contender in in_turn.values():
+                contender.forget()
+        for name, sample in _side_by_side(in_turn, workload, options.max_tokens).items():
             samples[name].append(sample)
             done = f"{workload.name}: repeat {repeat + 1} of {options.repeats}"
             say(f"{done}: {name} {sample.tokens_per_s:.1f} tokens/s")
@@ -173,12 +174,27 @@ def _rotated(names: Sequence[str], number: int) -> list[str]:
     return [*names[first:], *names[:first]]
 
 
-def _sample(contender: Contender, workload: Workload, max_tokens: int) -> Sample:
-    work = partial(contender.run, workload.prompts, max_tokens)
-    if contender.device is None:
-        return Sample(run=work(), cost=None)
-    run, cost = measured(work, contender.device)
-    return Sample(run=run, cost=cost)
+def _side_by_side(contenders: Mapping[str, Contender], workload: Workload, max_tokens: int) -> dict[str, Sample]:
+    """Piece by piece, the one that has written least before the others: all are at the same place of the text at the
+    same time, so that a machine that changes its pace within seconds does so for all of them."""
+    writings = {name: contender.write(workload.prompts, max_tokens) for name, contender in contenders.items()}
+    num_written = dict.fromkeys(contenders, 0)
+    costs: dict[str, list[Cost]] = {name: [] for name in contenders}
+    samples: dict[str, Sample] = {}
+    while num_written:
+        name = min(num_written, key=num_written.__getitem__)
+        step, device = partial(next_piece, writings[name]), contenders[name].device
+        if device is None:
+            piece = step()
+        else:
+            piece, cost = measured(step, device)
+            costs[name].append(cost)
+        if isinstance(piece, Run):
+            samples[name] = Sample(run=piece, cost=total_cost(costs[name]))
+            del num_written[name]
+        else:
+            num_written[name] = piece
+    return samples
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import torch
 from rayspec.config import EngineConfig
 from rayspec.decode.engine import Engine
 from rayspec.decode.loading import engine_like, load_engine
-from rayspec.service.bench.contenders import Ours
+from rayspec.service.bench.contenders import Ours, finish
 from rayspec.types import PromptTooLongError
 from tests.families import WHOLE_FAMILIES, checkpoint, ragged_prompts
 
@@ -44,9 +44,9 @@ def test_engines_share_weights_and_nothing_else(plain: Engine) -> None:
     assert theirs.parts is mine.parts
     assert theirs.arena is not mine.arena
     assert (other.config.speculation.strategy, other.max_model_len) == ("asd", plain.max_model_len)
-    before = Ours(plain).run(PROMPTS, 20).token_ids
-    assert Ours(other).run(PROMPTS, 20).token_ids == before
-    assert Ours(plain).run(PROMPTS, 20).token_ids == before
+    before = finish(Ours(plain).write(PROMPTS, 20)).token_ids
+    assert finish(Ours(other).write(PROMPTS, 20)).token_ids == before
+    assert finish(Ours(plain).write(PROMPTS, 20)).token_ids == before
 
 
 @pytest.mark.parametrize("changes", [{"offload": {"to": "disk"}}, {"parallel": {"stages": 2}}])
@@ -60,31 +60,52 @@ def test_models_of_one_piece_cannot_share_weights_and_have_nothing_to_forget() -
     assert engine_like(engine, whole) is None
     contender = Ours(engine)
     contender.forget()
-    assert len(contender.run(PROMPTS, 4).token_ids) == 3
+    assert len(finish(contender.write(PROMPTS, 4)).token_ids) == 3
 
 
 def test_a_run_is_of_all_prompts_in_their_order(plain: Engine) -> None:
     contender = Ours(plain)
-    alone = [contender.run([prompt], 10).token_ids[0] for prompt in PROMPTS]
-    run = contender.run(PROMPTS, 10)
+    alone = [finish(contender.write([prompt], 10)).token_ids[0] for prompt in PROMPTS]
+    run = finish(contender.write(PROMPTS, 10))
     assert run.token_ids == alone
     assert 0 < run.prefill_s < run.seconds
     assert run.prefill_cpu_s > 0
     assert contender.device == torch.device("cpu")
 
 
+def test_a_piece_is_a_step(plain: Engine) -> None:
+    """Two prompts at a time: the second is there after the first piece at the latest, the third when one has ended."""
+    written = list(Ours(plain).write(PROMPTS, 6))
+    assert written == sorted(written)
+    assert written[-1] == 3 * 6
+    assert len(written) >= 2 * 6
+
+
+def test_others_may_run_between_two_pieces(plain: Engine) -> None:
+    contenders = [Ours(plain), Ours(like(plain, "layerskip"))]
+    alone = [finish(contender.write(PROMPTS, 12)) for contender in contenders]
+    writings = [contender.write(PROMPTS, 12) for contender in contenders]
+    for _ in range(5):
+        for writing in writings:
+            next(writing)
+    for writing, before in zip(writings, alone, strict=True):
+        run = finish(writing)
+        assert run.token_ids == before.token_ids
+        assert 0 < run.prefill_s < run.seconds
+
+
 def test_cpu_time_of_prompts_is_none_of_what_follows(plain: Engine) -> None:
     contender = Ours(plain)
-    short, long = (contender.run(PROMPTS[-1:], tokens) for tokens in (2, 60))
+    short, long = (finish(contender.write(PROMPTS[-1:], tokens)) for tokens in (2, 60))
     assert long.prefill_cpu_s < 5 * short.prefill_cpu_s
 
 
 def test_what_was_done_counts_from_when_it_was_warm(plain: Engine) -> None:
     contender = Ours(like(plain, "layerskip"))
-    contender.run(PROMPTS, 30)
+    finish(contender.write(PROMPTS, 30))
     contender.warm_up(PROMPTS, 8)
     assert contender.used.num_rounds == contender.used.num_draft_tokens == contender.used.total_s == 0
-    run = contender.run(PROMPTS, 10)
+    run = finish(contender.write(PROMPTS, 10))
     used = contender.used
     assert used.num_rounds + used.num_accepted_tokens == 3 * 9
     assert used.num_draft_tokens > 0
@@ -97,10 +118,10 @@ def test_plans_count_from_when_it_was_warm(plain: Engine) -> None:
     contender.forget()
     contender.warm_up(PROMPTS, 12)
     assert contender.used.plans == []
-    contender.run(PROMPTS, 20)
+    finish(contender.write(PROMPTS, 20))
     once = sum(record.num_tokens for record in contender.used.plans)
     assert 0 < once <= 3 * 19
-    contender.run(PROMPTS, 20)
+    finish(contender.write(PROMPTS, 20))
     assert once < sum(record.num_tokens for record in contender.used.plans) <= 2 * 3 * 19
     assert all(record.sequence_s > 0 for record in contender.used.plans)
 
@@ -120,4 +141,4 @@ def test_to_forget_is_to_begin_with_a_new_selector(plain: Engine) -> None:
 
 def test_a_prompt_that_fails_is_raised(plain: Engine) -> None:
     with pytest.raises(PromptTooLongError):
-        Ours(plain).run([[5] * 200], 4)
+        finish(Ours(plain).write([[5] * 200], 4))

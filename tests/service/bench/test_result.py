@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rayspec.service.bench.result import Cost, Run, Sample, bench_row, save_bench
+from rayspec.service.bench.result import Cost, Run, Sample, bench_row, save_bench, total_cost
 from rayspec.types import EngineStats, Plan, PlanRecord, no_draft
 
 
@@ -53,6 +53,14 @@ def test_without_transformers_there_is_no_speed_up_over_it() -> None:
     samples = {name: SAMPLES[name] for name in ("ar", "knapspec")}
     row = bench_row("knapspec", samples, EngineStats())
     assert (row.speedup_vs_hf, row.end_to_end_speedup_vs_hf) == (None, None)
+
+
+def test_costs_of_pieces_add_up() -> None:
+    known = Cost(wall_s=2.0, cpu_s=3.0, waited_s=0.5, gpu_s=1.0)
+    assert total_cost([]) is None
+    assert total_cost([known, known]) == Cost(wall_s=4.0, cpu_s=6.0, waited_s=1.0, gpu_s=2.0)
+    partly = total_cost([known, replace(known, waited_s=None, gpu_s=None)])
+    assert partly == Cost(wall_s=4.0, cpu_s=6.0, waited_s=None, gpu_s=None)
 
 
 def test_cpu_time_is_that_of_decoding() -> None:

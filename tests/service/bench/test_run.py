@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from rayspec import demo
 from rayspec.config import EngineConfig, Strategy
 from rayspec.decode.selection.saved_plans import ModelIdentity, SavedPlans
 from rayspec.model.fingerprint import weights_fingerprint
+from rayspec.service.bench.contenders import Writing
 from rayspec.service.bench.options import BenchOptions
 from rayspec.service.bench.result import Run
 from rayspec.service.bench.run import Say, _take_turns, engine_config, model_folder, strategy_names
@@ -126,8 +128,8 @@ class Diary:
     device = None
     used = EngineStats()
 
-    def __init__(self, name: str, entries: list[str]) -> None:
-        self._name, self._entries = name, entries
+    def __init__(self, name: str, entries: list[str], at_once: int) -> None:
+        self._name, self._entries, self._at_once = name, entries, at_once
 
     def forget(self) -> None:
         self._entries.append(f"{self._name} forgets")
@@ -135,17 +137,22 @@ class Diary:
     def warm_up(self, prompts: Any, max_tokens: int) -> None:
         self._entries.append(f"{self._name} warms up")
 
-    def run(self, prompts: Any, max_tokens: int) -> Run:
-        self._entries.append(self._name)
+    def write(self, prompts: Any, max_tokens: int) -> Writing:
+        for num_written in range(0, max_tokens, self._at_once):
+            self._entries.append(self._name)
+            yield min(max_tokens, num_written + self._at_once)
         return Run(seconds=1.0, prefill_s=0.1, prefill_cpu_s=0.1, token_ids=[[1] * max_tokens for _ in prompts])
 
 
-def take_turns(workload: Workload) -> list[str]:
+def take_turns(workload: Workload, at_once: Sequence[int] = (20, 20, 20)) -> list[str]:
+    """What three contenders did, who write so many tokens at once of 20."""
     entries: list[str] = []
     say: Say = entries[:0].append
-    samples = _take_turns({name: Diary(name, entries) for name in "abc"}, workload, options("ar"), say)
+    contenders = {name: Diary(name, entries, tokens) for name, tokens in zip("abc", at_once, strict=True)}
+    samples = _take_turns(contenders, workload, options("ar"), say)
     assert {name: len(each) for name, each in samples.items()} == {"a": 3, "b": 3, "c": 3}
     assert samples["a"][0].num_tokens == 20
+    assert samples["a"][0].cost is None
     return entries
 
 
@@ -160,8 +167,46 @@ def test_each_repeat_begins_with_another_contender() -> None:
 
 def test_each_repeat_of_a_stream_begins_with_nothing_known() -> None:
     entries = take_turns(replace(WORKLOAD, mix_ratio=0.5))
-    assert entries[6:12] == ["a forgets", "a", "b forgets", "b", "c forgets", "c"]
+    assert entries[6:12] == ["a forgets", "b forgets", "c forgets", "a", "b", "c"]
     assert len(entries) == 6 + 2 * 9
+
+
+def test_the_one_that_is_behind_goes_on() -> None:
+    entries = take_turns(WORKLOAD, at_once=(5, 10, 15))
+    assert entries[6:14] == ["a", "b", "c", "a", "a", "b", "a", "c"]
+
+
+class OnOneMachine:
+    """A contender whose token takes a second, or four where the machine is slow, which it is every other minute."""
+
+    device = torch.device("cpu")
+    used = EngineStats()
+
+    def __init__(self, clock: list[float]) -> None:
+        self._clock = clock
+
+    def forget(self) -> None: ...
+
+    def warm_up(self, prompts: Any, max_tokens: int) -> None: ...
+
+    def write(self, prompts: Any, max_tokens: int) -> Writing:
+        seconds = 0.0
+        for num_written in range(max_tokens):
+            took = 4.0 if self._clock[0] % 120 > 60 else 1.0
+            seconds += took
+            self._clock[0] += took
+            yield num_written + 1
+        return Run(seconds=seconds, prefill_s=0.0, prefill_cpu_s=0.0, token_ids=[[1] * max_tokens])
+
+
+def test_a_machine_that_changes_its_pace_is_the_same_for_all() -> None:
+    clock = [0.0]
+    contenders = {name: OnOneMachine(clock) for name in "abc"}
+    samples = _take_turns(contenders, WORKLOAD, replace(options("ar"), max_tokens=200), print)
+    for repeat in zip(*samples.values(), strict=True):
+        seconds = [sample.run.seconds for sample in repeat]
+        assert max(seconds) < 1.03 * min(seconds)
+        assert all(sample.cost is not None and sample.cost.cpu_s > 0 for sample in repeat)
 
 
 def rows_of(workload: dict[str, Any]) -> dict[str, dict[str, Any]]:
