@@ -30,6 +30,7 @@ from rayspec.pipeline.ray_stages import RayStages
 from tests.demo_model import EOS, demo_prompts
 from tests.engines import complete, finish, requests_for, tokens_of
 from tests.families import Cases, cases, checkpoint, greedy
+from tests.freezing import freeze
 from tests.pipeline.loop import NUM_LAYERS, TravellingPlans
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
@@ -271,7 +272,7 @@ def test_a_frozen_shard_is_replaced(
     prompts, tokens = expected
     outputs, before = start_batch(engine, prompts), process_ids(engine)
     frozen = time.monotonic()
-    os.kill(before["stage-1"], signal.SIGSTOP)
+    freeze(before["stage-1"])
     assert finish_batch(engine, outputs, len(prompts)) == tokens
     record_property("frozen_to_finished_s", time.monotonic() - frozen)
     assert process_ids(engine)["stage-1"] != before["stage-1"]
@@ -283,7 +284,7 @@ def test_a_ping_finds_a_shard_that_froze_while_idle(engine: Engine, expected: An
     before = process_ids(engine)
     engine.ping().result(PATIENCE_S)
     assert process_ids(engine) == before
-    os.kill(before["stage-1"], signal.SIGSTOP)
+    freeze(before["stage-1"])
     engine.ping().result(PATIENCE_S)
     assert process_ids(engine)["stage-1"] != before["stage-1"]
     require_gone([before["stage-1"]])

@@ -27,6 +27,7 @@ from zmq.utils import z85
 from rayspec.pipeline import transport
 from rayspec.pipeline.transport import LOOPBACK, Envelope, Mailbox, Secret, TransportError, node_address
 from rayspec.types import ConfigError
+from tests.freezing import freeze
 
 PATIENCE_S = 20.0
 SECRET = Secret.generate()
@@ -119,7 +120,7 @@ def test_a_peer_in_another_process_lives_freezes_dies_and_comes_back(mailbox: Ne
 
         # It freezes: more than any buffer of the system holds is sent without waiting; then it catches up.
         assert peer.process.pid is not None
-        os.kill(peer.process.pid, signal.SIGSTOP)
+        freeze(peer.process.pid)
         slowest_s = 0.0
         for index in range(3000):
             started = time.perf_counter()

@@ -15,6 +15,7 @@ import rayspec
 from rayspec.service.bench.serve import ServeBenchOptions, differing, run_load
 from rayspec.service.bench.serve_client import Answer, Ask
 from rayspec.service.bench.serve_mix import Mix
+from tests.freezing import freeze
 from tests.service.serve.endpoint_process import ENGINE, TWO_STAGES, EndpointProcess, serving, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.exhaustive, pytest.mark.timeout(600)]
@@ -119,7 +120,7 @@ class TestShards:
 
         def strike() -> None:
             frozen.append(staged.pids("ray::Shard")[0])
-            os.kill(frozen[0], signal.SIGSTOP)
+            freeze(frozen[0])
             wait_until(lambda: staged.health() == 503, 15)
             wait_until(lambda: staged.health() == 200, BACK_S)
 
