@@ -399,6 +399,15 @@ class EngineConfig(Options):
     remeasure: bool = Field(False, description="measure the latency profile anew, even if a saved one fits")
     profile_cache: str | None = Field(None, description="folder of saved latency profiles; None: the user's cache")
 
+    @model_validator(mode="after")
+    def _offload_is_of_whole_weights(self) -> Self:
+        if self.offload is not None and self.parallel is not None and self.parallel.tensor > 1:
+            raise ValueError(
+                f"option 'offload' does not work with option 'tensor' {self.parallel.tensor}: shares of weights are "
+                "not fetched; use more stages instead of ranks"
+            )
+        return self
+
     @property
     def num_tap_tokens(self) -> int:
         """Tokens whose states are kept, of all sequences together."""

@@ -66,6 +66,12 @@ def test_skip_belongs_to_the_static_strategy() -> None:
         SpeculationOptions(skip=(1,))
 
 
+def test_what_is_offloaded_is_not_split() -> None:
+    with pytest.raises(ConfigError, match=r"'offload' does not work with option 'tensor' 2.*use more stages"):
+        EngineConfig(model="m", offload={}, parallel={"tensor": 2})  # type: ignore[arg-type]
+    EngineConfig(model="m", offload={}, parallel={"stages": 2})  # type: ignore[arg-type]
+
+
 def test_options_are_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         config().dtype = "float32"  # type: ignore[misc]

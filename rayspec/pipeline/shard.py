@@ -148,7 +148,9 @@ class Shard:
         layers = range(first // 2, last // 2)
         torch.set_num_threads(spec.num_threads)
         self._device = resolve_device(spec.config.device)
-        model = load_weights(spec.config, layers=layers)
+        # Ranks share a stage's files in the system's memory, and take their shares to their devices.
+        loaded_to = spec.config if meeting_place is None else spec.config.replace(device="cpu")
+        model = load_weights(loaded_to, layers=layers)
         self._parts: Decomposition = decompose(model, layers=layers)
         self._offloaded = offload_weights(spec.config, model, self._parts)
         if meeting_place is not None:

@@ -14,7 +14,7 @@ import math
 import os
 import re
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import redirect_stdout
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
@@ -143,24 +143,37 @@ class RankGroup:
 def split_tensor_parallel(model: PreTrainedModel, parts: Decomposition, group: RankGroup) -> Decomposition:
     """Keep this rank's share of every attention and MLP block of the span, in place, and free the rest.
 
+    The model may be elsewhere, in the files that it was loaded from at best, and comes to the group's device layer by
+    layer, each of which is split before the next one comes: beside its share, a rank needs room for a layer or two.
+
     All ranks of the joined `group` call this with the same span, and from then on run the same sublayers on the same
     rows: a block is a collective. Hidden states are the same to the bit on all ranks.
 
     Returns `parts` with the shapes of this rank's keys and values: 1 / size of the heads. Raises ConfigError where
     heads or columns do not divide, UnsupportedModelError where no way of splitting computes what the whole layers do;
-    the model is then as it was.
+    the model's layers are then whole.
     """
+    device = torch.device(group.device)
     if group.size == 1:
+        model.to(device)  # type: ignore[arg-type]
         return parts
     _require_divisible(model.config, parts, group)
     layers = _layers(model, parts)
+    _move_all_but({layer.module for layer in layers}, model, device)
     shapes = {layer: replace(shape, num_heads=shape.num_heads // group.size) for layer, shape in parts.shapes.items()}
     with torch.no_grad():
-        trial = _Trial(parts, shapes, group, _one_of_each_kind(layers))
+        samples = _one_of_each_kind(layers)
+        for layer in samples:
+            layer.module.to(device)
+        trial = _Trial(parts, shapes, group, samples)
         method = _first_that_works(trial, _methods(model.config, parts, group), model.config.model_type)
-        method.split([layer.module for layer in layers])
         for layer in layers:
+            layer.module.to(device)
+            method.split([layer.module])
             _divide_heads(layer, shapes, group)
+    model.to(device)  # type: ignore[arg-type]  # what no module of its own holds
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what the whole layers had is free for keys and values
     return replace(parts, shapes=shapes)
 
 
@@ -276,6 +289,17 @@ def _layers(model: PreTrainedModel, parts: Decomposition) -> list[_Layer]:
     owners = {child: module for module in model.modules() for child in module.children()}
     pairs = zip(parts.sublayers[::2], parts.sublayers[1::2], strict=True)
     return [_Layer(owners[attention.block], (attention, mlp)) for attention, mlp in pairs]
+
+
+def _move_all_but(kept: Collection[nn.Module], module: nn.Module, device: torch.device) -> None:
+    """Everything of `module` but the modules to be kept where they are."""
+    if module in kept:
+        return
+    if not any(child in kept for child in module.modules()):
+        module.to(device)
+        return
+    for child in module.children():
+        _move_all_but(kept, child, device)
 
 
 def _one_of_each_kind(layers: Sequence[_Layer]) -> list[_Layer]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -150,39 +151,37 @@ def _compare(
 def _take_turns(
     contenders: Mapping[str, Contender], workload: Workload, options: BenchOptions, say: Say
 ) -> dict[str, list[Sample]]:
-    """What each did, repeat by repeat. Each repeat begins with another contender. Nothing that was learned from other
-    workloads is known in this one, and in a stream nothing from earlier repeats."""
+    """What each did, repeat by repeat. Nothing that was learned from other workloads is known in this one, and in a
+    stream nothing from earlier repeats."""
     for name, contender in contenders.items():
         say(f"{workload.name}: warming up {name}")
         contender.forget()
         contender.warm_up(workload.prompts, _WARM_UP_TOKENS)
     samples: dict[str, list[Sample]] = {name: [] for name in contenders}
     for repeat in range(options.repeats):
-        in_turn = {name: contenders[name] for name in _rotated(list(contenders), repeat)}
         if workload.is_stream:
-            for contender in in_turn.values():
+            for contender in contenders.values():
                 contender.forget()
-        for name, sample in _side_by_side(in_turn, workload, options.max_tokens).items():
+        for name, sample in _side_by_side(contenders, workload, options.max_tokens, random.Random(repeat)).items():
             samples[name].append(sample)
             done = f"{workload.name}: repeat {repeat + 1} of {options.repeats}"
             say(f"{done}: {name} {sample.tokens_per_s:.1f} tokens/s")
     return samples
 
 
-def _rotated(names: Sequence[str], number: int) -> list[str]:
-    first = number % len(names)
-    return [*names[first:], *names[:first]]
-
-
-def _side_by_side(contenders: Mapping[str, Contender], workload: Workload, max_tokens: int) -> dict[str, Sample]:
-    """Piece by piece, the one that has written least before the others: all are at the same place of the text at the
-    same time, so that a machine that changes its pace within seconds does so for all of them."""
+def _side_by_side(
+    contenders: Mapping[str, Contender], workload: Workload, max_tokens: int, rng: random.Random
+) -> dict[str, Sample]:
+    """Piece by piece, one that has written least before the others: all are at the same place of the text at the same
+    time, so that a machine that changes its pace within seconds does so for all of them. Which one of several is left
+    to chance: what the one before leaves in the caches is nobody's own luck."""
     writings = {name: contender.write(workload.prompts, max_tokens) for name, contender in contenders.items()}
     num_written = dict.fromkeys(contenders, 0)
     costs: dict[str, list[Cost]] = {name: [] for name in contenders}
     samples: dict[str, Sample] = {}
     while num_written:
-        name = min(num_written, key=num_written.__getitem__)
+        least = min(num_written.values())
+        name = rng.choice([name for name, num_tokens in num_written.items() if num_tokens == least])
         step, device = partial(next_piece, writings[name]), contenders[name].device
         if device is None:
             piece = step()

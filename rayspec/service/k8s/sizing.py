@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+import torch
+from transformers import PretrainedConfig
+
 from rayspec import demo
 from rayspec.model.architecture import max_positions
 from rayspec.model.sizes import load_config
 from rayspec.planning.partition import StageCost
 from rayspec.service.k8s.options import RenderOptions
-from rayspec.service.placement_report import Gpu, Placement, PlacementOptions, parse_gpus, place
+from rayspec.service.placement_report import Gpu, Placement, PlacementOptions, parse_gpus, place, placed_dtype
 from rayspec.types import ConfigError
 
 GIB = 2**30
@@ -92,7 +95,9 @@ def plan_cluster(options: RenderOptions) -> ClusterPlan:
         _check_loading(placement, options)
     return ClusterPlan(
         placement=placement,
-        pods=tuple(_gpu_pods(placement, options)) if options.gpus is not None else (_cpu_pod(placement, options),),
+        pods=tuple(_gpu_pods(placement, options, _copies_in_memory(config, placement)))
+        if options.gpus is not None
+        else (_cpu_pod(placement, options),),
         checkpoint_bytes=options.tensor * sum(stage.weight_bytes for stage in placement.stages),
     )
 
@@ -111,19 +116,28 @@ def _placement_options(options: RenderOptions) -> PlacementOptions:
 
 
 def _check_loading(placement: Placement, options: RenderOptions) -> None:
-    """A tensor-parallel rank loads its stage whole before it keeps its share. Raises ConfigError."""
+    """Beside its share, a tensor-parallel rank has a layer whole until that is split. Raises ConfigError."""
     for stage in placement.stages:
-        whole_bytes = stage.weight_bytes * options.tensor
-        if options.tensor > 1 and whole_bytes > stage.device.bytes_free:
+        whole_layer_bytes = math.ceil(stage.weight_bytes * options.tensor / len(stage.layers))
+        if options.tensor > 1 and stage.weight_bytes + whole_layer_bytes > stage.device.bytes_free:
             raise ConfigError(
-                f"option 'tensor' is {options.tensor}: while it loads, each GPU holds its stage whole, "
-                f"{whole_bytes / GIB:.1f} GiB, and has {stage.device.bytes_free / GIB:.1f}; use more stages and fewer "
-                "ranks"
+                f"option 'tensor' is {options.tensor}: while it loads, each GPU holds a whole layer beside its share, "
+                f"{(stage.weight_bytes + whole_layer_bytes) / GIB:.1f} GiB, and has "
+                f"{stage.device.bytes_free / GIB:.1f}; use more stages"
             )
 
 
-def _gpu_pods(placement: Placement, options: RenderOptions) -> list[PodShape]:
-    """One shape for each model of GPU. Raises ConfigError for GPUs that Ray could not tell apart."""
+def _copies_in_memory(config: PretrainedConfig, placement: Placement) -> int:
+    """Of a stage that goes to GPUs. Its ranks map the same files, and so share them, unless the weights are something
+    else than what lies in the files: of another type, or experts, which transformers joins as it loads them."""
+    as_in_files = placed_dtype("auto", config) == getattr(torch, placement.dtype)
+    has_experts = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts"))
+    return 1 if as_in_files and not has_experts else placement.options.tensor
+
+
+def _gpu_pods(placement: Placement, options: RenderOptions, copies: int) -> list[PodShape]:
+    """One shape for each model of GPU. copies: of a stage in a pod's memory while it loads. Raises ConfigError for GPUs
+    that Ray could not tell apart."""
     tensor = options.tensor
     if tensor > options.gpus_per_node:
         raise ConfigError(
@@ -140,10 +154,10 @@ def _gpu_pods(placement: Placement, options: RenderOptions) -> list[PodShape]:
         )
     if len({gpu.label for gpu, _ in kinds}) < len(kinds):
         raise ConfigError(f"option 'gpus' is {options.gpus!r}: name the GPUs of one kind side by side")
-    return [_gpu_pod(gpu, stages, options) for gpu, stages in kinds]
+    return [_gpu_pod(gpu, stages, options, copies) for gpu, stages in kinds]
 
 
-def _gpu_pod(gpu: Gpu, stages: Sequence[StageCost], options: RenderOptions) -> PodShape:
+def _gpu_pod(gpu: Gpu, stages: Sequence[StageCost], options: RenderOptions, copies: int) -> PodShape:
     """Stages spread evenly over as few pods as the size of a node allows."""
     stages_of_a_node = options.gpus_per_node // options.tensor
     num_pods = math.ceil(len(stages) / stages_of_a_node)
@@ -156,7 +170,7 @@ def _gpu_pod(gpu: Gpu, stages: Sequence[StageCost], options: RenderOptions) -> P
         num_pods=num_pods,
         num_shards=num_shards,
         cpus=num_shards,
-        model_bytes=options.tensor * sum(heaviest),  # each rank reads its stage into memory, and then moves it
+        model_bytes=copies * sum(heaviest),  # it is read into memory, and then moved
     )
 
 

@@ -107,9 +107,22 @@ def test_ranks_of_a_stage_stay_in_a_pod() -> None:
     plan = planned(**LLAMA_70B, gpus="12xH200-141G", stages=6, tensor=2, gpus_per_node=5)
     [pods] = plan.pods
     assert (pods.num_pods, pods.num_gpus) == (3, 4)
-    # Every rank reads its stage whole before it keeps its share.
+    # Its ranks map the same files.
     stages = sorted(2 * stage.weight_bytes for stage in plan.placement.stages)
-    assert pods.memory_bytes == 2 * sum(stages[-2:]) + (4 * 4 + 6) * GIB + pods.shared_bytes
+    assert pods.memory_bytes == sum(stages[-2:]) + (4 * 4 + 6) * GIB + pods.shared_bytes
+
+
+def test_what_ranks_do_not_find_in_the_files_as_it_is_each_has_for_itself() -> None:
+    options: dict[str, Any] = {**LLAMA_70B, "gpus": "4xH200-141G", "stages": 2, "tensor": 2}
+    [mapped], [cast] = planned(**options).pods, planned(**options, dtype="float16").pods
+    assert cast.memory_bytes - mapped.memory_bytes == pytest.approx(2 * 70.55e9, rel=0.05)
+
+
+def test_ranks_load_what_no_gpu_would_hold_whole() -> None:
+    """Layer by layer, each of which is split before the next one comes."""
+    plan = planned(**LLAMA_405B, gpus="16xH100-80G", tensor=8, stages=2, concurrency=1, context=4096)
+    assert [pods.num_gpus for pods in plan.pods] == [8]
+    assert min(8 * stage.weight_bytes for stage in plan.placement.stages) > 80 * GIB
 
 
 def test_a_service_scales_pods_and_replicas_alike() -> None:
@@ -201,7 +214,10 @@ def test_other_renders_are_valid_too(options: RenderOptions) -> None:
     ("options", "message"),
     [
         (LLAMA_405B | {"gpus": "8xH100-80G"}, "option 'gpus' is '8xH100-80G'.*GiB are missing.*larger"),
-        (LLAMA_405B | {"gpus": "16xH100-80G", "tensor": 8, "stages": 2}, "option 'tensor' is 8.*stage whole"),
+        (
+            LLAMA_405B | {"gpus": "160xNEW-12G@1000", "tensor": 8, "stages": 20, "concurrency": 1, "context": 256},
+            "option 'tensor' is 8.*a whole layer beside its share",
+        ),
         (
             LLAMA_70B | {"gpus": "8xH200-141G", "tensor": 4, "gpus_per_node": 2, "stages": 2},
             "'tensor' is 4.*gpus_per_node",
