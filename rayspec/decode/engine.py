@@ -14,13 +14,14 @@ from transformers import PreTrainedTokenizerBase
 
 from rayspec.config import EngineConfig
 from rayspec.decode.drafting.lookahead import Guess
-from rayspec.decode.drafting.lookup import NOTHING, SHORTEST_MATCH, Proposal
+from rayspec.decode.drafting.lookup import NOTHING, Proposal
 from rayspec.decode.drafting.skip_draft import Turn
 from rayspec.decode.head import Committed, Opening
 from rayspec.decode.questions import Answer, Question
 from rayspec.decode.rounds import Piece, Prefill, PrefillResult, Result, Round, RoundResult
 from rayspec.decode.scheduler import Chunk, Move, Scheduler, Step, held
 from rayspec.decode.selection.base import Selector, Situation
+from rayspec.decode.selection.strategies import shortest_match
 from rayspec.decode.sequence import Detokenizer, SequenceState
 from rayspec.decode.stages import StageLostError, Stages, StagesReplacedError
 from rayspec.decode.taps import TapLog
@@ -416,7 +417,7 @@ class Engine:
 
     def _proposals(self, sequences: Sequence[SequenceState]) -> list[Proposal]:
         options = self.config.speculation
-        shortest = SHORTEST_MATCH if options.strategy == "auto" else None
+        shortest = shortest_match(options)
         return [sequence.proposal(options.lookup_ngram, options.max_draft_tokens, shortest) for sequence in sequences]
 
     def _commit(self, sequence: SequenceState, committed: Committed) -> int:

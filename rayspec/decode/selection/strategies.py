@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rayspec.config import EngineConfig, SpeculationOptions
+from rayspec.decode.drafting.lookup import SHORTEST_MATCH
 from rayspec.decode.selection.asd import ASD
 from rayspec.decode.selection.auto import Auto
 from rayspec.decode.selection.base import FixedPlan, Selector, lookup_plan, static_plan
@@ -74,6 +75,11 @@ _BEHIND_THE_GATE: Mapping[str, _Make] = {
 def needs_latency(config: EngineConfig) -> bool:
     """Whether the strategy goes by what forwards cost."""
     return config.speculation.strategy not in ("static", "ar")
+
+
+def shortest_match(options: SpeculationOptions) -> int | None:
+    """Tokens that will do where so many as `lookup_ngram` do not match; None: there must be so many."""
+    return SHORTEST_MATCH if options.strategy == "auto" else None
 
 
 def make_selector(config: EngineConfig, num_sublayers: int, latency: LatencyModel | None) -> Selector:
