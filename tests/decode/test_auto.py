@@ -17,7 +17,7 @@ from rayspec.decode.questions import Answer, Question
 from rayspec.decode.rounds import RoundResult
 from rayspec.decode.selection.auto import Auto
 from rayspec.decode.selection.base import Situation
-from rayspec.decode.selection.knapspec import KnapSpec
+from rayspec.decode.selection.knapspec import _FIRST_SEARCH_SHARE, KnapSpec
 from rayspec.planning.acceptance import DraftWhileWorth
 from rayspec.planning.calibration import CalibrationCurve
 from rayspec.planning.latency import LatencyModel
@@ -126,6 +126,26 @@ def test_a_search_must_pay_in_the_rounds_that_lookup_leaves(proposal: Proposal, 
     for _ in range(40):
         there.play([proposal])
         there.auto.improve(replace(_situation(), num_outstanding_tokens=20_000), search)
+    assert bool(asked) == searches
+
+
+@pytest.mark.parametrize(("between", "searches"), [(NOTHING, True), (FOUND, False)])
+def test_it_is_tokens_that_lookup_leaves_and_not_rounds(between: Proposal, searches: bool) -> None:
+    """Every other round is plain, but makes one token of eighteen: four times the work that a search needs is not
+    enough."""
+    there, asked = world(right=1.0), []
+    step_s = there.latency.decode_step_s(context=1024, batch=1)
+    needed_s = there.auto._knapspec._search_cost_s(_situation()) / _FIRST_SEARCH_SHARE
+    situation = replace(_situation(), num_outstanding_tokens=round(4 * needed_s / step_s))
+
+    def search(question: Question, sequence_id: str | None = None) -> Future[Answer]:
+        asked.append(question)
+        return Future()
+
+    for _ in range(20):
+        there.play([between])
+        there.play([NOTHING])
+        there.auto.improve(situation, search)
     assert bool(asked) == searches
 
 

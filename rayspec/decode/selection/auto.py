@@ -27,7 +27,7 @@ _PROMISE_S = 24.0
 # Where looked-up rounds make so many times the tokens per second of plain ones, no plan is expected to do better.
 _MOST_OF_PLANS = 2.5
 # Rounds: those after which one counts half, and how many are taken to be beyond plans before there were any.
-_SHARE_HALF_LIFE, _PRIOR_ROUNDS = 64.0, 2.0
+_SHARE_HALF_LIFE, _PRIOR_TOKENS = 32.0, 4.0  # tokens of a sequence
 
 
 class _SkipRounds:
@@ -48,19 +48,22 @@ class _SkipRounds:
 
 
 class _OpenShare:
-    """Of the rounds lately, those that a better plan could make faster; few at first, until there were some."""
+    """Of the tokens lately, those of rounds that a better plan could make faster; few at first, until there were some.
+
+    Tokens, not rounds: what a plan may save is the time that plain decoding takes for them.
+    """
 
     def __init__(self) -> None:
         self._open = self._all = 0.0
 
     @property
     def value(self) -> float:
-        return self._open / (self._all + _PRIOR_ROUNDS)
+        return self._open / (self._all + _PRIOR_TOKENS)
 
-    def observe(self, *, is_open: bool) -> None:
-        fade = 0.5 ** (1 / _SHARE_HALF_LIFE)
-        self._open = self._open * fade + is_open
-        self._all = self._all * fade + 1.0
+    def observe(self, num_tokens: float, *, is_open: bool) -> None:
+        fade = 0.5 ** (num_tokens / _SHARE_HALF_LIFE)
+        self._open = self._open * fade + num_tokens * is_open
+        self._all = self._all * fade + num_tokens
 
 
 class Auto:
@@ -125,7 +128,7 @@ class Auto:
         if plan.num_lookup_tokens and not result.num_draft_steps:
             self._lookup_rounds.observe(num_tokens, seconds)
         copies = self._lookup_rounds.value > _MOST_OF_PLANS * self._plain_rate(situation)
-        self._open_share.observe(is_open=not (plan.num_lookup_tokens and copies))
+        self._open_share.observe(num_tokens / situation.batch, is_open=not (plan.num_lookup_tokens and copies))
         if plan.num_lookup_tokens:
             self._knapspec.pass_over(situation, num_tokens, seconds)
             return
