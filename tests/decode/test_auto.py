@@ -149,6 +149,15 @@ def test_it_is_tokens_that_lookup_leaves_and_not_rounds(between: Proposal, searc
     assert bool(asked) == searches
 
 
+def test_a_search_that_waits_for_tokens_is_given_up_when_copying_leaves_it_none() -> None:
+    there, situation = world(right=1.0), replace(_situation(), num_outstanding_tokens=20_000)
+    for proposal, is_wanted in ((NOTHING, True), (FOUND, False), (NOTHING, True)):
+        for _ in range(30):
+            there.play([proposal])
+            there.auto.improve(situation, lambda question, sequence_id=None: None)  # too few are tapped
+        assert there.auto.wants_taps == is_wanted
+
+
 def _continued(num_accepted: int) -> RoundResult:
     """A draft of two tokens of the model and four looked-up ones."""
     draft = Draft([5, 6, 1, 1, 1, 1], [0.9, 0.8], evidence=[evidence_of(4 + at, ALONE) for at in range(4)])

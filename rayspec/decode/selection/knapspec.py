@@ -194,10 +194,11 @@ class KnapSpec:
 
         share: of the time, that goes into rounds which a plan could make faster. The budget is of that.
         """
-        if self._reason is None:
+        if self._under_way is None:
+            known = self._reason is not None
             self._reason = self._affordable_reason(situation, share)
-        elif self._under_way is None:
-            self._under_way = search(self.question(situation))
+            if known and self._reason is not None:
+                self._under_way = search(self.question(situation))
         if self._under_way is not None and self._under_way.done():
             return self._conclude(situation, self._under_way)
         if self._rounds_to_review <= 0 and self._candidates:
@@ -205,11 +206,13 @@ class KnapSpec:
         return None
 
     def _affordable_reason(self, situation: Situation, share: float) -> str | None:
-        """Why a search is wanted, if the budget allows one. Asked again only after a few rounds: pricing a search costs
-        a good part of a small model's step."""
+        """Why a search is wanted, if the budget allows one. Asked again only after a few rounds, also while tokens are
+        tapped for it: pricing a search costs a good part of a small model's step."""
         self._rounds_to_price -= 1
+        if self._rounds_to_price > 0:
+            return self._reason
         reason = self._trigger.reason(context=situation.context, batch=situation.batch)
-        if reason is None or self._rounds_to_price > 0:
+        if reason is None:
             return None
         self._rounds_to_price = _ROUNDS_TO_PRICE
         return reason if self._affordable(situation, share) else None
