@@ -26,8 +26,8 @@ _MOST_SAVED = 0.5
 _PROMISE_S = 24.0
 # Where looked-up rounds make so many times the tokens per second of plain ones, no plan is expected to do better.
 _MOST_OF_PLANS = 2.5
-# Rounds: those after which one counts half, and how many are taken to be beyond plans before there were any.
-_SHARE_HALF_LIFE, _PRIOR_TOKENS = 32.0, 4.0  # tokens of a sequence
+# Tokens of a sequence: those after which one counts half, and how many are taken to be beyond plans to begin with.
+_SHARE_HALF_LIFE, _PRIOR_TOKENS = 32.0, 4.0
 
 
 class _SkipRounds:
