@@ -19,12 +19,14 @@ from rayspec.service.documents import Columns
 from rayspec.service.job import Job, Source
 from rayspec.service.job_options import (
     EPILOG,
+    ChangedRows,
     DrainSeconds,
     Format,
     IdColumn,
     Inputs,
     Limit,
     Long,
+    MaxEngineRestarts,
     Output,
     Overwrite,
     Sample,
@@ -32,7 +34,8 @@ from rayspec.service.job_options import (
     show_report,
 )
 from rayspec.service.options import Asked, with_settings
-from rayspec.service.terminal import clean_exit
+from rayspec.service.survey import check_changed
+from rayspec.service.terminal import clean_exit, found_inputs
 from rayspec.types import ConfigError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -53,6 +56,8 @@ def generate(
     limit: Limit = None,
     sample: Sample = None,
     overwrite: Overwrite = False,
+    changed: ChangedRows = "keep",
+    max_engine_restarts: MaxEngineRestarts = 3,
     file_format: Format = "parquet",
     drain_s: DrainSeconds = 2.0,
 ) -> None:
@@ -71,10 +76,14 @@ def generate(
             text_column="text",
             file_format=file_format,  # type: ignore[arg-type]
             overwrite=overwrite,
+            changed=check_changed(changed),
+            max_engine_restarts=max_engine_restarts,
             drain_s=drain_s,
         )
         columns = Columns(text=prompt_column, id=id_column, messages=messages_column)
-        report = job.run(Source(inputs=inputs, columns=columns, limit=limit, sample=sample))
+        report = job.run(
+            Source(inputs=found_inputs(inputs, output=output), columns=columns, limit=limit, sample=sample)
+        )
         show_report(report, output)
     raise typer.Exit(report.tally.exit_code)
 

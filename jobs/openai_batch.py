@@ -14,8 +14,9 @@ import typer
 
 from rayspec.service.batch_task import ERRORS_NAME, OUTPUT_NAME, BatchFiles, BatchTask, read_requests
 from rayspec.service.job import Job, Source
-from rayspec.service.job_options import EPILOG, DrainSeconds, Output, Overwrite
+from rayspec.service.job_options import EPILOG, ChangedRows, DrainSeconds, MaxEngineRestarts, Output, Overwrite
 from rayspec.service.options import Asked, with_settings
+from rayspec.service.survey import check_changed
 from rayspec.service.terminal import clean_exit, output_console
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -30,6 +31,8 @@ def openai_batch(
     output: Output,
     served_model_name: Annotated[str | None, typer.Option(help="what lines call the model; none: as --model")] = None,
     overwrite: Overwrite = False,
+    changed: ChangedRows = "keep",
+    max_engine_restarts: MaxEngineRestarts = 3,
     drain_s: DrainSeconds = 2.0,
 ) -> None:
     """Answer the requests of an OpenAI batch file on Ray."""
@@ -43,6 +46,8 @@ def openai_batch(
             title="Batch",
             text_column="line",
             overwrite=overwrite,
+            changed=check_changed(changed),
+            max_engine_restarts=max_engine_restarts,
             drain_s=drain_s,
             export=BatchFiles(documents),
             export_names=(OUTPUT_NAME, ERRORS_NAME),

@@ -19,6 +19,7 @@ from rayspec.service.documents import Columns
 from rayspec.service.job import Job, Source
 from rayspec.service.job_options import (
     EPILOG,
+    ChangedRows,
     ChunkTokens,
     DrainSeconds,
     Format,
@@ -27,6 +28,7 @@ from rayspec.service.job_options import (
     LevelTokens,
     Limit,
     Long,
+    MaxEngineRestarts,
     Output,
     OverlapTokens,
     Overwrite,
@@ -37,7 +39,8 @@ from rayspec.service.job_options import (
 from rayspec.service.options import Asked, with_settings
 from rayspec.service.prompts import DEMO, SUMMARY_SAMPLING, summary_prompt
 from rayspec.service.samples import as_documents, bundled_documents, references
-from rayspec.service.terminal import clean_exit
+from rayspec.service.survey import check_changed
+from rayspec.service.terminal import clean_exit, found_inputs
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -59,6 +62,8 @@ def summarize(
     limit: Limit = None,
     sample: Sample = None,
     overwrite: Overwrite = False,
+    changed: ChangedRows = "keep",
+    max_engine_restarts: MaxEngineRestarts = 3,
     file_format: Format = "parquet",
     drain_s: DrainSeconds = 2.0,
 ) -> None:
@@ -79,11 +84,13 @@ def summarize(
             text_column="summary",
             file_format=file_format,  # type: ignore[arg-type]
             overwrite=overwrite,
+            changed=check_changed(changed),
+            max_engine_restarts=max_engine_restarts,
             drain_s=drain_s,
         )
         samples = [] if inputs else bundled_documents()
         source = Source(
-            inputs=inputs or (),
+            inputs=found_inputs(inputs or (), output=output),
             columns=Columns(text=text_column, id=id_column),
             documents=as_documents(samples),
             limit=limit,

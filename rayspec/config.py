@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import pydantic
 from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
 
-from rayspec.types import ConfigError
+from rayspec.errors import ConfigError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Strategy = Literal[
@@ -67,6 +67,12 @@ def _explain(options: type[Options], error: Mapping[str, Any]) -> str:
     return f"option {name!r} is {value!r}: {message}" if name else message
 
 
+def _integers(value: Any) -> list[int]:
+    """In the value of an option, or in its keys."""
+    several = value if isinstance(value, tuple | dict) else (value,)
+    return [one for one in several if isinstance(one, int)]
+
+
 class SamplingParams(Options):
     """How one request is sampled. Names, defaults and limits are vLLM's.
 
@@ -96,7 +102,11 @@ class SamplingParams(Options):
     @field_validator("stop", mode="before")
     @classmethod
     def _one_stop_or_many(cls, stop: Any) -> Any:
-        return () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+        if stop is None or isinstance(stop, str):
+            return () if stop is None else (stop,)
+        if isinstance(stop, Mapping) or not isinstance(stop, Iterable):
+            raise ValueError("give a text or a list of texts")  # noqa: TRY004 - as pydantic wants it
+        return tuple(stop)
 
     @field_validator("stop_token_ids", "logit_bias", mode="before")
     @classmethod
@@ -112,8 +122,10 @@ class SamplingParams(Options):
             raise ValueError(f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens}): lower it")
         if any(not -100 <= bias <= 100 for bias in self.logit_bias.values()):
             raise ValueError("option 'logit_bias' must lie between -100 and 100")
-        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            raise ValueError(f"option 'seed' is {self.seed}: it must fit 64 bits")
+        for name, value in self:
+            too_large = [number for number in _integers(value) if not -(2**63) <= number < 2**63]
+            if too_large:
+                raise ValueError(f"option {name!r} is {too_large[0]}: it must fit 64 bits")
         return self
 
     @property
@@ -325,9 +337,14 @@ class SpeculationOptions(Options):
         return by_strategy.get(self.strategy, self.knapsack.num_tap_tokens)
 
     @model_validator(mode="after")
-    def _skip_needs_static(self) -> Self:
+    def _static_and_skip_go_together(self) -> Self:
         if self.skip and self.strategy != "static":
             raise ValueError(f"option 'skip' works with strategy 'static' only, not {self.strategy!r}: remove one")
+        if self.strategy == "static" and not self.skip:
+            raise ValueError(
+                "strategy 'static' needs option 'skip', the sublayers that drafts leave out: name them, or choose "
+                "strategy 'knapspec', which finds them"
+            )
         return self
 
 

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+import copy
+import itertools
+import queue
+import reprlib
+import threading
+import weakref
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, closing
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +19,9 @@ from typing_extensions import Self
 
 from rayspec import demo
 from rayspec.config import EngineConfig, SamplingParams
+from rayspec.decode.chat import conversation_tokens
 from rayspec.decode.engine import Engine
+from rayspec.decode.engine_loop import EngineDeadError, EngineLoop
 from rayspec.decode.loading import load_engine
 from rayspec.decode.stages import StageLostError
 from rayspec.types import ConfigError, EngineStats, Request, RequestError, RequestOutput
@@ -30,6 +39,9 @@ class LLM:
     model: local folder, hub id, or "demo" for the bundled model. Other options are those of `EngineConfig`. With
     `parallel`, Ray is used as it is running or as RAY_ADDRESS says, and started on this machine otherwise.
     Raises ConfigError and CheckpointError; with `parallel` also PlacementError and UnsupportedModelError.
+
+    `generate`, `chat` and `stream` may be called from any thread; requests of all calls run together. An exception in a
+    call, such as KeyboardInterrupt, aborts the requests of that call only.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
@@ -37,7 +49,12 @@ class LLM:
         config = EngineConfig(model=path, **options)
         self._resources = ExitStack()
         self.engine: Engine | Replicas = load_engine(config) if config.parallel is None else self._pipeline(config)
-        self._num_requests = 0
+        self._tokenizer = _for_callers(self.engine.tokenizer)
+        self._loop = EngineLoop(self.engine)
+        self._request_numbers = itertools.count(1)
+        self._shutdown_lock = threading.RLock()
+        self._is_shut_down = False
+        weakref.finalize(self, self._loop.stop)  # else the thread would keep the model in memory
 
     @property
     def config(self) -> EngineConfig:
@@ -49,9 +66,15 @@ class LLM:
         return self.engine.stats
 
     @property
+    def loop(self) -> EngineLoop:
+        """The thread that runs the engine. All calls submit their requests to it."""
+        return self._loop
+
+    @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        assert self.engine.tokenizer is not None
-        return self.engine.tokenizer
+        """For the caller's use. Its chat template is the one that `chat` uses."""
+        assert self._tokenizer is not None
+        return self._tokenizer
 
     def generate(
         self,
@@ -60,51 +83,57 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete prompts: texts, or {"prompt_token_ids": [...]}. Outputs come in the order of the prompts.
 
-        A prompt that cannot be completed yields an output with `error` set; the others are not affected.
+        A prompt that cannot be completed yields an output with `error` set; the others are not affected. Raises
+        ConfigError for other misuse, and EngineDeadError if `shutdown` is called meanwhile.
         """
-        many = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        each = self._params_of(params, len(many))
-        requests = [self._request(prompt, one) for prompt, one in zip(many, each, strict=True)]
-        outputs = {output.request_id: output for output in self.stream(requests)}
-        return [outputs[request.request_id] for request in requests]
+        many = _prompts_of(prompts)
+        each = _params_of(params, len(many))
+        return self._complete([self._request(prompt, one) for prompt, one in zip(many, each, strict=True)])
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, through the tokenizer's chat template."""
-        many = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
-        return self.generate([{"prompt_token_ids": self.chat_tokens(one)} for one in many], params)  # type: ignore[arg-type]
+        """Answer one conversation or several, through the tokenizer's chat template.
+
+        Errors are as in `generate`. Raises ConfigError when the tokenizer has no chat template.
+        """
+        many = _conversations_of(messages)
+        each = _params_of(params, len(many))
+        return self._complete([self._chat_request(one, its) for one, its in zip(many, each, strict=True)])
 
     def chat_tokens(self, messages: Sequence[Message]) -> list[int]:
-        """Prompt tokens of a conversation. Raises ConfigError when the tokenizer has no chat template."""
+        """Prompt tokens of a conversation. Raises InvalidMessagesError, and ConfigError when the tokenizer has no chat
+        template."""
         if not self.tokenizer.chat_template:
             raise ConfigError(f"the tokenizer of {self.config.model!r} has no chat template: use generate()")
-        conversation = [dict(message) for message in messages]
-        encoded: Any = self.tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=True)
-        return list(encoded["input_ids"])
+        assert self.engine.tokenizer is not None
+        return conversation_tokens(messages, self.engine.tokenizer, self.tokenizer.get_chat_template())
 
-    def stream(self, requests: Iterable[Request]) -> Iterator[RequestOutput]:
-        """Run requests as they come; yields each as it finishes. Takes no more of them than keep the engine busy."""
-        engine, source = self.engine, iter(requests)
-        exhausted = False
-        while not exhausted or engine.has_unfinished:
-            while not exhausted and engine.num_unfinished < engine.num_wanted:
-                request = next(source, None)
-                if request is None:
-                    exhausted = True
-                    break
-                try:
-                    engine.add(request)
-                except (RequestError, StageLostError) as error:
-                    yield RequestOutput.refused(request, error)
-            yield from engine.step()
+    def stream(self, requests: Iterable[Request]) -> Generator[RequestOutput, None, None]:
+        """Run requests as they come; yields each as it finishes. Takes no more of them than keep the engine busy.
+
+        Closing the generator aborts what is unfinished. Request ids are the caller's and need not be unique. Raises
+        ConfigError for what is no request.
+        """
+        self._require_open()
+        if isinstance(requests, str | Mapping) or not isinstance(requests, Iterable):
+            raise ConfigError(f"requests is {reprlib.repr(requests)}: give Request objects, or use generate()")
+        return self._run(_checked(requests))
 
     def shutdown(self) -> None:
-        """Abort what is running and end the processes that hold the model, where there are any."""
-        self.engine.shutdown()
-        self._resources.close()
+        """Abort what is running and end the processes that hold the model, where there are any.
+
+        Calls that are under way raise EngineDeadError, later ones ConfigError.
+        """
+        with self._shutdown_lock:
+            self._is_shut_down = True
+            self._loop.stop()
+            try:
+                self.engine.shutdown()
+            finally:
+                self._resources.close()
 
     def _pipeline(self, config: EngineConfig) -> Engine | Replicas:
         # Imported here, so that a model in one process never needs Ray.
@@ -125,27 +154,123 @@ class LLM:
     ) -> None:
         self.shutdown()
 
-    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
-        self._num_requests += 1
-        name = f"request-{self._num_requests}"
-        if isinstance(prompt, str):
-            return Request(request_id=name, params=params, prompt=prompt)
-        unknown = set(prompt) - {"prompt", "prompt_token_ids"}
-        if unknown:
-            raise ConfigError(f"a prompt has the key {min(unknown)!r}; give 'prompt' or 'prompt_token_ids'")
-        return Request(
-            request_id=name,
-            params=params,
-            prompt=prompt.get("prompt"),
-            prompt_token_ids=prompt.get("prompt_token_ids"),
-        )
+    def _request(self, prompt: Any, params: SamplingParams) -> Request:
+        """Of whatever was given; the engine refuses what is no prompt."""
+        name = f"request-{next(self._request_numbers)}"
+        if isinstance(prompt, Mapping) and set(prompt) <= {"prompt", "prompt_token_ids"}:
+            return Request(request_id=name, params=params, **prompt)
+        return Request(request_id=name, params=params, prompt=prompt)
 
-    @staticmethod
-    def _params_of(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-        if params is None:
-            params = SamplingParams()
-        if isinstance(params, SamplingParams):
-            return [params] * count
-        if len(params) != count:
-            raise ConfigError(f"{len(params)} sampling params for {count} prompts: give one, or one for each")
-        return list(params)
+    def _chat_request(self, messages: Sequence[Message], params: SamplingParams) -> Request | RequestOutput:
+        """The output of a conversation that cannot be a prompt."""
+        try:
+            return self._request({"prompt_token_ids": self.chat_tokens(messages)}, params)
+        except RequestError as error:
+            return RequestOutput.refused(self._request(None, params), error)
+
+    def _complete(self, asked: Sequence[Request | RequestOutput]) -> list[RequestOutput]:
+        """In their order."""
+        outputs = {one.request_id: one for one in asked if isinstance(one, RequestOutput)}
+        with closing(self.stream(one for one in asked if isinstance(one, Request))) as stream:
+            outputs |= {output.request_id: output for output in stream}
+        return [outputs[one.request_id] for one in asked]
+
+    def _run(self, source: Iterator[Request]) -> Generator[RequestOutput, None, None]:
+        arrived: queue.SimpleQueue[RequestOutput | Future[RequestOutput]] = queue.SimpleQueue()
+        running: dict[Future[RequestOutput], Request] = {}
+        try:
+            while True:
+                taken = list(itertools.islice(source, self.engine.num_wanted - len(running)))
+                running |= zip(self._submit(taken, arrived), taken, strict=True)
+                if not running:
+                    return
+                news = arrived.get()
+                yield news if isinstance(news, RequestOutput) else _outcome(news, running.pop(news))
+        finally:
+            for future in running:
+                future.cancel()
+
+    def _submit(
+        self, requests: Sequence[Request], arrived: queue.SimpleQueue[RequestOutput | Future[RequestOutput]]
+    ) -> list[Future[RequestOutput]]:
+        """arrived: takes what is new of requests that stream, and the futures that are done."""
+        try:
+            futures = self._loop.submit_all(requests, arrived.put)
+        except EngineDeadError as death:
+            if not isinstance(death.__cause__, StageLostError):
+                raise
+            futures = [_failed(death) for _ in requests]
+        for future in futures:
+            future.add_done_callback(arrived.put)
+        return futures
+
+    def _require_open(self) -> None:
+        if self._is_shut_down:
+            raise ConfigError(f"this LLM of {self.config.model!r} has been shut down: load the model again")
+
+
+def _for_callers(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase | None:
+    """A fast tokenizer keeps the settings of a call, and another thread's text would be truncated by them. So callers
+    do not get the tokenizer that the engine uses."""
+    return copy.deepcopy(tokenizer) if tokenizer is not None and tokenizer.is_fast else tokenizer
+
+
+def _failed(error: Exception) -> Future[RequestOutput]:
+    future: Future[RequestOutput] = Future()
+    future.set_exception(error)
+    return future
+
+
+def _outcome(future: Future[RequestOutput], request: Request) -> RequestOutput:
+    """What became of a request. Raises what ended the engine."""
+    death = future.exception()
+    if death is None:
+        return future.result()
+    if isinstance(death.__cause__, StageLostError):
+        return RequestOutput.refused(request, death.__cause__)
+    raise death.__cause__ or death
+
+
+def _checked(requests: Iterable[Any]) -> Iterator[Request]:
+    for request in requests:
+        if not isinstance(request, Request):
+            raise ConfigError(f"a request is {reprlib.repr(request)}: give a Request, or use generate()")
+        if not isinstance(request.params, SamplingParams):
+            raise ConfigError(f"the params of a request are {reprlib.repr(request.params)}: give SamplingParams(...)")
+        yield request
+
+
+def _prompts_of(prompts: Any) -> list[Any]:
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        raise ConfigError(
+            f"prompts is {reprlib.repr(prompts)}: give a text, {{'prompt_token_ids': [...]}}, or a list of these"
+        )
+    return list(prompts)
+
+
+def _conversations_of(messages: Any) -> list[Any]:
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
+        raise ConfigError(
+            f"messages is {reprlib.repr(messages)}: give a list of {{'role': 'user', 'content': 'text'}}, or a list "
+            "of such lists"
+        )
+    many = list(messages)
+    return [many] if many and isinstance(many[0], Mapping) else many
+
+
+def _params_of(params: Any, count: int) -> list[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    each = list(params) if isinstance(params, Iterable) and not isinstance(params, str | bytes | Mapping) else [params]
+    for one in each:
+        if not isinstance(one, SamplingParams):
+            raise ConfigError(
+                f"params has {reprlib.repr(one)}: give SamplingParams(...), or a list with one for each prompt"
+            )
+    if len(each) != count:
+        raise ConfigError(f"{len(each)} sampling params for {count} prompts: give one, or one for each")
+    return each

@@ -1,75 +1,62 @@
-"""The nouns every floor shares: plans, outputs, errors. Standard library only."""
+"""The nouns that every floor shares: plans, requests, outputs. Standard library only."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
+
+from rayspec.errors import (
+    CheckpointError,
+    ConfigError,
+    EmptyPromptError,
+    InputFileError,
+    InvalidMessagesError,
+    InvalidTokenError,
+    NonFiniteLogitsError,
+    OutOfMemoryError,
+    PromptTooLongError,
+    RayspecError,
+    RequestError,
+    UnsupportedModelError,
+)
 
 if TYPE_CHECKING:
     from rayspec.config import SamplingParams
 
+__all__ = [  # the errors, too: programs import them from here
+    "CheckpointError",
+    "CompletionOutput",
+    "ConfigError",
+    "EmptyPromptError",
+    "EngineLoad",
+    "EngineStats",
+    "FinishReason",
+    "InputFileError",
+    "InvalidMessagesError",
+    "InvalidTokenError",
+    "Logprob",
+    "NonFiniteLogitsError",
+    "OutOfMemoryError",
+    "Plan",
+    "PlanRecord",
+    "PromptTooLongError",
+    "RayspecError",
+    "Request",
+    "RequestError",
+    "RequestMetrics",
+    "RequestOutput",
+    "UnsupportedModelError",
+    "no_draft",
+]
+
 FinishReason = Literal["stop", "length", "abort", "error"]
+Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
-class RayspecError(Exception):
-    """Base of every error rayspec raises on purpose. `kind` is stable: it is what reports and output rows show."""
-
-    kind: ClassVar[str] = "internal"
-
-
-class ConfigError(RayspecError, ValueError):
-    """An option is unknown or has a value that cannot work."""
-
-    kind = "config"
-
-
-class CheckpointError(RayspecError):
-    """The model or tokenizer could not be loaded completely."""
-
-    kind = "checkpoint"
-
-
-class UnsupportedModelError(RayspecError):
-    """The architecture cannot be run the way that was asked for."""
-
-    kind = "unsupported_model"
-
-
-class RequestError(RayspecError, ValueError):
-    """One request or one input row is at fault; the others go on."""
-
-    kind = "request"
-
-
-class EmptyPromptError(RequestError):
-    kind = "empty_prompt"
-
-
-class PromptTooLongError(RequestError):
-    kind = "prompt_too_long"
-
-
-class InvalidTokenError(RequestError):
-    kind = "invalid_token"
-
-
-class InputFileError(RequestError):
-    """A file or row of the input could not be read as what it should be."""
-
-    kind = "input"
-
-
-class NonFiniteLogitsError(RequestError):
-    """The model produced NaN or infinite logits for this sequence."""
-
-    kind = "non_finite_logits"
-
-
-class OutOfMemoryError(RequestError):
-    """The KV arena or the device cannot hold this sequence."""
-
-    kind = "out_of_memory"
+def role_for_template(role: str) -> str:
+    """Chat templates know the role "developer" by its older name."""
+    return "system" if role == "developer" else role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,8 +134,12 @@ class PlanRecord:
 
 @dataclass(slots=True, kw_only=True)
 class EngineStats:
-    """What an engine has done since it was made. Seconds are wall time inside the engine, summed over work that may
-    have been under way at the same time. num_replays: how often the stages had to be brought back.
+    """What an engine has done since it was made. num_replays: how often the stages had to be brought back.
+    num_lost_replicas: replicas that are lost for good.
+
+    Times are wall time in seconds. In one process `prefill_s`, `draft_s`, `verify_s` and `optimise_s` count no second
+    twice. In a pipeline `prefill_s` is the share of the prompts: works under way at the same time divide it evenly.
+    There `draft_s` and `verify_s` are times at the stage with the head, summed over rounds that may overlap.
     """
 
     num_prompt_tokens: int = 0
@@ -159,6 +150,7 @@ class EngineStats:
     num_accepted_tokens: int = 0
     num_preemptions: int = 0
     num_replays: int = 0
+    num_lost_replicas: int = 0
     prefill_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0
@@ -200,7 +192,10 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logprob:
-    """Log-probability of one token under the model's raw distribution, and its rank (1 = most likely)."""
+    """Log-probability of one token under the model's raw distribution, and its rank (1 = most likely).
+
+    decoded_token: how the token reads (`decode.token_texts`). An output has it where the engine has a tokenizer.
+    """
 
     logprob: float
     rank: int
@@ -277,10 +272,11 @@ class RequestOutput:
     @classmethod
     def refused(cls, request: Request, error: RayspecError) -> RequestOutput:
         """The output of a request that never ran."""
+        token_ids = request.prompt_token_ids
         return cls(
             request_id=request.request_id,
             prompt=request.prompt,
-            prompt_token_ids=tuple(request.prompt_token_ids or ()),
+            prompt_token_ids=tuple(token_ids) if isinstance(token_ids, list | tuple) else (),
             outputs=[],
             finished=True,
             error=error,

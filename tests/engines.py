@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
+from typing_extensions import Self
 
 from rayspec.config import EngineConfig, SamplingParams
 from rayspec.decode.drafting.skip_draft import KeepDrafting, Turn
 from rayspec.decode.engine import Engine, Vocabulary
+from rayspec.decode.passes import Pass
 from rayspec.decode.questions import Knapsack
 from rayspec.decode.rounds import Result, Round, RoundResult, Work
 from rayspec.decode.runner import Runner
 from rayspec.decode.scheduler import Scheduler
 from rayspec.decode.selection.base import FixedPlan, Search, Selector, Situation
 from rayspec.decode.stages import LocalStages, Stages
+from rayspec.decode.stopwatch import Stopwatch
 from rayspec.model.architecture import Decomposition
 from rayspec.model.kv_arena import KVArena
 from rayspec.types import Plan, PlanRecord, Request, RequestOutput, no_draft
@@ -99,6 +104,7 @@ def engine_with(
     verification: str = "coupled",
     max_draft_tokens: int = 6,
     num_beside: int = 0,
+    clock: Callable[[], float] = time.perf_counter,
     **options: Any,
 ) -> Engine:
     """An engine like `load_engine`'s over parts that are loaded already. No selector: plain decoding."""
@@ -121,6 +127,7 @@ def engine_with(
         vocab_size=vocab_size,
         verification=verification,  # type: ignore[arg-type]
         num_tap_tokens=config.num_tap_tokens,
+        clock=clock,
     )
     return Engine(
         config,
@@ -137,7 +144,55 @@ def engine_with(
         vocabulary=Vocabulary(size=vocab_size, eos_token_ids=tuple(eos)),
         max_model_len=max_model_len,
         tokenizer=tokenizer,
+        clock=clock,
     )
+
+
+@dataclass(slots=True)
+class QueuedEvent:
+    """A point in the queue of a device that `clock` is of."""
+
+    clock: RowClock
+    reached_s: float
+
+    def synchronize(self) -> None:
+        self.clock.now_s = max(self.clock.now_s, self.reached_s)
+
+    def elapsed_time(self, end_event: Self) -> float:
+        return 1000 * (end_event.reached_s - self.reached_s)
+
+
+class RowClock:
+    """A clock that stands still but for passes: each row of a pass takes the device a second.
+
+    behind: the device works behind the host, like a GPU; the host waits for it where logits become tokens.
+    """
+
+    def __init__(self, *, behind: bool = False) -> None:
+        self.now_s = self._done_s = 0.0
+        self._behind = behind
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def count(self, stages: LocalStages) -> LocalStages:
+        """The stages, whose passes move this clock from now on."""
+        run, logits = stages.span.run, stages.head.logits
+
+        def counted(work: Pass, hidden: Tensor | None = None) -> Tensor:
+            self._done_s = max(self.now_s, self._done_s) + len(work.token_ids)
+            if not self._behind:
+                self.now_s = self._done_s
+            return run(work, hidden)
+
+        def waited(hidden: Tensor) -> Tensor:
+            self.now_s = max(self.now_s, self._done_s)
+            return logits(hidden)
+
+        stages.span.run, stages.head.logits = counted, waited  # type: ignore[method-assign]
+        if self._behind:
+            stages._stopwatch = Stopwatch(self, lambda: QueuedEvent(self, max(self.now_s, self._done_s)))
+        return stages
 
 
 def requests_for(

@@ -61,6 +61,8 @@ def test_the_model_is_required() -> None:
 
 
 def test_skip_belongs_to_the_static_strategy() -> None:
+    with pytest.raises(ConfigError, match=r"strategy 'static' needs option 'skip'.*: name them"):
+        SpeculationOptions(strategy="static")
     assert SpeculationOptions(strategy="static", skip=(1, 3)).skip == (1, 3)
     with pytest.raises(ConfigError, match="'skip' works with strategy 'static' only, not 'knapspec'"):
         SpeculationOptions(skip=(1,))
@@ -142,6 +144,21 @@ def test_min_tokens_beyond_max_tokens_is_refused() -> None:
 @pytest.mark.parametrize(("given", "kept"), [(None, ()), ("end", ("end",)), (["a", "b"], ("a", "b"))])
 def test_stop_is_one_string_or_many(given: Any, kept: tuple[str, ...]) -> None:
     assert SamplingParams(stop=given).stop == kept
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"top_k": 2**70}, {"max_tokens": 2**63}, {"stop_token_ids": [1, -(2**70)]}, {"logit_bias": {2**64: 1.0}}],
+)
+def test_integers_travel_to_other_processes_in_64_bits(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"option '{next(iter(options))}' is -?\d+: it must fit 64 bits"):
+        SamplingParams(**options)
+
+
+@pytest.mark.parametrize("stop", [5, 1.5, {"a": 1}])
+def test_what_is_no_stop_is_told_what_to_give(stop: Any) -> None:
+    with pytest.raises(ConfigError, match=r"option 'stop' is .*: give a text or a list of texts"):
+        SamplingParams(stop=stop)
 
 
 def test_nothing_stands_for_no_stop_tokens_and_no_bias() -> None:

@@ -1,10 +1,12 @@
-"""Imports point down only, and each floor keeps to the libraries it may use."""
+"""Imports point down only and form no circle, and each floor keeps to the libraries that it may use."""
 
 from __future__ import annotations
 
 import ast
+import graphlib
+import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,7 +26,7 @@ class Floor:
     only: frozenset[str] | None = field(default=None)
 
 
-BASEMENT = frozenset({"rayspec.config", "rayspec.types"})
+BASEMENT = frozenset({"rayspec.config", "rayspec.errors", "rayspec.types"})
 PLANNING = BASEMENT | {"rayspec.planning"}
 MODEL = PLANNING | {"rayspec.model"}
 DECODE = MODEL | {"rayspec.decode"}
@@ -32,6 +34,7 @@ NO_RAY = frozenset({"ray"})
 EVERYTHING = DECODE | {"rayspec", "rayspec.llm", "rayspec.demo", "rayspec.pipeline", "rayspec.service"}
 
 FLOORS = (
+    Floor(name="rayspec.errors", below=frozenset(), only=frozenset()),
     Floor(name="rayspec.types", below=BASEMENT, only=frozenset()),
     Floor(name="rayspec.config", below=BASEMENT, only=frozenset({"pydantic", "typing_extensions"})),
     Floor(name="rayspec.planning", below=PLANNING, only=frozenset({"numpy", "typing_extensions"})),
@@ -53,16 +56,51 @@ NEEDS_NO_MODEL = ("rayspec/demo/__init__.py", "rayspec/demo/corpus.py")
 
 def violations(path: str, source: str) -> list[str]:
     """What the module at `path` (as rayspec/planning/knapsack.py) imports and must not."""
-    module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    module = _module(path)
     if module.split(".")[0] == "rayspec" and module != "rayspec" and _floor(module).name == "rayspec":
         return [f"{path}: stands on no floor; name its floor in this test"]
     floor = _floor(module)
-    package = module if path.endswith("__init__.py") else module.rpartition(".")[0]
     return [
         f"{path}:{line}: {floor.name} must not import {name}"
-        for line, name in _imports(ast.parse(source), package)
+        for line, name in _imports(ast.parse(source), _package(path))
         if not _allowed(floor, path, name)
     ]
+
+
+def circle(sources: Mapping[str, str]) -> list[str] | None:
+    """Modules of which each imports the next, the last is the first again; None if there is no such circle.
+
+    sources: the source of each module, by its path. Imports inside functions and under TYPE_CHECKING count. The
+    implicit import of a parent package does not.
+    """
+    modules = {_module(path) for path in sources}
+    graph = {_module(path): _imported(path, source, modules) for path, source in sources.items()}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(reversed(error.args[1]))
+    return None
+
+
+def _imported(path: str, source: str, modules: set[str]) -> set[str]:
+    """The modules among `modules` that the module at `path` imports; `from package import module` is one of them."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            origin = _source(node, _package(path))
+            names = [f"{origin}.{alias.name}" for alias in node.names]
+            found.update(name if name in modules else origin for name in names)
+    return found & modules
+
+
+def _module(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def _package(path: str) -> str:
+    return _module(path) if path.endswith("__init__.py") else _module(path).rpartition(".")[0]
 
 
 def _floor(module: str) -> Floor:
@@ -88,9 +126,13 @@ def _imports(tree: ast.Module, package: str) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, name) for name in _from_names(node, package))
 
 
-def _from_names(node: ast.ImportFrom, package: str) -> list[str]:
+def _source(node: ast.ImportFrom, package: str) -> str:
     parents = package.rsplit(".", node.level - 1)[0].split(".") if node.level else []
-    source = ".".join([*parents, *([node.module] if node.module else [])])
+    return ".".join([*parents, *([node.module] if node.module else [])])
+
+
+def _from_names(node: ast.ImportFrom, package: str) -> list[str]:
+    source = _source(node, package)
     if source != "rayspec":
         return [source]
     # `from rayspec import demo` is an import of rayspec.demo; of a name that is no module, one of rayspec itself.
@@ -99,21 +141,66 @@ def _from_names(node: ast.ImportFrom, package: str) -> list[str]:
     return [name if name in known else "rayspec" for name in names]
 
 
-def test_the_tree_keeps_its_floors() -> None:
+def _tree() -> dict[str, str]:
     paths = [path for folder in ("rayspec", "jobs") for path in sorted((ROOT / folder).rglob("*.py"))]
     assert len(paths) > 20
-    found = [
-        violation
-        for path in paths
-        for violation in violations(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8"))
-    ]
+    return {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in paths}
+
+
+def test_the_tree_keeps_its_floors() -> None:
+    found = [violation for path, source in _tree().items() for violation in violations(path, source)]
     assert not found, "\n".join(found)
+
+
+def test_no_modules_import_each_other() -> None:
+    found = circle(_tree())
+    assert found is None, " imports ".join(found or [])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import rayspec.model.b",
+        "from rayspec.model.b import name",
+        "from rayspec.model import b",
+        "from . import b",
+        "from .b import name",
+        "def f():\n    from rayspec.model.b import name",
+        "if TYPE_CHECKING:\n    from rayspec.model.b import Name",
+    ],
+)
+@pytest.mark.parametrize("back", ["import rayspec.model.a", "from rayspec.model import a, name"])
+def test_a_planted_circle_is_found(source: str, back: str) -> None:
+    sources = {"rayspec/model/a.py": source, "rayspec/model/b.py": back}
+    found = circle(sources)
+    assert found in (
+        ["rayspec.model.a", "rayspec.model.b", "rayspec.model.a"],
+        ["rayspec.model.b", "rayspec.model.a", "rayspec.model.b"],
+    )
+
+
+def test_a_circle_of_three_is_told_in_the_order_of_its_imports() -> None:
+    found = circle({"x/a.py": "import x.b", "x/b.py": "import x.c", "x/c.py": "import x.a", "x/__init__.py": ""})
+    assert found is not None
+    assert found[0] == found[-1]
+    assert dict(itertools.pairwise(found)) == {"x.a": "x.b", "x.b": "x.c", "x.c": "x.a"}
+
+
+def test_a_module_may_import_its_package_and_be_imported_by_others() -> None:
+    sources = {
+        "x/__init__.py": "",
+        "x/a.py": "import x\nfrom x import b\nfrom x.b import name",
+        "x/b.py": "from x import name\nimport torch",
+        "x/c.py": "from x import a, b",
+    }
+    assert circle(sources) is None
 
 
 @pytest.mark.parametrize(
     ("path", "source"),
     [
         ("rayspec/types.py", "import numpy"),
+        ("rayspec/errors.py", "from rayspec.types import Plan"),
         ("rayspec/config.py", "import torch"),
         ("rayspec/config.py", "from rayspec.planning import knapsack"),
         ("rayspec/planning/knapsack.py", "import torch.nn"),

@@ -1,6 +1,15 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+import os
+import re
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +17,8 @@ import pytest
 import torch
 
 from rayspec import LLM, SamplingParams, demo
+from rayspec.decode.engine_loop import EngineDeadError
+from rayspec.decode.stages import StageLostError
 from rayspec.types import (
     CheckpointError,
     ConfigError,
@@ -15,11 +26,15 @@ from rayspec.types import (
     InvalidTokenError,
     PromptTooLongError,
     Request,
+    RequestError,
+    RequestOutput,
 )
 from tests.demo_model import EOS, demo_tokenizer
 from tests.families import build, cases, checkpoint, greedy
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
+ENDLESS = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
+SHORT = GREEDY.replace(max_tokens=6)
 OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len": 1024, "kv_cache_tokens": 2048}
 STATIC = {"strategy": "static", "skip": [13, 14, 18], "max_draft_tokens": 4}
 
@@ -111,15 +126,181 @@ def test_a_stream_takes_no_more_than_it_can_use(llm: LLM) -> None:
     assert sorted(names) == sorted(f"s{index}" for index in range(30))
 
 
-def test_a_stream_that_is_left_can_be_shut_down(llm: LLM) -> None:
-    stream = llm.stream(
-        Request(request_id=f"t{index}", params=GREEDY, prompt_token_ids=[30 + index]) for index in range(9)
-    )
-    next(stream)
-    assert llm.engine.has_unfinished
-    llm.shutdown()
-    assert not llm.engine.has_unfinished
-    assert llm.generate("again", GREEDY.replace(max_tokens=2))[0].error is None
+def _requests(prompts: Iterable[list[int]], params: SamplingParams) -> Iterator[Request]:
+    for index, prompt in enumerate(prompts):
+        yield Request(request_id=str(index), params=params, prompt_token_ids=prompt)
+
+
+def _wait_until_idle(llm: LLM) -> None:
+    deadline = time.monotonic() + 10
+    while llm.engine.has_unfinished:
+        assert time.monotonic() < deadline, "requests were not aborted"
+        time.sleep(0.01)
+
+
+def _tokens(outputs: Iterable[RequestOutput]) -> list[list[Sequence[int]]]:
+    return [[one.token_ids for one in output.outputs] for output in outputs]
+
+
+def test_a_stream_that_is_closed_aborts_its_requests(llm: LLM) -> None:
+    prompts = [[30 + index] for index in range(9)]
+    short = Request(request_id="short", params=GREEDY.replace(max_tokens=2), prompt_token_ids=[30])
+    with closing(llm.stream([short, *_requests(prompts, ENDLESS)])) as stream:
+        assert next(stream).request_id == "short"
+        assert llm.engine.has_unfinished
+    _wait_until_idle(llm)
+
+
+def test_streams_at_the_same_time_may_use_the_same_ids(llm: LLM) -> None:
+    prompts = [[30 + index] for index in range(10)]
+    expected = _tokens(llm.generate([{"prompt_token_ids": one} for one in prompts], SHORT))
+    first, second = (llm.stream(_requests(some, SHORT)) for some in (prompts[:5], prompts[5:]))
+    outputs = [output for both in zip(first, second, strict=True) for output in both]
+    assert {tuple(one.prompt_token_ids): _tokens([one])[0] for one in outputs} == {
+        tuple(prompt): one for prompt, one in zip(prompts, expected, strict=True)
+    }
+    assert sorted(one.request_id for one in outputs) == sorted([*map(str, range(5))] * 2)
+
+
+def test_a_streaming_request_comes_in_pieces(llm: LLM) -> None:
+    (whole,) = llm.generate({"prompt_token_ids": [30]}, GREEDY)
+    pieces = list(llm.stream([Request(request_id="p", params=GREEDY, prompt_token_ids=[30], stream=True)]))
+    assert len(pieces) > 2
+    assert [piece.finished for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert "".join(one.text for piece in pieces for one in piece.outputs) == whole.outputs[0].text
+
+
+def test_calls_from_many_threads_get_their_own_outputs(llm: LLM) -> None:
+    """Of every kind, good and bad, as one after another."""
+    documents = _messages(3)
+    sampled = SamplingParams(temperature=1.0, n=2, max_tokens=6, seed=7, logprobs=1)
+
+    def generate(number: int) -> Any:
+        prompts: list[Any] = [{"prompt_token_ids": [40 + number + index]} for index in range(4)]
+        return _tokens(llm.generate([*prompts, "", "\ud800", 5], [*[SHORT, sampled] * 2, *[SHORT] * 3]))
+
+    def chat(number: int) -> Any:
+        outputs = llm.chat([documents[number % 3], [{"role": "nobody", "content": "x"}]], sampled)
+        return [one.logprobs for output in outputs for one in output.outputs]
+
+    def stream(number: int) -> Any:
+        outputs = llm.stream(_requests([[50 + number], [], [60 + number]], SHORT))
+        return sorted((output.request_id, _tokens([output])) for output in outputs)
+
+    def closed_stream(number: int) -> Any:
+        short = Request(request_id="short", params=SHORT, prompt_token_ids=[50 + number])
+        with closing(llm.stream([short, *_requests([[60 + number]], ENDLESS)])) as outputs:
+            return _tokens([next(outputs)])
+
+    works = [(work, number) for number in range(3) for work in (generate, chat, stream, closed_stream)]
+    expected = [work(number) for work, number in works]
+    with ThreadPoolExecutor(len(works)) as pool:
+        assert list(pool.map(lambda one: one[0](one[1]), works)) == expected
+    _wait_until_idle(llm)
+
+
+def test_an_interrupt_aborts_the_requests_of_its_call(llm: LLM) -> None:
+    others: list[RequestOutput] = []
+    other = threading.Thread(target=lambda: others.extend(llm.generate({"prompt_token_ids": [30]}, GREEDY)))
+
+    def interrupt() -> None:
+        while llm.engine.num_unfinished < 5:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    interrupter = threading.Thread(target=interrupt)
+    other.start()
+    interrupter.start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([{"prompt_token_ids": [31]}] * 20, ENDLESS)
+    interrupter.join()
+    other.join()
+    assert others[0].error is None
+    _wait_until_idle(llm)
+
+
+def test_an_error_of_the_source_of_a_stream_ends_the_stream(llm: LLM) -> None:
+    def requests() -> Iterator[Request]:
+        yield from _requests([[30], [31]], ENDLESS)
+        raise LookupError("no more rows")
+
+    with pytest.raises(LookupError, match="no more rows"):
+        list(llm.stream(requests()))
+    _wait_until_idle(llm)
+
+
+def test_an_exception_of_the_engine_reaches_all_callers() -> None:
+    with LLM("demo", speculation=STATIC, **OPTIONS) as one:
+        step, failure, barrier = one.engine.step, RuntimeError("the device is gone"), threading.Barrier(3)
+
+        def fail_with_three() -> list[RequestOutput]:
+            if one.engine.num_unfinished == 3:
+                raise failure
+            return step()
+
+        one.engine.step = fail_with_three  # type: ignore[method-assign]
+
+        def call(number: int) -> BaseException | None:
+            barrier.wait()
+            try:
+                one.generate({"prompt_token_ids": [30 + number]}, ENDLESS)
+            except RuntimeError as error:
+                return error
+            return None
+
+        with ThreadPoolExecutor(3) as pool:
+            assert list(pool.map(call, range(3))) == [failure] * 3
+        with pytest.raises(EngineDeadError, match="the device is gone"):
+            one.generate("again", GREEDY)
+
+
+def test_when_the_model_is_lost_every_request_says_so() -> None:
+    with LLM("demo", speculation=STATIC, **OPTIONS) as one:
+        lost = StageLostError("stage-1 is gone")
+
+        def add(_: Request) -> None:
+            raise lost
+
+        one.engine.add = add  # type: ignore[method-assign]
+        for _ in range(2):
+            assert [output.error for output in one.generate(["a", "b"], GREEDY)] == [lost, lost]
+
+
+def test_a_shutdown_ends_calls_that_are_under_way_and_refuses_later_ones() -> None:
+    one = LLM("demo", speculation=STATIC, **OPTIONS)
+    left = one.stream(_requests([[30]], ENDLESS))
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(one.generate, [{"prompt_token_ids": [30]}] * 20, ENDLESS)
+        while not one.engine.has_unfinished:
+            time.sleep(0.01)
+        one.shutdown()
+        with pytest.raises(EngineDeadError, match="it was stopped"):
+            call.result(10)
+    assert not one.engine.has_unfinished
+    with pytest.raises(EngineDeadError, match="it was stopped"):
+        next(left)
+    for use in (lambda: one.generate("again"), lambda: one.chat(_messages(1)[0]), lambda: one.stream([])):
+        with pytest.raises(ConfigError, match="has been shut down: load the model again"):
+            use()
+    one.shutdown()
+
+
+def test_a_model_that_nobody_refers_to_is_freed() -> None:
+    one = LLM("demo", speculation=STATIC, **OPTIONS)
+    one.generate("text", GREEDY.replace(max_tokens=2))
+    engine = weakref.ref(one.engine)
+    del one
+    gc.collect()
+    assert engine() is None
+
+
+def test_settings_of_the_callers_tokenizer_do_not_change_prompts(llm: LLM) -> None:
+    """transformers keeps the settings of a call until the next one, and threads share them."""
+    text = "The fee was paid in May."
+    llm.tokenizer.backend_tokenizer.enable_truncation(2)
+    assert llm.engine.tokenizer is not None
+    assert llm.engine.tokenizer.backend_tokenizer.truncation is None
+    assert len(llm.generate(text, GREEDY.replace(max_tokens=1))[0].prompt_token_ids) > 2
 
 
 def test_the_options_in_force_are_shown(llm: LLM) -> None:
@@ -181,9 +362,114 @@ def test_what_cannot_work_is_refused(options: dict[str, Any], error: type[Except
         LLM(**values)
 
 
-def test_unknown_prompt_keys_are_refused(llm: LLM) -> None:
-    with pytest.raises(ConfigError, match="prompt_tokens"):
-        llm.generate({"prompt_tokens": [1]}, GREEDY)
+@pytest.mark.parametrize(
+    ("prompt", "error", "message"),
+    [
+        ("\ud800", RequestError, r"'\\ud800' at index 0.*surrogate"),
+        (5, RequestError, "the prompt is 5: give a text"),
+        (None, RequestError, "the prompt is None: give a text"),
+        ([5, 6], RequestError, r"the prompt is \[5, 6\]: give a text, or .*prompt_token_ids"),
+        (b"text", RequestError, "the prompt is b'text'"),
+        ({"prompt_tokens": [1]}, RequestError, "prompt_tokens.*give a text, or .*'prompt_token_ids'"),
+        ({}, RequestError, "the prompt is"),
+        ({"prompt": 5}, RequestError, "the prompt is 5"),
+        ({"prompt_token_ids": 5}, RequestError, "prompt_token_ids is 5: give a list"),
+        ({"prompt_token_ids": "text"}, InvalidTokenError, "prompt token 't' is not an integer"),
+        ({"prompt_token_ids": [5, 1.7]}, InvalidTokenError, "prompt token 1.7 is not an integer"),
+        ({"prompt_token_ids": [True]}, InvalidTokenError, "prompt token True is not an integer"),
+        ({"prompt_token_ids": torch.tensor([0.5, 2.0])}, InvalidTokenError, "is not an integer"),
+    ],
+)
+def test_a_bad_prompt_is_an_output_with_an_error(llm: LLM, prompt: Any, error: type[Exception], message: str) -> None:
+    good, bad, other = llm.generate(["ok", prompt, {"prompt_token_ids": torch.tensor([5, 6])}], GREEDY)  # type: ignore[list-item]
+    assert good.error is None
+    assert (other.error, other.prompt_token_ids) == (None, (5, 6))
+    assert type(bad.error) is error
+    assert re.search(message, str(bad.error))
+    assert (bad.finished, bad.outputs) == (True, [])
+
+
+@pytest.mark.parametrize(
+    ("conversation", "message"),
+    [
+        ("hi", "the conversation is 'hi': give a list"),
+        (["hi"], "a message is 'hi'"),
+        ([], "empty conversation"),
+        ([{"role": "hacker", "content": "x"}], "the role of a message is 'hacker': give one of system, developer"),
+        ([{"content": "x"}], "the role of a message is None"),
+        ([{"role": ["user"], "content": "x"}], "the role of a message is"),
+        ([{"role": "user"}], "the content of a message is None"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "the content of a message is"),
+        ([{"role": "user", "content": "\udfff"}], "surrogate"),
+    ],
+)
+def test_a_bad_conversation_is_an_output_with_an_error(llm: LLM, conversation: Any, message: str) -> None:
+    good, bad = llm.chat([_messages(1)[0], conversation], GREEDY.replace(max_tokens=2))
+    assert good.error is None
+    assert isinstance(bad.error, RequestError)
+    assert message in str(bad.error)
+    assert bad.request_id != good.request_id
+
+
+def test_messages_mean_what_they_mean_at_the_endpoint(llm: LLM) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert llm.chat_tokens([{"role": "user", "content": parts}]) == llm.chat_tokens(
+        [{"role": "user", "content": "a\nb"}]
+    )
+    before = llm.tokenizer.chat_template
+    try:
+        llm.tokenizer.chat_template = "{{ messages[0].role }}"
+        for role, shown in (("developer", "system"), ("tool", "tool")):
+            tokens = llm.chat_tokens([{"role": role, "content": "x"}])
+            assert llm.tokenizer.decode(tokens) == shown
+        llm.tokenizer.chat_template = None
+        with pytest.raises(ConfigError, match=r"no chat template: use generate\(\)"):
+            llm.chat([{"role": "user", "content": "x"}])
+    finally:
+        llm.tokenizer.chat_template = before
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda llm: llm.generate(5), "prompts is 5: give a text"),
+        (lambda llm: llm.generate(None), "prompts is None: give a text"),
+        (lambda llm: llm.generate(b"text"), "prompts is b'text': give a text"),
+        (lambda llm: llm.generate("a", {"max_tokens": 5}), r"params has {'max_tokens': 5}: give SamplingParams\("),
+        (lambda llm: llm.generate("a", 5), r"params has 5: give SamplingParams\("),
+        (lambda llm: llm.generate(["a", "b"], [GREEDY, None]), r"params has None: give SamplingParams\("),
+        (lambda llm: llm.chat("hi"), "messages is 'hi': give a list"),
+        (lambda llm: llm.chat({"role": "user", "content": "x"}), "messages is {.*: give a list"),
+        (lambda llm: llm.stream(5), "requests is 5: give Request objects"),
+        (lambda llm: llm.stream("a"), "requests is 'a': give Request objects"),
+        (lambda llm: list(llm.stream(["a"])), r"a request is 'a': give a Request, or use generate\(\)"),
+        (
+            lambda llm: list(llm.stream([Request(request_id="a", params=5, prompt="a")])),
+            r"the params of a request are 5: give SamplingParams\(",
+        ),
+    ],
+)
+def test_a_call_with_arguments_of_another_type_says_what_to_give(
+    llm: LLM, call: Callable[[Any], Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        call(llm)
+    assert not llm.engine.has_unfinished
+
+
+def test_logprobs_have_the_texts_of_their_tokens(llm: LLM) -> None:
+    """A token that is a part of a character has its bytes."""
+    first, second, third = llm.tokenizer("世", add_special_tokens=False)["input_ids"]
+    params = GREEDY.replace(max_tokens=1, logprobs=3)
+    (output,) = llm.generate("The fee was paid in May. The report says", params)
+    rows = output.outputs[0].logprobs or []
+    assert (
+        "".join(rows[0][token].decoded_token or "" for token in output.outputs[0].token_ids) == output.outputs[0].text
+    )
+    assert all(one.decoded_token for one in rows[0].values())
+    for token, text in ((first, "bytes:\\xe4"), (second, "bytes:\\xb8"), (third, "bytes:\\x96")):
+        (output,) = llm.generate("a", params.replace(logit_bias={token: 100.0}))
+        assert (output.outputs[0].logprobs or [])[0][token].decoded_token == text
 
 
 def test_the_number_of_threads_is_set() -> None:

@@ -13,29 +13,30 @@ from functools import cache, partial
 from transformers import PreTrainedTokenizerBase
 
 from rayspec.config import EngineConfig
+from rayspec.decode.admission import admitted_tokens
 from rayspec.decode.drafting.lookahead import Guess
 from rayspec.decode.drafting.lookup import NOTHING, Proposal
 from rayspec.decode.drafting.skip_draft import Turn
 from rayspec.decode.head import Committed, Opening
 from rayspec.decode.questions import Answer, Question
-from rayspec.decode.rounds import Piece, Prefill, PrefillResult, Result, Round, RoundResult
+from rayspec.decode.rounds import Piece, Prefill, PrefillResult, Result, Round, RoundResult, Work
 from rayspec.decode.scheduler import Chunk, Move, Scheduler, Step, held
 from rayspec.decode.selection.base import Selector, Situation
 from rayspec.decode.selection.strategies import shortest_match
 from rayspec.decode.sequence import Detokenizer, SequenceState
 from rayspec.decode.stages import StageLostError, Stages, StagesReplacedError
 from rayspec.decode.taps import TapLog
+from rayspec.decode.time_shares import TimeShares
+from rayspec.decode.token_texts import TokenTexts
 from rayspec.planning.latency import LatencyModel
 from rayspec.types import (
     CompletionOutput,
-    EmptyPromptError,
     EngineLoad,
     EngineStats,
-    InvalidTokenError,
+    Logprob,
     NonFiniteLogitsError,
     OutOfMemoryError,
     Plan,
-    PromptTooLongError,
     RayspecError,
     Request,
     RequestError,
@@ -63,13 +64,15 @@ class _Live:
         return [news for sequence in self.sequences if (news := sequence.news()) is not None]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Flight:
-    """Work under way for a cohort, and what to do when it is done."""
+    """Work under way for a cohort, and what to do when it is done. share_s: its seconds, when it is done."""
 
     cohort: int
+    work_id: int
     future: Future[Result]
-    land: Callable[[Future[Result]], None]
+    land: Callable[[_Flight], None]
+    share_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +109,10 @@ class Engine:
         self._selector = selector
         self._vocabulary = vocabulary
         self._clock = clock
+        self._texts = TokenTexts(tokenizer) if tokenizer is not None else None
         self._live: dict[str, _Live] = {}
         self._flights: list[_Flight] = []
+        self._time_shares = TimeShares(clock)
         self._work_ids = itertools.count(1)
         self._sequence_ids = itertools.count(1)
         self._taps = TapLog(config.num_tap_tokens)
@@ -156,7 +161,7 @@ class Engine:
         return 2 * self.config.max_num_seqs
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises RequestError: the prompt is empty, too long, or not made of this model's tokens."""
+        """Queue a request. Raises RequestError: the prompt is not one, empty, too long, or has foreign tokens."""
         if request.request_id in self._live:
             raise RequestError(f"request id {request.request_id!r} is in use: give each request its own")
         live = _Live(request, self._tokens_of(request))
@@ -216,8 +221,10 @@ class Engine:
 
     def shutdown(self) -> None:
         """Abort everything and let the stages go."""
-        self.abort_all()
-        self._stages.shutdown()
+        try:
+            self.abort_all()
+        finally:
+            self._stages.shutdown()
 
     def _start_cohorts(self) -> None:
         for cohort in range(self._stages.num_cohorts):
@@ -241,10 +248,8 @@ class Engine:
             self._start_round(cohort, step.decode)
 
     def _start_prefill(self, cohort: int, chunks: Sequence[Chunk]) -> None:
-        started = self._clock()
         work = Prefill(id=next(self._work_ids), pieces=[_piece(chunk) for chunk in chunks])
-        land = partial(self._land_prefill, chunks, started)
-        self._flights.append(_Flight(cohort, self._stages.start(work), land))
+        self._take_off(cohort, work, partial(self._land_prefill, chunks))
 
     def _start_round(self, cohort: int, sequences: Sequence[SequenceState]) -> None:
         started = self._clock()
@@ -258,26 +263,37 @@ class Engine:
             keep_drafting=self._selector.keep_drafting(situation),
             num_taps=self._taps.capacity if self._selector.wants_taps else 0,
         )
-        land = partial(self._land_round, sequences, situation, work, started)
-        self._flights.append(_Flight(cohort, self._stages.start(work), land))
+        self._take_off(cohort, work, partial(self._land_round, sequences, situation, work, started))
+
+    def _take_off(self, cohort: int, work: Work, land: Callable[[_Flight], None]) -> None:
+        """In one process the work is done at once: its time ends here, before the next work begins."""
+        self._time_shares.begin(work.id)
+        flight = _Flight(cohort, work.id, self._stages.start(work), land)
+        self._flights.append(flight)
+        self._end_if_done(flight)
+
+    def _end_if_done(self, flight: _Flight) -> bool:
+        if flight.share_s is None and flight.future.done():
+            flight.share_s = self._time_shares.end(flight.work_id)
+        return flight.share_s is not None
 
     def _take_finished(self) -> None:
-        for flight in [flight for flight in self._flights if flight.future.done()]:
+        for flight in [flight for flight in self._flights if self._end_if_done(flight)]:
             self._flights.remove(flight)
-            flight.land(flight.future)
+            flight.land(flight)
             if not self._in_flight(flight.cohort):
                 for sequence in self._scheduler.members(flight.cohort):
                     if sequence.finished:
                         self._release(sequence)
 
-    def _land_prefill(self, chunks: Sequence[Chunk], started: float, future: Future[Result]) -> None:
-        result = self._result(future, [chunk.sequence for chunk in chunks])
+    def _land_prefill(self, chunks: Sequence[Chunk], flight: _Flight) -> None:
+        result = self._result(flight.future, [chunk.sequence for chunk in chunks])
         if isinstance(result, PrefillResult):
             for chunk, committed in zip(chunks, result.committed, strict=True):
                 chunk.sequence.num_computed += chunk.num_tokens
                 if committed is not None:
                     self._commit(chunk.sequence, committed)
-        self.stats.prefill_s += self._clock() - started
+        self.stats.prefill_s += flight.share_s or 0.0
 
     def _land_round(
         self,
@@ -285,9 +301,9 @@ class Engine:
         situation: Situation,
         work: Round,
         started: float,
-        future: Future[Result],
+        flight: _Flight,
     ) -> None:
-        result = self._result(future, sequences[-1:])
+        result = self._result(flight.future, sequences[-1:])
         if isinstance(result, RoundResult):
             num_tokens = 0
             for sequence, committed, drafted, num_accepted in zip(
@@ -297,13 +313,15 @@ class Engine:
                 num_tokens += self._commit(sequence, committed)
             self.stats.draft_s += result.draft_s
             self.stats.verify_s += result.verify_s
+            self.stats.prefill_s += result.queued_s
             self._taps.add(work.taps)
             for sequence in sequences:
                 if sequence.finished:
                     self._taps.drop(sequence.sequence_id)
             self._keep_branches(sequences, work, result)
             if num_tokens or not all(committed.finite for committed in result.committed):
-                self._selector.observe(situation, work.plan, result, num_tokens, self._clock() - started)
+                seconds = self._clock() - started - result.queued_s
+                self._selector.observe(situation, work.plan, result, num_tokens, seconds)
             self._improve(situation)
 
     def _keep_branches(self, sequences: Sequence[SequenceState], work: Round, result: RoundResult) -> None:
@@ -366,6 +384,7 @@ class Engine:
         """The stages hold nothing any more: open every sequence again; it is prefilled with its committed tokens."""
         lost = [*self._scheduler.running, *self._scheduler.waiting]
         self._flights.clear()
+        self._time_shares.clear()
         self._scheduler.restart()
         self._cancel_search()
         self._taps.clear()
@@ -379,6 +398,7 @@ class Engine:
 
     def _fail_all(self, error: StageLostError) -> None:
         self._flights.clear()
+        self._time_shares.clear()
         for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
             if not sequence.finished:
                 sequence.fail(error)
@@ -433,7 +453,7 @@ class Engine:
                 ),
             )
             return 0
-        num_tokens = sequence.commit(committed.token_ids, committed.logprobs)
+        num_tokens = sequence.commit(committed.token_ids, self._with_texts(committed.logprobs))
         self.stats.num_generated_tokens += num_tokens
         if sequence.metrics.first_token_s is None:
             sequence.metrics.first_token_s = self._clock()
@@ -453,26 +473,18 @@ class Engine:
             lengths[num_accepted] = lengths.get(num_accepted, 0) + 1
 
     def _tokens_of(self, request: Request) -> list[int]:
-        if request.prompt_token_ids is not None:
-            token_ids = [int(token) for token in request.prompt_token_ids]
-        elif request.prompt is None or self.tokenizer is None:
-            raise RequestError("the request has no prompt: give `prompt` (with a tokenizer) or `prompt_token_ids`")
-        else:
-            token_ids = self.tokenizer(request.prompt)["input_ids"]
-        if not token_ids:
-            raise EmptyPromptError("the prompt has zero tokens: give it some text")
-        if len(token_ids) >= self.max_model_len:
-            raise PromptTooLongError(
-                f"the prompt has {len(token_ids)} tokens, max_model_len is {self.max_model_len} with the output: "
-                "shorten or split it, or raise max_model_len"
-            )
-        foreign = [token for token in token_ids if not 0 <= token < self._vocabulary.size]
-        if foreign:
-            raise InvalidTokenError(
-                f"prompt token {foreign[0]} is outside the vocabulary of {self._vocabulary.size}: "
-                "use the model's own tokenizer"
-            )
-        return token_ids
+        return admitted_tokens(
+            request, self.tokenizer, vocab_size=self._vocabulary.size, max_model_len=self.max_model_len
+        )
+
+    def _with_texts(self, rows: Sequence[dict[int, Logprob]]) -> Sequence[dict[int, Logprob]]:
+        texts = self._texts
+        if texts is None:
+            return rows
+        return [
+            {token_id: replace(one, decoded_token=texts.text(token_id)) for token_id, one in row.items()}
+            for row in rows
+        ]
 
     def _new_sequence(self, live: _Live, index: int) -> SequenceState:
         params = live.request.params

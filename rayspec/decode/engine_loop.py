@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -14,7 +15,7 @@ from rayspec.types import RayspecError, Request, RequestError, RequestOutput
 
 
 class EngineDeadError(RayspecError):
-    """The engine's loop has ended; nothing more comes of it."""
+    """The engine's loop has ended; nothing more comes of it. `__cause__` is the exception that ended it, if any."""
 
     kind = "engine_dead"
 
@@ -40,9 +41,17 @@ Listener = Callable[[RequestOutput], None]
 
 @dataclass(frozen=True, slots=True)
 class _Arrival:
+    """`request` has an id that is unique in this loop; `name` is the caller's own id."""
+
+    name: str
     request: Request
     future: Future[RequestOutput]
     listener: Listener | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Cancelled:
+    request_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,22 +59,33 @@ class _Ping:
     future: Future[None]
 
 
-class EngineLoop:
-    """Steps an engine while it has work; sleeps when it has none.
+@dataclass(frozen=True, slots=True)
+class _Stop:
+    pass
 
-    `submit` may be called from any thread. The future gives the finished output (with `error` set where the request is
-    at fault), of a streaming request the last piece; cancelling it aborts the request. When the loop dies, every future
-    fails with EngineDeadError, which names the cause, and so does every later `submit`.
+
+_Item = tuple[_Arrival, ...] | _Cancelled | _Ping | _Stop
+
+
+class EngineLoop:
+    """Steps an engine while it has work; sleeps when it has none. Its thread starts with the first request or ping.
+
+    `submit` may be called from any thread, and two callers may use the same request id. The future gives the finished
+    output (with `error` set where the request is at fault), of a streaming request the last piece; cancelling it aborts
+    the request. When the loop dies, every future fails with EngineDeadError, which names the cause, and so does every
+    later `submit`. While the loop has no work, its owner may use the engine directly.
     """
 
     def __init__(self, engine: Steps) -> None:
         self._engine = engine
-        self._inbox: queue.SimpleQueue[_Arrival | _Ping | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._request_ids = itertools.count()
         self._waiting: dict[str, _Arrival] = {}
+        self._ping: _Ping | None = None  # that the engine is asked for at this moment
+        self._has_work = False
         self._death: EngineDeadError | None = None
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._supervise, name="rayspec-engine", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
 
     @property
     def death(self) -> EngineDeadError | None:
@@ -73,10 +93,15 @@ class EngineLoop:
         return self._death
 
     def submit(self, request: Request, listener: Listener | None = None) -> Future[RequestOutput]:
-        """listener: of a streaming request, takes all pieces but the last."""
-        future: Future[RequestOutput] = Future()
-        self._put(_Arrival(request, future, listener))
-        return future
+        """listener: of a streaming request, takes all pieces but the last. Raises EngineDeadError."""
+        return self.submit_all([request], listener)[0]
+
+    def submit_all(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Future[RequestOutput]]:
+        """A future for each request. The engine gets all of them before its next step. Raises EngineDeadError."""
+        arrivals = tuple(self._arrival(request, listener) for request in requests)
+        if arrivals:
+            self._put(arrivals)
+        return [arrival.future for arrival in arrivals]
 
     def ping(self) -> Future[None]:
         """Done when the loop has come round and the engine has answered. Raises EngineDeadError, or the future
@@ -85,80 +110,130 @@ class EngineLoop:
         self._put(_Ping(future))
         return future
 
-    def _put(self, item: _Arrival | _Ping) -> None:
-        with self._lock:
-            if self._death is not None:
-                raise self._death
-            self._inbox.put(item)
-
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the loop after the step it is in. What is unfinished fails with EngineDeadError."""
-        self._inbox.put(None)
-        self._thread.join(timeout_s)
+        with self._lock:
+            thread = self._thread
+            if thread is None:
+                self._death = self._death or EngineDeadError("the engine has ended: it was stopped")
+                return
+        self._inbox.put(_Stop())
+        if thread is not threading.current_thread():  # a garbage collection may run on any thread
+            thread.join(timeout_s)
+
+    def _arrival(self, request: Request, listener: Listener | None) -> _Arrival:
+        request_id = str(next(self._request_ids))
+        future: Future[RequestOutput] = Future()
+        future.add_done_callback(partial(self._hear_of_cancelling, request_id))
+        return _Arrival(request.request_id, replace(request, request_id=request_id), future, listener)
+
+    def _hear_of_cancelling(self, request_id: str, future: Future[RequestOutput]) -> None:
+        if future.cancelled():
+            self._inbox.put(_Cancelled(request_id))
+
+    def _put(self, item: _Item) -> None:
+        with self._lock:
+            if self._death is not None:
+                raise _another(self._death)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._supervise, name="rayspec-engine", daemon=True)
+                self._thread.start()
+            elif not self._thread.is_alive():
+                raise EngineDeadError(
+                    "the engine's thread stayed in the process that this one was forked from: load the model here"
+                )
+            self._inbox.put(item)
 
     def _supervise(self) -> None:
+        cause: BaseException | None = None
         try:
             self._run()
-            cause = "it was stopped"
-        except Exception as error:  # noqa: BLE001 - reported to everyone who waits
-            cause = f"{type(error).__name__}: {error}"
+            reason = "it was stopped"
+        except BaseException as error:  # noqa: BLE001 - reported to everyone who waits
+            cause, reason = error, f"{type(error).__name__}: {error}"
+        death = EngineDeadError(f"the engine has ended: {reason}")
+        death.__cause__ = cause
         with self._lock:
-            self._death = EngineDeadError(f"the engine has ended: {cause}")
-        self._fail_all(self._death)
+            self._death = death
+        self._fail_all(death)
 
     def _run(self) -> None:
-        while self._take_arrivals():
-            self._abort_cancelled()
-            for output in self._engine.step():
-                self._deliver(output)
+        while self._take_items():
+            outputs = self._engine.step()
+            # Asked before anybody is told: whoever has all of its outputs may use the engine directly.
+            self._has_work = self._engine.has_unfinished
+            self._deliver(outputs)
 
-    def _take_arrivals(self) -> bool:
+    def _take_items(self) -> bool:
         """Everything that has come in; waits for something when there is no work. False: stop."""
-        while not self._inbox.empty() or not self._engine.has_unfinished:
+        while not self._has_work or not self._inbox.empty():
             match self._inbox.get():
-                case None:
+                case _Stop():
                     return False
-                case _Ping(future):
-                    self._engine.ping().add_done_callback(partial(_pass_on, future))
-                case arrival:
-                    self._admit(arrival)
+                case _Cancelled(request_id):
+                    self._abort(request_id)
+                case _Ping() as ping:
+                    self._answer(ping)
+                case arrivals:
+                    self._admit(arrivals)
         return True
 
-    def _admit(self, arrival: _Arrival) -> None:
-        request = arrival.request
-        if request.request_id in self._waiting:
-            error = RequestError(f"request id {request.request_id!r} is in use: give each request its own")
-            _settle(arrival.future, RequestOutput.refused(request, error))
-            return
-        self._waiting[request.request_id] = arrival
+    def _admit(self, arrivals: Sequence[_Arrival]) -> None:
+        self._waiting |= {arrival.request.request_id: arrival for arrival in arrivals}
+        refused = [output for one in arrivals if (output := self._refusal(one)) is not None]
+        self._has_work = self._engine.has_unfinished
+        self._deliver(refused)
+
+    def _refusal(self, arrival: _Arrival) -> RequestOutput | None:
+        """None: the engine has taken the request."""
         try:
-            self._engine.add(request)
+            self._engine.add(arrival.request)
         except RequestError as error:
-            self._deliver(RequestOutput.refused(request, error))
+            return RequestOutput.refused(arrival.request, error)
+        return None
 
-    def _abort_cancelled(self) -> None:
-        for request_id in [name for name, arrival in self._waiting.items() if arrival.future.cancelled()]:
-            del self._waiting[request_id]
+    def _abort(self, request_id: str) -> None:
+        if self._waiting.pop(request_id, None) is not None:
             self._engine.abort(request_id)
+            self._has_work = self._engine.has_unfinished
 
-    def _deliver(self, output: RequestOutput) -> None:
-        arrival = self._waiting.get(output.request_id)
-        if arrival is None:
-            return
-        if output.finished:
-            del self._waiting[output.request_id]
-            _settle(arrival.future, output)
-        elif arrival.listener is not None and not arrival.future.cancelled():
-            arrival.listener(output)
+    def _answer(self, ping: _Ping) -> None:
+        self._ping = ping
+        answer = self._engine.ping()
+        self._ping = None
+        answer.add_done_callback(partial(_pass_on, ping.future))
+
+    def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
+        for output in outputs:
+            arrival = self._waiting.get(output.request_id)
+            if arrival is None:
+                continue
+            if output.finished:
+                del self._waiting[output.request_id]
+            output.request_id = arrival.name
+            if output.finished:
+                _settle(arrival.future, output)
+            elif arrival.listener is not None and not arrival.future.cancelled():
+                arrival.listener(output)
 
     def _fail_all(self, death: EngineDeadError) -> None:
-        for arrival in self._waiting.values():
-            _settle(arrival.future, None, death)
+        unsettled: list[_Arrival | _Ping] = [*self._waiting.values(), *([self._ping] if self._ping else [])]
         self._waiting.clear()
         while not self._inbox.empty():
-            item = self._inbox.get()
-            if item is not None:
-                _settle(item.future, None, death)
+            match self._inbox.get():
+                case _Ping() as ping:
+                    unsettled.append(ping)
+                case tuple() as arrivals:
+                    unsettled.extend(arrivals)
+        for one in unsettled:
+            _settle(one.future, None, _another(death))
+
+
+def _another(death: EngineDeadError) -> EngineDeadError:
+    """The same error, for another thread to raise."""
+    copy = EngineDeadError(*death.args)
+    copy.__cause__ = death.__cause__
+    return copy
 
 
 def _settle(future: Future[Any], outcome: RequestOutput | None, error: BaseException | None = None) -> None:

@@ -20,6 +20,7 @@ import torch
 import transformers
 
 from rayspec.decode.runner import RowSpan, Runner
+from rayspec.model.kv_arena import KVArena
 from rayspec.model.offload import OffloadedWeights
 from rayspec.planning.latency import HEAD, OVERHEAD, WAKE, LatencyModel, Measurement, StaleProfileError
 
@@ -27,7 +28,9 @@ logger = logging.getLogger(__name__)
 
 ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = (32, 1024, 4096)
+BATCHES = (8, 4, 2)  # sequences: the first number that the arena can hold
 _WIDE_ROWS = (1, 8, 32)
+_ROWS_EACH = (1, 4)  # of a sequence, where there are several
 _NUM_REPEATS = 6
 # More than a last-level cache holds of one core complex; and a pause as between two passes of a stage.
 _CACHE_BYTES, _PAUSE_S = 64 * 2**20, 0.005
@@ -37,17 +40,21 @@ def load_or_measure(
     runner: Runner, folder: str | None, *, offloaded: OffloadedWeights | None = None, remeasure: bool = False
 ) -> LatencyModel:
     """The model saved for exactly this model, dtype, device, threads and versions. Where there is none, or with
-    `remeasure`, it is measured and saved."""
+    `remeasure`, it is measured and saved; also where the arena has room for longer contexts or more sequences than
+    were measured."""
     key = profile_key(runner) | {"offloaded": list(offloaded.sublayers) if offloaded else []}
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     path = Path(folder or _user_cache()) / f"latency-{name}.json"
     if not remeasure:
         try:
-            return LatencyModel.load(path, key)
+            saved = LatencyModel.load(path, key)
+            if saved.covers(_grid(runner.arena.num_slots)):
+                return saved
+            logger.info("the latency profile %s is of a smaller KV cache: it is measured again", path)
         except OSError:
             pass
         except StaleProfileError as error:
-            logger.warning("%s", error)
+            logger.warning("%s; this is done now", error)
     model = measure(runner, offloaded)
     try:
         model.save(path, key)
@@ -106,6 +113,7 @@ def _measurements(runner: Runner, device: str, clock: Callable[[], float]) -> li
     """In several passes over all of it, of which the first warms up. A machine has slow seconds, in which all repeats
     of one work would be slow; and between two of them the other sublayers run, so that weights are no nearer than in
     use. The median counts: passes are so far apart that the fastest of each work would be of other moments."""
+    _fill(runner.arena)
     works = list(_works(runner, device))
     times = [[_timed(work, runner.device, clock) for _, work in works] for _ in range(1 + _NUM_REPEATS)][1:]
     found = [
@@ -118,11 +126,20 @@ def _measurements(runner: Runner, device: str, clock: Callable[[], float]) -> li
     return found
 
 
+def _fill(arena: KVArena) -> None:
+    """Random keys and values wherever works look. An arena that was never written to may be a single page of zeros in
+    the eyes of the system, which is always in the cache."""
+    num_slots = max(batch * context + rows for rows, context, batch in _grid(arena.num_slots))
+    for tensor in (*arena.keys.values(), *arena.values.values()):
+        tensor[:, :num_slots].normal_(generator=torch.Generator(tensor.device).manual_seed(0))
+
+
 def _works(runner: Runner, device: str) -> Iterator[tuple[Measurement, Callable[[], object]]]:
     """What is to be timed, and as what; in the place of its seconds, how many of these a run is."""
-    names = runner.parts.curve_names
-    for rows, context, batch_size in _grid(runner.arena.num_slots):
-        batch = runner.batch([RowSpan(0, context, rows // batch_size)] * batch_size)
+    names, cells = runner.parts.curve_names, _grid(runner.arena.num_slots)
+    for rows, context, batch_size in cells:
+        each = rows // batch_size
+        batch = runner.batch([RowSpan(index * (context + each), context, each) for index in range(batch_size)])
         hidden = _random_states(runner, rows)
         for name in dict.fromkeys(names):
             mine = [own == name for own in names]
@@ -131,7 +148,7 @@ def _works(runner: Runner, device: str) -> Iterator[tuple[Measurement, Callable[
                 kind=name, rows=rows, context=context, batch=batch_size, seconds=sum(mine), device=device
             )  # fmt: skip
             yield one, partial(runner.run, batch, hidden, keep=keep)
-        if runner.parts.lm_head is not None and context == CONTEXTS[0] and batch_size == 1:
+        if runner.parts.lm_head is not None and context == cells[0][1] and batch_size == 1:
             head = Measurement(kind=HEAD, rows=rows, context=0, batch=1, seconds=1, device=device)
             yield head, partial(runner.head, hidden)
     fixed = Measurement(kind=OVERHEAD, rows=1, context=0, batch=1, seconds=1, device=device)
@@ -161,19 +178,26 @@ def _random_states(runner: Runner, rows: int) -> torch.Tensor:
     return torch.randn(1, rows, size, generator=generator).to(runner.device, runner.parts.dtype)
 
 
-def _grid(num_slots: int) -> Iterator[tuple[int, int, int]]:
-    """(rows, context, sequences) to be measured; what the arena cannot hold is left out. Contexts that it cannot hold
-    are as long as it can, so that nothing has to be told from short ones that is used with long ones."""
-    longest = num_slots - max(_WIDE_ROWS)
-    short, *others = CONTEXTS
-    contexts = [short, *sorted({min(context, longest) for context in others if longest > 2 * short})]
-    for context in contexts:
-        for rows in ROW_COUNTS if context == short else _WIDE_ROWS:
-            if context + rows <= num_slots:
-                yield rows, context, 1
-    for context in contexts[:2]:
-        if context + 1 <= num_slots:
-            yield 8, context, 8
+def _grid(num_slots: int) -> list[tuple[int, int, int]]:
+    """(rows, context, sequences) to be measured; what the arena cannot hold is left out."""
+    short, *others = _contexts(num_slots, num_beside=max(_WIDE_ROWS))
+    cells = [(rows, short, 1) for rows in ROW_COUNTS] + [(rows, far, 1) for far in others for rows in _WIDE_ROWS]
+    cells = [(rows, context, 1) for rows, context, _ in cells if context + rows <= num_slots]
+    return cells + _batches(num_slots, short)
+
+
+def _batches(num_slots: int, short: int) -> list[tuple[int, int, int]]:
+    """Cells of several sequences."""
+    holds = [count for count in BATCHES if count * (short + max(_ROWS_EACH)) <= num_slots]
+    contexts = _contexts(num_slots // holds[0], num_beside=max(_ROWS_EACH))[:2] if holds else []
+    return [(holds[0] * each, context, holds[0]) for context in contexts for each in _ROWS_EACH]
+
+
+def _contexts(num_slots: int, *, num_beside: int) -> list[int]:
+    """The short one, and longer ones. Those that a sequence of `num_slots` cannot hold are as long as it can, so that
+    nothing has to be told from short ones that is used with long ones."""
+    short, longest = min(CONTEXTS[0], num_slots // 2), num_slots - num_beside
+    return [short, *sorted({min(context, longest) for context in CONTEXTS[1:] if longest > 2 * short})]
 
 
 def _nothing() -> None:

@@ -7,7 +7,6 @@ in a pipeline the stage with the head keeps the script and the passes travel.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -28,6 +27,7 @@ from rayspec.decode.passes import Join, Pass
 from rayspec.decode.plan_search import TappedToken
 from rayspec.decode.runner import RowSpan
 from rayspec.decode.sampling import Rows, finite_rows, target_tokens
+from rayspec.decode.stopwatch import Stopwatch, queued_s, seconds
 from rayspec.decode.verify import Verdict
 from rayspec.types import Plan
 
@@ -83,10 +83,11 @@ class PrefillResult:
 
 @dataclass(frozen=True, slots=True)
 class RoundResult:
-    """What a round did, by turn. Draft and verify times in seconds.
+    """What a round did, by turn. draft_s, verify_s: seconds of the device.
 
     paths: the rows of the accepted tokens, where row 0 is the newest token's, of drafts of which a branch was accepted:
-    its keys and values do not lie where their positions are. probed: the likeliest token after each probe.
+    its keys and values do not lie where their positions are. probed: the likeliest token after each probe. queued_s:
+    how long the device was still busy with the work before, a piece of a prompt, when the host began the round.
     """
 
     committed: Sequence[Committed]
@@ -97,6 +98,7 @@ class RoundResult:
     verify_s: float
     paths: Sequence[Sequence[int]] = ()
     probed: Sequence[Sequence[int]] = ()
+    queued_s: float = 0.0
 
 
 Work: TypeAlias = Prefill | Round
@@ -114,11 +116,11 @@ def opening_pass(work: Work) -> Pass:
     return _verify_pass(work, drafts, [])
 
 
-def script(work: Work, head: Head) -> Generator[Pass, Tensor, Result]:
+def script(work: Work, head: Head, stopwatch: Stopwatch) -> Generator[Pass, Tensor, Result]:
     """Yields passes, is sent [1, N, hidden_size] of each, returns the result."""
     if isinstance(work, Prefill):
         return _prefill(work, head)
-    return _round(work, head)
+    return _round(work, head, stopwatch)
 
 
 def _prefill(work: Prefill, head: Head) -> Generator[Pass, Tensor, PrefillResult]:
@@ -136,17 +138,17 @@ def _prefill(work: Prefill, head: Head) -> Generator[Pass, Tensor, PrefillResult
     return PrefillResult(results)
 
 
-def _round(work: Round, head: Head) -> Generator[Pass, Tensor, RoundResult]:
-    started = time.perf_counter()
+def _round(work: Round, head: Head, stopwatch: Stopwatch) -> Generator[Pass, Tensor, RoundResult]:
+    started = stopwatch.mark()
     drafted = yield from draft(head, work.id, work.turns, work.plan, work.keep_drafting, work.hold_at)
-    drafted_at = time.perf_counter()
+    drafted_at = stopwatch.mark()
     verify = _verify_pass(work, drafted.drafts, drafted.owners)
     logits = head.logits((yield verify))
     finite = finite_rows(logits).tolist()
     if len(logits) > len(work.turns) and not all(finite):
         # A drafted token may have done it, and its row spoils the others of its sequence: verify without drafts.
         turns = [replace(turn, max_draft_tokens=0, looked_up=(), parents=(), num_probes=0) for turn in work.turns]
-        return (yield from _round(replace(work, turns=turns, num_taps=0), head))
+        return (yield from _round(replace(work, turns=turns, num_taps=0), head, stopwatch))
     head.note_taps(verify.taps, logits)
     rows, start = [], 0
     for turn, one in zip(work.turns, drafted.drafts, strict=True):
@@ -154,13 +156,16 @@ def _round(work: Round, head: Head) -> Generator[Pass, Tensor, RoundResult]:
         start = rows[-1].end + turn.num_probes
     draft_logits = [torch.stack(logits) if logits else None for logits in drafted.logits]
     verdicts = head.accept(logits, rows, draft_logits)
+    committed = head.commit(logits, rows, verdicts, finite)
+    ended = stopwatch.mark()
     return RoundResult(
-        committed=head.commit(logits, rows, verdicts, finite),
+        committed=committed,
         drafts=drafted.drafts,
         num_accepted=[verdict.num_accepted for verdict in verdicts],
         num_draft_steps=drafted.num_steps,
-        draft_s=drafted_at - started,
-        verify_s=time.perf_counter() - drafted_at,
+        draft_s=seconds(started, drafted_at),
+        verify_s=seconds(drafted_at, ended),
+        queued_s=queued_s(started, ended),
         paths=[verdict.path for verdict in verdicts],
         probed=_probed(logits, rows, work.turns),
     )

@@ -17,6 +17,7 @@ from rayspec.decode.questions import Answer, Question, answer
 from rayspec.decode.rounds import Result, Work, script
 from rayspec.decode.runner import Runner
 from rayspec.decode.scheduler import Move
+from rayspec.decode.stopwatch import Stopwatch
 from rayspec.types import OutOfMemoryError, RayspecError
 
 T = TypeVar("T")
@@ -96,8 +97,17 @@ class LocalStages:
 
     num_cohorts = 1
 
-    def __init__(self, runner: Runner, *, vocab_size: int, verification: Verification, num_tap_tokens: int) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        vocab_size: int,
+        verification: Verification,
+        num_tap_tokens: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.runner = runner
+        self._stopwatch = Stopwatch.of(runner.device, clock)
         self.span = SpanRunner(runner, num_taps=num_tap_tokens)
         self.head = Head(
             runner.head,
@@ -146,7 +156,7 @@ class LocalStages:
 
     @torch.inference_mode()
     def _run(self, work: Work) -> Result:
-        passes = script(work, self.head)
+        passes = script(work, self.head, self._stopwatch)
         try:
             one = next(passes)
             while True:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 
@@ -18,6 +17,7 @@ from rayspec.decode.rounds import Prefill, PrefillResult, Result, Round, RoundRe
 from rayspec.decode.sampling import Rows, TokenSampler, finite_rows, target_tokens, top_logprobs
 from rayspec.decode.scheduler import Move
 from rayspec.decode.stages import done
+from rayspec.decode.stopwatch import Stopwatch, queued_s, seconds
 from rayspec.types import Logprob
 
 
@@ -27,6 +27,7 @@ class WholeModelStages:
     def __init__(self, model: PreTrainedModel, *, vocab_size: int) -> None:
         self._model = model
         self._vocab_size = vocab_size
+        self._stopwatch = Stopwatch.of(model.device)
         self._samplers: dict[str, TokenSampler] = {}
         self._caches: dict[str, DynamicCache] = {}
 
@@ -73,18 +74,20 @@ class WholeModelStages:
 
     @torch.inference_mode()
     def _round(self, work: Round) -> RoundResult:
-        started = time.perf_counter()
+        started = self._stopwatch.mark()
         committed = [
             self._choose(turn.sequence_id, self._forward(turn.sequence_id, turn.length - 1, [turn.last_token]))
             for turn in work.turns
         ]
+        ended = self._stopwatch.mark()
         return RoundResult(
             committed=committed,
             drafts=[Draft() for _ in work.turns],
             num_accepted=[0] * len(work.turns),
             num_draft_steps=0,
             draft_s=0.0,
-            verify_s=time.perf_counter() - started,
+            verify_s=seconds(started, ended),
+            queued_s=queued_s(started, ended),
         )
 
     def _forward(self, sequence_id: str, first: int, token_ids: Sequence[int]) -> Tensor:

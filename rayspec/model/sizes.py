@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -13,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from rayspec.model.architecture import LAYOUTS
 from rayspec.model.kv_arena import LayerShape, bytes_per_slot
+from rayspec.model.sources import check_source
 from rayspec.types import CheckpointError, ConfigError, UnsupportedModelError
 
 Quantization = Literal["fp8", "int8", "int4"]
@@ -70,7 +72,10 @@ class ModelSizes:
 
 
 def load_config(source: str) -> PretrainedConfig:
-    """The config of a folder, a path to a config.json, or a hub id. Raises CheckpointError."""
+    """The config of a folder, a path to a config.json, or a hub id. Raises CheckpointError, and what `check_source`
+    raises."""
+    if not Path(source).is_file():
+        check_source(source)
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(source)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

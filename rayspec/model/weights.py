@@ -25,6 +25,7 @@ from transformers import (
 
 from rayspec.config import EngineConfig
 from rayspec.model.architecture import trunk_and_layers
+from rayspec.model.sources import check_source
 from rayspec.types import CheckpointError, ConfigError
 
 _WEIGHTS = "model.safetensors"
@@ -47,7 +48,8 @@ def resolve_device(name: str) -> torch.device:
 
 
 def load_config(config: EngineConfig) -> PretrainedConfig:
-    """The config of a local folder or hub id, without its weights. Raises CheckpointError."""
+    """The config of a local folder or hub id, without its weights. Raises CheckpointError and ConfigError."""
+    check_source(config.model, revision=config.revision)
     try:
         loaded: PretrainedConfig = AutoConfig.from_pretrained(
             config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
@@ -88,8 +90,9 @@ def load_model(config: EngineConfig, *, layers: range | None = None) -> PreTrain
 
     Raises CheckpointError for unreadable files, missing shards, and missing, unexpected or misshaped tensors, as far as
     they belong to `layers`: transformers would fill such tensors with random numbers and go on. Raises
-    UnsupportedModelError for `layers` of a model without a list of decoder layers.
+    UnsupportedModelError for `layers` of a model without a list of decoder layers. Raises what `check_source` raises.
     """
+    check_source(config.model, revision=config.revision)
     device = resolve_device(config.device)
     options: dict[str, Any] = {
         "dtype": config.dtype if config.dtype == "auto" else getattr(torch, config.dtype),
@@ -116,15 +119,16 @@ def load_model(config: EngineConfig, *, layers: range | None = None) -> PreTrain
 
 
 def load_tokenizer(config: EngineConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of `config.tokenizer`, by default the model's. Raises CheckpointError."""
-    source = config.tokenizer or config.model
+    """The tokenizer of `config.tokenizer`, by default the model's. Raises CheckpointError and ConfigError."""
+    option = "model" if config.tokenizer is None else "tokenizer"
+    source = config.model if config.tokenizer is None else config.tokenizer
+    check_source(source, option=option, revision=config.revision)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             source, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
-        hint = "" if Path(source).exists() else "; it is not a local folder"
-        raise CheckpointError(f"tokenizer {source!r} could not be loaded{hint}: {error}") from error
+        raise CheckpointError(f"tokenizer {source!r} could not be loaded: {error}") from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # what some families make of a folder without its files
         raise CheckpointError(f"tokenizer {source!r} has no vocabulary: its files are missing; set option 'tokenizer'")
     return tokenizer

@@ -25,8 +25,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
 )
 
-from rayspec.pipeline.transport import TransportError
-from rayspec.types import ConfigError
+from rayspec.errors import ConfigError, TransportError
 
 Backend = Literal["nccl", "gloo"]
 

@@ -30,7 +30,7 @@ from rayspec.decode.questions import (
 )
 from rayspec.decode.rounds import Piece, Prefill, PrefillResult, Round, RoundResult, Work
 from rayspec.decode.scheduler import Move
-from rayspec.pipeline.transport import TransportError
+from rayspec.errors import TransportError
 from rayspec.planning.acceptance import DraftWhileWorth
 from rayspec.planning.latency import Measurement
 from rayspec.planning.lookup import DraftUntilFound

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,12 +11,19 @@ from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rayspec.config import ParallelOptions
 from rayspec.types import ConfigError, RayspecError
 
+_GROUP_PREFIX = "rayspec:"
 # Serving never returns; the others are calls beside it.
 _MAX_CONCURRENCY = 4
 
@@ -46,7 +54,10 @@ class Bundles:
         bundle = {name: amount for name, amount in (("CPU", self._cpus), ("GPU", num_gpus)) if amount > 0}
         if not bundle:
             raise ConfigError("options 'cpus_per_shard' and 'gpus_per_shard' are both 0: reserve something for a shard")
-        self._group: PlacementGroup = placement_group([bundle] * count, strategy=options.placement)
+        remove_orphaned_groups()
+        self._group: PlacementGroup = placement_group(
+            [bundle] * count, strategy=options.placement, name=f"{_GROUP_PREFIX}{_own_name()}:{secrets.token_hex(8)}"
+        )
         if not self._group.wait(timeout_s):
             remove_placement_group(self._group)
             available: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
@@ -72,6 +83,35 @@ class Bundles:
         """Ends all its actors."""
         with contextlib.suppress(RayError):
             remove_placement_group(self._group)
+
+
+def remove_orphaned_groups() -> None:
+    """Give back what shards of actors that were killed had reserved.
+
+    Ray ends the shards with the actor that made them, but keeps their placement group until the job ends. Only groups
+    of named actors of the own namespace are known to be orphaned.
+    """
+    for group in placement_group_table().values():
+        owner = group["name"].removeprefix(_GROUP_PREFIX).rpartition(":")[0]
+        if not group["name"].startswith(_GROUP_PREFIX) or group["state"] == "REMOVED" or not owner or _lives(owner):
+            continue
+        with contextlib.suppress(ValueError, RayError):  # of another namespace, or removed meanwhile
+            remove_placement_group(get_placement_group(group["name"]))
+
+
+def _own_name() -> str:
+    """Of the actor that this code runs in; empty elsewhere, and where others in its namespace would not find it."""
+    context = ray.get_runtime_context()
+    name = context.get_actor_name() if context.get_actor_id() is not None else None
+    return name if name and _lives(name) else ""
+
+
+def _lives(name: str) -> bool:
+    try:
+        ray.get_actor(name)
+    except ValueError:
+        return False
+    return True
 
 
 def start_beside(kind: type, spec: object) -> Any:

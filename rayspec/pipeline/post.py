@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from rayspec.errors import TransportError
 from rayspec.pipeline.collective import TensorLink
 from rayspec.pipeline.messages import (
     AnyMessage,
@@ -24,7 +25,7 @@ from rayspec.pipeline.messages import (
     decode,
     encode,
 )
-from rayspec.pipeline.transport import Mailbox, Secret, TransportError
+from rayspec.pipeline.transport import Mailbox, Secret
 
 ENGINE, COORDINATOR = "engine", "coordinator"
 

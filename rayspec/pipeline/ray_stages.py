@@ -16,6 +16,7 @@ from rayspec.decode.questions import Answer, Question
 from rayspec.decode.rounds import Prefill, Result, Work
 from rayspec.decode.scheduler import Move
 from rayspec.decode.stages import StageLostError, StagesReplacedError
+from rayspec.errors import TransportError
 from rayspec.pipeline.collective import Rendezvous
 from rayspec.pipeline.messages import (
     AnyMessage,
@@ -48,7 +49,7 @@ from rayspec.pipeline.post import COORDINATOR, ENGINE
 from rayspec.pipeline.recovery import Pulse, Restarts
 from rayspec.pipeline.replica import Replica
 from rayspec.pipeline.stage_worker import stage_name
-from rayspec.pipeline.transport import Mailbox, TransportError, node_address
+from rayspec.pipeline.transport import Mailbox, node_address
 from rayspec.planning.latency import LatencyModel, Measurement
 from rayspec.types import OutOfMemoryError, RayspecError
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import queue
 import secrets
 import threading
@@ -20,6 +21,8 @@ from rayspec.decode.stages import StageLostError
 from rayspec.pipeline.retelling import Retelling
 from rayspec.planning.latency import LatencyModel
 from rayspec.types import EngineLoad, EngineStats, RayspecError, Request, RequestError, RequestOutput
+
+logger = logging.getLogger(__name__)
 
 _POLL_S = 0.02  # a request that comes meanwhile waits so long
 
@@ -80,7 +83,9 @@ class Replicas:
 
     @property
     def stats(self) -> EngineStats:
-        return merged_stats([engine.stats for engine in self._engines])
+        stats = merged_stats([engine.stats for engine in self._engines])
+        stats.num_lost_replicas = len(self._lost)
+        return stats
 
     @property
     def load(self) -> EngineLoad:
@@ -161,12 +166,22 @@ class Replicas:
         chosen = min(alive, key=load.count)
         try:
             future = self._loops[chosen].submit(request, lambda output: self._pieces.put(_Piece(request, output)))
-        except EngineDeadError:
-            self._lost.add(chosen)
+        except EngineDeadError as death:
+            self._lose(chosen, death)
             self._place(request, num_moves, retelling)
             return
         self._placed[request.request_id] = _Placed(request, chosen, future, num_moves, retelling or Retelling())
         future.add_done_callback(lambda _: self._pieces.put(_Piece(request, None)))
+
+    def _lose(self, replica: int, error: RayspecError) -> None:
+        if replica not in self._lost:
+            self._lost.add(replica)
+            logger.warning(
+                "replica %d of %d is lost for good, and the others take its requests: %s",
+                replica,
+                len(self._loops),
+                error,
+            )
 
     def _take(self, piece: _Piece) -> RequestOutput | None:
         """What callers are to know of it; nothing of a request that was aborted."""
@@ -188,7 +203,7 @@ class Replicas:
             error = output.error
         except EngineDeadError as death:
             output, error = RequestOutput.refused(placed.request, RequestError(str(death))), death
-        self._lost.add(placed.replica)
+        self._lose(placed.replica, error)
         if placed.num_moves + 1 >= len(self._loops):
             return dataclasses.replace(output, error=error)
         try:

@@ -5,12 +5,35 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import ray
+from ray._private import utils as ray_utils
+from ray._private import worker as ray_worker
+
+from rayspec.types import RayspecError
 
 _MIN_LOCAL_CPUS = 4  # a reservation count, not cores: reading, clients and engine must all fit a small machine
+_WATCH_EVERY_S = 0.5
+_LOSS_SIGNAL = (
+    signal.SIGURG
+)  # nobody minds it otherwise, while SIGINT is ignored by what a shell runs in the background
+_LOST = (
+    "Ray's control process (gcs_server) has ended; was it killed, or out of memory? What is written so far is kept, "
+    "and the same command goes on from there"
+)
+
+
+class ClusterLostError(RayspecError):
+    """The private cluster of a session cannot go on."""
+
+    kind = "cluster_lost"
 
 
 @contextmanager
@@ -19,18 +42,26 @@ def ray_session() -> Iterator[None]:
 
     A private cluster gets a token of its own, so that nobody else on the machine can use it and none is left in the
     home folder. Ray reads the token once, so it stays in this process's environment.
+    SIGTERM and Ctrl-C take effect after Ray has started. The handlers are then those of before, not Ray's.
+    In the main thread, the loss of a private cluster ends the block with ClusterLostError.
     """
     if ray.is_initialized():
         yield
         return
     try:
-        if "RAY_ADDRESS" in os.environ:
-            ray.init(logging_level=logging.WARNING)
-        else:
-            _start_private()
-        yield
+        with _signals_wait():
+            if "RAY_ADDRESS" in os.environ:
+                ray.init(logging_level=logging.WARNING)
+            else:
+                _start_private()
+        with _watching():
+            yield
     finally:
+        orphans = _orphans()
         ray.shutdown()
+        for process in orphans:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
 
 
 def _start_private() -> None:
@@ -42,3 +73,107 @@ def _start_private() -> None:
         include_dashboard=False,
         logging_level=logging.ERROR,
     )
+
+
+@contextmanager
+def _signals_wait() -> Iterator[None]:
+    """For a block that starts Ray: SIGTERM and SIGINT take effect at its end, the second one at once.
+
+    An exception that a handler raises inside ray.init leaves processes behind, or is lost in a callback.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    waiting: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if waiting:
+            os._exit(128 + number)
+        waiting.append(number)
+
+    heeded = [number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, note) or signal.SIG_DFL for number in heeded}
+    try:
+        with _handler_of_ray() as of_ray:
+            yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if before.get(signal.SIGTERM) is signal.SIG_DFL and of_ray:
+        signal.signal(signal.SIGTERM, of_ray[-1])
+    if signal.SIGTERM in waiting:
+        raise SystemExit(128 + signal.SIGTERM)
+    if waiting:
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def _handler_of_ray() -> Iterator[list[Callable[[int, FrameType | None], Any]]]:
+    """For a block with ray.init: Ray's handler for SIGTERM comes into the list, and replaces none."""
+    handlers: list[Callable[[int, FrameType | None], Any]] = []
+    original = ray_utils.set_sigterm_handler
+    ray_utils.set_sigterm_handler = handlers.append
+    try:
+        yield handlers
+    finally:
+        ray_utils.set_sigterm_handler = original
+
+
+@contextmanager
+def _watching() -> Iterator[None]:
+    """For a block that uses a private cluster: raises ClusterLostError soon after its control process has ended."""
+    process = _control_process()
+    if process is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(_LOSS_SIGNAL, signal.default_int_handler) or signal.SIG_DFL
+    watch = _Watch(process)
+    try:
+        yield
+    finally:
+        watch.stop()
+        signal.signal(_LOSS_SIGNAL, before)
+        if watch.is_lost:  # whatever else the block says is a consequence
+            raise ClusterLostError(_LOST)
+
+
+class _Watch:
+    """A thread that interrupts the main thread when a process ends."""
+
+    def __init__(self, process: Any) -> None:
+        self.is_lost = False
+        self._process = process
+        self._stopped = threading.Event()
+        threading.Thread(target=self._run, name="rayspec-cluster-watch", daemon=True).start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(_WATCH_EVERY_S):
+            if self._process.poll() is not None:
+                self.is_lost = True
+                signal.pthread_kill(threading.main_thread().ident or 0, _LOSS_SIGNAL)
+                return
+
+
+def _control_process() -> Any:
+    """The gcs_server that this process has started; None in a cluster of others."""
+    return _process_of("gcs_server")
+
+
+def _process_of(kind: str) -> Any:
+    node = ray_worker._global_node
+    started = node.all_processes.get(kind) if node is not None else None
+    return started[0].process if started else None
+
+
+def _orphans() -> list[int]:
+    """What Ray's own shutdown would leave: without its control process, the children of a raylet outlive it."""
+    control, raylet = _control_process(), _process_of("raylet")
+    if control is None or raylet is None or control.poll() is None:
+        return []
+    with suppress(FileNotFoundError):
+        threads = Path(f"/proc/{raylet.pid}/task").iterdir()
+        return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+    return []

@@ -19,6 +19,7 @@ from rayspec.decode.loading import affordable_slots, bucket_rows, free_bytes, lo
 from rayspec.decode.passes import SpanRunner
 from rayspec.decode.profile import measurements
 from rayspec.decode.runner import Runner
+from rayspec.errors import TransportError
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.weights import resolve_device
@@ -39,7 +40,7 @@ from rayspec.pipeline.post import ENGINE, Letter, NewEpoch, Post, Ranks, Stopped
 from rayspec.pipeline.ranks import LeadingSpan, follow
 from rayspec.pipeline.stage_worker import Placed, StageWorker, stage_name
 from rayspec.pipeline.tensor_parallel import RankGroup, free_address, split_tensor_parallel
-from rayspec.pipeline.transport import Secret, TransportError, node_address
+from rayspec.pipeline.transport import Secret, node_address
 
 # How long a message may wait for others that came later but are due earlier. Rounds come first; a prefill gives way to
 # them for a moment, and a plan search runs in the gaps, yet neither waits for ever.

@@ -15,6 +15,7 @@ from rayspec.decode.passes import Pass, SpanRunner, TapsGoneError
 from rayspec.decode.plan_search import PlanSearch
 from rayspec.decode.rounds import PrefillResult, Result, opening_pass, script
 from rayspec.decode.stages import out_of_memory
+from rayspec.decode.stopwatch import Stopwatch
 from rayspec.pipeline.messages import (
     Agreement,
     Begin,
@@ -99,6 +100,7 @@ class StageWorker:
         self._span = span
         self._head = head
         self._measure = measure
+        self._stopwatch = Stopwatch.of(span.runner.device)
         self._scripts: dict[int, Generator[Pass, Tensor, Result]] = {}
         self._seeking: _Seeking | None = None
 
@@ -178,7 +180,7 @@ class StageWorker:
             self._head.close(sequence_id)
         for opening in begin.openings:
             self._head.open(opening.opening())
-        passes = script(begin.work, self._head)
+        passes = script(begin.work, self._head, self._stopwatch)
         next(passes)  # the first stage has run that one already
         self._scripts[begin.work_id] = passes
 

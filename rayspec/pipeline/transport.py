@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import msgspec
 import ray
@@ -25,10 +25,8 @@ import zmq
 from torch import Tensor
 from zmq.utils import z85
 
-from rayspec.types import ConfigError, RayspecError
-
-if TYPE_CHECKING:
-    from rayspec.pipeline.collective import TensorLink
+from rayspec.errors import ConfigError, TransportError
+from rayspec.pipeline.collective import TensorLink
 
 MAX_TENSOR_BYTES = 1 << 30
 MAX_WAITING_MESSAGES = 1 << 16
@@ -53,12 +51,6 @@ _DTYPES = {
     )
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-
-
-class TransportError(RayspecError):
-    """A message could not be sent, was malformed, or is missing."""
-
-    kind = "transport"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,12 +19,12 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rayspec.planning.least_squares import robust_relative_fit
+from rayspec.planning.least_squares import independent_columns, robust_relative_fit
 from rayspec.types import RayspecError
 
 Floats = NDArray[np.float64]
 
-FORMAT = "rayspec-latency-2"
+FORMAT = "rayspec-latency-3"
 HEAD, OVERHEAD, ROUND, WAKE = "head", "overhead", "round", "wake"
 _FAR = 4096  # tokens of context
 
@@ -55,15 +55,19 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """seconds = base(rows) + kv_s * batch * context + score_s * rows * context.
+    """base(rows) + (sequence_s + masked_s * several) * (batch - 1) + (kv_s * batch + score_s * rows) * context, in s.
 
     base is piecewise linear through the measured row counts (what GEMMs cost is a staircase rather than a line),
     never falls, is constant below the first knot and goes on beyond the last with the slope of the upper half. From a
-    single knot it grows in proportion. residual: median relative error on the measurements, for reports.
+    single knot it grows in proportion. sequence_s: of each sequence but the first, which base contains; attention is
+    called once a sequence. masked_s: more for a sequence with several rows, which need a mask; several, the share of
+    such sequences, is rows / batch - 1, and 1 at most. residual: median relative error on the measurements.
     """
 
     rows: tuple[int, ...]
     base_s: tuple[float, ...]
+    sequence_s: float = 0.0
+    masked_s: float = 0.0
     kv_s: float = 0.0
     score_s: float = 0.0
     residual: float = 0.0
@@ -84,13 +88,19 @@ class Curve:
         knots = np.unique(rows)
         columns = [rows[:, None] >= knots]  # base as a sum of steps up, each >= 0
         if measurements[0].kind.startswith(cls.CONTEXT_KIND):
-            columns += [(batch * context)[:, None], (rows * context)[:, None]]
+            several = _several(rows, batch)
+            columns += [
+                column[:, None] for column in (batch - 1, several * (batch - 1), batch * context, rows * context)
+            ]
         matrix = np.concatenate(columns, axis=1).astype(np.float64)
+        matrix[:, ~independent_columns(matrix)] = 0.0  # what the measurements do not tell is base's
         found = robust_relative_fit(matrix, seconds)
-        kv_s, score_s = found[len(knots) :] if len(columns) > 1 else (0.0, 0.0)
+        sequence_s, masked_s, kv_s, score_s = found[len(knots) :] if len(columns) > 1 else (0.0, 0.0, 0.0, 0.0)
         return cls(
             rows=tuple(int(count) for count in knots),
             base_s=tuple(float(value) for value in np.cumsum(found[: len(knots)])),
+            sequence_s=float(sequence_s),
+            masked_s=float(masked_s),
             kv_s=float(kv_s),
             score_s=float(score_s),
             residual=float(np.median(np.abs(matrix @ found / seconds - 1))),
@@ -100,7 +110,8 @@ class Curve:
         if rows <= 0:
             return 0.0
         base = float(np.interp(rows, self.rows, self.base_s)) + self._slope_s * max(rows - self.rows[-1], 0)
-        return base + context * (self.kv_s * batch + self.score_s * rows)
+        calls_s = (self.sequence_s + self.masked_s * float(_several(rows, batch))) * max(batch - 1, 0)
+        return base + calls_s + context * (self.kv_s * batch + self.score_s * rows)
 
     @property
     def _slope_s(self) -> float:
@@ -119,7 +130,8 @@ class LatencyModel:
     sublayers: name of the curve of each sublayer. head: name of the head's curve. overhead_s: of a forward; round_s:
     of a round, on top of its forwards. stages: stage of each sublayer; a forward hops from the first stage (embedding)
     over the stages where something is kept to the last (head) and back, hop_s each, and each has been idle until then,
-    which costs wake_s. transfer_s: to bring the weights of each sublayer, whenever it runs.
+    which costs wake_s. transfer_s: to bring the weights of each sublayer, whenever it runs. measured_context,
+    measured_batch: the longest context and the most sequences among the measurements.
     """
 
     sublayers: tuple[str, ...]
@@ -131,6 +143,8 @@ class LatencyModel:
     wake_s: float = 0.0
     stages: tuple[int, ...]
     transfer_s: tuple[float, ...]
+    measured_context: int = 0
+    measured_batch: int = 1
     _decode_steps: dict[float, tuple[float, float]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -180,7 +194,13 @@ class LatencyModel:
             wake_s=_median_s(measurements, WAKE),
             stages=tuple(stages) if stages is not None else (0,) * len(sublayer_kinds),
             transfer_s=tuple(transfer_s) if transfer_s is not None else (0.0,) * len(sublayer_kinds),
+            measured_context=max(each.context for each in measurements),
+            measured_batch=max(each.batch for each in measurements),
         )
+
+    def covers(self, cells: Iterable[tuple[int, int, int]]) -> bool:
+        """Whether contexts as long and batches as large as in cells of (rows, context, batch) were measured."""
+        return all(context <= self.measured_context and batch <= self.measured_batch for _, context, batch in cells)
 
     def sublayer_s(self, sublayer: int, *, rows: float, context: float, batch: float) -> float:
         """Seconds of one sublayer, its weight transfer included; 0 for no rows."""
@@ -257,7 +277,9 @@ class LatencyModel:
         try:
             content = json.loads(Path(path).read_text())
             if content["format"] != FORMAT:
-                raise StaleProfileError(f"profile {path} has format {content['format']!r}, not {FORMAT!r}: delete it")
+                raise StaleProfileError(
+                    f"profile {path} has format {content['format']!r}, not {FORMAT!r}: profile again"
+                )
             saved, wanted = content["key"], json.loads(json.dumps(dict(key)))
             names = [name for name in sorted({*saved, *wanted}) if saved.get(name) != wanted.get(name)]
             differing = [f"{name} is {saved.get(name)!r}, not {wanted.get(name)!r}" for name in names]
@@ -275,6 +297,11 @@ class LatencyModel:
         }
         lists = {name: tuple(values[name]) for name in ("sublayers", "stages", "transfer_s")}
         return cls(**{**values, **lists, "curves": curves})
+
+
+def _several(rows: Floats | float, batch: Floats | float) -> Floats:
+    """Share of the sequences that have several rows, where the rows are dealt evenly."""
+    return np.clip(np.asarray(rows) / np.maximum(batch, 1) - 1, 0.0, 1.0)
 
 
 def _curve_name(kind: str, device: str) -> str:

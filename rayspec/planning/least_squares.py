@@ -44,6 +44,14 @@ def _settle(matrix: Floats, target: Floats, solution: Floats, free: NDArray[np.b
     return np.zeros_like(solution)
 
 
+def independent_columns(matrix: Floats) -> NDArray[np.bool_]:
+    """Which columns, in their order, are no combination of those before: a coefficient can be told for these only."""
+    norms = np.linalg.norm(matrix, axis=0)
+    scaled = matrix / np.where(norms > 0, norms, 1.0)
+    ranks = [0, *(int(np.linalg.matrix_rank(scaled[:, : count + 1])) for count in range(matrix.shape[1]))]
+    return np.diff(ranks) > 0
+
+
 def robust_relative_fit(matrix: Floats, target: Floats) -> Floats:
     """x >= 0 that makes the relative errors of matrix x against target > 0 small; single outliers hardly count.
 

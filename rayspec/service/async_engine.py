@@ -14,18 +14,18 @@ from transformers import PreTrainedTokenizerBase
 import rayspec
 from rayspec.config import SamplingParams
 from rayspec.decode.engine import Engine
-from rayspec.decode.engine_loop import EngineDeadError, EngineLoop
+from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.pipeline.ray_stages import RayStages, StageUse
 from rayspec.pipeline.replicas import Replicas
 from rayspec.types import ConfigError, EngineLoad, EngineStats, Request, RequestOutput
 
 
 class AsyncEngine:
-    """Owns a model and the thread that runs it."""
+    """A model's engine, for coroutines."""
 
     def __init__(self, llm: rayspec.LLM) -> None:
         self.llm = llm
-        self._loop = EngineLoop(llm.engine)
+        self._loop = llm.loop
         self._numbers = itertools.count()
 
     @property
@@ -120,5 +120,4 @@ class AsyncEngine:
 
     def stop(self) -> None:
         """End the loop and the model's processes. What is unfinished fails with EngineDeadError."""
-        self._loop.stop()
         self.llm.shutdown()

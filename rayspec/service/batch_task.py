@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.decode.stages import StageLostError
 from rayspec.service.async_engine import AsyncEngine
 from rayspec.service.documents import Document
@@ -43,7 +44,7 @@ class BatchTask:
             try:
                 return batch_row(await answer(line, engine, served), source=document.source)
             except StageLostError as error:
-                return ResultRow.of_error(document.id, error)
+                raise EngineDeadError(f"the engine has failed a row and cannot go on: {error}") from error
 
         return complete
 
@@ -52,10 +53,11 @@ def read_requests(path: str) -> tuple[list[Document], list[ResultRow]]:
     """Of a batch file the lines to be answered, and the rows of those that are no request. Raises ConfigError."""
     documents, refused = [], []
     try:
-        with Location.parse(path).open() as file:
-            for line in read_batch(file, source=path):
+        location = Location.parse(path)
+        with location.open() as file:
+            for line in read_batch(file, source=location.file_name):
                 if isinstance(line, BatchResult):
-                    refused.append(batch_row(line, source=path))
+                    refused.append(batch_row(line, source=line.id))
                 else:
                     row_id = line.result(200, {}).id
                     documents.append(Document(id=row_id, source=row_id, text=json.dumps(asdict(line))))

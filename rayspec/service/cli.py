@@ -16,6 +16,7 @@ from rayspec.config import ParallelOptions, SamplingParams, TuningOptions
 from rayspec.service.batch import complete
 from rayspec.service.bench.commands import app as bench_app
 from rayspec.service.documents import Columns, Document, read_documents
+from rayspec.service.input_files import KNOWN_TYPES
 from rayspec.service.k8s.command import app as k8s_app
 from rayspec.service.latency_table import latency_table, stage_table
 from rayspec.service.loading import load_llm
@@ -26,7 +27,7 @@ from rayspec.service.prompts import SUMMARY_SAMPLING, PromptBuilder, fitting_pro
 from rayspec.service.report import RunReport
 from rayspec.service.results import check_output, open_writer, save_config
 from rayspec.service.settings import Settings
-from rayspec.service.terminal import clean_exit, error_console, exit_on_sigterm, output_console, say
+from rayspec.service.terminal import clean_exit, error_console, exit_on_sigterm, found_inputs, output_console, say
 from rayspec.types import ConfigError
 
 app = typer.Typer(
@@ -46,7 +47,7 @@ _EPILOG = """Exit codes: 0 every row succeeded, 1 none did or the engine failed,
 
 Inputs = Annotated[
     list[str],
-    typer.Argument(metavar="INPUT...", help="files (.txt, .md, .jsonl, .ndjson, .parquet), folders or patterns"),
+    typer.Argument(metavar="INPUT...", help=f"files ({KNOWN_TYPES}), folders or patterns"),
 ]
 Output = Annotated[Path, typer.Option("--output", "-o", help="file to write: .jsonl or .parquet")]
 IdColumn = Annotated[
@@ -203,6 +204,14 @@ def serve(
     api_key: Annotated[
         list[str] | None, typer.Option(help="opens the endpoint; repeatable; also in RAYSPEC_API_KEYS, with commas")
     ] = None,
+    cors: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ORIGIN", help="whose web pages may use the endpoint; repeatable; *: all"),
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="by which clients may call the endpoint on loopback; repeatable; *: any"),
+    ] = None,
 ) -> None:
     """Answer OpenAI requests over HTTP, with Ray Serve, until SIGTERM or Ctrl-C. Prints the URL when it is ready."""
     # They bring ray, which others wait for.
@@ -210,7 +219,15 @@ def serve(
     from rayspec.service.serve.run import Address, run_endpoint  # noqa: PLC0415
 
     with clean_exit():
-        options = asked_options(file, asked, model_id=served_model_name, api_keys=api_key or (), environment=os.environ)
+        options = asked_options(
+            file,
+            asked,
+            model_id=served_model_name,
+            api_keys=api_key or (),
+            cors=cors or (),
+            allowed_hosts=allowed_host or (),
+            environment=os.environ,
+        )
         run_endpoint(options, Address(host=host, port=port), lambda url: print(url, flush=True))  # noqa: T201
 
 
@@ -236,9 +253,10 @@ class _Job:
         text_column: str,
     ) -> None:
         check_output(output, overwrite=overwrite)
-        if any(Path(name).exists() and output.exists() and Path(name).samefile(output) for name in inputs):
+        files = found_inputs(inputs)
+        if output.exists() and any(Path(name).exists() and Path(name).samefile(output) for name in files):
             raise ConfigError(f"option 'output' is {str(output)!r}, which is an input too: choose another name")
-        self._settings, self._inputs, self._output = settings, inputs, output
+        self._settings, self._inputs, self._output = settings, files, output
         self._report_folder, self._text_column = report, text_column
 
     def run(self, columns: Columns, *, template: str, chat: bool, truncate: bool, limit: int | None) -> None:

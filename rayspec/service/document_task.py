@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rayspec.service.async_engine import AsyncEngine
-from rayspec.service.documents import Document, DuplicateCheck
+from rayspec.decode.engine_loop import EngineDeadError
+from rayspec.service.documents import Document
 from rayspec.service.engine_actor import Handler
 from rayspec.service.long_documents import LongDocumentOptions, LongDocuments, part_templates
 from rayspec.service.prompts import PromptBuilder
-from rayspec.service.results import ResultRow
+from rayspec.service.results import ResultRow, is_final
 from rayspec.service.settings import Settings
+
+if TYPE_CHECKING:  # torch and transformers, which the driver and the supervisor do not need
+    from rayspec.service.async_engine import AsyncEngine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,14 +43,13 @@ class DocumentTask:
         prompts = PromptBuilder(llm=engine.llm, params=self.settings.sampling, template=self.template, chat=self.chat)
         templates = part_templates(self.template, instruct=self.instruct)
         documents = LongDocuments(engine=engine, prompts=prompts, templates=templates, options=self.long)
-        check = DuplicateCheck()
 
         async def complete(document: Document) -> ResultRow:
-            document = check(document)
-            if document.error is not None:
-                return replace(ResultRow.of_error(document.id, document.error), source=document.source)
             outcome = await documents.complete(document)
+            row = outcome.row(document.id)
+            if not is_final(row):
+                raise EngineDeadError(f"the engine has failed a row and cannot go on: {row.error}")
             tree = [node.as_dict() for node in outcome.roots]
-            return replace(outcome.row(document.id), source=document.source, tree=json.dumps(tree) if tree else None)
+            return replace(row, tree=json.dumps(tree) if tree else None)
 
         return complete

@@ -1,17 +1,27 @@
-"""Reading the input: text, JSON lines and Parquet files, row by row. A bad row or file is an error of its own."""
+"""Reading the input: text, JSON lines and Parquet files, row by row. A bad row or file becomes an error row."""
 
 from __future__ import annotations
 
-import codecs
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rayspec.service.input_files import (
+    KNOWN_TYPES,
+    PARQUET_SUFFIXES,
+    TEXT_SUFFIXES,
+    InputFiles,
+    file_type,
+    find_files,
+)
 from rayspec.service.locations import Location, UnreadableFileError, error_detail
+from rayspec.service.plain_text import UndecodableError, decode, lines, opened
 from rayspec.types import InputFileError
 
 _ROWS_PER_READ = 16  # long documents: a batch of rows must stay small
@@ -48,8 +58,8 @@ class DuplicateIdError(InputFileError):
 class Columns:
     """Which columns of a JSON-lines or Parquet row hold what.
 
-    id None: "id" where the file has it, else the file's name and the row's number. messages: a column of chat messages
-    that is used instead of the text where it is present; None: text only.
+    id None: "id" where the file has this column, else the file's name (`InputFile.name`) and the row's number.
+    messages: a column of chat messages that is used instead of the text where it is present; None: text only.
     """
 
     text: str = "text"
@@ -63,7 +73,10 @@ class Columns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """One row of the input: its text or its chat messages, or the reason why it has neither."""
+    """One row of the input: its text or its chat messages, or the reason why it has neither.
+
+    source: the file's name (`InputFile.name`) and the row's number.
+    """
 
     id: str
     source: str
@@ -71,36 +84,29 @@ class Document:
     messages: Sequence[Mapping[str, str]] | None = None
     error: InputFileError | None = None
 
+    @property
+    def input_hash(self) -> str | None:
+        """64 bits of the text or messages, in hexadecimal. None for a row that could not be read."""
+        if self.text is None and self.messages is None:
+            return None
+        content = self.text if self.text is not None else json.dumps(self.messages)
+        return hashlib.blake2b(content.encode(errors="surrogatepass"), digest_size=8).hexdigest()
+
 
 def read_documents(inputs: Iterable[str], columns: Columns) -> Iterator[Document]:
     """The rows of files, folders and glob patterns, read as they are asked for.
 
-    Never raises for what a file holds. Raises ConfigError for a URI of an unknown kind.
+    Never raises for what a file holds. Raises ConfigError as `find_files` does.
     """
     check = DuplicateCheck()
-    for path in expand(inputs):
-        for document in read_file(path, columns):
+    for file in expand(inputs).files:
+        for document in read_file(file.path, columns, name=file.name):
             yield check(document)
 
 
-def expand(inputs: Iterable[str]) -> Iterator[str]:
-    """Paths and URIs of files: folders become the files below that can be read, patterns what they match, in order.
-
-    What matches nothing, or cannot be looked at, is passed on as it is, so that reading it says so. Raises ConfigError
-    for a URI of an unknown kind.
-    """
-    for name in inputs:
-        try:
-            found = _expand(Location.parse(name))
-        except UnreadableFileError:
-            found = []
-        yield from found or [name]
-
-
-def _expand(location: Location) -> list[str]:
-    if location.is_folder:
-        return [file.name for file in location.files(_READERS)]
-    return [match.name for match in location.glob()] if location.is_pattern else []
+def expand(inputs: Iterable[str]) -> InputFiles:
+    """What `find_files` finds; `inputs` itself where it has been found before. Raises ConfigError."""
+    return inputs if isinstance(inputs, InputFiles) else find_files(inputs)
 
 
 def read_file(path: str, columns: Columns, *, name: str | None = None) -> Iterator[Document]:
@@ -112,13 +118,9 @@ def read_file(path: str, columns: Columns, *, name: str | None = None) -> Iterat
     name = name or path
     try:
         location = Location.parse(path)
-        reader = None if location.is_folder else _READERS.get(location.suffix)
+        reader = _reader(location, name)
     except UnreadableFileError as error:
         yield _failed(name, error)
-        return
-    if reader is None:
-        known = ", ".join(_READERS)
-        yield _failed(name, UnreadableFileError(f"{name}: not a file that can be read; known are {known}"))
         return
     num_rows = 0
     try:
@@ -156,21 +158,40 @@ _Row = Mapping[str, Any] | InputFileError
 _Reader = Callable[[Location, str, Columns], Iterator[tuple[str, _Row]]]
 
 
-def _read_text(location: Location, name: str, columns: Columns) -> Iterator[tuple[str, _Row]]:
+def _reader(location: Location, name: str) -> _Reader:
+    """Raises UnreadableFileError for what is no file of a known type."""
+    if location.is_folder:
+        location.check_listing()
+        raise UnreadableFileError(f"{name}: the folder holds no file of a known type; known are {KNOWN_TYPES}")
+    kind = file_type(location.file_name)
+    if kind is None:
+        raise UnreadableFileError(f"{name}: its type is not known; known are {KNOWN_TYPES}")
+    if kind.suffix in PARQUET_SUFFIXES:
+        return _read_parquet
+    return partial(_read_text if kind.suffix in TEXT_SUFFIXES else _read_jsonl, is_zipped=kind.is_zipped)
+
+
+def _read_text(location: Location, name: str, columns: Columns, *, is_zipped: bool) -> Iterator[tuple[str, _Row]]:
     """One document: the whole file."""
-    content = location.read()
+    with opened(location, is_zipped=is_zipped) as file:
+        content = file.read()
     if content:
         text = _decode(content, name)
         row = {columns.text: text, columns.id or _DEFAULT_ID_COLUMN: name}
         yield name, text if isinstance(text, InputFileError) else row
 
 
-def _read_jsonl(location: Location, name: str, _columns: Columns) -> Iterator[tuple[str, _Row]]:
-    with location.open() as file:
-        for number, line in enumerate(file, start=1):
-            source = f"{name}:{number}"
-            if line.strip():
-                yield source, _parse_line(line, source)
+def _read_jsonl(location: Location, name: str, _columns: Columns, *, is_zipped: bool) -> Iterator[tuple[str, _Row]]:
+    number = 0
+    try:
+        with opened(location, is_zipped=is_zipped) as file:
+            for number, line in enumerate(lines(file), start=1):
+                source = f"{name}:{number}"
+                if line.strip():
+                    yield source, _parse_line(line, source)
+    except UndecodableError as error:
+        source = f"{name}:{number + 1}"
+        yield source, NotUtf8Error(f"{source}: {error}; convert the file")
 
 
 def _parse_line(line: bytes, source: str) -> _Row:
@@ -214,20 +235,11 @@ def _parquet_row(batch: pa.RecordBatch, index: int, source: str) -> _Row:
         return NotUtf8Error(f"{source}: not UTF-8 at byte {error.start}: {error.reason}; write the file again")
 
 
-_READERS: dict[str, _Reader] = {
-    ".txt": _read_text,
-    ".md": _read_text,
-    ".jsonl": _read_jsonl,
-    ".ndjson": _read_jsonl,
-    ".parquet": _read_parquet,
-}
-
-
 def _decode(content: bytes, source: str) -> str | InputFileError:
     try:
-        return content.removeprefix(codecs.BOM_UTF8).decode("utf-8")
-    except UnicodeDecodeError as error:
-        return NotUtf8Error(f"{source}: not UTF-8 at byte {error.start}: {error.reason}; convert the file")
+        return decode(content)
+    except UndecodableError as error:
+        return NotUtf8Error(f"{source}: {error}; convert the file to UTF-8")
 
 
 def _failed(source: str, error: InputFileError, row_id: str | None = None) -> Document:

@@ -5,20 +5,23 @@ from __future__ import annotations
 import asyncio
 import copy
 import os
+import secrets
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from rayspec.config import EngineConfig
 from rayspec.decode.engine_loop import EngineDeadError
-from rayspec.service.async_engine import AsyncEngine
 from rayspec.service.loading import load_llm
 from rayspec.service.settings import Settings
 from rayspec.types import EngineStats, RayspecError
 
-_MAX_CONCURRENT_ROWS = 4096
+if TYPE_CHECKING:
+    from rayspec.service.async_engine import AsyncEngine
+
+MAX_CONCURRENT_ROWS = 4096
 _MIN_CPUS_TO_RESERVE = 3
 
 Handler = Callable[[Any], Awaitable[Any]]
@@ -35,12 +38,6 @@ class Recipe(Protocol):
         it returns."""
 
 
-class DrainingError(RayspecError):
-    """The engine takes no new rows: the job is about to end, or the engine could not be loaded."""
-
-    kind = "aborted"
-
-
 class EngineWorker:
     """Owns a model and the loop that runs it. A plain class: `start_engine` makes it an actor."""
 
@@ -48,23 +45,21 @@ class EngineWorker:
         self._recipe = recipe
         self._engine: AsyncEngine | None = None
         self._is_ready = asyncio.Event()
-        self._num_taken = 0
-        self._draining = False
 
     async def load(self) -> dict[str, Any]:
-        """Called once. Returns all options in force, as a config file has them; rows that come earlier wait for it.
+        """Called once. Returns all options in force, as a config file has them. Rows that come earlier wait.
 
-        Raises ConfigError, CheckpointError, and with shards PlacementError; no rows are taken then.
+        Raises ConfigError, CheckpointError, and with shards PlacementError.
         """
         try:
             return await asyncio.to_thread(self._load)
-        except BaseException:
-            self._draining = True
-            raise
         finally:
             self._is_ready.set()
 
     def _load(self) -> dict[str, Any]:
+        # Imported here, so that who only talks to the actor does not wait seconds for torch and transformers.
+        from rayspec.service.async_engine import AsyncEngine  # noqa: PLC0415
+
         config = self._recipe.settings.engine
         if config.parallel is None:
             # Ray sets OMP_NUM_THREADS to the actor's num_cpus, a reservation and not what the engine should use.
@@ -74,20 +69,11 @@ class EngineWorker:
         return self._recipe.settings.resolved(self._engine.llm.config)
 
     async def handle(self, row: Any) -> Any:
-        """What the recipe makes of a row. Raises EngineDeadError, DrainingError."""
+        """The recipe's result for a row. Raises EngineDeadError."""
         await self._is_ready.wait()
-        if self._draining:
-            raise DrainingError("the engine takes no new rows")
-        self._num_taken += 1
+        if self._engine is None:
+            raise EngineDeadError("the engine could not be loaded")
         return await self._handle(row)
-
-    async def drain(self) -> None:
-        """Take no new rows; those that are here go on."""
-        self._draining = True
-
-    async def num_taken(self) -> int:
-        """Rows so far, ended or not."""
-        return self._num_taken
 
     async def stats(self) -> EngineStats:
         return copy.deepcopy(self._loaded.stats)
@@ -98,6 +84,10 @@ class EngineWorker:
 
     async def process_id(self) -> int:
         return os.getpid()
+
+    async def node_id(self) -> str:
+        """For `is_node_alive`."""
+        return str(ray.get_runtime_context().get_node_id())
 
     async def stop(self) -> None:
         self._loaded.stop()
@@ -113,8 +103,9 @@ def start_engine(recipe: Recipe) -> Any:
     options = {
         "num_cpus": cpus_to_reserve(ray.cluster_resources().get("CPU", 0)),  # type: ignore[no-untyped-call]
         "num_gpus": 1 if wants_gpu(recipe.settings.engine) else 0,
-        "max_concurrency": _MAX_CONCURRENT_ROWS,
+        "max_concurrency": MAX_CONCURRENT_ROWS,
         "max_restarts": 0,
+        "name": f"rayspec-engine-{secrets.token_hex(8)}",  # by which its placement groups are known
     }
     return ray.remote(EngineWorker).options(**options).remote(recipe)
 
@@ -135,14 +126,35 @@ def call(reference: Any) -> Any:
         raise
 
 
+async def answer(reference: Awaitable[Any]) -> Any:
+    """`call` for coroutines."""
+    try:
+        return await reference
+    except RayTaskError as error:
+        if isinstance(error.cause, RayspecError):
+            raise error.cause from None
+        raise
+
+
 def death_of(engine: Any) -> EngineDeadError | None:
     """Why an actor's engine has ended; None while it runs."""
     try:
         death: EngineDeadError | None = ray.get(engine.death.remote())
     except RayActorError as error:
-        reason = str(error).splitlines()[0]
-        return EngineDeadError(f"the engine's process has ended: {reason} Was it killed, or out of memory?")
+        return death_of_process(error)
     return death
+
+
+def death_of_process(error: RayActorError) -> EngineDeadError:
+    """What a call to an engine's actor says when the actor is gone, as an error of the engine."""
+    reason = str(error).splitlines()[0]
+    return EngineDeadError(f"the engine's process has ended: {reason} Was it killed, or out of memory?")
+
+
+def is_node_alive(node_id: str) -> bool:
+    """Whether the cluster still has this node."""
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return any(node["NodeID"] == node_id and node["Alive"] for node in nodes)
 
 
 def wants_gpu(config: EngineConfig) -> bool:

@@ -1,16 +1,13 @@
-"""A dataset of documents through one engine into an output folder, resumed where an earlier run of it ended."""
+"""Streams a dataset of documents through one engine into an output folder, and resumes where an earlier run ended."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import itertools
-import logging
-import operator
 import tempfile
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,29 +20,30 @@ from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.pipeline.session import ray_session
 from rayspec.service.data import (
     Arrival,
-    DoneRows,
+    Remaining,
     arrivals,
     complete_dataset,
     dataset_of,
     quieten,
     read_dataset,
     reading,
-    without_rows,
+    remaining_rows,
+    seen_row,
+    seen_rows,
 )
-from rayspec.service.documents import Columns, Document, DuplicateIdError
+from rayspec.service.documents import Columns, Document
 from rayspec.service.drain import Drain
-from rayspec.service.engine_actor import DrainingError, Recipe, call, death_of, start_engine
+from rayspec.service.engine_actor import Recipe, call
 from rayspec.service.locations import Location
 from rayspec.service.progress import showing_progress
 from rayspec.service.report import PLOT_NAME, RunReport
-from rayspec.service.results import FileFormat, ResultRow
-from rayspec.service.run_folder import RunFolder, is_final
-from rayspec.service.suspects import EngineKilledError, Suspects
+from rayspec.service.results import FileFormat, ResultRow, is_final
+from rayspec.service.run_folder import RunFolder
+from rayspec.service.supervisor import start_supervisor
+from rayspec.service.survey import Changed, survey
 from rayspec.service.tally import EXIT_TERMINATED
-from rayspec.service.terminal import error_console, exit_on_sigterm
+from rayspec.service.terminal import error_console, exit_on_sigterm, say
 from rayspec.types import EngineStats
-
-logger = logging.getLogger(__name__)
 
 CONFIG_NAME = "config.yaml"
 _REPORT_FILES = (CONFIG_NAME, "report.md", "report.html", PLOT_NAME)
@@ -53,7 +51,7 @@ _REPORT_FILES = (CONFIG_NAME, "report.md", "report.html", PLOT_NAME)
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Some of the rows, always the same: which ones is a matter of their ids. None takes all."""
+    """A share of the rows, always the same rows: the ids decide. None takes all."""
 
     of_rows: float | None
 
@@ -66,8 +64,8 @@ class Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where the documents of a job are: in files, or `documents` themselves. refused: rows that failed before they
-    could be documents. limit: the first so many rows. sample: the share of them that is taken."""
+    """The documents of a job: those in the files `inputs`, or else `documents`. refused: rows that failed before they
+    became documents. limit: only so many rows, the first. sample: the share of these that is taken."""
 
     inputs: Sequence[str] = ()
     columns: Columns = field(default_factory=Columns)
@@ -77,11 +75,25 @@ class Source:
     sample: float | None = None
     references: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def is_whole(self) -> bool:
+        """All rows of the input are wanted."""
+        return self.limit is None and self.sample is None
+
+    @property
+    def share(self) -> Share:
+        return Share(self.sample)
+
     def dataset(self) -> ray.data.Dataset:
         """Of all rows, or the first ones."""
         if not self.inputs:
             return dataset_of(self.documents[: self.limit])
         return read_dataset(self.inputs, self.columns, limit=self.limit)
+
+    def seen(self) -> Iterator[ResultRow]:
+        """What is known of the wanted rows without an engine, in order."""
+        rows = seen_rows(self.dataset()) if self.inputs else map(seen_row, self.documents[: self.limit])
+        return (row for row in rows if self.share(row.id))
 
 
 class JobTask(Recipe, Protocol):
@@ -99,9 +111,10 @@ Export = Callable[[Callable[[], Iterable[ResultRow]], Location], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """name, text_column, file_format: of the output. max_engine_restarts: how often an engine that died for no reason
-    that is known is started again within a run; rows that kill it are found out, and fail. drain_s: how long rows under
-    way may take to end after SIGTERM. export: writes more files in the end, of the names `export_names`.
+    """name, text_column, file_format: of the output. changed: what becomes of rows whose text has changed since an
+    earlier run did them, see `survey.Changed`. max_engine_restarts: how often in a row an engine that died is started
+    again without a row completed in between. drain_s: how long rows under way may take to end after SIGTERM. export:
+    writes more files in the end, of the names `export_names`.
     """
 
     task: JobTask
@@ -111,6 +124,7 @@ class Job:
     text_column: str
     file_format: FileFormat = "parquet"
     overwrite: bool = False
+    changed: Changed = "keep"
     max_engine_restarts: int = 3
     drain_s: float = 2.0
     export: Export | None = None
@@ -120,8 +134,9 @@ class Job:
         """Returns when every row is in the output. Rows of an earlier run of the same job are not done again; of a run
         that ends early, the rows so far are kept, and the next run goes on with the others.
 
-        Raises ConfigError before anything is started, if the output folder is of another job; EngineDeadError when the
-        engine died too often; CheckpointError; SystemExit on SIGTERM.
+        Raises ConfigError before anything is started, if the output folder is of another job, and if the input has
+        changed and `changed` is "fail"; EngineDeadError when the engine died too often; OutputError when rows cannot be
+        written; CheckpointError; SystemExit on SIGTERM.
         """
         with (
             RunFolder.open(
@@ -141,15 +156,6 @@ class Job:
             return _Run(self, source, folder).finish()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Death:
-    """The end of an engine. under_way: ids of the rows that it had, where they are known. source: of one of them."""
-
-    error: EngineDeadError
-    under_way: frozenset[str] = frozenset()
-    source: str | None = None
-
-
 class _Run:
     """One run of a job's driver."""
 
@@ -157,162 +163,134 @@ class _Run:
         self._job, self._source, self._folder = job, source, folder
         self._report = RunReport(references=source.references)
         self._drain = Drain(job.drain_s)
-        self._suspects = Suspects(job.max_engine_restarts)
-        self._engine: Any = None
-        self._config: dict[str, Any] = {}
+        self._sources: dict[str, str | None] = {}  # of the rows that are done
+        self._refused: frozenset[tuple[str, str | None]] = frozenset()  # id and source
+        self._supervisor: Any = None
+        self._config: dict[str, Any] = dict(folder.manifest.extra.get("config", {}))
 
     def finish(self) -> RunReport:
-        with self._drain.watching(self._stop_engine):
+        with self._drain.watching(self._begin_draining):
             try:
-                self._catch_up()
-                self._complete()
+                if self._catch_up():
+                    self._complete()
                 self._conclude()
             finally:
                 self._end_engine()
         return self._report
 
-    def _catch_up(self) -> None:
-        """With the rows of earlier runs, and those that failed before they could be documents."""
-        for row in self._folder.rows():
-            if is_final(row):
-                self._report.add(row, earlier=True)
-        done = _done_rows(self._folder)
-        for row in self._source.refused:
-            if row.id not in done.sources:
-                self._take(row)
-        if self._report.tally.num_earlier:
-            message = f"going on with a run that has {self._report.tally.num_earlier} rows"
-            error_console().print(message, highlight=False)
+    def _catch_up(self) -> bool:
+        """Takes all that needs no engine: rows of earlier runs, rows that cannot be read, duplicates. Returns whether
+        rows are left. Raises ConfigError."""
+        if self._source.inputs and not self._folder.done:
+            self._refuse(self._source.refused)
+            return True
+        found = survey(self._source.seen(), self._folder.done, is_whole=self._source.is_whole)
+        found.check(self._job.changed)
+        redone = found.changed if self._job.changed == "redo" else []
+        self._folder.redo(redone)
+        self._show_earlier(found.describe(), num_redone=len(redone))
+        self._sources = {row_id: found.sources.get(row_id) for row_id in self._folder.done}
+        self._refuse([*self._source.refused, *found.errors])
+        return found.num_left + len(redone) > 0
+
+    def _show_earlier(self, changes: str, *, num_redone: int) -> None:
+        counts = self._folder.counts
+        if counts.total:
+            self._report.add_earlier(counts.total, counts.failed, self._folder.rows)
+            say(f"going on with a run that has {counts.total} rows")
+        if changes:
+            say(f"{changes}: {num_redone} are done again" if num_redone else f"{changes}: the earlier results are kept")
 
     def _complete(self) -> None:
-        """The rows that are not done yet. Raises EngineDeadError if engines die too often; SystemExit at SIGTERM."""
-        while True:
-            death = self._stream()
-            if self._drain.requested:
-                raise SystemExit(EXIT_TERMINATED)
-            if death is not None:
-                self._end_engine()
-                self._judge(death)
-            elif self._suspects.on_trial:
-                self._suspects.acquit()
-            else:
-                return
+        """Does the rows that are left. Raises EngineDeadError if engines die too often; SystemExit at SIGTERM."""
+        self._folder.commit()
+        self._supervisor = start_supervisor(self._job.task, max_restarts=self._job.max_engine_restarts)
+        with contextlib.closing(self._started(self._supervisor.begin.remote())) as rows:
+            failure = self._take_rows(rows)
+        if self._drain.requested:
+            raise SystemExit(EXIT_TERMINATED)
+        if failure is not None:
+            raise EngineDeadError(str(failure.error))
 
-    def _judge(self, death: _Death) -> None:
-        """Raises the death if there are too many; otherwise another engine can go on."""
-        guilty = self._suspects.died(death.under_way)
-        if guilty is not None:
-            error = EngineKilledError(
-                f"the engine died three times with this row under way, the last time with nothing else: {death.error}"
-            )
-            self._take(replace(ResultRow.of_error(guilty, error), source=death.source))
-        if self._suspects.too_many_deaths:
-            raise death.error
-        logger.warning("%s; it is started again and goes on with the rows that are left", death.error)
-
-    def _stream(self) -> _Death | None:
-        """The rows that are not done yet, or those on trial, as far as one engine gets; how it died, if it did."""
-        loading = None
-        if self._engine is None:
-            self._engine = start_engine(self._job.task)
-            loading = self._engine.load.remote()
-        try:
-            with contextlib.closing(self._started(self._dataset(), loading)) as rows:
-                return self._take_rows(rows)
-        except RayError:
-            error = death_of(self._engine)
-            if error is None:
-                raise
-            return _Death(error=error)
-
-    def _started(self, results: ray.data.Dataset, loading: Any) -> Generator[Arrival]:
-        """The dataset's rows. Ray Data starts its workers while the engine is loading; the first row waits for it."""
-        with contextlib.closing(arrivals(results)) as rows:
+    def _started(self, loading: Any) -> Generator[Arrival]:
+        """The rows as they come. Ray Data starts its workers while the engine is loading; the first row waits."""
+        with contextlib.closing(arrivals(self._results())) as rows:
             first = list(itertools.islice(rows, 1))
-            if loading is not None:
-                self._config = call(loading)
-                self._folder.location.join(CONFIG_NAME).write(yaml.safe_dump(self._config, sort_keys=False).encode())
+            self._config = call(loading)
+            self._folder.location.join(CONFIG_NAME).write(yaml.safe_dump(self._config, sort_keys=False).encode())
             yield from itertools.chain(first, rows)
 
-    def _dataset(self) -> ray.data.Dataset:
-        self._folder.commit()
-        on_trial, engine = self._suspects.on_trial, self._job.task.settings.engine
-        takes = partial(operator.contains, on_trial) if on_trial else Share(self._source.sample)
-        left = without_rows(self._source.dataset(), _done_rows(self._folder), takes)
+    def _results(self) -> ray.data.Dataset:
+        remaining = Remaining(takes=self._source.share, sources=self._sources, refused=self._refused)
+        engine = self._job.task.settings.engine
         num_replicas = engine.parallel.replicas if engine.parallel is not None else 1
-        wanted = 2 * engine.max_num_seqs * num_replicas
-        return complete_dataset(left, self._engine, num_wanted=wanted, one_at_a_time=bool(on_trial))
+        return complete_dataset(
+            remaining_rows(self._source.dataset(), remaining),
+            self._supervisor,
+            num_wanted=2 * engine.max_num_seqs * num_replicas,
+        )
 
-    def _take_rows(self, rows: Iterator[Arrival]) -> _Death | None:
-        """Until there are no more; of an engine that drains, until every row that it took is here; of one that died,
-        until every row that it had is."""
-        num_from_engine, num_to_come = 0, None
+    def _take_rows(self, rows: Iterator[Arrival]) -> ResultRow | None:
+        """Takes all rows. Once no more are begun, ends when every row that an engine was given is here, and returns a
+        row that says why."""
+        num_from_engine, num_to_come, failure = 0, None, None
         with showing_progress(self._report.tally, error_console()) as show:
             for arrival in rows:
-                if arrival.under_way is not None:
-                    return self._take_finished(arrival, rows)
                 num_from_engine += arrival.by_engine
-                if not arrival.by_engine and arrival.row.error_kind == DrainingError.kind:
-                    num_to_come = call(self._engine.num_taken.remote())
-                else:
+                if is_final(arrival.row):
                     self._take(arrival.row)
                     show()
-                if arrival.by_engine and arrival.row.error_kind is None:
-                    self._suspects.succeeded()
+                else:
+                    failure, num_to_come = arrival.row, call(self._supervisor.num_given.remote())
                 if num_from_engine == num_to_come:
                     break
-        return None
+        return failure
 
-    def _take_finished(self, lost: Arrival, rows: Iterator[Arrival]) -> _Death:
-        """What shares blocks with rows that an engine had when it died."""
-        assert lost.under_way is not None
-        missing = set(lost.under_way) - {lost.row.id}
-        while missing and (arrival := next(rows, None)) is not None:
-            missing.discard(arrival.row.id)
-            if arrival.under_way is None and is_final(arrival.row):
-                self._take(arrival.row)
-        error = death_of(self._engine) or EngineDeadError(f"the engine cannot be reached: {lost.row.error}")
-        return _Death(error=error, under_way=lost.under_way, source=lost.row.source)
+    def _refuse(self, rows: Sequence[ResultRow]) -> None:
+        """Takes rows that no engine is asked about."""
+        self._refused = frozenset((row.id, row.source) for row in rows)
+        for row in rows:
+            self._take(row)
 
     def _take(self, row: ResultRow) -> None:
         self._folder.add(row)
         self._report.add(row)
 
-    def _stop_engine(self) -> None:
-        if self._engine is not None:
-            self._engine.drain.remote()
+    def _begin_draining(self) -> None:
+        if self._supervisor is not None:
+            self._supervisor.drain.remote()
 
     def _conclude(self) -> None:
-        stats: EngineStats = call(self._engine.stats.remote())
-        tally = self._report.tally
+        """Merges the rows and writes the report, unless nothing has changed since an earlier run did."""
+        self._folder.commit()
+        is_unchanged = self._folder.is_merged
+        stats = EngineStats() if self._supervisor is None else call(self._supervisor.stats.remote())
+        if stats.num_lost_replicas:
+            say(f"{stats.num_lost_replicas} replicas were lost for good, and the others did their rows; see the log")
+        tally, before = self._report.tally, self._folder.manifest
         counts = {
             "prompt_tokens": tally.num_prompt_tokens,
             "output_tokens": tally.num_output_tokens,
             "seconds": tally.elapsed_s,
             "errors": dict(tally.errors),
         }
-        self._folder.finish(counts, {"config": self._config})
+        self._folder.finish(before.counts if is_unchanged else counts, {"config": self._config})
+        if not is_unchanged:
+            self._write_report(stats)
+        if self._supervisor is not None:
+            call(self._supervisor.stop.remote())
+
+    def _write_report(self, stats: EngineStats) -> None:
         if self._job.export is not None:
             self._job.export(self._folder.rows, self._folder.location)
         with tempfile.TemporaryDirectory() as scratch:
             self._report.write(Path(scratch), stats=stats, config=self._config, title=self._job.title)
             for path in Path(scratch).iterdir():
                 self._folder.location.join(path.name).write(path.read_bytes())
-        call(self._engine.stop.remote())
 
     def _end_engine(self) -> None:
         """At once: the CPUs and GPUs that it holds are wanted, if only by the next job of this process."""
-        if self._engine is not None:
-            engine, self._engine = self._engine, None
+        if self._supervisor is not None:
+            supervisor, self._supervisor = self._supervisor, None
             with contextlib.suppress(RayError):
-                ray.kill(engine)
-
-
-def _done_rows(folder: RunFolder) -> DoneRows:
-    sources, duplicates = {}, set()
-    for row in folder.rows():
-        if row.error_kind == DuplicateIdError.kind:
-            duplicates.add((row.id, row.source))
-        elif is_final(row):
-            sources[row.id] = row.source
-    return DoneRows(sources=sources, duplicates=frozenset(duplicates))
+                ray.kill(supervisor)

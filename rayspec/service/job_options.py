@@ -24,6 +24,12 @@ Limit = Annotated[int | None, typer.Option(min=1, help="only the first so many r
 Sample = Annotated[float | None, typer.Option(min=0, max=1, help="only this share of the rows, always the same ones")]
 Overwrite = Annotated[bool, typer.Option(help="begin again, in place of what an earlier run has left there")]
 Format = Annotated[str, typer.Option("--format", help="of the output: parquet or jsonl")]
+ChangedRows = Annotated[
+    str, typer.Option("--changed", help="rows with other text than when they were done: keep, redo or fail")
+]
+MaxEngineRestarts = Annotated[
+    int, typer.Option(min=0, help="engines started again in a row, without a row completed in between")
+]
 DrainSeconds = Annotated[float, typer.Option(min=0, help="for rows under way, after SIGTERM")]
 Long = Annotated[str, typer.Option(help="documents beyond the context: fail, truncate, map-reduce or refine")]
 ChunkTokens = Annotated[int | None, typer.Option(min=1, help="tokens of a part of a long document; none: what fits")]

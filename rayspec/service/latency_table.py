@@ -12,7 +12,9 @@ _CONTEXTS = (128, 1024, 4096, 16384, 65536)
 
 def latency_table(latency: LatencyModel, *, max_context: int) -> Table:
     """Milliseconds of one sequence's forward: its attention sublayers, its MLP sublayers, the head, all of it."""
-    table = Table(title="milliseconds of a forward of one sequence", title_justify="left")
+    one, two = (latency.verify_s(rows=2, context=0, batch=batch) for batch in (1, 2))
+    title = f"milliseconds of a forward of one sequence; each further sequence takes {1000 * (two - one):.3f} ms more"
+    table = Table(title=title, title_justify="left")
     for heading in ("rows", "context", "attention", "MLP", "head", "forward", "attention share"):
         table.add_column(heading, justify="right")
     for context in [context for context in _CONTEXTS if context <= max_context] or [max_context]:

@@ -7,8 +7,10 @@ import io
 import os
 import posixpath
 import re
+import stat
 import tempfile
 import uuid
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -74,15 +76,14 @@ class Location:
         if uri is None:
             return cls(Store(filesystem=fs.LocalFileSystem()), name)
         _refuse_secrets(uri)
-        return cls(_open_store(uri, name), unquote(uri["path"]).strip("/"))
+        return cls(_open_store(uri, name), unquote(uri["path"], errors="surrogateescape").strip("/"))
 
     @property
     def name(self) -> str:
         """What to show, and what `parse` reads."""
         if not self.store.uri:
             return self.path
-        escaped = self.path.replace("%", "%25").replace("?", "%3F")
-        return f"{self.store.uri}/{escaped}{self.store.query}"
+        return f"{self.store.uri}/{_escaped(self.path)}{self.store.query}"
 
     def __str__(self) -> str:
         return self.name
@@ -105,16 +106,41 @@ class Location:
         """The same place, whatever folder a process works in."""
         return self if self.store.uri else replace(self, path=str(Path(self.path).absolute()))
 
+    @property
+    def base(self) -> Location:
+        """The folder that the files of this input are in: the folder itself, or the one that holds the file, or the one
+        before a pattern's first wildcard."""
+        if self.is_folder:
+            return self
+        path = PurePosixPath(self.path)
+        num_fixed = len(path.parts) - 1
+        if self.is_pattern:
+            num_fixed = next(index for index, part in enumerate(path.parts) if glob.has_magic(part))
+        return replace(self, path=str(PurePosixPath(*path.parts[:num_fixed])))
+
+    @property
+    def canonical_name(self) -> str:
+        """The same for every way to name this place: absolute, without symbolic links."""
+        return os.path.realpath(self._address) if self.store.is_local else f"{self.store.uri}/{self.path}"
+
+    def printable(self) -> Location:
+        """The same place with a name that is valid text: a path whose bytes are not UTF-8 becomes a URI with "%xx"."""
+        try:
+            self.name.encode()
+        except UnicodeEncodeError:
+            return Location.parse(f"file://{_escaped(str(Path(self.path).absolute()))}")
+        return self
+
     def join(self, *names: str) -> Location:
         return replace(self, path=posixpath.join(self.path, *names))
 
     @property
     def exists(self) -> bool:
-        return self._type is not None
+        return self.kind is not None
 
     @property
     def is_folder(self) -> bool:
-        return self._type == "folder"
+        return self.kind == "folder"
 
     @property
     def is_pattern(self) -> bool:
@@ -126,6 +152,28 @@ class Location:
         found = (location for location, is_folder in self._entries(recursive=recursive) if not is_folder)
         return sorted((file for file in found if file.suffix in suffixes), key=_by_parts)
 
+    def below(self) -> tuple[list[Location], list[Location]]:
+        """The files of a folder and of all folders below it, in order, and the folders that cannot be listed.
+
+        Files and folders with a leading dot are left out. Links to folders are followed; no folder is listed twice.
+        """
+        depth = len(PurePosixPath(self.path).parts)
+        unreadable: list[Location] = []
+        try:
+            found = list(self._entries(recursive=True, unreadable=unreadable, hidden=False))
+        except UnreadableFileError:
+            return [], [self]
+        files = (entry for entry, is_folder in found if not is_folder and not _is_hidden(entry.path, depth))
+        return sorted(files, key=_by_parts), sorted(unreadable, key=_by_parts)
+
+    def check_listing(self) -> None:
+        """Raises UnreadableFileError for a folder that cannot be listed."""
+        unreadable: list[Location] = []
+        for _ in self._entries(recursive=False, unreadable=unreadable):
+            break
+        if unreadable:
+            raise UnreadableFileError(f"{self.name}: the folder could not be listed; check its permissions")
+
     def entries(self) -> list[Location]:
         """The files and folders right in a folder, in order. No folder has none."""
         return sorted((location for location, _ in self._entries(recursive=False)), key=_by_parts)
@@ -135,20 +183,20 @@ class Location:
 
         "*" does not match across "/", nor a leading dot.
         """
-        if self.local_path is not None:
-            return [self._at(address) for address in sorted(glob.glob(self._address, recursive=True))]
+        if self.local_path is not None and "**" not in self.path:
+            return [self._at(address) for address in sorted(glob.glob(self._address))]
         parts = PurePosixPath(self.path).parts
         num_fixed = next(index for index, part in enumerate(parts) if glob.has_magic(part))
-        folder, pattern = replace(self, path="/".join(parts[:num_fixed])), parts[num_fixed:]
+        folder, pattern = replace(self, path=posixpath.join("", *parts[:num_fixed])), parts[num_fixed:]
         entries = folder._entries(recursive=len(pattern) > 1 or "**" in pattern)
         matching = (entry for entry, _ in entries if _matches(PurePosixPath(entry.path).parts[num_fixed:], pattern))
         return sorted(matching, key=_by_parts)
 
-    def open(self) -> IO[bytes]:
+    def open(self) -> io.BufferedReader:
         """For reading; can be sought in. The caller closes it."""
         if self.local_path is not None:
             return self.local_path.open("rb")
-        return cast("IO[bytes]", io.BufferedReader(self.store.filesystem.open_input_file(self._address)))
+        return io.BufferedReader(self.store.filesystem.open_input_file(self._address))
 
     def read(self) -> bytes:
         with self.open() as file:
@@ -184,18 +232,30 @@ class Location:
         return replace(self, path=path)
 
     @property
-    def _type(self) -> Literal["folder", "file"] | None:
+    def kind(self) -> Literal["folder", "file"] | None:
+        """None where nothing is. Each look is a request to a store."""
         with self._asking():
+            if self.local_path is not None:
+                return _local_type(self._address)
             kind = self.store.filesystem.get_file_info(self._address).type
         if kind == fs.FileType.NotFound:
             return None
         return "folder" if kind == fs.FileType.Directory else "file"
 
-    def _entries(self, *, recursive: bool) -> Iterator[tuple[Location, bool]]:
-        """Each with whether it is a folder."""
-        if self.local_path is not None:  # pathlib: pyarrow follows links to folders, which may go in a circle
-            paths = self.local_path.rglob("*") if recursive else self.local_path.glob("*")
-            yield from ((self._at(str(path)), path.is_dir()) for path in paths)
+    def _entries(
+        self, *, recursive: bool, unreadable: list[Location] | None = None, hidden: bool = True
+    ) -> Iterator[tuple[Location, bool]]:
+        """Each with whether it is a folder.
+
+        unreadable: receives the folders of this machine that cannot be listed. hidden: whether to look into those of
+        this machine whose name has a leading dot.
+        """
+        if self.local_path is not None:
+            for path, kind in _walk(str(self.local_path), recursive=recursive, hidden=hidden):
+                if kind != "unreadable":
+                    yield self._at(path), kind == "folder"
+                elif unreadable is not None:
+                    unreadable.append(self._at(path))
             return
         with self._asking():
             selector = fs.FileSelector(self._address, allow_not_found=True, recursive=recursive)
@@ -284,6 +344,80 @@ def _refuse_secrets(uri: re.Match[str]) -> None:
             f"a {uri['scheme']} URI holds a password or secret: leave it out, and give credentials as the store's own "
             "tools take them (environment, configuration file, role of the machine)"
         )
+
+
+def _escaped(path: str) -> str:
+    """For a URI: "%", "?" and bytes that are no UTF-8 as "%xx"."""
+    escaped = path.replace("%", "%25").replace("?", "%3F")
+    return "".join(f"%{ord(char) - 0xDC00:02X}" if "\udc80" <= char <= "\udcff" else char for char in escaped)
+
+
+def _local_type(path: str) -> Literal["folder", "file"] | None:
+    try:
+        mode = os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return "folder" if stat.S_ISDIR(mode) else "file"
+
+
+def _walk(root: str, *, recursive: bool, hidden: bool) -> Iterator[tuple[str, Literal["file", "folder", "unreadable"]]]:
+    """What is below a folder of this machine. What is neither file nor folder, such as a pipe, is left out.
+
+    Links to folders are followed. No folder is entered twice, since links may go in a circle: a folder goes by its own
+    name where it can, and by a hidden name last of all. A folder that is gone meanwhile is empty.
+    """
+    seen: set[tuple[int, int]] = set()
+    queues = (deque(["" if root == "." else root]), deque[str](), deque[str]())  # the last one for hidden names
+    while any(queues):
+        rank = next(index for index, queue in enumerate(queues) if queue)
+        folder = queues[rank].popleft()
+        try:
+            entries = _new_entries(folder or ".", seen)
+        except OSError:
+            yield folder, "unreadable"
+            continue
+        for entry in entries:
+            path, is_hidden = os.path.join(folder, entry.name), entry.name.startswith(".")
+            if _entry_is_folder(entry):
+                yield path, "folder"
+                if recursive and (hidden or not is_hidden):
+                    queues[max(rank, 2 if is_hidden else int(entry.is_symlink()))].append(path)
+            elif _entry_may_be_file(entry):
+                yield path, "file"
+
+
+def _new_entries(folder: str, seen: set[tuple[int, int]]) -> list[os.DirEntry[str]]:
+    """In order; none of a folder that is among `seen` already, by device and number, or that is gone."""
+    try:
+        status = os.stat(folder)
+        key = (status.st_dev, status.st_ino)
+        if key in seen:
+            return []
+        seen.add(key)
+        with os.scandir(folder) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _entry_is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
+def _entry_may_be_file(entry: os.DirEntry[str]) -> bool:
+    """Also a link that leads nowhere, or in a circle: reading says what is wrong with it."""
+    try:
+        return entry.is_file() or not os.path.exists(entry.path)
+    except OSError:
+        return True
+
+
+def _is_hidden(path: str, depth: int) -> bool:
+    """Whether a part of the path after the first ones has a leading dot."""
+    return any(part.startswith(".") for part in PurePosixPath(path).parts[depth:])
 
 
 def _by_parts(location: Location) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,10 +16,12 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from rayspec.config import EngineConfig, Options, ParallelOptions, SamplingParams, SpeculationOptions
+from rayspec.model.sources import check_name
 from rayspec.service.settings import Settings, make_settings
 
 _ENGINE_PANEL, _SPECULATION_PANEL, _PARALLEL_PANEL, _SAMPLING_PANEL = "Engine", "Speculation", "Shards", "Sampling"
 _PANELS = ((EngineConfig, _ENGINE_PANEL), (SpeculationOptions, _SPECULATION_PANEL), (ParallelOptions, _PARALLEL_PANEL))
+_RAY_ADDRESS = "RAY_ADDRESS"
 _NOT_FLAGS = {"n"}  # a row has one output
 
 OwnOptions = TypeVar("OwnOptions", bound=Options)
@@ -35,8 +38,13 @@ class Asked:
     own: Mapping[str, Any] = field(default_factory=dict)
 
     def settings(self) -> Settings:
-        """Merged and validated. Raises ConfigError."""
-        return make_settings(file=self.file, overrides=self.overrides, flags=self.flags, sampling=self.sampling)
+        """Merged and validated; model and tokenizer have names that can be loaded. Raises ConfigError."""
+        settings = make_settings(file=self.file, overrides=self.overrides, flags=self.flags, sampling=self.sampling)
+        is_elsewhere = _RAY_ADDRESS in os.environ  # its machines load the model, and may have other folders
+        check_name(settings.engine.model, is_elsewhere=is_elsewhere)
+        if settings.engine.tokenizer is not None:
+            check_name(settings.engine.tokenizer, option="tokenizer", is_elsewhere=is_elsewhere)
+        return settings
 
     def own_options(self, options: type[OwnOptions]) -> OwnOptions:
         """Validated. Raises ConfigError."""

@@ -7,7 +7,6 @@ Kernels, hops and all-reduces come on top; good engines reach two thirds to four
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -31,59 +30,21 @@ from rayspec.planning.partition import (
     shortfalls,
     stage_costs,
 )
+from rayspec.service.gpus import RESERVED_BYTES, RESERVED_SHARE, Gpu, parse_gpus
 from rayspec.types import ConfigError
 
 _GB, _GIB = 10**9, 2**30
-# Of a GPU's memory, kept for activations, workspaces and fragmentation, and for the CUDA context and NCCL.
-RESERVED_SHARE, RESERVED_BYTES = 0.05, 2 * _GIB
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
-    """One GPU. memory_gb: vendors' gigabytes, which the card has at least; bandwidth_gb_s: of its memory."""
-
-    name: str
-    memory_gb: int
-    bandwidth_gb_s: float
-
-    @property
-    def label(self) -> str:
-        return f"{self.name}-{self.memory_gb}G"
-
-    @property
-    def usable_bytes(self) -> int:
-        """For weights and KV cache."""
-        return int(self.memory_gb * _GB * (1 - RESERVED_SHARE)) - RESERVED_BYTES
-
-
-# Memory and bandwidth as in the vendors' data sheets: NVIDIA A100 (SXM), H100 (SXM; PCIe), H200, HGX B200, L40S, L4,
-# GH200 (HBM3; HBM3e), AMD Instinct MI300X.
-KNOWN_GPUS = tuple(
-    Gpu(name=name, memory_gb=memory_gb, bandwidth_gb_s=bandwidth_gb_s)
-    for name, memory_gb, bandwidth_gb_s in (
-        ("A100", 40, 1555),
-        ("A100", 80, 2039),
-        ("H100", 80, 3350),
-        ("H100-PCIe", 80, 2000),
-        ("H200", 141, 4800),
-        ("B200", 180, 8000),
-        ("L40S", 48, 864),
-        ("L4", 24, 300),
-        ("GH200", 96, 4000),
-        ("GH200", 144, 4900),
-        ("MI300X", 192, 5300),
-    )
-)
-_SPEC = re.compile(r"(?:(?P<count>[1-9]\d*)x)?(?P<model>[^@]+)(?:@(?P<bandwidth>\d+(?:\.\d+)?))?")
-_MODEL = re.compile(r"(?P<name>.+)-(?P<memory_gb>[1-9]\d*)G")
 
 
 class PlacementOptions(Options):
-    """What is to be placed where. `context` and `concurrency` are the KV cache that is planned for."""
+    """What is to be placed where. `context` and `concurrency` are the KV cache that is planned for.
+
+    stages, tensor, layers: where none of them is named, `rayspec plan` chooses.
+    """
 
     gpus: str
     stages: int | None = Field(None, ge=1)
-    tensor: int = Field(1, ge=1)
+    tensor: int | None = Field(None, ge=1)
     context: int = Field(16384, ge=1)
     concurrency: int = Field(32, ge=1)
     quantization: Quantization | None = None
@@ -95,13 +56,23 @@ class PlacementOptions(Options):
     def _numbers_with_commas(cls, value: Any) -> Any:
         return value.split(",") if isinstance(value, str) else value
 
+    @property
+    def names_layout(self) -> bool:
+        return (self.stages, self.tensor, self.layers) != (None, None, None)
+
+    @property
+    def num_ranks(self) -> int:
+        """GPUs that share each stage."""
+        return self.tensor or 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """A cut of the model over stages. Bytes are those of one tensor-parallel rank.
 
-    missing_bytes: summed over stages, on one rank; 0 where everything fits. splits: layers are known as attention and
-    MLP. choice: how the number of stages came about.
+    missing_bytes: summed over stages, on one rank; 0 where everything fits. loading_bytes_missing: on the GPU that
+    lacks most of it while the model loads. splits: layers are known as attention and MLP. choice: how the layout came
+    about. num_copies: of the whole model, each on GPUs like these.
     """
 
     options: PlacementOptions
@@ -110,11 +81,13 @@ class Placement:
     splits: bool
     stages: tuple[StageCost, ...]
     missing_bytes: int
+    loading_bytes_missing: int
     choice: str
+    num_copies: int = 1
 
     @property
     def fits(self) -> bool:
-        return self.missing_bytes == 0
+        return self.missing_bytes == 0 and self.loading_bytes_missing == 0
 
     @property
     def step_s(self) -> float:
@@ -122,25 +95,21 @@ class Placement:
         return sum(stage.seconds for stage in self.stages)
 
 
-def parse_gpus(spec: str) -> tuple[Gpu, ...]:
-    """Every GPU of, for instance, "4xH200-141G,4xA100-80G" or "8xNEW-96G@4000", in order. Raises ConfigError."""
-    return tuple(gpu for part in spec.split(",") for gpu in _parse_group(part.strip(), spec))
-
-
 def place(config: PretrainedConfig, options: PlacementOptions) -> Placement:
-    """Stage i runs on GPUs i * tensor and following. Where the number of stages is open, the fewest that fit.
+    """Stage i runs on GPUs i * tensor and following. Where the number of stages is open, the fewest that fit; `tensor`
+    is 1 unless it is named. `rayspec.service.plan.choice.place_best` asks the planner for both.
 
     Where nothing fits, layers are spread by time alone and `missing_bytes` says what is lacking. Raises ConfigError for
     GPUs that are unknown or too few, and what `model_sizes` and `partition` raise.
     """
     dtype = placed_dtype(options.dtype, config)
-    sizes = model_sizes(config, dtype=dtype, quantization=options.quantization, tensor=options.tensor)
+    sizes = model_sizes(config, dtype=dtype, quantization=options.quantization, tensor=options.num_ranks)
     return place_sizes(sizes, dtype, options)
 
 
 def place_sizes(sizes: ModelSizes, dtype: torch.dtype, options: PlacementOptions) -> Placement:
-    """`place` for sizes that are known already, those of a rank of `options.tensor`."""
-    groups = _tensor_groups(parse_gpus(options.gpus), options.tensor)
+    """`place` for sizes that are known already, those of a rank of `options.num_ranks`."""
+    groups = _tensor_groups(parse_gpus(options.gpus), options.num_ranks)
     num_stages, choice = _num_stages(sizes, groups, options)
     costs, devices = _costs(sizes, groups[:num_stages], options)
     spread = devices
@@ -154,13 +123,19 @@ def place_sizes(sizes: ModelSizes, dtype: torch.dtype, options: PlacementOptions
         splits=sizes.splits,
         stages=stages,
         missing_bytes=sum(shortfalls(stages)),
+        loading_bytes_missing=max(_loading_shortfall(sizes, stage, options.num_ranks) for stage in stages),
         choice=choice,
     )
 
 
-def placement_table(placement: Placement) -> Group:
-    """For people."""
+def placements_table(placements: Sequence[Placement]) -> Group:
+    """For people: one placement, or one for each sort of copy. The GPUs are those of the first copy of that sort."""
+    return Group(*map(_placement_table, placements))
+
+
+def _placement_table(placement: Placement) -> Group:
     options = placement.options
+    copies = f" on each of {placement.num_copies} copies" if placement.num_copies > 1 else ""
     table = Table()
     for heading in ("GPU", "layers", "sublayers", "weights GiB", "KV GiB", "left GiB", "ms a step", "fits"):
         table.add_column(heading, justify="left" if heading in ("GPU", "fits") else "right", no_wrap=True)
@@ -175,7 +150,7 @@ def placement_table(placement: Placement) -> Group:
         )
     return Group(
         f"{placement.num_parameters / 1e9:.2f} billion parameters in {_format(placement)}, KV cache of "
-        f"{options.concurrency} sequences of {options.context} tokens",
+        f"{options.concurrency} sequences of {options.context} tokens{copies}",
         table,
         f"{placement.choice}; GiB are of each GPU, of whose memory {RESERVED_SHARE:.0%} and "
         f"{RESERVED_BYTES / _GIB:.0f} GiB are kept for activations and the CUDA context",
@@ -185,8 +160,16 @@ def placement_table(placement: Placement) -> Group:
     )
 
 
-def save_placement(placement: Placement, path: Path) -> None:
-    """For machines: options, stages and totals in JSON. Bytes, seconds, and numbers of the first and last layer."""
+def save_placements(placements: Sequence[Placement], path: Path) -> None:
+    """For machines: options, stages and totals in JSON. Bytes, seconds, and numbers of the first and last layer.
+
+    Copies on other GPUs than those of the first copy are under `unlike_copies`."""
+    first, *others = map(_plain, placements)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**first, "unlike_copies": others}, indent=2) + "\n", encoding="utf-8")
+
+
+def _plain(placement: Placement) -> dict[str, Any]:
     stages = [
         asdict(stage)
         | {
@@ -196,26 +179,10 @@ def save_placement(placement: Placement, path: Path) -> None:
         }
         for stage in placement.stages
     ]
-    plain = {name: getattr(placement, name) for name in ("num_parameters", "dtype", "choice", "missing_bytes")}
+    names = ("num_parameters", "dtype", "choice", "missing_bytes", "loading_bytes_missing", "num_copies")
+    plain = {name: getattr(placement, name) for name in names}
     totals = {"fits": placement.fits, "step_s": placement.step_s, "options": placement.options.model_dump()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**plain, **totals, "stages": stages}, indent=2) + "\n", encoding="utf-8")
-
-
-def _parse_group(part: str, spec: str) -> list[Gpu]:
-    found = _SPEC.fullmatch(part)
-    model = found["model"] if found else ""
-    matching = [gpu for gpu in KNOWN_GPUS if model in (gpu.label, gpu.name)]
-    if found and found["bandwidth"] and float(found["bandwidth"]) > 0 and (sized := _MODEL.fullmatch(model)):
-        gpu = Gpu(name=sized["name"], memory_gb=int(sized["memory_gb"]), bandwidth_gb_s=float(found["bandwidth"]))
-    elif found and not found["bandwidth"] and len(matching) == 1:
-        gpu = matching[0]
-    else:
-        raise ConfigError(
-            f"option 'gpus' is {spec!r}: {part!r} is not one of {', '.join(gpu.label for gpu in KNOWN_GPUS)} with a "
-            "count before it, as 8xH100-80G; give others with memory and GB/s, as 8xNAME-80G@3350"
-        )
-    return [gpu] * int(found["count"] or 1)
+    return {**plain, **totals, "stages": stages}
 
 
 def _tensor_groups(gpus: Sequence[Gpu], tensor: int) -> list[tuple[Device, float]]:
@@ -239,6 +206,15 @@ def placed_dtype(asked: DType, config: PretrainedConfig) -> torch.dtype:
     return dtype
 
 
+def _loading_shortfall(sizes: ModelSizes, stage: StageCost, num_ranks: int) -> int:
+    """Bytes. A tensor-parallel rank holds a whole layer beside its share until that layer is split. There is no KV
+    cache yet."""
+    if num_ranks == 1:
+        return 0
+    whole_layer = num_ranks * max(sizes.layers[layer].weight_bytes for layer in stage.layers)
+    return max(0, stage.weight_bytes + whole_layer - stage.device.bytes_free)
+
+
 def _num_stages(
     sizes: ModelSizes, groups: Sequence[tuple[Device, float]], options: PlacementOptions
 ) -> tuple[int, str]:
@@ -246,17 +222,17 @@ def _num_stages(
     asked = options.stages if options.stages is not None or options.layers is None else len(options.layers)
     if asked is not None:
         if asked > len(groups):
+            num_gpus = len(groups) * options.num_ranks
             raise ConfigError(
-                f"option 'stages' is {asked}, times {options.tensor} GPUs: there are {len(groups) * options.tensor}; "
-                "lower it, or name more GPUs"
+                f"option 'stages' is {asked}, times {options.num_ranks} GPUs: there are {num_gpus}; lower it, or name "
+                "more GPUs"
             )
         return asked, f"{asked} stages as asked"
     most = min(len(groups), len(sizes.layers))
-    tensor = "tensor stays 1 unless asked" if options.tensor == 1 else f"tensor {options.tensor} as asked"
     for count in range(1, most + 1):
         if not bytes_missing(*_costs(sizes, groups[:count], options)):
-            return count, f"{count} of up to {most} stages, the fewest that fit ({tensor})"
-    return most, f"all {most} stages ({tensor})"
+            return count, f"{count} of up to {most} stages, the fewest that fit with tensor {options.num_ranks}"
+    return most, f"all {most} stages with tensor {options.num_ranks}"
 
 
 def _costs(
@@ -300,7 +276,12 @@ def _format(placement: Placement) -> str:
 def _verdict(placement: Placement) -> str:
     if placement.fits:
         return "it fits"
-    missing = placement.missing_bytes * placement.options.tensor / _GIB
+    if placement.missing_bytes == 0:
+        return (
+            f"it does not load: {placement.loading_bytes_missing / _GIB:.1f} GiB are missing on a GPU, which holds a "
+            "whole layer beside its share meanwhile; use more stages"
+        )
+    missing = placement.missing_bytes * placement.options.num_ranks / _GIB
     return (
         f"it does not fit: {missing:.1f} GiB are missing; use more or larger GPUs, more stages or tensor-parallel "
         "ranks, quantization, or plan for fewer or shorter sequences"

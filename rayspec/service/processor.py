@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import ray
 import ray.data
 from jinja2 import TemplateError
 from pydantic import Field
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 from typing_extensions import Self
 
 from rayspec.config import EngineConfig, Options, ParallelOptions, SamplingParams
 from rayspec.decode.engine_loop import EngineDeadError
-from rayspec.service.async_engine import AsyncEngine
-from rayspec.service.engine_actor import Handler, call, start_engine
+from rayspec.service.engine_actor import Handler, answer, call
 from rayspec.service.plain_values import plain_values
 from rayspec.service.settings import Settings
+from rayspec.service.supervisor import start_supervisor
 from rayspec.types import RayspecError, RequestError, RequestMetrics, RequestOutput
+
+if TYPE_CHECKING:
+    from rayspec.service.async_engine import AsyncEngine
 
 ERROR_COLUMN = "__inference_error__"
 _CLIENT_CPUS = 0.0  # it only waits; and on one CPU there must be a whole one for Ray Data's own tasks
+_MAX_ROWS_OF_A_BATCH = 16  # Ray Data gives a client no more rows of one block at a time
+_MIN_BATCHES = 8
+_SHUTDOWN_TIMEOUT_S = 15.0
+_ENGINE_LOST = frozenset({"engine_dead", "stage_lost"})  # kinds of errors that are not the row's
 
 Row = dict[str, Any]
 RowFunction = Callable[[Row], Row]
@@ -32,16 +42,18 @@ class ProcessorConfig(Options):
     """A model and how a dataset is streamed through it.
 
     engine_kwargs: options of `EngineConfig`, `parallel` and `speculation` among them. concurrency: replicas of the
-    engine. batch_size: rows that a client carries at a time; the engine batches as it sees fit, whatever this is.
-    should_continue_on_error: a row at fault gets its error in `__inference_error__`; if False, it fails the job.
+    engine. batch_size: rows that leave the client together; the engine forms batches of its own.
+    should_continue_on_error: a row at fault gets its error in `__inference_error__`; if False, it fails the dataset.
+    max_engine_restarts: restarts of an engine that died, without a completed row in between, before the dataset fails.
     """
 
     model_source: str
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     batch_size: int = Field(8, ge=1)
     concurrency: int = Field(1, ge=1)
-    max_concurrent_batches: int = Field(8, ge=1, description="batches under way for the engine")
+    max_concurrent_batches: int | None = Field(None, ge=1, description="None: as many as keep all replicas busy")
     should_continue_on_error: bool = True
+    max_engine_restarts: int = Field(3, ge=0)
 
     @property
     def engine(self) -> EngineConfig:
@@ -51,6 +63,18 @@ class ProcessorConfig(Options):
             return config
         parallel = config.parallel or ParallelOptions()
         return config.replace(parallel=parallel.replace(replicas=self.concurrency))
+
+    @property
+    def num_concurrent_batches(self) -> int:
+        """Raises ConfigError."""
+        if self.max_concurrent_batches is not None:
+            return self.max_concurrent_batches
+        config = self.engine
+        num_replicas = config.parallel.replicas if config.parallel is not None else 1
+        num_wanted = 2 * config.max_num_seqs * num_replicas  # as `Engine.num_wanted`
+        # A batch is replaced when its last row is done: on average, half of its rows are done before.
+        num_rows = (min(self.batch_size, _MAX_ROWS_OF_A_BATCH) + 1) / 2
+        return max(_MIN_BATCHES, math.ceil(num_wanted / num_rows))
 
 
 def build_processor(
@@ -68,8 +92,12 @@ def build_processor(
 
 
 class Processor:
-    """Callable on datasets; what it returns is lazy. The engine starts with the first call, outside Ray Data's own
-    placement, serves all datasets, and ends with `shutdown` or the driver."""
+    """Callable on datasets; the result is lazy.
+
+    The engine starts with the first call, outside Ray Data's own placement, and serves all datasets. An engine that
+    dies is started again. The engine ends with `shutdown`, with the driver, or when neither the processor nor a dataset
+    of the processor is left.
+    """
 
     def __init__(
         self, config: ProcessorConfig, preprocess: RowFunction | None, postprocess: RowFunction | None
@@ -77,30 +105,40 @@ class Processor:
         self._config = config
         self._recipe = RowTask(settings=Settings(engine=config.engine, sampling=SamplingParams()))
         self._functions = RowFunctions(preprocess, postprocess, config.should_continue_on_error)
-        self._engine: Any = None
+        self._supervisor: Any = None
 
     def __call__(self, dataset: ray.data.Dataset) -> ray.data.Dataset:
-        """Raises CheckpointError and PlacementError when the engine cannot be started."""
-        if self._engine is None:
-            engine = start_engine(self._recipe)
-            call(engine.load.remote())
-            self._engine = engine
-        in_flight = self._config.max_concurrent_batches
+        """Raises CheckpointError, PlacementError and EngineDeadError when the engine cannot be started."""
+        if self._supervisor is None:
+            self._supervisor = self._started()
+        num_batches = self._config.num_concurrent_batches
         pool = ray.data.ActorPoolStrategy(
-            size=1, max_tasks_in_flight_per_actor=in_flight, max_concurrent_calls_per_actor=in_flight
+            size=1, max_tasks_in_flight_per_actor=num_batches, max_concurrent_calls_per_actor=num_batches
         )
         blocks = dataset.repartition(target_num_rows_per_block=self._config.batch_size)
         client: Any = RowClient  # Ray's annotations do not know of async classes
         return blocks.map(
-            client, fn_constructor_args=[self._engine, self._functions], compute=pool, num_cpus=_CLIENT_CPUS
+            client, fn_constructor_args=[self._supervisor, self._functions], compute=pool, num_cpus=_CLIENT_CPUS
         )
 
+    def _started(self) -> Any:
+        supervisor = start_supervisor(self._recipe, max_restarts=self._config.max_engine_restarts)
+        try:
+            call(supervisor.begin.remote())
+        except BaseException:
+            ray.kill(supervisor)
+            raise
+        return supervisor
+
     def shutdown(self) -> None:
-        """End the engine. More than once is fine."""
-        if self._engine is not None:
-            engine, self._engine = self._engine, None
-            call(engine.stop.remote())
-            ray.kill(engine)
+        """End the engine. Rows that are not done fail. More than once is fine, and never raises."""
+        supervisor, self._supervisor = self._supervisor, None
+        if supervisor is None or not ray.is_initialized():
+            return
+        with suppress(RayError):
+            ray.get(supervisor.stop.remote(), timeout=_SHUTDOWN_TIMEOUT_S)
+        with suppress(RayError):
+            ray.kill(supervisor)
 
     def __enter__(self) -> Self:
         return self
@@ -121,31 +159,39 @@ class RowFunctions:
 
 
 class RowClient:
-    """Carries rows to the engine's actor and back, inside Ray Data."""
+    """Carries rows to the engine's supervisor and back, inside Ray Data."""
 
-    def __init__(self, engine: Any, functions: RowFunctions) -> None:
-        self._engine = engine
+    def __init__(self, supervisor: Any, functions: RowFunctions) -> None:
+        self._supervisor = supervisor
         self._functions = functions
+        ray.wait([supervisor.begin.remote()])  # where the engine cannot be started, the rows say why
 
     async def __call__(self, row: Row) -> Row:
         try:
             return await self._complete(row)
-        except (EngineDeadError, RayActorError):
+        except EngineDeadError:
             raise
         except Exception as error:
             if not self._functions.should_continue:
                 raise
-            return row | {ERROR_COLUMN: f"{type(error).__name__}: {error}"}
+            return row | {ERROR_COLUMN: _text_of(error)}
 
     async def _complete(self, row: Row) -> Row:
         functions = self._functions
         ready = row | (functions.preprocess(dict(row)) if functions.preprocess else {})
-        done: Row = ready | await self._engine.handle.remote(plain_values(ready))
+        done = ready | await self._completed(plain_values(ready))
         if not done[ERROR_COLUMN]:
             return functions.postprocess(done) if functions.postprocess else done
         if not functions.should_continue:
             raise RequestError(done[ERROR_COLUMN])
         return done
+
+    async def _completed(self, row: Row) -> Row:
+        try:
+            completed: Row = await answer(self._supervisor.handle.remote(row))
+        except RayActorError:
+            raise EngineDeadError("the processor was shut down before the dataset was done") from None
+        return completed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +207,8 @@ class RowTask:
                 output = await engine.run(_prompt_tokens(engine, row), params)
             except (RequestError, TemplateError, ValueError, TypeError) as error:
                 return _columns_of_error(error)
+            if output.error is not None and output.error.kind in _ENGINE_LOST:
+                raise EngineDeadError(str(output.error))
             return _columns(output, params)
 
         return complete

@@ -10,7 +10,7 @@ from jinja2 import TemplateError
 
 from rayspec.config import SamplingParams
 from rayspec.service.documents import Document
-from rayspec.types import ConfigError, Request, RequestError
+from rayspec.types import ConfigError, InvalidMessagesError, Request, RequestError
 
 SUMMARY_SAMPLING = SamplingParams(temperature=0.0, max_tokens=256)
 _PLACE = "{text}"
@@ -26,12 +26,6 @@ def summary_prompt(model: str) -> str:
 def fitting_prompt_tokens(max_model_len: int, params: SamplingParams) -> int:
     """The longest prompt that leaves room for a whole output."""
     return max(1, max_model_len - params.max_tokens)
-
-
-class InvalidMessagesError(RequestError):
-    """The model's chat template refuses these messages."""
-
-    kind = "invalid_messages"
 
 
 class Tokenizes(Protocol):
@@ -94,5 +88,7 @@ class PromptBuilder:
     def _chat_tokens(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         try:
             return self.llm.chat_tokens(messages)
+        except RequestError:
+            raise
         except (TemplateError, ValueError) as error:
             raise InvalidMessagesError(f"the messages cannot be made a prompt: {error}") from error

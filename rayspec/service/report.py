@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +55,20 @@ class RunReport:
     num_exact_lines: int = 0
     num_reference_lines: int = 0
 
-    def add(self, row: ResultRow, *, earlier: bool = False) -> None:
-        """earlier: of a run before this one; it does not count as this one's speed."""
-        self.tally.add(row, earlier=earlier)
+    def add(self, row: ResultRow) -> None:
+        self.tally.add(row)
+        self._list(row)
+
+    def add_earlier(self, num_rows: int, errors: Counter[str], rows: Callable[..., Iterable[ResultRow]]) -> None:
+        """Rows of a run before this one, which do not count as this one's speed.
+
+        rows: gives them, `with_text` or without. Only as many are read as the report needs.
+        """
+        self.tally.add_earlier(num_rows, errors)
+        for row in rows(with_text=True) if self.references else islice(rows(with_text=False), _MAX_LISTED):
+            self._list(row)
+
+    def _list(self, row: ResultRow) -> None:
         exact = self._compare(row)
         if row.error_kind is not None:
             self.examples.setdefault(row.error_kind, row.error or "")
@@ -106,6 +119,8 @@ class RunReport:
             *((f"time in {name}", _share(share)) for name, share in shares(stats).items()),
             ("gate", stats.gate_reason or "-"),
         ]
+        if stats.num_lost_replicas:
+            lines.append(("replicas lost for good", str(stats.num_lost_replicas)))
         if self.num_reference_lines:
             lines.insert(1, ("lines of the references, exact", f"{self.num_exact_lines} of {self.num_reference_lines}"))
         speculation = config.get("speculation", {})
@@ -125,7 +140,9 @@ class RunReport:
     def _errors(self) -> list[str]:
         if not self.tally.errors:
             return []
-        rows = [(f"`{kind}`", str(count), self.examples[kind]) for kind, count in self.tally.errors.most_common()]
+        rows = [
+            (f"`{kind}`", str(count), self.examples.get(kind, "")) for kind, count in self.tally.errors.most_common()
+        ]
         return ["## Failed rows", _table(("kind", "rows", "for example"), rows)]
 
     def _documents(self) -> list[str]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Literal
+from typing import IO, Any, Final, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,6 +21,8 @@ from rayspec.types import ConfigError, RayspecError, RequestOutput
 
 FileFormat = Literal["parquet", "jsonl"]
 
+_TRANSIENT_KINDS: Final = frozenset({"aborted", "engine_dead", "stage_lost", "stages_replaced", "transport"})
+"""Errors of the engine and not of the row, which is done again."""
 _ROWS_PER_GROUP = 64
 
 
@@ -33,7 +36,8 @@ class DamagedRowsError(RayspecError):
 class ResultRow:
     """What became of one input row. `error_kind` is stable and None for a row that succeeded; `latency_s` runs from the
     engine's taking the request to its last token. tree: the parts of a hierarchical summary, as JSON. source: where the
-    input row is, its file and number."""
+    input row is, its file and number. input_hash: `Document.input_hash` of the row that the engine was given; None for
+    a row that never reached the engine."""
 
     id: str
     text: str | None = None
@@ -49,6 +53,12 @@ class ResultRow:
     decode_s: float | None = None
     tree: str | None = None
     source: str | None = None
+    input_hash: str | None = None
+
+    @property
+    def is_input_error(self) -> bool:
+        """The row could not be read, or has the id of another row."""
+        return self.error_kind is not None and self.input_hash is None
 
     @classmethod
     def of_output(cls, row_id: str, output: RequestOutput) -> ResultRow:
@@ -72,6 +82,11 @@ class ResultRow:
     @classmethod
     def of_error(cls, row_id: str, error: RayspecError) -> ResultRow:
         return cls(id=row_id, finish_reason="error", error_kind=error.kind, error=str(error))
+
+
+def is_final(row: ResultRow) -> bool:
+    """Whether the row would be the same if it were done again."""
+    return row.error_kind not in _TRANSIENT_KINDS and row.finish_reason != "abort"
 
 
 def _between(start_s: float | None, end_s: float | None) -> float | None:
@@ -233,10 +248,14 @@ def check_output(path: Path, *, overwrite: bool) -> None:
     if path.is_dir():
         raise ConfigError(f"option 'output' is {str(path)!r}, a folder: name a file")
     ancestor = next(parent for parent in path.absolute().parents if parent.exists())
-    if not ancestor.is_dir() or not os.access(ancestor, os.W_OK):
+    try:
+        with tempfile.TemporaryFile(dir=ancestor):
+            pass
+    except OSError as error:
         raise ConfigError(
-            f"option 'output' is {str(path)!r}: {str(ancestor)!r} cannot be written to; choose another place"
-        )
+            f"option 'output' is {str(path)!r}: {str(ancestor)!r} cannot be written to ({error.strerror}); choose "
+            "another place"
+        ) from error
 
 
 def save_config(path: Path, config: Mapping[str, Any]) -> None:

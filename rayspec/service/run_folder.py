@@ -21,24 +21,20 @@ import re
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from types import TracebackType
 from typing import Any, Final, Literal, NamedTuple, Protocol
 
 from typing_extensions import Self
 
-from rayspec.service.documents import DuplicateIdError
 from rayspec.service.locations import PARTIAL_SUFFIX, Location, UnreadableFileError, error_detail
-from rayspec.service.results import DamagedRowsError, FileFormat, ResultRow, read_rows, write_rows
+from rayspec.service.results import DamagedRowsError, FileFormat, ResultRow, is_final, read_rows, write_rows
 from rayspec.types import ConfigError, RayspecError
 
-TRANSIENT_KINDS: Final = frozenset({"aborted", "engine_dead", "stage_lost", "stages_replaced", "transport"})
-"""Errors that the row is not to blame for: it is done again when the job resumes."""
-
 MANIFEST: Final = "manifest.json"
-_MANIFEST_VERSION = 1
+_MANIFEST_VERSION = 2
 _LOCK = ".lock"
 _ROWS = "rows"
 _PART = r"part-(?P<number>\d{6,})-[0-9a-f]{8}\.(?:parquet|jsonl)"
@@ -46,6 +42,7 @@ _ROWS_PER_PART = 32
 _SECONDS_PER_PART = 5.0
 _MAX_MERGED_ROWS = 1_000_000
 _MAX_SHOWN = 80
+_BLOCK_BYTES = 4096
 
 Status = Literal["running", "complete", "interrupted"]
 
@@ -54,6 +51,12 @@ class DamagedOutputError(RayspecError):
     """A file of an output folder cannot be read as what was written."""
 
     kind = "damaged_output"
+
+
+class OutputError(RayspecError):
+    """Rows cannot be written to the output folder."""
+
+    kind = "output"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +95,11 @@ class Manifest:
                 f"{location}: not a manifest that can be read ({error}); choose another folder or pass --overwrite"
             ) from error
 
+    def encoded(self) -> bytes:
+        return json.dumps(asdict(self), indent=2, ensure_ascii=False).encode() + b"\n"
+
     def write(self, location: Location) -> None:
-        location.write(json.dumps(asdict(self), indent=2, ensure_ascii=False).encode() + b"\n")
+        location.write(self.encoded())
 
     def check_equal(self, other: Manifest, location: Location) -> None:
         """Raises ConfigError that names what `other`, which is to go on with this, would do otherwise."""
@@ -116,32 +122,40 @@ class _Place(NamedTuple):
     part: int
     row: int
     error_kind: str | None
+    input_hash: str | None
     is_done: bool
 
 
 class RowIndex:
-    """Which of the rows with one id counts: the last, but none that is to be done again in place of one that is done.
+    """Which of the rows with one id counts: the last, but no row that is to be done again in place of one that is done.
 
-    A row that failed for having another row's id stands beside that row, one for each place in the input.
+    Rows that could not be read, and rows with the id of another row, stand beside that row, one for each place in the
+    input. They are a matter of the input and not of its rows: those of earlier sessions do not count.
     """
 
     def __init__(self) -> None:
         self._places: dict[tuple[str, str | None], _Place] = {}
-        self.done_ids: set[str] = set()
+        self.done: dict[str, str | None] = {}
 
     def add(self, row: ResultRow, *, part: int, number: int) -> None:
-        """`row` is the one of this number in this part; parts are numbered in their order."""
+        """`row` has this number in this part. Parts are numbered in their order."""
         key, is_done = _key(row), is_final(row)
         before = self._places.get(key)
         if before is not None and before.is_done and not is_done:
             return
-        self._places[key] = _Place(part, number, row.error_kind, is_done)
-        if is_done and row.error_kind != DuplicateIdError.kind:
-            self.done_ids.add(row.id)
+        self._places[key] = _Place(part, number, row.error_kind, row.input_hash, is_done)
+        if is_done and not row.is_input_error:
+            self.done[row.id] = row.input_hash
+
+    def reopen(self, row_id: str) -> None:
+        """The row is to be done again. Until it is, the earlier one counts."""
+        del self.done[row_id]
+        self._places[row_id, None] = self._places[row_id, None]._replace(is_done=False)
 
     def counts(self, row: ResultRow, *, part: int, number: int) -> bool:
         """Whether the row there is the one that counts."""
-        return self._places[_key(row)][:2] == (part, number)
+        place = self._places.get(_key(row))
+        return place is not None and place[:2] == (part, number)
 
     def __len__(self) -> int:
         return len(self._places)
@@ -150,19 +164,30 @@ class RowIndex:
     def is_complete(self) -> bool:
         return all(place.is_done for place in self._places.values())
 
-    def summary(self) -> dict[str, Any]:
-        """Numbers of rows: in all, succeeded, failed by kind."""
-        failed = Counter(place.error_kind for place in self._places.values() if place.error_kind is not None)
-        return {"total": len(self), "succeeded": len(self) - failed.total(), "failed": dict(failed.most_common())}
+    def summary(self) -> RowCounts:
+        """Of the rows that are done."""
+        kinds = [place.error_kind for place in self._places.values() if place.is_done]
+        return RowCounts(total=len(kinds), failed=Counter(kind for kind in kinds if kind is not None))
 
 
-def is_final(row: ResultRow) -> bool:
-    """Whether the row would be the same if it were done again."""
-    return row.error_kind not in TRANSIENT_KINDS and row.finish_reason != "abort"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowCounts:
+    """Numbers of rows: in all, and failed by kind."""
+
+    total: int
+    failed: Counter[str]
+
+    def as_dict(self) -> dict[str, Any]:
+        """As the manifest has it."""
+        return {
+            "total": self.total,
+            "succeeded": self.total - self.failed.total(),
+            "failed": dict(self.failed.most_common()),
+        }
 
 
 def _key(row: ResultRow) -> tuple[str, str | None]:
-    return row.id, (row.source or "") if row.error_kind == DuplicateIdError.kind else None
+    return row.id, (row.source or "") if row.is_input_error else None
 
 
 class _FolderLock:
@@ -220,21 +245,26 @@ class RunFolder:
     """
 
     def __init__(
-        self, location: Location, manifest: Manifest, lock: _FolderLock, *, name: str, start_timer: StartTimer
+        self, location: Location, before: Manifest, lock: _FolderLock, *, name: str, start_timer: StartTimer
     ) -> None:
         """Use `open`."""
         self.location = location
-        self._manifest, self._lock, self._name, self._start_timer = manifest, lock, name, start_timer
+        self._lock, self._name, self._start_timer = lock, name, start_timer
+        self._manifest = replace(before, status="running", sessions=(*before.sessions, _new_session()))
         self._guard = threading.RLock()
         self._buffer: list[ResultRow] = []
         self._timer: _Timer | None = None
         self._is_overdue = False
         self._parts = _parts_of(location)
         self._number = _number(self._parts[-1]) if self._parts else 0
+        self._is_merged = before.status == "complete" and self._merged.exists
         self._index = RowIndex()
         for part, row, number in self._all_rows(with_text=False):
-            self._index.add(row, part=part, number=number)
-        manifest.write(location.join(MANIFEST))  # only now: a folder that cannot be read has not been worked on
+            if row.is_input_error:
+                self._is_merged = False
+            else:
+                self._index.add(row, part=part, number=number)
+        self._manifest.write(location.join(MANIFEST))  # only now: a folder that cannot be read has not been worked on
 
     @classmethod
     def open(
@@ -267,7 +297,6 @@ class RunFolder:
             try:
                 manifest = _begin(location, fresh, name, report_files) if overwrite else _continue(location, fresh)
                 _remove_leftovers(location, name)
-                manifest = replace(manifest, status="running", sessions=(*manifest.sessions, _new_session()))
                 return cls(location, manifest, lock, name=name, start_timer=start_timer)
             except BaseException:
                 lock.release()
@@ -278,13 +307,19 @@ class RunFolder:
             ) from error
 
     @property
-    def done_ids(self) -> AbstractSet[str]:
-        """Of committed rows that need not be done again. Grows with every commit: to be asked, not to be kept."""
-        return self._index.done_ids
+    def done(self) -> Mapping[str, str | None]:
+        """Input hash by id of the committed rows that an engine has done. Grows with every commit."""
+        return self._index.done
 
     @property
-    def num_done(self) -> int:
-        return len(self._index.done_ids)
+    def counts(self) -> RowCounts:
+        """Of the committed rows."""
+        return self._index.summary()
+
+    @property
+    def is_merged(self) -> bool:
+        """The merged file holds what the parts hold."""
+        return self._is_merged
 
     @property
     def manifest(self) -> Manifest:
@@ -295,8 +330,14 @@ class RunFolder:
         """Drivers that have worked on this, with the one that does now."""
         return len(self._manifest.sessions)
 
+    def redo(self, row_ids: Iterable[str]) -> None:
+        """These rows are to be done again."""
+        for row_id in row_ids:
+            self._index.reopen(row_id)
+            self._is_merged = False
+
     def add(self, row: ResultRow) -> None:
-        """Raises OSError where rows cannot be committed; they are kept, and committed with the next ones."""
+        """Raises OutputError where rows cannot be committed; they are kept, and committed with the next ones."""
         with self._guard:
             self._buffer.append(row)
             if self._is_overdue or len(self._buffer) >= _ROWS_PER_PART:
@@ -305,25 +346,26 @@ class RunFolder:
                 self._timer = self._start_timer(_SECONDS_PER_PART, self._commit_overdue)
 
     def commit(self) -> None:
-        """Writes the rows that are not on disk yet as one part, whole or not at all. Raises OSError."""
+        """Writes the rows that are not on disk yet as one part, whole or not at all. Raises OutputError."""
         with self._guard:
             self._stop_timer()
             if not self._buffer:
                 return
             part = self.location.join(_ROWS, f"part-{self._number + 1:06d}-{self._run_id}.{self._format}")
-            with part.writing() as file:
+            with self._naming_output(), part.writing() as file:
                 write_rows(file, self._buffer, text_column=self._manifest.text_column, file_format=self._format)
             # In this order, because a signal may end it anywhere, and the commit at the end then does it all again.
             for number, row in enumerate(self._buffer):
                 self._index.add(row, part=len(self._parts), number=number)
             self._parts.append(part)
+            self._is_merged = False
             self._number += 1
             self._buffer.clear()
             self._is_overdue = False
 
-    def rows(self) -> Iterator[ResultRow]:
+    def rows(self, *, with_text: bool = True) -> Iterator[ResultRow]:
         """The committed rows, each id once. Raises DamagedOutputError."""
-        for part, row, number in self._all_rows(with_text=True):
+        for part, row, number in self._all_rows(with_text=with_text):
             if self._index.counts(row, part=part, number=number):
                 yield row
 
@@ -331,23 +373,28 @@ class RunFolder:
         """Commits, merges the rows into one file beside the parts, unless they are a million, and updates the manifest.
 
         counts, extra: what the manifest is to say besides. The job is complete unless some rows are to be done again.
+        Raises OutputError.
         """
         self.commit()
-        if len(self._index) < _MAX_MERGED_ROWS:
-            with self.location.join(f"{self._name}.{self._format}").writing() as file:
-                write_rows(file, self.rows(), text_column=self._manifest.text_column, file_format=self._format)
-        status: Status = "complete" if self._index.is_complete else "interrupted"
-        self._end_session(status, counts=counts, extra=extra)
+        with self._naming_output():
+            if not self._is_merged and len(self._index) < _MAX_MERGED_ROWS:
+                with self._merged.writing() as file:
+                    write_rows(file, self.rows(), text_column=self._manifest.text_column, file_format=self._format)
+                self._is_merged = True
+            status: Status = "complete" if self._index.is_complete else "interrupted"
+            self._end_session(status, counts=counts, extra=extra)
 
     def close(self) -> None:
-        """Commits what there is. A job that did not finish can be resumed."""
+        """Commits what there is. A job that did not finish can be resumed. Raises OutputError."""
         try:
             self.commit()
-            if self._manifest.status == "running":
-                self._end_session("interrupted", counts=self._manifest.counts, extra=self._manifest.extra)
         finally:
             self._stop_timer()
-            self._lock.release()
+            try:
+                if self._manifest.status == "running":
+                    self._end_session("interrupted", counts=self._manifest.counts, extra=self._manifest.extra)
+            finally:
+                self._lock.release()
 
     def __enter__(self) -> Self:
         return self
@@ -368,8 +415,22 @@ class RunFolder:
     def _commit_overdue(self) -> None:
         try:
             self.commit()
-        except OSError:
+        except OutputError:
             self._is_overdue = True  # the next row tries again, where somebody hears of it
+
+    @contextmanager
+    def _naming_output(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise OutputError(
+                f"the output {self.location.name!r} cannot be written ({error_detail(error)}): make room or repair it, "
+                f"then run the same command again; {self.counts.total} rows are in it"
+            ) from error
+
+    @property
+    def _merged(self) -> Location:
+        return self.location.join(f"{self._name}.{self._format}")
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -382,11 +443,16 @@ class RunFolder:
             self._manifest,
             status=status,
             sessions=(*before, replace(session, finished=_now())),
-            rows=self._index.summary(),
+            rows=self.counts.as_dict(),
             counts=counts,
             extra=extra,
         )
-        self._manifest.write(self.location.join(MANIFEST))
+        location = self.location.join(MANIFEST)
+        try:
+            self._manifest.write(location)
+        except OSError as error:
+            if error.errno != errno.ENOSPC or not _rewrite(location, self._manifest.encoded()):
+                raise
 
     def _all_rows(self, *, with_text: bool) -> Iterator[tuple[int, ResultRow, int]]:
         """Number of the part, row, number of the row in it."""
@@ -461,6 +527,18 @@ def _remove_leftovers(location: Location, name: str) -> None:
         for file in folder.files((PARTIAL_SUFFIX,), recursive=False):
             if ours.fullmatch(file.file_name):
                 file.delete()
+
+
+def _rewrite(location: Location, content: bytes) -> bool:
+    """Puts `content` into the disk blocks that a small file has already, for a disk that is full. False if that cannot
+    be done."""
+    path = location.local_path
+    if path is None or not path.exists() or len(content) > -(-path.stat().st_size // _BLOCK_BYTES) * _BLOCK_BYTES:
+        return False
+    with path.open("r+b") as file:
+        file.write(content)
+        file.truncate()
+    return True
 
 
 def _new_session() -> Session:

@@ -1,8 +1,8 @@
-"""The options of a run: a YAML file, then dotted overrides, then flags. Defaults live in rayspec.config alone."""
+"""The options of a run: a YAML file, over it dotted overrides and flags. Defaults live in rayspec.config alone."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,18 +47,18 @@ def make_settings(
     flags: Mapping[str, Any] | None = None,
     sampling: SamplingParams | None = None,
 ) -> Settings:
-    """Merge what was asked for. Raises ConfigError.
+    """Merge what was asked for. Raises ConfigError, also for overrides and flags that contradict each other.
 
-    file: YAML with the names of EngineConfig, and those of SamplingParams under "sampling". overrides: "a.b=value", the
-    value as YAML reads it. flags: by name, those of EngineConfig, SpeculationOptions, ParallelOptions or
-    SamplingParams; None is unset. sampling: what requests are sampled with where nothing else is said.
+    file: YAML with the names of EngineConfig, and those of SamplingParams under "sampling"; overrides and flags win
+    over it. overrides: "a.b=value", the value as YAML reads it. flags: by name, those of EngineConfig,
+    SpeculationOptions, ParallelOptions or SamplingParams; None is unset. sampling: what requests are sampled with where
+    nothing else is said.
     """
     options = _read(file) if file is not None else {}
-    for override in overrides:
-        _apply(options, override)
-    for name, value in (flags or {}).items():
-        if value is not None:
-            _group(options, _home(name))[name] = value
+    wishes = [*map(_of_override, overrides), *_of_flags(flags or {})]
+    _refuse_contradictions(wishes)
+    for wish in wishes:
+        _apply(options, wish)
     asked = _group(options, _SAMPLING)
     del options[_SAMPLING]
     if asked.get("n", 1) != 1:
@@ -66,18 +66,84 @@ def make_settings(
     return Settings(engine=EngineConfig(**options), sampling=(sampling or SamplingParams()).replace(**asked))
 
 
-def _home(flag: str) -> str:
-    """The group that an option of this name lives in; "" is the top."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wish:
+    """A value that the command line gives an option. path: the option's groups and name. source: the words for it."""
+
+    path: tuple[str, ...]
+    value: Any
+    source: str
+
+    def leaves(self) -> dict[tuple[str, ...], Any]:
+        """The value of every single option that the wish sets: a mapping sets several."""
+        return dict(_leaves(self.path, self.value))
+
+
+def _leaves(path: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if not isinstance(value, dict) or not value:
+        yield path, value
+        return
+    for name, part in value.items():
+        yield from _leaves((*path, str(name)), part)
+
+
+def _of_override(override: str) -> _Wish:
+    name, equals, text = override.partition("=")
+    path = tuple(name.strip().split("."))
+    if not equals or not all(path):
+        raise ConfigError(f"option 'set' is {override!r}: write it as name=value or group.name=value")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"option 'set' is {override!r}, whose value is not valid YAML: {error}") from error
+    return _Wish(path=path, value=value, source=f"--set {override}")
+
+
+def _of_flags(flags: Mapping[str, Any]) -> Iterator[_Wish]:
+    for name, value in flags.items():
+        if value is not None:
+            yield _Wish(path=(*_home(name), name), value=value, source=_as_flag(name, value))
+
+
+def _as_flag(name: str, value: Any) -> str:
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{flag}" if value else f"--no-{flag}"
+    return " ".join(f"--{flag} {one}" for one in (value if isinstance(value, list | tuple) else [value]))
+
+
+def _home(flag: str) -> tuple[str, ...]:
+    """The group that an option of this name lives in; the top has no name."""
     if flag in EngineConfig.model_fields:
-        return ""
+        return ()
     if flag in ParallelOptions.model_fields:
-        return _PARALLEL
-    return _SPECULATION if flag in SpeculationOptions.model_fields else _SAMPLING
+        return (_PARALLEL,)
+    return (_SPECULATION,) if flag in SpeculationOptions.model_fields else (_SAMPLING,)
+
+
+def _refuse_contradictions(wishes: Sequence[_Wish]) -> None:
+    """Of two values for one option neither can be dropped without a word."""
+    for index, wish in enumerate(wishes):
+        for earlier in wishes[:index]:
+            option = _contradiction(earlier.leaves(), wish)
+            if option is not None:
+                raise ConfigError(
+                    f"option {'.'.join(option)!r} is given two values, by {earlier.source} and by {wish.source}: "
+                    "remove one of them"
+                )
+
+
+def _contradiction(said: Mapping[tuple[str, ...], Any], wish: _Wish) -> tuple[str, ...] | None:
+    """The first option that `wish` changes or drops, of those that were said before."""
+    leaves = wish.leaves()
+    for path, value in said.items():
+        is_replaced = path[: len(wish.path)] == wish.path
+        if leaves[path] != value if path in leaves else is_replaced:
+            return path
+    return None
 
 
 def _group(options: dict[str, Any], name: str) -> dict[str, Any]:
-    if not name:
-        return options
     group = options.setdefault(name, {})
     if group is None:
         group = options[name] = {}
@@ -100,16 +166,8 @@ def _read(file: Path) -> dict[str, Any]:
     return content
 
 
-def _apply(options: dict[str, Any], override: str) -> None:
-    name, equals, text = override.partition("=")
-    *groups, last = name.strip().split(".")
-    if not equals or not all((*groups, last)):
-        raise ConfigError(f"option 'set' is {override!r}: write it as name=value or group.name=value")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"option 'set' is {override!r}, whose value is not valid YAML: {error}") from error
+def _apply(options: dict[str, Any], wish: _Wish) -> None:
     target = options
-    for group in groups:
+    for group in wish.path[:-1]:
         target = _group(target, group)
-    target[last] = value
+    target[wish.path[-1]] = wish.value

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rayspec.service.results import ResultRow
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_SOME_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED = 0, 1, 2, 3, 130, 143
+_MAX_KINDS = 4
 
 
 @dataclass(slots=True)
@@ -31,14 +32,16 @@ class Tally:
     def __post_init__(self) -> None:
         self.started_s = self.clock()
 
-    def add(self, row: ResultRow, *, earlier: bool = False) -> None:
-        """earlier: a row of a run before this one, whose tokens are not this one's work."""
+    def add_earlier(self, num_rows: int, errors: Counter[str]) -> None:
+        """Rows of a run before this one, whose tokens are not this one's work. errors: of them, by kind."""
+        self.num_rows += num_rows
+        self.num_earlier += num_rows
+        self.errors.update(errors)
+
+    def add(self, row: ResultRow) -> None:
         self.num_rows += 1
         if row.error_kind is not None:
             self.errors[row.error_kind] += 1
-        if earlier:
-            self.num_earlier += 1
-            return
         self.num_output_tokens += row.num_output_tokens
         self.num_draft_tokens += row.num_draft_tokens
         self.num_accepted_tokens += row.num_accepted_tokens
@@ -62,6 +65,12 @@ class Tally:
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
 
     @property
+    def _kinds(self) -> str:
+        """The commonest kinds of errors with their numbers."""
+        counts = [f"{kind} {count}" for kind, count in self.errors.most_common(_MAX_KINDS)]
+        return ", ".join(counts) + (", ..." if len(self.errors) > _MAX_KINDS else "")
+
+    @property
     def exit_code(self) -> int:
         """0: every row succeeded; 1: none did; 3: some failed."""
         if self.num_failed == 0 and self.num_rows > 0:
@@ -70,7 +79,7 @@ class Tally:
 
     def __str__(self) -> str:
         acceptance = "" if self.acceptance_rate is None else f", acceptance {self.acceptance_rate:.2f}"
-        failed = f", {self.num_failed} failed" if self.num_failed else ""
+        failed = f", {self.num_failed} failed ({self._kinds})" if self.num_failed else ""
         speed = f"{self.num_output_tokens} tokens, {self.tokens_per_s:.1f} tokens/s"
         earlier = f" ({self.num_earlier} of an earlier run)" if self.num_earlier else ""
         return f"{self.num_rows} rows{earlier}{failed}, {speed}{acceptance}"

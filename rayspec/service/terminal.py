@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
 from rich.console import Console
 
+from rayspec.service.input_files import InputFiles, find_files
 from rayspec.service.tally import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USAGE
 from rayspec.types import ConfigError, RayspecError
 
@@ -32,9 +34,19 @@ def say(line: str) -> None:
     error_console().print(line, highlight=False, soft_wrap=True)
 
 
+def found_inputs(inputs: Iterable[str], *, output: str | None = None) -> InputFiles:
+    """The files that the inputs name, see `find_files`. Says how many are left out. Raises ConfigError."""
+    files = find_files(inputs, output=output)
+    if files.warning is not None:
+        error_console().print(files.warning, markup=False, highlight=False, soft_wrap=True)
+    return files
+
+
 @contextmanager
 def clean_exit() -> Iterator[None]:
     """Ends the process with a line and a code instead of a traceback, for what users and signals cause."""
+    before = signal.getsignal(signal.SIGTERM)
+    exit_on_sigterm()
     try:
         yield
     except ConfigError as error:
@@ -43,11 +55,15 @@ def clean_exit() -> Iterator[None]:
         _fail(error, EXIT_FAILED)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
+    finally:
+        if before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 def exit_on_sigterm() -> None:
-    """Unwind on SIGTERM, so that files are closed. Ray replaces the handler: call this after it has started."""
-    signal.signal(signal.SIGTERM, _terminate)
+    """Unwind on SIGTERM, so that files are closed. Does nothing outside of the main thread, which gets the signals."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _terminate)
 
 
 def _terminate(number: int, frame: object) -> NoReturn:

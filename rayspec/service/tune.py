@@ -26,6 +26,7 @@ _SUFFIX = ".json"
 # Of the bundled domains' prompts: benchmarks begin at 0.
 _SEED = 7000
 _TELL_EVERY_S = 5.0
+_UNUSED_SKIP = (0,)  # a trial has a plan of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,13 +164,15 @@ class _Progress:
 
 
 def _engine_config(options: TuneOptions, folder: str) -> EngineConfig:
-    """Trials need room for drafts and no strategy; KnapSpec's plans need its measurements."""
+    """Trials need room for drafts and bring their own plans; KnapSpec's plans need its measurements."""
     base, by_trials = options.engine, options.tuning.plans_by == "trials"
     return base.replace(
         model=folder,
         max_num_seqs=options.batch,
         max_model_len=base.max_model_len or options.context + options.tuning.max_tokens,
-        speculation=base.speculation.replace(strategy="static" if by_trials else "knapspec", skip=(), warm_start=None),
+        speculation=base.speculation.replace(
+            strategy="static" if by_trials else "knapspec", skip=_UNUSED_SKIP if by_trials else (), warm_start=None
+        ),
     )
 
 

@@ -39,6 +39,7 @@ BAD: list[Any] = [
     pytest.param([5] * 300, GREEDY, PromptTooLongError, "300 tokens, max_model_len is 300", id="too long"),
     pytest.param([5, VOCAB_SIZE], GREEDY, InvalidTokenError, f"token {VOCAB_SIZE}", id="foreign token"),
     pytest.param([5, -1], GREEDY, InvalidTokenError, "token -1", id="negative token"),
+    pytest.param([5, 1.7], GREEDY, InvalidTokenError, "token 1.7 is not an integer", id="no integer"),
     pytest.param(
         [5], SamplingParams(logit_bias={VOCAB_SIZE: 1.0}), InvalidTokenError, f"logit_bias.*{VOCAB_SIZE}", id="bias"
     ),
@@ -61,6 +62,17 @@ def test_a_bad_request_is_refused_and_the_others_complete(
             engine.add(Request(request_id="bad", params=params.replace(n=n), prompt_token_ids=prompt))
     outputs = finish(engine)
     assert tokens_of(outputs[str(index)] for index in range(len(LENGTHS))) == KNOWN.expected
+
+
+def test_stages_never_hear_of_a_bad_request() -> None:
+    """Those of a pipeline are other processes, which could not tell what is wrong with it."""
+    engine = _engine(max_model_len=300, kv_cache_tokens=256)
+    opened: list[Any] = []
+    engine.stages.open = opened.append  # type: ignore[method-assign]
+    for prompt, params, error, message in (bad.values for bad in BAD):
+        with pytest.raises(error, match=message):
+            engine.add(Request(request_id="bad", params=params, prompt_token_ids=prompt))
+    assert opened == []
 
 
 def test_an_id_in_use_is_refused_and_free_again_afterwards() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,13 +10,15 @@ import torch
 
 from rayspec.config import SamplingParams
 from rayspec.decode.engine import Engine
-from rayspec.decode.rounds import Prefill, Result, Round, Work
+from rayspec.decode.rounds import Prefill, Result, Round, RoundResult, Work
+from rayspec.decode.selection.base import Situation
 from rayspec.decode.stages import LocalStages, StageLostError, StagesReplacedError, done
-from rayspec.types import EngineLoad, OutOfMemoryError, RayspecError, RequestOutput
+from rayspec.types import EngineLoad, OutOfMemoryError, Plan, RayspecError, RequestOutput
 from tests.engines import (
     GREEDY,
     Pieces,
     RandomPlans,
+    RowClock,
     complete,
     engine_with,
     finish,
@@ -59,6 +62,36 @@ def test_counts_add_up() -> None:
         assert one.first_token_s is not None
         assert one.finished_s is not None
         assert one.arrival_s <= one.first_token_s <= one.finished_s
+
+
+class _Seconds(RandomPlans):
+    """Adds up what it is told of rounds."""
+
+    seconds = 0.0
+
+    def observe(self, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
+        self.seconds += seconds
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_every_second_counts_once(behind: bool) -> None:
+    """Long and short prompts in chunks, so that steps have a prefill and a round, and on a device that works behind
+    the host rounds begin while the device is still busy with a chunk."""
+    clock, selector = RowClock(behind=behind), _Seconds(1, len(PARTS.sublayers))
+    engine = engine_with(PARTS, selector, wrap=clock.count, clock=clock, max_num_seqs=3, max_num_batched_tokens=16)
+    both, outputs = 0, []
+    for request in requests_for(KNOWN.prompts):
+        engine.add(request)
+    while engine.has_unfinished:
+        before = replace(engine.stats)
+        outputs += engine.step()
+        both += engine.stats.prefill_s > before.prefill_s and engine.stats.verify_s > before.verify_s
+    stats = engine.stats
+    assert both > 2
+    assert stats.prefill_s == pytest.approx(sum(LENGTHS))
+    assert stats.total_s == pytest.approx(stats.prefill_s + stats.draft_s + stats.verify_s)
+    assert selector.seconds == pytest.approx(stats.draft_s + stats.verify_s)
+    assert tokens_of(sorted(outputs, key=lambda output: output.request_id)) == KNOWN.expected
 
 
 class _CountsPrefill:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import threading
 import time
 from concurrent.futures import Future
@@ -19,17 +20,20 @@ def request(name: str, *, num_steps: int = 3, stream: bool = False) -> Request:
 
 
 class CountingEngine:
-    """Finishes a request after as many steps as it may have tokens; a stream tells of each. "bad" is refused; "bomb"
-    blows the engine up."""
+    """Finishes a request after as many steps as it may have tokens; a stream tells of each. Prompts have effects: "bad"
+    is refused, "bomb" ends the engine in a step, "bad bomb" when it is added."""
 
     def __init__(self) -> None:
         self.left: dict[str, int] = {}
+        self.prompts: dict[str, str | None] = {}
         self.aborted: list[str] = []
         self.num_idle_steps = 0
         self.num_pings = 0
-        self.lost = False
+        self.lost = self.broken = False
         self.streams: set[str] = set()
         self.most_at_once = 0
+        self.num_steps = 0
+        self.failure: BaseException = RuntimeError("the device is gone")
         self.may_step = threading.Event()
         self.may_step.set()
 
@@ -40,17 +44,22 @@ class CountingEngine:
     def add(self, request: Request) -> None:
         if request.prompt == "bad":
             raise EmptyPromptError("nothing there")
+        if request.prompt == "bad bomb":
+            raise self.failure
+        self.prompts[request.request_id] = request.prompt
         self.left[request.request_id] = request.params.max_tokens
         if request.stream:
             self.streams.add(request.request_id)
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        self.aborted.append(request_id)
+        self.aborted.append(str(self.prompts[request_id]))
         del self.left[request_id]
         return None
 
     def ping(self) -> Future[None]:
         self.num_pings += 1
+        if self.broken:
+            raise self.failure
         answered: Future[None] = Future()
         if self.lost:
             answered.set_exception(StageLostError("stage-1 is gone"))
@@ -60,10 +69,11 @@ class CountingEngine:
 
     def step(self) -> list[RequestOutput]:
         self.may_step.wait(WAIT_S)
+        self.num_steps += 1
         self.num_idle_steps += not self.left
         self.most_at_once = max(self.most_at_once, len(self.left))
-        if "bomb" in self.left:
-            raise RuntimeError("the device is gone")
+        if any(self.prompts[name] == "bomb" for name in self.left):
+            raise self.failure
         self.left = {name: left - 1 for name, left in self.left.items()}
         done = [name for name, left in self.left.items() if left == 0]
         for name in done:
@@ -116,14 +126,71 @@ def test_a_refused_request_is_an_output_with_an_error() -> None:
     loop.stop()
 
 
-def test_an_id_in_use_is_refused_and_the_first_goes_on() -> None:
+def test_two_callers_may_use_the_same_id() -> None:
     engine = CountingEngine()
     loop = EngineLoop(engine)
     engine.may_step.clear()
     first, second = loop.submit(request("same", num_steps=5)), loop.submit(request("same", num_steps=1))
     engine.may_step.set()
-    assert "in use" in str(second.result(WAIT_S).error)
-    assert first.result(WAIT_S).error is None
+    assert names_of([second, first]) == ["same", "same"]
+    assert engine.most_at_once == 2
+    refused = loop.submit(request("bad"))
+    assert names_of([refused]) == ["bad"]
+    loop.stop()
+
+
+def test_requests_that_are_submitted_together_are_admitted_together() -> None:
+    engine = CountingEngine()
+    loop = EngineLoop(engine)
+    assert names_of(loop.submit_all([request(f"r{n}", num_steps=1) for n in range(50)])) == [f"r{n}" for n in range(50)]
+    assert engine.num_steps == 1
+    assert loop.submit_all([]) == []
+    loop.stop()
+
+
+def test_the_thread_starts_with_the_first_request_and_ends_with_the_loop() -> None:
+    def num_threads() -> int:
+        return sum(thread.name == "rayspec-engine" for thread in threading.enumerate())
+
+    before = num_threads()
+    loop = EngineLoop(CountingEngine())
+    assert num_threads() == before
+    assert names_of([loop.submit(request("first"))]) == ["first"]
+    assert num_threads() == before + 1
+    loop.stop()
+    assert num_threads() == before
+    loop.stop()
+
+
+def test_a_loop_that_was_stopped_before_its_first_request_takes_none() -> None:
+    loop = EngineLoop(CountingEngine())
+    loop.stop()
+    assert loop.death is not None
+    with pytest.raises(EngineDeadError, match="it was stopped"):
+        loop.submit(request("late"))
+
+
+def test_who_has_all_outputs_may_use_the_engine_directly() -> None:
+    """Even at once: a callback runs on the loop's own thread, before the loop does anything else."""
+    engine = CountingEngine()
+    loop = EngineLoop(engine)
+    added = threading.Event()
+
+    def use_directly(_: Future[RequestOutput]) -> None:
+        engine.add(request("direct", num_steps=10**9))
+        added.set()
+
+    for first in ("good", "bad"):
+        added.clear()
+        engine.may_step.clear()
+        future = loop.submit(request(first, num_steps=1))
+        future.add_done_callback(use_directly)
+        engine.may_step.set()
+        assert added.wait(WAIT_S)
+        num_steps = engine.num_steps
+        time.sleep(0.05)
+        assert engine.num_steps == num_steps
+        engine.left.clear()
     loop.stop()
 
 
@@ -150,6 +217,43 @@ def test_when_the_engine_dies_everyone_who_waits_is_told_why() -> None:
     assert loop.death is not None
     with pytest.raises(EngineDeadError, match="the device is gone"):
         loop.submit(request("late"))
+
+
+@pytest.mark.parametrize("bad", ["bomb", "bad bomb"])
+@pytest.mark.parametrize("failure", [RuntimeError("the device is gone"), KeyboardInterrupt("the device is gone")])
+def test_nobody_waits_for_an_engine_that_has_died(bad: str, failure: BaseException) -> None:
+    engine = CountingEngine()
+    engine.failure = failure
+    loop = EngineLoop(engine)
+    for future in loop.submit_all([request(name, num_steps=1000) for name in ("a", bad, "b")]):
+        with pytest.raises(EngineDeadError, match="the device is gone") as caught:
+            future.result(WAIT_S)
+        assert caught.value.__cause__ is failure
+    loop.stop()
+
+
+def test_a_ping_that_ends_the_engine_is_answered() -> None:
+    engine = CountingEngine()
+    engine.broken = True
+    with pytest.raises(EngineDeadError, match="the device is gone"):
+        EngineLoop(engine).ping().result(WAIT_S)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_in_a_forked_process_nobody_waits_for_a_thread_that_is_not_there() -> None:
+    loop = EngineLoop(CountingEngine())
+    assert names_of([loop.submit(request("first"))]) == ["first"]
+    child = os.fork()
+    if child == 0:
+        try:
+            loop.submit(request("second"))
+        except EngineDeadError as error:
+            os._exit(0 if "forked" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert names_of([loop.submit(request("third"))]) == ["third"]
+    loop.stop()
 
 
 def test_stopping_fails_what_is_unfinished() -> None:

@@ -15,6 +15,7 @@ from rayspec.decode.profile import load_or_measure, measure, measurements, profi
 from rayspec.decode.runner import Runner
 from rayspec.model.architecture import Decomposition
 from rayspec.model.kv_arena import KVArena
+from rayspec.planning.latency import LatencyModel
 from tests.families import checkpoint, parts_of
 
 CPU = torch.device("cpu")
@@ -26,20 +27,24 @@ def _runner(parts: Decomposition, num_slots: int = 1200, bucket_rows: int | None
     return Runner(parts, arena, device=CPU, bucket_rows=bucket_rows)
 
 
+@pytest.fixture(scope="module")
+def measured() -> LatencyModel:
+    return measure(_runner(parts_of(checkpoint("llama"))))
+
+
 @pytest.fixture
-def count_measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def count_measured(measured: LatencyModel, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     calls: list[int] = []
-    fast = measure(_runner(parts_of(checkpoint("llama")), 200))
 
     def counted(runner: Runner, *rest: Any) -> Any:
         calls.append(runner.last)
-        return fast
+        return measured
 
     monkeypatch.setattr(profile, "measure", counted)
     return calls
 
 
-@pytest.mark.parametrize(("family", "num_slots"), [("llama", 5000), ("qwen3_moe", 300), ("gemma2", 40)])
+@pytest.mark.parametrize(("family", "num_slots"), [("llama", 5000), ("qwen3_moe", 300), ("gemma2", 40), ("llama", 1)])
 def test_what_is_measured_is_never_negative_and_grows(family: str, num_slots: int) -> None:
     latency = measure(_runner(parts_of(checkpoint(family)), num_slots))
     for rows, context, batch in itertools.product((1, 3, 8, 100, 1000), (0, 10, 5000, 100_000), (1, 8)):
@@ -69,8 +74,72 @@ def test_contexts_are_as_long_as_fit(num_slots: int, contexts: set[int]) -> None
     """What a context costs is never told from much shorter ones that could have been longer."""
     runner = _runner(parts_of(checkpoint("llama")), num_slots)
     found = [one for one in measurements(runner) if one.kind.startswith("attention")]
-    assert {one.context for one in found} == contexts
-    assert all(one.context + one.rows // one.batch <= num_slots for one in found)
+    assert {one.context for one in found if one.batch == 1} == contexts
+    assert all(one.batch * one.context + one.rows <= num_slots for one in found)
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "expected"),
+    [
+        (40, set()),
+        (90, {(2, 22)}),
+        (200, {(4, 25)}),
+        (640, {(8, 32), (8, 76)}),
+        (2048, {(8, 32), (8, 252)}),
+        (9000, {(8, 32), (8, 1024)}),
+    ],
+)
+def test_several_sequences_have_spans_of_their_own(
+    num_slots: int, expected: set[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many sequences as the arena can hold, with a row each and with several."""
+    runner, seen = _runner(parts_of(checkpoint("llama")), num_slots), []
+    batch_of = runner.batch
+    monkeypatch.setattr(runner, "batch", lambda spans: seen.append(spans) or batch_of(spans))  # type: ignore[func-returns-value]
+    found = [one for one in measurements(runner) if one.batch > 1 and one.kind.startswith("attention")]
+    assert {(one.batch, one.context) for one in found} == expected
+    assert {one.rows // one.batch for one in found} == ({1, 4} if expected else set())
+    for spans in seen:
+        slots = [slot for one in spans for slot in range(one.start, one.start + one.first + one.num_rows)]
+        assert len(set(slots)) == len(slots)
+        assert max(slots) < num_slots
+
+
+def test_a_profile_of_a_smaller_cache_is_measured_again_and_one_of_a_larger_is_not(tmp_path: Path) -> None:
+    parts = parts_of(checkpoint("llama"))
+    small, large = (_runner(parts, num_slots) for num_slots in (40, 400))
+    alone = load_or_measure(small, str(tmp_path))
+    assert (alone.measured_context, alone.measured_batch) == (20, 1)
+    assert all(curve.sequence_s == curve.masked_s == 0 for curve in alone.curves.values())
+    several = load_or_measure(large, str(tmp_path))
+    assert (several.measured_context, several.measured_batch) == (368, 8)
+    assert load_or_measure(small, str(tmp_path)) == load_or_measure(large, str(tmp_path)) == several
+
+
+def test_a_profile_of_an_older_version_is_measured_again(
+    tmp_path: Path, count_measured: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = _runner(parts_of(checkpoint("llama")))
+    load_or_measure(runner, str(tmp_path))
+    (path,) = tmp_path.iterdir()
+    good, older = json.loads(path.read_text()), json.loads(path.read_text())
+    older["format"] = "rayspec-latency-2"
+    del older["model"]["measured_context"], older["model"]["measured_batch"]
+    for curve in older["model"]["curves"].values():
+        del curve["sequence_s"], curve["masked_s"]
+    path.write_text(json.dumps(older))
+    load_or_measure(runner, str(tmp_path))
+    assert len(count_measured) == 2
+    assert json.loads(path.read_text()) == good
+    assert "rayspec-latency-2" in caplog.text
+
+
+def test_measuring_takes_no_random_numbers_from_others() -> None:
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    measurements(_runner(parts_of(checkpoint("llama")), 100))
+    assert torch.equal(torch.rand(3), expected)
 
 
 def test_measuring_leaves_the_clock_of_the_caller_in_charge() -> None:

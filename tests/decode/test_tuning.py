@@ -204,7 +204,7 @@ def test_what_was_tuned_is_what_self_sd_and_knn_ssd_draft_by(tmp_path: Path) -> 
         )
 
     tuned = tune_domains(
-        load_engine(config(strategy="static"), with_tokenizer=False),
+        load_engine(config(strategy="static", skip=(0,)), with_tokenizer=False),
         {"some": known.prompts},
         TuningOptions(num_tries=6, max_tokens=24, threshold=0.05),
         model=ModelIdentity.of(config(), 8),

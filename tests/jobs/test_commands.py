@@ -25,6 +25,21 @@ def test_a_job_says_what_it_takes(job: str, option: str, tmp_path: Path) -> None
     assert option in result.stdout
 
 
+@pytest.mark.parametrize("job", ["summarize.py", "generate.py"])
+def test_an_input_that_is_not_there_ends_a_job_before_anything_is_started(job: str, tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, str(JOBS / job), "none*.jsonl", "-o", "out", "--model", "demo"],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=60,
+    )
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "error: input 'none*.jsonl': it matches nothing; correct it, or leave it out\n"
+    assert not (tmp_path / "out").exists()
+
+
 def test_no_job_hides_a_module_of_python() -> None:
     """A script's folder comes first on its path."""
     assert not {path.stem for path in JOBS.glob("*.py")} & set(sys.stdlib_module_names)

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -18,68 +14,11 @@ from typer.testing import CliRunner
 
 from jobs.summarize import app
 from rayspec import demo
-
-JOB = Path(__file__).parent.parent.parent / "jobs" / "summarize.py"
-FAST = ("--model", "demo", "--dtype", "float32", "--device", "cpu", "--num-threads", "1", "--strategy", "ar")
+from tests.jobs.job_process import FAST, committed, num_committed, start, wait_until, wait_until_gone, write_lines
 
 NUM_ROWS = 96
 
 pytestmark = pytest.mark.ray
-
-
-def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(JOB), *arguments]
-    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def write_lines(path: Path, rows: Iterable[object]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
-def committed(folder: Path) -> list[str]:
-    """Ids of the rows, in the order of their parts."""
-    parts = sorted((folder / "rows").glob("part-*.parquet"))
-    return [row_id for part in parts for row_id in pq.read_table(part)["id"].to_pylist()]
-
-
-def num_committed(folder: Path) -> int:
-    return len(committed(folder))
-
-
-def wait_until(condition: Callable[[], bool], job: subprocess.Popen[str], timeout_s: float = 120.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert job.poll() is None, job.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def processes_of(folder: Path) -> list[str]:
-    """Command lines of what still runs with files in `folder`."""
-    lines = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            line = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if str(folder) in line:
-            lines.append(line)
-    return lines
-
-
-def wait_until_gone(folder: Path, timeout_s: float = 15.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while processes_of(folder) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not processes_of(folder)
-
-
-@pytest.fixture
-def own_ray_folder(tmp_path: Path, ray_folder: Path, ray_environment: None, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = ray_folder / tmp_path.name[-6:]
-    folder.mkdir()
-    monkeypatch.setenv("RAY_TMPDIR", str(folder))
-    return folder
 
 
 def test_documents_become_summaries_and_a_report(

@@ -134,9 +134,10 @@ def test_a_config_is_a_folder_or_a_file() -> None:
 
 def test_what_is_no_config_is_a_checkpoint_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-type"}), encoding="utf-8")
-    for source in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(CheckpointError, match="could not be read"):
-            load_config(str(source))
+    with pytest.raises(CheckpointError, match="could not be read"):
+        load_config(str(tmp_path))
+    with pytest.raises(ConfigError, match="no such folder"):
+        load_config(str(tmp_path / "absent"))
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
     with pytest.raises(CheckpointError, match="could not be read"):
         load_config(str(tmp_path / "config.json"))

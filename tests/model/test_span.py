@@ -257,6 +257,7 @@ def test_of_a_hub_id_only_the_spans_files_are_fetched(tmp_path: Path, monkeypatc
         return str(folder / name)
 
     monkeypatch.setattr(weights, "hf_hub_download", download)
+    monkeypatch.setattr(weights, "check_source", lambda name, **_: None)
     monkeypatch.setattr(weights, "load_config", lambda config: build("qwen2").config)
     span = load_model(_config("some/model", revision="v1"), layers=range(2, 4))
     _require_same_tensors(span, load_model(_config(checkpoint("qwen2"))))

@@ -91,7 +91,7 @@ def test_a_shard_that_is_cut_short_is_an_error(tmp_path: Path) -> None:
 
 def test_no_such_folder_is_an_error_that_names_it(tmp_path: Path) -> None:
     missing = tmp_path / "no-such-model"
-    with pytest.raises(CheckpointError, match="no-such-model"):
+    with pytest.raises(ConfigError, match="no-such-model"):
         load_model(_config(missing))
 
 
@@ -131,7 +131,7 @@ def test_a_config_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=tmp_path.name):
             load_config(_config(tmp_path))
     for read in (load_config, eos_token_ids):
-        with pytest.raises(CheckpointError, match="no-such-model"):
+        with pytest.raises(ConfigError, match="no-such-model"):
             read(_config(tmp_path / "no-such-model"))
 
 

@@ -13,8 +13,9 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
+from rayspec.errors import TransportError
 from rayspec.pipeline.collective import MAX_PENDING_TENSORS, Rendezvous, TensorLink
-from rayspec.pipeline.transport import LOOPBACK, Mailbox, Secret, TransportError
+from rayspec.pipeline.transport import LOOPBACK, Mailbox, Secret
 from rayspec.types import ConfigError
 
 TIMEOUT_S = 20.0

@@ -31,6 +31,7 @@ from rayspec.decode.questions import (
 from rayspec.decode.rounds import Piece, Prefill, PrefillResult, Round, RoundResult
 from rayspec.decode.runner import RowSpan
 from rayspec.decode.scheduler import Move
+from rayspec.errors import TransportError
 from rayspec.pipeline.messages import (
     Agreement,
     Begin,
@@ -60,7 +61,6 @@ from rayspec.pipeline.messages import (
     encode,
     tell,
 )
-from rayspec.pipeline.transport import TransportError
 from rayspec.planning.acceptance import DraftWhileWorth
 from rayspec.planning.calibration import CalibrationCurve
 from rayspec.planning.latency import Measurement

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from rayspec.errors import TransportError
 from rayspec.pipeline import post as post_module
 from rayspec.pipeline.messages import (
     AnyMessage,
@@ -28,7 +29,7 @@ from rayspec.pipeline.messages import (
     encode,
 )
 from rayspec.pipeline.post import ENGINE, Letter, NewEpoch, Post, Stopped
-from rayspec.pipeline.transport import LOOPBACK, Mailbox, Secret, TransportError
+from rayspec.pipeline.transport import LOOPBACK, Mailbox, Secret
 
 SECRET = Secret.generate()
 PATIENCE_S = 10.0

@@ -211,7 +211,7 @@ def test_a_checkpoint_that_is_gone_when_a_shard_must_load_again_ends_in_an_error
     os.kill(pids["stage-0"], signal.SIGKILL)
     outputs = finish(engine)
     assert {type(output.error) for output in outputs.values()} == {StageLostError}
-    assert "could not be" in str(outputs["0"].error)
+    assert "there is no such folder" in str(outputs["0"].error)
     end(engine, list(pids.values()))
 
 

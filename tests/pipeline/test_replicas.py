@@ -152,10 +152,14 @@ def test_a_request_goes_where_there_is_least_to_do(make: Make) -> None:
 
 @pytest.mark.parametrize("num_starts", [0, 1, 2, 7, 30])
 @pytest.mark.parametrize("error", [StageLostError("stage-1 is gone"), RuntimeError("a mistake")], ids=["lost", "dead"])
-def test_what_a_lost_replica_had_begins_anew_on_another(make: Make, num_starts: int, error: Exception) -> None:
+def test_what_a_lost_replica_had_begins_anew_on_another(
+    make: Make, num_starts: int, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
     replicas = make(engine(num_starts, error), engine())
     assert tokens_of(completed(replicas, known().prompts)) == known().expected
     assert replicas._lost == {0}
+    assert replicas.stats.num_lost_replicas == 1
+    assert caplog.text.count("replica 0 of 2 is lost for good, and the others take its requests") == 1
     replicas.add(requests_for(known().prompts)[1])
     assert next(iter(replicas._placed.values())).replica == 1
     assert tokens_of(finish(replicas).values()) == [known().expected[1]]

@@ -24,8 +24,9 @@ import torch
 import zmq
 from zmq.utils import z85
 
+from rayspec.errors import TransportError
 from rayspec.pipeline import transport
-from rayspec.pipeline.transport import LOOPBACK, Envelope, Mailbox, Secret, TransportError, node_address
+from rayspec.pipeline.transport import LOOPBACK, Envelope, Mailbox, Secret, node_address
 from rayspec.types import ConfigError
 from tests.freezing import freeze
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rayspec.decode.profile import _grid
 from rayspec.planning.latency import Curve, LatencyModel, Measurement, StaleProfileError
-from rayspec.planning.least_squares import nonnegative_least_squares
+from rayspec.planning.least_squares import independent_columns, nonnegative_least_squares
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 BASE = {"attention": 90e-6, "mlp": 300e-6, "head": 150e-6}
@@ -72,6 +74,87 @@ def test_an_outlier_hardly_counts() -> None:
     assert fitted.sublayer_s(1, rows=8, context=0, batch=1) == pytest.approx(planted_s("mlp", 8, 0, 1), rel=0.05)
 
 
+def called_s(rows: int, context: int, batch: int) -> float:
+    """Attention that is called once a sequence, with a mask for a sequence with several rows."""
+    num_masked = max(0, min(rows - batch, batch))
+    return planted_s("attention", rows, context, batch) + 20e-6 * (batch - 1) + 15e-6 * num_masked * (batch - 1) / batch
+
+
+def called(cells: Sequence[tuple[int, int, int]]) -> list[Measurement]:
+    return [
+        Measurement(kind="attention", rows=rows, context=context, batch=batch, seconds=called_s(rows, context, batch))
+        for rows, context, batch in cells
+    ]
+
+
+def test_each_sequence_has_its_price_and_more_with_several_rows() -> None:
+    alone = [(rows, context, 1) for rows in ROWS for context in (32, 1024, 4096)]
+    together = [(8 * each, context, 8) for each in (1, 4) for context in (32, 1024)]
+    curve = Curve.fit(called(alone + together))
+    assert curve.sequence_s == pytest.approx(20e-6, rel=0.02)
+    assert curve.masked_s == pytest.approx(15e-6, rel=0.02)
+    for rows, context, batch in ((4, 500, 4), (20, 500, 4), (6, 900, 4), (40, 2000, 8), (8, 2000, 8), (5, 700, 1)):
+        seconds = curve.seconds(rows=rows, context=context, batch=batch)
+        assert seconds == pytest.approx(called_s(rows, context, batch), rel=0.02)
+    assert curve.seconds(rows=0.5, context=9, batch=0.5) >= curve.seconds(rows=0.5, context=0, batch=0.5) > 0
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        [(1, 0, 1)],
+        [(8, 32, 8)],
+        [(8, 32, 8), (32, 32, 8)],
+        [(1, 32, 1), (8, 32, 8)],
+        [(1, 32, 1), (2, 32, 1), (2, 32, 2)],
+        [(rows, 32, 1) for rows in ROWS],
+        [(2, 300, 2), (4, 300, 4)],
+    ],
+)
+def test_of_few_measurements_nothing_is_negative_or_unknown(cells: list[tuple[int, int, int]]) -> None:
+    """Columns that say the same, and columns of zeros."""
+    curve = Curve.fit(called(cells))
+    found = np.asarray([*curve.base_s, curve.sequence_s, curve.masked_s, curve.kv_s, curve.score_s])
+    assert np.isfinite(found).all()
+    assert (found >= 0).all()
+    for rows, context, batch in cells:
+        seconds = curve.seconds(rows=rows, context=context, batch=batch)
+        assert seconds == pytest.approx(called_s(rows, context, batch), rel=0.05)
+    if all(batch == 1 for _, _, batch in cells):
+        assert curve.sequence_s == curve.masked_s == 0
+    if len({context for _, context, _ in cells}) == 1:
+        assert curve.base_s[0] > 0, "a context that never changes is no reason to take the rows for free"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([1, 40, 90, 300, 1200, 9000]), st.sampled_from([0.05, 0.5, 2.0]))
+def test_whatever_an_arena_lets_measure_gives_a_curve(seed: int, num_slots: int, noise: float) -> None:
+    rng = np.random.default_rng(seed)
+    curve = Curve.fit([replace(one, seconds=one.seconds * rng.lognormal(0, noise)) for one in called(_grid(num_slots))])
+    assert min(curve.base_s[0], curve.sequence_s, curve.masked_s, curve.kv_s, curve.score_s) >= 0
+    for rows, context, batch in itertools.product((1, 3, 8, 100, 1000), (0, 10, 5000, 100_000), (1, 8)):
+        seconds = curve.seconds(rows=rows, context=context, batch=batch)
+        assert np.isfinite(seconds)
+        assert seconds <= curve.seconds(rows=2 * rows, context=context, batch=batch)
+        assert seconds <= curve.seconds(rows=rows, context=context + 1000, batch=batch)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6))
+def test_columns_that_say_nothing_new_are_found(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    new = rng.normal(size=(9, 3))
+    matrix = np.stack([new[:, 0], 3 * new[:, 0], np.zeros(9), new[:, 1], new[:, 0] - new[:, 1], new[:, 2]], axis=1)
+    assert independent_columns(matrix).tolist() == [True, False, False, True, False, True]
+
+
+def test_what_was_measured_is_known() -> None:
+    fitted = LatencyModel.fit(called([(1, 32, 1), (8, 300, 8)]) + measure(), ["attention", "mlp"])
+    assert fitted.covers([(64, 16384, 8), (1, 0, 1)])
+    assert not fitted.covers([(1, 16385, 1)])
+    assert not fitted.covers([(16, 32, 16)])
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(
@@ -82,6 +165,9 @@ def test_an_outlier_hardly_counts() -> None:
 )
 def test_any_curve_is_monotone_and_never_negative(cells: list[tuple[int, int, int, float]]) -> None:
     curve = Curve.fit([Measurement(kind="attention", rows=r, context=c, batch=b, seconds=s) for r, c, b, s in cells])
+    for batch in (2, 4):
+        by_rows = [curve.seconds(rows=rows, context=100, batch=batch) for rows in range(batch, 200, 7)]
+        assert all(b >= a - 1e-12 for a, b in itertools.pairwise(by_rows))
     by_rows = [curve.seconds(rows=rows, context=100, batch=1) for rows in (0, *range(1, 200, 7))]
     by_context = [curve.seconds(rows=4, context=context, batch=2) for context in (0, 10, 1000, 10**6)]
     assert min(by_rows) >= 0
@@ -156,6 +242,10 @@ def test_save_and_load(tmp_path: Path) -> None:
         LatencyModel.load(path, {**KEY, "threads": 4})
     with pytest.raises(StaleProfileError, match="device"):
         LatencyModel.load(path, {**KEY, "device": "cpu"})
+    older = path.read_text().replace("rayspec-latency-3", "rayspec-latency-2")
+    path.write_text(older)
+    with pytest.raises(StaleProfileError, match="'rayspec-latency-2', not 'rayspec-latency-3': profile again"):
+        LatencyModel.load(path, KEY)
     for content in ("{", "[]", json.dumps({"format": "other"}), path.read_text().replace('"head"', '"had"')):
         path.write_text(content)
         with pytest.raises(StaleProfileError):

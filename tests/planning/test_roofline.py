@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from rayspec.planning.roofline import ACCELERATORS, SHAPES, ideal_latency, reference_latency
-from rayspec.service.placement_report import KNOWN_GPUS
+from rayspec.service.gpus import KNOWN_GPUS
 
 H200 = ACCELERATORS["H200"]
 

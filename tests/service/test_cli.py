@@ -109,6 +109,15 @@ def test_truncation_makes_long_documents_fit(run: Run, tmp_path: Path) -> None:
     assert 1000 < read_rows(tmp_path / "out.jsonl")["long"]["num_prompt_tokens"] <= 1020
 
 
+def test_files_of_other_types_are_said_before_the_model_is_loaded(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    write_rows(tmp_path / "in" / "a.jsonl", "no json")
+    (tmp_path / "in" / "b.pdf").touch()
+    result = run("summarize", "in", "-o", "out.jsonl", *PLAIN)
+    assert result.stderr.startswith("1 file skipped: .pdf (1); known are ")
+    assert len(read_rows(tmp_path / "out.jsonl")) == 1
+
+
 def test_when_every_row_fails_so_does_the_command(run: Run, tmp_path: Path) -> None:
     write_rows(tmp_path / "in.jsonl", "no json")
     assert run("summarize", "in.jsonl", "-o", "out.jsonl", *PLAIN).exit_code == 1
@@ -127,6 +136,7 @@ def test_limit_stops_early(run: Run, tmp_path: Path) -> None:
         (["-o", "out.csv", *PLAIN], "error: option 'output' is 'out.csv': its name must end in .jsonl or .parquet"),
         (["-o", "in.jsonl", *PLAIN], "error: option 'output' is 'in.jsonl', which exists"),
         (["-o", "in.jsonl", "--overwrite", *PLAIN], "error: option 'output' is 'in.jsonl', which is an input too"),
+        ([".", "-o", "in.jsonl", "--overwrite", *PLAIN], "error: option 'output' is 'in.jsonl', which is an input too"),
         (["-o", "out.jsonl", *FAST, "--strategy", "knapspac"], "did you mean 'knapspec'?"),
         (["-o", "out.jsonl", *FAST, "--set", "speculation.gat=1"], "unknown option 'gat'; did you mean 'gate'?"),
         (["-o", "out.jsonl", *FAST, "--max-num-seqs", "0"], "error: option 'max_num_seqs' is 0"),
@@ -134,6 +144,13 @@ def test_limit_stops_early(run: Run, tmp_path: Path) -> None:
         (["-o", "out.jsonl", *PLAIN, "--prompt", "Sum up"], "error: option 'prompt' is 'Sum up': it must hold {text}"),
         (["-o", "out.jsonl", *PLAIN, "--max-model-len", "99999"], "error: option 'max_model_len' is 99999"),
         (["-o", "out.jsonl", *FAST, "--modle", "x"], "No such option: --modle"),
+        (["no*.txt", "-o", "out.jsonl", *FAST], "error: input 'no*.txt': it matches nothing"),
+        (["-o", "out.jsonl", "--model", "demoo"], "error: option 'model' is 'demoo', and there is no such folder; did"),
+        (["-o", "out.jsonl", *FAST, "--strategy", "static"], "error: in 'speculation': strategy 'static' needs option"),
+        (
+            ["-o", "out.jsonl", *PLAIN, "--set", "speculation.strategy=auto"],
+            "error: option 'speculation.strategy' is given",
+        ),
     ],
 )
 def test_wrong_usage_is_one_line_and_code_2(run: Run, tmp_path: Path, arguments: list[str], message: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import operator
-import os
 import threading
 from contextlib import closing
 from functools import partial
@@ -15,21 +14,25 @@ from typing import Any
 import pytest
 import ray
 
+from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.service import data
 from rayspec.service.data import (
     _READER_THREADS,
-    DoneRows,
+    Remaining,
     arrivals,
     complete_dataset,
     dataset_of,
     read_dataset,
     reader_threads,
     reading,
-    without_rows,
+    remaining_rows,
+    seen_row,
+    seen_rows,
 )
 from rayspec.service.documents import Columns, Document
-from rayspec.service.engine_actor import DrainingError
+from rayspec.service.quarantine import EngineKilledError
 from rayspec.service.results import ResultRow
+from rayspec.service.supervisor import DrainingError
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -88,71 +91,66 @@ def test_rows_that_come_too_late_never_were_the_engines() -> None:
     assert results == {"a": (None, True), "b": ("aborted", False)}
 
 
-class Mortal:
-    """Ends with its process when "deadly" comes and so many rows are there; "quick" ones are done before, "slow" ones
-    never."""
-
-    def __init__(self, num_together: int) -> None:
-        self.num_together = num_together
-        self.num_inside = 0
+class Failing:
+    """What a supervisor says of rows: "deadly" ones are condemned, and no engine can be started for the others."""
 
     async def handle(self, document: Document) -> ResultRow:
+        if document.text == "deadly":
+            raise EngineKilledError("engines died of this row")
         if document.text == "quick":
             return ResultRow(id=document.id, text="done")
-        self.num_inside += 1
-        while self.num_inside < self.num_together:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.2)  # what is quick comes first
-        if document.text == "deadly":
-            os._exit(1)
-        await asyncio.sleep(60)
-        raise AssertionError("the engine outlived it")
+        raise EngineDeadError("engines died too often")
 
 
-def test_rows_that_a_dying_engine_had_say_which_they_were_and_those_beside_them_are_not_lost() -> None:
+def test_rows_that_no_engine_can_do_say_why_and_those_beside_them_are_not_lost() -> None:
     texts = {"a": "slow", "b": "quick", "c": "deadly", "d": "quick", "e": "slow"}
     rows = dataset_of([Document(id=row_id, source=f"of {row_id}", text=text) for row_id, text in texts.items()])
-    engine = ray.remote(Mortal).options(max_concurrency=100, num_cpus=0).remote(3)
+    engine = ray.remote(Failing).options(max_concurrency=100, num_cpus=0).remote()
     results = {come.row.id: come for come in arrivals(complete_dataset(rows, engine))}
-    assert {row_id for row_id, come in results.items() if come.by_engine} == {"b", "d"}
-    for row_id in ("a", "c", "e"):
-        assert results[row_id].under_way == {"a", "c", "e"}
-        assert (results[row_id].row.error_kind, results[row_id].row.source) == ("engine_dead", f"of {row_id}")
-    assert results["b"].under_way is None
-
-
-def test_one_at_a_time_is_one_at_a_time() -> None:
-    rows = dataset_of([Document(id=str(number), source="s", text="slow") for number in range(5)])
-    engine = ray.remote(Alone).options(max_concurrency=100, num_cpus=0).remote()
-    results = list(arrivals(complete_dataset(rows, engine, num_wanted=50, one_at_a_time=True)))
-    assert [come.row.num_output_tokens for come in results] == [1] * 5
-
-
-class Alone:
-    """Says how many rows there were at most since the first."""
-
-    def __init__(self) -> None:
-        self.num_inside = 0
-        self.most = 0
-
-    async def handle(self, document: Document) -> ResultRow:
-        self.num_inside += 1
-        self.most = max(self.most, self.num_inside)
-        await asyncio.sleep(0.1)
-        self.num_inside -= 1
-        return ResultRow(id=document.id, num_output_tokens=self.most)
+    assert {row_id: (come.row.error_kind, come.by_engine) for row_id, come in results.items()} == {
+        "a": ("engine_dead", False),
+        "b": (None, True),
+        "c": ("engine_killed", True),
+        "d": (None, True),
+        "e": ("engine_dead", False),
+    }
+    assert {come.row.source for come in results.values()} == {f"of {row_id}" for row_id in texts}
+    assert not any(come.row.is_input_error for come in results.values())
 
 
 def test_rows_that_are_done_are_left_out_and_others_with_their_ids_fail() -> None:
-    rows = dataset_of(
-        [Document(id=row_id, source=source, text="t") for row_id, source in ("a1", "b2", "b3", "b4", "c5")]
-    )
-    done = DoneRows(sources={"a": "1", "b": "2", "c": None}, duplicates=frozenset({("b", "3")}))
-    assert [(row["id"], row["source"], row["error_kind"]) for row in without_rows(rows, done, always).take_all()] == [
+    documents = [Document(id=row_id, source=source, text="t") for row_id, source in ("a1", "b2", "b3", "b4", "c5")]
+    rows = dataset_of(documents)
+    done = Remaining(takes=always, sources={"a": "1", "b": "2", "c": None}, refused=frozenset({("b", "3")}))
+    assert [(row["id"], row["source"], row["error_kind"]) for row in remaining_rows(rows, done).take_all()] == [
         ("b", "4", "duplicate_id")
     ]
-    left = without_rows(rows, DoneRows(), partial(operator.eq, "b")).take_all()
+    left = remaining_rows(rows, Remaining(takes=partial(operator.eq, "b"))).take_all()
     assert [(row["source"], row["error_kind"]) for row in left] == [("2", None), ("3", None), ("4", None)]
+
+
+def test_of_rows_with_one_id_the_first_is_done_and_the_others_fail() -> None:
+    rows = dataset_of([Document(id="x", source=str(number), text=f"text {number}") for number in range(9)])
+    results = [(come.row.error_kind, come.by_engine) for come in arrivals(complete_dataset(rows, echo()))]
+    assert sorted(results, key=str) == [("duplicate_id", False)] * 8 + [(None, True)]
+
+
+def test_results_carry_where_their_rows_are_and_the_hash_of_what_was_asked() -> None:
+    document = Document(id="a", source="f:1", text="t")
+    (result,) = (come.row for come in arrivals(complete_dataset(dataset_of([document]), echo())))
+    assert (result.source, result.input_hash) == ("f:1", document.input_hash)
+
+
+def test_what_is_seen_of_an_input_is_in_order_and_without_its_texts(tmp_path: Path) -> None:
+    for name in "abc":
+        lines = [json.dumps({"id": f"{name}{number}", "text": "t"}) for number in range(50)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join([*lines, "no json"]), encoding="utf-8")
+    (tmp_path / "d.txt").touch()
+    seen = list(seen_rows(read_dataset([str(tmp_path)], Columns())))
+    assert [row.id for row in seen if row.error_kind is None] == [f"{name}{n}" for name in "abc" for n in range(50)]
+    assert [row.id for row in seen if row.error_kind is not None] == ["a.jsonl:51", "b.jsonl:51", "c.jsonl:51", "d.txt"]
+    assert seen[0] == seen_row(Document(id="a0", source="a.jsonl:1", text="t"))
+    assert (seen[0].input_hash, seen[0].text) == (Document(id="a", source="", text="t").input_hash, None)
 
 
 def always(_row_id: str) -> bool:

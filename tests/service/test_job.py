@@ -208,11 +208,11 @@ def test_only_the_row_that_the_engine_dies_of_fails(tmp_path: Path, undisturbed:
         3,
     )
     rows = rows_of(tmp_path / "out")
-    assert "died three times with this row under way" in rows[deadly]["error"]
+    assert "engines died of this row, also where it was the only row" in rows[deadly]["error"]
     assert rows[deadly]["source"] == deadly
     assert texts_of(tmp_path / "out") == undisturbed | {deadly: None}
     assert manifest_of(tmp_path / "out")["status"] == "complete"
-    assert task.read("begun").count(deadly) == 3
+    assert task.read("begun").count(deadly) >= 4
 
     before = len(task.read("begun"))
     again = job(task, tmp_path / "out").run(Source(documents=documents()))
@@ -391,7 +391,7 @@ def test_a_limited_run_is_taken_further_and_a_share_is_the_same_every_time(tmp_p
 @on_ray
 def test_other_options_are_refused_before_anything_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job(noted(tmp_path), tmp_path / "out").run(Source(documents=documents(1)))
-    monkeypatch.setattr("rayspec.service.job.start_engine", pytest.fail)
+    monkeypatch.setattr("rayspec.service.job.start_supervisor", pytest.fail)
     with pytest.raises(ConfigError, match=r"engine\.max_model_len was 256 and is 128: choose another folder"):
         job(noted(tmp_path, max_model_len=128), tmp_path / "out").run(Source(documents=documents(1)))
 

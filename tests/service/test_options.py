@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import pytest
 import typer
 from typer.testing import CliRunner
 
 from rayspec.config import EngineConfig, KnapsackOptions, Options, ParallelOptions, SamplingParams, SpeculationOptions
 from rayspec.service.options import Asked, with_settings
 from rayspec.service.settings import Settings
+from rayspec.types import ConfigError
 
 app = typer.Typer(rich_markup_mode=None)
 seen: list[Settings] = []
@@ -63,3 +65,16 @@ def test_every_simple_option_has_a_flag() -> None:
     for options in (EngineConfig, SpeculationOptions, ParallelOptions, SamplingParams):
         for name in options.model_fields.keys() - without:
             assert f"--{name.replace('_', '-')}" in text
+
+
+@pytest.mark.parametrize("option", ["model", "tokenizer"])
+def test_a_wrong_name_of_a_model_is_refused_before_anything_is_loaded(option: str) -> None:
+    with pytest.raises(ConfigError, match=f"option '{option}' is 'demoo'.*did you mean 'demo'"):
+        Asked(flags={"model": "demo", option: "demoo"}).settings()
+    with pytest.raises(ConfigError, match=f"option '{option}' is '/no/where', and there is no such folder"):
+        Asked(flags={"model": "demo", option: "/no/where"}).settings()
+
+
+def test_a_cluster_may_have_a_folder_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert Asked(flags={"model": "/no/where"}).settings().engine.model == "/no/where"

@@ -9,8 +9,8 @@ from transformers import AutoTokenizer
 from rayspec import demo
 from rayspec.config import SamplingParams
 from rayspec.service.documents import Document, EmptyFileError
-from rayspec.service.prompts import InvalidMessagesError, PromptBuilder, fitting_prompt_tokens, summary_prompt
-from rayspec.types import ConfigError
+from rayspec.service.prompts import PromptBuilder, fitting_prompt_tokens, summary_prompt
+from rayspec.types import ConfigError, InvalidMessagesError
 
 PARAMS = SamplingParams(max_tokens=10)
 

@@ -118,6 +118,14 @@ def test_an_output_that_cannot_be_is_refused(tmp_path: Path, name: str) -> None:
         check_output(tmp_path / name, overwrite=True)
 
 
+def test_a_folder_that_nobody_can_write_to_is_refused() -> None:
+    """Not even the superuser, whom permissions allow everything."""
+    with pytest.raises(
+        ConfigError, match=r"'/proc' cannot be written to \(No such file or directory\); choose another"
+    ):
+        check_output(Path("/proc/out.jsonl"), overwrite=False)
+
+
 @pytest.mark.parametrize("file_format", ["jsonl", "parquet"])
 def test_rows_are_read_as_they_were_written(file_format: str) -> None:
     file = io.BytesIO()

@@ -15,8 +15,8 @@ import pytest
 from pyarrow import fs
 
 from rayspec.service.locations import Location, Store
-from rayspec.service.results import ResultRow, read_rows
-from rayspec.service.run_folder import DamagedOutputError, RowIndex, RunFolder, is_final
+from rayspec.service.results import ResultRow, is_final, read_rows
+from rayspec.service.run_folder import DamagedOutputError, OutputError, RowIndex, RunFolder
 from rayspec.types import ConfigError
 
 IDENTITY = {"model": "demo", "sampling": {"temperature": 0.0, "max_tokens": 64}, "prompt": "Summarize:"}
@@ -66,8 +66,15 @@ def done(row_id: str, text: str = "a summary") -> ResultRow:
     return ResultRow(id=row_id, text=text, finish_reason="stop")
 
 
-def failed(row_id: str, kind: str, source: str | None = None) -> ResultRow:
-    return ResultRow(id=row_id, finish_reason="error", error_kind=kind, error="why", source=source)
+def failed(row_id: str, kind: str, source: str | None = None, input_hash: str | None = "0f") -> ResultRow:
+    return ResultRow(
+        id=row_id, finish_reason="error", error_kind=kind, error="why", source=source, input_hash=input_hash
+    )
+
+
+def unread(row_id: str, kind: str, source: str) -> ResultRow:
+    """A row that never reached an engine."""
+    return failed(row_id, kind, source, input_hash=None)
 
 
 @pytest.fixture(params=["parquet", "jsonl"])
@@ -100,11 +107,11 @@ def test_a_job_goes_on_where_it_was(tmp_path: Path, file_format: str) -> None:
     with open_folder(tmp_path, file_format=file_format) as folder:
         for number in range(40):
             folder.add(done(str(number)))
-        assert folder.num_done == 32
+        assert len(folder.done) == 32
     assert manifest_of(tmp_path)["status"] == "interrupted"
     with open_folder(tmp_path, file_format=file_format) as folder:
-        assert (folder.num_done, folder.num_sessions) == (40, 2)
-        assert folder.done_ids == {str(number) for number in range(40)}
+        assert (len(folder.done), folder.num_sessions) == (40, 2)
+        assert folder.done.keys() == {str(number) for number in range(40)}
         assert manifest_of(tmp_path)["status"] == "running"
         folder.add(done("40"))
         folder.finish({}, {})
@@ -119,7 +126,7 @@ def test_an_error_commits_what_there_is(tmp_path: Path) -> None:
         folder.add(done("a"))
         raise KeyboardInterrupt
     with open_folder(tmp_path) as folder:
-        assert folder.done_ids == {"a"}
+        assert folder.done.keys() == {"a"}
 
 
 def test_rows_are_committed_some_time_after_the_first(tmp_path: Path) -> None:
@@ -127,9 +134,9 @@ def test_rows_are_committed_some_time_after_the_first(tmp_path: Path) -> None:
     with open_folder(tmp_path, start_timer=timers) as folder:
         folder.add(done("a"))
         folder.add(done("b"))
-        assert (timers.seconds, folder.num_done) == ([5.0], 0)
+        assert (timers.seconds, len(folder.done)) == ([5.0], 0)
         timers.go_off()
-        assert folder.done_ids == {"a", "b"}
+        assert folder.done.keys() == {"a", "b"}
         folder.add(done("c"))
         assert timers.seconds == [5.0, 5.0]
         folder.commit()
@@ -142,9 +149,9 @@ def test_a_real_timer_commits_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with RunFolder.open(location, identity={}, overwrite=False, text_column="text", file_format="jsonl") as folder:
         folder.add(done("a"))
         deadline = time.monotonic() + 10
-        while not folder.num_done and time.monotonic() < deadline:
+        while not folder.done and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert folder.done_ids == {"a"}
+        assert folder.done.keys() == {"a"}
 
 
 def test_a_commit_that_fails_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,11 +161,13 @@ def test_a_commit_that_fails_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.
         with monkeypatch.context() as patch:
             patch.setattr("os.replace", _raise_disk_full)
             timers.go_off()
-            with pytest.raises(OSError, match="disk full"):
+            with pytest.raises(
+                OutputError, match=rf"the output '{tmp_path}' cannot be written \(disk full\): make room"
+            ):
                 folder.add(done("b"))
         assert parts_of(tmp_path) == []
         folder.add(done("c"))
-        assert folder.done_ids == {"a", "b", "c"}
+        assert folder.done.keys() == {"a", "b", "c"}
 
 
 def _raise_disk_full(*_: object) -> None:
@@ -170,7 +179,7 @@ def test_rows_that_failed_for_no_fault_of_theirs_are_done_again(tmp_path: Path) 
         for row in (failed("a", "engine_dead"), failed("b", "empty_prompt"), replace(done("c"), finish_reason="abort")):
             folder.add(row)
         folder.finish({}, {})
-        assert folder.done_ids == {"b"}
+        assert folder.done.keys() == {"b"}
     assert manifest_of(tmp_path)["status"] == "interrupted"
     with open_folder(tmp_path) as folder:
         folder.add(done("a"))
@@ -203,24 +212,108 @@ def test_of_an_id_the_last_row_counts_but_no_transient_one_after_a_final_one() -
         True,
     ]
     assert not index.counts(rows[2], part=1, number=2)
-    assert index.summary() == {"total": 2, "succeeded": 1, "failed": {"engine_dead": 1}}
+    assert index.summary().as_dict() == {"total": 1, "succeeded": 1, "failed": {}}
 
 
 def test_a_row_with_another_ones_id_does_not_take_its_place(tmp_path: Path) -> None:
-    twins = [failed("a", "duplicate_id", "f:2"), failed("a", "duplicate_id", "f:3")]
+    twins = [unread("a", "duplicate_id", "f:2"), unread("a", "duplicate_id", "f:3")]
     with open_folder(tmp_path) as folder:
         for row in (twins[0], done("a"), *twins):
             folder.add(row)
         folder.commit()
-        assert folder.done_ids == {"a"}
+        assert folder.done.keys() == {"a"}
         assert list(folder.rows()) == [done("a"), *twins]
-        assert len(folder.done_ids) == folder.num_done == 1
+        assert len(folder.done) == 1
 
 
 def test_a_row_with_another_ones_id_does_not_make_it_done() -> None:
     index = RowIndex()
-    index.add(failed("a", "duplicate_id", "f:2"), part=0, number=0)
-    assert not index.done_ids
+    index.add(unread("a", "duplicate_id", "f:2"), part=0, number=0)
+    assert not index.done
+
+
+def test_errors_of_the_input_are_those_of_the_last_session(tmp_path: Path) -> None:
+    """A row that could not be read then may be readable now, and a duplicate may be gone."""
+    with open_folder(tmp_path) as folder:
+        for row in (done("a"), failed("b", "prompt_too_long"), unread("f:3", "malformed_row", "f:3")):
+            folder.add(row)
+        folder.finish({}, {})
+        assert folder.counts.as_dict() == {
+            "total": 3,
+            "succeeded": 1,
+            "failed": {"prompt_too_long": 1, "malformed_row": 1},
+        }
+    with open_folder(tmp_path) as folder:
+        assert folder.counts.as_dict() == {"total": 2, "succeeded": 1, "failed": {"prompt_too_long": 1}}
+        assert not folder.is_merged
+        folder.finish({}, {})
+        assert [row.id for row in folder.rows()] == ["a", "b"]
+    with (tmp_path / "summaries.parquet").open("rb") as file:
+        merged = list(read_rows(file, text_column="summary", file_format="parquet"))
+    assert [row.id for row in merged] == ["a", "b"]
+
+
+def test_a_job_that_is_complete_is_merged_once(tmp_path: Path) -> None:
+    merged = tmp_path / "summaries.parquet"
+    with open_folder(tmp_path) as folder:
+        folder.add(done("a"))
+        folder.finish({"output_tokens": 7}, {})
+    before = merged.stat().st_mtime_ns
+    with open_folder(tmp_path) as folder:
+        assert folder.is_merged
+        folder.finish({}, {})
+    assert merged.stat().st_mtime_ns == before
+    with open_folder(tmp_path) as folder:
+        folder.add(done("b"))
+    with open_folder(tmp_path) as folder:  # the session before was cut off before it merged
+        assert not folder.is_merged
+        folder.finish({}, {})
+    assert merged.stat().st_mtime_ns > before
+
+
+def test_a_row_that_is_done_again_replaces_the_earlier_one_when_it_comes(tmp_path: Path) -> None:
+    with open_folder(tmp_path) as folder:
+        folder.add(done("a", "old"))
+        folder.finish({}, {})
+    with open_folder(tmp_path) as folder:
+        folder.redo(["a"])
+        assert (dict(folder.done), folder.counts.total, folder.is_merged) == ({}, 0, False)
+        assert [row.text for row in folder.rows()] == ["old"]
+    with open_folder(tmp_path) as folder:
+        folder.redo(["a"])
+        folder.add(done("a", "new"))
+        folder.finish({}, {})
+        assert [row.text for row in folder.rows()] == ["new"]
+    assert manifest_of(tmp_path)["status"] == "complete"
+
+
+SMALL_DISK = """
+import resource, sys
+from pathlib import Path
+from tests.service.test_run_folder import done, open_folder
+with open_folder(Path(sys.argv[1])) as folder:
+    folder.add(done("a"))
+    folder.commit()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1))
+    folder.add(done("b"))
+"""
+
+
+def test_an_output_that_cannot_be_written_is_named_and_the_folder_is_given_back(tmp_path: Path) -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", SMALL_DISK, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert f"OutputError: the output '{tmp_path}' cannot be written (File too large)" in process.stderr
+    with open_folder(tmp_path) as folder:
+        assert folder.done.keys() == {"a"}
+
+
+def test_a_manifest_fits_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OutputError), open_folder(tmp_path) as folder, monkeypatch.context() as patch:
+        folder.add(done("a"))
+        patch.setattr("os.replace", _raise_disk_full)
+        folder.close()
+    assert manifest_of(tmp_path)["status"] == "interrupted"
 
 
 def test_another_identity_is_refused_by_name(tmp_path: Path) -> None:
@@ -260,7 +353,7 @@ def test_overwriting_removes_what_a_job_left_and_nothing_else(tmp_path: Path) ->
     for name in ("report.md", "precious.txt", "rows/mine.parquet"):
         (tmp_path / name).touch()
     with open_folder(tmp_path, identity={"model": "other"}, overwrite=True, report_files=["report.md"]) as folder:
-        assert (folder.num_done, folder.num_sessions) == (0, 1)
+        assert (len(folder.done), folder.num_sessions) == (0, 1)
     assert parts_of(tmp_path) == ["mine.parquet"]
     assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "manifest.json", "precious.txt", "rows"]
 
@@ -319,7 +412,7 @@ def test_a_damaged_part_is_named(tmp_path: Path, file_format: str, damage: Calla
     assert len(manifest_of(tmp_path)["sessions"]) == 1
     part.unlink()
     with open_folder(tmp_path, file_format=file_format) as folder:
-        assert folder.done_ids == {"32"}
+        assert folder.done.keys() == {"32"}
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"version": 1}'])
@@ -356,7 +449,7 @@ def test_a_job_in_a_remote_store(bucket: Location, file_format: str) -> None:
     with open_folder(bucket, file_format=file_format) as folder:
         folder.add(done("a"))
     with open_folder(bucket, file_format=file_format) as folder:
-        assert folder.done_ids == {"a"}
+        assert folder.done.keys() == {"a"}
         folder.add(done("b"))
         folder.finish({}, {})
     with bucket.join(f"summaries.{file_format}").open() as file:
@@ -383,7 +476,7 @@ from rayspec.service.run_folder import RunFolder
 location, file_format, num_rows = Location.parse(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 with RunFolder.open(location, identity={}, overwrite=False, text_column="text", file_format=file_format) as folder:
     for number in range(num_rows):
-        if str(number) not in folder.done_ids:
+        if str(number) not in folder.done:
             folder.add(ResultRow(id=str(number), text=f"text {number} " * 20))
             if number % 3 == 0:
                 folder.commit()
@@ -411,7 +504,7 @@ def test_a_driver_that_is_killed_again_and_again_loses_nothing_that_was_committe
         assert writer.returncode == -9
         num_killed += 1
         with open_folder(tmp_path, identity={}, text_column="text", file_format=file_format) as folder:
-            assert reported <= folder.done_ids
+            assert reported <= folder.done.keys()
     assert num_killed >= 2
     with open_folder(tmp_path, identity={}, text_column="text", file_format=file_format) as folder:
         rows = list(folder.rows())

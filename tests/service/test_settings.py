@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -15,11 +16,13 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def test_flags_win_over_overrides_and_those_over_the_file(tmp_path: Path) -> None:
-    file = write(tmp_path / "c.yaml", "model: m\nmax_num_seqs: 2\nspeculation: {strategy: ar, gate: false}\n")
+def test_overrides_and_flags_win_over_the_file(tmp_path: Path) -> None:
+    file = write(
+        tmp_path / "c.yaml", "model: m\nmax_num_seqs: 2\nspeculation: {strategy: ar, gate: false}\ndtype: auto\n"
+    )
     settings = make_settings(
         file=file,
-        overrides=["max_num_seqs=3", "speculation.knapsack.resolution=256", "dtype=float16"],
+        overrides=["speculation.knapsack.resolution=256", "dtype=float16"],
         flags={"max_num_seqs": 4, "strategy": "knapspec", "temperature": 0.5, "device": None},
         sampling=SamplingParams(max_tokens=99, temperature=0.0),
     )
@@ -27,6 +30,38 @@ def test_flags_win_over_overrides_and_those_over_the_file(tmp_path: Path) -> Non
     assert (engine.model, engine.max_num_seqs, engine.dtype, engine.device) == ("m", 4, "float16", "auto")
     assert (speculation.strategy, speculation.gate, speculation.knapsack.resolution) == ("knapspec", False, 256)
     assert (settings.sampling.max_tokens, settings.sampling.temperature) == (99, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "flags", "message"),
+    [
+        (
+            ["speculation.strategy=ar"],
+            {"strategy": "auto"},
+            "option 'speculation.strategy' is given two values, by --set speculation.strategy=ar and by --strategy",
+        ),
+        (["max_num_seqs=3"], {"max_num_seqs": 4}, "by --set max_num_seqs=3 and by --max-num-seqs 4"),
+        (["sampling.seed=3"], {"seed": 4}, "option 'sampling.seed'"),
+        (["speculation.gate=true"], {"gate": False}, "and by --no-gate"),
+        (["speculation.skip=[1]"], {"skip": [2, 3]}, "and by --skip 2 --skip 3"),
+        (["parallel={stages: 2}"], {"stages": 3}, "option 'parallel.stages'"),
+        (["max_num_seqs=3", "max_num_seqs=4"], {}, "by --set max_num_seqs=3 and by --set max_num_seqs=4"),
+        (["speculation.gate=false", "speculation={strategy: ar}"], {}, "option 'speculation.gate' is given two values"),
+        (["parallel.stages=2", "parallel=null"], {}, "option 'parallel.stages' is given two values"),
+    ],
+)
+def test_a_contradiction_is_refused(overrides: list[str], flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_settings(overrides=["model=m", *overrides], flags=flags)
+    assert message in str(caught.value)
+
+
+def test_what_is_said_twice_and_alike_is_no_contradiction() -> None:
+    settings = make_settings(
+        overrides=["model=m", "model=m", "speculation={strategy: static}", "speculation.skip=[1, 2]"],
+        flags={"model": "m", "strategy": "static", "skip": [1, 2]},
+    )
+    assert (settings.engine.speculation.strategy, settings.engine.speculation.skip) == ("static", (1, 2))
 
 
 def test_a_saved_config_gives_the_same_settings(tmp_path: Path) -> None:

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
+
 import pytest
 
 from rayspec.service.results import ResultRow
@@ -23,12 +26,11 @@ def test_rows_add_up() -> None:
 
 def test_rows_of_an_earlier_run_count_as_rows_and_not_as_work() -> None:
     tally = Tally(clock=lambda: 1.0)
-    for row in (GOOD, BAD):
-        tally.add(row, earlier=True)
+    tally.add_earlier(2, Counter({"prompt_too_long": 1}))
     tally.add(GOOD)
     assert (tally.num_rows, tally.num_earlier, tally.num_failed, tally.exit_code) == (3, 2, 1, 3)
     assert (tally.num_prompt_tokens, tally.num_output_tokens, tally.num_draft_tokens) == (100, 30, 20)
-    assert str(tally).startswith("3 rows (2 of an earlier run), 1 failed, 30 tokens")
+    assert str(tally).startswith("3 rows (2 of an earlier run), 1 failed (prompt_too_long 1), 30 tokens")
 
 
 def test_without_drafts_there_is_no_acceptance() -> None:
@@ -44,3 +46,11 @@ def test_the_exit_code_says_how_many_failed(rows: list[ResultRow], code: int) ->
     for row in rows:
         tally.add(row)
     assert tally.exit_code == code
+
+
+def test_the_line_says_why_rows_failed() -> None:
+    tally = Tally()
+    kinds = ["a"] * 4 + ["b"] * 3 + ["c", "c", "d", "e"]
+    for kind in kinds:
+        tally.add(replace(BAD, error_kind=kind))
+    assert "11 rows, 11 failed (a 4, b 3, c 2, d 1, ...), " in str(tally)

@@ -137,7 +137,7 @@ def test_inputs_that_are_none(llm: rayspec.LLM, inputs: list[str], message: str)
 
 def test_a_file_that_cannot_be_read_fails_the_command(run: Run) -> None:
     result = run(*MODEL, *FAST, "--input", "law=absent.jsonl", "-o", "plans.json")
-    assert result.exit_code == 1, result.output
+    assert result.exit_code == 2, result.output
     assert "absent.jsonl" in result.stderr
     assert not Path("plans.json").exists()
 

@@ -28,13 +28,14 @@ from rayspec.service.bench.workloads import WorkloadOptions, file_documents, fit
 from rayspec.service.data import arrivals, complete_dataset, dataset_of, quieten, reading
 from rayspec.service.document_task import DocumentTask
 from rayspec.service.documents import Document
-from rayspec.service.engine_actor import call, start_engine
+from rayspec.service.engine_actor import call
 from rayspec.service.environment import describe_environment
 from rayspec.service.loading import hide_progress_bars, load_llm
 from rayspec.service.long_documents import LongDocumentOptions
 from rayspec.service.prompts import PromptBuilder, summary_prompt
 from rayspec.service.results import ResultRow
 from rayspec.service.settings import Settings
+from rayspec.service.supervisor import start_supervisor
 from rayspec.service.terminal import exit_on_sigterm
 from rayspec.types import ConfigError
 
@@ -132,12 +133,13 @@ def _documents(prompts: PromptBuilder, options: WorkloadOptions) -> list[Documen
 def _loaded_actor(config: EngineConfig, params: SamplingParams, template: str) -> Iterator[Any]:
     settings = Settings(engine=config, sampling=params)
     task = DocumentTask(settings=settings, template=template, long=LongDocumentOptions(mode="truncate"))
-    engine = start_engine(task)
+    supervisor = start_supervisor(task, max_restarts=0)
     try:
-        call(engine.load.remote())
-        yield engine
+        call(supervisor.begin.remote())
+        yield supervisor
+        call(supervisor.stop.remote())
     finally:
-        ray.kill(engine)
+        ray.kill(supervisor)
 
 
 class _Bare:

@@ -8,12 +8,12 @@ from rayspec.service.k8s.options import RenderOptions
 from rayspec.service.k8s.sizing import ClusterPlan
 
 
-def engine_values(options: RenderOptions) -> dict[str, Any]:
+def engine_values(options: RenderOptions, plan: ClusterPlan) -> dict[str, Any]:
     """Options of EngineConfig, apart from model and parallel."""
     values: dict[str, Any] = {
         "device": "cpu" if options.cpus is not None else "cuda",
         "max_model_len": options.context,
-        "max_num_seqs": options.concurrency,
+        "max_num_seqs": plan.concurrency,
     }
     if options.dtype != "auto":
         values["dtype"] = options.dtype
@@ -25,12 +25,12 @@ def engine_values(options: RenderOptions) -> dict[str, Any]:
 def parallel_values(options: RenderOptions, plan: ClusterPlan) -> dict[str, Any] | None:
     """Options of ParallelOptions; None where a copy of the model is one process, and the only one that the engine
     makes. Serve has replicas of its own."""
-    replicas = options.replicas if options.kind == "job" else 1
+    replicas = plan.num_copies if options.kind == "job" else 1
     if plan.num_shards == 1 and replicas == 1:
         return None
     values: dict[str, Any] = {"stages": plan.num_stages, "start_timeout_s": plan.start_timeout_s}
-    if options.tensor > 1:
-        values["tensor"] = options.tensor
+    if plan.num_ranks > 1:
+        values["tensor"] = plan.num_ranks
     if replicas > 1:
         values["replicas"] = replicas
     if options.cpus is not None:
@@ -40,11 +40,11 @@ def parallel_values(options: RenderOptions, plan: ClusterPlan) -> dict[str, Any]
 
 def llm_config(options: RenderOptions, plan: ClusterPlan) -> dict[str, Any]:
     """Of `rayspec.serve:build_openai_app`: one model."""
-    engine, parallel = engine_values(options), parallel_values(options, plan)
-    deployment: dict[str, Any] = {"num_replicas": options.replicas}
+    engine, parallel = engine_values(options, plan), parallel_values(options, plan)
+    deployment: dict[str, Any] = {"num_replicas": plan.num_copies}
     if options.max_replicas is not None:
-        scaling = {"min_replicas": options.replicas, "max_replicas": options.max_replicas}
-        deployment = {"autoscaling_config": scaling | {"target_ongoing_requests": options.concurrency}}
+        scaling = {"min_replicas": plan.num_copies, "max_replicas": options.max_replicas}
+        deployment = {"autoscaling_config": scaling | {"target_ongoing_requests": plan.concurrency}}
     if options.cpus is not None and parallel is None:
         deployment["ray_actor_options"] = {"num_cpus": options.cpus}
     return {
@@ -59,5 +59,5 @@ def llm_config(options: RenderOptions, plan: ClusterPlan) -> dict[str, Any]:
 
 def job_flags(options: RenderOptions, plan: ClusterPlan) -> list[str]:
     """Of jobs/summarize.py and the other jobs."""
-    values = {"model": options.model} | engine_values(options) | (parallel_values(options, plan) or {})
+    values = {"model": options.model} | engine_values(options, plan) | (parallel_values(options, plan) or {})
     return [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", f"{value}")]

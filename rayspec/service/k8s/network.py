@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 from typing import Any
 
 from rayspec.service.k8s.options import RenderOptions
@@ -40,7 +42,8 @@ def network_policy(options: RenderOptions) -> Manifest:
         {"to": [_anywhere()], "ports": [_number(port) for port in _outside_ports(options)]},
     ]
     if options.redis_address is not None:
-        egress.append({"ports": [_number(int(options.redis_address.rpartition(":")[2]))]})
+        host, _, port = options.redis_address.rpartition(":")
+        egress.append({"to": [_redis_peer(host)], "ports": [_number(int(port))]})
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
@@ -62,6 +65,21 @@ def _inside_ports() -> list[Manifest]:
 def _outside_ports(options: RenderOptions) -> tuple[int, ...]:
     """HTTPS for the Hub and buckets; the autoscaler's API server may be behind 6443."""
     return (443, 6443) if options.autoscales else (443,)
+
+
+def _redis_peer(host: str) -> Manifest:
+    """A policy cannot name a host. An IP address is let through alone, and a service of the cluster (SERVICE,
+    SERVICE.NAMESPACE or SERVICE.NAMESPACE.svc...) as the pods of its namespace. Other names may be anywhere outside."""
+    with contextlib.suppress(ValueError):
+        address = ipaddress.ip_address(host)
+        return {"ipBlock": {"cidr": f"{address}/{address.max_prefixlen}"}}
+    _, *namespace = host.split(".")
+    if len(namespace) > 1 and namespace[1] != "svc":
+        return _anywhere()
+    pods: Manifest = {"podSelector": {}}
+    if namespace:
+        pods["namespaceSelector"] = {"matchLabels": _in_namespace(namespace[0])}
+    return pods
 
 
 def _anywhere() -> Manifest:

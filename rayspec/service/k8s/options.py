@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
 
 from rayspec.config import DType, Options
+from rayspec.service.gpus import gpus_of_a_node
 from rayspec.service.serve.options import read_options_file
 from rayspec.types import ConfigError
 
@@ -34,25 +35,39 @@ _WHERE: dict[str, tuple[Kind, ...]] = {
 
 
 class RenderOptions(Options):
-    """Defaults of context and concurrency are those of `rayspec placement`, whose plan the manifests follow."""
+    """Defaults of context and concurrency are those of `rayspec placement`, whose plan the manifests follow.
+
+    Where neither stages nor tensor is named, `rayspec plan` chooses both. It also chooses the number of copies where
+    neither replicas nor max_replicas is named: gpus and concurrency are then those of all copies together.
+    """
 
     kind: Kind = Field("job", description="a RayJob that summarizes, a RayService, or a RayCluster to work on")
     model: str = Field(description="what the pods load: hub id, a folder in the pods, or 'demo'")
     sizes_from: str | None = Field(
         None, description="config.json that sizes are computed from; none: that of the model"
     )
-    gpus: str | None = Field(None, description="of a copy of the model, in order, as 8xH100-80G; see rayspec placement")
+    gpus: str | None = Field(
+        None, description="in order, as 8xH100-80G or 2x8xH100: of a copy of the model, if a layout is named"
+    )
     cpus: int | None = Field(None, ge=1, description="cores of a shard, in place of GPUs")
-    gpus_per_node: int = Field(8, ge=1, description="that a pod may ask for")
-    stages: int | None = Field(None, ge=1, description="pipeline stages; none: the fewest that fit")
-    tensor: int = Field(1, ge=1, description="GPUs that share each stage")
+    gpus_per_node: int | None = Field(
+        None, ge=1, description="that a pod may ask for; none: as gpus names nodes, as 2x8xH100, else 8"
+    )
+    stages: int | None = Field(
+        None, ge=1, description="pipeline stages; none: the fewest that fit, without tensor as rayspec plan has it"
+    )
+    tensor: int | None = Field(
+        None, ge=1, description="GPUs that share each stage; none: 1, without stages as rayspec plan has it"
+    )
     context: int = Field(16384, ge=2, description="tokens of a sequence, prompt and output")
-    concurrency: int = Field(32, ge=1, description="sequences at once, of a copy of the model")
+    concurrency: int = Field(32, ge=1, description="sequences at once, of what gpus are of")
     quantization: Literal["fp8", "int8", "int4"] | None = Field(
         None, description="of the checkpoint's linears, for their sizes"
     )
     dtype: DType = "auto"
-    replicas: int = Field(1, ge=1, description="copies of the model")
+    replicas: int | None = Field(
+        None, ge=1, description="copies of the model; none: 1, without a named layout as rayspec plan has it"
+    )
     max_replicas: int | None = Field(None, ge=1, description="copies that the autoscaler may go up to; none: as many")
     name: str = Field("rayspec", description="of the resource, and the beginning of others' names")
     namespace: str | None = Field(None, description="none: that of kubectl")
@@ -131,15 +146,26 @@ class RenderOptions(Options):
 
     @model_validator(mode="after")
     def _scales_up(self) -> Self:
-        if self.max_replicas is not None and self.max_replicas < self.replicas:
+        if self.max_replicas is not None and self.max_replicas < (self.replicas or 1):
             raise ValueError(
                 f"option 'max_replicas' is {self.max_replicas}: it must be replicas ({self.replicas}) or more"
             )
         return self
 
     @property
-    def most_replicas(self) -> int:
-        return self.max_replicas or self.replicas
+    def names_layout(self) -> bool:
+        return self.stages is not None or self.tensor is not None
+
+    @property
+    def names_copies(self) -> bool:
+        """Whether gpus and concurrency are those of one copy."""
+        return self.names_layout or self.replicas is not None or self.max_replicas is not None
+
+    @property
+    def gpus_of_a_pod(self) -> int:
+        """The most."""
+        assert self.gpus is not None
+        return self.gpus_per_node or gpus_of_a_node(self.gpus)
 
     @property
     def autoscales(self) -> bool:

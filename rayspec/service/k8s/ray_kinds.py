@@ -107,7 +107,7 @@ def _cluster_spec(options: RenderOptions, plan: ClusterPlan, *, image: str, ray_
         "rayStartParams": {"num-cpus": "0", "dashboard-host": "0.0.0.0", **_START_PARAMS},  # noqa: S104 - as above
         "template": head_pod(options, image),
     }
-    spec["workerGroupSpecs"] = [_worker_group(options, shape, image) for shape in plan.pods]
+    spec["workerGroupSpecs"] = [_worker_group(options, plan, shape, image) for shape in plan.pods]
     return spec
 
 
@@ -121,14 +121,14 @@ def _autoscaler() -> Manifest:
     }
 
 
-def _worker_group(options: RenderOptions, shape: PodShape, image: str) -> Manifest:
+def _worker_group(options: RenderOptions, plan: ClusterPlan, shape: PodShape, image: str) -> Manifest:
     """As many pods as the copies of the model need; of a cluster to work on, none until something wants them."""
-    fewest = 0 if options.kind == "cluster" else options.replicas * shape.num_pods
+    fewest = 0 if options.kind == "cluster" else plan.num_copies * shape.num_pods
     group: Manifest = {
         "groupName": shape.group,
         "replicas": fewest,
         "minReplicas": fewest,
-        "maxReplicas": options.most_replicas * shape.num_pods,
+        "maxReplicas": plan.max_copies * shape.num_pods,
         "rayStartParams": dict(_START_PARAMS),
     }
     if options.spot:

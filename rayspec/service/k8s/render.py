@@ -65,8 +65,8 @@ def _header(options: RenderOptions, plan: ClusterPlan) -> str:
     lines = [
         "Made by `rayspec k8s`: change the options and render again, rather than numbers here.",
         f"{options.model}: {placement.num_parameters / 1e9:.2f} billion parameters in {placement.dtype}.",
-        f"{options.concurrency} sequences of {options.context} tokens at once, on each copy of it.",
-        f"A copy: {placement.choice}.",
+        f"{plan.concurrency} sequences of {options.context} tokens at once, on each copy of it.",
+        f"Layout: {placement.choice}.",
         *(_stage_line(plan, number) for number in range(plan.num_stages)),
         *(_pod_line(shape) for shape in plan.pods),
     ]
@@ -75,7 +75,7 @@ def _header(options: RenderOptions, plan: ClusterPlan) -> str:
 
 def _stage_line(plan: ClusterPlan, number: int) -> str:
     stage = plan.placement.stages[number]
-    each = " on each GPU" if plan.placement.options.tensor > 1 else ""
+    each = " on each GPU" if plan.num_ranks > 1 else ""
     return (
         f"  stage {number}: layers {stage.layers[0]}-{stage.layers[-1]}, {stage.weight_bytes / GIB:.1f} GiB of weights "
         f"and {stage.kv_bytes / GIB:.1f} GiB of keys and values{each}"

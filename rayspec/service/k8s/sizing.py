@@ -12,10 +12,12 @@ from transformers import PretrainedConfig
 
 from rayspec import demo
 from rayspec.model.architecture import max_positions
-from rayspec.model.sizes import load_config
+from rayspec.model.sizes import load_config, model_sizes
 from rayspec.planning.partition import StageCost
+from rayspec.service.gpus import Gpu, are_ranks_alike, parse_gpus
 from rayspec.service.k8s.options import RenderOptions
-from rayspec.service.placement_report import Gpu, Placement, PlacementOptions, parse_gpus, place, placed_dtype
+from rayspec.service.placement_report import Placement, PlacementOptions, placed_dtype
+from rayspec.service.plan.choice import place_best
 from rayspec.types import ConfigError
 
 GIB = 2**30
@@ -53,20 +55,33 @@ class PodShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterPlan:
-    """A placement, and pods for it. checkpoint_bytes: of the model on disk."""
+    """A placement, and pods for it. checkpoint_bytes: of the model on disk. num_copies: of the model, at first;
+    max_copies: that the autoscaler may go up to."""
 
     placement: Placement
     pods: tuple[PodShape, ...]
     checkpoint_bytes: int
+    num_copies: int
+    max_copies: int
 
     @property
     def num_stages(self) -> int:
         return len(self.placement.stages)
 
     @property
+    def num_ranks(self) -> int:
+        """Of a stage."""
+        return self.placement.options.num_ranks
+
+    @property
     def num_shards(self) -> int:
         """Of a copy of the model."""
-        return self.num_stages * self.placement.options.tensor
+        return self.num_stages * self.num_ranks
+
+    @property
+    def concurrency(self) -> int:
+        """Sequences at once, of a copy of the model."""
+        return self.placement.options.concurrency
 
     @property
     def start_timeout_s(self) -> float:
@@ -84,30 +99,40 @@ def plan_cluster(options: RenderOptions) -> ClusterPlan:
     limit = max_positions(config)
     if limit is not None and options.context > limit:
         raise ConfigError(f"option 'context' is {options.context}, the model ends at {limit}: lower it")
-    placement = place(config, _placement_options(options))
-    if not placement.fits:
-        missing = placement.missing_bytes * options.tensor / GIB
-        raise ConfigError(
-            f"option 'gpus' is {options.gpus!r}: {missing:.1f} GiB are missing for {options.model}; name more or "
-            "larger GPUs, more stages, or a lower context or concurrency (rayspec placement shows each stage)"
-        )
-    if options.gpus is not None:
-        _check_loading(placement, options)
+    placement = _placed(config, options)
+    _check_fit(placement, options)
+    num_copies = options.replicas or placement.num_copies
+    max_copies = options.max_replicas or num_copies
     return ClusterPlan(
         placement=placement,
-        pods=tuple(_gpu_pods(placement, options, _copies_in_memory(config, placement)))
+        pods=tuple(_gpu_pods(placement, options, max_copies, _copies_in_memory(config, placement)))
         if options.gpus is not None
         else (_cpu_pod(placement, options),),
-        checkpoint_bytes=options.tensor * sum(stage.weight_bytes for stage in placement.stages),
+        checkpoint_bytes=_checkpoint_bytes(config, placement.options),
+        num_copies=num_copies,
+        max_copies=max_copies,
     )
 
 
+def _placed(config: PretrainedConfig, options: RenderOptions) -> Placement:
+    """Of one copy. Raises ConfigError if the copies would be on unlike GPUs."""
+    max_replicas = 1 if options.names_copies else None
+    asked = _placement_options(options)
+    placement, *unlike = place_best(config, asked, gpus_per_node=options.gpus_per_node, max_replicas=max_replicas)
+    if unlike:
+        raise _mixed(options)
+    return placement
+
+
 def _placement_options(options: RenderOptions) -> PlacementOptions:
-    stages = options.stages or 1
+    gpus, stages, tensor = options.gpus, options.stages, options.tensor
+    if gpus is None:
+        stages, tensor = stages or 1, tensor or 1
+        gpus = f"{stages * tensor}x{_ANY_CPU}"
     return PlacementOptions(
-        gpus=options.gpus or f"{stages * options.tensor}x{_ANY_CPU}",
-        stages=options.stages if options.gpus is not None else stages,
-        tensor=options.tensor,
+        gpus=gpus,
+        stages=stages,
+        tensor=tensor,
         context=options.context,
         concurrency=options.concurrency,
         quantization=options.quantization,
@@ -115,16 +140,33 @@ def _placement_options(options: RenderOptions) -> PlacementOptions:
     )
 
 
-def _check_loading(placement: Placement, options: RenderOptions) -> None:
-    """Beside its share, a tensor-parallel rank has a layer whole until that is split. Raises ConfigError."""
-    for stage in placement.stages:
-        whole_layer_bytes = math.ceil(stage.weight_bytes * options.tensor / len(stage.layers))
-        if options.tensor > 1 and stage.weight_bytes + whole_layer_bytes > stage.device.bytes_free:
-            raise ConfigError(
-                f"option 'tensor' is {options.tensor}: while it loads, each GPU holds a whole layer beside its share, "
-                f"{(stage.weight_bytes + whole_layer_bytes) / GIB:.1f} GiB, and has "
-                f"{stage.device.bytes_free / GIB:.1f}; use more stages"
-            )
+def _checkpoint_bytes(config: PretrainedConfig, options: PlacementOptions) -> int:
+    """Of the whole model; the ranks of a stage each hold all of the embedding and the head."""
+    sizes = model_sizes(config, dtype=placed_dtype(options.dtype, config), quantization=options.quantization)
+    return sizes.embedding_bytes + sum(layer.weight_bytes for layer in sizes.layers) + sizes.last_stage_bytes(1)
+
+
+def _check_fit(placement: Placement, options: RenderOptions) -> None:
+    """Raises ConfigError."""
+    ranks = placement.options.num_ranks
+    if placement.missing_bytes:
+        raise ConfigError(
+            f"option 'gpus' is {options.gpus!r}: {placement.missing_bytes * ranks / GIB:.1f} GiB are missing for "
+            f"{options.model}; name more or larger GPUs, more stages, or a lower context or concurrency (rayspec "
+            "placement shows each stage)"
+        )
+    if options.gpus is not None and placement.loading_bytes_missing:
+        raise ConfigError(
+            f"option 'tensor' is {ranks}: while it loads, each GPU holds a whole layer beside its share, and "
+            f"{placement.loading_bytes_missing / GIB:.1f} GiB are missing on one GPU; use more stages"
+        )
+
+
+def _mixed(options: RenderOptions) -> ConfigError:
+    return ConfigError(
+        f"option 'gpus' is {options.gpus!r}: Ray would mix the GPUs of several copies; name GPUs of one kind, or "
+        "render one copy with --replicas 1"
+    )
 
 
 def _copies_in_memory(config: PretrainedConfig, placement: Placement) -> int:
@@ -132,38 +174,40 @@ def _copies_in_memory(config: PretrainedConfig, placement: Placement) -> int:
     else than what lies in the files: of another type, or experts, which transformers joins as it loads them."""
     as_in_files = placed_dtype("auto", config) == getattr(torch, placement.dtype)
     has_experts = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts"))
-    return 1 if as_in_files and not has_experts else placement.options.tensor
+    return 1 if as_in_files and not has_experts else placement.options.num_ranks
 
 
-def _gpu_pods(placement: Placement, options: RenderOptions, copies: int) -> list[PodShape]:
-    """One shape for each model of GPU. copies: of a stage in a pod's memory while it loads. Raises ConfigError for GPUs
-    that Ray could not tell apart."""
-    tensor = options.tensor
-    if tensor > options.gpus_per_node:
+def _gpu_pods(placement: Placement, options: RenderOptions, max_copies: int, copies: int) -> list[PodShape]:
+    """One shape for each model of GPU. max_copies: of the model; copies: of a stage in a pod's memory while it loads.
+    Raises ConfigError for GPUs that Ray could not tell apart."""
+    tensor = placement.options.num_ranks
+    if tensor > options.gpus_of_a_pod:
         raise ConfigError(
-            f"option 'tensor' is {tensor}, of {options.gpus_per_node} GPUs of a node: ranks of a stage share a node, "
+            f"option 'tensor' is {tensor}, of {options.gpus_of_a_pod} GPUs of a node: ranks of a stage share a node, "
             "lower it or raise gpus_per_node"
         )
     gpus = parse_gpus(placement.options.gpus)
+    if not are_ranks_alike(gpus[: tensor * len(placement.stages)], tensor):
+        raise ConfigError(
+            f"option 'tensor' is {tensor}, of the GPUs {options.gpus!r}: the ranks of a stage share a pod with GPUs of "
+            "one kind; lower it, or name a multiple of it for each kind"
+        )
     owners = [(gpus[number * tensor], stage) for number, stage in enumerate(placement.stages)]
     kinds = [(gpu, [stage for _, stage in found]) for gpu, found in groupby(owners, key=lambda owner: owner[0])]
-    if len({gpu.label for gpu, _ in kinds}) > 1 and options.most_replicas > 1:
-        raise ConfigError(
-            f"option 'gpus' is {options.gpus!r}: Ray would mix the GPUs of several copies; name GPUs of one kind, or "
-            "render one copy"
-        )
+    if len({gpu.label for gpu, _ in kinds}) > 1 and max_copies > 1:
+        raise _mixed(options)
     if len({gpu.label for gpu, _ in kinds}) < len(kinds):
         raise ConfigError(f"option 'gpus' is {options.gpus!r}: name the GPUs of one kind side by side")
-    return [_gpu_pod(gpu, stages, options, copies) for gpu, stages in kinds]
+    return [_gpu_pod(gpu, stages, tensor, options.gpus_of_a_pod, copies) for gpu, stages in kinds]
 
 
-def _gpu_pod(gpu: Gpu, stages: Sequence[StageCost], options: RenderOptions, copies: int) -> PodShape:
+def _gpu_pod(gpu: Gpu, stages: Sequence[StageCost], tensor: int, gpus_of_a_node: int, copies: int) -> PodShape:
     """Stages spread evenly over as few pods as the size of a node allows."""
-    stages_of_a_node = options.gpus_per_node // options.tensor
+    stages_of_a_node = gpus_of_a_node // tensor
     num_pods = math.ceil(len(stages) / stages_of_a_node)
     num_stages = math.ceil(len(stages) / num_pods)
-    heaviest = sorted((stage.weight_bytes * options.tensor for stage in stages), reverse=True)[:num_stages]
-    num_shards = num_stages * options.tensor
+    heaviest = sorted((stage.weight_bytes * tensor for stage in stages), reverse=True)[:num_stages]
+    num_shards = num_stages * tensor
     return _pod(
         group=gpu.label.lower(),
         gpu=gpu,
@@ -177,15 +221,16 @@ def _gpu_pod(gpu: Gpu, stages: Sequence[StageCost], options: RenderOptions, copi
 def _cpu_pod(placement: Placement, options: RenderOptions) -> PodShape:
     """All shards in one pod: weights and KV cache stay in its memory."""
     assert options.cpus is not None
-    num_shards = len(placement.stages) * options.tensor
-    stage_bytes = sum(stage.weight_bytes * options.tensor + stage.kv_bytes for stage in placement.stages)
+    ranks = placement.options.num_ranks
+    num_shards = len(placement.stages) * ranks
+    stage_bytes = sum(stage.weight_bytes * ranks + stage.kv_bytes for stage in placement.stages)
     return _pod(
         group="cpu",
         gpu=None,
         num_pods=1,
         num_shards=num_shards,
         cpus=num_shards * options.cpus,
-        model_bytes=options.tensor * stage_bytes,
+        model_bytes=ranks * stage_bytes,
     )
 
 

@@ -7,15 +7,17 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
+
+from msgspec import UNSET, UnsetType
 
 from rayspec.config import SamplingParams
+from rayspec.decode.token_texts import TokenTexts
 from rayspec.service.openai.chunks import Chunk, chunks_of, has_end
 from rayspec.service.openai.limits import DEFAULT_LIMITS, Limits
 from rayspec.service.openai.models import check_served
 from rayspec.service.openai.requests import ChatRequest, Request
 from rayspec.service.openai.responses import ChatCompletion, Completion, Response, Stamp
-from rayspec.service.openai.token_texts import TokenTexts
 from rayspec.service.openai.tokenizing import Tokenizes, beside_the_loop, check_tokens, prompt_tokens
 from rayspec.service.openai.usage import UsageTally
 from rayspec.types import EmptyPromptError, RequestOutput
@@ -108,8 +110,10 @@ def _job(token_ids: Sequence[int], request: Request, engine: Tokenizes) -> _Job:
 
 
 def _stamp(request: Request, name: str, created: int, served: Sequence[str]) -> Stamp:
-    kind = "chatcmpl" if isinstance(request, ChatRequest) else "cmpl"
-    return Stamp(id=f"{kind}-{name}", created=created, model=served[0])
+    if not isinstance(request, ChatRequest):
+        return Stamp(id=f"cmpl-{name}", created=created, model=served[0])
+    tier: Literal["default"] | UnsetType = UNSET if request.service_tier is None else "default"
+    return Stamp(id=f"chatcmpl-{name}", created=created, model=served[0], service_tier=tier)
 
 
 async def _run_together(engine: Completes, jobs: Iterable[_Job]) -> list[RequestOutput]:

@@ -8,17 +8,18 @@ from typing import Literal, TypeVar
 
 from msgspec import UNSET, UnsetType
 
+from rayspec.decode.token_texts import TextOffsets, TokenTexts
 from rayspec.service.openai.logprobs import ChatLogprobs, chat_logprobs, completion_logprobs
 from rayspec.service.openai.requests import ChatRequest, CompletionRequest, Request
 from rayspec.service.openai.responses import (
     Completion,
     CompletionChoice,
     FinishReason,
+    ServedTier,
     Stamp,
     finish_reason,
     text_offsets,
 )
-from rayspec.service.openai.token_texts import TextOffsets, TokenTexts
 from rayspec.service.openai.usage import SpecDecodeMetrics, Usage, UsageTally
 from rayspec.types import CompletionOutput, RequestOutput
 
@@ -47,6 +48,7 @@ class ChatCompletionChunk:
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    service_tier: ServedTier | UnsetType = UNSET
     metrics: SpecDecodeMetrics | UnsetType = UNSET
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
 
@@ -60,7 +62,12 @@ class ChatChunks:
     def __init__(self, request: ChatRequest, texts: TokenTexts, stamp: Stamp) -> None:
         self._request, self._texts = request, texts
         self._empty = ChatCompletionChunk(
-            id=stamp.id, created=stamp.created, model=stamp.model, choices=[], usage=_no_usage_yet(request)
+            id=stamp.id,
+            created=stamp.created,
+            model=stamp.model,
+            choices=[],
+            usage=_no_usage_yet(request),
+            service_tier=stamp.service_tier,
         )
         self._begun: set[int] = set()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import pydantic
 from pydantic import Field, field_validator, model_validator
@@ -18,9 +18,12 @@ from typing_extensions import Self
 from rayspec.config import SamplingParams
 from rayspec.service.openai.errors import InvalidRequestError
 from rayspec.service.openai.strict_body import Refusals, StrictBody
-from rayspec.types import ConfigError, PromptTooLongError
+from rayspec.types import ConfigError, PromptTooLongError, Role, role_for_template
 
 _MAX_LOGPROBS = 20
+
+ServiceTier = Literal["auto", "default"]
+"""There is one tier. The others would be promises of price or speed."""
 
 Tokenize = Callable[[str | Sequence[Mapping[str, str]]], list[int]]
 """Of a text as it is, or of a conversation through the chat template."""
@@ -31,7 +34,7 @@ class ChatMessage(StrictBody):
 
     refused: ClassVar[Refusals] = {"tool_calls": ([],), "function_call": (), "audio": (), "refusal": ()}
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Role
     content: str
     name: str | None = None
     tool_call_id: str | None = None
@@ -43,9 +46,8 @@ class ChatMessage(StrictBody):
 
     @property
     def for_template(self) -> dict[str, str]:
-        """As chat templates take it. They know "developer" by its older name."""
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role} | self.model_dump(exclude={"role"}, exclude_none=True)
+        """As chat templates take it."""
+        return {"role": role_for_template(self.role)} | self.model_dump(exclude={"role"}, exclude_none=True)
 
 
 def _text_of_part(part: Any) -> str:
@@ -80,7 +82,6 @@ class GenerationRequest(StrictBody):
             "prompt_cache_options",
             "prompt_cache_retention",
             "safety_identifier",
-            "service_tier",
             "store",
             "user",
         }
@@ -169,10 +170,8 @@ def _first_named(fields: Mapping[str, Any], message: str) -> str | None:
 
 
 class ChatRequest(GenerationRequest):
-    """The body of /v1/chat/completions. Without a limit the answer may fill the context.
-
-    `prediction` is ignored because it is a hint for speed; the model drafts for itself.
-    """
+    """The body of /v1/chat/completions. Without a limit the answer may fill the context. Of `max_tokens` and
+    `max_completion_tokens` the latter counts, as in vLLM: OpenAI's newer name of the same limit."""
 
     refused: ClassVar[Refusals] = {
         "audio": (),
@@ -180,6 +179,7 @@ class ChatRequest(GenerationRequest):
         "functions": ([],),
         "modalities": (["text"],),
         "moderation": (),
+        "prediction": (),
         "reasoning_effort": ("none",),
         "response_format": ({"type": "text"},),
         "tool_choice": ("none", "auto"),
@@ -187,10 +187,11 @@ class ChatRequest(GenerationRequest):
         "verbosity": ("medium",),
         "web_search_options": (),
     }
-    ignored = GenerationRequest.ignored | {"parallel_tool_calls", "prediction"}
+    ignored = GenerationRequest.ignored | {"parallel_tool_calls"}
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    service_tier: ServiceTier | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=_MAX_LOGPROBS)] | None = None
 
@@ -198,10 +199,6 @@ class ChatRequest(GenerationRequest):
     def _consistent(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
             raise PydanticCustomError("invalid_value", "only with logprobs: true", {"field": "top_logprobs"})
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise PydanticCustomError(
-                "invalid_value", "not together with max_completion_tokens; give one", {"field": "max_tokens"}
-            )
         return self
 
     @property
@@ -227,7 +224,12 @@ class ChatRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
     """The body of /v1/completions: one prompt or several, each as text or as token ids."""
 
-    refused: ClassVar[Refusals] = {"best_of": (1,), "echo": (False,), "suffix": ("",)}
+    refused: ClassVar[Refusals] = {
+        "best_of": (1,),
+        "echo": (False,),
+        "service_tier": get_args(ServiceTier),
+        "suffix": ("",),
+    }
 
     prompt: str | list[int] | list[str] | list[list[int]]
     logprobs: Annotated[int, Field(ge=0, le=_MAX_LOGPROBS)] | None = None

@@ -8,20 +8,24 @@ from typing import Literal
 
 from msgspec import UNSET, UnsetType
 
+from rayspec.decode.token_texts import TextOffsets, TokenTexts
 from rayspec.service.openai.logprobs import ChatLogprobs, CompletionLogprobs, chat_logprobs, completion_logprobs
 from rayspec.service.openai.requests import ChatRequest, CompletionRequest, Request
-from rayspec.service.openai.token_texts import TextOffsets, TokenTexts
 from rayspec.service.openai.usage import SpecDecodeMetrics, Usage
 from rayspec.types import CompletionOutput, RequestOutput
+
+ServedTier = Literal["default"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stamp:
-    """What makes a response one of its own. created: Unix seconds. model: the served name."""
+    """What makes a response one of its own. created: Unix seconds. model: the served name. service_tier: the tier that
+    served the request, where a conversation asks for one."""
 
     id: str
     created: int
     model: str
+    service_tier: ServedTier | UnsetType = UNSET
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +56,7 @@ class ChatCompletion:
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    service_tier: ServedTier | UnsetType = UNSET
     metrics: SpecDecodeMetrics | UnsetType = UNSET
     object: Literal["chat.completion"] = "chat.completion"
 
@@ -74,6 +79,7 @@ class ChatCompletion:
             model=stamp.model,
             choices=choices,
             usage=Usage.of([output]),
+            service_tier=stamp.service_tier,
             metrics=_metrics(request, [output]),
         )
 

@@ -16,8 +16,7 @@ from typing_extensions import Self
 from rayspec.service.openai.models import check_served
 from rayspec.service.openai.requests import ChatMessage
 from rayspec.service.openai.strict_body import Refusals, StrictBody
-from rayspec.service.prompts import InvalidMessagesError
-from rayspec.types import ConfigError, InvalidTokenError
+from rayspec.types import ConfigError, InvalidMessagesError, InvalidTokenError, RequestError
 
 Messages = Sequence[Mapping[str, str]]
 T = TypeVar("T")
@@ -51,6 +50,8 @@ def prompt_tokens(engine: Tokenizes, prompt: str | Messages, *, add_generation_p
         if isinstance(prompt, str) or add_generation_prompt:
             return engine.tokens(prompt)
         return _without_generation_prompt(engine.tokenizer, prompt)
+    except RequestError:
+        raise
     except ConfigError as error:
         raise InvalidMessagesError("the model has no chat template; use /v1/completions") from error
     except (TemplateError, TypeError, ValueError) as error:  # a template is somebody's program and may raise either

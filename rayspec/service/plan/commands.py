@@ -19,12 +19,17 @@ def placement(
     *,
     model: Annotated[str, typer.Option(help="folder, config.json, hub id, or 'demo'; no weights are needed")],
     gpus: Annotated[
-        str, typer.Option(help="in order, as 8xH100-80G or 4xH200-141G,4xA100-80G or 2xNEW-96G@4000 (GB/s)")
+        str,
+        typer.Option(help="in order, as 8xH100-80G, 2x8xH100 (two nodes), 4xH200,4xA100-80G or 2xNEW-96G@4000 (GB/s)"),
     ],
-    stages: Annotated[int | None, typer.Option(help="pipeline stages; without it, the fewest that fit")] = None,
-    tensor: Annotated[int, typer.Option(help="GPUs that share each stage")] = 1,
+    stages: Annotated[
+        int | None, typer.Option(help="pipeline stages; without stages, tensor and layers: as rayspec plan recommends")
+    ] = None,
+    tensor: Annotated[int | None, typer.Option(help="GPUs that share each stage")] = None,
     context: Annotated[int, typer.Option(help="tokens of a sequence, for the KV cache")] = 16384,
-    concurrency: Annotated[int, typer.Option(help="sequences at once, for the KV cache")] = 32,
+    concurrency: Annotated[
+        int, typer.Option(help="sequences at once, for the KV cache; over all copies that rayspec plan recommends")
+    ] = 32,
     quantization: Annotated[str | None, typer.Option(help="of the layers' linears: fp8, int8, int4")] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16")] = "auto",
     layers: Annotated[str | None, typer.Option(help="layers of each stage, as 20,30,30")] = None,
@@ -38,10 +43,10 @@ def placement(
     from rayspec.model.sizes import load_config  # noqa: PLC0415
     from rayspec.service.placement_report import (  # noqa: PLC0415
         PlacementOptions,
-        place,
-        placement_table,
-        save_placement,
+        placements_table,
+        save_placements,
     )
+    from rayspec.service.plan.choice import place_best  # noqa: PLC0415
 
     with clean_exit():
         options = PlacementOptions(
@@ -54,11 +59,11 @@ def placement(
             dtype=dtype,
             layers=layers,
         )
-        found = place(load_config(str(demo.model_path()) if model == "demo" else model), options)
-        output_console().print(placement_table(found), highlight=False)
+        found = place_best(load_config(str(demo.model_path()) if model == "demo" else model), options)
+        output_console().print(placements_table(found), highlight=False)
         if json is not None:
-            save_placement(found, json)
-    raise typer.Exit(0 if found.fits else EXIT_FAILED)
+            save_placements(found, json)
+    raise typer.Exit(0 if all(placement.fits for placement in found) else EXIT_FAILED)
 
 
 @app.command()
@@ -66,7 +71,8 @@ def plan(
     *,
     model: Annotated[str, typer.Option(help="folder, config.json, hub id, or 'demo'; no weights are needed")],
     gpus: Annotated[
-        str, typer.Option(help="in order, as 8xH100-80G or 4xH200-141G,4xA100-80G or 2xNEW-96G@4000 (GB/s)")
+        str,
+        typer.Option(help="in order, as 8xH100-80G, 2x8xH100 (two nodes), 4xH200,4xA100-80G or 2xNEW-96G@4000 (GB/s)"),
     ],
     context: Annotated[int, typer.Option(help="tokens of a sequence in the end")] = 16384,
     output_tokens: Annotated[int, typer.Option(help="of these, the answer's")] = 256,
@@ -85,7 +91,9 @@ def plan(
     max_num_batched_tokens: Annotated[int, typer.Option(help="prompt tokens run between two decode rounds")] = 1024,
     hop_us: Annotated[float, typer.Option(help="microseconds from a stage to the next one")] = 200.0,
     all_reduce_us: Annotated[float, typer.Option(help="microseconds between tensor-parallel ranks, a sublayer")] = 10.0,
-    gpus_per_node: Annotated[int, typer.Option(help="the most tensor-parallel ranks")] = 8,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(help="the most tensor-parallel ranks; without it, as --gpus names nodes, else 8")
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="file to write the numbers to")] = None,
 ) -> None:
     """Recommend stages x tensor x replicas: simulate what fits, with drafts and without. Needs no GPU.
@@ -116,7 +124,8 @@ def plan(
             gpus_per_node=gpus_per_node,
         )
         report = make_plan(load_config(str(demo.model_path()) if model == "demo" else model), options)
-        output_console().print(plan_table(report), highlight=False, markup=False)
+        # Not cropped: flags to paste may be longer than a line.
+        output_console().print(plan_table(report), highlight=False, markup=False, crop=False)
         if json is not None:
             save_plan(report, json)
     raise typer.Exit(0 if report.fits else EXIT_FAILED)

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 from rayspec.model.sizes import BYTES_PER_LINEAR_WEIGHT, LayerSizes, ModelSizes, Quantization
 from rayspec.planning.latency import HEAD, Curve, LatencyModel, StaleProfileError
 from rayspec.planning.roofline import Accelerator
-from rayspec.service.placement_report import Gpu
+from rayspec.service.gpus import Gpu
 from rayspec.types import ConfigError
 
 _GB = 10**9

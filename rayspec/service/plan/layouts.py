@@ -12,7 +12,8 @@ import torch
 from transformers import PretrainedConfig
 
 from rayspec.model.sizes import ModelSizes, model_sizes
-from rayspec.service.placement_report import Gpu, Placement, PlacementOptions, parse_gpus, place_sizes, placed_dtype
+from rayspec.service.gpus import Gpu, are_ranks_alike, gpus_spec, parse_gpus
+from rayspec.service.placement_report import Placement, PlacementOptions, place_sizes, placed_dtype
 from rayspec.service.plan.options import PlanOptions
 
 
@@ -24,6 +25,11 @@ class Group:
     gpus: tuple[Gpu, ...]
     count: int
     concurrency: int
+
+    @property
+    def missing_bytes(self) -> int:
+        """On one rank of each stage, summed over stages; if only loading lacks memory, on the GPU that lacks most."""
+        return self.placement.missing_bytes or self.placement.loading_bytes_missing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +47,21 @@ class Layout:
         return f"{self.stages} x {self.tensor} x {self.replicas}"
 
     @property
+    def title(self) -> str:
+        return f"{self.stages} stages x {self.tensor} tensor-parallel ranks x {self.replicas} replicas"
+
+    @property
     def num_gpus(self) -> int:
         return self.stages * self.tensor * self.replicas
 
     @property
+    def fits(self) -> bool:
+        return self.missing_bytes == 0
+
+    @property
     def missing_bytes(self) -> int:
-        """Over all GPUs; 0 where everything fits."""
-        return sum(group.placement.missing_bytes * self.tensor * group.count for group in self.groups)
+        """Over all GPUs, for weights and KV cache, or else while the model loads; 0 where everything fits."""
+        return sum(group.missing_bytes * self.tensor * group.count for group in self.groups)
 
     @property
     def bytes_left(self) -> int:
@@ -55,30 +69,40 @@ class Layout:
         return min(stage.bytes_left for group in self.groups for stage in group.placement.stages)
 
 
-def layouts(config: PretrainedConfig, options: PlanOptions) -> Iterator[Layout]:
+def layouts(config: PretrainedConfig, options: PlanOptions, *, max_replicas: int | None = None) -> Iterator[Layout]:
     """For each tensor-parallel degree: one replica of as many stages as there are GPUs for, two of half as many, and so
     on; and one replica of the fewest stages that fit. Whether another one fits is its own to say.
+
+    max_replicas: with fewer replicas some GPUs stay unused. None: as many replicas as there are GPUs for.
 
     Raises ConfigError, and what `model_sizes` raises.
     """
     gpus = parse_gpus(options.gpus)
     dtype = placed_dtype(options.dtype, config)
-    for tensor in _tensor_degrees(config, min(len(gpus), options.gpus_per_node)):
+    for tensor in _tensor_degrees(config, gpus, options.max_ranks):
         sizes = model_sizes(config, dtype=dtype, quantization=options.quantization, tensor=tensor)
         maker = _Maker(gpus, sizes, dtype, tensor, options)
         num_groups = len(gpus) // tensor
         stages = {min(num_groups // replicas, len(sizes.layers)) for replicas in range(1, num_groups + 1)}
         for count in sorted(stages):
-            yield maker.layout(count, min(num_groups // count, options.concurrency))
+            most = num_groups // count if max_replicas is None else min(num_groups // count, max_replicas)
+            yield maker.layout(count, min(most, options.concurrency))
         fewest = maker.fewest_stages
         if fewest is not None and fewest not in stages:
             yield maker.layout(fewest, 1)
 
 
-def _tensor_degrees(config: PretrainedConfig, most: int) -> list[int]:
-    """Powers of two that divide the attention heads."""
+def _tensor_degrees(config: PretrainedConfig, gpus: Sequence[Gpu], gpus_per_node: int) -> list[int]:
+    """Powers of two that divide the attention heads, and with which the ranks of a stage share a node and are alike."""
+    most = min(len(gpus), gpus_per_node)
     powers = itertools.takewhile(lambda degree: degree <= most, (2**power for power in itertools.count()))
-    return [degree for degree in powers if int(config.num_attention_heads) % degree == 0]
+    return [
+        degree
+        for degree in powers
+        if int(config.num_attention_heads) % degree == 0
+        and (gpus_per_node % degree == 0 or len(gpus) <= gpus_per_node)
+        and are_ranks_alike(gpus, degree)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +132,7 @@ class _Maker:
     def _placed(self, gpus: Sequence[Gpu], stages: int | None, concurrency: int) -> Placement:
         options = self.options
         asked = PlacementOptions(
-            gpus=",".join(f"{gpu.label}@{gpu.bandwidth_gb_s}" for gpu in gpus),
+            gpus=gpus_spec(gpus),
             stages=stages,
             tensor=self.tensor,
             context=options.context,

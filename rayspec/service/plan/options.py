@@ -10,6 +10,7 @@ from typing_extensions import Self
 
 from rayspec.config import DType, Options
 from rayspec.model.sizes import Quantization
+from rayspec.service.gpus import gpus_of_a_node
 
 Goal = Literal["throughput", "latency", "cost"]
 
@@ -22,7 +23,8 @@ class PlanOptions(Options):
 
     context: tokens of a sequence in the end, of which `output_tokens` are the answer. acceptance: of draft tokens;
     None: what others have published, as a range. skip: share of the layers that drafts leave out. price: dollars per
-    GPU hour. profile: a file that `rayspec profile` has saved, of this model on one such GPU.
+    GPU hour. profile: a file that `rayspec profile` has saved, of this model on one such GPU. gpus_per_node: the most
+    tensor-parallel ranks; None: as `gpus` names nodes, else 8.
     """
 
     gpus: str
@@ -40,7 +42,7 @@ class PlanOptions(Options):
     max_num_batched_tokens: int = Field(1024, ge=16)
     hop_us: float = Field(200.0, ge=0)
     all_reduce_us: float = Field(10.0, ge=0)
-    gpus_per_node: int = Field(8, ge=1)
+    gpus_per_node: int | None = Field(None, ge=1)
     seed: int = 0
 
     @model_validator(mode="after")
@@ -51,6 +53,11 @@ class PlanOptions(Options):
                 "answer: raise that"
             )
         return self
+
+    @property
+    def max_ranks(self) -> int:
+        """Of a stage."""
+        return self.gpus_per_node or gpus_of_a_node(self.gpus)
 
     @property
     def acceptances(self) -> tuple[float, float, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,15 @@ from typing import Any
 from rich import box
 from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 from transformers import PretrainedConfig
 
+from rayspec.service.plan.choice import rank_layouts
+from rayspec.service.plan.flags import flags_of
 from rayspec.service.plan.forecast import EFFICIENCIES, PROFILE_ERROR, Candidate, Forecaster, Outcome, Spread
 from rayspec.service.plan.latency import load_profile
-from rayspec.service.plan.layouts import layouts
-from rayspec.service.plan.options import Goal, PlanOptions
+from rayspec.service.plan.layouts import Layout
+from rayspec.service.plan.options import PlanOptions
 
 _GIB = 2**30
 _NUM_SHOWN = 8
@@ -24,33 +26,33 @@ _NUM_SHOWN = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
-    """candidates: those that fit, best first. num_others: layouts that do not fit; missing_bytes: what the one of them
-    lacks that lacks least. measured_on: the profile's device, None for rooflines."""
+    """candidates: layouts that fit, the best first. others: layouts that do not fit, the one that lacks least first.
+    measured_on: the profile's device, None for rooflines."""
 
     options: PlanOptions
     candidates: tuple[Candidate, ...]
-    num_others: int
-    missing_bytes: int
+    others: tuple[Layout, ...]
     measured_on: str | None
 
     @property
     def fits(self) -> bool:
         return bool(self.candidates)
 
+    @property
+    def missing_bytes(self) -> int:
+        """Of the layout that lacks least; 0 where all layouts fit."""
+        return self.others[0].missing_bytes if self.others else 0
+
 
 def make_plan(config: PretrainedConfig, options: PlanOptions) -> PlanReport:
     """Tries all layouts. Ranges are worked out for those that are shown. Raises ConfigError, UnsupportedModelError."""
     profile, key = load_profile(options.profile) if options.profile else (None, {})
+    ranking = rank_layouts(config, options, profile=profile)
     forecaster = Forecaster(config, options, profile)
-    found = list(layouts(config, options))
-    candidates = [forecaster.candidate(layout) for layout in found if layout.missing_bytes == 0]
-    candidates.sort(key=lambda candidate: _rank(candidate, options.goal))
-    lacking = [layout.missing_bytes for layout in found if layout.missing_bytes]
     return PlanReport(
         options=options,
-        candidates=tuple(map(forecaster.with_spread, candidates[:_NUM_SHOWN])),
-        num_others=len(lacking),
-        missing_bytes=min(lacking, default=0),
+        candidates=tuple(map(forecaster.with_spread, ranking.candidates[:_NUM_SHOWN])),
+        others=ranking.others,
         measured_on=str(key.get("device", "an unknown device")) if profile else None,
     )
 
@@ -62,7 +64,7 @@ def plan_table(report: PlanReport) -> Group:
             f"nothing fits: at least {report.missing_bytes / _GIB:.1f} GiB are missing; use more or larger GPUs, "
             "quantization, or plan for fewer or shorter sequences"
         )
-    return Group(_heading(report), _table(report), *_notes(report))
+    return Group(_heading(report), _table(report), *_notes(report), *_carried_over(report))
 
 
 def save_plan(report: PlanReport, path: Path) -> None:
@@ -70,37 +72,20 @@ def save_plan(report: PlanReport, path: Path) -> None:
     content = {
         "options": report.options.model_dump(mode="json"),
         "measured_on": report.measured_on,
-        "num_layouts_that_do_not_fit": report.num_others,
+        "num_layouts_that_do_not_fit": len(report.others),
         "missing_bytes": report.missing_bytes,
+        "flags": asdict(flags_of(report.candidates[0].layout, report.options)) if report.fits else None,
         "candidates": [_plain(candidate, report.options.price) for candidate in report.candidates],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _rank(candidate: Candidate, goal: Goal) -> tuple[float, int]:
-    """Less is better; of equals, fewer GPUs."""
-    best, num_gpus = candidate.best, candidate.layout.num_gpus
-    by_goal: dict[Goal, Callable[[], float]] = {
-        "throughput": lambda: -best.tokens_per_s.middle,
-        "latency": lambda: _alone_s(candidate),
-        "cost": lambda: best.dollars(num_gpus, 1.0),
-    }
-    return by_goal[goal](), num_gpus
-
-
-def _alone_s(candidate: Candidate) -> float:
-    """Of a token of a request alone: drafting or not, whichever is faster."""
-    outcomes = [candidate.plain, *([candidate.drafted] if candidate.drafted else [])]
-    return min(outcome.alone_token_s for outcome in outcomes)
-
-
 def _heading(report: PlanReport) -> str:
     options, best = report.options, report.candidates[0].layout
     return (
-        f"recommended for {options.goal}: {best.stages} stages x {best.tensor} tensor-parallel ranks x {best.replicas} "
-        f"replicas; for {options.concurrency} sequences at once, of {options.context} tokens with an answer of "
-        f"{options.output_tokens}"
+        f"recommended for {options.goal}: {best.title}; for {options.concurrency} sequences at once, of "
+        f"{options.context} tokens with an answer of {options.output_tokens}"
     )
 
 
@@ -124,7 +109,7 @@ def _cells(candidate: Candidate, price: float | None) -> list[str]:
         f"{drafted.tokens_per_s.middle / plain.tokens_per_s.middle:.2f}x" if drafted else "-",
         f"{best.first_token_s:.2f}" if best.first_token_s is not None else "-",
         f"{best.alone_first_token_s:.2f}",
-        f"{1000 * _alone_s(candidate):.1f}",
+        f"{1000 * candidate.alone_token_s:.1f}",
         f"{best.idle_share:.0%}",
     ]
     return [*cells, f"{best.dollars(layout.num_gpus, price):.2f}"] if price else cells
@@ -154,9 +139,22 @@ def _notes(report: PlanReport) -> list[str]:
         ),
         _certainty(report.measured_on),
     ]
-    if report.num_others:
-        notes.append(f"{report.num_others} other layouts do not fit")
+    if report.others:
+        notes.append(f"{len(report.others)} other layouts do not fit")
     return notes
+
+
+def _carried_over(report: PlanReport) -> list[Text]:
+    """The flags of the best layout: each set on a line that is not broken, for pasting."""
+    flags = flags_of(report.candidates[0].layout, report.options)
+    lines = {
+        "jobs, rayspec serve": flags.engine,
+        "Python": f"LLM(MODEL, {flags.python})",
+        "rayspec placement": flags.placement,
+        "rayspec k8s render": flags.render or "not possible: the copies are on unlike GPUs",
+    }
+    pasted = [Text(f"  {f'{name}:':21}{text}", no_wrap=True, overflow="ignore") for name, text in lines.items()]
+    return [Text("to use the recommended layout:"), *pasted]
 
 
 def _certainty(measured_on: str | None) -> str:

@@ -14,14 +14,22 @@ from ray.serve.config import AutoscalingConfig
 
 from rayspec.service.engine_actor import wants_gpu
 from rayspec.service.serve.auth import ApiKeys
-from rayspec.service.serve.ingress import Ingress, IngressSettings
+from rayspec.service.serve.hosts import ANY
+from rayspec.service.serve.ingress import Ingress, IngressSettings, ModelSettings
 from rayspec.service.serve.model_server import ModelServer
 from rayspec.service.serve.options import DeploymentOptions, LLMConfig, ServeOptions, serve_options
 from rayspec.service.serve.routing import PatientRouter
 from rayspec.types import ConfigError
 
 _INGRESS_CPUS = 0.5
-_NOT_SERVES_OWN = {"autoscaling_config", "ray_actor_options", "health_check_timeout_s", "max_ongoing_requests"}
+_INGRESS_QUEUE = 256  # whoever comes then gets the 429 of Serve's proxy, which is not OpenAI's
+_NOT_SERVES_OWN = {
+    "autoscaling_config",
+    "health_check_timeout_s",
+    "max_ongoing_requests",
+    "max_queued_requests",
+    "ray_actor_options",
+}
 _ROUTING = {
     "request_router_class": f"{PatientRouter.__module__}.{PatientRouter.__name__}",
     "request_routing_stats_period_s": 1e9,  # Serve would tell all its routers what `record_routing_stats` gives
@@ -40,21 +48,46 @@ def build_openai_app(args: Mapping[str, Any]) -> serve.Application:
 
 def bind(options: ServeOptions) -> serve.Application:
     """Raises ConfigError."""
+    models = bind_models(options)
+    hosts = frozenset(options.allowed_hosts) if options.allowed_hosts is not None else frozenset({ANY})
+    settings = ingress_settings(options, hosts, num_ingresses=options.ingress_deployment_config.num_replicas)
+    return _ingress_deployment(options).bind(settings, models)
+
+
+def bind_models(options: ServeOptions) -> dict[str, serve.Application]:
+    """Each model as an application of its own. Raises ConfigError."""
     names = _deployment_names(options)
-    models = {
+    return {
         config.model_id: _model_deployment(config, options, name).bind(
             config, engine_timeout_s=options.engine_timeout_s
         )
         for config, name in zip(options.llm_configs, names, strict=True)
     }
-    settings = IngressSettings(
+
+
+def ingress_settings(options: ServeOptions, hosts: frozenset[str], *, num_ingresses: int = 1) -> IngressSettings:
+    """Of one of so many, among which the places of the models are divided. hosts: see `allowed_host`."""
+
+    def own_share(places: int | None) -> int | None:
+        return None if places is None else -(-places // num_ingresses)
+
+    models = {
+        config.model_id: ModelSettings(
+            max_admitted=own_share(config.max_admitted), scales_to_zero=config.scales_to_zero
+        )
+        for config in options.llm_configs
+    }
+    return IngressSettings(
         keys=ApiKeys.of(options.api_keys),
+        models=models,
+        hosts=hosts,
+        cors=options.cors,
+        max_requests=options.max_ongoing_requests,
         max_request_bytes=options.max_request_bytes,
         body_timeout_s=options.body_timeout_s,
         request_timeout_s=options.request_timeout_s,
-        engine_timeout_s=options.engine_timeout_s,
+        replica_timeout_s=options.replica_timeout_s,
     )
-    return _ingress_deployment(options).bind(settings, models)
 
 
 def _model_deployment(config: LLMConfig, options: ServeOptions, name: str) -> serve.Deployment:
@@ -63,9 +96,11 @@ def _model_deployment(config: LLMConfig, options: ServeOptions, name: str) -> se
         actor["accelerator_type"] = config.accelerator_type
     if config.runtime_env is not None:
         actor["runtime_env"] = config.runtime_env
+    queued = config.deployment_config.max_queued_requests
     make = serve.deployment(
         name=name,
         max_ongoing_requests=config.max_ongoing_requests,
+        max_queued_requests=-1 if queued is None else queued,  # a default is the ingress's to enforce, over HTTP
         health_check_timeout_s=options.health_check_timeout_s(config),
         backpressure_config={"status_code": 429},
         request_router_config=_ROUTING,
@@ -82,6 +117,7 @@ def _ingress_deployment(options: ServeOptions) -> serve.Deployment:
     make = serve.deployment(
         name="Ingress",
         max_ongoing_requests=options.max_ongoing_requests,
+        max_queued_requests=_INGRESS_QUEUE if own.max_queued_requests is None else own.max_queued_requests,
         backpressure_config={"status_code": 429},
         **chosen,
     )

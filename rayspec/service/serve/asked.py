@@ -19,10 +19,12 @@ def asked_options(
     *,
     model_id: str | None,
     api_keys: Sequence[str],
+    cors: Sequence[str] = (),
+    allowed_hosts: Sequence[str] = (),
     environment: Mapping[str, str],
 ) -> ServeOptions:
     """file: of ServeOptions; it takes the place of the engine's options. model_id: what requests call the model;
-    without it, as the engine's options do. api_keys: more of them. Raises ConfigError.
+    without it, as the engine's options do. api_keys, cors, allowed_hosts: more of them. Raises ConfigError.
     """
     if file is None:
         args = {"llm_configs": [_llm_config(asked, model_id)]}
@@ -33,8 +35,9 @@ def asked_options(
         if given:
             raise ConfigError(f"option {given[0]!r} does not go with {str(file)!r}: write it there")
         args = read_options_file(file)
-    keys = [*(args.get("api_keys") or ()), *api_keys]
-    return serve_options(args | {"api_keys": keys}, environment=environment)
+    more = {"api_keys": api_keys, "cors": cors, "allowed_hosts": allowed_hosts}
+    lists = {name: [*(args.get(name) or ()), *values] for name, values in more.items() if values}
+    return serve_options(args | lists, environment=environment)
 
 
 def _llm_config(asked: Asked, model_id: str | None) -> dict[str, object]:

@@ -7,19 +7,32 @@ import asyncio
 from fastapi import Request
 
 from rayspec.service.openai.errors import ApiError, InvalidRequestError
-from rayspec.service.serve.replies import NO_UPGRADE, too_large, too_slow
+from rayspec.service.serve.replies import NO_UPGRADE, NOT_JSON, too_large, too_slow
+
+_JSON = "application/json"
+_UPGRADE_TIMEOUT_S = 5.0  # Serve's proxy loses such a body, and never says that the body ends
 
 
 async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
     """Raises InvalidRequestError as soon as more than `max_bytes` are announced or have come, and when the end has not
-    come after `timeout_s`: a client that stops in the middle must not hold a place for ever."""
+    come after `timeout_s`: a client that stops in the middle must not hold a place for ever. A body that is not
+    announced as JSON is refused: web pages of any origin may send other types without asking."""
+    upgrades = _asks_for_upgrade(request)
+    timeout_s = min(timeout_s, _UPGRADE_TIMEOUT_S) if upgrades else timeout_s
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != _JSON:
+        raise _invalid(NOT_JSON)
     try:
         body = await asyncio.wait_for(_read(request, max_bytes), timeout_s)
     except asyncio.TimeoutError:
-        raise _invalid(too_slow(timeout_s)) from None
-    if not body and "upgrade" in request.headers:
+        raise _invalid(NO_UPGRADE if upgrades else too_slow(timeout_s)) from None
+    if upgrades and not body:
         raise _invalid(NO_UPGRADE)
     return body
+
+
+def _asks_for_upgrade(request: Request) -> bool:
+    tokens = request.headers.get("connection", "").lower().split(",")
+    return "upgrade" in request.headers or "upgrade" in [token.strip() for token in tokens]
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:

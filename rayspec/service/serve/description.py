@@ -25,13 +25,20 @@ from rayspec.service.serve.status import EndpointStatus
 _SCHEMAS = "#/components/schemas/"
 _BODIES = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
 _ANSWERS = (ChatCompletion, Completion, ModelCard, ModelList, TokenizeResponse, DetokenizeResponse, EndpointStatus)
-_EVENTS = {"text/event-stream": {"schema": {"type": "string", "description": "server-sent events, with stream: true"}}}
+_EVENT = {
+    "type": "object",
+    "description": "each server-sent event, with stream: true",
+    "properties": {"data": {"type": "string"}},
+    "required": ["data"],
+}
+_EVENTS = {"text/event-stream": {"schema": _EVENT}}
 _MEANINGS = {
     400: "The request is at fault; `param` names the field.",
     401: "No valid API key.",
     404: "There is no such model or route.",
     408: "The body did not come in time.",
     413: "The body is too large.",
+    415: "The body is not announced as JSON.",
     429: "Too many requests are waiting. Retry-After says when to try again.",
     500: "The server failed on this request.",
     503: "The model cannot serve now. Retry-After says when to try again.",

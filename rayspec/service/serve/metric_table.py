@@ -84,8 +84,8 @@ METRICS = (
         kind="counter",
         unit="seconds",
         label="phase",
-        meaning="Time of the engine by phase: prefill, draft, verify, optimise (plan search) and total. Phases of work "
-        "under way at the same time add up.",
+        meaning="Time of the engine by phase: prefill, draft, verify, optimise (plan search) and total. In a "
+        "pipeline, drafts and verifies that overlap add up.",
     ),
     # Speculation.
     MetricSpec(

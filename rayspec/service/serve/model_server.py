@@ -31,12 +31,13 @@ from rayspec.service.openai.tokenizing import (
     tokenize,
 )
 from rayspec.service.plain_values import plain_values
+from rayspec.service.serve.heartbeat import Heartbeat
 from rayspec.service.serve.metered import MeteredEngine
 from rayspec.service.serve.metrics import EngineMetrics, keep_updated
 from rayspec.service.serve.options import LLMConfig
 from rayspec.service.serve.recent import RecentRates
 from rayspec.service.serve.replies import INTERNAL, Reply
-from rayspec.service.serve.status import ModelStatus
+from rayspec.service.serve.status import EngineHealth, ModelStatus
 from rayspec.types import RayspecError, RequestError
 
 _SAMPLE_EVERY_S = 0.5
@@ -63,9 +64,11 @@ class ModelServer:
         self._engine = AsyncEngine(load_llm(engine))
         self._answers: AsyncEngine | MeteredEngine = self._engine
         self._num_sublayers = 2 * num_layers(load_config(self._engine.llm.config))
+        self._heartbeat = Heartbeat(self._engine.ping)
         self._rates = RecentRates()
         self._created = int(time.time())
         self._keep(self._sample())
+        self._keep(self._heartbeat.keep())
         if config.log_engine_metrics:
             metrics = EngineMetrics.to_ray(model=self._served[0], replica=_own_id())
             self._answers = MeteredEngine(self._engine, metrics)
@@ -116,18 +119,17 @@ class ModelServer:
 
     async def check_health(self) -> None:
         """Raises EngineDeadError, StageLostError, or TimeoutError when the engine does not answer in time. Serve calls
-        it, and ends the replica when it raises: not while lost shards are being replaced, which would lose the requests
-        that go on afterwards."""
-        try:
-            await asyncio.wait_for(self._engine.ping(), self._engine_timeout_s)
-        except asyncio.TimeoutError:
-            if not self._engine.is_recovering:
-                raise
+        it, and ends the replica when it raises several times in a row: not while lost shards are being replaced, which
+        would lose the requests that go on afterwards."""
+        if self._heartbeat.failure is not None:
+            raise self._heartbeat.failure
+        if self._health == "no answer":
+            raise TimeoutError(f"the engine has not answered for {self._heartbeat.silent_s:.0f} s")
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """The ModelStatus. Of all methods Serve lets this one and `check_health` be called past the requests that wait,
-        see `probes.py`; hence its name."""
-        return asdict(ModelStatus.of(self._served[0], self._engine, self._rates, self._num_sublayers))
+        """The ModelStatus, at once. Of all methods Serve lets this one and `check_health` be called past the requests
+        that wait, see `watch.py`; hence its name."""
+        return asdict(ModelStatus.of(self._served[0], self._engine, self._rates, self._num_sublayers, self._health))
 
     def __del__(self) -> None:
         """Serve calls it when the requests under way have ended, or their time is up."""
@@ -135,6 +137,14 @@ class ModelServer:
             task.cancel()
         if hasattr(self, "_engine"):
             self._engine.stop()
+
+    @property
+    def _health(self) -> EngineHealth:
+        if self._engine.is_recovering:
+            return "recovering"
+        if self._heartbeat.failure is not None:
+            return "engine dead"
+        return "no answer" if self._heartbeat.silent_s > self._engine_timeout_s else "ready"
 
     async def _respond(self, request: Request, name: str) -> Response:
         return await respond(request, self._answers, self._served, name=name, created=int(time.time()))

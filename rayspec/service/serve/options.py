@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import Field, field_validator, model_validator
@@ -56,18 +57,19 @@ class RayActorOptions(Options):
 class DeploymentOptions(Options):
     """A Serve deployment: the names are Serve's, which itself passes over names that it does not know.
 
-    max_ongoing_requests: of one replica; None: twice what its engine decodes at once, so that it never waits.
-    max_queued_requests: that wait for a replica; the next one gets 429. health_check_timeout_s: None: what the engine
-    is given, and a little more. graceful_shutdown_timeout_s: for requests under way when a replica is to end.
+    max_ongoing_requests: of one replica; None: twice the sequences that its engine decodes at once, so that the engine
+    always has the next ones at hand. max_queued_requests: requests that wait until a replica has room; None: the
+    sequences that all replicas decode at once. More requests get 429. health_check_timeout_s: None: engine_timeout_s
+    and a margin. graceful_shutdown_timeout_s: for requests under way when a replica is to end.
     """
 
     num_replicas: int = Field(1, ge=1)
     autoscaling_config: AutoscalingOptions | None = None
     max_ongoing_requests: int | None = Field(None, ge=1)
-    max_queued_requests: int = Field(256, ge=-1, description="-1: no limit")
+    max_queued_requests: int | None = Field(None, ge=-1, description="-1: no limit")
     graceful_shutdown_timeout_s: float = Field(60.0, ge=0)
     graceful_shutdown_wait_loop_s: float = Field(0.2, gt=0)
-    health_check_period_s: float = Field(5.0, gt=0)
+    health_check_period_s: float = Field(1.0, gt=0)
     health_check_timeout_s: float | None = Field(None, gt=0)
     max_constructor_retry_count: int = Field(3, ge=1)
     max_replicas_per_node: int | None = Field(None, ge=1, le=100)
@@ -130,30 +132,61 @@ class LLMConfig(Options):
             raise ConfigError(f"in 'engine_kwargs': {error}") from None
 
     @property
+    def num_places(self) -> int:
+        """Sequences that one replica decodes at once. All cohorts of an engine share its `max_num_seqs`."""
+        engine = self.engine
+        return engine.max_num_seqs * (engine.parallel.replicas if engine.parallel is not None else 1)
+
+    @property
     def max_ongoing_requests(self) -> int:
         """Of one replica."""
-        engine = self.engine
-        num_engines = engine.parallel.replicas * engine.parallel.num_cohorts if engine.parallel is not None else 1
-        return self.deployment_config.max_ongoing_requests or 2 * engine.max_num_seqs * num_engines
+        return self.deployment_config.max_ongoing_requests or 2 * self.num_places
+
+    @property
+    def num_replicas(self) -> int:
+        """The most there can be."""
+        scaling = self.deployment_config.autoscaling_config
+        return (scaling.max_replicas or 1) if scaling is not None else self.deployment_config.num_replicas
+
+    @property
+    def max_admitted(self) -> int | None:
+        """Requests of the model that the endpoint holds: all replicas' and the waiting ones; None: no limit. By default
+        three times what is decoded at once, so a request waits for about two others."""
+        queued = self.deployment_config.max_queued_requests
+        if queued is None:
+            queued = self.num_places * self.num_replicas
+        return None if queued < 0 else self.max_ongoing_requests * self.num_replicas + queued
+
+    @property
+    def scales_to_zero(self) -> bool:
+        scaling = self.deployment_config.autoscaling_config
+        return scaling is not None and scaling.min_replicas == 0
 
 
 class ServeOptions(Options):
     """An endpoint: its models and what it grants.
 
     llm_configs: one a model, each as a mapping or as the path of a YAML file that holds one. api_keys: any of them
-    opens the endpoint; none at all leaves it open to everyone who can reach it. max_request_bytes: of a body.
-    body_timeout_s: for a body to come. request_timeout_s: for a whole answer, streamed or not; None: as long as it
-    takes. engine_timeout_s: after which an engine that gives no sign of life counts as dead; longer than its longest
-    step.
+    opens the endpoint; none at all leaves it open to everyone who can reach it. cors: origins whose web pages may use
+    the endpoint, "*" for all. allowed_hosts: names by which clients may call the endpoint, besides loopback's own, "*"
+    for all; None: all, but on loopback only loopback's own. max_request_bytes: of a body. header_timeout_s and
+    body_timeout_s: for the headers and the body of a request to come. request_timeout_s: for a whole answer, streamed
+    or not; None: as long as it takes. engine_timeout_s: after which an engine that gives no sign of life is replaced;
+    longer than its longest step. replica_timeout_s: the same for a replica's process, which answers while the engine
+    computes.
     """
 
     llm_configs: tuple[LLMConfig, ...] = Field(min_length=1)
     ingress_deployment_config: DeploymentOptions = DeploymentOptions()
     api_keys: tuple[str, ...] = Field((), repr=False)
+    cors: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] | None = None
     max_request_bytes: int = Field(16 * 2**20, ge=1024)
+    header_timeout_s: float = Field(10.0, gt=0)
     body_timeout_s: float = Field(60.0, gt=0)
     request_timeout_s: float | None = Field(None, gt=0)
     engine_timeout_s: float = Field(30.0, gt=0)
+    replica_timeout_s: float = Field(6.0, ge=1)
 
     @field_validator("llm_configs", mode="before")
     @classmethod
@@ -171,6 +204,9 @@ class ServeOptions(Options):
         for number, key in enumerate(self.api_keys, start=1):
             if not (key.isascii() and key.isprintable() and key) or " " in key:
                 raise ValueError(f"option 'api_keys': key {number} must be printable ASCII without spaces")
+        for origin in self.cors:
+            if not _is_origin(origin):
+                raise ValueError(f"option 'cors' has {origin!r}: write an origin, as 'https://app.example', or '*'")
         for config in self.llm_configs:
             if self.health_check_timeout_s(config) <= self.engine_timeout_s:
                 raise ValueError(
@@ -188,21 +224,20 @@ class ServeOptions(Options):
 
     @property
     def max_ongoing_requests(self) -> int:
-        """Of an ingress replica: as many as models may work on and keep waiting, and some that are refused."""
+        """Of an ingress: what all models may hold, and some more requests that are refused."""
         asked = self.ingress_deployment_config.max_ongoing_requests
-        return asked or sum(_most_requests(config) for config in self.llm_configs) + _NUM_REFUSED_AT_ONCE
+        held = [_UNLIMITED if one.max_admitted is None else one.max_admitted for one in self.llm_configs]
+        return asked or sum(held) + _NUM_REFUSED_AT_ONCE
 
 
 _NUM_REFUSED_AT_ONCE = 256
-_UNLIMITED_QUEUE = 100_000
+_UNLIMITED = 100_000
 
 
-def _most_requests(config: LLMConfig) -> int:
-    deployment = config.deployment_config
-    scaling = deployment.autoscaling_config
-    num_replicas = (scaling.max_replicas or 1) if scaling is not None else deployment.num_replicas
-    queued = deployment.max_queued_requests if deployment.max_queued_requests >= 0 else _UNLIMITED_QUEUE
-    return config.max_ongoing_requests * num_replicas + queued
+def _is_origin(text: str) -> bool:
+    """A scheme, a host and perhaps a port, as browsers send it."""
+    parts = urlsplit(text)
+    return text == "*" or (bool(parts.netloc) and text == f"{parts.scheme}://{parts.netloc}")
 
 
 def serve_options(args: Mapping[str, Any], *, environment: Mapping[str, str]) -> ServeOptions:

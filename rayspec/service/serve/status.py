@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import rayspec
 from rayspec.service.async_engine import AsyncEngine
 from rayspec.service.serve.recent import RecentRates
 from rayspec.types import PlanRecord
+
+EngineHealth = Literal["ready", "recovering", "engine dead", "no answer"]
+"""recovering: lost shards are being replaced, and requests wait. no answer: the engine's loop does not come round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +42,7 @@ class PlanStatus:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelStatus:
     """A replica at this moment. num_running, num_waiting: sequences. num_generated_tokens: since it was started. The
-    rates are of the last seconds; plan: the one in use, None before the first. recovering: lost shards are being
-    replaced, requests wait for them."""
+    rates are of the last seconds; plan: the one in use, None before the first. recovering: the same as in `health`."""
 
     model: str
     num_sublayers: int
@@ -54,10 +57,13 @@ class ModelStatus:
     gate_reason: str
     plan: PlanStatus | None
     recovering: bool
+    health: EngineHealth
     version: str
 
     @classmethod
-    def of(cls, model: str, engine: AsyncEngine, rates: RecentRates, num_sublayers: int) -> ModelStatus:
+    def of(
+        cls, model: str, engine: AsyncEngine, rates: RecentRates, num_sublayers: int, health: EngineHealth
+    ) -> ModelStatus:
         load, stats = engine.load, engine.stats
         return cls(
             model=model,
@@ -72,7 +78,8 @@ class ModelStatus:
             mean_accepted_length=rates.mean_accepted_length,
             gate_reason=stats.gate_reason,
             plan=PlanStatus.of(stats.plans[-1]) if stats.plans else None,
-            recovering=engine.is_recovering,
+            recovering=health == "recovering",
+            health=health,
             version=rayspec.__version__,
         )
 

@@ -9,8 +9,10 @@ from rayspec.config import EngineConfig
 from rayspec.decode.engine import Engine
 from rayspec.decode.loading import engine_like, load_engine
 from rayspec.service.bench.contenders import Ours, finish
+from rayspec.service.bench.result import Sample
 from rayspec.types import PromptTooLongError
-from tests.families import WHOLE_FAMILIES, checkpoint, ragged_prompts
+from tests.engines import RowClock, engine_with
+from tests.families import WHOLE_FAMILIES, checkpoint, parts_of, ragged_prompts
 
 PROMPTS = ragged_prompts([5, 40, 60])
 
@@ -71,6 +73,18 @@ def test_a_run_is_of_all_prompts_in_their_order(plain: Engine) -> None:
     assert 0 < run.prefill_s < run.seconds
     assert run.prefill_cpu_s > 0
     assert contender.device == torch.device("cpu")
+
+
+def test_the_rate_of_decoding_is_that_of_the_rounds() -> None:
+    """Long and short prompts at once, so that steps run chunks of prompts and rounds: a row takes a second."""
+    clock = RowClock()
+    parts, prompts = parts_of(checkpoint("llama")), ragged_prompts([5, 60, 12, 40, 33, 20, 7, 50])
+    engine = engine_with(parts, wrap=clock.count, clock=clock, max_num_seqs=8, max_num_batched_tokens=16)
+    sample = Sample(run=finish(Ours(engine).write(prompts, 10)), cost=None)
+    num_decoded = sum(len(tokens) - 1 for tokens in sample.run.token_ids)
+    assert sample.run.prefill_s == sum(map(len, prompts))
+    assert sample.run.seconds == sample.run.prefill_s + num_decoded
+    assert sample.tokens_per_s == pytest.approx(1.0)
 
 
 def test_a_piece_is_a_step(plain: Engine) -> None:

@@ -33,6 +33,13 @@ def violations(manifest: dict[str, Any]) -> list[str]:
     return found
 
 
+def open_rules(policy: dict[str, Any]) -> list[str]:
+    """Rules of a NetworkPolicy that name no peer or no port: Kubernetes takes either as all of them."""
+    sides = (("ingress", "from"), ("egress", "to"))
+    rules = [(side, peer, rule) for side, peer in sides for rule in policy["spec"].get(side, [])]
+    return [f"{side} rule {rule}" for side, peer, rule in rules if not rule.get(peer) or not rule.get("ports")]
+
+
 def cluster_spec(manifest: dict[str, Any]) -> dict[str, Any]:
     inside = {"RayJob": "rayClusterSpec", "RayService": "rayClusterConfig"}
     spec: dict[str, Any] = manifest["spec"]

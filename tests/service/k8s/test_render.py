@@ -12,11 +12,12 @@ import yaml
 from typer.testing import CliRunner
 
 from rayspec.service.cli import app
+from rayspec.service.k8s.network import network_policy
 from rayspec.service.k8s.options import RenderOptions, read_render_options
 from rayspec.service.k8s.render import manifests, render
 from rayspec.service.k8s.sizing import GIB, ClusterPlan, plan_cluster
 from rayspec.types import ConfigError
-from tests.service.k8s.operator_rules import cluster_spec, violations
+from tests.service.k8s.operator_rules import cluster_spec, open_rules, violations
 from tests.service.k8s.schemas import has_ray_schemas, problems
 
 MODELS = Path(__file__).parents[3] / "k8s" / "models"
@@ -87,8 +88,8 @@ def test_stages_are_spread_over_as_few_nodes_as_will_do(
     assert (shape.num_pods, shape.num_gpus) == (pods, gpus_of_a_pod)
 
 
-def test_without_stages_it_is_the_fewest_that_fit_and_no_gpu_more() -> None:
-    plan = planned(**LLAMA_70B, gpus="8xH100-80G")
+def test_with_tensor_and_without_stages_it_is_the_fewest_that_fit_and_no_gpu_more() -> None:
+    plan = planned(**LLAMA_70B, gpus="8xH100-80G", tensor=1)
     assert plan.num_stages == 5
     assert [pods.num_gpus for pods in plan.pods] == [5]
 
@@ -183,6 +184,29 @@ def test_the_claim_has_room_for_the_model() -> None:
     }
     assert made["PersistentVolumeClaim"]["metadata"]["name"] == "rayspec-models"
     assert {one["metadata"]["namespace"] for one in made.values()} == {"elsewhere"}
+
+
+@pytest.mark.parametrize(
+    ("address", "peer"),
+    [
+        ("10.1.2.3:6380", {"ipBlock": {"cidr": "10.1.2.3/32"}}),
+        ("redis:6380", {"podSelector": {}}),
+        (
+            "redis.state.svc.cluster.local:6380",
+            {
+                "podSelector": {},
+                "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "state"}},
+            },
+        ),
+        ("mine.cache.example.com:6380", {"ipBlock": {"cidr": "0.0.0.0/0", "except": ["169.254.0.0/16"]}}),
+    ],
+)
+def test_pods_reach_redis_where_it_is(address: str, peer: Manifest) -> None:
+    policy = network_policy(service(**DEMO, redis_address=address))
+    assert open_rules(policy) == []
+    assert policy["spec"]["egress"][-1] == {"to": [peer], "ports": [{"port": 6380, "protocol": "TCP"}]}
+    del policy["spec"]["egress"][-1]["to"]
+    assert open_rules(policy)
 
 
 def test_a_claim_that_exists_is_used() -> None:

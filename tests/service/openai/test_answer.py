@@ -388,3 +388,13 @@ def test_closing_returns_when_all_prompts_have_ended() -> None:
         assert engine.num_open == 0
 
     run(work())
+
+
+def test_the_tier_that_served_is_told_where_one_is_asked_for(engine: AsyncEngine) -> None:
+    for tier in ("auto", "default"):
+        request = parsed(CHAT, service_tier=tier, max_tokens=2)
+        whole = plain_body(run(respond(request, engine, SERVED, **STAMP)))
+        told = [whole, *run(chunks_of(request, engine))]
+        assert {one["service_tier"] for one in told} == {"default"}
+    for body in (CHAT, TEXT):
+        assert "service_tier" not in plain_body(run(respond(parsed(body, max_tokens=2), engine, SERVED, **STAMP)))

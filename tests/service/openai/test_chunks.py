@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from rayspec.decode.token_texts import TokenTexts
 from rayspec.service.openai.chunks import ChatChunks, CompletionChunks, chunks_of, has_end
 from rayspec.service.openai.encoding import plain_body
 from rayspec.service.openai.requests import ChatRequest, CompletionRequest
 from rayspec.service.openai.responses import Stamp
-from rayspec.service.openai.token_texts import TokenTexts
 from rayspec.service.openai.usage import UsageTally
 from rayspec.types import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tests.demo_model import demo_tokenizer

@@ -8,10 +8,10 @@ import pytest
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.decode.stages import StageLostError
 from rayspec.service.openai.errors import ApiError, InvalidRequestError, parse_json
-from rayspec.service.prompts import InvalidMessagesError
 from rayspec.types import (
     ConfigError,
     EmptyPromptError,
+    InvalidMessagesError,
     InvalidTokenError,
     NonFiniteLogitsError,
     OutOfMemoryError,

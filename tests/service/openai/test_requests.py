@@ -66,18 +66,25 @@ def test_what_is_left_out_or_null_has_the_default() -> None:
 
 
 def test_fields_that_change_no_text_are_taken() -> None:
-    ignored = {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "flex", "safety_identifier": "s"}
+    ignored = {"user": "u", "metadata": {"a": "b"}, "store": True, "safety_identifier": "s"}
     asks_for_nothing = {
         "tools": [],
         "tool_choice": "none",
         "response_format": {"type": "text"},
         "modalities": ["text"],
         "parallel_tool_calls": False,
-        "prediction": {"type": "content", "content": "guess"},
+        "prediction": None,
+        "service_tier": "auto",
         "stream": False,
     }
     assert params_of(CHAT | ignored | asks_for_nothing) == params_of(CHAT)
     assert params_of(TEXT | ignored | {"best_of": 1, "suffix": "", "echo": False}) == params_of(TEXT)
+
+
+def test_of_both_limits_the_newer_name_counts() -> None:
+    both = {"max_tokens": 7, "max_completion_tokens": 3}
+    assert params_of(CHAT | both).max_tokens == 3
+    assert params_of(CHAT | {"max_tokens": 3, "max_completion_tokens": 7}).max_tokens == 7
 
 
 def test_the_output_must_fit_the_context() -> None:
@@ -110,7 +117,9 @@ def test_the_output_must_fit_the_context() -> None:
         (CHAT, {"n": True}, "n", "invalid_value", "integer"),
         (CHAT, {"max_tokens": 0}, "max_tokens", "invalid_value", "greater"),
         (CHAT, {"max_completion_tokens": 0}, "max_completion_tokens", "invalid_value", "greater"),
-        (CHAT, {"max_tokens": 1, "max_completion_tokens": 1}, "max_tokens", "invalid_value", "give one"),
+        (CHAT, {"service_tier": "flex"}, "service_tier", "invalid_value", "'auto' or 'default'"),
+        (TEXT, {"service_tier": "flex"}, "service_tier", "unsupported_parameter", "not supported"),
+        (CHAT, {"prediction": {"type": "content", "content": "x"}}, "prediction", "unsupported_parameter", "leave it"),
         (CHAT, {"min_tokens": 9, "max_tokens": 3}, "min_tokens", "invalid_value", "exceeds"),
         (CHAT, {"logprobs": 5}, "logprobs", "invalid_value", "boolean"),
         (CHAT, {"top_logprobs": 1}, "top_logprobs", "invalid_value", "logprobs: true"),

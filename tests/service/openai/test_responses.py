@@ -8,10 +8,10 @@ from typing import Any
 import openai.types as official
 import openai.types.chat as official_chat
 
+from rayspec.decode.token_texts import TokenTexts
 from rayspec.service.openai.encoding import plain_body
 from rayspec.service.openai.requests import ChatRequest, CompletionRequest
 from rayspec.service.openai.responses import ChatCompletion, Completion, Stamp
-from rayspec.service.openai.token_texts import TokenTexts
 from rayspec.types import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tests.demo_model import demo_tokenizer
 

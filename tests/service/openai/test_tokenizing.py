@@ -20,8 +20,7 @@ from rayspec.service.openai.tokenizing import (
     prompt_tokens,
     tokenize,
 )
-from rayspec.service.prompts import InvalidMessagesError
-from rayspec.types import ConfigError, InvalidTokenError, RequestError
+from rayspec.types import ConfigError, InvalidMessagesError, InvalidTokenError, RequestError
 from tests.demo_model import demo_tokenizer
 
 SERVED = ("short-name", "/models/path")

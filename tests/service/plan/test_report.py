@@ -20,8 +20,9 @@ from rayspec.service.bench.pipeline import parse_cases, run_pipeline_bench
 from rayspec.service.bench.run import model_folder
 from rayspec.service.bench.workloads import WorkloadOptions
 from rayspec.service.cli import app
+from rayspec.service.gpus import KNOWN_GPUS, parse_gpus
 from rayspec.service.loading import load_llm
-from rayspec.service.placement_report import KNOWN_GPUS, parse_gpus, placed_dtype
+from rayspec.service.placement_report import placed_dtype
 from rayspec.service.plan.forecast import EFFICIENCIES, Forecaster, evenly_kept
 from rayspec.service.plan.latency import TFLOPS, Cut, Predicted, load_profile, profiled, roofline
 from rayspec.service.plan.layouts import Layout, layouts

@@ -17,6 +17,8 @@ import httpx2
 import yaml
 
 ENGINE: Mapping[str, Any] = {"dtype": "float32", "num_threads": 1, "max_num_seqs": 8, "kv_cache_tokens": 16384}
+PAGE = "https://page.example"
+"""An origin whose pages may use it, where a test says so."""
 TWO_STAGES: Mapping[str, Any] = {"stages": 2, "heartbeat_timeout_s": 2.0, "cpus_per_shard": 0.5}
 
 
@@ -69,7 +71,7 @@ def serving(
 ) -> Iterator[EndpointProcess]:
     """An endpoint with the demo model, by a file in `folder`. options: more of ServeOptions; `deployment` is the
     model's `deployment_config`."""
-    deployment = {"health_check_period_s": 1.0} | options.pop("deployment", {})
+    deployment = options.pop("deployment", {})
     models = options.pop("llm_configs", None)
     model = {"model_loading_config": {"model_id": "demo"}, "engine_kwargs": dict(engine)}
     file = folder / "app.yaml"

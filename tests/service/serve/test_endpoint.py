@@ -33,6 +33,7 @@ MAX_BYTES = 20_000
 TIMEOUT_S = 10.0
 ENGINE = {"dtype": "float32", "num_threads": 1, "max_num_seqs": 4, "kv_cache_tokens": 16384}
 MESSAGES: Any = [{"role": "user", "content": "Summarize: The agency spent 40 million dollars on roads."}]
+JSON = {"content-type": "application/json"}
 GREEDY = {"temperature": 0.0, "max_tokens": 40}
 ENDLESS = {"model": "demo", "prompt": "The", "max_tokens": 8000, "ignore_eos": True, "temperature": 0.0}
 
@@ -201,17 +202,28 @@ class TestErrors:
         ],
     )
     def test_a_body_at_fault(self, endpoint: Endpoint, body: bytes, status: int, code: str, param: str | None) -> None:
-        response = endpoint.http.post("/v1/completions", content=body)
+        response = endpoint.http.post("/v1/completions", content=body, headers=JSON)
         error = error_of(response)
         assert (response.status_code, error["code"], error["param"]) == (status, code, param)
 
     def test_a_body_without_a_length_is_read_no_further_than_allowed(self, endpoint: Endpoint) -> None:
         address = httpx2.URL(endpoint.url)
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\ntransfer-encoding: chunked"
+        head += "\r\ncontent-type: application/json"
         piece = b"3e8\r\n" + b"x" * 1000 + b"\r\n"
         with socket.create_connection((address.host, address.port or 0), timeout=10) as connection:
             connection.sendall(head.encode() + b"\r\n\r\n" + piece * (MAX_BYTES // 1000 + 1))
             assert connection.recv(100).startswith(b"HTTP/1.1 413 ")  # although the end has not been sent
+
+    @pytest.mark.parametrize("upgrade", ["", "upgrade: h2c\r\n"])
+    def test_a_body_that_serves_proxy_loses_is_told(self, endpoint: Endpoint, upgrade: str) -> None:
+        address = httpx2.URL(endpoint.url)
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\nconnection: Upgrade\r\n"
+        head += f"{upgrade}content-type: application/json\r\ncontent-length: 2\r\n\r\n{{}}"
+        with socket.create_connection((address.host, address.port or 0), timeout=20) as connection:
+            connection.sendall(head.encode())
+            found = connection.recv(4096)
+        assert found.startswith(b"HTTP/1.1 400 "), found
 
     @pytest.mark.parametrize(
         ("method", "path", "status", "code"),
@@ -294,6 +306,20 @@ class TestLimits:
             assert error_of(response)["code"] == "rate_limit_exceeded"
             assert int(response.headers["retry-after"]) > 0
 
+    def test_by_default_three_times_what_is_decoded_at_once_is_taken(self, endpoint: Endpoint) -> None:
+        num_places, num_asked = 4, 20
+        body = ENDLESS | {"max_tokens": 150}
+
+        def ask(_: int) -> tuple[int, float]:
+            response = endpoint.post("/v1/completions", body)
+            return response.status_code, response.elapsed.total_seconds()
+
+        with ThreadPoolExecutor(num_asked) as pool:
+            answers = list(pool.map(ask, range(num_asked)))
+        refused_s = [seconds for status, seconds in answers if status == 429]
+        assert len(refused_s) == num_asked - 3 * num_places, answers
+        assert max(refused_s) < min(seconds for status, seconds in answers if status == 200)
+
 
 class TestWhatOperatorsSee:
     def test_status(self, endpoint: Endpoint) -> None:
@@ -322,7 +348,19 @@ class TestWhatOperatorsSee:
         answer = operation["responses"]["200"]["content"]["application/json"]["schema"]
         for schema, instance in ((body, sent), (answer, endpoint.post("/v1/completions", sent).json())):
             Draft202012Validator(document | schema).validate(instance)
-        assert set(operation["responses"]) == {"200", "400", "401", "404", "408", "413", "429", "500", "503", "504"}
+        assert set(operation["responses"]) == {
+            "200",
+            "400",
+            "401",
+            "404",
+            "408",
+            "413",
+            "415",
+            "429",
+            "500",
+            "503",
+            "504",
+        }
         assert document["paths"]["/health"]["get"]["security"] == []
 
 

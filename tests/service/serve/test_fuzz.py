@@ -31,6 +31,7 @@ from tests.service.serve.endpoint_process import EndpointProcess
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 ANSWER_S = 30.0
+JSON = {"content-type": "application/json"}
 BOUNDED = settings(
     max_examples=25,
     derandomize=True,
@@ -104,7 +105,7 @@ ANY = st.recursive(
 
 @pytest.fixture(scope="module")
 def http(demo_endpoint: EndpointProcess) -> Iterator[httpx2.Client]:
-    with httpx2.Client(base_url=demo_endpoint.url, timeout=ANSWER_S) as client:
+    with httpx2.Client(base_url=demo_endpoint.url, timeout=ANSWER_S, headers=JSON) as client:
         yield client
         for body in ({"model": "short", "prompt": "The"}, {"model": "demo", "prompt": "The", "max_tokens": 4}):
             assert client.post("/v1/completions", json=body).status_code == 200
@@ -245,9 +246,7 @@ def test_a_strange_path(http: httpx2.Client, path: str) -> None:
 
 def test_strange_headers(http: httpx2.Client) -> None:
     for name in ("authorization", "x-request-id", "content-type", "accept", "transfer-encodin", "traceparent"):
-        # Serve's proxy itself answers 500 to an id that is not UTF-8, before anything of ours is asked.
-        values = (b"", b"a" * 5000, *(() if name == "x-request-id" else (b"\xff\xfe", b"Bearer " + b"\xe4" * 100)))
-        for value in values:
+        for value in (b"", b"a" * 5000, b"\xff\xfe", b"Bearer " + b"\xe4" * 100):
             response = http.post("/v1/completions", json=VALID["/v1/completions"], headers={name.encode(): value})
             assert response.status_code < 500
 
@@ -255,14 +254,14 @@ def test_strange_headers(http: httpx2.Client) -> None:
 @pytest.mark.parametrize(
     "sent",
     [
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999999999999\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nabcde",
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: -5\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99999999999999999999\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nabcde",
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
         b"GET / HTTP/9.9\r\n\r\n",
         b"\x00\x01\x02\x03\r\n\r\n",
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-        b"GET /" + b"a" * 10**5 + b" HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"GET /" + b"a" * 10**5 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
     ],
 )

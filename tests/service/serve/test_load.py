@@ -19,10 +19,11 @@ import pytest
 import rayspec
 from rayspec.service.bench.serve import ServeBenchOptions, run_serve_bench, succeeded
 from rayspec.service.bench.serve_mix import Mix
-from tests.service.serve.endpoint_process import ENGINE, EndpointProcess, serving, session_pids, wait_until
+from tests.service.serve.endpoint_process import ENGINE, PAGE, EndpointProcess, serving, session_pids, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 REQUEST = {"model": "demo", "prompt": "The", "temperature": 0.0, "ignore_eos": True}
 
 
@@ -39,7 +40,7 @@ def environment(ray_environment: None) -> Mapping[str, str]:
 
 def mixed(endpoint: EndpointProcess, num_requests: int, **shares: Any) -> ServeBenchOptions:
     mix = Mix(model="demo", num_requests=num_requests, max_tokens=32, **shares)
-    return ServeBenchOptions(url=endpoint.url, api_key=None, mix=mix, concurrency=200)
+    return ServeBenchOptions(url=endpoint.url, api_key=None, mix=mix, concurrency=100)
 
 
 def run(options: ServeBenchOptions, llm: rayspec.LLM) -> dict[str, Any]:
@@ -78,7 +79,7 @@ class TestSlowClients:
 
     def test_idle_connections_and_half_bodies_take_no_places(self, demo_endpoint: EndpointProcess) -> None:
         address = httpx2.URL(demo_endpoint.url)
-        half = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"
+        half = HEAD + b"content-length: 100\r\n\r\n{"
         with ExitStack() as stack:
             for number in range(50):
                 connection = stack.enter_context(socket.create_connection((address.host, address.port or 0)))
@@ -89,14 +90,13 @@ class TestSlowClients:
 
     def test_a_body_that_never_ends_is_given_up(self, demo_endpoint: EndpointProcess) -> None:
         address = httpx2.URL(demo_endpoint.url)
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
         for rest in (b"content-length: 100\r\n\r\n{", b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n"):
             with socket.create_connection((address.host, address.port or 0), timeout=30) as connection:
-                connection.sendall(head + rest)
+                connection.sendall(HEAD + rest)
                 answer = connection.recv(4096)
             assert answer.startswith(b"HTTP/1.1 408 "), answer
         with socket.create_connection((address.host, address.port or 0)) as connection:
-            connection.sendall(head + b"content-length: 100\r\n\r\n{")
+            connection.sendall(HEAD + b"content-length: 100\r\n\r\n{")
         time.sleep(0.5)
         assert timed_answer(demo_endpoint) < 30
         assert "ClientDisconnect" not in demo_endpoint.errors.read_text(encoding="utf-8")
@@ -109,6 +109,38 @@ class TestSlowClients:
             gaps = stream_gaps(demo_endpoint, until=lambda: all(one.done() for one in asked))
         assert [one.result().status_code for one in asked] == [400, 400]
         assert max(gaps) < 1.5
+
+
+class TestWebPages:
+    """What browsers may send for pages of other origins."""
+
+    @pytest.mark.parametrize(
+        ("headers", "status", "code"),
+        [
+            ({"content-type": "text/plain"}, 415, "unsupported_media_type"),
+            ({"content-type": ""}, 415, "unsupported_media_type"),
+            ({"origin": "https://other.example"}, 403, "origin_not_allowed"),
+            ({"origin": "null"}, 403, "origin_not_allowed"),
+            ({"host": "other.example"}, 403, "host_not_allowed"),
+        ],
+    )
+    def test_spend_nothing(
+        self, demo_endpoint: EndpointProcess, headers: Mapping[str, str], status: int, code: str
+    ) -> None:
+        content = json.dumps({**REQUEST, "max_tokens": 1})
+        sent = {"content-type": "application/json", **headers}
+        response = httpx2.post(f"{demo_endpoint.url}/v1/completions", content=content, headers=sent, timeout=60)
+        assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+
+    def test_of_an_allowed_origin_are_served(self, demo_endpoint: EndpointProcess) -> None:
+        url, origin = f"{demo_endpoint.url}/v1/completions", {"origin": PAGE}
+        asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+        preflight = httpx2.options(url, headers=origin | asks)
+        assert (preflight.status_code, preflight.headers["access-control-allow-origin"]) == (200, PAGE)
+        refused = httpx2.options(url, headers={"origin": "https://other.example"} | asks)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "origin_not_allowed")
+        response = httpx2.post(url, json={**REQUEST, "max_tokens": 1}, headers=origin, timeout=60)
+        assert (response.status_code, response.headers["access-control-allow-origin"]) == (200, PAGE)
 
 
 def post(endpoint: EndpointProcess, body: Mapping[str, Any]) -> httpx2.Response:
@@ -130,8 +162,7 @@ def begun_stream(endpoint: EndpointProcess) -> socket.socket:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.settimeout(60)
     connection.connect((address.host, address.port or 0))
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
-    connection.sendall(head.encode() + body)
+    connection.sendall(HEAD + f"content-length: {len(body)}\r\n\r\n".encode() + body)
     return connection
 
 
@@ -198,7 +229,7 @@ def test_replicas_come_and_go_with_the_load(environment: Mapping[str, str], llm:
         {
             "model_loading_config": {"model_id": "demo"},
             "engine_kwargs": dict(ENGINE),
-            "deployment_config": {"autoscaling_config": scaling},
+            "deployment_config": {"autoscaling_config": scaling, "max_queued_requests": 200},
         },
         {"model_loading_config": {"model_id": "other", "model_source": "demo"}, "engine_kwargs": dict(ENGINE)},
     ]

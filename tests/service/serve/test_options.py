@@ -40,11 +40,27 @@ def test_the_names_of_ray_serve_llm_are_understood() -> None:
     assert config.max_ongoing_requests == 6
 
 
-def test_places_count_the_sequences_of_all_shards() -> None:
-    sharded = model(engine_kwargs={"max_num_seqs": 3, "parallel": {"stages": 2, "replicas": 2}})
-    assert options(sharded).llm_configs[0].max_ongoing_requests == 2 * 3 * 4 * 2
+def test_cohorts_share_the_sequences_of_an_engine() -> None:
+    staged = options(model(engine_kwargs={"max_num_seqs": 16, "parallel": {"stages": 16}})).llm_configs[0]
+    assert (staged.num_places, staged.max_ongoing_requests, staged.max_admitted) == (16, 32, 48)
+    copied = options(model(engine_kwargs={"max_num_seqs": 3, "parallel": {"stages": 2, "replicas": 2}}))
+    assert copied.llm_configs[0].num_places == 6
     asked = model(deployment_config={"max_ongoing_requests": 7})
     assert options(asked).llm_configs[0].max_ongoing_requests == 7
+
+
+def test_what_is_admitted_follows_from_what_is_decoded_at_once() -> None:
+    engine = {"max_num_seqs": 4}
+
+    def admitted(**deployment: Any) -> int | None:
+        return options(model(engine_kwargs=engine, deployment_config=deployment)).llm_configs[0].max_admitted
+
+    assert admitted() == 3 * 4
+    assert admitted(num_replicas=2) == 2 * 3 * 4
+    assert admitted(autoscaling_config={"max_replicas": 3}) == 3 * 3 * 4
+    assert admitted(max_queued_requests=0) == 2 * 4
+    assert admitted(max_ongoing_requests=1, max_queued_requests=1) == 2
+    assert admitted(max_queued_requests=-1) is None
 
 
 def test_the_ingress_has_places_for_all_that_models_hold() -> None:
@@ -105,6 +121,8 @@ def test_a_model_may_be_a_file(tmp_path: Path) -> None:
             ["health_check_timeout_s", "engine_timeout_s (10.0)"],
         ),
         ({"llm_configs": ["absent.yaml"]}, ["absent.yaml", "cannot be read"]),
+        ({"llm_configs": [model()], "cors": ["app.example"]}, ["'cors'", "'app.example'", "https://app.example"]),
+        ({"llm_configs": [model()], "cors": ["https://app.example/path"]}, ["'cors'", "an origin"]),
     ],
 )
 def test_what_is_wrong_is_named_with_a_remedy(args: dict[str, Any], words: list[str]) -> None:

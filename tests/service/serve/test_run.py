@@ -43,6 +43,15 @@ def test_a_busy_port_is_named() -> None:
         Address(host="192.0.2.77").checked()
 
 
+def test_a_port_that_someone_else_listens_at_meanwhile_is_named() -> None:
+    with Address(port=0).bound() as first:
+        address = Address(port=first.getsockname()[1])
+        with address.bound() as second:
+            address.listen(first)
+            with pytest.raises(ConfigError, match=f"'port' is {address.port}, which is in use"):
+                address.listen(second)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -62,7 +71,7 @@ def test_a_model_that_is_not_there_is_told_before_anything_starts(
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     result = CliRunner().invoke(app, ["serve", "--port", "0", "--model", str(tmp_path / "absent")])
-    assert (result.exit_code, result.stderr.startswith("error: ")) == (1, True), result.output
+    assert (result.exit_code, result.stderr.startswith("error: ")) == (2, True), result.output
     assert "absent" in result.stderr
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from rayspec.service.openai.token_texts import TextOffsets, TokenTexts
+from rayspec.decode.token_texts import TextOffsets, TokenTexts
 from tests.demo_model import demo_tokenizer
 
 
@@ -49,6 +49,22 @@ def test_special_tokens_take_no_place_where_the_text_has_none() -> None:
     assert demo_texts().text(eos) == demo_tokenizer().eos_token
     assert TextOffsets(demo_texts(), skip_special=True).of(token_ids)[-1] == 2
     assert TextOffsets(demo_texts(), skip_special=False).of(token_ids)[-1] == 2 + len(demo_tokenizer().eos_token)
+
+
+def test_the_replacement_character_itself_is_a_text() -> None:
+    texts = TokenTexts(PreTrainedTokenizerFast(tokenizer_object=_byte_level({"ï¿½": 3})))
+    assert [texts.text(token_id) for token_id in (0, 3)] == ["a", "\N{REPLACEMENT CHARACTER}"]
+    assert texts.text(1) == "bytes:\\xef"
+
+
+def test_a_row_of_the_model_that_is_no_token_has_no_text() -> None:
+    assert demo_texts().text(len(demo_tokenizer()) + 7) == ""
+
+
+def _byte_level(more: dict[str, int]) -> Tokenizer:
+    inner = Tokenizer(models.BPE(vocab={"a": 0, "ï": 1, "¿": 2} | more, merges=[]))
+    inner.decoder = decoders.ByteLevel()
+    return inner
 
 
 def test_pieces_of_sentencepiece_keep_their_space_and_their_bytes() -> None:

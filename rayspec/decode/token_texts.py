@@ -17,7 +17,7 @@ class TokenTexts:
     "bytes:\\xe4", as OpenAI writes it, so that two such tokens differ."""
 
     tokenizer: PreTrainedTokenizerBase
-    _known: dict[int, tuple[str, list[int] | None]] = field(default_factory=dict)
+    _known: dict[int, tuple[str, list[int] | None]] = field(default_factory=dict, init=False)
 
     def text(self, token_id: int) -> str:
         return self._look_up(token_id)[0]
@@ -31,21 +31,19 @@ class TokenTexts:
         return self._known[token_id]
 
     def _read(self, token_id: int) -> tuple[str, list[int] | None]:
-        # After another token, for at the start of a text sentencepiece drops a token's space.
-        before = self._decode(self._before)
-        text = self._decode([*self._before, token_id])[len(before) :]
+        # After itself, for at the start of a text sentencepiece drops a token's space.
+        text = self._decode([token_id, token_id])[len(self._decode([token_id])) :]
         if "\N{REPLACEMENT CHARACTER}" not in text:
             return text, list(text.encode())
         piece = self.tokenizer.convert_ids_to_tokens(token_id)
         content = _bytes_of_piece(piece) if isinstance(piece, str) else None
-        return text if content is None else "bytes:" + "".join(f"\\x{byte:02x}" for byte in content), content
-
-    @property
-    def _before(self) -> list[int]:
-        return list(self.tokenizer("a", add_special_tokens=False)["input_ids"])
+        return (text if content is None else _text_of_bytes(content)), content
 
     def _decode(self, token_ids: list[int]) -> str:
-        return str(self.tokenizer.decode(token_ids, skip_special_tokens=False))
+        try:
+            return str(self.tokenizer.decode(token_ids, skip_special_tokens=False))
+        except (IndexError, OverflowError):  # some tokenizers do so for a row of the model that is no token
+            return ""
 
 
 class TextOffsets:
@@ -69,6 +67,14 @@ class TextOffsets:
         if token_id not in self._without:
             self._num_characters += len(self._decoder.decode(bytes(self._texts.utf8(token_id) or ())))
         return offset
+
+
+def _text_of_bytes(content: list[int]) -> str:
+    """The character U+FFFD itself is a text; a part of a character is not."""
+    try:
+        return bytes(content).decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
 
 
 def _bytes_of_piece(piece: str) -> list[int] | None:

@@ -1,0 +1,78 @@
+"""Which prompts an engine takes, and as which tokens."""
+
+from __future__ import annotations
+
+import operator
+import reprlib
+from collections.abc import Iterable
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rayspec.decode.sampling import check_tokens
+from rayspec.types import EmptyPromptError, InvalidTokenError, PromptTooLongError, Request, RequestError
+
+
+def admitted_tokens(
+    request: Request, tokenizer: PreTrainedTokenizerBase | None, *, vocab_size: int, max_model_len: int
+) -> list[int]:
+    """The prompt's tokens. Raises RequestError if the prompt is none, is empty or is too long, and InvalidTokenError if
+    the prompt or `logit_bias` has foreign tokens. A stage in another process could not refuse the request."""
+    check_tokens("logit_bias", request.params.logit_bias, vocab_size)
+    token_ids = _tokens(request, tokenizer)
+    if not token_ids:
+        raise EmptyPromptError("the prompt has zero tokens: give it some text")
+    if len(token_ids) >= max_model_len:
+        raise PromptTooLongError(
+            f"the prompt has {len(token_ids)} tokens, max_model_len is {max_model_len} with the output: "
+            "shorten or split it, or raise max_model_len"
+        )
+    foreign = [token for token in token_ids if not 0 <= token < vocab_size]
+    if foreign:
+        raise InvalidTokenError(
+            f"prompt token {foreign[0]} is outside the vocabulary of {vocab_size}: use the model's own tokenizer"
+        )
+    return token_ids
+
+
+def require_unicode(text: str) -> None:
+    """Raises RequestError for a text that has half of a surrogate pair, which has no UTF-8 form."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"the text has {text[error.start]!r} at index {error.start}, half of a surrogate pair: remove it or "
+            "replace it, for example by text.encode('utf-8', 'replace').decode()"
+        ) from None
+
+
+def _tokens(request: Request, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+    if request.prompt_token_ids is not None:
+        return _whole_numbers(request.prompt_token_ids)
+    prompt: Any = request.prompt
+    if not isinstance(prompt, str):
+        raise RequestError(f"the prompt is {reprlib.repr(prompt)}: give a text, or {{'prompt_token_ids': [...]}}")
+    if tokenizer is None:
+        raise RequestError("the prompt is a text and the engine has no tokenizer: give `prompt_token_ids`")
+    require_unicode(prompt)
+    try:
+        return list(tokenizer(prompt)["input_ids"])
+    except Exception as error:  # a tokenizer may be anybody's code
+        raise RequestError(f"the tokenizer refuses the prompt: {type(error).__name__}: {error}") from error
+
+
+def _whole_numbers(token_ids: Any) -> list[int]:
+    if not isinstance(token_ids, Iterable):
+        raise RequestError(f"prompt_token_ids is {reprlib.repr(token_ids)}: give a list of token ids")
+    return [_whole_number(token) for token in token_ids]
+
+
+def _whole_number(token: Any) -> int:
+    """Also of an integer of NumPy or torch."""
+    try:
+        number = None if isinstance(token, bool) else operator.index(token)
+    except TypeError:
+        number = None
+    if number is None:
+        raise InvalidTokenError(f"prompt token {reprlib.repr(token)} is not an integer: give token ids")
+    return number

@@ -1,0 +1,71 @@
+"""Seconds of pieces of work, measured where the work runs.
+
+A GPU works behind the host: the host queues work and goes on. So a mark goes into the GPU's queue, and the mark is read
+at the end of the work, when the host has waited for the tokens anyway.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from typing_extensions import Self
+
+
+class Event(Protocol):
+    """A point in a GPU's queue, as `torch.cuda.Event` has it."""
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end_event: Self) -> float:
+        """Milliseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A point in some work: when the host came by, and where the device works behind the host, when the device does."""
+
+    host_s: float
+    event: Event | None = None
+
+
+class Stopwatch:
+    """Sets marks. `record` puts an event into the device's queue; None where the host itself does the work."""
+
+    def __init__(
+        self, clock: Callable[[], float] = time.perf_counter, record: Callable[[], Event] | None = None
+    ) -> None:
+        self._clock = clock
+        self._record = record
+
+    @classmethod
+    def of(cls, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> Self:
+        return cls(clock, (lambda: _recorded(device)) if device.type == "cuda" else None)
+
+    def mark(self) -> Mark:
+        return Mark(self._clock(), self._record() if self._record is not None else None)
+
+
+def seconds(first: Mark, last: Mark) -> float:
+    """From when the device reached `first` to when it reached `last`; waits until it has."""
+    if first.event is None or last.event is None:
+        return last.host_s - first.host_s
+    last.event.synchronize()
+    return first.event.elapsed_time(last.event) / 1000
+
+
+def queued_s(first: Mark, last: Mark) -> float:
+    """How long the device was still busy with earlier work when the host set `first`. `last`: a mark that the device
+    reached as soon as the host set it."""
+    if first.event is None or last.event is None:
+        return 0.0
+    return max(0.0, last.host_s - first.host_s - seconds(first, last))
+
+
+def _recorded(device: torch.device) -> Event:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event

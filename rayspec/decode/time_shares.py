@@ -1,0 +1,33 @@
+"""How long each piece of work took, where several are under way at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class TimeShares:
+    """Divides every second evenly among the works under way, so that no second counts twice."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._since = 0.0
+        self._share_s: dict[int, float] = {}
+
+    def begin(self, work_id: int) -> None:
+        self._divide()
+        self._share_s[work_id] = 0.0
+
+    def end(self, work_id: int) -> float:
+        """The work's share in seconds."""
+        self._divide()
+        return self._share_s.pop(work_id)
+
+    def clear(self) -> None:
+        """Nothing is under way any more."""
+        self._share_s.clear()
+
+    def _divide(self) -> None:
+        now = self._clock()
+        for work_id in self._share_s:
+            self._share_s[work_id] += (now - self._since) / len(self._share_s)
+        self._since = now

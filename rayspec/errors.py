@@ -1,0 +1,77 @@
+"""The errors that every floor raises on purpose. Standard library only."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class RayspecError(Exception):
+    """Base of every error rayspec raises on purpose. `kind` is stable: it is what reports and output rows show."""
+
+    kind: ClassVar[str] = "internal"
+
+
+class ConfigError(RayspecError, ValueError):
+    """An option is unknown or has a value that cannot work."""
+
+    kind = "config"
+
+
+class CheckpointError(RayspecError):
+    """The model or tokenizer could not be loaded completely."""
+
+    kind = "checkpoint"
+
+
+class UnsupportedModelError(RayspecError):
+    """The architecture cannot be run the way that was asked for."""
+
+    kind = "unsupported_model"
+
+
+class RequestError(RayspecError, ValueError):
+    """One request or one input row is at fault; the others go on."""
+
+    kind = "request"
+
+
+class EmptyPromptError(RequestError):
+    kind = "empty_prompt"
+
+
+class PromptTooLongError(RequestError):
+    kind = "prompt_too_long"
+
+
+class InvalidTokenError(RequestError):
+    kind = "invalid_token"
+
+
+class InvalidMessagesError(RequestError):
+    """These chat messages cannot be made a prompt, or the model's chat template refuses them."""
+
+    kind = "invalid_messages"
+
+
+class InputFileError(RequestError):
+    """A file or row of the input could not be read as what it should be."""
+
+    kind = "input"
+
+
+class NonFiniteLogitsError(RequestError):
+    """The model produced NaN or infinite logits for this sequence."""
+
+    kind = "non_finite_logits"
+
+
+class OutOfMemoryError(RequestError):
+    """The KV arena or the device cannot hold this sequence."""
+
+    kind = "out_of_memory"
+
+
+class TransportError(RayspecError):
+    """A message could not be sent, was malformed, or is missing."""
+
+    kind = "transport"

@@ -1,0 +1,107 @@
+"""Where a model or tokenizer comes from: a local folder or the Hugging Face hub. A wrong name fails at once."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.errors import HTTPError as _HTTPError  # type: ignore[attr-defined]  # of the client's own library
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+from rayspec.types import CheckpointError, ConfigError
+
+_BUNDLED = "demo"
+_SIMILAR = 0.75  # difflib's ratio: one letter more, less or different in "demo"
+_CONFIGS = ("config.json", "adapter_config.json")
+_CACHED_FILES = ("config.json", "tokenizer_config.json")
+_REMEDY = "name a folder that exists, a hub id such as Qwen/Qwen3-8B, or demo"
+
+
+def check_name(name: str, *, option: str = "model", is_elsewhere: bool = False) -> None:
+    """Refuse a name that is neither a folder here nor a possible hub id. Does not use the network.
+
+    is_elsewhere: other machines load the model, so that a folder may exist only there. Raises ConfigError.
+    """
+    path = Path(name)
+    if name and path.is_dir():
+        return
+    asked = f"option {option!r} is {name!r}"
+    if path.is_file():
+        raise ConfigError(f"{asked}, which is a file: name the folder of a whole checkpoint")
+    if difflib.SequenceMatcher(None, name.lower(), _BUNDLED).ratio() >= _SIMILAR and name != _BUNDLED:
+        raise ConfigError(f"{asked}, and there is no such folder; did you mean {_BUNDLED!r}?")
+    if _is_path(name):
+        if not is_elsewhere:
+            raise ConfigError(f"{asked}, and there is no such folder: {_REMEDY}")
+    elif name != _BUNDLED:
+        _check_hub_id(name, asked)
+
+
+def check_source(name: str, *, option: str = "model", revision: str | None = None) -> None:
+    """Refuse a model or tokenizer that cannot be loaded from here, without the hub client's long retries.
+
+    A model of the hub that is in the local cache is accepted without a look at the hub. Raises ConfigError as
+    `check_name` does, and CheckpointError for a folder without a config and for a hub id that cannot be fetched.
+    """
+    check_name(name, option=option)
+    folder = Path(name)
+    if not folder.is_dir():
+        if not _is_cached(name, revision):
+            _ask_hub(name, option, revision)
+    elif option == "model" and not any((folder / config).exists() for config in _CONFIGS):
+        raise CheckpointError(f"option 'model' is {name!r}: the folder has no config.json; name that of a checkpoint")
+
+
+def _is_path(name: str) -> bool:
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith("/")
+
+
+def _check_hub_id(name: str, asked: str) -> None:
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        raise ConfigError(f"{asked}, which is neither a folder nor a hub id: {_REMEDY}") from None
+
+
+def _is_cached(name: str, revision: str | None) -> bool:
+    return any(isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in _CACHED_FILES)
+
+
+def _ask_hub(name: str, option: str, revision: str | None) -> None:
+    """One request, for a file that most repositories have. A hub that is only busy is left to the loader's retries."""
+    asked = f"{option} {name!r} is no folder here, and"
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision))
+    except GatedRepoError as error:
+        raise CheckpointError(
+            f"{asked} access to it is restricted: accept its terms on the hub, and run hf auth login"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise CheckpointError(
+            f"{asked} the hub has no revision {revision!r} of it: correct option 'revision'"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise CheckpointError(
+            f"{asked} the hub has none of that name: correct it, or run hf auth login if it is private"
+        ) from error
+    except (EntryNotFoundError, HfHubHTTPError):
+        return
+    except OfflineModeIsEnabled as error:
+        raise CheckpointError(
+            f"{asked} not in the hub's cache, while HF_HUB_OFFLINE forbids to fetch it: unset that, or name a folder"
+        ) from error
+    except (_HTTPError, OSError) as error:
+        raise CheckpointError(
+            f"{asked} not in the hub's cache, and the hub cannot be reached ({error}): "
+            f"check name and network, or fetch it elsewhere with hf download {name}"
+        ) from error

@@ -1,0 +1,155 @@
+"""GPUs as a command line names them, and what is known of them. No torch, no ray."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rayspec.errors import ConfigError
+
+_GB, _GIB = 10**9, 2**30
+# The part of a GPU's memory that is kept for activations, workspaces, fragmentation, the CUDA context and NCCL.
+RESERVED_SHARE, RESERVED_BYTES = 0.05, 2 * _GIB
+DEFAULT_GPUS_PER_NODE = 8
+MAX_GPUS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One GPU. memory_gb: vendors' gigabytes, which the card has at least; bandwidth_gb_s: of its memory."""
+
+    name: str
+    memory_gb: int
+    bandwidth_gb_s: float
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}-{self.memory_gb}G"
+
+    @property
+    def usable_bytes(self) -> int:
+        """For weights and KV cache."""
+        return int(self.memory_gb * _GB * (1 - RESERVED_SHARE)) - RESERVED_BYTES
+
+
+# Memory and bandwidth as in the vendors' data sheets: NVIDIA A100 (SXM), H100 (SXM; PCIe), H200, HGX B200, L40S, L4,
+# GH200 (HBM3; HBM3e), AMD Instinct MI300X.
+KNOWN_GPUS = tuple(
+    Gpu(name=name, memory_gb=memory_gb, bandwidth_gb_s=bandwidth_gb_s)
+    for name, memory_gb, bandwidth_gb_s in (
+        ("A100", 40, 1555),
+        ("A100", 80, 2039),
+        ("H100", 80, 3350),
+        ("H100-PCIe", 80, 2000),
+        ("H200", 141, 4800),
+        ("B200", 180, 8000),
+        ("L40S", 48, 864),
+        ("L4", 24, 300),
+        ("GH200", 96, 4000),
+        ("GH200", 144, 4900),
+        ("MI300X", 192, 5300),
+    )
+)
+_PART = re.compile(
+    r"(?:(?P<nodes>\d{1,9})\s*x\s*)?(?:(?P<count>\d{1,9})\s*x\s*)?"
+    r"(?P<model>[^@]+?)(?:\s*@\s*(?P<bandwidth>\d{1,9}(?:\.\d{1,9})?))?",
+    re.IGNORECASE,
+)
+_SIZED = re.compile(r"(?!\d+\s*x)(?P<name>.+)-(?P<memory_gb>[1-9]\d{0,6})GB?", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """GPUs that are alike. of_a_node: None where only their number is named."""
+
+    gpu: Gpu
+    count: int
+    of_a_node: int | None
+
+
+def parse_gpus(spec: str) -> tuple[Gpu, ...]:
+    """Every GPU in order, for instance of "4xH200-141G,4xA100-80G", "2x8xH100" (two nodes) or "8xNEW-96G@4000".
+
+    Letters may be of either case. Raises ConfigError.
+    """
+    groups = _groups(spec)
+    total = sum(group.count for group in groups)
+    if total > MAX_GPUS:
+        raise ConfigError(f"option 'gpus' is {spec!r}, which is {total} GPUs: name {MAX_GPUS} or fewer")
+    return tuple(gpu for group in groups for gpu in [group.gpu] * group.count)
+
+
+def gpus_of_a_node(spec: str) -> int:
+    """On the smallest node that is named, as 8 of "2x8xH100"; else `DEFAULT_GPUS_PER_NODE`. Raises ConfigError."""
+    return min((group.of_a_node for group in _groups(spec) if group.of_a_node), default=DEFAULT_GPUS_PER_NODE)
+
+
+def gpus_spec(gpus: Sequence[Gpu]) -> str:
+    """The shortest text that `parse_gpus` reads as these GPUs."""
+    runs = [(gpu, len(list(alike))) for gpu, alike in itertools.groupby(gpus)]
+    return ",".join(f"{count}x{_spec(gpu)}" for gpu, count in runs)
+
+
+def _spec(gpu: Gpu) -> str:
+    return gpu.label if gpu in KNOWN_GPUS else f"{gpu.label}@{gpu.bandwidth_gb_s}"
+
+
+def are_ranks_alike(gpus: Sequence[Gpu], num_ranks: int) -> bool:
+    """Whether each stage of `num_ranks` GPUs in order has GPUs of one kind."""
+    stages = (gpus[first : first + num_ranks] for first in range(0, len(gpus) - num_ranks + 1, num_ranks))
+    return all(len(set(stage)) == 1 for stage in stages)
+
+
+def _groups(spec: str) -> list[_Group]:
+    return [_group(part.strip(), spec) for part in spec.split(",")]
+
+
+def _group(part: str, spec: str) -> _Group:
+    found = _PART.fullmatch(part)
+    if found is None:
+        raise _unknown(part, part, spec)
+    # A single count matches as that of nodes.
+    counts = [int(count) for count in found.group("nodes", "count") if count is not None]
+    if 0 in counts:
+        raise _refused(spec, f"{part!r} has a count of 0")
+    gpu = _gpu(found["model"], found["bandwidth"])
+    if gpu is None:
+        raise _unknown(found["model"], part, spec)
+    num_nodes, of_a_node = counts if len(counts) == 2 else (1, counts[0] if counts else 1)
+    return _Group(gpu, num_nodes * of_a_node, of_a_node if len(counts) == 2 else None)
+
+
+def _gpu(model: str, bandwidth: str | None) -> Gpu | None:
+    sized = _SIZED.fullmatch(model)
+    if bandwidth is not None:
+        if sized is None or float(bandwidth) == 0:
+            return None
+        return Gpu(name=sized["name"], memory_gb=int(sized["memory_gb"]), bandwidth_gb_s=float(bandwidth))
+    matching = _called(f"{sized['name']}-{sized['memory_gb']}G" if sized is not None else model)
+    return matching[0] if len(matching) == 1 else None
+
+
+def _called(name: str) -> list[Gpu]:
+    """Known GPUs with that label, or of that name."""
+    return [gpu for gpu in KNOWN_GPUS if name.casefold() in (gpu.label.casefold(), gpu.name.casefold())]
+
+
+def _unknown(model: str, part: str, spec: str) -> ConfigError:
+    several = " or ".join(gpu.label for gpu in _called(model))
+    if several:
+        return _refused(spec, f"{part!r} is {several}")
+    by_name = {name.casefold(): gpu.label for gpu in KNOWN_GPUS for name in (gpu.name, gpu.label)}
+    near = difflib.get_close_matches(model.casefold(), by_name, n=1)
+    hint = f", did you mean {by_name[near[0]]}?" if near else ""
+    return _refused(spec, f"{part!r} is no GPU that is known{hint}")
+
+
+def _refused(spec: str, reason: str) -> ConfigError:
+    known = ", ".join(gpu.label for gpu in KNOWN_GPUS)
+    return ConfigError(
+        f"option 'gpus' is {spec!r}: {reason}; name one of {known} with a count before it, as 8xH100-80G or "
+        "2x8xH100-80G (two nodes), or others with memory and GB/s, as 8xNAME-80G@3350"
+    )

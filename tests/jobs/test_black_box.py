@@ -1,0 +1,313 @@
+"""Jobs as an outsider attacks them: other paths to the same file, kills at random moments, a full disk, many rows done.
+
+Each job is a process of its own with a private Ray. Its other processes are found by their names and killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rayspec import LLM, demo
+from rayspec.config import SamplingParams
+from rayspec.service.batch import complete
+from rayspec.service.document_task import DocumentTask
+from rayspec.service.documents import Columns, Document, read_documents
+from rayspec.service.locations import Location
+from rayspec.service.prompts import PromptBuilder, summary_prompt
+from rayspec.service.results import ResultRow
+from rayspec.service.run_folder import RunFolder
+from rayspec.service.settings import make_settings
+from tests.jobs.job_process import FAST, committed, num_committed, start, wait_until, wait_until_gone, write_lines
+
+OPTIONS = (*FAST, "--max-model-len", "256", "--max-tokens", "8", "--temperature", "0")
+ENGINE, SHARD, COORDINATOR = "EngineWorker", "ray::Shard", "ray::Coordinator"
+
+pytestmark = [pytest.mark.ray, pytest.mark.exhaustive, pytest.mark.timeout(900)]
+
+
+@dataclass(frozen=True, slots=True)
+class Jobs:
+    """Runs jobs in a folder, with Ray's files in another."""
+
+    folder: Path
+    ray_folder: Path
+
+    def run(self, *arguments: str, code: int = 0, timeout_s: float = 300) -> str:
+        """What the job wrote to its terminal."""
+        job = start(self.folder, *arguments, *OPTIONS)
+        try:
+            output, errors = job.communicate(timeout=timeout_s)
+        finally:
+            job.kill()
+        assert job.returncode == code, errors
+        assert "Traceback" not in errors
+        wait_until_gone(self.ray_folder)
+        return output + errors
+
+    @contextmanager
+    def running(self, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+        job = start(self.folder, *arguments, *OPTIONS)
+        try:
+            yield job
+        finally:
+            job.kill()
+            job.communicate()
+
+    def processes(self, name: str) -> list[int]:
+        """Those of the job with this name that are not dead."""
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                line, environment = (entry / "cmdline").read_bytes(), (entry / "environ").read_bytes()
+                is_dead = "\nState:\tZ" in (entry / "status").read_text()
+            except OSError:
+                continue
+            if name.encode() in line and str(self.ray_folder).encode() in environment and not is_dead:
+                found.append(int(entry.name))
+        return found
+
+    def kill(self, name: str) -> bool:
+        """Kills a process of this name, if there is one."""
+        for process in self.processes(name)[:1]:
+            os.kill(process, signal.SIGKILL)
+            return True
+        return False
+
+    def rows(self, output: str = "out") -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = pq.read_table(self.folder / output / "summaries.parquet").to_pylist()
+        return rows
+
+    def texts(self, output: str = "out") -> dict[str, str]:
+        rows = self.rows(output)
+        assert max(Counter(row["id"] for row in rows).values()) == 1
+        assert {row["error_kind"] for row in rows} == {None}
+        return {row["id"]: row["summary"] for row in rows}
+
+
+@pytest.fixture
+def jobs(tmp_path: Path, own_ray_folder: Path) -> Jobs:
+    return Jobs(tmp_path, own_ray_folder)
+
+
+def documents(num_rows: int, seed: int = 0) -> list[dict[str, str]]:
+    samples = demo.sample_documents(num_rows, num_sentences=4, seed=seed)
+    return [{"id": sample.id, "text": sample.text} for sample in samples]
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, str]:
+    """The texts of the rows by an engine in this process."""
+    rows = [Document(id=row["id"], source=row["id"], text=row["text"]) for row in documents(160)]
+    params = SamplingParams(temperature=0.0, max_tokens=8)
+    with LLM(
+        model="demo", dtype="float32", device="cpu", num_threads=1, max_model_len=256, speculation={"strategy": "ar"}
+    ) as llm:
+        prompts = PromptBuilder(llm=llm, params=params, template=summary_prompt("demo"))
+        return {row.id: row.text or "" for row in complete(llm, rows, prompts)}
+
+
+def write_parquet(path: Path, rows: list[dict[str, str]]) -> None:
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+@pytest.mark.parametrize("with_ids", [True, False])
+def test_a_finished_job_is_finished_by_whatever_path_its_input_is_named(jobs: Jobs, with_ids: bool) -> None:
+    rows = documents(43)
+    write_parquet(jobs.folder / "in.parquet", rows if with_ids else [{"text": row["text"]} for row in rows])
+    (jobs.folder / "mount").symlink_to(jobs.folder)
+    jobs.run("in.parquet", "-o", "out")
+    before = jobs.rows()
+    assert len(before) == 43
+    for name in ("./in.parquet", str(jobs.folder / "in.parquet"), "mount/in.parquet", "*.parquet", "."):
+        started = time.monotonic()
+        said = jobs.run(name, "-o", "out")
+        assert "43 rows (43 of an earlier run), 0 tokens" in said
+        assert "changed" not in said
+        assert jobs.rows() == before
+        assert time.monotonic() - started < 60
+    assert len(committed(jobs.folder / "out")) == 43
+
+
+def test_a_row_that_is_inserted_and_taken_out_again_is_one_row(jobs: Jobs) -> None:
+    rows = documents(43)
+    write_parquet(jobs.folder / "in.parquet", rows)
+    jobs.run("in.parquet", "-o", "out")
+    before = jobs.texts()
+    extra = {"id": "extra", "text": "The annual review."}
+    write_parquet(jobs.folder / "in.parquet", [extra, *rows])
+    assert "44 rows (43 of an earlier run)" in jobs.run("in.parquet", "-o", "out")
+    with_extra = jobs.texts()
+    assert {row_id: with_extra[row_id] for row_id in before} == before
+    write_parquet(jobs.folder / "in.parquet", rows)
+    said = jobs.run("in.parquet", "-o", "out")
+    assert "1 rows of the output are no longer in the input ('extra'): the earlier results are kept" in said
+    assert jobs.texts() == with_extra
+
+
+def test_rows_whose_text_has_changed_are_named_and_done_again_when_asked(jobs: Jobs) -> None:
+    rows = documents(10)
+    write_lines(jobs.folder / "in.jsonl", rows)
+    jobs.run("in.jsonl", "-o", "out")
+    before = jobs.texts()
+    rows[4]["text"] = documents(1, seed=9)[0]["text"]
+    write_lines(jobs.folder / "in.jsonl", rows)
+    said = jobs.run("in.jsonl", "-o", "out")
+    assert f"1 rows have other text than when they were done ('{rows[4]['id']}'): the earlier results are kept" in said
+    assert jobs.texts() == before
+    assert "option 'changed' is 'fail'" in jobs.run("in.jsonl", "-o", "out", "--changed", "fail", code=2)
+    assert "1 are done again" in jobs.run("in.jsonl", "-o", "out", "--changed", "redo")
+    after = jobs.texts()
+    assert [row_id for row_id in before if before[row_id] != after[row_id]] == [rows[4]["id"]]
+    assert "other text" not in jobs.run("in.jsonl", "-o", "out", "--changed", "fail")
+
+
+def test_an_input_that_is_repaired_leaves_no_error_behind(jobs: Jobs) -> None:
+    good = [json.dumps(row) for row in documents(3)]
+    (jobs.folder / "in.jsonl").write_text("\n".join([*good, "no json", good[0]]) + "\n", encoding="utf-8")
+    assert "2 failed (" in jobs.run("in.jsonl", "-o", "out", code=3)
+    assert len(jobs.rows()) == 5
+    (jobs.folder / "in.jsonl").write_text("\n".join(good) + "\n", encoding="utf-8")
+    jobs.run("in.jsonl", "-o", "out")
+    assert len(jobs.texts()) == 3
+
+
+def test_quick_kills_from_outside_condemn_no_row(jobs: Jobs, undisturbed: dict[str, str]) -> None:
+    write_lines(jobs.folder / "in.jsonl", documents(160))
+    with jobs.running("in.jsonl", "-o", "out", "--max-num-seqs", "2", "--max-engine-restarts", "9") as job:
+        for number in range(3):
+            wait_until(lambda least=8 * (number + 1): num_committed(jobs.folder / "out") >= least, job)  # type: ignore[misc]
+            wait_until(lambda: jobs.kill(ENGINE), job)
+            time.sleep(1)
+        output, errors = job.communicate(timeout=400)
+    assert job.returncode == 0, errors
+    assert "engine_killed" not in output + errors
+    assert jobs.texts() == undisturbed
+
+
+def test_a_pipeline_that_is_lost_at_the_tail_is_started_again(jobs: Jobs, undisturbed: dict[str, str]) -> None:
+    write_lines(jobs.folder / "in.jsonl", documents(12))
+    pipeline = ("--stages", "2", "--max-restarts", "0", "--cpus-per-shard", "0.25", "--max-num-seqs", "2")
+    with jobs.running("in.jsonl", "-o", "out", *pipeline) as job:
+        wait_until(lambda: bool(jobs.processes(SHARD)), job)
+        wait_until(lambda: num_committed(jobs.folder / "out") >= 1, job)
+        wait_until(lambda: jobs.kill(SHARD), job)
+        output, errors = job.communicate(timeout=400)
+    assert job.returncode == 0, errors
+    assert "12 rows, " in output
+    texts = jobs.texts()
+    assert len(texts) == 12
+    assert texts.items() <= undisturbed.items()
+
+
+def test_ten_rows_that_are_left_of_fifty_thousand_start_at_once(jobs: Jobs) -> None:
+    lines = [{"id": f"r{number}", "text": "The annual review."} for number in range(50_010)]
+    write_lines(jobs.folder / "in.jsonl", lines)
+    settings = make_settings(flags=dict(zip(FAST_NAMES, FAST_VALUES, strict=True)), sampling=SamplingParams())
+    task = DocumentTask(settings=settings, template=summary_prompt("demo"), instruct=False)
+    texts = read_documents([str(jobs.folder / "in.jsonl")], Columns())
+    with RunFolder.open(
+        Location.parse(str(jobs.folder / "out")),
+        identity=task.identity,
+        overwrite=False,
+        text_column="summary",
+        file_format="parquet",
+        name="summaries",
+    ) as folder:
+        for document, _ in zip(texts, range(50_000), strict=False):
+            folder.add(_done(document))
+    started = time.monotonic()
+    with jobs.running("in.jsonl", "-o", "out") as job:
+        wait_until(lambda: bool(jobs.processes(ENGINE)), job)
+        engine_s = time.monotonic() - started
+        wait_until(lambda: num_committed_after(jobs.folder / "out", 50_000), job)
+        first_row_s = time.monotonic() - started
+        output, errors = job.communicate(timeout=400)
+    print(f"engine started after {engine_s:.1f} s, first rows were committed after {first_row_s:.1f} s")
+    assert job.returncode == 0, errors
+    assert "50010 rows (50000 of an earlier run)" in output
+    # A part is committed five seconds after its first row.
+    assert first_row_s - engine_s < 10 + 5
+
+
+FAST_NAMES = ("model", "dtype", "device", "num_threads", "strategy", "max_model_len", "max_tokens", "temperature")
+FAST_VALUES: tuple[Any, ...] = ("demo", "float32", "cpu", 1, "ar", 256, 8, 0.0)
+
+
+def _done(document: Document) -> ResultRow:
+    return ResultRow(
+        id=document.id, text="a summary", finish_reason="stop", source=document.source, input_hash=document.input_hash
+    )
+
+
+def num_committed_after(folder: Path, num_rows: int) -> bool:
+    return len(list((folder / "rows").glob("part-*"))) > num_rows // 32
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only the superuser can mount a small disk")
+def test_a_disk_that_is_full_is_named_and_no_row_is_lost(jobs: Jobs) -> None:
+    disk = jobs.folder / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(disk)], check=False).returncode != 0:
+        pytest.skip("mounting is not allowed")
+    try:
+        write_lines(jobs.folder / "in.jsonl", documents(400))
+        said = jobs.run("in.jsonl", "-o", "disk/out", code=1)
+        assert "error: the output 'disk/out' cannot be written (No space left on device): make room" in said
+        manifest = json.loads((disk / "out" / "manifest.json").read_text(encoding="utf-8"))
+        assert manifest["status"] == "interrupted"
+        assert manifest["rows"]["total"] == num_committed(disk / "out") > 0
+        subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
+        assert "400 rows (" in jobs.run("in.jsonl", "-o", "disk/out")
+        assert len(jobs.texts("disk/out")) == 400
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+NUM_KILLS = 5
+VICTIMS = ("driver", ENGINE, SHARD, COORDINATOR)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_nothing_is_lost_doubled_or_changed_by_kills_at_random(
+    jobs: Jobs, seed: int, undisturbed: dict[str, str]
+) -> None:
+    """60 kills over 12 jobs, every other job with shards. The driver that is killed is started again."""
+    chance = random.Random(seed)
+    write_lines(jobs.folder / "in.jsonl", documents(160))
+    pipeline = ("--stages", "2", "--cpus-per-shard", "0.25") if seed % 2 else ()
+    arguments = ("in.jsonl", "-o", "out", "--max-num-seqs", "2", "--max-engine-restarts", "20", *pipeline)
+    killed: list[str] = []
+    for _ in range(30):
+        with jobs.running(*arguments) as job:
+            while job.poll() is None and len(killed) < NUM_KILLS:
+                time.sleep(chance.uniform(0.5, 8.0))
+                victim = chance.choice(VICTIMS if pipeline else VICTIMS[:2])
+                if victim == "driver" and job.poll() is None:
+                    job.kill()
+                    killed.append(victim)
+                elif jobs.kill(victim):
+                    killed.append(victim)
+            output, errors = job.communicate(timeout=400)
+        if job.returncode == 0:
+            break
+        assert job.returncode == -signal.SIGKILL, f"seed {seed}, {killed}: {errors}"
+        wait_until_gone(jobs.ray_folder, timeout_s=60)
+    print(f"seed {seed}: killed {', '.join(killed)}")
+    assert job.returncode == 0
+    assert "160 rows" in output
+    assert jobs.texts() == undisturbed

@@ -1,0 +1,149 @@
+"""Names of models, and what a hub answers: a real server on this machine stands in for the hub."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from rayspec.model.sources import check_name, check_source
+from rayspec.types import CheckpointError, ConfigError
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("demoo", "option 'model' is 'demoo', and there is no such folder; did you mean 'demo'?"),
+        ("Demo", "did you mean 'demo'"),
+        ("dmo", "did you mean 'demo'"),
+        ("/no/where", "option 'model' is '/no/where', and there is no such folder: name a folder that exists"),
+        ("./nowhere", "no such folder"),
+        ("a/b/c", "no such folder"),
+        ("~/models/x", "no such folder"),
+        ("", "option 'model' is '', which is neither a folder nor a hub id"),
+        ("two words", "neither a folder nor a hub id"),
+        ("s3://bucket/model", "no such folder"),
+    ],
+)
+def test_a_name_that_cannot_be_a_model_is_refused(name: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_name(name)
+    assert message in str(caught.value)
+
+
+def test_names_of_folders_of_the_bundled_model_and_of_the_hub_pass(tmp_path: Path) -> None:
+    for name in ("demo", "gpt2", "org/name", "Qwen/Qwen3-0.6B", str(tmp_path), "."):
+        check_name(name)
+
+
+def test_a_folder_may_have_a_name_like_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "demo2").mkdir()
+    monkeypatch.chdir(tmp_path)
+    check_name("demo2")
+
+
+def test_a_folder_may_be_on_other_machines_only() -> None:
+    check_name("/no/where", is_elsewhere=True)
+    with pytest.raises(ConfigError, match="'tokenizer' is 'demoo'"):
+        check_name("demoo", option="tokenizer", is_elsewhere=True)
+
+
+def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(ConfigError, match="which is a file"):
+        check_name(str(tmp_path / "model.gguf"))
+
+
+def test_a_folder_without_a_config_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        check_source(str(tmp_path))
+    check_source(str(tmp_path), option="tokenizer")
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Answers by the name of the repository."""
+
+    num_requests = 0
+
+    def do_HEAD(self) -> None:
+        type(self).num_requests += 1
+        code = {"none": "RepoNotFound", "gated": "GatedRepo", "old": "RevisionNotFound", "bare": "EntryNotFound"}
+        name = self.path.split("/")[2]
+        status = {"whole": 200, "gated": 403, "busy": 503}.get(name, 404)
+        self.send_response(status)
+        if name in code:
+            self.send_header("X-Error-Code", code[name])
+        for header in ("ETag", "X-Repo-Commit"):
+            self.send_header(header, "0" * 40)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HTTPServer]:
+    server = HTTPServer(("127.0.0.1", 0), Hub)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", constants.ENDPOINT + "/{repo_id}/resolve/{revision}/{filename}"
+    )
+    monkeypatch.setattr(Hub, "num_requests", 0)
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("org/none", "'org/none' is no folder here, and the hub has none of that name"),
+        ("org/gated", "accept its terms on the hub"),
+        ("org/old", "the hub has no revision 'main' of it"),
+    ],
+)
+def test_what_the_hub_does_not_give_is_one_request_and_one_line(name: str, message: str, hub: HTTPServer) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        check_source(name, revision="main")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert Hub.num_requests == 1
+
+
+@pytest.mark.parametrize("name", ["org/whole", "org/bare", "org/busy"])
+def test_what_the_hub_may_give_is_left_to_the_loader(name: str, hub: HTTPServer) -> None:
+    check_source(name)
+    assert Hub.num_requests == 1
+
+
+def test_a_hub_that_is_not_there_is_not_waited_for(hub: HTTPServer) -> None:
+    hub.shutdown()
+    hub.server_close()
+    with pytest.raises(CheckpointError, match=r"hub cannot be reached .*hf download org/name"):
+        check_source("org/name")
+
+
+def test_offline_is_said() -> None:
+    with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE forbids"):
+        check_source("org/name")
+
+
+def test_what_is_in_the_cache_is_not_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: HTTPServer
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--org--name"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("c0ffee")
+    (repository / "snapshots" / "c0ffee").mkdir(parents=True)
+    (repository / "snapshots" / "c0ffee" / "config.json").write_text("{}")
+    check_source("org/name")
+    assert Hub.num_requests == 0

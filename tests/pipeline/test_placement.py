@@ -1,0 +1,55 @@
+"""Placement groups, on a real Ray."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import ray
+from ray.util.placement_group import placement_group_table
+
+from rayspec.config import ParallelOptions
+from rayspec.pipeline.placement import Bundles, remove_orphaned_groups
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+
+
+@ray.remote(num_cpus=0, max_restarts=0)
+class Owner:
+    """Has shards' places reserved."""
+
+    def reserve(self) -> str:
+        self._bundles = Bundles(ParallelOptions(cpus_per_shard=0.01), num_gpus=0.0, timeout_s=60.0)
+        return self._bundles._group.id.hex()
+
+
+def states(*groups: str) -> list[str]:
+    table = placement_group_table()
+    return [table[group]["state"] for group in groups]
+
+
+def soon(holds: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 30
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return holds()
+
+
+def test_the_group_of_a_named_actor_that_was_killed_is_removed_and_no_other() -> None:
+    here = Bundles(ParallelOptions(cpus_per_shard=0.01), num_gpus=0.0, timeout_s=60.0)
+    owners = [Owner.options(name=name).remote() for name in ("SERVE::a:b#1", "second", None)]  # type: ignore[attr-defined]
+    groups = ray.get([owner.reserve.remote() for owner in owners])
+    ray.kill(owners[0])
+    ray.kill(owners[2])
+
+    def removed() -> bool:
+        remove_orphaned_groups()
+        return states(groups[0]) == ["REMOVED"]
+
+    assert soon(removed)
+    assert states(*groups[1:], here._group.id.hex()) == ["CREATED"] * 3
+    ray.kill(owners[1])
+    assert soon(lambda: Bundles(ParallelOptions(cpus_per_shard=0.01), num_gpus=0.0, timeout_s=60.0).close() is None)
+    assert soon(lambda: states(groups[1]) == ["REMOVED"])
+    here.close()

@@ -1,0 +1,154 @@
+"""Starting and losing a private Ray, each in a process of its own: signals end processes."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from ray._private import utils, worker
+
+from rayspec.pipeline import session
+from rayspec.pipeline.session import _handler_of_ray, _signals_wait
+
+LOSING = """
+    import signal
+    import sys
+    import ray
+    from rayspec.pipeline.session import ClusterLostError, _control_process, ray_session
+
+    @ray.remote(num_cpus=0)
+    class Busy:
+        def ready(self):
+            pass
+
+        def work(self):
+            import time
+            time.sleep(600)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in the background of a shell
+    try:
+        with ray_session():
+            busy = Busy.remote()
+            ray.get(busy.ready.remote())
+            work = busy.work.remote()
+            _control_process().kill()
+            ray.get(work)
+    except ClusterLostError as error:
+        sys.exit(f"lost: {error}")
+"""
+
+
+def start(script: str, folder: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env=os.environ | {"RAY_TMPDIR": str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def processes_below(folder: Path) -> list[str]:
+    """Commands of the processes that have the folder in their command line or environment."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            shown = (place / "cmdline").read_bytes() + (place / "environ").read_bytes()
+            command = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if str(folder).encode() in shown:
+            found.append(command)
+    return found
+
+
+def require_none_below(folder: Path) -> None:
+    deadline = time.monotonic() + 20
+    while (found := processes_below(folder)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not found
+
+
+@pytest.mark.ray
+def test_a_lost_cluster_is_one_error_soon_and_leaves_no_processes(ray_folder: Path, ray_environment: None) -> None:
+    folder = ray_folder / "lost"
+    folder.mkdir()
+    process = start(LOSING, folder)
+    output, _ = process.communicate(timeout=55)  # Ray itself ends the process after 60 s
+    assert process.returncode == 1, output
+    assert output.splitlines()[-1].startswith("lost: Ray's control process (gcs_server) has ended"), output
+    require_none_below(folder)
+
+
+STARTING = """
+    from rayspec.pipeline.session import ray_session
+    from rayspec.service.terminal import clean_exit
+
+    with clean_exit():
+        print("begin", flush=True)
+        with ray_session():
+            print("Ray is there", flush=True)
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_ray_starts_ends_with_its_code_and_leaves_no_processes(
+    number: signal.Signals, ray_folder: Path, ray_environment: None
+) -> None:
+    folder = ray_folder / number.name
+    folder.mkdir()
+    process = start(STARTING, folder)
+    while not any("gcs_server" in command for command in processes_below(folder)):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    assert (process.returncode, output) == (128 + number, "begin\n")
+    require_none_below(folder)
+
+
+def test_ray_sets_its_handler_by_the_name_that_we_replace() -> None:
+    assert "ray._private.utils.set_sigterm_handler(" in inspect.getsource(worker.init), "Ray has renamed it"
+
+
+def test_a_signal_waits_for_the_end_of_the_block() -> None:
+    steps = []
+    with pytest.raises(SystemExit) as ended, _signals_wait():
+        os.kill(os.getpid(), signal.SIGTERM)
+        steps.append("after the signal")
+    assert (ended.value.code, steps) == (143, ["after the signal"])
+    with pytest.raises(KeyboardInterrupt), _signals_wait():
+        os.kill(os.getpid(), signal.SIGINT)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with _signals_wait():
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_handlers_are_those_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        signal.signal(signal.SIGTERM, print)
+        with _signals_wait():
+            utils.set_sigterm_handler(repr)
+        assert signal.getsignal(signal.SIGTERM) is print
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with _signals_wait():
+            utils.set_sigterm_handler(repr)
+        assert signal.getsignal(signal.SIGTERM) is repr  # there was none: Ray's
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    with _handler_of_ray() as handlers:
+        session.ray_utils.set_sigterm_handler(repr)
+    assert handlers == [repr]
