@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from rayspec.service.cli import app
+from rayspec.cli import app
 
 if __name__ == "__main__":
     app(["bench", *sys.argv[1:]])

@@ -13,11 +13,11 @@ from typing import Annotated
 
 import typer
 
-from rayspec.config import SamplingParams
-from rayspec.service.document_task import DocumentTask
-from rayspec.service.documents import Columns
-from rayspec.service.job import Job, Source
-from rayspec.service.job_options import (
+from rayspec.batch.document_task import DocumentTask
+from rayspec.batch.documents import Columns
+from rayspec.batch.input_files import found_inputs
+from rayspec.batch.job import Job, Source
+from rayspec.batch.job_options import (
     EPILOG,
     ChangedRows,
     DrainSeconds,
@@ -33,9 +33,10 @@ from rayspec.service.job_options import (
     long_options,
     show_report,
 )
-from rayspec.service.options import Asked, with_settings
-from rayspec.service.survey import check_changed
-from rayspec.service.terminal import clean_exit, found_inputs
+from rayspec.batch.survey import check_changed
+from rayspec.command.options import Asked, with_settings
+from rayspec.command.terminal import clean_exit
+from rayspec.config import SamplingParams
 from rayspec.types import ConfigError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)

@@ -12,12 +12,12 @@ from typing import Annotated
 
 import typer
 
-from rayspec.service.batch_task import ERRORS_NAME, OUTPUT_NAME, BatchFiles, BatchTask, read_requests
-from rayspec.service.job import Job, Source
-from rayspec.service.job_options import EPILOG, ChangedRows, DrainSeconds, MaxEngineRestarts, Output, Overwrite
-from rayspec.service.options import Asked, with_settings
-from rayspec.service.survey import check_changed
-from rayspec.service.terminal import clean_exit, output_console
+from rayspec.batch.batch_task import ERRORS_NAME, OUTPUT_NAME, BatchFiles, BatchTask, read_requests
+from rayspec.batch.job import Job, Source
+from rayspec.batch.job_options import EPILOG, ChangedRows, DrainSeconds, MaxEngineRestarts, Output, Overwrite
+from rayspec.batch.survey import check_changed
+from rayspec.command.options import Asked, with_settings
+from rayspec.command.terminal import clean_exit, output_console
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 

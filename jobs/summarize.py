@@ -14,10 +14,11 @@ from typing import Annotated
 
 import typer
 
-from rayspec.service.document_task import DocumentTask
-from rayspec.service.documents import Columns
-from rayspec.service.job import Job, Source
-from rayspec.service.job_options import (
+from rayspec.batch.document_task import DocumentTask
+from rayspec.batch.documents import Columns
+from rayspec.batch.input_files import found_inputs
+from rayspec.batch.job import Job, Source
+from rayspec.batch.job_options import (
     EPILOG,
     ChangedRows,
     ChunkTokens,
@@ -36,11 +37,11 @@ from rayspec.service.job_options import (
     long_options,
     show_report,
 )
-from rayspec.service.options import Asked, with_settings
-from rayspec.service.prompts import DEMO, SUMMARY_SAMPLING, summary_prompt
-from rayspec.service.samples import as_documents, bundled_documents, references
-from rayspec.service.survey import check_changed
-from rayspec.service.terminal import clean_exit, found_inputs
+from rayspec.batch.prompts import DEMO, SUMMARY_SAMPLING, summary_prompt
+from rayspec.batch.samples import as_documents, bundled_documents, references
+from rayspec.batch.survey import check_changed
+from rayspec.command.options import Asked, with_settings
+from rayspec.command.terminal import clean_exit
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 

@@ -1,5 +1,5 @@
 """The door for Ray Data users: `build_processor(ProcessorConfig(...))(dataset)`, as in `ray.data.llm`."""
 
-from rayspec.service.processor import Processor, ProcessorConfig, build_processor
+from rayspec.batch.processor import Processor, ProcessorConfig, build_processor
 
 __all__ = ["Processor", "ProcessorConfig", "build_processor"]

@@ -22,8 +22,8 @@ from rayspec.config import EngineConfig, SamplingParams
 from rayspec.decode.chat import conversation_tokens
 from rayspec.decode.engine import Engine
 from rayspec.decode.engine_loop import EngineDeadError, EngineLoop
-from rayspec.decode.loading import load_engine
 from rayspec.decode.stages import StageLostError
+from rayspec.local_engine import load_engine
 from rayspec.types import ConfigError, EngineStats, Request, RequestError, RequestOutput
 
 if TYPE_CHECKING:

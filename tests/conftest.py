@@ -19,7 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # for matrices this small a secon
 
 
 # They share an endpoint, whose start takes longer than most of their tests.
-_ENDPOINT_FILES = {f"tests/service/serve/test_{name}.py" for name in ("clients", "fuzz", "load")}
+_ENDPOINT_FILES = {f"tests/serve/test_{name}.py" for name in ("clients", "fuzz", "load")}
 
 
 class _ByFile(LoadScopeScheduling):  # type: ignore[misc]

@@ -30,8 +30,17 @@ BASEMENT = frozenset({"rayspec.config", "rayspec.errors", "rayspec.types"})
 PLANNING = BASEMENT | {"rayspec.planning"}
 MODEL = PLANNING | {"rayspec.model"}
 DECODE = MODEL | {"rayspec.decode"}
+STRATEGIES = DECODE | {"rayspec.strategies"}
+PIPELINE = STRATEGIES | {"rayspec.pipeline"}
+LLM = PIPELINE | {"rayspec", "rayspec.demo", "rayspec.llm", "rayspec.local_engine", "rayspec.async_engine"}
+COMMAND = LLM | {"rayspec.command"}
+OPENAI = COMMAND | {"rayspec.openai"}
+BATCH = OPENAI | {"rayspec.batch"}
+SERVE = OPENAI | {"rayspec.serve"}
+OPS = SERVE | {"rayspec.ops"}
+BENCH = BATCH | {"rayspec.bench"}
+CLI = BENCH | OPS | {"rayspec.cli"}
 NO_RAY = frozenset({"ray"})
-EVERYTHING = DECODE | {"rayspec", "rayspec.llm", "rayspec.demo", "rayspec.pipeline", "rayspec.service"}
 
 FLOORS = (
     Floor(name="rayspec.errors", below=frozenset(), only=frozenset()),
@@ -40,15 +49,23 @@ FLOORS = (
     Floor(name="rayspec.planning", below=PLANNING, only=frozenset({"numpy", "typing_extensions"})),
     Floor(name="rayspec.model", below=MODEL, without=NO_RAY),
     Floor(name="rayspec.decode", below=DECODE, without=NO_RAY),
+    Floor(name="rayspec.strategies", below=STRATEGIES, without=NO_RAY),
     # The documents of the demo are plain Python; what makes and changes the model needs torch.
     Floor(name="rayspec.demo", below=frozenset({"rayspec.demo"}), without=NO_RAY),
+    Floor(name="rayspec.pipeline", below=PIPELINE),
+    Floor(name="rayspec.local_engine", below=STRATEGIES, without=NO_RAY),
     # It leaves the pipeline alone until it is asked for one.
-    Floor(name="rayspec.llm", below=DECODE | {"rayspec.llm", "rayspec.demo", "rayspec.pipeline"}, without=NO_RAY),
-    Floor(name="rayspec.pipeline", below=DECODE | {"rayspec.pipeline"}),
-    Floor(name="rayspec.service", below=EVERYTHING),
-    Floor(name="rayspec.data", below=frozenset({"rayspec.service"})),
-    Floor(name="rayspec.serve", below=frozenset({"rayspec.service"})),
-    Floor(name="jobs", below=EVERYTHING | {"jobs"}),
+    Floor(name="rayspec.llm", below=LLM - {"rayspec", "rayspec.async_engine"}, without=NO_RAY),
+    Floor(name="rayspec.async_engine", below=LLM, without=NO_RAY),
+    Floor(name="rayspec.command", below=COMMAND, without=NO_RAY),
+    Floor(name="rayspec.openai", below=OPENAI, without=NO_RAY),
+    Floor(name="rayspec.batch", below=BATCH),
+    Floor(name="rayspec.serve", below=SERVE),
+    Floor(name="rayspec.ops", below=OPS),
+    Floor(name="rayspec.bench", below=BENCH),
+    Floor(name="rayspec.cli", below=CLI),
+    Floor(name="rayspec.data", below=frozenset({"rayspec.batch"})),
+    Floor(name="jobs", below=CLI | {"jobs"}),
     Floor(name="rayspec", below=BASEMENT | {"rayspec.llm", "rayspec"}, only=frozenset({"typing_extensions"})),
 )
 NEEDS_NO_MODEL = ("rayspec/demo/__init__.py", "rayspec/demo/corpus.py")
@@ -212,15 +229,15 @@ def test_a_module_may_import_its_package_and_be_imported_by_others() -> None:
         ("rayspec/model/sublayers.py", "from rayspec import demo"),
         ("rayspec/model/sublayers.py", "from rayspec import LLM"),
         ("rayspec/decode/engine.py", "import ray.actor"),
-        ("rayspec/decode/selection/knapspec.py", "from rayspec.service.report import RunReport"),
+        ("rayspec/decode/selection/knapspec.py", "from rayspec.batch.report import RunReport"),
         ("rayspec/decode/engine.py", "from rayspec import pipeline"),
         ("rayspec/decode/engine.py", "from rayspec.demo import sample_documents"),
         ("rayspec/demo/__init__.py", "import torch"),
         ("rayspec/demo/corpus.py", "from rayspec.model import weights"),
         ("rayspec/demo/train.py", "import ray"),
         ("rayspec/llm.py", "from ray import get"),
-        ("rayspec/llm.py", "from rayspec.service import cli"),
-        ("rayspec/pipeline/shard.py", "from rayspec.service import cli"),
+        ("rayspec/llm.py", "from rayspec import cli"),
+        ("rayspec/pipeline/shard.py", "from rayspec import cli"),
         ("rayspec/pipeline/shard.py", "import jobs.summarize"),
         ("rayspec/__init__.py", "import torch"),
         ("rayspec/new_module.py", ""),
@@ -237,9 +254,9 @@ def test_a_planted_violation_is_found(path: str, source: str) -> None:
         ("rayspec/planning/knapsack.py", "from .latency import LatencyModel"),
         ("rayspec/decode/engine.py", "import torch\nfrom rayspec.model import weights\nfrom ..planning import gate"),
         ("rayspec/pipeline/shard.py", "import ray\nfrom rayspec.decode.stages import Stages"),
-        ("rayspec/service/cli.py", "import ray\nimport rayspec\nfrom rayspec import demo, LLM"),
+        ("rayspec/cli.py", "import ray\nimport rayspec\nfrom rayspec import demo, LLM"),
         ("rayspec/__init__.py", "from rayspec.config import SamplingParams\nfrom rayspec.llm import LLM"),
-        ("jobs/summarize.py", "from rayspec.service.report import RunReport"),
+        ("jobs/summarize.py", "from rayspec.batch.report import RunReport"),
     ],
 )
 def test_what_is_allowed_is_not(path: str, source: str) -> None:

@@ -15,14 +15,13 @@ from transformers import PreTrainedTokenizerBase
 from rayspec.config import EngineConfig
 from rayspec.decode.admission import admitted_tokens
 from rayspec.decode.drafting.lookahead import Guess
-from rayspec.decode.drafting.lookup import NOTHING, Proposal
+from rayspec.decode.drafting.lookup import NOTHING, Proposal, shortest_match
 from rayspec.decode.drafting.skip_draft import Turn
 from rayspec.decode.head import Committed, Opening
 from rayspec.decode.questions import Answer, Question
 from rayspec.decode.rounds import Piece, Prefill, PrefillResult, Result, Round, RoundResult, Work
 from rayspec.decode.scheduler import Chunk, Move, Scheduler, Step, held
 from rayspec.decode.selection.base import Selector, Situation
-from rayspec.decode.selection.strategies import shortest_match
 from rayspec.decode.sequence import Detokenizer, SequenceState
 from rayspec.decode.stages import StageLostError, Stages, StagesReplacedError
 from rayspec.decode.taps import TapLog

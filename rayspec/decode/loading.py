@@ -1,29 +1,21 @@
-"""From an EngineConfig to an engine that is ready to run."""
+"""Loading weights, and how much of them and of the KV cache a device can hold."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel
 
 from rayspec.config import EngineConfig
-from rayspec.decode.engine import Engine, Vocabulary
-from rayspec.decode.profile import load_or_measure
-from rayspec.decode.runner import Runner
 from rayspec.decode.scheduler import Scheduler
-from rayspec.decode.selection.base import FixedPlan
-from rayspec.decode.selection.strategies import make_selector, needs_latency
-from rayspec.decode.stages import LocalStages, Stages
-from rayspec.decode.whole_model import WholeModelStages
-from rayspec.model.architecture import Decomposition, decompose, max_positions
-from rayspec.model.kv_arena import KVArena, bytes_per_slot
+from rayspec.model.architecture import Decomposition, max_positions
+from rayspec.model.kv_arena import bytes_per_slot
 from rayspec.model.offload import OffloadedWeights, offload
-from rayspec.model.weights import load_model, load_tokenizer, num_layers, resolve_device
-from rayspec.types import CheckpointError, ConfigError, UnsupportedModelError, no_draft
+from rayspec.model.weights import load_model, num_layers, resolve_device
+from rayspec.types import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -32,76 +24,6 @@ _BUCKET_ROWS = 8
 _DEFAULT_MODEL_LEN = 4096
 # Of the memory that is free once the model is loaded; a CPU is shared with others.
 _MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.8}
-
-
-def load_engine(config: EngineConfig, *, with_tokenizer: bool = True) -> Engine:
-    """Load model and tokenizer, split the model, measure it, and put an engine on top.
-
-    Raises ConfigError and CheckpointError. A family that does not split into sublayers gets an engine that decodes
-    plainly, and a warning that says why.
-    """
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
-    tokenizer = load_tokenizer(config) if with_tokenizer else None
-    model = load_weights(config)
-    max_model_len = resolve_max_model_len(config, model.config)
-    vocabulary = Vocabulary(size=_vocab_size(model), eos_token_ids=_eos_token_ids(model))
-    try:
-        parts = decompose(model)
-    except UnsupportedModelError as error:
-        return _plain_engine(config, model, str(error), vocabulary, max_model_len, tokenizer)
-    offloaded = offload_weights(config, model, parts)
-    return _local_engine(config, parts, vocabulary, max_model_len, tokenizer, offloaded)
-
-
-def engine_like(engine: Engine, config: EngineConfig) -> Engine | None:
-    """Another engine over the weights and the tokenizer of `engine`, for sequences as long, with a KV cache of its own.
-    config: names the same model, data type and device. None where weights cannot be shared, because they are offloaded,
-    in shards, or run as one piece. Raises ConfigError for options that the model cannot serve.
-    """
-    stages = engine.stages
-    if not isinstance(stages, LocalStages) or config.offload is not None or config.parallel is not None:
-        return None
-    return _local_engine(config, stages.runner.parts, engine.vocabulary, engine.max_model_len, engine.tokenizer)
-
-
-def _local_engine(
-    config: EngineConfig,
-    parts: Decomposition,
-    vocabulary: Vocabulary,
-    max_model_len: int,
-    tokenizer: PreTrainedTokenizerBase | None,
-    offloaded: OffloadedWeights | None = None,
-) -> Engine:
-    device = resolve_device(config.device)
-    num_slots = config.kv_cache_tokens or min(config.max_num_seqs * max_model_len, affordable_slots(parts, device))
-    rows = bucket_rows(parts) if config.deterministic else None
-    arena = KVArena(parts.shapes, num_slots, dtype=parts.dtype, device=device, num_spare=rows or 0)
-    runner = Runner(parts, arena, device=device, bucket_rows=rows)
-    latency = None
-    if needs_latency(config):
-        latency = load_or_measure(runner, config.profile_cache, offloaded=offloaded, remeasure=config.remeasure)
-    stages = LocalStages(
-        runner,
-        vocab_size=vocabulary.size,
-        verification=config.speculation.verification,
-        num_tap_tokens=config.num_tap_tokens,
-    )
-    return Engine(
-        config.replace(
-            dtype=str(parts.dtype).removeprefix("torch."),
-            device=str(device),
-            max_model_len=max_model_len,
-            kv_cache_tokens=num_slots,
-        ),
-        stages=stages,
-        scheduler=make_scheduler(config, num_slots),
-        selector=make_selector(config, runner.last, latency),
-        vocabulary=vocabulary,
-        max_model_len=max_model_len,
-        tokenizer=tokenizer,
-        latency=latency,
-    )
 
 
 def load_weights(config: EngineConfig, *, layers: range | None = None) -> PreTrainedModel:
@@ -140,32 +62,6 @@ def least_needed(parts: Decomposition, share: float) -> list[int]:
         chosen.append(sublayer.index)
         num_bytes += sizes[sublayer.index]
     return sorted(chosen)
-
-
-def _plain_engine(
-    config: EngineConfig,
-    model: PreTrainedModel,
-    reason: str,
-    vocabulary: Vocabulary,
-    max_model_len: int,
-    tokenizer: PreTrainedTokenizerBase | None,
-) -> Engine:
-    if config.deterministic:
-        raise ConfigError(f"option 'deterministic' needs a model that splits into sublayers: {reason}")
-    if config.offload is not None:
-        raise ConfigError(f"option 'offload' needs a model that splits into sublayers: {reason}")
-    logger.warning("speculation is off for this model, which decodes plainly: %s", reason)
-    stages: Stages = WholeModelStages(model, vocab_size=vocabulary.size)
-    num_slots = config.kv_cache_tokens or config.max_num_seqs * max_model_len
-    return Engine(
-        config.replace(max_model_len=max_model_len, kv_cache_tokens=num_slots),
-        stages=stages,
-        scheduler=make_scheduler(config, num_slots),
-        selector=FixedPlan(no_draft(stages.num_sublayers, reason)),
-        vocabulary=vocabulary,
-        max_model_len=max_model_len,
-        tokenizer=tokenizer,
-    )
 
 
 def bucket_rows(parts: Decomposition) -> int:
@@ -211,15 +107,3 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _vocab_size(model: PreTrainedModel) -> int:
-    return int(model.get_output_embeddings().weight.shape[0])  # type: ignore[no-untyped-call]
-
-
-def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    generation = getattr(model, "generation_config", None)
-    eos: int | Sequence[int] | None = getattr(generation, "eos_token_id", None)
-    if eos is None:
-        eos = getattr(model.config, "eos_token_id", None)
-    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)

@@ -14,7 +14,6 @@ from transformers import PretrainedConfig
 from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.decode.engine import Engine, Vocabulary
 from rayspec.decode.loading import make_scheduler, resolve_max_model_len
-from rayspec.decode.selection.strategies import make_selector, needs_latency
 from rayspec.model.sizes import Quantization, model_sizes
 from rayspec.model.weights import eos_token_ids, load_config, load_tokenizer, num_layers, vocab_size
 from rayspec.pipeline.ray_stages import RayStages
@@ -23,6 +22,7 @@ from rayspec.pipeline.replicas import Replicas
 from rayspec.pipeline.shard import Shard
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.partition import Device, LayerCost, ModelCosts, partition, stage_costs
+from rayspec.strategies.by_name import make_selector, needs_latency
 from rayspec.types import ConfigError
 
 logger = logging.getLogger(__name__)

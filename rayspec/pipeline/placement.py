@@ -20,7 +20,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rayspec.config import ParallelOptions
+from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.types import ConfigError, RayspecError
 
 _GROUP_PREFIX = "rayspec:"
@@ -163,3 +163,11 @@ def kill(process: Process) -> None:
 
 def _first_line(error: BaseException) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def wants_gpu(config: EngineConfig) -> bool:
+    """In the engine's own process: shards have GPUs of their own."""
+    num_gpus: float = ray.cluster_resources().get("GPU", 0)  # type: ignore[no-untyped-call]
+    if config.parallel is not None:
+        return False
+    return config.device.startswith("cuda") or (config.device == "auto" and num_gpus >= 1)

@@ -15,7 +15,7 @@ from ray.serve.scripts import cli as serve_cli
 import jobs.generate
 import jobs.openai_batch
 import jobs.summarize
-from rayspec.service.cli import app as rayspec_app
+from rayspec.cli import app as rayspec_app
 
 RAY = ray_cli
 RAYSPEC: Any = typer.main.get_command(rayspec_app)

@@ -11,9 +11,9 @@ import promql_parser
 import pytest
 import yaml
 
-from rayspec.service.serve.metric_table import UNREACHABLE_NODES
+from rayspec.serve.metric_table import UNREACHABLE_NODES
 from tests.cluster.launcher_rules import ROOT
-from tests.service.serve.test_dashboard import exported, labels_in, parsed, selectors
+from tests.serve.test_dashboard import exported, labels_in, parsed, selectors
 
 MANIFEST: dict[str, Any] = yaml.safe_load((ROOT / "k8s" / "monitoring" / "alerts.yaml").read_text(encoding="utf-8"))
 RULES: list[dict[str, Any]] = MANIFEST["spec"]["groups"][0]["rules"]

@@ -12,10 +12,10 @@ import pytest
 import ray._private.authentication.authentication_constants as ray_texts
 import yaml
 
-from rayspec.service.serve import replies
+from rayspec.serve import replies
 from tests.cluster.commands import blocks, faults, inline, inline_commands, options
 from tests.cluster.launcher_rules import ROOT
-from tests.service.serve.test_dashboard import exported
+from tests.serve.test_dashboard import exported
 
 DOCUMENTS = ("cluster/README.md", "docs/operations.md", "docs/security.md", "docs/troubleshooting.md")
 TROUBLES = "docs/troubleshooting.md"

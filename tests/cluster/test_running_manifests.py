@@ -30,9 +30,9 @@ import yaml
 import rayspec
 from rayspec import demo
 from rayspec.config import SamplingParams
-from rayspec.service.k8s.pods import JOBS_FOLDER
-from rayspec.service.serve.run import Address
-from tests.service.k8s import kustomization
+from rayspec.ops.k8s.pods import JOBS_FOLDER
+from rayspec.serve.run import Address
+from tests.ops.k8s import kustomization
 
 ROOT = Path(__file__).parents[2]
 OVERLAYS = ROOT / "k8s" / "overlays" / "cpu-demo"

@@ -10,7 +10,7 @@ import torch
 
 from rayspec import demo
 from rayspec.config import EngineConfig, SamplingParams
-from rayspec.decode.loading import load_engine
+from rayspec.local_engine import load_engine
 from rayspec.types import Plan
 from tests.demo_model import demo_parts, demo_prompts
 from tests.engines import RandomPlans, complete, engine_with, tokens_of

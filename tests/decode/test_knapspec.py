@@ -9,10 +9,10 @@ import pytest
 from rayspec import demo
 from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
 from rayspec.decode.engine import Engine
-from rayspec.decode.loading import load_engine
 from rayspec.decode.profile import measure
 from rayspec.decode.runner import Runner
 from rayspec.decode.selection.knapspec import KnapSpec
+from rayspec.local_engine import load_engine
 from rayspec.planning.latency import LatencyModel
 from tests.demo_model import EOS, demo_parts, demo_prompts
 from tests.engines import complete, engine_with, tokens_of

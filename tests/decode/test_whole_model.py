@@ -5,8 +5,8 @@ import logging
 import pytest
 
 from rayspec.config import EngineConfig, SamplingParams
-from rayspec.decode.loading import load_engine
 from rayspec.decode.whole_model import WholeModelStages
+from rayspec.local_engine import load_engine
 from rayspec.types import ConfigError
 from tests.engines import complete, tokens_of
 from tests.families import WHOLE_FAMILIES, cases, checkpoint

@@ -23,15 +23,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from rayspec import LLM, demo
+from rayspec.batch.document_task import DocumentTask
+from rayspec.batch.documents import Columns, Document, read_documents
+from rayspec.batch.in_process import complete
+from rayspec.batch.prompts import PromptBuilder, summary_prompt
+from rayspec.batch.results import ResultRow
+from rayspec.batch.run_folder import RunFolder
+from rayspec.command.locations import Location
+from rayspec.command.settings import make_settings
 from rayspec.config import SamplingParams
-from rayspec.service.batch import complete
-from rayspec.service.document_task import DocumentTask
-from rayspec.service.documents import Columns, Document, read_documents
-from rayspec.service.locations import Location
-from rayspec.service.prompts import PromptBuilder, summary_prompt
-from rayspec.service.results import ResultRow
-from rayspec.service.run_folder import RunFolder
-from rayspec.service.settings import make_settings
 from tests.jobs.job_process import FAST, committed, num_committed, start, wait_until, wait_until_gone, write_lines
 
 OPTIONS = (*FAST, "--max-model-len", "256", "--max-tokens", "8", "--temperature", "0")

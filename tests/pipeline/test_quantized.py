@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from rayspec.config import EngineConfig, SamplingParams
 from rayspec.decode.engine import Engine
-from rayspec.decode.loading import load_engine
+from rayspec.local_engine import load_engine
 from rayspec.pipeline.loading import load_pipeline
 from tests.engines import complete, tokens_of
 from tests.families import checkpoint, greedy, ragged_prompts

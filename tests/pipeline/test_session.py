@@ -89,7 +89,7 @@ def test_a_lost_cluster_is_one_error_soon_and_leaves_no_processes(ray_folder: Pa
 
 STARTING = """
     from rayspec.pipeline.session import ray_session
-    from rayspec.service.terminal import clean_exit
+    from rayspec.command.terminal import clean_exit
 
     with clean_exit():
         print("begin", flush=True)

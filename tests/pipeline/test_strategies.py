@@ -6,10 +6,10 @@ import pytest
 
 from rayspec.config import SamplingParams
 from rayspec.pipeline.messages import Begin, Searched, WhileSure
-from tests.decode.test_strategies import LENGTHS, NUM_TOKENS, STRATEGIES, selector
 from tests.engines import complete, tokens_of
 from tests.families import cases, checkpoint
 from tests.pipeline.loop import loop_engine
+from tests.strategies.test_by_name import LENGTHS, NUM_TOKENS, STRATEGIES, selector
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

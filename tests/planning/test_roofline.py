@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from rayspec.ops.gpus import KNOWN_GPUS
 from rayspec.planning.roofline import ACCELERATORS, SHAPES, ideal_latency, reference_latency
-from rayspec.service.gpus import KNOWN_GPUS
 
 H200 = ACCELERATORS["H200"]
 

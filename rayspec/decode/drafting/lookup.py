@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rayspec.config import SpeculationOptions
 from rayspec.planning.lookup import AGREED, ALONE, CONTESTED, evidence_of
 
 _MAX_PLACES = 8  # of one n-gram that are compared: the latest
@@ -100,3 +101,8 @@ class LookupIndex:
         """What follows `end`; where the text ends meanwhile, it goes on as it repeats itself."""
         text, period = self._token_ids, len(self._token_ids) - end
         return [text[end + index % period] for index in range(num_tokens)]
+
+
+def shortest_match(options: SpeculationOptions) -> int | None:
+    """Tokens that will do where so many as `lookup_ngram` do not match; None: there must be so many."""
+    return SHORTEST_MATCH if options.strategy == "auto" else None

@@ -1,0 +1,114 @@
+"""An OpenAI batch file as a job: its lines are the rows, and two files of lines come out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rayspec.async_engine import AsyncEngine
+from rayspec.batch.documents import Document
+from rayspec.batch.engine_actor import Handler
+from rayspec.batch.results import ResultRow
+from rayspec.command.locations import Location
+from rayspec.command.settings import Settings
+from rayspec.decode.engine_loop import EngineDeadError
+from rayspec.decode.stages import StageLostError
+from rayspec.openai.batch import BatchError, BatchLine, BatchResult, answer, read_batch
+from rayspec.types import ConfigError
+
+OUTPUT_NAME, ERRORS_NAME = "output.jsonl", "errors.jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchTask:
+    """served: the name of the model that lines may use, beside the one it was started with."""
+
+    settings: Settings
+    served: str
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Everything that decides what the rows say."""
+        return {
+            "task": {"batch": "openai", "served": self.served},
+            "engine": self.settings.deciding,
+        }
+
+    def handler(self, engine: AsyncEngine) -> Handler:
+        served = (self.served, engine.llm.config.model)
+
+        async def complete(document: Document) -> ResultRow:
+            line = BatchLine(**json.loads(document.text or ""))
+            try:
+                return batch_row(await answer(line, engine, served), source=document.source)
+            except StageLostError as error:
+                raise EngineDeadError(f"the engine has failed a row and cannot go on: {error}") from error
+
+        return complete
+
+
+def read_requests(path: str) -> tuple[list[Document], list[ResultRow]]:
+    """Of a batch file the lines to be answered, and the rows of those that are no request. Raises ConfigError."""
+    documents, refused = [], []
+    try:
+        location = Location.parse(path)
+        with location.open() as file:
+            for line in read_batch(file, source=location.file_name):
+                if isinstance(line, BatchResult):
+                    refused.append(batch_row(line, source=line.id))
+                else:
+                    row_id = line.result(200, {}).id
+                    documents.append(Document(id=row_id, source=row_id, text=json.dumps(asdict(line))))
+    except OSError as error:
+        raise ConfigError(f"batch file {path!r} could not be read: {error}") from error
+    return documents, refused
+
+
+def batch_row(result: BatchResult, *, source: str) -> ResultRow:
+    """A result as a row of the job: its text is the line that will be in a file."""
+    usage = result.response.body.get("usage", {}) if result.response is not None and not result.failed else {}
+    return ResultRow(
+        id=result.id,
+        source=source,
+        text=result.json_line(),
+        num_prompt_tokens=usage.get("prompt_tokens", 0),
+        num_output_tokens=usage.get("completion_tokens", 0),
+        finish_reason="error" if result.failed else "stop",
+        error_kind=_error_code(result) if result.failed else None,
+        error=result.json_line().strip() if result.failed else None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFiles:
+    """Writes output.jsonl with the responses and errors.jsonl with the lines that failed, as OpenAI's API gives them.
+
+    requests: the documents that were asked about; of those that have no answer, what the engine died of, the line is
+    made here.
+    """
+
+    requests: Sequence[Document]
+
+    def __call__(self, rows: Callable[[], Iterable[ResultRow]], folder: Location) -> None:
+        custom_ids = {one.id: json.loads(one.text or "{}").get("custom_id") for one in self.requests}
+        for name, failed in ((OUTPUT_NAME, False), (ERRORS_NAME, True)):
+            with folder.join(name).writing() as file:
+                for row in rows():
+                    if (row.error_kind is not None) == failed:
+                        line = row.text if row.text is not None else _unanswered(row, custom_ids.get(row.id))
+                        file.write(line.encode())
+
+
+def _unanswered(row: ResultRow, custom_id: str | None) -> str:
+    error = BatchError(code=row.error_kind or "", message=row.error or "", param=None, line=None)
+    return BatchResult(id=row.id, custom_id=custom_id, response=None, error=error).json_line()
+
+
+def _error_code(result: BatchResult) -> str:
+    if result.error is not None:
+        return result.error.code
+    assert result.response is not None
+    error = result.response.body.get("error", {})
+    return str(error.get("code") or error.get("type") or result.response.status_code)

@@ -1,0 +1,233 @@
+"""Which files an input names: files themselves, folders and patterns. A mistake in a name ends the command at once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from pathlib import PurePosixPath
+from typing import overload
+
+from rayspec.command.locations import Location, UnreadableFileError
+from rayspec.command.terminal import error_console
+from rayspec.types import ConfigError
+
+TEXT_SUFFIXES = (".txt", ".md")
+LINES_SUFFIXES = (".jsonl", ".ndjson")
+PARQUET_SUFFIXES = (".parquet",)
+GZIP_SUFFIX = ".gz"
+_ZIPPED = TEXT_SUFFIXES + LINES_SUFFIXES  # Parquet has a compression of its own
+KNOWN_TYPES = f"{', '.join((*_ZIPPED, *PARQUET_SUFFIXES))}, the first {len(_ZIPPED)} also with {GZIP_SUFFIX}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileType:
+    """suffix: of the content, in lower case, with its dot. is_zipped: the content is in gzip's format."""
+
+    suffix: str
+    is_zipped: bool = False
+
+
+def file_type(file_name: str) -> FileType | None:
+    """By the end of the file's name. None for a type that cannot be read."""
+    path = PurePosixPath(file_name.lower())
+    if path.suffix == GZIP_SUFFIX:
+        suffix = PurePosixPath(path.stem).suffix
+        return FileType(suffix=suffix, is_zipped=True) if suffix in _ZIPPED else None
+    return FileType(suffix=path.suffix) if path.suffix in (*_ZIPPED, *PARQUET_SUFFIXES) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputFile:
+    """A file to read. given: as the user named it. path: an absolute path or URI. name: the path below the folder that
+    all inputs share.
+
+    Ids of rows without an id of their own are made of `name`. It is therefore the same for a relative path, an absolute
+    path, a symbolic link to a folder and another mount point.
+    """
+
+    given: str
+    path: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputFiles(Sequence[str]):
+    """Files in the order in which they are read, each once; as a sequence, their names as the user gave them.
+
+    skipped: how many files of folders and patterns are left out for their type, by suffix.
+    """
+
+    files: tuple[InputFile, ...]
+    skipped: Mapping[str, int] = field(default_factory=dict)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[str, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> str | tuple[str, ...]:
+        return self.names[index]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(file.given for file in self.files)
+
+    @property
+    def warning(self) -> str | None:
+        """What the user should know of the files that are left out."""
+        if not self.skipped:
+            return None
+        num_skipped = sum(self.skipped.values())
+        files = "1 file" if num_skipped == 1 else f"{num_skipped} files"
+        return f"{files} skipped: {_counts(self.skipped)}; known are {KNOWN_TYPES}"
+
+
+def find_files(inputs: Iterable[str], *, output: str | None = None) -> InputFiles:
+    """The files that paths and URIs name: of a folder all files below it of a known type, of a pattern its matches.
+
+    Hidden files and folders below a folder are left out. A name that cannot be read stays in the list: reading makes an
+    error row of it, and the other inputs are not lost. Raises ConfigError for a pattern without a match, for inputs of
+    which none can be read, and for a URI of an unknown kind. A store that does not answer is no such mistake.
+
+    output: the folder of the command's results. Folders and patterns leave out its files, which an earlier run made.
+    """
+    search = _Search(output)
+    for name in inputs:
+        search.add(name)
+    return search.found()
+
+
+class _Search:
+    def __init__(self, output: str | None) -> None:
+        self._output = _canonical_parts(output) if output is not None else None
+        self._base = Location.parse(".")  # the folder that the files of the present input are in
+        self._bases: list[tuple[str, ...]] = []
+        self._found: dict[tuple[str, ...], Location | str] = {}  # by canonical path: each once
+        self._useless: dict[tuple[str, ...], str] = {}  # of these, why nothing can be read there
+        self._left_out: dict[str, str] = {}  # suffixes of the files of an unknown type, by their place
+
+    def add(self, name: str) -> None:
+        try:
+            location = Location.parse(name)
+            self._base = location.base
+            self._bases.append(self._canonical(self._base))
+            self._add(location)
+        except UnreadableFileError:
+            self._found.setdefault((name,), name)
+
+    def found(self) -> InputFiles:
+        if self._useless and len(self._useless) == len(self._found):
+            raise ConfigError(self._explanation())
+        num_shared = sum(1 for _ in takewhile(lambda level: len(set(level)) == 1, zip(*self._bases, strict=False)))
+        files = (_input_file(file, parts[num_shared:]) for parts, file in self._found.items())
+        return InputFiles(files=tuple(files), skipped=Counter(self._left_out.values()))
+
+    def _canonical(self, location: Location) -> tuple[str, ...]:
+        """The parts of the same path however the present input was named."""
+        below = PurePosixPath(location.path).parts[len(PurePosixPath(self._base.path).parts) :]
+        return (*self._base.canonical_name.split("/"), *below)
+
+    def _add(self, location: Location) -> None:
+        kind = location.kind
+        if kind == "folder":
+            self._add_folder(location)
+        elif kind is None and location.is_pattern:
+            self._add_matches(location)
+        elif kind is None:
+            self._add_useless(location, "there is no such file")
+        elif file_type(location.file_name) is None:
+            self._add_useless(location, f"its type is not known; known are {KNOWN_TYPES}")
+        else:
+            self._keep(location)
+
+    def _add_folder(self, folder: Location) -> None:
+        if not self._keep_below(folder):
+            self._add_useless(folder, f"the folder holds no file of a known type{self._shown_types()}")
+
+    def _add_matches(self, pattern: Location) -> None:
+        matches = pattern.glob()
+        num_kept = sum(self._keep_below(match) if _is_folder(match) else self._keep_all([match]) for match in matches)
+        if not num_kept:
+            reason = f"it matches no file of a known type{self._shown_types()}" if matches else "it matches nothing"
+            raise ConfigError(f"input {pattern.name!r}: {reason}; correct it, or leave it out")
+
+    def _keep_below(self, folder: Location) -> int:
+        files, unreadable = folder.below()
+        return self._keep_all(files, unreadable)
+
+    def _keep_all(self, files: Iterable[Location], unreadable: Iterable[Location] = ()) -> int:
+        """How many are kept: all but the files of an unknown type, which are counted."""
+        kept = list(unreadable)
+        for file in files:
+            if self._is_output(file):
+                continue
+            if file_type(file.file_name) is None:
+                self._left_out[file.absolute().name] = file.suffix or "no suffix"
+            else:
+                kept.append(file)
+        for location in sorted(kept, key=lambda one: PurePosixPath(one.path).parts):
+            self._keep(location)
+        return len(kept)
+
+    def _keep(self, location: Location) -> tuple[str, ...]:
+        place = self._canonical(location)
+        self._found.setdefault(place, location)
+        return place
+
+    def _is_output(self, file: Location) -> bool:
+        return self._output is not None and self._canonical(file)[: len(self._output)] == self._output
+
+    def _add_useless(self, location: Location, reason: str) -> None:
+        self._useless[self._keep(location)] = reason
+
+    def _shown_types(self) -> str:
+        return f" ({_counts(Counter(self._left_out.values()))} left out)" if self._left_out else ""
+
+    def _explanation(self) -> str:
+        place, reason = next(iter(self._useless.items()))
+        if len(self._useless) > 1:
+            reason += f", and {len(self._useless) - 1} more inputs cannot be read either"
+        return f"input {str(self._found[place])!r}: {reason}; name files, folders or patterns that exist"
+
+
+def _canonical_parts(name: str) -> tuple[str, ...] | None:
+    """None for a store that does not answer."""
+    try:
+        return tuple(Location.parse(name).canonical_name.split("/"))
+    except UnreadableFileError:
+        return None
+
+
+def _input_file(found: Location | str, parts: Sequence[str]) -> InputFile:
+    if isinstance(found, str):  # in a store that does not answer
+        return InputFile(given=found, path=found, name=found)
+    shown, name = found.printable(), "/".join(parts) or found.name
+    printable_name = name.encode(errors="surrogateescape").decode(errors="backslashreplace")
+    return InputFile(given=shown.name, path=shown.absolute().name, name=printable_name)
+
+
+def _is_folder(match: Location) -> bool:
+    """A link that leads in a circle is none: reading says what is wrong with it."""
+    try:
+        return match.is_folder
+    except UnreadableFileError:
+        return False
+
+
+def _counts(by_suffix: Mapping[str, int]) -> str:
+    shown = sorted(by_suffix.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{suffix} ({number})" for suffix, number in shown)
+
+
+def found_inputs(inputs: Iterable[str], *, output: str | None = None) -> InputFiles:
+    """The files that the inputs name, see `find_files`. Says how many are left out. Raises ConfigError."""
+    files = find_files(inputs, output=output)
+    if files.warning is not None:
+        error_console().print(files.warning, markup=False, highlight=False, soft_wrap=True)
+    return files

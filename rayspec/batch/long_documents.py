@@ -1,0 +1,608 @@
+"""Documents longer than the context: refused, truncated, or read in parts whose answers become one.
+
+*map-reduce* answers every chunk of the document by itself, then merges neighbouring answers, level by level, until one
+is left. *refine* reads the chunks in order and carries its answer along. Every call is a prompt of its own in the
+engine's queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from pydantic import Field, field_validator
+
+from rayspec.batch.documents import Document
+from rayspec.batch.prompts import PromptBuilder, fitting_prompt_tokens
+from rayspec.batch.results import ResultRow
+from rayspec.config import Options, SamplingParams
+from rayspec.types import ConfigError, RayspecError, RequestError, RequestMetrics, RequestOutput
+
+Mode = Literal["fail", "truncate", "map-reduce", "refine"]
+
+_BETWEEN = "\n\n"
+_TEXT, _SUMMARY = "{text}", "{summary}"
+_PLACES = re.compile(r"\{(text|summary|number|count)\}")
+_ANY_NUMBER = 999  # stands for the numbers of parts where the length of a prompt is estimated
+_SENTENCE_ENDS = ".!?\N{HORIZONTAL ELLIPSIS}"
+# Of scripts that put no space between sentences.
+_WIDE_SENTENCE_ENDS = "\N{IDEOGRAPHIC FULL STOP}\N{FULLWIDTH EXCLAMATION MARK}\N{FULLWIDTH QUESTION MARK}"
+
+_PART = "(This is part {number} of {count} of a longer document.)\n\n{text}"
+_MERGE = (
+    "(A longer document was read in parts. What follows was written about its parts, in their order. "
+    "Write the same about the whole document, without mentioning parts.)\n\n{text}"
+)
+_REFINE = (
+    "(A longer document is being read in {count} parts. This was written about the parts before part {number}:)\n\n"
+    "{summary}\n\n(Here is part {number}. Write the same about everything so far, without mentioning parts.)\n\n{text}"
+)
+
+
+class DoesNotShrinkError(RequestError):
+    """The answers about the parts of a document do not become fewer, or not within the levels that are allowed."""
+
+    kind = "does_not_shrink"
+
+
+class LongDocumentOptions(Options):
+    """What is done with documents that do not fit the context together with their output.
+
+    level_output_tokens: of the answers about chunks, about groups of these, and so on; the last one holds for all
+    levels above too. The answer about the whole document has what the sampling parameters allow.
+    """
+
+    mode: Mode = "fail"
+    chunk_tokens: int | None = Field(None, ge=1, description="tokens of a chunk at most; None: what fits")
+    overlap_tokens: int = Field(0, ge=0, description="tokens that a chunk shares with the one before")
+    level_output_tokens: tuple[int, ...] = Field((), description="output tokens by level; none: as the final answer")
+    max_levels: int = Field(6, ge=2, description="map-reduce: levels of answers, that about chunks included")
+    max_parts_in_flight: int = Field(8, ge=1, description="map-reduce: prompts of one document in the engine at once")
+
+    @field_validator("level_output_tokens")
+    @classmethod
+    def _positive(cls, budgets: tuple[int, ...]) -> tuple[int, ...]:
+        if min(budgets, default=1) < 1:
+            raise ValueError("each level needs 1 token or more")
+        return budgets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartTemplates:
+    """What parts are wrapped in. "{text}" is the chunk, or the answers to be merged; "{number}" and "{count}" say which
+    part this is of how many; in `refine`, "{summary}" is the answer so far. Raises ConfigError."""
+
+    part: str
+    merge: str
+    refine: str
+
+    def __post_init__(self) -> None:
+        needed = (("part", self.part, _TEXT), ("merge", self.merge, _TEXT), ("refine", self.refine, _TEXT))
+        for name, template, place in (*needed, ("refine", self.refine, _SUMMARY)):
+            if place not in template:
+                raise ConfigError(f"the template {name!r} is {template!r}: it must hold {place}")
+
+
+def part_templates(template: str, *, instruct: bool) -> PartTemplates:
+    """What asks of a document's parts the same that `template` asks of a whole one.
+
+    instruct: say that they are parts. The bundled model needs it not to: it was trained on bare reports.
+    """
+    if not instruct:
+        return PartTemplates(part=template, merge=template, refine=template.replace(_TEXT, f"{_SUMMARY}\n{_TEXT}"))
+    return PartTemplates(
+        part=template.replace(_TEXT, _PART),
+        merge=template.replace(_TEXT, _MERGE),
+        refine=template.replace(_TEXT, _REFINE),
+    )
+
+
+def filled(template: str, *, text: str, number: int, count: int, summary: str = "") -> str:
+    """The template with its places filled, once: what stands in a text is never taken for a place."""
+    values = {"text": text, "summary": summary, "number": str(number), "count": str(count)}
+    return _PLACES.sub(lambda place: values[place[1]], template)
+
+
+def cut(num_tokens: int, chunk: int, overlap: int, strength: Callable[[int], int] = lambda position: 0) -> list[range]:
+    """The fewest spans of at most `chunk` tokens that hold them all, each starting `overlap` tokens before the end of
+    the one before, and of nearly equal length.
+
+    strength: how good it is to end a span before the token at this position. Within a quarter of a span around the
+    place that makes spans equal, the strongest place wins, then the nearest. Requires 0 <= 2 * overlap <= chunk >= 1.
+    """
+    spans, start, step = [], 0, chunk - overlap
+    while num_tokens - start > chunk:
+        num_left = -(-(num_tokens - start - overlap) // step)  # spans, this one included
+        equal = start + overlap + (num_tokens - start - overlap) // num_left
+        slack = step // 4
+        first = max(equal - slack, num_tokens - (num_left - 1) * step)
+        last = min(equal + slack, start + chunk)
+        end = max(range(first, last + 1), key=lambda place: (strength(place), -abs(place - equal)))
+        spans.append(range(start, end))
+        start = end - overlap
+    return [*spans, range(start, num_tokens)]
+
+
+def group(sizes: Sequence[int], room: int) -> list[range]:
+    """The fewest runs of neighbours whose sizes add up to at most `room`; of these the ones whose largest is smallest.
+
+    What is larger than `room` is alone.
+    """
+    fewest = len(_filled_up(sizes, room))
+    smallest = bisect_left(range(room), True, key=lambda less: len(_filled_up(sizes, less)) <= fewest)
+    return _filled_up(sizes, smallest)
+
+
+def _filled_up(sizes: Sequence[int], room: int) -> list[range]:
+    groups, start, total = [], 0, 0
+    for index, size in enumerate(sizes):
+        if index > start and total + size > room:
+            groups.append(range(start, index))
+            start, total = index, 0
+        total += size
+    return [*groups, range(start, len(sizes))] if sizes else []
+
+
+def num_levels(num_chunks: int, capacity: Callable[[int], int]) -> int:
+    """Levels until one answer is left, the chunks' own included. capacity: how many answers of a level one prompt of
+    the next holds, 2 or more."""
+    level = 1
+    while num_chunks > 1:
+        num_chunks = -(-num_chunks // capacity(level))
+        level += 1
+    return level
+
+
+def part_seed(seed: int, level: int, index: int) -> int:
+    """The seed of one part: 64 bits, signed, that depend on nothing else."""
+    digest = hashlib.blake2b(f"{seed}/{level}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big", signed=True)
+
+
+class TokenizedText:
+    """A text and where its tokens lie in it. `tokenizer` must be a fast one of transformers."""
+
+    def __init__(self, tokenizer: Any, text: str) -> None:
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        self._text = text
+        self._offsets = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+
+    def __len__(self) -> int:
+        """Tokens."""
+        return len(self._offsets)
+
+    def text(self, span: range) -> str:
+        """What these tokens stand for, with the whole of a character of which they are a piece."""
+        return self._text[self._offsets[span.start, 0] : self._offsets[span.stop - 1, 1]]
+
+    def strength(self, position: int) -> int:
+        """Of the cut before a token: 4 between paragraphs, 3 lines, 2 sentences, 1 words, 0 in a word, -1 in a
+        character."""
+        place = int(self._offsets[position, 0])
+        if place < self._offsets[position - 1, 1]:
+            return -1
+        before, after = self._text[max(0, place - 3) : place], self._text[place : place + 2]
+        gap = before[len(before.rstrip()) :] + after[: len(after) - len(after.lstrip())]
+        last = before.rstrip()[-1:]
+        if "\n" in gap:
+            return 4 if gap.count("\n") > 1 else 3
+        if last and last in (_SENTENCE_ENDS if gap else _WIDE_SENTENCE_ENDS):
+            return 2
+        return 1 if gap else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """An answer about the tokens [start, end) of the document, and the answers it was made of.
+
+    level: 1 about a chunk. In refine, the answers on the way are the children of the last, and their ranges are the
+    chunks that they were made with.
+    """
+
+    level: int
+    start: int
+    end: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    text: str
+    children: tuple[Node, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain values, children included."""
+        return asdict(self)
+
+
+@dataclass(slots=True, kw_only=True)
+class Usage:
+    """Of all calls for a document. `decode_s` adds up calls that ran at the same time; the times are None where no
+    call came so far."""
+
+    num_calls: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    decode_s: float | None = None
+    arrival_s: float | None = None
+    finished_s: float | None = None
+
+    def add(self, output: RequestOutput) -> None:
+        metrics = output.metrics
+        self.num_calls += 1
+        self.num_prompt_tokens += len(output.prompt_token_ids)
+        self.num_output_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+        self.num_draft_tokens += metrics.num_draft_tokens
+        self.num_accepted_tokens += metrics.num_accepted_tokens
+        if metrics.finished_s is not None:
+            self._add_times(metrics, metrics.finished_s)
+
+    def _add_times(self, metrics: RequestMetrics, finished_s: float) -> None:
+        if metrics.first_token_s is not None:
+            self.decode_s = (self.decode_s or 0.0) + finished_s - metrics.first_token_s
+        self.arrival_s = metrics.arrival_s if self.arrival_s is None else min(self.arrival_s, metrics.arrival_s)
+        self.finished_s = finished_s if self.finished_s is None else max(self.finished_s, finished_s)
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
+
+    @property
+    def latency_s(self) -> float | None:
+        """From the first call's arrival to the last one's end."""
+        if self.arrival_s is None or self.finished_s is None:
+            return None
+        return self.finished_s - self.arrival_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of a document.
+
+    roots: the tree of a document read in parts: one node, or, where a part failed, what was finished, in the order of
+    the document. Empty for a document that was run whole. failed_part: which one has the error.
+    """
+
+    usage: Usage
+    text: str | None = None
+    finish_reason: str | None = None
+    error: RayspecError | None = None
+    failed_part: str = ""
+    roots: tuple[Node, ...] = ()
+
+    def row(self, row_id: str) -> ResultRow:
+        """Counts are of all calls."""
+        usage, error = self.usage, self.error
+        where = f"{self.failed_part}: " if self.failed_part else ""
+        return ResultRow(
+            id=row_id,
+            text=self.text,
+            num_prompt_tokens=usage.num_prompt_tokens,
+            num_output_tokens=usage.num_output_tokens,
+            finish_reason="error" if error is not None else self.finish_reason,
+            error_kind=error.kind if error is not None else None,
+            error=f"{where}{error}" if error is not None else None,
+            num_draft_tokens=usage.num_draft_tokens,
+            num_accepted_tokens=usage.num_accepted_tokens,
+            acceptance_rate=usage.acceptance_rate,
+            latency_s=usage.latency_s,
+            decode_s=usage.decode_s,
+        )
+
+
+class Completes(Protocol):
+    """What is asked of an AsyncEngine."""
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    async def run(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> RequestOutput: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """A call to be made. name: which one it is, for people. final: its answer is about the whole document."""
+
+    level: int
+    index: int
+    span: range
+    prompt: str
+    name: str
+    final: bool
+    children: tuple[Node, ...] = ()
+
+
+class _PartFailedError(Exception):
+    """Ends the work on a document; never leaves this module."""
+
+    def __init__(self, part: _Part, error: RayspecError) -> None:
+        super().__init__(part.name)
+        self.part = part.name
+        self.error = error
+
+
+@dataclass(slots=True, kw_only=True)
+class _Progress:
+    """What is finished of a document. by_start: the nodes that have no parent so far."""
+
+    usage: Usage = field(default_factory=Usage)
+    finish_reason: str | None = None
+    by_start: dict[int, Node] = field(default_factory=dict)
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """In the order of the document."""
+        return tuple(self.by_start[start] for start in sorted(self.by_start))
+
+    def add(self, node: Node) -> None:
+        for child in node.children:
+            del self.by_start[child.start]
+        self.by_start[node.start] = node
+
+    def finished(self) -> Outcome:
+        (root,) = self.nodes
+        return Outcome(usage=self.usage, text=root.text, finish_reason=self.finish_reason, roots=(root,))
+
+    def failed(self, error: RayspecError, part: str = "") -> Outcome:
+        return Outcome(usage=self.usage, error=error, failed_part=part, roots=self.nodes)
+
+
+class LongDocuments:
+    """Completes documents of any length through one engine.
+
+    prompts: makes the prompts of documents that fit, which run as they would without this class; its `params` are those
+    of the answer about a whole document, and its `max_prompt_tokens` does not count here. With a seed, every part has a
+    seed made from it, so that the tree depends on the document, the options and the model only. A conversation is never
+    cut.
+    Raises ConfigError for options that cannot work with this context.
+    """
+
+    def __init__(
+        self, *, engine: Completes, prompts: PromptBuilder, templates: PartTemplates, options: LongDocumentOptions
+    ) -> None:
+        params = prompts.params
+        self._engine = engine
+        self._options = options
+        self._templates = templates
+        self._params = params
+        self._budgets = options.level_output_tokens or (params.max_tokens,)
+        self._fitting = fitting_prompt_tokens(engine.max_model_len, params)
+        self._whole = replace(prompts, max_prompt_tokens=self._fitting if options.mode == "truncate" else None)
+        self._bare = replace(prompts, template=_TEXT, max_prompt_tokens=None)
+        self._max_prompt_tokens = engine.max_model_len - max(*self._budgets, params.max_tokens)
+        if self._in_parts:
+            self._between_tokens = self._num_tokens(_BETWEEN)
+            self._chunk_tokens = self._checked_chunk_tokens()
+
+    async def complete(self, document: Document) -> Outcome:
+        """What is wrong with the document is in the outcome. Raises EngineDeadError. Cancelling the wait aborts
+        everything that the document has in the engine."""
+        try:
+            tokens = self._whole.tokens(document)
+        except RequestError as error:
+            return Outcome(usage=Usage(), error=error)
+        if document.text is None or not self._in_parts or len(tokens) <= self._fitting:
+            return _outcome_of_whole(await self._engine.run(tokens, self._params))
+        text = TokenizedText(self._bare.llm.tokenizer, document.text)
+        progress = _Progress()
+        try:
+            await (self._refine if self._refines else self._map_reduce)(text, progress)
+        except _PartFailedError as failure:
+            return progress.failed(failure.error, failure.part)
+        except RequestError as error:
+            return progress.failed(error)
+        return progress.finished()
+
+    @property
+    def _refines(self) -> bool:
+        return self._options.mode == "refine"
+
+    @property
+    def _in_parts(self) -> bool:
+        return self._options.mode in {"map-reduce", "refine"}
+
+    async def _map_reduce(self, text: TokenizedText, progress: _Progress) -> None:
+        chunks, level = self._chunks(text), 1
+        self._require_few_levels(len(chunks))
+        await self._answer_all((self._chunk_part(text, chunks, index) for index in range(len(chunks))), progress)
+        while len(nodes := progress.nodes) > 1:
+            groups = self._groups(nodes)
+            if len(groups) == len(nodes) or level == self._options.max_levels:
+                raise DoesNotShrinkError(
+                    f"{len(nodes)} answers of level {level} are left, and few or no neighbours fit one prompt: lower "
+                    "level_output_tokens, or raise max_model_len or max_levels"
+                )
+            level += 1
+            await self._answer_all(self._merge_parts(level, groups, nodes), progress)
+
+    async def _refine(self, text: TokenizedText, progress: _Progress) -> None:
+        chunks = self._chunks(text)
+        for index in range(len(chunks)):
+            done = progress.nodes
+            part = self._chunk_part(text, chunks, index, summary=done[-1].text if done else "")
+            if part.final and done:
+                part = replace(part, level=2, span=range(len(text)), children=done)
+            await self._answer(part, progress)
+
+    async def _answer_all(self, parts: Iterator[_Part], progress: _Progress) -> None:
+        """Parts are made when their turn comes, so that few prompts exist at a time."""
+
+        async def work() -> None:
+            for part in parts:
+                await self._answer(part, progress)
+
+        workers = [asyncio.ensure_future(work()) for _ in range(self._options.max_parts_in_flight)]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+
+    async def _answer(self, part: _Part, progress: _Progress) -> None:
+        tokens = self._tokens(part.prompt)
+        if len(tokens) > self._max_prompt_tokens:
+            raise _PartFailedError(part, self._does_not_fit(len(tokens)))
+        output = await self._engine.run(tokens, self._params_of(part))
+        progress.usage.add(output)
+        if output.error is not None:
+            raise _PartFailedError(part, output.error)
+        completion = output.outputs[0]
+        progress.finish_reason = completion.finish_reason
+        progress.add(
+            Node(
+                level=part.level,
+                start=part.span.start,
+                end=part.span.stop,
+                num_prompt_tokens=len(tokens),
+                num_output_tokens=len(completion.token_ids),
+                text=completion.text,
+                children=part.children,
+            )
+        )
+
+    def _params_of(self, part: _Part) -> SamplingParams:
+        whole = self._params
+        budget = whole.max_tokens if part.final else self._budget(part.level)
+        seed = None if whole.seed is None else part_seed(whole.seed, part.level, part.index)
+        return whole.replace(max_tokens=budget, min_tokens=min(whole.min_tokens, budget), seed=seed)
+
+    def _budget(self, level: int) -> int:
+        """Output tokens of an answer of this level that is not the final one."""
+        return self._budgets[min(level, len(self._budgets)) - 1]
+
+    def _chunks(self, text: TokenizedText) -> list[range]:
+        """A chunk that is tokenized by itself may have more tokens than it had in the text, and a template may hold it
+        twice; so the prompts are counted, and where one does not fit, all chunks are made smaller."""
+        chunk, overlap = self._chunk_tokens, self._options.overlap_tokens
+        limit = self._max_prompt_tokens - self._summary_room
+        while chunk >= max(1, 2 * overlap):
+            chunks = cut(len(text), chunk, overlap, text.strength)
+            longest = max(len(self._tokens(self._chunk_prompt(text, chunks, index))) for index in range(len(chunks)))
+            if longest <= limit:
+                return chunks
+            chunk = chunk * limit // longest
+        raise self._does_not_fit(longest)
+
+    def _chunk_part(self, text: TokenizedText, chunks: Sequence[range], index: int, summary: str = "") -> _Part:
+        span, count = chunks[index], len(chunks)
+        return _Part(
+            level=1,
+            index=index,
+            span=span,
+            prompt=self._chunk_prompt(text, chunks, index, summary),
+            name=f"part {index + 1} of {count} (tokens {span.start} to {span.stop})",
+            final=index == count - 1 if self._refines else count == 1,
+        )
+
+    def _chunk_prompt(self, text: TokenizedText, chunks: Sequence[range], index: int, summary: str = "") -> str:
+        template = self._templates.refine if self._refines and index > 0 else self._templates.part
+        return filled(template, text=text.text(chunks[index]), number=index + 1, count=len(chunks), summary=summary)
+
+    def _groups(self, nodes: Sequence[Node]) -> list[range]:
+        """Neighbours that one prompt holds. As with chunks, the prompts are counted."""
+        sizes = [self._num_tokens(node.text) + self._between_tokens for node in nodes]
+        room = self._merge_room
+        while True:
+            groups = group(sizes, room)
+            longest = max((len(self._tokens(part.prompt)) for part in self._merge_parts(2, groups, nodes)), default=0)
+            if longest <= self._max_prompt_tokens:
+                return groups
+            room = room * self._max_prompt_tokens // longest
+
+    def _merge_parts(self, level: int, groups: Sequence[range], nodes: Sequence[Node]) -> Iterator[_Part]:
+        """Who is alone needs no merging, and stays as it is."""
+        for index, members in enumerate(groups):
+            children = tuple(nodes[members.start : members.stop])
+            if len(children) > 1:
+                start, end = children[0].start, children[-1].end
+                text = _BETWEEN.join(child.text.strip() for child in children)
+                yield _Part(
+                    level=level,
+                    index=index,
+                    span=range(start, end),
+                    prompt=filled(self._templates.merge, text=text, number=index + 1, count=len(groups)),
+                    name=f"merge {index + 1} of {len(groups)} on level {level} (tokens {start} to {end})",
+                    final=len(groups) == 1,
+                    children=children,
+                )
+
+    @property
+    def _chunk_room(self) -> int:
+        """Tokens of a chunk that fit with all that must be around it."""
+        templates = (self._templates.part, self._templates.refine) if self._refines else (self._templates.part,)
+        return self._max_prompt_tokens - self._summary_room - max(map(self._overhead, templates))
+
+    @property
+    def _summary_room(self) -> int:
+        """Tokens kept free for the answer so far, which may be a few more when they are read again."""
+        return self._budget(1) * 9 // 8 if self._refines else 0
+
+    @property
+    def _merge_room(self) -> int:
+        return self._max_prompt_tokens - self._overhead(self._templates.merge)
+
+    def _capacity(self, level: int) -> int:
+        """How many answers of this level one prompt holds for certain."""
+        return self._merge_room // (self._budget(level) + self._between_tokens)
+
+    def _overhead(self, template: str) -> int:
+        return len(self._tokens(filled(template, text="", number=_ANY_NUMBER, count=_ANY_NUMBER)))
+
+    def _tokens(self, text: str) -> list[int]:
+        return self._bare.tokens(Document(id="", source="", text=text))
+
+    def _num_tokens(self, text: str) -> int:
+        return len(self._bare.llm.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _does_not_fit(self, num_tokens: int) -> DoesNotShrinkError:
+        return DoesNotShrinkError(
+            f"its prompt has {num_tokens} tokens, and {self._max_prompt_tokens} fit beside the output: lower "
+            "chunk_tokens, overlap_tokens or level_output_tokens, or raise max_model_len"
+        )
+
+    def _require_few_levels(self, num_chunks: int) -> None:
+        needed, allowed = num_levels(num_chunks, self._capacity), self._options.max_levels
+        if needed > allowed:
+            raise DoesNotShrinkError(
+                f"{num_chunks} chunks may need {needed} levels, max_levels is {allowed}: raise it or chunk_tokens, or "
+                "lower level_output_tokens"
+            )
+
+    def _checked_chunk_tokens(self) -> int:
+        options, room, limit = self._options, self._chunk_room, self._max_prompt_tokens
+        if not self._bare.llm.tokenizer.is_fast:
+            raise ConfigError(f"option 'mode' is {options.mode!r}: it needs a fast tokenizer, which knows where in the "
+                              "text its tokens are; use 'truncate'")  # fmt: skip
+        chunk = room if options.chunk_tokens is None else options.chunk_tokens
+        if not 1 <= chunk <= room:
+            raise ConfigError(
+                f"option 'chunk_tokens' is {options.chunk_tokens}: {max(0, room)} tokens of a chunk fit beside the "
+                "instruction and the output; lower it, level_output_tokens or max_tokens, or raise max_model_len"
+            )
+        if 2 * options.overlap_tokens > chunk:
+            raise ConfigError(
+                f"option 'overlap_tokens' is {options.overlap_tokens}: it must be at most half of a chunk, {chunk // 2}"
+            )
+        if options.mode == "map-reduce" and min(map(self._capacity, range(1, len(self._budgets) + 1))) < 2:
+            raise ConfigError(
+                f"option 'level_output_tokens' is {self._budgets}: two such answers must fit one prompt of {limit} "
+                "tokens; lower it or max_tokens, or raise max_model_len"
+            )
+        return chunk
+
+
+def _outcome_of_whole(output: RequestOutput) -> Outcome:
+    usage, completion = Usage(), output.outputs[0] if output.outputs else None
+    usage.add(output)
+    return Outcome(
+        usage=usage,
+        text=completion.text if completion is not None else None,
+        finish_reason=completion.finish_reason if completion is not None else None,
+        error=output.error,
+    )

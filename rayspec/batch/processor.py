@@ -1,0 +1,264 @@
+"""Batch generation as an operator on a Ray Dataset, in the conventions of `ray.data.llm`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import ray
+import ray.data
+from jinja2 import TemplateError
+from pydantic import Field
+from ray.exceptions import RayActorError, RayError
+from typing_extensions import Self
+
+from rayspec.batch.engine_actor import Handler, answer, call
+from rayspec.batch.supervisor import start_supervisor
+from rayspec.command.plain_values import plain_values
+from rayspec.command.settings import Settings
+from rayspec.config import EngineConfig, Options, ParallelOptions, SamplingParams
+from rayspec.decode.engine_loop import EngineDeadError
+from rayspec.types import RayspecError, RequestError, RequestMetrics, RequestOutput
+
+if TYPE_CHECKING:
+    from rayspec.async_engine import AsyncEngine
+
+ERROR_COLUMN = "__inference_error__"
+_CLIENT_CPUS = 0.0  # it only waits; and on one CPU there must be a whole one for Ray Data's own tasks
+_MAX_ROWS_OF_A_BATCH = 16  # Ray Data gives a client no more rows of one block at a time
+_MIN_BATCHES = 8
+_SHUTDOWN_TIMEOUT_S = 15.0
+_ENGINE_LOST = frozenset({"engine_dead", "stage_lost"})  # kinds of errors that are not the row's
+
+Row = dict[str, Any]
+RowFunction = Callable[[Row], Row]
+
+
+class ProcessorConfig(Options):
+    """A model and how a dataset is streamed through it.
+
+    engine_kwargs: options of `EngineConfig`, `parallel` and `speculation` among them. concurrency: replicas of the
+    engine. batch_size: rows that leave the client together; the engine forms batches of its own.
+    should_continue_on_error: a row at fault gets its error in `__inference_error__`; if False, it fails the dataset.
+    max_engine_restarts: restarts of an engine that died, without a completed row in between, before the dataset fails.
+    """
+
+    model_source: str
+    engine_kwargs: dict[str, Any] = Field(default_factory=dict)
+    batch_size: int = Field(8, ge=1)
+    concurrency: int = Field(1, ge=1)
+    max_concurrent_batches: int | None = Field(None, ge=1, description="None: as many as keep all replicas busy")
+    should_continue_on_error: bool = True
+    max_engine_restarts: int = Field(3, ge=0)
+
+    @property
+    def engine(self) -> EngineConfig:
+        """Raises ConfigError."""
+        config = EngineConfig(**({"model": self.model_source} | self.engine_kwargs))
+        if self.concurrency == 1:
+            return config
+        parallel = config.parallel or ParallelOptions()
+        return config.replace(parallel=parallel.replace(replicas=self.concurrency))
+
+    @property
+    def num_concurrent_batches(self) -> int:
+        """Raises ConfigError."""
+        if self.max_concurrent_batches is not None:
+            return self.max_concurrent_batches
+        config = self.engine
+        num_replicas = config.parallel.replicas if config.parallel is not None else 1
+        num_wanted = 2 * config.max_num_seqs * num_replicas  # as `Engine.num_wanted`
+        # A batch is replaced when its last row is done: on average, half of its rows are done before.
+        num_rows = (min(self.batch_size, _MAX_ROWS_OF_A_BATCH) + 1) / 2
+        return max(_MIN_BATCHES, math.ceil(num_wanted / num_rows))
+
+
+def build_processor(
+    config: ProcessorConfig, preprocess: RowFunction | None = None, postprocess: RowFunction | None = None
+) -> Processor:
+    """An operator that completes the rows of a dataset.
+
+    preprocess: what it returns is merged over the row; the row then has `messages`, `prompt` or `tokenized_prompt`, and
+    may have `sampling_params` (a dict with the names of SamplingParams). postprocess: makes the output row of a row
+    that succeeded, which by then also has `generated_text`, `generated_tokens`, `num_input_tokens`,
+    `num_generated_tokens`, `finish_reason`, `params`, `request_id`, `metrics` and `__inference_error__` ("" or
+    "Kind: message"); without it all columns stay. Rows at fault bypass it. Raises ConfigError.
+    """
+    return Processor(config, preprocess, postprocess)
+
+
+class Processor:
+    """Callable on datasets; the result is lazy.
+
+    The engine starts with the first call, outside Ray Data's own placement, and serves all datasets. An engine that
+    dies is started again. The engine ends with `shutdown`, with the driver, or when neither the processor nor a dataset
+    of the processor is left.
+    """
+
+    def __init__(
+        self, config: ProcessorConfig, preprocess: RowFunction | None, postprocess: RowFunction | None
+    ) -> None:
+        self._config = config
+        self._recipe = RowTask(settings=Settings(engine=config.engine, sampling=SamplingParams()))
+        self._functions = RowFunctions(preprocess, postprocess, config.should_continue_on_error)
+        self._supervisor: Any = None
+
+    def __call__(self, dataset: ray.data.Dataset) -> ray.data.Dataset:
+        """Raises CheckpointError, PlacementError and EngineDeadError when the engine cannot be started."""
+        if self._supervisor is None:
+            self._supervisor = self._started()
+        num_batches = self._config.num_concurrent_batches
+        pool = ray.data.ActorPoolStrategy(
+            size=1, max_tasks_in_flight_per_actor=num_batches, max_concurrent_calls_per_actor=num_batches
+        )
+        blocks = dataset.repartition(target_num_rows_per_block=self._config.batch_size)
+        client: Any = RowClient  # Ray's annotations do not know of async classes
+        return blocks.map(
+            client, fn_constructor_args=[self._supervisor, self._functions], compute=pool, num_cpus=_CLIENT_CPUS
+        )
+
+    def _started(self) -> Any:
+        supervisor = start_supervisor(self._recipe, max_restarts=self._config.max_engine_restarts)
+        try:
+            call(supervisor.begin.remote())
+        except BaseException:
+            ray.kill(supervisor)
+            raise
+        return supervisor
+
+    def shutdown(self) -> None:
+        """End the engine. Rows that are not done fail. More than once is fine, and never raises."""
+        supervisor, self._supervisor = self._supervisor, None
+        if supervisor is None or not ray.is_initialized():
+            return
+        with suppress(RayError):
+            ray.get(supervisor.stop.remote(), timeout=_SHUTDOWN_TIMEOUT_S)
+        with suppress(RayError):
+            ray.kill(supervisor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+
+@dataclass(frozen=True, slots=True)
+class RowFunctions:
+    """The user's functions, and what becomes of a row on which they or the engine fail."""
+
+    preprocess: RowFunction | None
+    postprocess: RowFunction | None
+    should_continue: bool
+
+
+class RowClient:
+    """Carries rows to the engine's supervisor and back, inside Ray Data."""
+
+    def __init__(self, supervisor: Any, functions: RowFunctions) -> None:
+        self._supervisor = supervisor
+        self._functions = functions
+        ray.wait([supervisor.begin.remote()])  # where the engine cannot be started, the rows say why
+
+    async def __call__(self, row: Row) -> Row:
+        try:
+            return await self._complete(row)
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            if not self._functions.should_continue:
+                raise
+            return row | {ERROR_COLUMN: _text_of(error)}
+
+    async def _complete(self, row: Row) -> Row:
+        functions = self._functions
+        ready = row | (functions.preprocess(dict(row)) if functions.preprocess else {})
+        done = ready | await self._completed(plain_values(ready))
+        if not done[ERROR_COLUMN]:
+            return functions.postprocess(done) if functions.postprocess else done
+        if not functions.should_continue:
+            raise RequestError(done[ERROR_COLUMN])
+        return done
+
+    async def _completed(self, row: Row) -> Row:
+        try:
+            completed: Row = await answer(self._supervisor.handle.remote(row))
+        except RayActorError:
+            raise EngineDeadError("the processor was shut down before the dataset was done") from None
+        return completed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowTask:
+    """What the engine does with a prepared row."""
+
+    settings: Settings
+
+    def handler(self, engine: AsyncEngine) -> Handler:
+        async def complete(row: Mapping[str, Any]) -> Row:
+            try:
+                params = self.settings.sampling.replace(**(row.get("sampling_params") or {}))
+                output = await engine.run(_prompt_tokens(engine, row), params)
+            except (RequestError, TemplateError, ValueError, TypeError) as error:
+                return _columns_of_error(error)
+            if output.error is not None and output.error.kind in _ENGINE_LOST:
+                raise EngineDeadError(str(output.error))
+            return _columns(output, params)
+
+        return complete
+
+
+def _prompt_tokens(engine: AsyncEngine, row: Mapping[str, Any]) -> list[int]:
+    """Raises RequestError for a row without a prompt."""
+    if row.get("tokenized_prompt") is not None:
+        return [int(token) for token in row["tokenized_prompt"]]
+    prompt = row.get("messages") if row.get("messages") is not None else row.get("prompt")
+    if prompt is None:
+        raise RequestError("the row has none of 'messages', 'prompt', 'tokenized_prompt': let preprocess add one")
+    return engine.tokens(prompt)
+
+
+def _columns(output: RequestOutput, params: SamplingParams) -> Row:
+    """Of the first completion; with n > 1 the others are in `generated_texts`."""
+    texts = [one.text for one in output.outputs]
+    first = output.outputs[0] if output.outputs else None
+    return {
+        "request_id": output.request_id,
+        "prompt_token_ids": list(output.prompt_token_ids),
+        "num_input_tokens": len(output.prompt_token_ids),
+        "generated_tokens": list(first.token_ids) if first else [],
+        "generated_text": texts[0] if texts else "",
+        "num_generated_tokens": sum(len(one.token_ids) for one in output.outputs),
+        "finish_reason": first.finish_reason if first else None,
+        "params": params.model_dump_json(exclude_defaults=True),
+        "metrics": _metrics(output.metrics),
+        ERROR_COLUMN: _text_of(output.error),
+    } | ({"generated_texts": texts} if params.n > 1 else {})
+
+
+def _metrics(metrics: RequestMetrics) -> dict[str, float | int | None]:
+    first, finished = metrics.first_token_s, metrics.finished_s
+    return {
+        "num_draft_tokens": metrics.num_draft_tokens,
+        "num_accepted_tokens": metrics.num_accepted_tokens,
+        "acceptance_rate": metrics.acceptance_rate,
+        "time_to_first_token_s": first - metrics.arrival_s if first is not None else None,
+        "latency_s": finished - metrics.arrival_s if finished is not None else None,
+    }
+
+
+def _columns_of_error(error: Exception) -> Row:
+    return {"generated_text": "", "num_input_tokens": 0, "num_generated_tokens": 0, ERROR_COLUMN: _text_of(error)}
+
+
+def _text_of(error: Exception | None) -> str:
+    if error is None:
+        return ""
+    kind = error.kind if isinstance(error, RayspecError) else type(error).__name__
+    return f"{kind}: {error}"

@@ -1,0 +1,242 @@
+"""The report of a run, in Markdown and HTML, with the picture of its plans."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from markdown_it import MarkdownIt
+
+from rayspec.batch.plots import plot_plans
+from rayspec.batch.results import ResultRow
+from rayspec.batch.tally import Tally
+from rayspec.demo import exact_lines
+from rayspec.types import EngineStats, PlanRecord
+
+PLOT_NAME = "skip-map.png"
+_MAX_LISTED = 50
+_STYLE = (
+    "body{font:15px/1.5 sans-serif;max-width:75em;margin:2em auto;padding:0 1em}table{border-collapse:collapse}"
+    "td,th{border:1px solid #ccc;padding:.2em .6em;text-align:left}img{max-width:100%}"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowDigest:
+    """What a report says of one row."""
+
+    id: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+    tokens_per_s: float | None
+    acceptance_rate: float | None
+    exact: tuple[int, int] | None
+    error_kind: str | None
+    error: str | None
+
+
+@dataclass(slots=True, kw_only=True)
+class RunReport:
+    """Collects rows as they come and writes `report.md` and the picture in the end.
+
+    references: the one right text of a row, by id, where there is one; its lines are compared. Keeps the first rows and
+    an example of every kind of error, not all rows.
+    """
+
+    references: Mapping[str, str] = field(default_factory=dict)
+    tally: Tally = field(default_factory=Tally)
+    rows: list[RowDigest] = field(default_factory=list)
+    examples: dict[str, str] = field(default_factory=dict)
+    num_exact_lines: int = 0
+    num_reference_lines: int = 0
+
+    def add(self, row: ResultRow) -> None:
+        self.tally.add(row)
+        self._list(row)
+
+    def add_earlier(self, num_rows: int, errors: Counter[str], rows: Callable[..., Iterable[ResultRow]]) -> None:
+        """Rows of a run before this one, which do not count as this one's speed.
+
+        rows: gives them, `with_text` or without. Only as many are read as the report needs.
+        """
+        self.tally.add_earlier(num_rows, errors)
+        for row in rows(with_text=True) if self.references else islice(rows(with_text=False), _MAX_LISTED):
+            self._list(row)
+
+    def _list(self, row: ResultRow) -> None:
+        exact = self._compare(row)
+        if row.error_kind is not None:
+            self.examples.setdefault(row.error_kind, row.error or "")
+        if len(self.rows) < _MAX_LISTED:
+            self.rows.append(
+                RowDigest(
+                    id=row.id,
+                    num_prompt_tokens=row.num_prompt_tokens,
+                    num_output_tokens=row.num_output_tokens,
+                    tokens_per_s=_rate(row),
+                    acceptance_rate=row.acceptance_rate,
+                    exact=exact,
+                    error_kind=row.error_kind,
+                    error=row.error,
+                )
+            )
+
+    def _compare(self, row: ResultRow) -> tuple[int, int] | None:
+        reference = self.references.get(row.id)
+        if reference is None or row.text is None:
+            return None
+        exact, total = exact_lines(row.text, reference)
+        self.num_exact_lines += exact
+        self.num_reference_lines += total
+        return exact, total
+
+    def write(self, folder: Path, *, stats: EngineStats, config: Mapping[str, Any], title: str) -> Path:
+        """Writes into `folder`, which must exist; returns the path of the report."""
+        plot_plans(stats, folder / PLOT_NAME, title=f"{title}: the drafts' plans")
+        parts = [f"# {title}", *self._summary(stats, config), *self._errors(), *self._documents(), *_plans(stats)]
+        path = folder / "report.md"
+        text = "\n\n".join(parts) + "\n"
+        path.write_text(text, encoding="utf-8")
+        path.with_suffix(".html").write_text(_html(title, text), encoding="utf-8")
+        return path
+
+    def _summary(self, stats: EngineStats, config: Mapping[str, Any]) -> list[str]:
+        tally = self.tally
+        lines = [
+            ("rows", f"{tally.num_rows}, {tally.num_failed} failed"),
+            ("prompt tokens", f"{tally.num_prompt_tokens}"),
+            ("output tokens", f"{tally.num_output_tokens}"),
+            ("wall time", f"{tally.elapsed_s:.1f} s"),
+            ("throughput", f"{tally.tokens_per_s:.1f} output tokens/s"),
+            ("draft acceptance", _share(stats.acceptance_rate)),
+            ("tokens a drafted round", _number(stats.mean_accepted_length)),
+            ("rounds", f"{stats.num_rounds}, {stats.num_plain_rounds} without a draft"),
+            *((f"time in {name}", _share(share)) for name, share in shares(stats).items()),
+            ("gate", stats.gate_reason or "-"),
+        ]
+        if stats.num_lost_replicas:
+            lines.append(("replicas lost for good", str(stats.num_lost_replicas)))
+        if self.num_reference_lines:
+            lines.insert(1, ("lines of the references, exact", f"{self.num_exact_lines} of {self.num_reference_lines}"))
+        speculation = config.get("speculation", {})
+        setting = ", ".join(
+            f"{name} `{value}`"
+            for name, value in (
+                ("model", config.get("model")),
+                ("dtype", config.get("dtype")),
+                ("device", config.get("device")),
+                ("threads", config.get("num_threads")),
+                ("strategy", speculation.get("strategy")),
+                ("verification", speculation.get("verification")),
+            )
+        )
+        return [f"With {setting}.", _table(("what", "value"), lines), f"![the drafts' plans]({PLOT_NAME})"]
+
+    def _errors(self) -> list[str]:
+        if not self.tally.errors:
+            return []
+        rows = [
+            (f"`{kind}`", str(count), self.examples.get(kind, "")) for kind, count in self.tally.errors.most_common()
+        ]
+        return ["## Failed rows", _table(("kind", "rows", "for example"), rows)]
+
+    def _documents(self) -> list[str]:
+        rows = [_document_cells(row) for row in self.rows]
+        more = self.tally.num_rows - len(rows)
+        note = [f"{more} more rows are in the output file."] if more else []
+        return ["## Documents", _table(DOCUMENT_HEADINGS, rows), *note]
+
+    def document_cells(self) -> Iterable[tuple[str, ...]]:
+        """The table of rows, for a terminal; headings are DOCUMENT_HEADINGS."""
+        return map(_document_cells, self.rows)
+
+
+DOCUMENT_HEADINGS = ("id", "prompt tokens", "output tokens", "tokens/s", "acceptance", "exact lines", "error")
+
+
+def shares(stats: EngineStats) -> dict[str, float | None]:
+    """Parts of the engine's time."""
+    total = stats.total_s
+    seconds = {
+        "prefill": stats.prefill_s,
+        "draft": stats.draft_s,
+        "verify": stats.verify_s,
+        "plan search": stats.optimise_s,
+    }
+    return {name: part / total if total else None for name, part in seconds.items()}
+
+
+def _rate(row: ResultRow) -> float | None:
+    """Tokens per second after the first one."""
+    return (row.num_output_tokens - 1) / row.decode_s if row.decode_s and row.num_output_tokens > 1 else None
+
+
+def _document_cells(row: RowDigest) -> tuple[str, ...]:
+    return (
+        row.id,
+        str(row.num_prompt_tokens or "-"),
+        str(row.num_output_tokens or "-"),
+        _number(row.tokens_per_s),
+        _share(row.acceptance_rate),
+        "-" if row.exact is None else f"{row.exact[0]} of {row.exact[1]}",
+        row.error_kind or "",
+    )
+
+
+def _plans(stats: EngineStats) -> list[str]:
+    if not stats.plans:
+        return []
+    headings = (
+        "at, s", "context", "batch", "attention kept", "MLP kept", "draft", "acceptance", "observed",
+        "tokens/s", "measured", "plain", "search, ms", "why",
+    )  # fmt: skip
+    rows = [_plan_cells(record) for record in stats.plans[-_MAX_LISTED:]]
+    note = "Rates are of one sequence: as predicted, as measured in use, and as predicted without a draft."
+    return ["## Plans", note, _table(headings, rows)]
+
+
+def _plan_cells(record: PlanRecord) -> tuple[str, ...]:
+    keep = record.plan.keep
+    return (
+        f"{record.elapsed_s:.1f}",
+        str(record.context),
+        str(record.batch),
+        f"{sum(keep[::2])} of {len(keep[::2])}",
+        f"{sum(keep[1::2])} of {len(keep[1::2])}",
+        str(record.plan.num_draft_tokens) if record.plan.drafts else "none",
+        _share(record.estimated_acceptance if record.plan.drafts else None),
+        _share(record.observed_acceptance),
+        _number(record.predicted_tpt),
+        _number(record.measured_tpt),
+        _number(record.plain_tpt),
+        f"{1000 * record.optimise_s:.0f}",
+        record.reason,
+    )
+
+
+def _html(title: str, text: str) -> str:
+    """A page of its own. Whatever a model or a document wrote is text in it, never markup."""
+    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
+    return f"<!doctype html><meta charset=utf-8><title>{escape(title)}</title><style>{_STYLE}</style>\n{body}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.0f} %"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [headings, ["---"] * len(headings), *([_cell(value) for value in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(value: str) -> str:
+    return " ".join(value.replace("|", "\\|").split())

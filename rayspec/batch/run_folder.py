@@ -1,0 +1,565 @@
+"""The output folder of a job: rows that are committed in small files, and a manifest that says what they came from.
+
+    manifest.json                     what decides the rows, the sessions so far, counts
+    rows/part-000007-1f2e3d4c.parquet rows, committed together by one session
+    <name>.parquet                    every row once, when the job is done
+
+Two drivers at once: on this machine's file systems the second is refused, by a lock that the kernel gives up with the
+process that held it, however that ended. A remote store has no such lock, so there both work, and nothing is lost:
+parts carry the session in their name, and of several rows with one id one is taken.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import errno
+import fcntl
+import json
+import os
+import platform
+import re
+import threading
+import uuid
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
+from types import TracebackType
+from typing import Any, Final, Literal, NamedTuple, Protocol
+
+from typing_extensions import Self
+
+from rayspec.batch.results import DamagedRowsError, FileFormat, ResultRow, is_final, read_rows, write_rows
+from rayspec.command.locations import PARTIAL_SUFFIX, Location, UnreadableFileError, error_detail
+from rayspec.types import ConfigError, RayspecError
+
+MANIFEST: Final = "manifest.json"
+_MANIFEST_VERSION = 2
+_LOCK = ".lock"
+_ROWS = "rows"
+_PART = r"part-(?P<number>\d{6,})-[0-9a-f]{8}\.(?:parquet|jsonl)"
+_ROWS_PER_PART = 32
+_SECONDS_PER_PART = 5.0
+_MAX_MERGED_ROWS = 1_000_000
+_MAX_SHOWN = 80
+_BLOCK_BYTES = 4096
+
+Status = Literal["running", "complete", "interrupted"]
+
+
+class DamagedOutputError(RayspecError):
+    """A file of an output folder cannot be read as what was written."""
+
+    kind = "damaged_output"
+
+
+class OutputError(RayspecError):
+    """Rows cannot be written to the output folder."""
+
+    kind = "output"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """One run of a driver, in UTC. finished: None while it runs, and for ever where it was killed."""
+
+    run_id: str
+    host: str
+    process: int
+    started: str
+    finished: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What manifest.json says. identity: everything that decides what the rows say, as JSON has it."""
+
+    version: int = _MANIFEST_VERSION
+    status: Status = "running"
+    identity: Mapping[str, Any]
+    text_column: str
+    file_format: FileFormat
+    sessions: Sequence[Session] = ()
+    rows: Mapping[str, Any] = field(default_factory=dict)
+    counts: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, location: Location) -> Manifest:
+        """Raises DamagedOutputError, OSError."""
+        try:
+            content = json.loads(location.read())
+            return cls(**{**content, "sessions": tuple(Session(**session) for session in content["sessions"])})
+        except (ValueError, KeyError, TypeError) as error:
+            raise DamagedOutputError(
+                f"{location}: not a manifest that can be read ({error}); choose another folder or pass --overwrite"
+            ) from error
+
+    def encoded(self) -> bytes:
+        return json.dumps(asdict(self), indent=2, ensure_ascii=False).encode() + b"\n"
+
+    def write(self, location: Location) -> None:
+        location.write(self.encoded())
+
+    def check_equal(self, other: Manifest, location: Location) -> None:
+        """Raises ConfigError that names what `other`, which is to go on with this, would do otherwise."""
+        differences = list(_differences(self._deciding, other._deciding))
+        if differences:
+            raise ConfigError(
+                f"option 'output' is {location.name!r}, whose rows were made with other options: "
+                f"{'; '.join(differences)}: choose another folder, or pass --overwrite to begin again"
+            )
+
+    @property
+    def _deciding(self) -> dict[str, Any]:
+        names = ("text_column", "file_format", "version")
+        return {**self.identity} | {name: getattr(self, name) for name in names}
+
+
+class _Place(NamedTuple):
+    """Where the row of an id is, and what became of it."""
+
+    part: int
+    row: int
+    error_kind: str | None
+    input_hash: str | None
+    is_done: bool
+
+
+class RowIndex:
+    """Which of the rows with one id counts: the last, but no row that is to be done again in place of one that is done.
+
+    Rows that could not be read, and rows with the id of another row, stand beside that row, one for each place in the
+    input. They are a matter of the input and not of its rows: those of earlier sessions do not count.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[str, str | None], _Place] = {}
+        self.done: dict[str, str | None] = {}
+
+    def add(self, row: ResultRow, *, part: int, number: int) -> None:
+        """`row` has this number in this part. Parts are numbered in their order."""
+        key, is_done = _key(row), is_final(row)
+        before = self._places.get(key)
+        if before is not None and before.is_done and not is_done:
+            return
+        self._places[key] = _Place(part, number, row.error_kind, row.input_hash, is_done)
+        if is_done and not row.is_input_error:
+            self.done[row.id] = row.input_hash
+
+    def reopen(self, row_id: str) -> None:
+        """The row is to be done again. Until it is, the earlier one counts."""
+        del self.done[row_id]
+        self._places[row_id, None] = self._places[row_id, None]._replace(is_done=False)
+
+    def counts(self, row: ResultRow, *, part: int, number: int) -> bool:
+        """Whether the row there is the one that counts."""
+        place = self._places.get(_key(row))
+        return place is not None and place[:2] == (part, number)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @property
+    def is_complete(self) -> bool:
+        return all(place.is_done for place in self._places.values())
+
+    def summary(self) -> RowCounts:
+        """Of the rows that are done."""
+        kinds = [place.error_kind for place in self._places.values() if place.is_done]
+        return RowCounts(total=len(kinds), failed=Counter(kind for kind in kinds if kind is not None))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowCounts:
+    """Numbers of rows: in all, and failed by kind."""
+
+    total: int
+    failed: Counter[str]
+
+    def as_dict(self) -> dict[str, Any]:
+        """As the manifest has it."""
+        return {
+            "total": self.total,
+            "succeeded": self.total - self.failed.total(),
+            "failed": dict(self.failed.most_common()),
+        }
+
+
+def _key(row: ResultRow) -> tuple[str, str | None]:
+    return row.id, (row.source or "") if row.is_input_error else None
+
+
+class _FolderLock:
+    """Held by one process at a time, and given up by the kernel when that ends. None in a remote store."""
+
+    def __init__(self, location: Location) -> None:
+        """Raises ConfigError where another has it."""
+        self._descriptor: int | None = None
+        path = location.join(_LOCK).local_path
+        if path is None:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.pread(self._descriptor, 1000, 0).decode(errors="replace") or "another process"
+            self.release()
+            raise ConfigError(
+                f"option 'output' is {location.name!r}, where {holder} is writing: wait for it or choose another folder"
+            ) from error
+        except OSError as error:
+            if error.errno not in {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}:
+                self.release()
+                raise
+            return  # a file system without locks is as good as a remote store
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, f"process {os.getpid()} of {platform.node()}, since {_now()},".encode(), 0)
+
+    def release(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+class _Timer(Protocol):
+    def cancel(self) -> None: ...
+
+
+def _start_timer(seconds: float, action: Callable[[], None]) -> _Timer:
+    timer = threading.Timer(seconds, action)
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
+StartTimer = Callable[[float, Callable[[], None]], _Timer]
+
+
+class RunFolder:
+    """Rows of a job, on disk a few at a time. Use as a context manager: what ends the block, rows are committed.
+
+    Rows are committed when there are 32 of them, and 5 s after the first of them: a driver that is killed loses those,
+    and they are done again. Safe to use from several threads.
+    """
+
+    def __init__(
+        self, location: Location, before: Manifest, lock: _FolderLock, *, name: str, start_timer: StartTimer
+    ) -> None:
+        """Use `open`."""
+        self.location = location
+        self._lock, self._name, self._start_timer = lock, name, start_timer
+        self._manifest = replace(before, status="running", sessions=(*before.sessions, _new_session()))
+        self._guard = threading.RLock()
+        self._buffer: list[ResultRow] = []
+        self._timer: _Timer | None = None
+        self._is_overdue = False
+        self._parts = _parts_of(location)
+        self._number = _number(self._parts[-1]) if self._parts else 0
+        self._is_merged = before.status == "complete" and self._merged.exists
+        self._index = RowIndex()
+        for part, row, number in self._all_rows(with_text=False):
+            if row.is_input_error:
+                self._is_merged = False
+            else:
+                self._index.add(row, part=part, number=number)
+        self._manifest.write(location.join(MANIFEST))  # only now: a folder that cannot be read has not been worked on
+
+    @classmethod
+    def open(
+        cls,
+        location: Location,
+        *,
+        identity: Mapping[str, Any],
+        overwrite: bool,
+        text_column: str,
+        file_format: FileFormat,
+        name: str = "rows",
+        report_files: Collection[str] = (),
+        start_timer: StartTimer = _start_timer,
+    ) -> RunFolder:
+        """Begins a job in a folder that is new or empty, or goes on with the one that is there.
+
+        identity: everything that decides what the rows say, as JSON can hold it; nested keys are compared one by one.
+        overwrite: begin again, in place of what a job has left there; other files stay. report_files: what else in the
+        folder is of the job. name: of the merged file. start_timer: calls back after some seconds, unless cancelled.
+
+        Raises ConfigError for a folder that holds something else, was begun with another identity, is being written by
+        another process, or cannot be reached; DamagedOutputError for files in it that cannot be read.
+        """
+        _check_text_column(text_column)
+        fresh = Manifest(identity=json.loads(json.dumps(identity)), text_column=text_column, file_format=file_format)
+        try:
+            if location.exists and not location.is_folder:
+                raise ConfigError(f"option 'output' is {location.name!r}, a file: name a folder")
+            lock = _FolderLock(location)
+            try:
+                manifest = _begin(location, fresh, name, report_files) if overwrite else _continue(location, fresh)
+                _remove_leftovers(location, name)
+                return cls(location, manifest, lock, name=name, start_timer=start_timer)
+            except BaseException:
+                lock.release()
+                raise
+        except (UnreadableFileError, OSError) as error:
+            raise ConfigError(
+                f"option 'output' is {location.name!r}, which cannot be used ({error_detail(error)}): choose another"
+            ) from error
+
+    @property
+    def done(self) -> Mapping[str, str | None]:
+        """Input hash by id of the committed rows that an engine has done. Grows with every commit."""
+        return self._index.done
+
+    @property
+    def counts(self) -> RowCounts:
+        """Of the committed rows."""
+        return self._index.summary()
+
+    @property
+    def is_merged(self) -> bool:
+        """The merged file holds what the parts hold."""
+        return self._is_merged
+
+    @property
+    def manifest(self) -> Manifest:
+        return self._manifest
+
+    @property
+    def num_sessions(self) -> int:
+        """Drivers that have worked on this, with the one that does now."""
+        return len(self._manifest.sessions)
+
+    def redo(self, row_ids: Iterable[str]) -> None:
+        """These rows are to be done again."""
+        for row_id in row_ids:
+            self._index.reopen(row_id)
+            self._is_merged = False
+
+    def add(self, row: ResultRow) -> None:
+        """Raises OutputError where rows cannot be committed; they are kept, and committed with the next ones."""
+        with self._guard:
+            self._buffer.append(row)
+            if self._is_overdue or len(self._buffer) >= _ROWS_PER_PART:
+                self.commit()
+            elif self._timer is None:
+                self._timer = self._start_timer(_SECONDS_PER_PART, self._commit_overdue)
+
+    def commit(self) -> None:
+        """Writes the rows that are not on disk yet as one part, whole or not at all. Raises OutputError."""
+        with self._guard:
+            self._stop_timer()
+            if not self._buffer:
+                return
+            part = self.location.join(_ROWS, f"part-{self._number + 1:06d}-{self._run_id}.{self._format}")
+            with self._naming_output(), part.writing() as file:
+                write_rows(file, self._buffer, text_column=self._manifest.text_column, file_format=self._format)
+            # In this order, because a signal may end it anywhere, and the commit at the end then does it all again.
+            for number, row in enumerate(self._buffer):
+                self._index.add(row, part=len(self._parts), number=number)
+            self._parts.append(part)
+            self._is_merged = False
+            self._number += 1
+            self._buffer.clear()
+            self._is_overdue = False
+
+    def rows(self, *, with_text: bool = True) -> Iterator[ResultRow]:
+        """The committed rows, each id once. Raises DamagedOutputError."""
+        for part, row, number in self._all_rows(with_text=with_text):
+            if self._index.counts(row, part=part, number=number):
+                yield row
+
+    def finish(self, counts: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
+        """Commits, merges the rows into one file beside the parts, unless they are a million, and updates the manifest.
+
+        counts, extra: what the manifest is to say besides. The job is complete unless some rows are to be done again.
+        Raises OutputError.
+        """
+        self.commit()
+        with self._naming_output():
+            if not self._is_merged and len(self._index) < _MAX_MERGED_ROWS:
+                with self._merged.writing() as file:
+                    write_rows(file, self.rows(), text_column=self._manifest.text_column, file_format=self._format)
+                self._is_merged = True
+            status: Status = "complete" if self._index.is_complete else "interrupted"
+            self._end_session(status, counts=counts, extra=extra)
+
+    def close(self) -> None:
+        """Commits what there is. A job that did not finish can be resumed. Raises OutputError."""
+        try:
+            self.commit()
+        finally:
+            self._stop_timer()
+            try:
+                if self._manifest.status == "running":
+                    self._end_session("interrupted", counts=self._manifest.counts, extra=self._manifest.extra)
+            finally:
+                self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def _format(self) -> FileFormat:
+        return self._manifest.file_format
+
+    @property
+    def _run_id(self) -> str:
+        return self._manifest.sessions[-1].run_id
+
+    def _commit_overdue(self) -> None:
+        try:
+            self.commit()
+        except OutputError:
+            self._is_overdue = True  # the next row tries again, where somebody hears of it
+
+    @contextmanager
+    def _naming_output(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise OutputError(
+                f"the output {self.location.name!r} cannot be written ({error_detail(error)}): make room or repair it, "
+                f"then run the same command again; {self.counts.total} rows are in it"
+            ) from error
+
+    @property
+    def _merged(self) -> Location:
+        return self.location.join(f"{self._name}.{self._format}")
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _end_session(self, status: Status, *, counts: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
+        *before, session = self._manifest.sessions
+        self._manifest = replace(
+            self._manifest,
+            status=status,
+            sessions=(*before, replace(session, finished=_now())),
+            rows=self.counts.as_dict(),
+            counts=counts,
+            extra=extra,
+        )
+        location = self.location.join(MANIFEST)
+        try:
+            self._manifest.write(location)
+        except OSError as error:
+            if error.errno != errno.ENOSPC or not _rewrite(location, self._manifest.encoded()):
+                raise
+
+    def _all_rows(self, *, with_text: bool) -> Iterator[tuple[int, ResultRow, int]]:
+        """Number of the part, row, number of the row in it."""
+        for part_number, part in enumerate(self._parts):
+            number = -1
+            for number, row in enumerate(self._rows_of(part, with_text=with_text)):
+                yield part_number, row, number
+            if number < 0:
+                raise _damaged(part, "it is empty, which no part is")
+
+    def _rows_of(self, part: Location, *, with_text: bool) -> Iterator[ResultRow]:
+        column = self._manifest.text_column
+        try:
+            with part.open() as file:
+                yield from read_rows(file, text_column=column, file_format=self._format, with_text=with_text)
+        except (OSError, DamagedRowsError) as error:
+            raise _damaged(part, error_detail(error)) from error
+
+
+def _damaged(part: Location, reason: str) -> DamagedOutputError:
+    return DamagedOutputError(f"{part}: {reason}; put it back, or delete it to have its rows done again")
+
+
+def _check_text_column(text_column: str) -> None:
+    if text_column in {column.name for column in fields(ResultRow)} - {"text"}:
+        raise ConfigError(f"text_column is {text_column!r}, which is another column of the output: choose another name")
+
+
+def _continue(location: Location, fresh: Manifest) -> Manifest:
+    """The manifest to go on with: that of the folder, or `fresh` for a folder without anything."""
+    manifest = location.join(MANIFEST)
+    if manifest.exists:
+        previous = Manifest.read(manifest)
+        previous.check_equal(fresh, location)
+        return previous
+    foreign = [entry.file_name for entry in location.entries() if not entry.file_name.startswith(".")]
+    if foreign:
+        raise ConfigError(
+            f"option 'output' is {location.name!r}, which holds {foreign[0]!r} and no {MANIFEST} of a job: choose "
+            "another folder, or pass --overwrite to write into it all the same"
+        )
+    return fresh
+
+
+def _begin(location: Location, fresh: Manifest, name: str, report_files: Collection[str]) -> Manifest:
+    """Removes what a job left. The manifest stays until the new one replaces it: there is no moment without one."""
+    for part in _parts_of(location):
+        part.delete()
+    for file_name in (f"{name}.parquet", f"{name}.jsonl", *report_files):
+        location.join(file_name).delete()
+    return fresh
+
+
+def _parts_of(location: Location) -> list[Location]:
+    """In the order of their numbers."""
+    found = location.join(_ROWS).files((".parquet", ".jsonl"), recursive=False)
+    return sorted((file for file in found if re.fullmatch(_PART, file.file_name)), key=_number)
+
+
+def _number(part: Location) -> int:
+    match = re.fullmatch(_PART, part.file_name)
+    assert match is not None
+    return int(match["number"])
+
+
+def _remove_leftovers(location: Location, name: str) -> None:
+    """Of writers that were killed. Not in a remote store, where another driver may be writing them."""
+    if location.local_path is None:
+        return
+    ours = re.compile(rf"\.(?:{_PART}|{re.escape(MANIFEST)}|{re.escape(name)}\.\w+)\.[0-9a-f]{{8}}{PARTIAL_SUFFIX}")
+    for folder in (location, location.join(_ROWS)):
+        for file in folder.files((PARTIAL_SUFFIX,), recursive=False):
+            if ours.fullmatch(file.file_name):
+                file.delete()
+
+
+def _rewrite(location: Location, content: bytes) -> bool:
+    """Puts `content` into the disk blocks that a small file has already, for a disk that is full. False if that cannot
+    be done."""
+    path = location.local_path
+    if path is None or not path.exists() or len(content) > -(-path.stat().st_size // _BLOCK_BYTES) * _BLOCK_BYTES:
+        return False
+    with path.open("r+b") as file:
+        file.write(content)
+        file.truncate()
+    return True
+
+
+def _new_session() -> Session:
+    return Session(run_id=uuid.uuid4().hex[:8], host=platform.node(), process=os.getpid(), started=_now())
+
+
+def _now() -> str:
+    return dt.datetime.now(tz=dt.timezone.utc).isoformat(timespec="seconds")
+
+
+def _differences(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key in sorted({*then, *now}):
+        before, after = then.get(key), now.get(key)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            yield from _differences(before, after, f"{prefix}{key}.")
+        elif before != after or (key in then) != (key in now):
+            yield f"{prefix}{key} was {_shown(then, key)} and is {_shown(now, key)}"
+
+
+def _shown(values: Mapping[str, Any], key: str) -> str:
+    if key not in values:
+        return "not given"
+    text = json.dumps(values[key], ensure_ascii=False)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

@@ -1,0 +1,32 @@
+"""The bundled documents as the input of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rayspec.batch.documents import Document
+from rayspec.demo import SampleDocument, python_documents, sample_documents
+
+_REPORT_SENTENCES = (12, 16, 20, 24, 28, 32, 36, 40, 48, 56, 64, 80, 96, 112, 128, 144)
+_NUM_PYTHON_DOCUMENTS = 24
+_PYTHON_STEP = 6  # every sixth of the longest: from far too long for the context to comfortable
+
+
+def bundled_documents() -> list[SampleDocument]:
+    """Reports of 12 to 144 sentences, whose right summaries are known, and real texts, the longest of which does not
+    fit the bundled model's context."""
+    reports = [
+        sample_documents(1, num_sentences=num_sentences, seed=index)[0]
+        for index, num_sentences in enumerate(_REPORT_SENTENCES)
+    ]
+    return [*reports, *python_documents(_NUM_PYTHON_DOCUMENTS)[::_PYTHON_STEP]]
+
+
+def as_documents(samples: Iterable[SampleDocument]) -> list[Document]:
+    """As a job takes them."""
+    return [Document(id=sample.id, source=sample.id, text=sample.text) for sample in samples]
+
+
+def references(samples: Iterable[SampleDocument]) -> dict[str, str]:
+    """The right summaries, by id, of those that have one."""
+    return {sample.id: sample.summary for sample in samples if sample.summary is not None}

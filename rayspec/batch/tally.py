@@ -1,0 +1,86 @@
+"""Counting the rows of a run: tokens, acceptance, failures by kind, and the exit code they add up to."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from rayspec.command.exit_codes import EXIT_FAILED, EXIT_OK, EXIT_SOME_FAILED
+
+if TYPE_CHECKING:
+    from rayspec.batch.results import ResultRow
+
+_MAX_KINDS = 4
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the rows so far amount to. `clock` gives seconds."""
+
+    clock: Callable[[], float] = time.perf_counter
+    num_rows: int = 0
+    num_earlier: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+    started_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.started_s = self.clock()
+
+    def add_earlier(self, num_rows: int, errors: Counter[str]) -> None:
+        """Rows of a run before this one, whose tokens are not this one's work. errors: of them, by kind."""
+        self.num_rows += num_rows
+        self.num_earlier += num_rows
+        self.errors.update(errors)
+
+    def add(self, row: ResultRow) -> None:
+        self.num_rows += 1
+        if row.error_kind is not None:
+            self.errors[row.error_kind] += 1
+        self.num_output_tokens += row.num_output_tokens
+        self.num_draft_tokens += row.num_draft_tokens
+        self.num_accepted_tokens += row.num_accepted_tokens
+        if row.error_kind is None:
+            self.num_prompt_tokens += row.num_prompt_tokens
+
+    @property
+    def num_failed(self) -> int:
+        return self.errors.total()
+
+    @property
+    def elapsed_s(self) -> float:
+        return self.clock() - self.started_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_output_tokens / self.elapsed_s if self.elapsed_s > 0 else 0.0
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
+
+    @property
+    def _kinds(self) -> str:
+        """The commonest kinds of errors with their numbers."""
+        counts = [f"{kind} {count}" for kind, count in self.errors.most_common(_MAX_KINDS)]
+        return ", ".join(counts) + (", ..." if len(self.errors) > _MAX_KINDS else "")
+
+    @property
+    def exit_code(self) -> int:
+        """0: every row succeeded; 1: none did; 3: some failed."""
+        if self.num_failed == 0 and self.num_rows > 0:
+            return EXIT_OK
+        return EXIT_FAILED if self.num_failed == self.num_rows else EXIT_SOME_FAILED
+
+    def __str__(self) -> str:
+        acceptance = "" if self.acceptance_rate is None else f", acceptance {self.acceptance_rate:.2f}"
+        failed = f", {self.num_failed} failed ({self._kinds})" if self.num_failed else ""
+        speed = f"{self.num_output_tokens} tokens, {self.tokens_per_s:.1f} tokens/s"
+        earlier = f" ({self.num_earlier} of an earlier run)" if self.num_earlier else ""
+        return f"{self.num_rows} rows{earlier}{failed}, {speed}{acceptance}"

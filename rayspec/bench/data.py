@@ -1,0 +1,249 @@
+"""What Ray Data costs: the same documents through an engine in this process, and through Ray Data to an engine's actor.
+
+The two take turns, repeat by repeat, after one of each that does not count. Both engines are loaded before, with the
+same options, and only one is at work at a time: the device must hold the model twice. A repeat begins with documents
+and ends with the last row; for Ray Data that includes the start of its workers, which every job has once.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from typing import Any
+
+import ray
+
+import rayspec
+from rayspec.batch.data import arrivals, complete_dataset, dataset_of, quieten, reading
+from rayspec.batch.document_task import DocumentTask
+from rayspec.batch.documents import Document
+from rayspec.batch.engine_actor import call
+from rayspec.batch.in_process import complete
+from rayspec.batch.long_documents import LongDocumentOptions
+from rayspec.batch.prompts import PromptBuilder, summary_prompt
+from rayspec.batch.results import ResultRow
+from rayspec.batch.supervisor import start_supervisor
+from rayspec.bench.options import BenchOptions
+from rayspec.bench.run import engine_config, model_folder
+from rayspec.bench.workloads import WorkloadOptions, file_documents, fitting_tasks
+from rayspec.command.environment import describe_environment
+from rayspec.command.loading import hide_progress_bars, load_llm
+from rayspec.command.settings import Settings
+from rayspec.command.terminal import exit_on_sigterm
+from rayspec.config import EngineConfig, SamplingParams
+from rayspec.demo import Task
+from rayspec.pipeline.session import ray_session
+from rayspec.types import ConfigError
+
+BARE, RAY_DATA = "bare engine", "ray data"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSample:
+    """One repeat of one way. first_row_s: from the start to the first finished row."""
+
+    seconds: float
+    first_row_s: float
+    num_tokens: int
+    texts: dict[str, str | None]
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataRow:
+    """One way. Rates and seconds are medians over the repeats; ratio: the median, least and most of the rates' ratios
+    to the bare engine's within a repeat. `identical` of `total` texts are those of the bare engine's first repeat."""
+
+    way: str
+    tokens_per_s: float
+    min_tokens_per_s: float
+    max_tokens_per_s: float
+    seconds: float
+    first_row_s: float
+    ratio: float
+    min_ratio: float
+    max_ratio: float
+    identical: int
+    total: int
+
+
+def run_data_bench(options: BenchOptions, say: Callable[[str], None]) -> dict[str, Any]:
+    """options: `num_prompts` is the number of rows; of the strategies there must be one.
+
+    Raises ConfigError, CheckpointError, and what is wrong with a document.
+    """
+    if len(options.strategies) != 1:
+        raise ConfigError(
+            f"option 'strategies' is {','.join(options.strategies)!r}: one at a time is measured, name one"
+        )
+    hide_progress_bars()
+    with model_folder(options.engine, options.widen) as folder, ray_session(), reading():
+        exit_on_sigterm()
+        quieten()
+        config = engine_config(options, folder, options.strategies[0])
+        config = config.replace(num_threads=config.num_threads or os.cpu_count() or 1)
+        say("loading")
+        samples = _measured(options, config, say)
+    rows = [asdict(row) for row in data_rows(samples)]
+    return {"environment": describe_environment(), "options": options.plain(), "results": rows}
+
+
+def _measured(options: BenchOptions, config: EngineConfig, say: Callable[[str], None]) -> dict[str, list[DataSample]]:
+    params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens, ignore_eos=True)
+    template = summary_prompt(options.engine.model)
+    with load_llm(config) as llm, _loaded_actor(config, params, template) as engine:
+        (context,) = options.workloads.contexts
+        prompts = PromptBuilder(llm=llm, params=params, template=template, max_prompt_tokens=context)
+        documents = _documents(prompts, options.workloads)
+        ways: dict[str, _Bare | _RayData] = {
+            BARE: _Bare(llm, prompts),
+            RAY_DATA: _RayData(engine, num_wanted=2 * config.max_num_seqs),
+        }
+        samples: dict[str, list[DataSample]] = {way: [] for way in ways}
+        for repeat in range(1 + options.repeats):
+            for name, way in ways.items():
+                sample = way.run(documents)
+                samples[name].append(sample)
+                say(f"{f'repeat {repeat}' if repeat else 'warming up'}: {name} {sample.tokens_per_s:.1f} tokens/s")
+    return {name: each[1:] for name, each in samples.items()}
+
+
+def _documents(prompts: PromptBuilder, options: WorkloadOptions) -> list[Document]:
+    """The bundled ones as long as fit the context, so that nothing of them is cut; or those of a file."""
+    (name,), (context,) = options.inputs, options.contexts
+    if name != "demo":
+        return file_documents(name, options.num_prompts)
+    whole = replace(prompts, max_prompt_tokens=None)
+
+    def num_tokens(task: Task) -> int:
+        return len(whole.tokens(Document(id="", source="demo", text=task.document)))
+
+    tasks = fitting_tasks("summary", num_tokens, context=context, num_tasks=options.num_prompts, seed=options.seed)
+    return [Document(id=f"report-{index}", source="demo", text=task.document) for index, task in enumerate(tasks)]
+
+
+@contextmanager
+def _loaded_actor(config: EngineConfig, params: SamplingParams, template: str) -> Iterator[Any]:
+    settings = Settings(engine=config, sampling=params)
+    task = DocumentTask(settings=settings, template=template, long=LongDocumentOptions(mode="truncate"))
+    supervisor = start_supervisor(task, max_restarts=0)
+    try:
+        call(supervisor.begin.remote())
+        yield supervisor
+        call(supervisor.stop.remote())
+    finally:
+        ray.kill(supervisor)
+
+
+class _Bare:
+    """An engine in this process."""
+
+    def __init__(self, llm: rayspec.LLM, prompts: PromptBuilder) -> None:
+        self._llm, self._prompts = llm, prompts
+
+    def run(self, documents: Sequence[Document]) -> DataSample:
+        watch = _Watch()
+        for row in complete(self._llm, documents, self._prompts):
+            watch.take(row)
+        return watch.sample()
+
+
+class _RayData:
+    """An engine's actor, whose rows Ray Data brings, as in a job."""
+
+    def __init__(self, engine: Any, num_wanted: int) -> None:
+        self._engine, self._num_wanted = engine, num_wanted
+
+    def run(self, documents: Sequence[Document]) -> DataSample:
+        watch = _Watch()
+        dataset = complete_dataset(dataset_of(documents), self._engine, num_wanted=self._num_wanted)
+        with closing(arrivals(dataset)) as rows:
+            for arrival in rows:
+                watch.take(arrival.row)
+        return watch.sample()
+
+
+class _Watch:
+    """Takes the rows of one repeat."""
+
+    def __init__(self) -> None:
+        self._start_s = time.perf_counter()
+        self._first_s: float | None = None
+        self._num_tokens = 0
+        self._texts: dict[str, str | None] = {}
+
+    def take(self, row: ResultRow) -> None:
+        if row.error_kind is not None:
+            raise ConfigError(f"row {row.id!r} failed, and only rows that succeed can be measured: {row.error}")
+        if self._first_s is None:
+            self._first_s = time.perf_counter()
+        self._num_tokens += row.num_output_tokens
+        self._texts[row.id] = row.text
+
+    def sample(self) -> DataSample:
+        now_s = time.perf_counter()
+        return DataSample(
+            seconds=now_s - self._start_s,
+            first_row_s=(now_s if self._first_s is None else self._first_s) - self._start_s,
+            num_tokens=self._num_tokens,
+            texts=self._texts,
+        )
+
+
+def data_rows(samples: dict[str, list[DataSample]]) -> list[DataRow]:
+    """samples: of each way, repeat by repeat, the bare engine's among them."""
+    expected = samples[BARE][0].texts
+    rows = []
+    for way, own in samples.items():
+        rates = [sample.tokens_per_s for sample in own]
+        ratios = [mine / bare.tokens_per_s for mine, bare in zip(rates, samples[BARE], strict=True)]
+        texts = [(row_id, text) for sample in own for row_id, text in sample.texts.items()]
+        rows.append(
+            DataRow(
+                way=way,
+                tokens_per_s=median(rates),
+                min_tokens_per_s=min(rates),
+                max_tokens_per_s=max(rates),
+                seconds=median(sample.seconds for sample in own),
+                first_row_s=median(sample.first_row_s for sample in own),
+                ratio=median(ratios),
+                min_ratio=min(ratios),
+                max_ratio=max(ratios),
+                identical=sum(text == expected[row_id] for row_id, text in texts),
+                total=len(expected) * len(own),
+            )
+        )
+    return rows
+
+
+def data_markdown(result: dict[str, Any]) -> str:
+    """The result as a Markdown table, with what was measured above it."""
+    options, environment = result["options"], result["environment"]
+    workloads = options["workloads"]
+    heading = (
+        f"{options['engine']['model']} in {options['engine']['dtype']}, {options['widen']} times as wide, on "
+        f"{environment['hardware']}, commit {environment['commit']}: {workloads['num_prompts']} rows of up to "
+        f"{workloads['contexts'][0]} tokens, {options['max_tokens']} output tokens, {options['strategies'][0]}, batch "
+        f"{options['batch']}, {options['repeats']} repeats"
+    )
+    table = [
+        "| way | tokens/s | min to max | seconds | first row, s | of bare | min to max | identical |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+        *map(_cells, result["results"]),
+    ]
+    return "\n".join([heading, "", *table])
+
+
+def _cells(row: dict[str, Any]) -> str:
+    return (
+        f"| {row['way']} | {row['tokens_per_s']:.1f} | {row['min_tokens_per_s']:.1f} to "
+        f"{row['max_tokens_per_s']:.1f} | {row['seconds']:.1f} | {row['first_row_s']:.1f} | {row['ratio']:.3f} | "
+        f"{row['min_ratio']:.3f} to {row['max_ratio']:.3f} | {row['identical']} of {row['total']} |"
+    )

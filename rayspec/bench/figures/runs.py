@@ -1,0 +1,177 @@
+"""One engine under one selector after another, in turns, so that what disturbs the machine meets all of them."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from statistics import median
+
+import rayspec
+from rayspec.config import SamplingParams
+from rayspec.decode.drafting.skip_draft import KeepDrafting
+from rayspec.decode.engine import Engine
+from rayspec.decode.rounds import RoundResult
+from rayspec.decode.selection.base import Search, Selector, Situation
+from rayspec.planning.latency import LatencyModel
+from rayspec.strategies.in_use import Tested
+from rayspec.strategies.tuning import selecting
+from rayspec.types import ConfigError, EngineStats, Plan, PlanRecord
+
+Prompt = Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """What one contender wrote after one prompt. num_tokens: after the first one, which the prompt's forward gives.
+    seconds: of decoding, without the prompt; of it `search_s` went into plan searches. num_tested: draft tokens up to
+    and with the first rejected one of each draft."""
+
+    num_tokens: int
+    seconds: float
+    search_s: float
+    num_rounds: int
+    num_drafted: int
+    num_accepted: int
+    num_tested: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / max(self.seconds, 1e-9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """Of a number that was measured several times."""
+
+    median: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(median=median(values), least=min(values), most=max(values))
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.least:.2f} to {self.most:.2f})"
+
+
+class Contender:
+    """A selector that takes turns with others in one engine. Its clock stands still while they run, so that its budget
+    is of its own time; what its rounds did is counted, and the records of its plans are kept.
+    """
+
+    def __init__(self, selector: Selector) -> None:
+        self.records: list[PlanRecord] = []
+        self.num_tested = 0
+        self._selector = selector
+        self._left_at_s = 0.0
+        self._away_s = 0.0
+
+    @contextmanager
+    def taking_its_turn(self, stats: EngineStats) -> Iterator[None]:
+        self._away_s += stats.total_s - self._left_at_s
+        yield
+        self._left_at_s = stats.total_s
+
+    @property
+    def wants_taps(self) -> bool:
+        return self._selector.wants_taps
+
+    @property
+    def gate_reason(self) -> str:
+        return self._selector.gate_reason
+
+    def plan(self, situation: Situation) -> Plan:
+        return self._selector.plan(self._own(situation))
+
+    def keep_drafting(self, situation: Situation) -> KeepDrafting | None:
+        return self._selector.keep_drafting(self._own(situation))
+
+    def observe(self, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
+        self.num_tested += Tested.of(plan, result).num_tested
+        self._selector.observe(self._own(situation), plan, result, num_tokens, seconds)
+
+    def improve(self, situation: Situation, search: Search) -> PlanRecord | None:
+        record = self._selector.improve(self._own(situation), search)
+        if record is not None:
+            self.records.append(record)
+        return record
+
+    def _own(self, situation: Situation) -> Situation:
+        return replace(situation, elapsed_s=situation.elapsed_s - self._away_s)
+
+
+def take_turns(
+    llm: rayspec.LLM, contenders: Mapping[str, Contender], prompts: Sequence[Prompt], *, max_tokens: int, seed: int = 0
+) -> dict[str, list[Stretch]]:
+    """By contender, a stretch for each prompt. All of them write after a prompt, in random order, before the next one;
+    a contender goes on with the next prompt where it stood. Raises ConfigError, and what a prompt failed with."""
+    rng = random.Random(seed)
+    stretches: dict[str, list[Stretch]] = {name: [] for name in contenders}
+    for prompt in prompts:
+        order = list(contenders)
+        rng.shuffle(order)
+        for name in order:
+            stretches[name].append(write(llm, contenders[name], prompt, max_tokens=max_tokens))
+    return stretches
+
+
+def write(llm: rayspec.LLM, contender: Contender, prompt: Prompt, *, max_tokens: int) -> Stretch:
+    """Greedily, up to the end of the text or `max_tokens`. Raises what the prompt failed with."""
+    engine = local_engine(llm)
+    before, num_tested = copy.copy(engine.stats), contender.num_tested
+    with selecting(engine, contender), contender.taking_its_turn(engine.stats):
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+        (output,) = llm.generate([{"prompt_token_ids": list(prompt)}], params)
+    if output.error is not None:
+        raise output.error
+    now = engine.stats
+    return Stretch(
+        num_tokens=len(output.outputs[0].token_ids) - 1,
+        seconds=(now.total_s - before.total_s) - (now.prefill_s - before.prefill_s),
+        search_s=now.optimise_s - before.optimise_s,
+        num_rounds=now.num_rounds - before.num_rounds,
+        num_drafted=now.num_draft_tokens - before.num_draft_tokens,
+        num_accepted=now.num_accepted_tokens - before.num_accepted_tokens,
+        num_tested=contender.num_tested - num_tested,
+    )
+
+
+def local_engine(llm: rayspec.LLM) -> Engine:
+    """Raises ConfigError where the engine is not in this process."""
+    if not isinstance(llm.engine, Engine):
+        raise ConfigError("option 'parallel' is set: figures are of an engine in one process, leave it out")
+    return llm.engine
+
+
+def latency_of(llm: rayspec.LLM) -> LatencyModel:
+    """Raises ConfigError where the model was not measured, because it cannot draft for itself."""
+    latency = local_engine(llm).latency
+    if latency is None:
+        raise ConfigError(f"model {llm.config.model!r} does not draft for itself: choose one whose layers split")
+    return latency
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gain:
+    """Tokens per second over those of plain decoding. overall: after all prompts; least, most: after one of them."""
+
+    overall: float
+    least: float
+    most: float
+
+    def __str__(self) -> str:
+        return f"{self.overall:.2f} ({self.least:.2f} to {self.most:.2f})"
+
+
+def gain_of(own: Sequence[Stretch], plain: Sequence[Stretch]) -> Gain:
+    """Both after the same prompts."""
+    ratios = [one.tokens_per_s / max(other.tokens_per_s, 1e-9) for one, other in zip(own, plain, strict=True)]
+    return Gain(overall=_rate(own) / max(_rate(plain), 1e-9), least=min(ratios), most=max(ratios))
+
+
+def _rate(stretches: Sequence[Stretch]) -> float:
+    return sum(one.num_tokens for one in stretches) / max(sum(one.seconds for one in stretches), 1e-9)

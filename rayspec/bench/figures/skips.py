@@ -1,0 +1,129 @@
+"""Which sublayers KnapSpec's plans leave out, by context (KnapSpec, Figures 3 and 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+import rayspec
+from rayspec.bench.figures.runs import Contender, Prompt, latency_of, take_turns
+from rayspec.decode.selection.knapspec import KnapSpec
+from rayspec.planning.budget import Trigger
+from rayspec.planning.latency import LatencyModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanUse:
+    """keep: a flag a sublayer. num_tokens: written while the plan was in use."""
+
+    keep: tuple[bool, ...]
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextSkips:
+    """What was drafted by at a context. num_plain_tokens: written without a plan. attention_s, mlp_s: of all attention
+    and of all MLP sublayers in a decode step, by the latency model."""
+
+    context: int
+    plans: tuple[PlanUse, ...]
+    num_plain_tokens: int
+    attention_s: float
+    mlp_s: float
+
+    @property
+    def attention_skipped(self) -> float | None:
+        """Share, the mean over the tokens; None without a plan."""
+        return share_skipped(self.plans, slice(0, None, 2))
+
+    @property
+    def mlp_skipped(self) -> float | None:
+        return share_skipped(self.plans, slice(1, None, 2))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SkipExperiment:
+    """attention_outweighs_from: context from which attention takes longer than MLP; None: never."""
+
+    by_context: tuple[ContextSkips, ...]
+    attention_outweighs_from: float | None
+
+    @property
+    def plans(self) -> tuple[PlanUse, ...]:
+        return tuple(plan for one in self.by_context for plan in one.plans)
+
+
+def run_skips(
+    llm: rayspec.LLM,
+    prompts_of: Callable[[int], Sequence[Prompt]],
+    *,
+    contexts: Sequence[int],
+    interval: int,
+    max_tokens: int,
+) -> SkipExperiment:
+    """Let KnapSpec, with a search every `interval` tokens and neither gate nor budget, write after prompts of each
+    context. Raises ConfigError, and what a prompt failed with."""
+    latency = latency_of(llm)
+    by_context = []
+    for context in contexts:
+        prompts = prompts_of(context)
+        contender = Contender(free_knapspec(llm, interval))
+        written = take_turns(llm, {"knapspec": contender}, prompts, max_tokens=max_tokens)["knapspec"]
+        plans = [
+            PlanUse(keep=record.plan.keep, num_tokens=record.num_tokens)
+            for record in contender.records
+            if record.plan.drafts and record.num_tokens
+        ]
+        length = round(float(np.mean([len(prompt) for prompt in prompts])))
+        seconds = latency.sublayers_s(rows=1, context=length, batch=1)
+        by_context.append(
+            ContextSkips(
+                context=length,
+                plans=tuple(plans),
+                num_plain_tokens=sum(one.num_tokens for one in written) - sum(plan.num_tokens for plan in plans),
+                attention_s=float(seconds[::2].sum()),
+                mlp_s=float(seconds[1::2].sum()),
+            )
+        )
+    return SkipExperiment(by_context=tuple(by_context), attention_outweighs_from=attention_outweighs_from(latency))
+
+
+def free_knapspec(llm: rayspec.LLM, interval: int) -> KnapSpec:
+    """One that searches every `interval` tokens, whatever it costs, and drafts wherever that is predicted to pay."""
+    options = llm.config.speculation.replace(gate=False, optimise_share=1.0)
+    return KnapSpec(options, latency_of(llm), trigger=every(interval))
+
+
+def every(interval: int) -> Trigger:
+    """A search after each so many tokens of a sequence, whether or not anything has changed."""
+    return Trigger(cooldown_tokens=interval, patience_tokens=interval, max_patience_tokens=interval)
+
+
+def attention_outweighs_from(latency: LatencyModel) -> float | None:
+    """The context from which the attention sublayers of a decode step take longer than its MLP sublayers. Curves are
+    straight lines over context. None: never."""
+
+    def surplus(context: int) -> float:
+        seconds = latency.sublayers_s(rows=1, context=context, batch=1)
+        return float(seconds[::2].sum() - seconds[1::2].sum())
+
+    start, slope = surplus(0), surplus(1) - surplus(0)
+    if start >= 0:
+        return 0.0
+    return -start / slope if slope > 0 else None
+
+
+def share_skipped(plans: Sequence[PlanUse], which: slice) -> float | None:
+    """Of the sublayers `which`, the mean over the tokens; None without a plan."""
+    return float(skip_frequency(plans)[which].mean()) if plans else None
+
+
+def skip_frequency(plans: Sequence[PlanUse]) -> NDArray[np.float64]:
+    """[num_sublayers]: share of the tokens that were written while the sublayer was skipped. Raises ValueError without
+    plans."""
+    skipped = np.array([[not kept for kept in plan.keep] for plan in plans], float)
+    frequency: NDArray[np.float64] = np.average(skipped, axis=0, weights=[plan.num_tokens for plan in plans])
+    return frequency

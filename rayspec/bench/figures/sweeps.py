@@ -1,0 +1,145 @@
+"""How much the confidence at which drafts end matters, and how often plans are searched (KnapSpec, Figures 4 and 6)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import rayspec
+from rayspec.bench.figures.runs import (
+    Contender,
+    Gain,
+    Prompt,
+    Spread,
+    Stretch,
+    gain_of,
+    latency_of,
+    take_turns,
+    write,
+)
+from rayspec.bench.figures.skips import every
+from rayspec.bench.figures.tpt import Estimates, context_of, predict
+from rayspec.decode.selection.base import FixedPlan, Selector
+from rayspec.decode.selection.knapspec import KnapSpec
+from rayspec.strategies.self_sd import DraftThreshold, SelfSD
+from rayspec.types import Plan, no_draft
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """How one value of what is swept did; None: KnapSpec's own way. acceptance: of the drafted tokens, None without
+    any. search_share: of the time."""
+
+    value: float | None
+    speedup: Gain
+    acceptance: float | None
+    mean_draft_length: float
+    search_share: float
+    num_searches: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """settings: by rising value."""
+
+    settings: tuple[Setting, ...]
+    own: Setting
+
+    @property
+    def best(self) -> Setting:
+        return max(self.settings, key=lambda setting: setting.speedup.overall)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThresholdSweep:
+    """keep: of the plan that all settings drafted by. plain: tokens per second without drafts, in turns with them."""
+
+    keep: tuple[bool, ...]
+    thresholds: Sweep
+    plain: Spread
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IntervalSweep:
+    """intervals: a search every so many tokens. shares: one when something has drifted, if it fits that share of the
+    time. plain: tokens per second without drafts, in turns with them."""
+
+    intervals: Sweep
+    shares: Sweep
+    plain: Spread
+
+
+def run_thresholds(
+    llm: rayspec.LLM, estimates: Estimates, prompts: Sequence[Prompt], *, thresholds: Sequence[float], max_tokens: int
+) -> ThresholdSweep:
+    """The plan that promises most, with drafts that end at a token less likely than a threshold, and with drafts that
+    end where KnapSpec ends them. Raises ConfigError, and what a prompt failed with."""
+    latency, options = latency_of(llm), llm.config.speculation
+    length = options.max_draft_tokens
+    prediction = predict(llm, estimates.candidates, context=context_of(prompts, max_tokens), max_draft_tokens=length)
+    best = estimates.candidates[int(prediction.tpt.max(axis=1).argmax())]
+    plan = Plan(keep=best.keep, num_draft_tokens=length, source="figures")
+    own = KnapSpec(options.replace(gate=False, optimise_share=0.0), latency, known=[best])
+    cases = [_Case(value, _ending_below(plan, value)) for value in sorted(thresholds)]
+    (*settings, of_own), plain = _measure(llm, [*cases, _Case(None, own)], prompts, max_tokens)
+    return ThresholdSweep(keep=best.keep, thresholds=Sweep(settings=tuple(settings), own=of_own), plain=plain)
+
+
+def run_intervals(
+    llm: rayspec.LLM, prompts: Sequence[Prompt], *, intervals: Sequence[int], shares: Sequence[float], max_tokens: int
+) -> IntervalSweep:
+    """KnapSpec as the engine's options have it, but for when it searches. Raises ConfigError, and what a prompt failed
+    with."""
+    latency, options = latency_of(llm), llm.config.speculation
+    unbounded = options.replace(optimise_share=1.0)
+    cases = [
+        *(_Case(value, KnapSpec(unbounded, latency, trigger=every(value))) for value in sorted(intervals)),
+        *(_Case(value, KnapSpec(options.replace(optimise_share=value), latency)) for value in sorted(shares)),
+    ]
+    own = _Case(None, KnapSpec(options, latency))
+    (*settings, of_own), plain = _measure(llm, [*cases, own], prompts, max_tokens)
+    return IntervalSweep(
+        intervals=Sweep(settings=tuple(settings[: len(intervals)]), own=of_own),
+        shares=Sweep(settings=tuple(settings[len(intervals) :]), own=of_own),
+        plain=plain,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    value: float | None
+    selector: Selector
+
+
+def _ending_below(plan: Plan, threshold: float) -> SelfSD:
+    fixed = DraftThreshold(threshold, target=0.0, adaptive=False)
+    return SelfSD(plan, fixed, acceptance=0.0, expected_tpt=0.0, plain_tpt=0.0)
+
+
+def _measure(
+    llm: rayspec.LLM, cases: Sequence[_Case], prompts: Sequence[Prompt], max_tokens: int
+) -> tuple[list[Setting], Spread]:
+    """A setting a case, in their order, and tokens per second of plain decoding."""
+    plain = Contender(FixedPlan(no_draft(len(latency_of(llm).sublayers), "plain")))
+    write(llm, plain, prompts[0], max_tokens=max_tokens)  # so that all is warm
+    contenders = {str(index): Contender(case.selector) for index, case in enumerate(cases)}
+    stretches = take_turns(llm, contenders | {"plain": plain}, prompts, max_tokens=max_tokens)
+    settings = [
+        _setting(case.value, contender, stretches[name], stretches["plain"])
+        for case, (name, contender) in zip(cases, contenders.items(), strict=True)
+    ]
+    return settings, Spread.of([one.tokens_per_s for one in stretches["plain"]])
+
+
+def _setting(
+    value: float | None, contender: Contender, written: Sequence[Stretch], plain: Sequence[Stretch]
+) -> Setting:
+    num_drafted = sum(one.num_drafted for one in written)
+    return Setting(
+        value=value,
+        speedup=gain_of(written, plain),
+        acceptance=sum(one.num_accepted for one in written) / num_drafted if num_drafted else None,
+        mean_draft_length=num_drafted / max(1, sum(one.num_rounds for one in written)),
+        search_share=sum(one.search_s for one in written) / max(1e-9, sum(one.seconds for one in written)),
+        num_searches=sum(record.optimise_s > 0 for record in contender.records),
+    )

@@ -1,0 +1,320 @@
+"""Does TPT tell which plan is fast? Many plans, each predicted before it runs, and then run (KnapSpec, Figure 2)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from operator import attrgetter
+from statistics import fmean, median
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+import rayspec
+from rayspec.bench.figures.runs import (
+    Contender,
+    Prompt,
+    Spread,
+    Stretch,
+    latency_of,
+    take_turns,
+    write,
+)
+from rayspec.decode.drafting.skip_draft import KeepDrafting
+from rayspec.decode.questions import Answer, Found, Question, Trial
+from rayspec.decode.rounds import RoundResult
+from rayspec.decode.selection.base import FixedPlan, Search, Situation
+from rayspec.decode.selection.knapspec import Candidate, KnapSpec
+from rayspec.planning.acceptance import tokens_per_time
+from rayspec.planning.latency import LatencyModel
+from rayspec.types import ConfigError, Plan, PlanRecord, no_draft
+
+Keep = tuple[bool, ...]
+
+_NUM_CONTROLS = 3
+_SOUND = 0.5  # acceptance
+_EXITS = (0.5, 0.75, 0.9)  # of the layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanPoint:
+    """A plan: what was predicted of it before it ran, and how it ran. Rates are tokens per second.
+
+    tpt_as_accepted: what would have been
+    predicted, had the acceptance been known. measured_tpt: median over the prompts, each in measured_by_prompt.
+    """
+
+    keep: Keep
+    origin: str
+    num_draft_tokens: int
+    estimated_acceptance: float
+    predicted_tpt: float
+    observed_acceptance: float
+    tpt_as_accepted: float
+    measured_tpt: float
+    measured_by_prompt: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TptExperiment:
+    """context: tokens of a sequence in the middle of its output. plain_tpt: predicted of plain decoding; plain: as
+    measured in between. num_tapped_tokens: of other text, by which acceptance was estimated."""
+
+    context: int
+    num_tapped_tokens: int
+    plain_tpt: float
+    plain: Spread
+    points: tuple[PlanPoint, ...]
+
+    def correlations(self) -> dict[str, float | None]:
+        """With the measured tokens per second, Pearson's but for ranks; None where something does not vary.
+
+        sound: of plans only that are expected to be accepted at least half of the time, so that it is not those that
+        hardly draft which make the difference. Whence the rest comes: `tpt_as_accepted` is without the error of the
+        acceptance; `between_prompts` is how well what is measured after one prompt agrees with what is after another.
+        """
+        tpt, acceptance = attrgetter("predicted_tpt"), attrgetter("estimated_acceptance")
+        sound = [point for point in self.points if point.estimated_acceptance >= _SOUND]
+        found = {
+            "tpt": _with_measured(pearson, self.points, tpt),
+            "tpt_ranks": _with_measured(spearman, self.points, tpt),
+            "acceptance": _with_measured(pearson, self.points, acceptance),
+            "acceptance_ranks": _with_measured(spearman, self.points, acceptance),
+            "tpt_of_sound": _with_measured(pearson, sound, tpt),
+            "acceptance_of_sound": _with_measured(pearson, sound, acceptance),
+            "tpt_as_accepted": _with_measured(pearson, self.points, attrgetter("tpt_as_accepted")),
+            "between_prompts": self._agreement_of_prompts(),
+        }
+        return {name: None if math.isnan(value) else value for name, value in found.items()}
+
+    @property
+    def median_ratio(self) -> float:
+        """Measured over predicted."""
+        return median(point.measured_tpt / point.predicted_tpt for point in self.points)
+
+    def _agreement_of_prompts(self) -> float:
+        runs = np.array([point.measured_by_prompt for point in self.points]).T
+        pairs = [pearson(runs[i], runs[j]) for i in range(len(runs)) for j in range(i)]
+        return fmean(pairs) if pairs else float("nan")
+
+
+def _with_measured(
+    correlation: Callable[[ArrayLike, ArrayLike], float],
+    points: Sequence[PlanPoint],
+    value: Callable[[PlanPoint], float],
+) -> float:
+    return correlation([value(point) for point in points], [point.measured_tpt for point in points])
+
+
+def pearson(first: ArrayLike, second: ArrayLike) -> float:
+    """Correlation; NaN where one of them does not vary, or there are fewer than two values."""
+    x, y = (np.asarray(values, float) for values in (first, second))
+    if len(x) < 2:
+        return float("nan")
+    x, y = x - x.mean(), y - y.mean()
+    scale = float(np.sqrt((x @ x) * (y @ y)))
+    return float(x @ y) / scale if scale > 0 else float("nan")
+
+
+def spearman(first: ArrayLike, second: ArrayLike) -> float:
+    """Correlation of ranks; of equal values the mean rank counts."""
+    return pearson(_ranks(first), _ranks(second))
+
+
+def _ranks(values: ArrayLike) -> NDArray[np.float64]:
+    _, index, counts = np.unique(np.asarray(values, float), return_inverse=True, return_counts=True)
+    last = np.cumsum(counts)
+    ranks: NDArray[np.float64] = ((2 * last - counts - 1) / 2)[index]
+    return ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimates:
+    """What taps of some text say of plans. origins: where each plan comes from, by what it keeps."""
+
+    candidates: tuple[Candidate, ...]
+    origins: dict[Keep, str]
+
+
+def estimate_plans(
+    llm: rayspec.LLM, prompts: Sequence[Prompt], *, num_plans: int, max_tokens: int, seed: int = 0
+) -> Estimates:
+    """Plans from a search, early exits and random ones, `num_plans` in all, and how drafts by them would have done
+    while the model wrote plainly after the prompts. The tokens that the search saw are not among those.
+
+    Raises ConfigError when the text ended before there was anything to see.
+    """
+    latency = latency_of(llm)
+    strategy = KnapSpec(llm.config.speculation, latency)
+    survey = _Survey(strategy, len(latency.sublayers), num_plans=num_plans, seed=seed)
+    for prompt in prompts:
+        write(llm, Contender(survey), prompt, max_tokens=max_tokens)
+    if not survey.trials:
+        raise ConfigError(f"option 'max_tokens' is {max_tokens}: the text ends before plans can be tried, raise it")
+    return Estimates(candidates=survey.candidates(), origins=survey.origins)
+
+
+class _Survey:
+    """Selector of plain decoding. Of the first tapped tokens it asks for KnapSpec's plans, of all later ones how those
+    and others would have done."""
+
+    gate_reason = "plain decoding"
+    wants_taps = True
+
+    def __init__(self, strategy: KnapSpec, num_sublayers: int, *, num_plans: int, seed: int) -> None:
+        self.origins: dict[Keep, str] = {}
+        self.trials: list[Found] = []
+        self._plan = no_draft(num_sublayers, "survey")
+        self._strategy = strategy
+        self._num_plans = num_plans
+        self._rng = random.Random(seed)
+        self._under_way: Future[Answer] | None = None
+        self._num_new_tokens = 0
+
+    def plan(self, situation: Situation) -> Plan:
+        return self._plan
+
+    def keep_drafting(self, situation: Situation) -> KeepDrafting | None:
+        return None
+
+    def observe(self, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
+        self._num_new_tokens += num_tokens
+
+    def improve(self, situation: Situation, search: Search) -> PlanRecord | None:
+        if self._under_way is not None and self._under_way.done():
+            self._take(self._under_way)
+        question = self._question(situation)
+        if self._under_way is None and self._num_new_tokens >= question.num_tokens:
+            self._under_way = search(question)
+            self._num_new_tokens = 0
+        return None
+
+    def candidates(self) -> tuple[Candidate, ...]:
+        """Every plan, by all trials together."""
+        tried = zip(*(found.drafts for found in self.trials), strict=True)
+        num_tapped = sum(found.num_tokens for found in self.trials)
+        return tuple(
+            Candidate(one[0].keep, fmean(d.similarity for d in one), sum(d.num_agreed for d in one), num_tapped)
+            for one in tried
+        )
+
+    def _question(self, situation: Situation) -> Question:
+        knapsack = self._strategy.question(situation)
+        return Trial(num_tokens=knapsack.num_tokens, keeps=tuple(self.origins)) if self.origins else knapsack
+
+    def _take(self, search: Future[Answer]) -> None:
+        self._under_way = None
+        if search.cancelled():
+            return
+        found = search.result()
+        assert isinstance(found, Found)
+        if self.origins:
+            self.trials.append(found)
+        else:
+            keeps = [draft.keep for draft in found.drafts if not all(draft.keep)]
+            self.origins = plan_spread(keeps, len(self._plan.keep), self._num_plans, self._rng)
+
+
+def plan_spread(found: Sequence[Keep], num_sublayers: int, num_plans: int, rng: random.Random) -> dict[Keep, str]:
+    """At most `num_plans` plans with where they come from: up to half of them those that a search found, evenly; early
+    exits; the rest skips random sublayers, one to half of them all."""
+    chosen = np.unique(np.linspace(0, len(found) - 1, min(len(found), max(1, num_plans // 2))).astype(int))
+    origins = {found[index]: "knapsack" for index in chosen.tolist()} if found else {}
+    for share in _EXITS:
+        exit_at = 2 * max(1, int(share * num_sublayers / 2))
+        origins.setdefault(tuple(index < exit_at for index in range(num_sublayers)), "early exit")
+    for _ in range(num_plans):  # more may be there already
+        skipped = rng.sample(range(num_sublayers), rng.randint(1, max(1, num_sublayers // 2)))
+        origins.setdefault(tuple(index not in skipped for index in range(num_sublayers)), "random")
+    return dict(list(origins.items())[:num_plans])
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Of each candidate; tpt is [num_candidates, max_draft_tokens]."""
+
+    acceptance: Sequence[float]
+    tpt: NDArray[np.float64]
+
+
+def predict(llm: rayspec.LLM, candidates: Sequence[Candidate], *, context: int, max_draft_tokens: int) -> Prediction:
+    """KnapSpec's own, as it has it before it has observed anything, of drafts that reach their length."""
+    latency = latency_of(llm)
+    acceptance = KnapSpec(llm.config.speculation, latency).acceptance_of(candidates)
+    keeps = [candidate.keep for candidate in candidates]
+    tpt = tokens_per_time(keeps, acceptance, latency, context=context, batch=1, max_draft_tokens=max_draft_tokens)
+    return Prediction(acceptance, tpt)
+
+
+def run_tpt(
+    llm: rayspec.LLM,
+    estimates: Estimates,
+    prompts: Sequence[Prompt],
+    *,
+    draft_lengths: Sequence[int],
+    max_tokens: int,
+    seed: int = 0,
+) -> TptExperiment:
+    """Predict every plan at every draft length, then let each write after every prompt, with plain decoding in between.
+
+    There is no rule that ends drafts early, whose effect would have to be known.
+    """
+    latency, candidates = latency_of(llm), estimates.candidates
+    context = context_of(prompts, max_tokens)
+    prediction = predict(llm, candidates, context=context, max_draft_tokens=max(draft_lengths))
+    kinds = list(itertools.product(range(len(candidates)), draft_lengths))
+    plain = no_draft(len(latency.sublayers), "plain")
+    controls = {f"plain {index}": plain for index in range(_NUM_CONTROLS)}
+    plans = {
+        f"{index}, {length} tokens": Plan(keep=candidates[index].keep, num_draft_tokens=length, source="figures")
+        for index, length in kinds
+    }
+    contenders = {name: Contender(FixedPlan(plan)) for name, plan in (plans | controls).items()}
+    write(llm, contenders["plain 0"], prompts[0], max_tokens=max_tokens)  # so that all is warm
+    stretches = take_turns(llm, contenders, prompts, max_tokens=max_tokens, seed=seed)
+    points = [
+        _point(latency, plan, estimates, prediction, index, stretches[name], context)
+        for (name, plan), (index, _) in zip(plans.items(), kinds, strict=True)
+    ]
+    return TptExperiment(
+        context=context,
+        num_tapped_tokens=candidates[0].num_tapped,
+        plain_tpt=1 / latency.decode_step_s(context=context, batch=1),
+        plain=Spread.of([one.tokens_per_s for name in controls for one in stretches[name]]),
+        points=tuple(points),
+    )
+
+
+def context_of(prompts: Sequence[Prompt], max_tokens: int) -> int:
+    """Tokens of a sequence in the middle of its output."""
+    return round(fmean(map(len, prompts))) + max_tokens // 2
+
+
+def _point(
+    latency: LatencyModel,
+    plan: Plan,
+    estimates: Estimates,
+    prediction: Prediction,
+    index: int,
+    written: Sequence[Stretch],
+    context: int,
+) -> PlanPoint:
+    num_tested = sum(one.num_tested for one in written)
+    observed = sum(one.num_accepted for one in written) / num_tested if num_tested else 0.0
+    length = plan.num_draft_tokens
+    known = tokens_per_time([plan.keep], [observed], latency, context=context, batch=1, max_draft_tokens=length)
+    return PlanPoint(
+        keep=plan.keep,
+        origin=estimates.origins[plan.keep],
+        num_draft_tokens=length,
+        estimated_acceptance=prediction.acceptance[index],
+        predicted_tpt=float(prediction.tpt[index, length - 1]),
+        observed_acceptance=observed,
+        tpt_as_accepted=float(known[0, length - 1]),
+        measured_tpt=median(one.tokens_per_s for one in written),
+        measured_by_prompt=tuple(one.tokens_per_s for one in written),
+    )

@@ -1,0 +1,140 @@
+"""What the commands that compare take on the command line, beside the engine's options, and what they make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from rayspec.bench.workloads import WorkloadOptions
+from rayspec.command.options import Asked
+from rayspec.config import EngineConfig
+from rayspec.types import ConfigError
+
+Input = Annotated[str, typer.Option("--input", help="a file of documents, or 'demo' for the bundled ones")]
+BenchInputs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--input",
+        help="a file of documents, a Spec-Bench question file, or demo:DOMAIN of summary, question, ledger, schedule, "
+        "all; repeatable  [default: demo]",
+    ),
+]
+Context = Annotated[int, typer.Option(min=2, help="prompt tokens; documents are cut to it")]
+Contexts = Annotated[
+    str, typer.Option("--context", help="prompt tokens, several with commas; documents are cut, questions left out")
+]
+Strategies = Annotated[str, typer.Option(help="what to compare, with commas; 'ar' always runs")]
+AllStrategies = Annotated[
+    str, typer.Option("--strategies", help="what to compare, with commas, or 'all'; 'ar' always runs")
+]
+MaxTokens = Annotated[int, typer.Option(min=2, help="output tokens of a prompt")]
+NumPrompts = Annotated[int, typer.Option(min=1, help="of each workload, at most")]
+Batch = Annotated[int, typer.Option(min=1, help="sequences decoded at once")]
+Repeats = Annotated[int, typer.Option(min=1, help="rounds in which everything is measured once")]
+Stream = Annotated[
+    str | None,
+    typer.Option(
+        help="a workload for each of these ratios, with commas, instead of one for each input: prompts one by one, "
+        "with that probability of another domain than the one before"
+    ),
+]
+Seed = Annotated[int, typer.Option("--workload-seed", help="of the bundled prompts and of streams")]
+Plans = Annotated[
+    list[str] | None,
+    typer.Option(metavar="STRATEGY=FILE", help="saved plans for one strategy, rather than --warm-start's; repeatable"),
+]
+Widen = Annotated[int, typer.Option(min=1, help="make the model so many times as wide, with the same text")]
+Threads = Annotated[int | None, typer.Option(min=1, help="the same as --num-threads")]
+Hf = Annotated[bool, typer.Option(help="compare with transformers generate")]
+Json = Annotated[Path | None, typer.Option(help="file to write the numbers to")]
+OutputFolder = Annotated[
+    Path | None, typer.Option("--output", "-o", help="folder for results.json and results.md, renewed as it goes")
+]
+
+_Number = TypeVar("_Number", int, float)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """What is compared, and on what. `engine` holds whatever the strategies have in common. plans: files of saved plans
+    by strategy."""
+
+    engine: EngineConfig
+    workloads: WorkloadOptions
+    strategies: tuple[str, ...]
+    max_tokens: int
+    batch: int
+    repeats: int
+    widen: int
+    plans: Mapping[str, str] = field(default_factory=dict)
+    hf: bool = False
+
+    def plain(self) -> dict[str, Any]:
+        """As it stands in results."""
+        return asdict(self) | {"engine": self.engine.model_dump(mode="json")}
+
+
+def bench_options(
+    asked: Asked,
+    workloads: WorkloadOptions,
+    *,
+    strategies: str,
+    max_tokens: int,
+    batch: int,
+    repeats: int,
+    widen: int,
+    threads: int | None = None,
+    plans: Sequence[str] | None = None,
+    hf: bool = False,
+) -> BenchOptions:
+    """strategies: names with commas. plans: "STRATEGY=FILE" each. Raises ConfigError."""
+    asked.flags["num_threads"] = threads if threads is not None else asked.flags["num_threads"]
+    asked.flags["strategy"] = "static" if asked.flags["skip"] else None  # each contender has its own
+    names = tuple(filter(None, map(str.strip, strategies.split(","))))
+    if not names:
+        raise ConfigError(f"option 'strategies' is {strategies!r}: name at least one, as ar,knapspec")
+    if workloads.mix_ratios and batch > 1:
+        raise ConfigError(f"option 'batch' is {batch}: the prompts of a stream run one by one, leave it 1")
+    return BenchOptions(
+        engine=asked.settings().engine,
+        workloads=workloads,
+        strategies=names,
+        max_tokens=max_tokens,
+        batch=batch,
+        repeats=repeats,
+        widen=widen,
+        plans=dict(map(_strategy_and_file, plans or ())),
+        hf=hf,
+    )
+
+
+def workload_options(
+    inputs: list[str] | None, contexts: str, *, num_prompts: int, mix_ratios: str | None, seed: int
+) -> WorkloadOptions:
+    """contexts, mix_ratios: numbers with commas. Raises ConfigError."""
+    return WorkloadOptions(
+        inputs=tuple(inputs or ("demo",)),
+        contexts=numbers("context", contexts, int),
+        num_prompts=num_prompts,
+        mix_ratios=numbers("stream", mix_ratios, float) if mix_ratios is not None else (),
+        seed=seed,
+    )
+
+
+def _strategy_and_file(text: str) -> tuple[str, str]:
+    strategy, _, file = text.partition("=")
+    if not strategy or not file:
+        raise ConfigError(f"option 'plans' is {text!r}: write it as STRATEGY=FILE, such as self-sd=plans.json")
+    return strategy, file
+
+
+def numbers(option: str, text: str, number: Callable[[str], _Number]) -> tuple[_Number, ...]:
+    """Each once. Whether they make sense is not asked here."""
+    try:
+        return tuple(dict.fromkeys(number(part) for part in text.split(",")))
+    except ValueError as error:
+        raise ConfigError(f"option {option!r} is {text!r}: give numbers with commas between them") from error

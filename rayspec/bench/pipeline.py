@@ -1,0 +1,236 @@
+"""What a pipeline costs and gives: the same prompts through several cuts and numbers of cohorts, against one process.
+
+Every case is loaded, warmed up, measured and ended before the next one, so that nothing else has the cores. The model
+in one process is measured before and after them all: its spread shows how steady the machine was. All requests of a run
+are taken up at once. Timed is what lies between the last prompt read and the first request finished: there every cohort
+has work, as in the middle of a long job.
+
+Shards have one torch thread each, unless the options say otherwise. On two cores two stages of one thread run at the
+same time, and more cannot: cases with more stages measure the queue for the cores rather than the pipeline. A shard
+that waits for a core counts as busy, so where others use the machine, too, stages may be busy for longer than a round.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+import rayspec
+from rayspec.batch.prompts import summary_prompt
+from rayspec.bench.options import BenchOptions
+from rayspec.bench.pipeline_result import Case, HopTimes, PipelineRun, Stretch, pipeline_rows
+from rayspec.bench.result import BASELINE
+from rayspec.bench.run import engine_config, model_folder
+from rayspec.bench.workloads import make_workloads
+from rayspec.command.environment import describe_environment
+from rayspec.command.loading import hide_progress_bars, load_llm
+from rayspec.command.terminal import exit_on_sigterm
+from rayspec.config import EngineConfig, ParallelOptions, SamplingParams
+from rayspec.decode.engine import Engine
+from rayspec.pipeline.ray_stages import RayStages
+from rayspec.pipeline.session import ray_session
+from rayspec.types import ConfigError, EngineStats, Request, RequestOutput
+
+_CASE = re.compile(r"([1-9]\d*)x([1-9]\d*)")
+_HOP_BYTES = 16 * 1024
+_NUM_HOPS = 2000
+# Of a shard, among what Ray counts: its threads are said apart, and more stages than cores are a case like any other.
+_CPUS_RESERVED = 0.25
+
+
+def parse_cases(text: str) -> tuple[Case, ...]:
+    """Cases as 1x1,2x1,2x4: stages by cohorts. Raises ConfigError."""
+    cases = []
+    for name in filter(None, map(str.strip, text.split(","))):
+        match = _CASE.fullmatch(name)
+        if match is None:
+            raise ConfigError(f"option 'cases' is {text!r}: {name!r} is not stages x cohorts, as in 1x1,2x1,2x4")
+        cases.append(Case(stages=int(match[1]), cohorts=int(match[2])))
+    if not cases:
+        raise ConfigError(f"option 'cases' is {text!r}: name at least one, as 2x4")
+    return tuple(dict.fromkeys(cases))
+
+
+def num_prompts_for(cases: Sequence[Case], batch: int) -> int:
+    """So many that every case takes them up in groups that fill all its cohorts."""
+    return batch * math.lcm(*(case.cohorts for case in cases))
+
+
+def run_pipeline_bench(options: BenchOptions, cases: Sequence[Case], say: Callable[[str], None]) -> dict[str, Any]:
+    """options: `batch` is the sequences of a cohort, `num_prompts` a multiple of what every case takes up at once.
+
+    Raises ConfigError, CheckpointError, PlacementError, UnsupportedModelError.
+    """
+    strategies = _strategies(options)
+    hide_progress_bars()
+    runs: list[PipelineRun] = []
+    hops: list[HopTimes] = []
+    with model_folder(options.engine, options.widen) as folder, ray_session():
+        exit_on_sigterm()
+        prompts: list[list[int]] = []
+        places = [None, *cases, None]
+        for number, case in enumerate(places):
+            for strategy in strategies:
+                say(f"loading {case.name if case else 'one process'}, {strategy}")
+                with _loaded(options, folder, strategy, case) as llm:
+                    prompts = prompts or _prompts(llm, options)
+                    bench = _Measured(_engine_of(llm), options, case)
+                    samples = bench.run(prompts)
+                    hops += bench.hops() if strategy == strategies[0] else []
+                runs.append(PipelineRun(case=case, strategy=strategy, samples=tuple(samples), layers=bench.layers))
+                say(f"{number + 1} of {len(places)}: {strategy} {samples[-1].tokens_per_s:.1f} tokens/s")
+    return {
+        "environment": describe_environment(),
+        "options": options.plain() | {"cases": [one.name for one in cases]},
+        "prompt_tokens": [len(prompt) for prompt in prompts],
+        "hop_bytes": _HOP_BYTES,
+        "hops": [asdict(one) for one in hops],
+        "results": [asdict(row) for row in pipeline_rows(runs, hops)],
+    }
+
+
+def case_config(options: BenchOptions, folder: str, strategy: str, case: Case | None) -> EngineConfig:
+    """Of the model in one process (no case) or in stages, with room for all cohorts at once: nothing is preempted."""
+    config = engine_config(options, folder, strategy)
+    num_seqs = options.batch * (case.cohorts if case else 1)
+    assert config.max_model_len is not None
+    per_sequence = config.max_model_len + config.speculation.max_draft_tokens
+    parallel = None
+    if case is not None:
+        base = config.parallel or ParallelOptions(cpus_per_shard=_CPUS_RESERVED)
+        parallel = base.replace(stages=case.stages, cohorts=case.cohorts)
+    return config.replace(
+        max_num_seqs=num_seqs,
+        num_threads=config.num_threads or 1,
+        kv_cache_tokens=config.kv_cache_tokens or num_seqs * per_sequence,
+        parallel=parallel,
+    )
+
+
+@contextmanager
+def _loaded(options: BenchOptions, folder: str, strategy: str, case: Case | None) -> Iterator[rayspec.LLM]:
+    with load_llm(case_config(options, folder, strategy, case)) as llm:
+        yield llm
+
+
+def _prompts(llm: rayspec.LLM, options: BenchOptions) -> list[list[int]]:
+    workloads = make_workloads(llm, options.workloads, template=summary_prompt(options.engine.model))
+    return [prompt for workload in workloads for prompt in workload.prompts]
+
+
+def _engine_of(llm: rayspec.LLM) -> Engine:
+    if not isinstance(llm.engine, Engine):
+        raise ConfigError(
+            f"option 'replicas' is {llm.config.parallel!r}: one replica is measured at a time, leave it 1"
+        )
+    return llm.engine
+
+
+def _strategies(options: BenchOptions) -> tuple[str, ...]:
+    """ "ar" always, and first: the tokens of the others are compared with its."""
+    for name in options.strategies:
+        options.engine.speculation.replace(strategy=name, skip=())  # raises, naming the nearest
+    return tuple(dict.fromkeys([BASELINE, *options.strategies]))
+
+
+class _Measured:
+    """An engine under measurement."""
+
+    def __init__(self, engine: Engine, options: BenchOptions, case: Case | None) -> None:
+        self._engine, self._options, self._case = engine, options, case
+        self._num_requests = itertools.count()
+        self._stages = engine.stages if isinstance(engine.stages, RayStages) else None
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Decoder layers of each stage; none in one process."""
+        spans = self._stages.replica.spans if self._stages is not None else ()
+        return tuple((last - first) // 2 for first, last in spans)
+
+    def run(self, prompts: Sequence[Sequence[int]]) -> list[Stretch]:
+        """Once to warm up, then repeat by repeat."""
+        return [self._repeat(prompts) for _ in range(1 + self._options.repeats)][1:]
+
+    def hops(self) -> list[HopTimes]:
+        if self._stages is None or self._case is None:
+            return []
+        num_stages = self._case.stages
+        return [
+            HopTimes(
+                case=self._case.name,
+                link=f"{stage} and {(stage + 1) % num_stages}",
+                p50_s=float(np.percentile(seconds, 50)),
+                p99_s=float(np.percentile(seconds, 99)),
+                num_samples=len(seconds),
+            )
+            for stage, seconds in enumerate(self._stages.hops_s(_HOP_BYTES, _NUM_HOPS))
+        ]
+
+    def _repeat(self, prompts: Sequence[Sequence[int]]) -> Stretch:
+        size = self._options.batch * (self._case.cohorts if self._case else 1)
+        return Stretch.total([self._group(prompts[at : at + size]) for at in range(0, len(prompts), size)])
+
+    def _group(self, prompts: Sequence[Sequence[int]]) -> Stretch:
+        """All at once, from the first prompt to the last token; timed in between, see the head of this file."""
+        engine, start = self._engine, copy.copy(self._engine.stats)
+        requests = [self._request(prompt) for prompt in prompts]
+        for request in requests:
+            engine.add(request)
+        while num_prefilled(start, engine.stats) < len(requests):
+            if engine.step():
+                raise ConfigError(
+                    f"option 'max_tokens' is {self._options.max_tokens}: the first output is finished before the last "
+                    "prompt is read: raise it, or shorten the prompts with 'context'"
+                )
+        outputs, stretch = self._timed()
+        while engine.has_unfinished:
+            outputs += engine.step()
+        return stretch.with_tokens(_tokens(requests, outputs))
+
+    def _timed(self) -> tuple[list[RequestOutput], Stretch]:
+        """Steps until something is finished."""
+        engine, outputs = self._engine, list[RequestOutput]()
+        if self._stages is not None:
+            self._stages.usage()
+        before = copy.copy(engine.stats)
+        while not outputs:
+            outputs = engine.step()
+        usage = self._stages.usage() if self._stages is not None else []
+        stretch = Stretch(
+            seconds=engine.stats.total_s - before.total_s,
+            num_tokens=engine.stats.num_generated_tokens - before.num_generated_tokens,
+            num_rounds=(engine.stats.num_rounds - before.num_rounds) / self._options.batch,
+            busy_s=tuple(use.busy_s for use in usage),
+            num_passes=tuple(use.num_passes for use in usage),
+        )
+        return outputs, stretch
+
+    def _request(self, prompt: Sequence[int]) -> Request:
+        params = SamplingParams(temperature=0.0, max_tokens=self._options.max_tokens, ignore_eos=True)
+        return Request(request_id=f"request-{next(self._num_requests)}", params=params, prompt_token_ids=prompt)
+
+
+def num_prefilled(before: EngineStats, now: EngineStats) -> int:
+    """Requests whose first token there is. It comes of the prompt; every other one of a round, which gives one more
+    than it has accepted drafts."""
+
+    def count(stats: EngineStats) -> int:
+        return stats.num_generated_tokens - stats.num_rounds - stats.num_accepted_tokens
+
+    return count(now) - count(before)
+
+
+def _tokens(requests: Sequence[Request], outputs: Sequence[RequestOutput]) -> tuple[tuple[int, ...], ...]:
+    by_id = {output.request_id: output for output in outputs}
+    for output in outputs:
+        if output.error is not None:
+            raise output.error
+    return tuple(tuple(by_id[request.request_id].outputs[0].token_ids) for request in requests)

@@ -1,0 +1,233 @@
+"""Comparing strategies, and transformers generate, on the same prompts in the same run, repeats interleaved."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from functools import partial
+from typing import Any, get_args
+
+import rayspec
+from rayspec import demo
+from rayspec.batch.prompts import summary_prompt
+from rayspec.bench.clock import measured
+from rayspec.bench.contenders import Contender, Ours, next_piece
+from rayspec.bench.hf import HfGenerate
+from rayspec.bench.options import BenchOptions
+from rayspec.bench.result import BASELINE, HF, Cost, Run, Sample, bench_row, total_cost
+from rayspec.bench.workloads import Workload, make_workloads
+from rayspec.command.environment import describe_environment
+from rayspec.command.loading import hide_progress_bars, load_llm
+from rayspec.command.terminal import exit_on_sigterm
+from rayspec.config import EngineConfig, Strategy
+from rayspec.decode.engine import Engine
+from rayspec.demo.widen import widen
+from rayspec.local_engine import engine_like
+from rayspec.model.weights import load_model, load_tokenizer
+from rayspec.types import ConfigError
+
+_WARM_UP_TOKENS = 16
+_ALL = "all"
+_WITH_SAVED_PLANS = ("self-sd", "knn-ssd")
+
+Say = Callable[[str], None]
+
+
+def run_bench(
+    options: BenchOptions, say: Say, *, keep: Callable[[dict[str, Any]], None] = lambda result: None
+) -> dict[str, Any]:
+    """Loads every contender; then, workload by workload, warms them up and lets them take turns.
+
+    keep: gets the result so far after each workload. Raises ConfigError, CheckpointError, and what is wrong with a
+    prompt.
+    """
+    names = strategy_names(options)
+    hide_progress_bars()
+    exit_on_sigterm()  # so that the folder of a widened model does not stay
+    found: list[dict[str, Any]] = []
+    result: dict[str, Any] = {"environment": {}, "options": options.plain(), "workloads": found}
+    with model_folder(options.engine, options.widen) as folder, ExitStack() as stack:
+        say("loading")
+        baseline = stack.enter_context(load_llm(engine_config(options, folder, BASELINE)))
+        result["environment"] = describe_environment()
+        workloads = _workloads(baseline, options, say)
+        contenders = _contenders(names, baseline, options, folder, stack)
+        for workload in workloads:
+            found.append(_compare(contenders, workload, options, say))
+            keep(result)
+    return result
+
+
+def strategy_names(options: BenchOptions) -> list[str]:
+    """What "all" stands for in its place, the baseline first. Raises ConfigError naming the nearest strategy for one
+    that there is not, and the option that is missing for one that needs it."""
+    asked = [one for name in options.strategies for one in (_all_strategies(options) if name == _ALL else (name,))]
+    for name in asked:
+        if name != HF:
+            engine_config(options, options.engine.model, name)
+    _check_plans_are_used(asked, options)
+    return list(dict.fromkeys([BASELINE, *asked, *([HF] if options.hf else [])]))
+
+
+def _all_strategies(options: BenchOptions) -> list[str]:
+    """Every one that has what it needs."""
+    missing = {name for name in _WITH_SAVED_PLANS if _plans_of(options, name) is None}
+    if not options.engine.speculation.skip:
+        missing.add("static")
+    return [name for name in get_args(Strategy) if name not in missing]
+
+
+def _plans_of(options: BenchOptions, strategy: str) -> str | None:
+    """The file of saved plans for a strategy. What is not for one by name is for those that cannot do without."""
+    of_all = options.engine.speculation.warm_start if strategy in _WITH_SAVED_PLANS else None
+    return options.plans.get(strategy, of_all)
+
+
+def _check_plans_are_used(names: Sequence[str], options: BenchOptions) -> None:
+    """Raises ConfigError for saved plans that no strategy would get."""
+    for name, file in options.plans.items():
+        if name not in names:
+            raise ConfigError(f"option 'plans' has {file!r} for {name!r}, which does not run: add it to 'strategies'")
+    of_all = options.engine.speculation.warm_start
+    if of_all is not None and not set(names) & set(_WITH_SAVED_PLANS):
+        raise ConfigError(
+            f"option 'warm_start' is {of_all!r}, and none of the strategies {', '.join(names)} needs saved plans: add "
+            f"{' or '.join(_WITH_SAVED_PLANS)}, or say for which one they are with 'plans'"
+        )
+
+
+def _contenders(
+    names: Sequence[str], baseline: rayspec.LLM, options: BenchOptions, folder: str, stack: ExitStack
+) -> dict[str, Contender]:
+    """By name. Our engines share the baseline's weights where they can."""
+    contenders: dict[str, Contender] = {}
+    for name in names:
+        config = engine_config(options, folder, name if name != HF else BASELINE)
+        if name == HF:
+            contenders[name] = HfGenerate(config, batch=options.batch)
+        elif name == BASELINE:
+            contenders[name] = Ours(_one_engine(baseline))
+        else:
+            engine = engine_like(_one_engine(baseline), config)
+            contenders[name] = Ours(engine or _one_engine(stack.enter_context(load_llm(config))))
+    return contenders
+
+
+def _workloads(llm: rayspec.LLM, options: BenchOptions, say: Say) -> list[Workload]:
+    """Those with prompts."""
+    workloads = make_workloads(llm, options.workloads, template=summary_prompt(options.engine.model))
+    for workload in workloads:
+        if not workload.prompts:
+            say(f"{workload.name}: left out, as all of its {workload.num_left_out} prompts are longer")
+    return [workload for workload in workloads if workload.prompts]
+
+
+def _one_engine(llm: rayspec.LLM) -> Engine:
+    if not isinstance(llm.engine, Engine):
+        raise ConfigError("option 'replicas' is more than 1: one replica is measured at a time, leave it out")
+    return llm.engine
+
+
+def _compare(
+    contenders: Mapping[str, Contender], workload: Workload, options: BenchOptions, say: Say
+) -> dict[str, Any]:
+    samples = _take_turns(contenders, workload, options, say)
+    rows = [asdict(bench_row(name, samples, contender.used)) for name, contender in contenders.items()]
+    return {
+        "name": workload.name,
+        "domain": workload.domain,
+        "context": workload.context,
+        "mix_ratio": workload.mix_ratio,
+        "num_left_out": workload.num_left_out,
+        "prompt_tokens": [len(prompt) for prompt in workload.prompts],
+        "prompt_domains": workload.domains,
+        "results": rows,
+    }
+
+
+def _take_turns(
+    contenders: Mapping[str, Contender], workload: Workload, options: BenchOptions, say: Say
+) -> dict[str, list[Sample]]:
+    """What each did, repeat by repeat. Nothing that was learned from other workloads is known in this one, and in a
+    stream nothing from earlier repeats."""
+    for name, contender in contenders.items():
+        say(f"{workload.name}: warming up {name}")
+        contender.forget()
+        contender.warm_up(workload.prompts, _WARM_UP_TOKENS)
+    samples: dict[str, list[Sample]] = {name: [] for name in contenders}
+    for repeat in range(options.repeats):
+        if workload.is_stream:
+            for contender in contenders.values():
+                contender.forget()
+        for name, sample in _side_by_side(contenders, workload, options.max_tokens, random.Random(repeat)).items():
+            samples[name].append(sample)
+            done = f"{workload.name}: repeat {repeat + 1} of {options.repeats}"
+            say(f"{done}: {name} {sample.tokens_per_s:.1f} tokens/s")
+    return samples
+
+
+def _side_by_side(
+    contenders: Mapping[str, Contender], workload: Workload, max_tokens: int, rng: random.Random
+) -> dict[str, Sample]:
+    """Piece by piece, one that has written least before the others: all are at the same place of the text at the same
+    time, so that a machine that changes its pace within seconds does so for all of them. Which one of several is left
+    to chance: what the one before leaves in the caches is nobody's own luck."""
+    writings = {name: contender.write(workload.prompts, max_tokens) for name, contender in contenders.items()}
+    num_written = dict.fromkeys(contenders, 0)
+    costs: dict[str, list[Cost]] = {name: [] for name in contenders}
+    samples: dict[str, Sample] = {}
+    while num_written:
+        least = min(num_written.values())
+        name = rng.choice([name for name, num_tokens in num_written.items() if num_tokens == least])
+        step, device = partial(next_piece, writings[name]), contenders[name].device
+        if device is None:
+            piece = step()
+        else:
+            piece, cost = measured(step, device)
+            costs[name].append(cost)
+        if isinstance(piece, Run):
+            samples[name] = Sample(run=piece, cost=total_cost(costs[name]))
+            del num_written[name]
+        else:
+            num_written[name] = piece
+    return samples
+
+
+@contextmanager
+def model_folder(config: EngineConfig, factor: int) -> Iterator[str]:
+    """The model's own place, or a temporary folder with the widened model, whose files are the same every time: saved
+    plans fit it again, and saved latency profiles too."""
+    place = demo.model_path() if config.model == "demo" else config.model
+    if factor == 1:
+        yield place
+        return
+    local = config.replace(model=place)
+    with tempfile.TemporaryDirectory(prefix="rayspec-wide-") as folder:
+        try:
+            wide = widen(load_model(local), factor)
+        except ValueError as error:
+            raise ConfigError(f"option 'widen' is {factor}: {error}") from error
+        wide.save_pretrained(folder)
+        load_tokenizer(local).save_pretrained(folder)
+        del wide
+        yield folder
+
+
+def engine_config(options: BenchOptions, folder: str, strategy: str) -> EngineConfig:
+    """Of one strategy, with skipped sublayers and saved plans only where they are for it. Raises ConfigError for a
+    strategy that there is not, or that needs something further."""
+    base = options.engine
+    speculation = base.speculation.replace(
+        strategy=strategy,
+        skip=base.speculation.skip if strategy == "static" else (),
+        warm_start=_plans_of(options, strategy),
+    )
+    return base.replace(
+        model=folder,
+        max_num_seqs=options.batch,
+        max_model_len=base.max_model_len or max(options.workloads.contexts) + options.max_tokens,
+        speculation=speculation,
+    )

@@ -1,0 +1,228 @@
+"""What a benchmark lets the contenders write: prompts by domain, as long as asked, by themselves or in streams."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import rayspec
+from rayspec import demo
+from rayspec.batch.documents import Columns, Document, read_documents
+from rayspec.batch.prompts import PromptBuilder
+from rayspec.bench.spec_bench import is_question_file, read_questions
+from rayspec.config import SamplingParams
+from rayspec.demo import Task
+from rayspec.types import ConfigError
+
+_TOKENS_PER_UNIT = 15
+_MIN_SIZE = 2
+_DEMO = "demo"
+_ALL = "all"
+_DEMO_TOKEN = "<|document|>"  # noqa: S105 - a token of the bundled model's vocabulary
+_SUMMARIZE = "Summarize the document."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadOptions:
+    """Which workloads there are to be. Raises ConfigError.
+
+    inputs: "demo:DOMAIN" ("demo" for its summaries, "demo:all" for all domains), files of documents, question files.
+    contexts: prompt tokens. num_prompts: of each workload, at most. mix_ratios: where given, there is a stream for each
+    in place of a workload for each domain.
+    """
+
+    inputs: tuple[str, ...]
+    contexts: tuple[int, ...]
+    num_prompts: int
+    mix_ratios: tuple[float, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for context in self.contexts:
+            if context < 2:
+                raise ConfigError(f"option 'context' is {context}: a prompt needs 2 tokens or more")
+        for ratio in self.mix_ratios:
+            if not 0 <= ratio <= 1:
+                raise ConfigError(f"option 'stream' is {ratio}: a ratio lies between 0 and 1")
+        if self.seed < 0:
+            raise ConfigError(f"option 'workload_seed' is {self.seed}: it must be 0 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Prompts, as token ids, in the order in which they are asked.
+
+    domain: of all prompts; of a stream theirs in order, joined by "+". domains: of each prompt. context: the most
+    tokens that a prompt was to have. num_left_out: prompts that were longer. mix_ratio: of a stream, the probability
+    that a prompt is of another domain than the one before.
+    """
+
+    name: str
+    domain: str
+    prompts: list[list[int]]
+    domains: list[str]
+    context: int
+    num_left_out: int = 0
+    mix_ratio: float | None = None
+
+    @property
+    def is_stream(self) -> bool:
+        return self.mix_ratio is not None
+
+
+def make_workloads(llm: rayspec.LLM, options: WorkloadOptions, *, template: str) -> list[Workload]:
+    """Of every domain, or stream, with every context. A domain of which no prompt fits has a workload without prompts;
+    streams go without it.
+
+    template: what a document is wrapped in, see `PromptBuilder`. Raises ConfigError, and what is wrong with a document.
+    """
+    workloads: list[Workload] = []
+    for context in options.contexts:
+        domains = [
+            one for name in _each_once(options.inputs) for one in _of_input(llm, name, context, options, template)
+        ]
+        _check(domains, context)
+        fitting = [domain for domain in domains if domain.prompts]
+        streams = [mixed(fitting, ratio, options.num_prompts, seed=options.seed) for ratio in options.mix_ratios]
+        workloads += streams or domains
+    return workloads
+
+
+def mixed(workloads: Sequence[Workload], ratio: float, num_prompts: int, *, seed: int) -> Workload:
+    """A stream of prompts that begins in the first workload's domain; each next prompt is with probability `ratio` of
+    one of the others, any of them as likely (the mix ratio of KNN-SSD, section 4). No prompt comes twice.
+
+    Raises ConfigError when a domain runs out of prompts, or there is no other domain to go to.
+    """
+    if ratio > 0 and len(workloads) < 2:
+        raise ConfigError(f"option 'stream' is {ratio}, and there is no second domain to go to: give another --input")
+    rng = random.Random(seed)
+    waiting = {workload.domain: iter(workload.prompts) for workload in workloads}
+    domain, domains = workloads[0].domain, list[str]()
+    prompts: list[list[int]] = []
+    while len(prompts) < num_prompts:
+        if domains and rng.random() < ratio:
+            domain = rng.choice([other for other in waiting if other != domain])
+        prompt = next(waiting[domain], None)
+        if prompt is None:
+            raise ConfigError(
+                f"option 'num_prompts' is {num_prompts}, but after {len(prompts)} prompts of the stream there are no "
+                f"more of {domain!r}: lower it, or give an input that has more"
+            )
+        domains.append(domain)
+        prompts.append(prompt)
+    context = workloads[0].context
+    return Workload(
+        name=f"mix-{ratio:g}-{context}",
+        domain="+".join(dict.fromkeys(domains)),
+        prompts=prompts,
+        domains=domains,
+        context=context,
+        mix_ratio=ratio,
+    )
+
+
+def demo_prompts(llm: rayspec.LLM, domain: str, *, context: int, num_prompts: int, seed: int = 0) -> list[list[int]]:
+    """Token ids of prompts of a demo domain, as large as fit `context` tokens whole: a ledger or a schedule may be
+    smaller. Raises ConfigError: `domain` is none of them, which are named, or not even the smallest prompt fits."""
+    encode = _task_encoder(llm)
+    tasks = fitting_tasks(domain, lambda task: len(encode(task)), context=context, num_tasks=num_prompts, seed=seed)
+    return [encode(task) for task in tasks]
+
+
+def fitting_tasks(
+    domain: str, num_tokens: Callable[[Task], int], *, context: int, num_tasks: int, seed: int = 0
+) -> list[Task]:
+    """Tasks of a demo domain, of the largest size with which all fit `context` tokens. Raises ConfigError as
+    `demo_prompts` does."""
+    if domain not in demo.DOMAINS:
+        raise ConfigError(f"domain {domain!r} is none of {', '.join(demo.DOMAINS)}")
+    size = max(_MIN_SIZE, context // _TOKENS_PER_UNIT)
+    while True:
+        tasks = demo.sample_tasks(domain, num_tasks, size=size, seed=seed)
+        longest = max(map(num_tokens, tasks), default=0)
+        if longest <= context:
+            return tasks
+        if size == _MIN_SIZE:
+            raise ConfigError(
+                f"option 'context' is {context}, and the smallest prompts of domain {domain!r} have up to {longest} "
+                "tokens: raise it"
+            )
+        size = max(_MIN_SIZE, min(size - 1, size * context // longest))
+
+
+def file_documents(name: str, num_documents: int) -> list[Document]:
+    """The first ones of a file, folder or pattern. Raises what is wrong with any."""
+    documents = list(itertools.islice(read_documents([name], Columns()), num_documents))
+    for document in documents:
+        if document.error is not None:
+            raise document.error
+    return documents
+
+
+def _task_encoder(llm: rayspec.LLM) -> Callable[[Task], list[int]]:
+    """The bundled model, of whatever width and training, has its own words for tasks; others are asked like a user."""
+    if _DEMO_TOKEN in llm.tokenizer.get_vocab():
+        return lambda task: list(llm.tokenizer(task.prompt).input_ids)
+    encode = _text_encoder(llm)
+    return lambda task: encode(f"{task.document}\n\n{task.question or _SUMMARIZE}")
+
+
+def _text_encoder(llm: rayspec.LLM) -> Callable[[str], list[int]]:
+    """As a user's message, where the tokenizer has a chat template."""
+    builder = PromptBuilder(llm=llm, params=SamplingParams())
+    return lambda text: builder.tokens(Document(id="", source="", text=text))
+
+
+def _of_input(llm: rayspec.LLM, name: str, context: int, options: WorkloadOptions, template: str) -> Iterator[Workload]:
+    """A workload for each domain of one input."""
+    kind, _, domain = name.partition(":")
+    if kind == _DEMO:
+        for each in demo.DOMAINS if domain == _ALL else (domain or "summary",):
+            prompts = demo_prompts(llm, each, context=context, num_prompts=options.num_prompts, seed=options.seed)
+            yield _of_domain(each, prompts, context)
+    elif is_question_file(name):
+        yield from _question_workloads(llm, name, context, options.num_prompts)
+    else:
+        builder = PromptBuilder(llm=llm, params=SamplingParams(), template=template, max_prompt_tokens=context)
+        documents = file_documents(name, options.num_prompts)
+        yield _of_domain(Path(name).stem, [builder.tokens(document) for document in documents], context)
+
+
+def _question_workloads(llm: rayspec.LLM, name: str, context: int, num_prompts: int) -> Iterator[Workload]:
+    """One for each category, of the questions that fit: half a question is another question."""
+    encode = _text_encoder(llm)
+    by_category: dict[str, list[list[int]]] = {}
+    for question in read_questions(name):
+        by_category.setdefault(question.category, []).append(encode(question.text))
+    for category, prompts in by_category.items():
+        fitting = [prompt for prompt in prompts if len(prompt) <= context]
+        yield _of_domain(category, fitting[:num_prompts], context, num_left_out=len(prompts) - len(fitting))
+
+
+def _of_domain(domain: str, prompts: list[list[int]], context: int, num_left_out: int = 0) -> Workload:
+    return Workload(
+        name=f"{domain}-{context}",
+        domain=domain,
+        prompts=prompts,
+        domains=[domain] * len(prompts),
+        context=context,
+        num_left_out=num_left_out,
+    )
+
+
+def _each_once(inputs: Sequence[str]) -> Sequence[str]:
+    return list(dict.fromkeys("demo:summary" if name == _DEMO else name for name in inputs))
+
+
+def _check(workloads: Sequence[Workload], context: int) -> None:
+    names = Counter(workload.domain for workload in workloads)
+    name, count = names.most_common(1)[0]
+    if count > 1:
+        raise ConfigError(f"option 'input' gives two workloads named {name!r}: name it once, or rename one")
+    if not any(workload.prompts for workload in workloads):
+        raise ConfigError(f"option 'context' is {context}, and none of the prompts is as short: raise it")

@@ -1,0 +1,303 @@
+"""The `rayspec` command."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import rayspec
+from rayspec.batch.documents import Columns, Document, read_documents
+from rayspec.batch.in_process import complete
+from rayspec.batch.input_files import KNOWN_TYPES, found_inputs
+from rayspec.batch.progress import showing_progress
+from rayspec.batch.prompts import SUMMARY_SAMPLING, PromptBuilder, fitting_prompt_tokens, summary_prompt
+from rayspec.batch.report import RunReport
+from rayspec.batch.results import check_output, open_writer, save_config
+from rayspec.bench.commands import app as bench_app
+from rayspec.command.loading import load_llm
+from rayspec.command.options import Asked, with_settings
+from rayspec.command.settings import Settings
+from rayspec.command.terminal import clean_exit, error_console, exit_on_sigterm, output_console, say
+from rayspec.config import ParallelOptions, SamplingParams, TuningOptions
+from rayspec.ops.k8s.command import app as k8s_app
+from rayspec.ops.latency_table import latency_table, stage_table
+from rayspec.ops.plan.commands import app as plan_app
+from rayspec.types import ConfigError
+
+app = typer.Typer(
+    name="rayspec",
+    help="Lossless, training-free speed-up of Hugging Face causal LMs: the model drafts for itself.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.add_typer(bench_app)
+app.add_typer(plan_app)
+app.add_typer(k8s_app, name="k8s")
+
+_EPILOG = """Exit codes: 0 every row succeeded, 1 none did or the engine failed, 2 usage, 3 some rows failed,
+130 interrupted and 143 terminated, with the rows so far in the output."""
+
+Inputs = Annotated[
+    list[str],
+    typer.Argument(metavar="INPUT...", help=f"files ({KNOWN_TYPES}), folders or patterns"),
+]
+Output = Annotated[Path, typer.Option("--output", "-o", help="file to write: .jsonl or .parquet")]
+IdColumn = Annotated[
+    str | None,
+    typer.Option(help="column of the row's id; without it: 'id' where there is one, else the file and row number"),
+]
+Limit = Annotated[int | None, typer.Option(min=1, help="stop after so many rows")]
+Truncate = Annotated[bool, typer.Option(help="cut what is longer than the context at its end, instead of failing it")]
+Overwrite = Annotated[bool, typer.Option(help="replace an output that exists")]
+Report = Annotated[Path | None, typer.Option(help="folder for a report and a picture of the plans")]
+
+
+@app.command(epilog=_EPILOG)
+@with_settings(sampling=SUMMARY_SAMPLING)
+def summarize(
+    *,
+    asked: Asked,
+    inputs: Inputs,
+    output: Output,
+    text_column: Annotated[str, typer.Option(help="column of the document's text")] = "text",
+    id_column: IdColumn = None,
+    prompt: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="what to ask; {text} stands for the document")
+    ] = None,
+    truncate: Truncate = False,
+    limit: Limit = None,
+    overwrite: Overwrite = False,
+    report: Report = None,
+) -> None:
+    """Summarize documents: a row each, in a .jsonl or .parquet file. A .txt file is one document."""
+    with clean_exit():
+        settings = asked.settings()
+        job = _Job(settings, inputs, output, overwrite=overwrite, report=report, text_column="summary")
+        job.run(
+            Columns(text=text_column, id=id_column),
+            template=prompt or summary_prompt(settings.engine.model),
+            chat=True,
+            truncate=truncate,
+            limit=limit,
+        )
+
+
+@app.command(epilog=_EPILOG)
+@with_settings(sampling=SamplingParams())
+def generate(
+    *,
+    asked: Asked,
+    inputs: Inputs,
+    output: Output,
+    prompt_column: Annotated[str, typer.Option(help="column of the prompt")] = "prompt",
+    messages_column: Annotated[str, typer.Option(help="column of chat messages, used where present")] = "messages",
+    id_column: IdColumn = None,
+    chat: Annotated[bool, typer.Option(help="put prompts through the chat template as a user's message")] = False,
+    truncate: Truncate = False,
+    limit: Limit = None,
+    overwrite: Overwrite = False,
+    report: Report = None,
+) -> None:
+    """Complete prompts and answer chats: a row each, in a .jsonl or .parquet file. A .txt file is one prompt."""
+    with clean_exit():
+        job = _Job(asked.settings(), inputs, output, overwrite=overwrite, report=report, text_column="text")
+        columns = Columns(text=prompt_column, id=id_column, messages=messages_column)
+        job.run(columns, template="{text}", chat=chat, truncate=truncate, limit=limit)
+
+
+@app.command()
+@with_settings()
+def profile(
+    *,
+    asked: Asked,
+    cluster: Annotated[
+        bool, typer.Option(help="measure the shards and the links of a pipeline: --stages, --tensor")
+    ] = False,
+) -> None:
+    """Measure what a forward costs here, sublayer by sublayer; print and save it. Plans are chosen by these numbers.
+
+    Nothing else should run meanwhile.
+    """
+    with clean_exit():
+        settings = asked.settings()
+        config = settings.engine.replace(remeasure=True)
+        if cluster and config.parallel is None:
+            config = config.replace(parallel=ParallelOptions())
+        with load_llm(config) as llm:
+            if llm.engine.latency is None:
+                raise ConfigError(
+                    f"model {settings.engine.model!r} runs with strategy {llm.config.speculation.strategy!r}, which "
+                    "needs no profile: use --strategy knapspec, with a model whose layers split into sublayers"
+                )
+            console = output_console()
+            console.print(latency_table(llm.engine.latency, max_context=llm.engine.max_model_len))
+            if config.parallel is not None:
+                console.print(stage_table(llm.engine.latency))
+
+
+@app.command()
+@with_settings(own=(TuningOptions, "Tuning"))
+def tune(
+    *,
+    asked: Asked,
+    input_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--input",
+            metavar="[DOMAIN=]INPUT",
+            help="calibration prompts: a file of documents or questions, demo:DOMAIN, demo:all; repeatable",
+        ),
+    ] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="file of saved plans to write: .json")],
+    context: Annotated[int, typer.Option(min=2, help="prompt tokens; documents are cut to it")] = 1024,
+    num_prompts: Annotated[int, typer.Option(min=1, help="of each domain, at most")] = 8,
+    batch: Annotated[int, typer.Option(min=1, help="sequences decoded at once")] = 1,
+    widen: Annotated[int, typer.Option(min=1, help="make the model so many times as wide, as in bench")] = 1,
+    overwrite: Overwrite = False,
+) -> None:
+    """Find the draft plan that is fastest on calibration prompts, or one for each of their domains, and save them.
+
+    What is saved is for this model only: --strategy self-sd or knn-ssd drafts by it, knapspec and auto begin with it,
+    each with --warm-start. One input without a domain gives a plan for any text.
+    """
+    from rayspec.bench.tune import TuneOptions, plans_table, run_tune  # noqa: PLC0415 - brings torch
+
+    with clean_exit():
+        options = TuneOptions(
+            engine=asked.settings().engine,
+            tuning=asked.own_options(TuningOptions),
+            inputs=tuple(input_ or ()),
+            output=output,
+            context=context,
+            num_prompts=num_prompts,
+            batch=batch,
+            widen=widen,
+            overwrite=overwrite,
+        )
+        saved = run_tune(options, say)
+        output_console().print(plans_table(saved), highlight=False)
+        say(f"saved in {output}")
+
+
+@app.command()
+@with_settings()
+def serve(
+    *,
+    asked: Asked,
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="[APP.yaml]", help="a file with llm_configs, in place of --model and engine options"),
+    ] = None,
+    host: Annotated[str, typer.Option(help="address to listen at; the default is reached from this machine only")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: one that is free")] = 8000,
+    served_model_name: Annotated[str | None, typer.Option(help="what requests call the model")] = None,
+    api_key: Annotated[
+        list[str] | None, typer.Option(help="opens the endpoint; repeatable; also in RAYSPEC_API_KEYS, with commas")
+    ] = None,
+    cors: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ORIGIN", help="whose web pages may use the endpoint; repeatable; *: all"),
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="by which clients may call the endpoint on loopback; repeatable; *: any"),
+    ] = None,
+) -> None:
+    """Answer OpenAI requests over HTTP, with Ray Serve, until SIGTERM or Ctrl-C. Prints the URL when it is ready."""
+    # They bring ray, which others wait for.
+    from rayspec.serve.asked import asked_options  # noqa: PLC0415
+    from rayspec.serve.run import Address, run_endpoint  # noqa: PLC0415
+
+    with clean_exit():
+        options = asked_options(
+            file,
+            asked,
+            model_id=served_model_name,
+            api_keys=api_key or (),
+            cors=cors or (),
+            allowed_hosts=allowed_host or (),
+            environment=os.environ,
+        )
+        run_endpoint(options, Address(host=host, port=port), lambda url: print(url, flush=True))  # noqa: T201
+
+
+@app.command()
+def version() -> None:
+    """Print the versions of rayspec and of what it stands on."""
+    print(f"rayspec {rayspec.__version__}")  # noqa: T201 - a command's output
+    for name in ("torch", "transformers", "ray", "pyarrow"):
+        print(f"{name} {metadata.version(name)}")  # noqa: T201 - a command's output
+
+
+class _Job:
+    """Documents of files to rows of a file, by one engine."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        inputs: list[str],
+        output: Path,
+        *,
+        overwrite: bool,
+        report: Path | None,
+        text_column: str,
+    ) -> None:
+        check_output(output, overwrite=overwrite)
+        files = found_inputs(inputs)
+        if output.exists() and any(Path(name).exists() and Path(name).samefile(output) for name in files):
+            raise ConfigError(f"option 'output' is {str(output)!r}, which is an input too: choose another name")
+        self._settings, self._inputs, self._output = settings, files, output
+        self._report_folder, self._text_column = report, text_column
+
+    def run(self, columns: Columns, *, template: str, chat: bool, truncate: bool, limit: int | None) -> None:
+        """Ends the process with the code that the rows add up to."""
+        sampling = self._settings.sampling
+        with load_llm(self._settings.engine) as llm:
+            exit_on_sigterm()
+            room = fitting_prompt_tokens(llm.engine.max_model_len, sampling) if truncate else None
+            prompts = PromptBuilder(llm=llm, params=sampling, template=template, chat=chat, max_prompt_tokens=room)
+            documents = itertools.islice(read_documents(self._inputs, columns), limit)
+            config = self._settings.resolved(llm.config)
+            report = RunReport()
+            try:
+                self._write_rows(llm, documents, prompts, report)
+            finally:
+                save_config(self._output.with_suffix(".config.yaml"), config)
+                if self._report_folder is not None:
+                    self._report_folder.mkdir(parents=True, exist_ok=True)
+                    report.write(self._report_folder, stats=llm.stats, config=config, title="rayspec run")
+        raise typer.Exit(report.tally.exit_code)
+
+    def _write_rows(
+        self, llm: rayspec.LLM, documents: Iterable[Document], prompts: PromptBuilder, report: RunReport
+    ) -> None:
+        console = error_console()
+        try:
+            with (
+                open_writer(self._output, text_column=self._text_column) as writer,
+                showing_progress(report.tally, console) as show,
+            ):
+                for row in complete(llm, documents, prompts):
+                    writer.write(row)
+                    report.add(row)
+                    show()
+        finally:
+            console.print(f"{report.tally}: {self._output}", markup=False, highlight=False, soft_wrap=True)
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

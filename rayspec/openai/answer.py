@@ -1,0 +1,169 @@
+"""A request run on an engine: answered at once, or in chunks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, Protocol
+
+from msgspec import UNSET, UnsetType
+
+from rayspec.config import SamplingParams
+from rayspec.decode.token_texts import TokenTexts
+from rayspec.openai.chunks import Chunk, chunks_of, has_end
+from rayspec.openai.limits import DEFAULT_LIMITS, Limits
+from rayspec.openai.models import check_served
+from rayspec.openai.requests import ChatRequest, Request
+from rayspec.openai.responses import ChatCompletion, Completion, Response, Stamp
+from rayspec.openai.tokenizing import Tokenizes, beside_the_loop, check_tokens, prompt_tokens
+from rayspec.openai.usage import UsageTally
+from rayspec.types import EmptyPromptError, RequestOutput
+
+
+class Completes(Tokenizes, Protocol):
+    """What is asked of an engine; AsyncEngine is one."""
+
+    async def run(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> RequestOutput: ...
+
+
+class Streams(Tokenizes, Protocol):
+    """What is asked of an engine for chunks; AsyncEngine is one. Outputs are what is new, the last one is finished."""
+
+    def stream(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams
+    ) -> AsyncGenerator[RequestOutput, None]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """One prompt."""
+
+    token_ids: Sequence[int]
+    params: SamplingParams
+
+
+async def respond(
+    request: Request,
+    engine: Completes,
+    served: Sequence[str],
+    *,
+    name: str,
+    created: int,
+    limits: Limits = DEFAULT_LIMITS,
+) -> Response:
+    """Run a request's prompts together.
+
+    served: names of the model that a body may use; responses show the first. name: what the response's id ends in.
+    created: Unix seconds. Raises RequestError; the first prompt that fails fails the request and ends the others.
+    Raises what else an output's error is, and EngineDeadError, where the engine is gone. Cancelling ends all prompts.
+    """
+    outputs = await _run_together(engine, await _jobs(request, engine, served, limits))
+    texts, stamp = TokenTexts(engine.tokenizer), _stamp(request, name, created, served)
+    if isinstance(request, ChatRequest):
+        return ChatCompletion.of(request, outputs[0], texts, stamp)
+    return Completion.of(request, outputs, texts, stamp)
+
+
+async def stream(
+    request: Request,
+    engine: Streams,
+    served: Sequence[str],
+    *,
+    name: str,
+    created: int,
+    limits: Limits = DEFAULT_LIMITS,
+) -> AsyncGenerator[Chunk, None]:
+    """`respond` in chunks, as they come. There is at least one.
+
+    What is wrong with the request is raised before the first chunk; what goes wrong later, after the chunks before it.
+    Closing it, and cancelling the wait for a chunk, end all prompts.
+    """
+    jobs = await _jobs(request, engine, served, limits)
+    chunks = chunks_of(request, TokenTexts(engine.tokenizer), _stamp(request, name, created, served))
+    tally = UsageTally()
+    async with aclosing(_stream_together(engine, jobs)) as pieces:
+        async for prompt_index, piece in pieces:
+            tally.add(prompt_index, piece)
+            for chunk in chunks.of(prompt_index, piece):
+                yield chunk
+    if has_end(request):
+        yield chunks.end(tally)
+
+
+async def _jobs(request: Request, engine: Tokenizes, served: Sequence[str], limits: Limits) -> list[_Job]:
+    """Raises RequestError for whatever can be known to be wrong before the engine is asked."""
+    check_served(request.model, served)
+    limits.check(request)
+    tokenize = partial(request.prompts, partial(prompt_tokens, engine))
+    prompts = await beside_the_loop(tokenize, request.num_characters)
+    return [_job(token_ids, request, engine) for token_ids in prompts]
+
+
+def _job(token_ids: Sequence[int], request: Request, engine: Tokenizes) -> _Job:
+    if not token_ids:
+        raise EmptyPromptError("the prompt has zero tokens: give it some text")
+    check_tokens(token_ids, engine.tokenizer)
+    return _Job(token_ids=token_ids, params=request.sampling_params(len(token_ids), engine.max_model_len))
+
+
+def _stamp(request: Request, name: str, created: int, served: Sequence[str]) -> Stamp:
+    if not isinstance(request, ChatRequest):
+        return Stamp(id=f"cmpl-{name}", created=created, model=served[0])
+    tier: Literal["default"] | UnsetType = UNSET if request.service_tier is None else "default"
+    return Stamp(id=f"chatcmpl-{name}", created=created, model=served[0], service_tier=tier)
+
+
+async def _run_together(engine: Completes, jobs: Iterable[_Job]) -> list[RequestOutput]:
+    tasks = [asyncio.ensure_future(_run(engine, job)) for job in jobs]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await _end(tasks)
+
+
+async def _run(engine: Completes, job: _Job) -> RequestOutput:
+    output = await engine.run(job.token_ids, job.params)
+    if output.error is not None:
+        raise output.error
+    return output
+
+
+async def _stream_together(engine: Streams, jobs: Iterable[_Job]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """What is new of each prompt, with the prompt's index."""
+    arrived: asyncio.Queue[tuple[int, RequestOutput] | asyncio.Task[None]] = asyncio.Queue()
+    tasks = [asyncio.create_task(_pass_on(engine, index, job, arrived)) for index, job in enumerate(jobs)]
+    for task in tasks:
+        task.add_done_callback(arrived.put_nowait)
+    try:
+        num_running = len(tasks)
+        while num_running:
+            item = await arrived.get()
+            if isinstance(item, asyncio.Task):
+                item.result()  # raises what it ended of
+                num_running -= 1
+            else:
+                yield item
+    finally:
+        await _end(tasks)
+
+
+async def _pass_on(
+    engine: Streams,
+    index: int,
+    job: _Job,
+    arrived: asyncio.Queue[tuple[int, RequestOutput] | asyncio.Task[None]],
+) -> None:
+    async with aclosing(engine.stream(job.token_ids, job.params)) as pieces:
+        async for piece in pieces:
+            if piece.error is not None:
+                raise piece.error
+            arrived.put_nowait((index, piece))
+
+
+async def _end(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

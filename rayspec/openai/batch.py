@@ -1,0 +1,155 @@
+"""The OpenAI Batch format: a request a line in, a response a line out, failures in a file of their own.
+
+`read_batch` makes lines of a file, `answer` has an engine answer one. What is wrong with a line stays with that line.
+Ids are a pure function of the file's name and the line's custom_id, so that a resumed run writes the same ones.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from rayspec.openai.answer import Completes, respond
+from rayspec.openai.encoding import plain_body
+from rayspec.openai.errors import ApiError, InvalidRequestError, parse_json
+from rayspec.openai.requests import ENDPOINTS
+from rayspec.openai.strict_body import StrictBody
+from rayspec.types import RequestError
+
+Url = Literal["/v1/chat/completions", "/v1/completions"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchError:
+    """Why a line is no request or has no answer, as OpenAI's files tell it. line: its number, from 1, where it is no
+    request."""
+
+    code: str
+    message: str
+    param: str | None
+    line: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchResponse:
+    """As it would have come over HTTP. body: a ChatCompletion, a Completion, or {"error": ...}."""
+
+    status_code: int
+    request_id: str
+    body: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchResult:
+    """A line of the output: a response, or the error that kept the line from being a request."""
+
+    id: str
+    custom_id: str | None
+    response: BatchResponse | None
+    error: BatchError | None
+
+    @property
+    def failed(self) -> bool:
+        """It belongs in the error file."""
+        return self.response is None or self.response.status_code != 200
+
+    def json_line(self) -> str:
+        """With its line break."""
+        return json.dumps(asdict(self), ensure_ascii=False, allow_nan=False) + "\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLine:
+    """A request of a batch file. Its body is not looked at yet. digest: what its ids are made of."""
+
+    digest: str
+    custom_id: str
+    url: Url
+    body: Mapping[str, Any]
+
+    def result(self, status_code: int, body: Mapping[str, Any]) -> BatchResult:
+        response = BatchResponse(status_code=status_code, request_id=f"req_{self.digest}", body=body)
+        return BatchResult(id=f"batch_req_{self.digest}", custom_id=self.custom_id, response=response, error=None)
+
+
+class _Fields(StrictBody):
+    """What a line must have."""
+
+    custom_id: Annotated[str, Field(min_length=1)]
+    method: Literal["POST"]
+    url: Url
+    body: dict[str, Any]
+
+
+def read_batch(lines: Iterable[bytes], *, source: str) -> Iterator[BatchLine | BatchResult]:
+    """The requests of a file, in order, read as they are asked for; failed results where a line is none.
+
+    lines: of the file; empty ones are passed over. source: what the file is called; ids depend on it. Of lines with the
+    same custom_id the first counts.
+    """
+    seen: set[str] = set()
+    for number, line in enumerate(lines, start=1):
+        content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+        if content.strip():
+            yield _read_line(content, number, source, seen)
+
+
+def _read_line(line: bytes, number: int, source: str, seen: set[str]) -> BatchLine | BatchResult:
+    custom_id = None
+    try:
+        row = parse_json(line)
+        custom_id = _usable_custom_id(row)
+        _claim(custom_id, seen)
+        fields = _Fields.parse(row)
+    except InvalidRequestError as error:
+        failure = BatchError(
+            code=error.code or error.kind, message=f"line {number}: {error}", param=error.param, line=number
+        )
+        return BatchResult(id=f"batch_req_{_digest(source, number)}", custom_id=custom_id, response=None, error=failure)
+    digest = _digest(source, fields.custom_id)
+    return BatchLine(digest=digest, custom_id=fields.custom_id, url=fields.url, body=fields.body)
+
+
+def _usable_custom_id(row: object) -> str | None:
+    """Of a line that may be wrong in other ways: its error is reported under it."""
+    custom_id = row.get("custom_id") if isinstance(row, dict) else None
+    return custom_id if isinstance(custom_id, str) and custom_id else None
+
+
+def _claim(custom_id: str | None, seen: set[str]) -> None:
+    if custom_id in seen:
+        message = f"custom_id {custom_id!r} is that of an earlier line; each line needs its own"
+        raise InvalidRequestError(message, param="custom_id", code="duplicate_custom_id")
+    if custom_id is not None:
+        seen.add(custom_id)
+
+
+def _digest(source: str, name: str | int) -> str:
+    """Of a line by its custom_id, or by its number where it cannot go by that."""
+    return hashlib.sha256(json.dumps([source, name]).encode()).hexdigest()[:32]
+
+
+async def answer(
+    line: BatchLine, engine: Completes, served: tuple[str, ...], *, clock: Callable[[], float] = time.time
+) -> BatchResult:
+    """Have a line answered; whatever is wrong with it is in the result.
+
+    served: names of the model that a body may use; responses show the first. clock: gives Unix seconds. Raises
+    EngineDeadError and StageLostError: the engine is gone and the line has no answer yet, so another may be asked.
+    """
+    try:
+        request = ENDPOINTS[line.url].parse(line.body)
+        if request.stream:
+            raise InvalidRequestError("stream: not in a batch; leave it out", param="stream", code="unsupported_value")
+        response = await respond(request, engine, served, name=line.digest, created=int(clock()))
+    except RequestError as error:
+        failure = ApiError.of(error)
+        return line.result(failure.status, failure.body)
+    return line.result(200, plain_body(response))

@@ -1,0 +1,277 @@
+"""Request bodies, and what they mean for the engine.
+
+The extras (top_k, min_p, repetition_penalty, min_tokens, ...) have the names and meanings they have in vLLM.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, get_args
+
+import pydantic
+from pydantic import Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+from typing_extensions import Self
+
+from rayspec.config import SamplingParams
+from rayspec.openai.errors import InvalidRequestError
+from rayspec.openai.strict_body import Refusals, StrictBody
+from rayspec.types import ConfigError, PromptTooLongError, Role, role_for_template
+
+_MAX_LOGPROBS = 20
+
+ServiceTier = Literal["auto", "default"]
+"""There is one tier. The others would be promises of price or speed."""
+
+Tokenize = Callable[[str | Sequence[Mapping[str, str]]], list[int]]
+"""Of a text as it is, or of a conversation through the chat template."""
+
+
+class ChatMessage(StrictBody):
+    """One turn. Content in parts is text parts joined by line breaks, as vLLM joins them."""
+
+    refused: ClassVar[Refusals] = {"tool_calls": ([],), "function_call": (), "audio": (), "refusal": ()}
+
+    role: Role
+    content: str
+    name: str | None = None
+    tool_call_id: str | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _joined(cls, content: Any) -> Any:
+        return "\n".join(map(_text_of_part, content)) if isinstance(content, list) else content
+
+    @property
+    def for_template(self) -> dict[str, str]:
+        """As chat templates take it."""
+        return {"role": role_for_template(self.role)} | self.model_dump(exclude={"role"}, exclude_none=True)
+
+
+def _text_of_part(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    if kind != "text":
+        raise PydanticCustomError(
+            "unsupported_parameter",
+            "a part of type {kind} is not supported; give text parts only",
+            {"kind": repr(kind)},
+        )
+    if not isinstance(part.get("text"), str):
+        raise PydanticCustomError("invalid_value", "a part of type 'text' must have a 'text'")
+    return str(part["text"])
+
+
+class StreamOptions(StrictBody):
+    ignored = frozenset({"include_obfuscation"})
+
+    include_usage: bool = False
+
+
+class GenerationRequest(StrictBody):
+    """What both endpoints take. None leaves a parameter at its default; defaults and limits are SamplingParams'.
+
+    return_spec_decode_metrics: an extra of ours, tells beside `usage` what drafting did.
+    """
+
+    ignored = frozenset(
+        {
+            "metadata",
+            "prompt_cache_key",
+            "prompt_cache_options",
+            "prompt_cache_retention",
+            "safety_identifier",
+            "store",
+            "user",
+        }
+    )
+
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stop: list[str] | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    return_spec_decode_metrics: bool = False
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_stop_or_many(cls, stop: Any) -> Any:
+        return [stop] if isinstance(stop, str) else stop
+
+    @model_validator(mode="after")
+    def _stream_options_need_a_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise PydanticCustomError("invalid_value", "only with stream: true", {"field": "stream_options"})
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        """A stream ends in a chunk that tells it."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    @abstractmethod
+    def num_prompts(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def num_characters(self) -> int:
+        """Of the texts that are to be tokenized."""
+
+    @property
+    @abstractmethod
+    def num_logprobs(self) -> int | None:
+        """Most likely tokens to report beside each chosen one; None: no log-probabilities at all."""
+
+    @abstractmethod
+    def num_output_tokens(self, room: int) -> int:
+        """The most tokens asked for; `room` is what the context has left."""
+
+    @abstractmethod
+    def prompts(self, tokenize: Tokenize) -> list[list[int]]:
+        """The token ids of each prompt."""
+
+    def sampling_params(self, num_prompt_tokens: int, max_model_len: int) -> SamplingParams:
+        """Of a prompt of that many tokens. Raises PromptTooLongError where prompt and output together exceed the
+        context, which OpenAI refuses too, and InvalidRequestError for a value that SamplingParams refuses."""
+        num_output_tokens = self.num_output_tokens(max(1, max_model_len - num_prompt_tokens))
+        if num_prompt_tokens + num_output_tokens > max_model_len:
+            raise PromptTooLongError(
+                f"This model's maximum context length is {max_model_len} tokens. However, you requested "
+                f"{num_prompt_tokens + num_output_tokens} tokens ({num_prompt_tokens} in the prompt, "
+                f"{num_output_tokens} in the completion). Please reduce the length of the prompt or completion."
+            )
+        asked = {name: value for name, value in self if name in SamplingParams.model_fields and value is not None}
+        try:
+            return SamplingParams(**asked | {"max_tokens": num_output_tokens, "logprobs": self.num_logprobs})
+        except ConfigError as error:
+            raise InvalidRequestError(str(error), param=_first_named(asked, str(error)), code="invalid_value") from None
+
+
+def _first_named(fields: Mapping[str, Any], message: str) -> str | None:
+    found = {name: re.search(rf"\b{name}\b", message) for name in fields}
+    return min((match.start(), name) for name, match in found.items() if match)[1] if any(found.values()) else None
+
+
+class ChatRequest(GenerationRequest):
+    """The body of /v1/chat/completions. Without a limit the answer may fill the context. Of `max_tokens` and
+    `max_completion_tokens` the latter counts, as in vLLM: OpenAI's newer name of the same limit."""
+
+    refused: ClassVar[Refusals] = {
+        "audio": (),
+        "function_call": ("none", "auto"),
+        "functions": ([],),
+        "modalities": (["text"],),
+        "moderation": (),
+        "prediction": (),
+        "reasoning_effort": ("none",),
+        "response_format": ({"type": "text"},),
+        "tool_choice": ("none", "auto"),
+        "tools": ([],),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+    }
+    ignored = GenerationRequest.ignored | {"parallel_tool_calls"}
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    service_tier: ServiceTier | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=_MAX_LOGPROBS)] | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise PydanticCustomError("invalid_value", "only with logprobs: true", {"field": "top_logprobs"})
+        return self
+
+    @property
+    def num_prompts(self) -> int:
+        return 1
+
+    @property
+    def num_characters(self) -> int:
+        return sum(len(message.content) for message in self.messages)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def num_output_tokens(self, room: int) -> int:
+        asked = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return room if asked is None else asked
+
+    def prompts(self, tokenize: Tokenize) -> list[list[int]]:
+        return [tokenize([message.for_template for message in self.messages])]
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of /v1/completions: one prompt or several, each as text or as token ids."""
+
+    refused: ClassVar[Refusals] = {
+        "best_of": (1,),
+        "echo": (False,),
+        "service_tier": get_args(ServiceTier),
+        "suffix": ("",),
+    }
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    logprobs: Annotated[int, Field(ge=0, le=_MAX_LOGPROBS)] | None = None
+
+    @field_validator("prompt", mode="wrap")
+    @classmethod
+    def _prompt_or_prompts(cls, prompt: Any, validate: pydantic.ValidatorFunctionWrapHandler) -> Any:
+        try:
+            valid = validate(prompt)
+        except pydantic.ValidationError:
+            valid = []
+        if valid == []:
+            raise PydanticCustomError("invalid_value", "it must be text, token ids, or a list of texts or of token ids")
+        return valid
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self._prompts)
+
+    @property
+    def num_characters(self) -> int:
+        return sum(len(one) for one in self._prompts if isinstance(one, str))
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    def num_output_tokens(self, room: int) -> int:
+        default: int = SamplingParams.model_fields["max_tokens"].default
+        return min(default, room) if self.max_tokens is None else self.max_tokens
+
+    def prompts(self, tokenize: Tokenize) -> list[list[int]]:
+        return [tokenize(one) if isinstance(one, str) else one for one in self._prompts]
+
+    @property
+    def _prompts(self) -> Sequence[str | list[int]]:
+        prompt: Any = self.prompt
+        return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+
+
+Request = ChatRequest | CompletionRequest
+ENDPOINTS: Mapping[str, type[ChatRequest | CompletionRequest]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+}

@@ -1,0 +1,75 @@
+"""Objects of the protocol as clients send them.
+
+They are strict, because a field that is dropped in silence is a wrong answer: every field either takes effect, is known
+to change no text, or is refused by name.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import pydantic
+from pydantic import model_validator
+from pydantic_core import PydanticCustomError
+from typing_extensions import Self
+
+from rayspec.openai.errors import InvalidRequestError
+
+_CODES = {
+    "missing": "missing_required_parameter",
+    "unknown_parameter": "unknown_parameter",
+    "unsupported_parameter": "unsupported_parameter",
+}
+
+Refusals = Mapping[str, Sequence[Any]]
+"""Fields that cannot be served, with the values besides null that ask for nothing."""
+
+
+class StrictBody(pydantic.BaseModel):
+    """An object of the protocol. `null` is a field left out.
+
+    ignored: fields of any value that change no text.
+    """
+
+    model_config = pydantic.ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
+    refused: ClassVar[Refusals] = {}
+    ignored: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_what_asks_for_nothing(cls, body: Any) -> Any:
+        if not isinstance(body, Mapping):
+            raise PydanticCustomError("invalid_value", "it must be a JSON object")
+        return {name: value for name, value in body.items() if cls._takes_effect(name, value)}
+
+    @classmethod
+    def _takes_effect(cls, name: str, value: Any) -> bool:
+        if name in cls.model_fields:
+            return value is not None
+        if name in cls.ignored:
+            return False
+        if name not in cls.refused:
+            near = difflib.get_close_matches(name, [*cls.model_fields, *cls.refused, *cls.ignored], n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "leave it out"
+            raise PydanticCustomError("unknown_parameter", "unknown field; {hint}", {"field": name, "hint": hint})
+        if value is not None and value not in cls.refused[name]:
+            raise PydanticCustomError("unsupported_parameter", "not supported here; leave it out", {"field": name})
+        return False
+
+    @classmethod
+    def parse(cls, body: object) -> Self:
+        """Of what `parse_json` gave. Raises InvalidRequestError, which names the first field that is wrong."""
+        try:
+            return cls.model_validate(body)
+        except pydantic.ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            names = [*first["loc"], *filter(None, [first.get("ctx", {}).get("field")])]
+            param = ".".join(map(str, names)) or None
+            message = first["msg"].removeprefix("Value error, ")
+            raise InvalidRequestError(
+                f"{param or 'body'}: {message}", param=param, code=_CODES.get(first["type"], "invalid_value")
+            ) from None

@@ -1,0 +1,4 @@
+"""Around a run: which layout fits a cluster (plan, placement), what is wrong with it (doctor), Kubernetes manifests.
+
+Belongs here: what operators call and nothing else imports. Does not: anything that a run needs while it runs.
+"""

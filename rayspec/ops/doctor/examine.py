@@ -1,0 +1,32 @@
+"""All checks that apply."""
+
+from __future__ import annotations
+
+import os
+
+from rayspec.ops.doctor.findings import Finding, skipped
+from rayspec.ops.doctor.gpus import check_gpus, check_nccl, look_at_gpus
+from rayspec.ops.doctor.machine import machine_findings
+
+
+def examine(*, model: str | None = None, address: str | None = None, quick: bool = False) -> list[Finding]:
+    """model: a folder, a hub id, or "demo". address: of a cluster, as ray.init takes it; without it, RAY_ADDRESS.
+
+    quick: only this machine, in less than three seconds where it has no GPU.
+    """
+    gpus = look_at_gpus()
+    findings = [*machine_findings(), check_gpus(gpus), check_nccl(gpus)]
+    if model is not None:
+        # It brings the hub's client, which others need not wait for.
+        from rayspec.ops.doctor.model_files import check_model, look_at_model  # noqa: PLC0415
+
+        findings.append(check_model(look_at_model(model)))
+    if quick:
+        return findings
+    where = address or os.environ.get("RAY_ADDRESS")
+    if where is None:
+        return [*findings, skipped("cluster", "none named: --address auto, host:port or ray://host:10001")]
+    # It brings ray and torch.
+    from rayspec.ops.doctor.cluster import cluster_findings  # noqa: PLC0415
+
+    return [*findings, *cluster_findings(where, model)]

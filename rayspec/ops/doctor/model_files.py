@@ -1,0 +1,139 @@
+"""Whether the files of a model are there and whole, told from their headers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.constants import HF_HUB_CACHE
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+from rayspec import demo
+from rayspec.ops.doctor.findings import Finding, ok, problem, warning
+
+_GIB = 2**30
+_INDEX = "*.index.json"
+_WEIGHTS = ("*.safetensors", "*.bin")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_LONGEST_HEADER = 100 * 2**20  # as the safetensors library has it
+_AGAIN = "fetch the model again"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFiles:
+    """folder: None where a hub id is not in the cache. bytes_free: of the disk that it is on, or would be. errors: what
+    keeps it from loading. notes: what may."""
+
+    model: str
+    folder: str | None
+    num_bytes: int
+    bytes_free: int
+    errors: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+
+def look_at_model(model: str) -> ModelFiles:
+    """model: a folder, a hub id, or "demo"."""
+    place = Path(demo.model_path() if model == "demo" else model)
+    if not place.is_dir():
+        cached = _cached(model)
+        if isinstance(cached, str):
+            return ModelFiles(model=model, folder=None, num_bytes=0, bytes_free=_bytes_free(), errors=(cached,))
+        if cached is None:
+            return ModelFiles(model=model, folder=None, num_bytes=0, bytes_free=_bytes_free(), errors=())
+        place = cached
+    weights = _weights(place)
+    errors = [*_config_errors(place), *_missing(place), *filter(None, map(_damage, weights))]
+    errors += [] if weights else [f"no weights ({' or '.join(_WEIGHTS)})"]
+    notes = [] if any((place / name).exists() for name in _TOKENIZERS) else ["no tokenizer"]
+    return ModelFiles(
+        model=model,
+        folder=str(place),
+        num_bytes=sum(path.stat().st_size for path in weights if path.exists()),
+        bytes_free=shutil.disk_usage(place).free,
+        errors=tuple(errors),
+        notes=tuple(notes),
+    )
+
+
+def check_model(files: ModelFiles) -> Finding:
+    if files.errors:
+        return problem("model files", f"{files.folder or files.model}: {'; '.join(files.errors)}", _AGAIN)
+    if files.folder is None:
+        return warning(
+            "model files",
+            f"{files.model} is neither a folder here nor in the hub's cache; {files.bytes_free / _GIB:.1f} GiB free",
+            f"nothing, if the hub can be reached when it is first loaded; otherwise: hf download {files.model}",
+        )
+    found = f"{files.folder}, {files.num_bytes / _GIB:.2f} GiB of weights"
+    if files.notes:
+        return warning("model files", f"{found}; {'; '.join(files.notes)}", "name one with the option 'tokenizer'")
+    return ok("model files", found)
+
+
+def _cached(model: str) -> Path | str | None:
+    """The folder in the hub's cache; what is wrong with the name; or None."""
+    if model.startswith((".", "/", "~")):
+        return "no such folder"
+    try:
+        return Path(snapshot_download(model, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+    except HFValidationError as error:
+        return f"neither a folder nor a hub id: {error}"
+
+
+def _bytes_free() -> int:
+    """For downloads."""
+    place = Path(HF_HUB_CACHE)
+    while not place.exists():
+        place = place.parent
+    return shutil.disk_usage(place).free
+
+
+def _config_errors(folder: Path) -> list[str]:
+    try:
+        json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return ["no config.json"]
+    except (OSError, ValueError) as error:
+        return [f"config.json cannot be read: {error}"]
+    return []
+
+
+def _weights(folder: Path) -> list[Path]:
+    return next((found for kind in _WEIGHTS if (found := sorted(folder.glob(kind)))), [])
+
+
+def _missing(folder: Path) -> list[str]:
+    """Files that an index of the weights names and that are not there."""
+    errors = []
+    for index in sorted(folder.glob(_INDEX)):
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            errors.append(f"{index.name} cannot be read: {error!r}")
+            continue
+        errors += [f"{name} is missing" for name in sorted(names) if not (folder / name).exists()]
+    return errors
+
+
+def _damage(path: Path) -> str | None:
+    """What is wrong with a file of weights: its header says how long it must be."""
+    try:
+        size = path.stat().st_size
+        if path.suffix != ".safetensors":
+            return None if size else f"{path.name} is empty"
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length)) if length <= min(size, _LONGEST_HEADER) else None
+        if not isinstance(header, dict):
+            return f"{path.name} is no safetensors file"
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        whole = 8 + length + max(ends, default=0)
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        return f"{path.name} cannot be read: {error!r}"
+    return None if size == whole else f"{path.name} has {size} bytes of {whole}"

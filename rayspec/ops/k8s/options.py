@@ -1,0 +1,191 @@
+"""What manifests are rendered from: a model, GPUs and a few names. No ray, no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+from typing_extensions import Self
+
+from rayspec.config import DType, Options
+from rayspec.ops.gpus import gpus_of_a_node
+from rayspec.serve.options import read_options_file
+from rayspec.types import ConfigError
+
+Kind = Literal["job", "service", "cluster"]
+
+# KubeRay cuts what it makes of a name: ray-operator/controllers/ray/utils/constant.go, v1.7.0.
+_MAX_NAME: dict[Kind, int] = {"job": 47, "service": 47, "cluster": 53}
+_DNS_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+# An entrypoint is read by two shells, of the submitter and of Ray's job runner: nothing in it may mean anything to one.
+_PLAIN_WORD = re.compile(r"[A-Za-z0-9@%+=:,./_~*\[\]-]+")
+_NAMES = ("name", "namespace", "models_claim", "hf_secret", "bucket_secret", "api_keys_secret", "redis_secret")
+_WHERE: dict[str, tuple[Kind, ...]] = {
+    "inputs": ("job",),
+    "output": ("job",),
+    "long": ("job",),
+    "retries": ("job",),
+    "served_model_name": ("service",),
+    "max_replicas": ("service", "cluster"),
+    "redis_address": ("service", "cluster"),
+}
+
+
+class RenderOptions(Options):
+    """Defaults of context and concurrency are those of `rayspec placement`, whose plan the manifests follow.
+
+    Where neither stages nor tensor is named, `rayspec plan` chooses both. It also chooses the number of copies where
+    neither replicas nor max_replicas is named: gpus and concurrency are then those of all copies together.
+    """
+
+    kind: Kind = Field("job", description="a RayJob that summarizes, a RayService, or a RayCluster to work on")
+    model: str = Field(description="what the pods load: hub id, a folder in the pods, or 'demo'")
+    sizes_from: str | None = Field(
+        None, description="config.json that sizes are computed from; none: that of the model"
+    )
+    gpus: str | None = Field(
+        None, description="in order, as 8xH100-80G or 2x8xH100: of a copy of the model, if a layout is named"
+    )
+    cpus: int | None = Field(None, ge=1, description="cores of a shard, in place of GPUs")
+    gpus_per_node: int | None = Field(
+        None, ge=1, description="that a pod may ask for; none: as gpus names nodes, as 2x8xH100, else 8"
+    )
+    stages: int | None = Field(
+        None, ge=1, description="pipeline stages; none: the fewest that fit, without tensor as rayspec plan has it"
+    )
+    tensor: int | None = Field(
+        None, ge=1, description="GPUs that share each stage; none: 1, without stages as rayspec plan has it"
+    )
+    context: int = Field(16384, ge=2, description="tokens of a sequence, prompt and output")
+    concurrency: int = Field(32, ge=1, description="sequences at once, of what gpus are of")
+    quantization: Literal["fp8", "int8", "int4"] | None = Field(
+        None, description="of the checkpoint's linears, for their sizes"
+    )
+    dtype: DType = "auto"
+    replicas: int | None = Field(
+        None, ge=1, description="copies of the model; none: 1, without a named layout as rayspec plan has it"
+    )
+    max_replicas: int | None = Field(None, ge=1, description="copies that the autoscaler may go up to; none: as many")
+    name: str = Field("rayspec", description="of the resource, and the beginning of others' names")
+    namespace: str | None = Field(None, description="none: that of kubectl")
+    image: str | None = Field(None, description="none: rayspec:VERSION-cuda, or -cpu")
+    served_model_name: str | None = Field(None, description="what requests call the model; none: its hub id or folder")
+    inputs: tuple[str, ...] = Field((), description="documents of a job: s3://, gs://, abfs://, or paths in the pods")
+    output: str | None = Field(None, description="folder of a job's rows and report, likewise")
+    long: Literal["fail", "truncate", "map-reduce", "refine"] = Field(
+        "fail", description="what a job does with documents beyond the context"
+    )
+    retries: int = Field(1, ge=0, description="clusters that a failed job may have besides its first")
+    spot: bool = Field(False, description="workers on preemptible nodes, the head on others")
+    node_selector: dict[str, str] = Field(default_factory=dict, description="of workers; none: by the GPU's product")
+    gpu_resource: str = Field("nvidia.com/gpu", description="what the device plugin calls a GPU")
+    models_claim: str | None = Field(None, description="a volume claim for models that exists; none: one is made")
+    storage_class: str | None = Field(None, description="of the claim that is made; it must be ReadWriteMany")
+    hf_secret: str = Field("rayspec-hf-token", description="secret with the Hub's token under 'token', if there is one")
+    bucket_secret: str = Field("rayspec-bucket", description="secret with the bucket's environment, if there is one")
+    api_keys_secret: str = Field("rayspec-api-keys", description="secret with a service's keys under 'keys'")
+    redis_address: str | None = Field(None, description="HOST:PORT of a Redis that keeps the head's state")
+    redis_secret: str = Field("rayspec-redis", description="secret with its password under 'password'")
+    monitoring_namespace: str = Field("monitoring", description="whose pods may read metrics")
+
+    @field_validator("node_selector", mode="before")
+    @classmethod
+    def _pairs(cls, value: Any) -> Any:
+        if not isinstance(value, list | tuple):
+            return value
+        if not all("=" in pair for pair in value):
+            raise ValueError("give it as LABEL=VALUE")
+        return dict(pair.split("=", 1) for pair in value)
+
+    @field_validator(
+        "name", "namespace", "models_claim", "hf_secret", "bucket_secret", "api_keys_secret", "redis_secret"
+    )
+    @classmethod
+    def _dns_label(cls, name: str | None) -> str | None:
+        if name is not None and not _DNS_LABEL.fullmatch(name):
+            raise ValueError("use lower-case letters, digits and '-', with a letter at the beginning")
+        return name
+
+    @field_validator("redis_address")
+    @classmethod
+    def _host_and_port(cls, address: str | None) -> str | None:
+        if address is not None and not re.fullmatch(r"[^:/\s]+:\d{1,5}", address):
+            raise ValueError("give it as HOST:PORT, as redis:6379")
+        return address
+
+    @field_validator("model", "output", "inputs")
+    @classmethod
+    def _means_nothing_to_a_shell(cls, value: Any) -> Any:
+        for word in value if isinstance(value, tuple) else (value,):
+            if word is not None and not _PLAIN_WORD.fullmatch(word):
+                raise ValueError("it goes through shells: rename what has spaces, quotes, '$', '&', ';' or the like")
+        return value
+
+    @model_validator(mode="after")
+    def _fits_the_kind(self) -> Self:
+        most = _MAX_NAME[self.kind]
+        if len(self.name) > most:
+            raise ValueError(f"option 'name' is {self.name!r}: KubeRay takes {most} characters here, shorten it")
+        for name, kinds in _WHERE.items():
+            if name in self.model_fields_set and getattr(self, name) is not None and self.kind not in kinds:
+                raise ValueError(f"option {name!r} is of a {' or a '.join(kinds)}, not of a {self.kind}: remove it")
+        if self.kind == "job" and self.output is None:
+            raise ValueError("option 'output' is missing: name a folder that outlives the job, as s3://BUCKET/FOLDER")
+        if self.kind == "job" and not self.inputs and self.model != "demo":
+            raise ValueError("option 'inputs' is missing: name documents, as s3://BUCKET/FOLDER")
+        return self
+
+    @model_validator(mode="after")
+    def _one_kind_of_processor(self) -> Self:
+        if (self.gpus is None) == (self.cpus is None):
+            raise ValueError(f"options 'gpus' and 'cpus' are {self.gpus!r} and {self.cpus}: name one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _scales_up(self) -> Self:
+        if self.max_replicas is not None and self.max_replicas < (self.replicas or 1):
+            raise ValueError(
+                f"option 'max_replicas' is {self.max_replicas}: it must be replicas ({self.replicas}) or more"
+            )
+        return self
+
+    @property
+    def names_layout(self) -> bool:
+        return self.stages is not None or self.tensor is not None
+
+    @property
+    def names_copies(self) -> bool:
+        """Whether gpus and concurrency are those of one copy."""
+        return self.names_layout or self.replicas is not None or self.max_replicas is not None
+
+    @property
+    def gpus_of_a_pod(self) -> int:
+        """The most."""
+        assert self.gpus is not None
+        return self.gpus_per_node or gpus_of_a_node(self.gpus)
+
+    @property
+    def autoscales(self) -> bool:
+        """A cluster to work on has workers while something wants them."""
+        return self.kind == "cluster" or self.max_replicas is not None
+
+    @property
+    def uses_hub(self) -> bool:
+        """Whether the model is kept on the volume for models."""
+        return self.model != "demo"
+
+
+def read_render_options(file: Path | None, asked: Mapping[str, Any]) -> RenderOptions:
+    """file: YAML of options, whose relative `sizes_from` is relative to it. asked: wins over it, None is unset. Raises
+    ConfigError."""
+    values: dict[str, Any] = read_options_file(file) if file is not None else {}
+    sizes_from = values.get("sizes_from")
+    if file is not None and isinstance(sizes_from, str) and (file.parent / sizes_from).exists():
+        values["sizes_from"] = str(file.parent / sizes_from)
+    values |= {name: value for name, value in asked.items() if value is not None}
+    if "model" not in values:
+        raise ConfigError("option 'model' is missing: name a hub id, a folder in the pods, or 'demo'")
+    return RenderOptions(**values)

@@ -1,0 +1,136 @@
+"""RayCluster, RayJob and RayService, as KubeRay 1.7 has them (ray.io/v1)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from rayspec.ops.k8s.engine_values import job_flags, llm_config
+from rayspec.ops.k8s.options import RenderOptions
+from rayspec.ops.k8s.pods import (
+    AGENT_PORT,
+    JOBS_FOLDER,
+    PORTS,
+    TMP_MOUNT,
+    UNPRIVILEGED,
+    WORKER_PORTS,
+    Manifest,
+    head_pod,
+    labels,
+    submitter_pod,
+    worker_pod,
+)
+from rayspec.ops.k8s.sizing import ClusterPlan, PodShape
+
+_API = "ray.io/v1"
+_SECONDS_TO_LOOK_AT = 600  # at a job that has ended, before its cluster goes
+_IDLE_S = 600
+_START_PARAMS = {
+    "dashboard-agent-listen-port": str(AGENT_PORT),
+    "metrics-export-port": str(PORTS["metrics"]),
+    "min-worker-port": str(WORKER_PORTS[0]),
+    "max-worker-port": str(WORKER_PORTS[1]),
+}
+
+
+def ray_resource(options: RenderOptions, plan: ClusterPlan, *, image: str, ray_version: str) -> Manifest:
+    """The resource of `options.kind`."""
+    cluster = _cluster_spec(options, plan, image=image, ray_version=ray_version)
+    if options.kind == "cluster":
+        return _resource("RayCluster", options, cluster)
+    if options.kind == "service":
+        return _resource("RayService", options, _service_spec(options, plan, cluster))
+    return _resource("RayJob", options, _job_spec(options, plan, cluster, image))
+
+
+def _resource(kind: str, options: RenderOptions, spec: Manifest) -> Manifest:
+    metadata = {"name": options.name, "labels": labels(options)}
+    return {"apiVersion": _API, "kind": kind, "metadata": metadata, "spec": spec}
+
+
+def _job_spec(options: RenderOptions, plan: ClusterPlan, cluster: Manifest, image: str) -> Manifest:
+    """The submitter is a pod of its own, so that it can be as unprivileged as the others."""
+    words = ["python", f"{JOBS_FOLDER}/summarize.py", *job_flags(options, plan)]
+    if options.long != "fail":
+        words += ["--long", options.long]
+    words += ["--output", str(options.output), *options.inputs]
+    return {
+        "entrypoint": " ".join(words),
+        "submissionMode": "K8sJobMode",
+        "shutdownAfterJobFinishes": True,
+        "ttlSecondsAfterFinished": _SECONDS_TO_LOOK_AT,
+        "backoffLimit": options.retries,
+        "rayClusterSpec": cluster,
+        "submitterPodTemplate": submitter_pod(options, image),
+    }
+
+
+def _service_spec(options: RenderOptions, plan: ClusterPlan, cluster: Manifest) -> Manifest:
+    return {
+        "serveConfigV2": yaml.safe_dump(_serve_config(options, plan), sort_keys=False),
+        "excludeHeadPodFromServeSvc": True,
+        "upgradeStrategy": {"type": "NewCluster"},
+        "rayClusterConfig": cluster,
+    }
+
+
+def _serve_config(options: RenderOptions, plan: ClusterPlan) -> dict[str, Any]:
+    application = {
+        "name": "rayspec",
+        "route_prefix": "/",
+        "import_path": "rayspec.serve:build_openai_app",
+        "args": {"llm_configs": [llm_config(options, plan)]},
+    }
+    return {
+        "proxy_location": "EveryNode",
+        "http_options": {"host": "0.0.0.0", "port": PORTS["serve"]},  # noqa: S104 - the network policy says who may
+        "applications": [application],
+    }
+
+
+def _cluster_spec(options: RenderOptions, plan: ClusterPlan, *, image: str, ray_version: str) -> Manifest:
+    spec: Manifest = {
+        "rayVersion": ray_version,
+        "authOptions": {"mode": "token"},
+        "enableInTreeAutoscaling": options.autoscales,
+    }
+    if options.autoscales:
+        spec["autoscalerOptions"] = _autoscaler()
+    if options.redis_address is not None:
+        password = {"secretKeyRef": {"name": options.redis_secret, "key": "password"}}
+        spec["gcsFaultToleranceOptions"] = {
+            "redisAddress": options.redis_address,
+            "redisPassword": {"valueFrom": password},
+        }
+    spec["headGroupSpec"] = {
+        "rayStartParams": {"num-cpus": "0", "dashboard-host": "0.0.0.0", **_START_PARAMS},  # noqa: S104 - as above
+        "template": head_pod(options, image),
+    }
+    spec["workerGroupSpecs"] = [_worker_group(options, plan, shape, image) for shape in plan.pods]
+    return spec
+
+
+def _autoscaler() -> Manifest:
+    return {
+        "version": "v2",
+        "idleTimeoutSeconds": _IDLE_S,
+        "resources": {side: {"cpu": "500m", "memory": "1Gi"} for side in ("requests", "limits")},
+        "securityContext": dict(UNPRIVILEGED),
+        "volumeMounts": [dict(TMP_MOUNT)],
+    }
+
+
+def _worker_group(options: RenderOptions, plan: ClusterPlan, shape: PodShape, image: str) -> Manifest:
+    """As many pods as the copies of the model need; of a cluster to work on, none until something wants them."""
+    fewest = 0 if options.kind == "cluster" else plan.num_copies * shape.num_pods
+    group: Manifest = {
+        "groupName": shape.group,
+        "replicas": fewest,
+        "minReplicas": fewest,
+        "maxReplicas": plan.max_copies * shape.num_pods,
+        "rayStartParams": dict(_START_PARAMS),
+    }
+    if options.spot:
+        group["labels"] = {"ray.io/market-type": "spot"}
+    return group | {"template": worker_pod(options, shape, image)}

@@ -1,0 +1,248 @@
+"""How many pods of what size a model needs: from the plan of `rayspec placement`, nothing by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from transformers import PretrainedConfig
+
+from rayspec import demo
+from rayspec.model.architecture import max_positions
+from rayspec.model.sizes import load_config, model_sizes
+from rayspec.ops.gpus import Gpu, are_ranks_alike, parse_gpus
+from rayspec.ops.k8s.options import RenderOptions
+from rayspec.ops.placement_report import Placement, PlacementOptions, placed_dtype
+from rayspec.ops.plan.choice import place_best
+from rayspec.planning.partition import StageCost
+from rayspec.types import ConfigError
+
+GIB = 2**30
+# Beside the weights: a process with torch, CUDA context and pinned buffers, and in each pod the engine, Serve's proxy
+# and what reads documents.
+_SHARD_BYTES, _POD_BYTES = 4 * GIB, 6 * GIB
+_OBJECT_STORE_BYTES, _NCCL_BYTES = 2 * GIB, GIB
+_CPUS_BESIDE_SHARDS = 4  # the engine's actor, the ingress, and for Ray Data two
+_LOADING_BYTES_PER_S = 250 * 10**6  # of a slow volume, or the Hub
+_LEAST_START_S = 600
+_DISK_SHARE = 1.2
+_ANY_CPU = "CPU-4096G@50"  # a device on which everything fits: what is wanted is what the stages take
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodShape:
+    """Workers that are alike.
+
+    gpu: None on CPUs. num_pods: of a copy of the model. num_shards: processes with a part of the model in a pod, each
+    on a GPU of its own. shared_bytes: of /dev/shm; memory_bytes has room for it.
+    """
+
+    group: str
+    gpu: Gpu | None
+    num_pods: int
+    num_shards: int
+    cpus: int
+    memory_bytes: int
+    shared_bytes: int
+
+    @property
+    def num_gpus(self) -> int:
+        return self.num_shards if self.gpu is not None else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterPlan:
+    """A placement, and pods for it. checkpoint_bytes: of the model on disk. num_copies: of the model, at first;
+    max_copies: that the autoscaler may go up to."""
+
+    placement: Placement
+    pods: tuple[PodShape, ...]
+    checkpoint_bytes: int
+    num_copies: int
+    max_copies: int
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.placement.stages)
+
+    @property
+    def num_ranks(self) -> int:
+        """Of a stage."""
+        return self.placement.options.num_ranks
+
+    @property
+    def num_shards(self) -> int:
+        """Of a copy of the model."""
+        return self.num_stages * self.num_ranks
+
+    @property
+    def concurrency(self) -> int:
+        """Sequences at once, of a copy of the model."""
+        return self.placement.options.concurrency
+
+    @property
+    def start_timeout_s(self) -> float:
+        return float(max(_LEAST_START_S, math.ceil(self.checkpoint_bytes / _LOADING_BYTES_PER_S)))
+
+    @property
+    def claim_bytes(self) -> int:
+        """Of a volume for the model."""
+        return math.ceil(_DISK_SHARE * self.checkpoint_bytes) + GIB
+
+
+def plan_cluster(options: RenderOptions) -> ClusterPlan:
+    """Raises ConfigError for what does not fit, CheckpointError for a model whose config cannot be read."""
+    config = load_config(str(demo.model_path()) if options.model == "demo" else options.sizes_from or options.model)
+    limit = max_positions(config)
+    if limit is not None and options.context > limit:
+        raise ConfigError(f"option 'context' is {options.context}, the model ends at {limit}: lower it")
+    placement = _placed(config, options)
+    _check_fit(placement, options)
+    num_copies = options.replicas or placement.num_copies
+    max_copies = options.max_replicas or num_copies
+    return ClusterPlan(
+        placement=placement,
+        pods=tuple(_gpu_pods(placement, options, max_copies, _copies_in_memory(config, placement)))
+        if options.gpus is not None
+        else (_cpu_pod(placement, options),),
+        checkpoint_bytes=_checkpoint_bytes(config, placement.options),
+        num_copies=num_copies,
+        max_copies=max_copies,
+    )
+
+
+def _placed(config: PretrainedConfig, options: RenderOptions) -> Placement:
+    """Of one copy. Raises ConfigError if the copies would be on unlike GPUs."""
+    max_replicas = 1 if options.names_copies else None
+    asked = _placement_options(options)
+    placement, *unlike = place_best(config, asked, gpus_per_node=options.gpus_per_node, max_replicas=max_replicas)
+    if unlike:
+        raise _mixed(options)
+    return placement
+
+
+def _placement_options(options: RenderOptions) -> PlacementOptions:
+    gpus, stages, tensor = options.gpus, options.stages, options.tensor
+    if gpus is None:
+        stages, tensor = stages or 1, tensor or 1
+        gpus = f"{stages * tensor}x{_ANY_CPU}"
+    return PlacementOptions(
+        gpus=gpus,
+        stages=stages,
+        tensor=tensor,
+        context=options.context,
+        concurrency=options.concurrency,
+        quantization=options.quantization,
+        dtype=options.dtype,
+    )
+
+
+def _checkpoint_bytes(config: PretrainedConfig, options: PlacementOptions) -> int:
+    """Of the whole model; the ranks of a stage each hold all of the embedding and the head."""
+    sizes = model_sizes(config, dtype=placed_dtype(options.dtype, config), quantization=options.quantization)
+    return sizes.embedding_bytes + sum(layer.weight_bytes for layer in sizes.layers) + sizes.last_stage_bytes(1)
+
+
+def _check_fit(placement: Placement, options: RenderOptions) -> None:
+    """Raises ConfigError."""
+    ranks = placement.options.num_ranks
+    if placement.missing_bytes:
+        raise ConfigError(
+            f"option 'gpus' is {options.gpus!r}: {placement.missing_bytes * ranks / GIB:.1f} GiB are missing for "
+            f"{options.model}; name more or larger GPUs, more stages, or a lower context or concurrency (rayspec "
+            "placement shows each stage)"
+        )
+    if options.gpus is not None and placement.loading_bytes_missing:
+        raise ConfigError(
+            f"option 'tensor' is {ranks}: while it loads, each GPU holds a whole layer beside its share, and "
+            f"{placement.loading_bytes_missing / GIB:.1f} GiB are missing on one GPU; use more stages"
+        )
+
+
+def _mixed(options: RenderOptions) -> ConfigError:
+    return ConfigError(
+        f"option 'gpus' is {options.gpus!r}: Ray would mix the GPUs of several copies; name GPUs of one kind, or "
+        "render one copy with --replicas 1"
+    )
+
+
+def _copies_in_memory(config: PretrainedConfig, placement: Placement) -> int:
+    """Of a stage that goes to GPUs. Its ranks map the same files, and so share them, unless the weights are something
+    else than what lies in the files: of another type, or experts, which transformers joins as it loads them."""
+    as_in_files = placed_dtype("auto", config) == getattr(torch, placement.dtype)
+    has_experts = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts"))
+    return 1 if as_in_files and not has_experts else placement.options.num_ranks
+
+
+def _gpu_pods(placement: Placement, options: RenderOptions, max_copies: int, copies: int) -> list[PodShape]:
+    """One shape for each model of GPU. max_copies: of the model; copies: of a stage in a pod's memory while it loads.
+    Raises ConfigError for GPUs that Ray could not tell apart."""
+    tensor = placement.options.num_ranks
+    if tensor > options.gpus_of_a_pod:
+        raise ConfigError(
+            f"option 'tensor' is {tensor}, of {options.gpus_of_a_pod} GPUs of a node: ranks of a stage share a node, "
+            "lower it or raise gpus_per_node"
+        )
+    gpus = parse_gpus(placement.options.gpus)
+    if not are_ranks_alike(gpus[: tensor * len(placement.stages)], tensor):
+        raise ConfigError(
+            f"option 'tensor' is {tensor}, of the GPUs {options.gpus!r}: the ranks of a stage share a pod with GPUs of "
+            "one kind; lower it, or name a multiple of it for each kind"
+        )
+    owners = [(gpus[number * tensor], stage) for number, stage in enumerate(placement.stages)]
+    kinds = [(gpu, [stage for _, stage in found]) for gpu, found in groupby(owners, key=lambda owner: owner[0])]
+    if len({gpu.label for gpu, _ in kinds}) > 1 and max_copies > 1:
+        raise _mixed(options)
+    if len({gpu.label for gpu, _ in kinds}) < len(kinds):
+        raise ConfigError(f"option 'gpus' is {options.gpus!r}: name the GPUs of one kind side by side")
+    return [_gpu_pod(gpu, stages, tensor, options.gpus_of_a_pod, copies) for gpu, stages in kinds]
+
+
+def _gpu_pod(gpu: Gpu, stages: Sequence[StageCost], tensor: int, gpus_of_a_node: int, copies: int) -> PodShape:
+    """Stages spread evenly over as few pods as the size of a node allows."""
+    stages_of_a_node = gpus_of_a_node // tensor
+    num_pods = math.ceil(len(stages) / stages_of_a_node)
+    num_stages = math.ceil(len(stages) / num_pods)
+    heaviest = sorted((stage.weight_bytes * tensor for stage in stages), reverse=True)[:num_stages]
+    num_shards = num_stages * tensor
+    return _pod(
+        group=gpu.label.lower(),
+        gpu=gpu,
+        num_pods=num_pods,
+        num_shards=num_shards,
+        cpus=num_shards,
+        model_bytes=copies * sum(heaviest),  # it is read into memory, and then moved
+    )
+
+
+def _cpu_pod(placement: Placement, options: RenderOptions) -> PodShape:
+    """All shards in one pod: weights and KV cache stay in its memory."""
+    assert options.cpus is not None
+    ranks = placement.options.num_ranks
+    num_shards = len(placement.stages) * ranks
+    stage_bytes = sum(stage.weight_bytes * ranks + stage.kv_bytes for stage in placement.stages)
+    return _pod(
+        group="cpu",
+        gpu=None,
+        num_pods=1,
+        num_shards=num_shards,
+        cpus=num_shards * options.cpus,
+        model_bytes=ranks * stage_bytes,
+    )
+
+
+def _pod(*, group: str, gpu: Gpu | None, num_pods: int, num_shards: int, cpus: int, model_bytes: int) -> PodShape:
+    shared_bytes = _OBJECT_STORE_BYTES + (num_shards * _NCCL_BYTES if gpu is not None else 0)
+    memory_bytes = model_bytes + num_shards * (_SHARD_BYTES if gpu is not None else GIB) + shared_bytes
+    return PodShape(
+        group=group,
+        gpu=gpu,
+        num_pods=num_pods,
+        num_shards=num_shards,
+        cpus=cpus + _CPUS_BESIDE_SHARDS,
+        memory_bytes=memory_bytes + (_POD_BYTES if gpu is not None else 2 * GIB),
+        shared_bytes=shared_bytes,
+    )

@@ -1,0 +1,288 @@
+"""Which layers of a model go on which GPUs, what that leaves free and how fast a decode step could be there.
+
+Predictions are rooflines, not measurements: bytes of weights and KV cache that a step reads, over memory bandwidth.
+Kernels, hops and all-reduces come on top; good engines reach two thirds to four fifths of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import Field, field_validator
+from rich.console import Group
+from rich.table import Table
+from transformers import PretrainedConfig
+
+from rayspec.config import DType, Options
+from rayspec.model.sizes import ModelSizes, Quantization, model_sizes
+from rayspec.ops.gpus import RESERVED_BYTES, RESERVED_SHARE, Gpu, parse_gpus
+from rayspec.planning.partition import (
+    Device,
+    LayerCost,
+    ModelCosts,
+    StageCost,
+    bytes_missing,
+    partition,
+    shortfalls,
+    stage_costs,
+)
+from rayspec.types import ConfigError
+
+_GB, _GIB = 10**9, 2**30
+
+
+class PlacementOptions(Options):
+    """What is to be placed where. `context` and `concurrency` are the KV cache that is planned for.
+
+    stages, tensor, layers: where none of them is named, `rayspec plan` chooses.
+    """
+
+    gpus: str
+    stages: int | None = Field(None, ge=1)
+    tensor: int | None = Field(None, ge=1)
+    context: int = Field(16384, ge=1)
+    concurrency: int = Field(32, ge=1)
+    quantization: Quantization | None = None
+    dtype: DType = "auto"
+    layers: tuple[int, ...] | None = None
+
+    @field_validator("layers", mode="before")
+    @classmethod
+    def _numbers_with_commas(cls, value: Any) -> Any:
+        return value.split(",") if isinstance(value, str) else value
+
+    @property
+    def names_layout(self) -> bool:
+        return (self.stages, self.tensor, self.layers) != (None, None, None)
+
+    @property
+    def num_ranks(self) -> int:
+        """GPUs that share each stage."""
+        return self.tensor or 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """A cut of the model over stages. Bytes are those of one tensor-parallel rank.
+
+    missing_bytes: summed over stages, on one rank; 0 where everything fits. loading_bytes_missing: on the GPU that
+    lacks most of it while the model loads. splits: layers are known as attention and MLP. choice: how the layout came
+    about. num_copies: of the whole model, each on GPUs like these.
+    """
+
+    options: PlacementOptions
+    dtype: str
+    num_parameters: int
+    splits: bool
+    stages: tuple[StageCost, ...]
+    missing_bytes: int
+    loading_bytes_missing: int
+    choice: str
+    num_copies: int = 1
+
+    @property
+    def fits(self) -> bool:
+        return self.missing_bytes == 0 and self.loading_bytes_missing == 0
+
+    @property
+    def step_s(self) -> float:
+        """Roofline of a decode step of all sequences, through one stage after the other."""
+        return sum(stage.seconds for stage in self.stages)
+
+
+def place(config: PretrainedConfig, options: PlacementOptions) -> Placement:
+    """Stage i runs on GPUs i * tensor and following. Where the number of stages is open, the fewest that fit; `tensor`
+    is 1 unless it is named. `rayspec.ops.plan.choice.place_best` asks the planner for both.
+
+    Where nothing fits, layers are spread by time alone and `missing_bytes` says what is lacking. Raises ConfigError for
+    GPUs that are unknown or too few, and what `model_sizes` and `partition` raise.
+    """
+    dtype = placed_dtype(options.dtype, config)
+    sizes = model_sizes(config, dtype=dtype, quantization=options.quantization, tensor=options.num_ranks)
+    return place_sizes(sizes, dtype, options)
+
+
+def place_sizes(sizes: ModelSizes, dtype: torch.dtype, options: PlacementOptions) -> Placement:
+    """`place` for sizes that are known already, those of a rank of `options.num_ranks`."""
+    groups = _tensor_groups(parse_gpus(options.gpus), options.num_ranks)
+    num_stages, choice = _num_stages(sizes, groups, options)
+    costs, devices = _costs(sizes, groups[:num_stages], options)
+    spread = devices
+    if bytes_missing(costs, devices):
+        spread = [replace(device, bytes_free=costs.total_bytes) for device in devices]
+    stages = stage_costs(costs, devices, partition(costs, spread, options.layers))
+    return Placement(
+        options=options,
+        dtype=str(dtype).removeprefix("torch."),
+        num_parameters=sizes.num_parameters,
+        splits=sizes.splits,
+        stages=stages,
+        missing_bytes=sum(shortfalls(stages)),
+        loading_bytes_missing=max(_loading_shortfall(sizes, stage, options.num_ranks) for stage in stages),
+        choice=choice,
+    )
+
+
+def placements_table(placements: Sequence[Placement]) -> Group:
+    """For people: one placement, or one for each sort of copy. The GPUs are those of the first copy of that sort."""
+    return Group(*map(_placement_table, placements))
+
+
+def _placement_table(placement: Placement) -> Group:
+    options = placement.options
+    copies = f" on each of {placement.num_copies} copies" if placement.num_copies > 1 else ""
+    table = Table()
+    for heading in ("GPU", "layers", "sublayers", "weights GiB", "KV GiB", "left GiB", "ms a step", "fits"):
+        table.add_column(heading, justify="left" if heading in ("GPU", "fits") else "right", no_wrap=True)
+    for stage in placement.stages:
+        table.add_row(
+            stage.device.name,
+            "{}-{}".format(*_ends(stage.layers)),
+            "{}-{}".format(*_ends(_sublayers(stage.layers))) if placement.splits else "-",
+            *(f"{size / _GIB:.1f}" for size in (stage.weight_bytes, stage.kv_bytes, stage.bytes_left)),
+            f"{1000 * stage.seconds:.2f}",
+            "yes" if stage.bytes_left >= 0 else f"{-stage.bytes_left / _GIB:.1f} GiB missing",
+        )
+    return Group(
+        f"{placement.num_parameters / 1e9:.2f} billion parameters in {_format(placement)}, KV cache of "
+        f"{options.concurrency} sequences of {options.context} tokens{copies}",
+        table,
+        f"{placement.choice}; GiB are of each GPU, of whose memory {RESERVED_SHARE:.0%} and "
+        f"{RESERVED_BYTES / _GIB:.0f} GiB are kept for activations and the CUDA context",
+        f"a decode step of all sequences takes {1000 * placement.step_s:.1f} ms by roofline, bytes read over memory "
+        "bandwidth: a bound, not a measurement",
+        _verdict(placement),
+    )
+
+
+def save_placements(placements: Sequence[Placement], path: Path) -> None:
+    """For machines: options, stages and totals in JSON. Bytes, seconds, and numbers of the first and last layer.
+
+    Copies on other GPUs than those of the first copy are under `unlike_copies`."""
+    first, *others = map(_plain, placements)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**first, "unlike_copies": others}, indent=2) + "\n", encoding="utf-8")
+
+
+def _plain(placement: Placement) -> dict[str, Any]:
+    stages = [
+        asdict(stage)
+        | {
+            "layers": _ends(stage.layers),
+            "sublayers": _ends(_sublayers(stage.layers)) if placement.splits else None,
+            "bytes_left": stage.bytes_left,
+        }
+        for stage in placement.stages
+    ]
+    names = ("num_parameters", "dtype", "choice", "missing_bytes", "loading_bytes_missing", "num_copies")
+    plain = {name: getattr(placement, name) for name in names}
+    totals = {"fits": placement.fits, "step_s": placement.step_s, "options": placement.options.model_dump()}
+    return {**plain, **totals, "stages": stages}
+
+
+def _tensor_groups(gpus: Sequence[Gpu], tensor: int) -> list[tuple[Device, float]]:
+    """The device of each possible stage, and its bytes per second: a group is as good as its weakest GPU."""
+    groups = []
+    for first in range(0, len(gpus) - tensor + 1, tensor):
+        members = gpus[first : first + tensor]
+        numbers = str(first) if tensor == 1 else f"{first}-{first + tensor - 1}"
+        labels = "+".join(dict.fromkeys(gpu.label for gpu in members))
+        device = Device(name=f"{numbers}: {labels}", bytes_free=max(0, min(gpu.usable_bytes for gpu in members)))
+        groups.append((device, min(gpu.bandwidth_gb_s for gpu in members) * _GB))
+    if not groups:
+        raise ConfigError(f"option 'tensor' is {tensor}, of {len(gpus)} GPUs: lower it, or name more GPUs")
+    return groups
+
+
+def placed_dtype(asked: DType, config: PretrainedConfig) -> torch.dtype:
+    """What "auto" stands for: the dtype in the config, bfloat16 where it has none."""
+    own = getattr(config, "dtype", None) or torch.bfloat16
+    dtype: torch.dtype = own if asked == "auto" else getattr(torch, asked)
+    return dtype
+
+
+def _loading_shortfall(sizes: ModelSizes, stage: StageCost, num_ranks: int) -> int:
+    """Bytes. A tensor-parallel rank holds a whole layer beside its share until that layer is split. There is no KV
+    cache yet."""
+    if num_ranks == 1:
+        return 0
+    whole_layer = num_ranks * max(sizes.layers[layer].weight_bytes for layer in stage.layers)
+    return max(0, stage.weight_bytes + whole_layer - stage.device.bytes_free)
+
+
+def _num_stages(
+    sizes: ModelSizes, groups: Sequence[tuple[Device, float]], options: PlacementOptions
+) -> tuple[int, str]:
+    """How many, and a sentence about it."""
+    asked = options.stages if options.stages is not None or options.layers is None else len(options.layers)
+    if asked is not None:
+        if asked > len(groups):
+            num_gpus = len(groups) * options.num_ranks
+            raise ConfigError(
+                f"option 'stages' is {asked}, times {options.num_ranks} GPUs: there are {num_gpus}; lower it, or name "
+                "more GPUs"
+            )
+        return asked, f"{asked} stages as asked"
+    most = min(len(groups), len(sizes.layers))
+    for count in range(1, most + 1):
+        if not bytes_missing(*_costs(sizes, groups[:count], options)):
+            return count, f"{count} of up to {most} stages, the fewest that fit with tensor {options.num_ranks}"
+    return most, f"all {most} stages with tensor {options.num_ranks}"
+
+
+def _costs(
+    sizes: ModelSizes, groups: Sequence[tuple[Device, float]], options: PlacementOptions
+) -> tuple[ModelCosts, list[Device]]:
+    """One step reads each weight once, all experts of a mixture too, and the KV cache of all sequences; of the
+    embedding, next to nothing."""
+    bandwidths = [bandwidth for _, bandwidth in groups]
+
+    def cost(weight_bytes: int, *, kv_bytes: int = 0, bytes_read: int) -> LayerCost:
+        seconds = tuple(bytes_read / bandwidth for bandwidth in bandwidths)
+        return LayerCost(weight_bytes=weight_bytes, kv_bytes=kv_bytes, seconds=seconds)
+
+    layers = tuple(
+        cost(
+            layer.weight_bytes,
+            kv_bytes=layer.kv_bytes_per_token * options.context * options.concurrency,
+            bytes_read=layer.weight_bytes + layer.kv_bytes_read(options.context) * options.concurrency,
+        )
+        for layer in sizes.layers
+    )
+    embedding = cost(sizes.embedding_bytes, bytes_read=0)
+    head = cost(sizes.last_stage_bytes(len(groups)), bytes_read=sizes.norm_bytes + sizes.head_bytes)
+    return ModelCosts(embedding=embedding, layers=layers, head=head), [device for device, _ in groups]
+
+
+def _sublayers(layers: range) -> range:
+    return range(2 * layers.start, 2 * layers.stop)
+
+
+def _ends(numbers: range) -> tuple[int, int]:
+    """First and last."""
+    return numbers[0], numbers[-1]
+
+
+def _format(placement: Placement) -> str:
+    quantization = placement.options.quantization
+    return f"{quantization} with embedding and head in {placement.dtype}" if quantization else placement.dtype
+
+
+def _verdict(placement: Placement) -> str:
+    if placement.fits:
+        return "it fits"
+    if placement.missing_bytes == 0:
+        return (
+            f"it does not load: {placement.loading_bytes_missing / _GIB:.1f} GiB are missing on a GPU, which holds a "
+            "whole layer beside its share meanwhile; use more stages"
+        )
+    missing = placement.missing_bytes * placement.options.num_ranks / _GIB
+    return (
+        f"it does not fit: {missing:.1f} GiB are missing; use more or larger GPUs, more stages or tensor-parallel "
+        "ranks, quantization, or plan for fewer or shorter sequences"
+    )

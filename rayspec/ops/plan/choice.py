@@ -1,0 +1,91 @@
+"""Which layout to choose: decided here for `rayspec plan`, `rayspec placement` and `rayspec k8s`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from transformers import PretrainedConfig
+
+from rayspec.ops.placement_report import Placement, PlacementOptions, place
+from rayspec.ops.plan.forecast import Candidate, Forecaster
+from rayspec.ops.plan.layouts import Layout, layouts
+from rayspec.ops.plan.options import Goal, PlanOptions
+from rayspec.planning.latency import LatencyModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranking:
+    """candidates: layouts that fit, the best first. others: layouts that do not fit, the one that lacks least first."""
+
+    candidates: tuple[Candidate, ...]
+    others: tuple[Layout, ...]
+
+    @property
+    def best(self) -> Layout:
+        """Of layouts that do not fit, if no layout fits."""
+        return self.candidates[0].layout if self.candidates else self.others[0]
+
+
+def rank_layouts(
+    config: PretrainedConfig,
+    options: PlanOptions,
+    *,
+    profile: LatencyModel | None = None,
+    max_replicas: int | None = None,
+) -> Ranking:
+    """By `options.goal`. profile: of the model on one GPU; None: rooflines. Raises what `layouts` raises."""
+    forecaster = Forecaster(config, options, profile)
+    found = list(layouts(config, options, max_replicas=max_replicas))
+    candidates = [forecaster.candidate(layout) for layout in found if layout.fits]
+    others = [layout for layout in found if not layout.fits]
+    return Ranking(
+        candidates=tuple(sorted(candidates, key=lambda candidate: _rank(candidate, options.goal))),
+        others=tuple(sorted(others, key=lambda layout: layout.missing_bytes)),
+    )
+
+
+def place_best(
+    config: PretrainedConfig,
+    options: PlacementOptions,
+    *,
+    gpus_per_node: int | None = None,
+    max_replicas: int | None = None,
+) -> tuple[Placement, ...]:
+    """The layout that is named; where none is, the layout that `rayspec plan` recommends by its defaults.
+
+    `options.gpus` and `options.concurrency` are then those of all copies together; each placement has its own share. It
+    is one placement, or, where copies are on unlike GPUs, one for each sort of copy. Raises as `place`.
+    """
+    if options.names_layout:
+        return (place(config, options),)
+    layout = rank_layouts(config, _plan_options(options, gpus_per_node), max_replicas=max_replicas).best
+    choice = f"{layout.title}, as `rayspec plan` recommends"
+    if not layout.fits:
+        choice = f"{layout.title}, which lack least of all layouts"
+    return tuple(replace(group.placement, choice=choice, num_copies=group.count) for group in layout.groups)
+
+
+def _plan_options(options: PlacementOptions, gpus_per_node: int | None) -> PlanOptions:
+    context = max(2, options.context)
+    usual: int = PlanOptions.model_fields["output_tokens"].default
+    return PlanOptions(
+        gpus=options.gpus,
+        context=context,
+        output_tokens=min(usual, context - 1),
+        concurrency=options.concurrency,
+        quantization=options.quantization,
+        dtype=options.dtype,
+        gpus_per_node=gpus_per_node,
+    )
+
+
+def _rank(candidate: Candidate, goal: Goal) -> tuple[float, int]:
+    """Less is better; of equals, fewer GPUs."""
+    best, num_gpus = candidate.best, candidate.layout.num_gpus
+    by_goal: dict[Goal, Callable[[], float]] = {
+        "throughput": lambda: -best.tokens_per_s.middle,
+        "latency": lambda: candidate.alone_token_s,
+        "cost": lambda: best.dollars(num_gpus, 1.0),
+    }
+    return by_goal[goal](), num_gpus

@@ -1,0 +1,231 @@
+"""What the simulator says of a layout, with and without drafts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+
+import torch
+from transformers import PretrainedConfig
+
+from rayspec.ops.plan.latency import Cut, Predicted, profiled, roofline
+from rayspec.ops.plan.layouts import Group, Layout
+from rayspec.ops.plan.options import PlanOptions
+from rayspec.planning.acceptance import best_choice
+from rayspec.planning.latency import LatencyModel
+from rayspec.planning.simulate import Drafting, Simulated, Workload, simulate
+
+# Of the bandwidth, what good engines reach: low, middle, high.
+EFFICIENCIES = (0.63, 0.72, 0.80)
+# How far predictions from a profile may be off.
+PROFILE_ERROR = 0.2
+# Of a sequence: enough for rounds to settle. More stages are more events.
+_MIN_TOKENS, _TOKENS_TIMES_STAGES = 32, 2048
+_ALONE_TOKENS = 48
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """A prediction with its range."""
+
+    low: float
+    middle: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Of a layout. num_draft_tokens: 0 without drafts.
+
+    tokens_per_s: of all replicas. first_token_s: median under that load; None where no request came while it was
+    simulated. alone_first_token_s, alone_token_s: of a request that has a replica to itself. idle_share: of the stages.
+    """
+
+    num_draft_tokens: int
+    tokens_per_s: Spread
+    first_token_s: float | None
+    alone_first_token_s: float
+    alone_token_s: float
+    idle_share: float
+
+    def dollars(self, num_gpus: int, price: float) -> float:
+        """For a million output tokens, at `price` dollars per GPU hour."""
+        return num_gpus * price / 3600 * 1e6 / self.tokens_per_s.middle
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """drafted: None where the layers do not split into sublayers, so that there is nothing to leave out."""
+
+    layout: Layout
+    plain: Outcome
+    drafted: Outcome | None
+
+    @property
+    def best(self) -> Outcome:
+        """The one with the higher throughput, by what is likely."""
+        if self.drafted is None or self.drafted.tokens_per_s.middle <= self.plain.tokens_per_s.middle:
+            return self.plain
+        return self.drafted
+
+    @property
+    def alone_token_s(self) -> float:
+        """Of a token of a request alone: drafting or not, whichever is faster."""
+        outcomes = [self.plain, *([self.drafted] if self.drafted else [])]
+        return min(outcome.alone_token_s for outcome in outcomes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """A group of replicas with what its passes cost and how it drafts."""
+
+    group: Group
+    predicted: Predicted
+    drafting: Drafting | None
+
+
+class Forecaster:
+    """Simulates layouts of one model under one load."""
+
+    def __init__(self, config: PretrainedConfig, options: PlanOptions, profile: LatencyModel | None) -> None:
+        """profile: of the model on one GPU; None: rooflines."""
+        self._config, self._options, self._profile = config, options, profile
+
+    def candidate(self, layout: Layout) -> Candidate:
+        """By what is likely. The range of throughput is left open: see `with_spread`."""
+        plain = self._cases(layout, 1, drafts=False)
+        drafted = self._outcome(layout, self._cases(layout, 1, drafts=True)) if layout.sizes.splits else None
+        return Candidate(layout=layout, plain=self._outcome(layout, plain), drafted=drafted)
+
+    def with_spread(self, candidate: Candidate) -> Candidate:
+        """With the lower and the upper end of bandwidth, or of the profile's error, and of acceptance."""
+        return replace(
+            candidate,
+            plain=self._spread(candidate.layout, candidate.plain),
+            drafted=self._spread(candidate.layout, candidate.drafted) if candidate.drafted else None,
+        )
+
+    def _spread(self, layout: Layout, outcome: Outcome) -> Outcome:
+        drafts = outcome.num_draft_tokens > 0
+        rates = [
+            sum(case.group.count * self._loaded(case).tokens_per_s for case in self._cases(layout, end, drafts=drafts))
+            for end in (0, 2)
+        ]
+        if self._profile is not None:
+            rates = [rates[0] / (1 + PROFILE_ERROR), rates[1] / (1 - PROFILE_ERROR)]
+        middle = outcome.tokens_per_s.middle
+        return replace(outcome, tokens_per_s=Spread(low=min(middle, *rates), middle=middle, high=max(middle, *rates)))
+
+    def _cases(self, layout: Layout, end: int, *, drafts: bool) -> list[_Case]:
+        """end: of the ranges: 0 low, 1 middle, 2 high."""
+        cases = []
+        for group in layout.groups:
+            predicted = self._predicted(layout, group, end)
+            drafting = self._drafting(group, predicted.decode, self._options.acceptances[end]) if drafts else None
+            cases.append(_Case(group, predicted, drafting))
+        return cases
+
+    def _predicted(self, layout: Layout, group: Group, end: int) -> Predicted:
+        options, size = self._options, layout.tensor
+        ranks = [group.gpus[first : first + size] for first in range(0, len(group.gpus), size)]
+        cut = Cut(
+            config=self._config,
+            sizes=layout.sizes,
+            layers=[stage.layers for stage in group.placement.stages],
+            gpus=[min(members, key=lambda gpu: gpu.bandwidth_gb_s) for members in ranks],
+            tensor=layout.tensor,
+            quantization=options.quantization,
+            itemsize=getattr(torch, group.placement.dtype).itemsize,
+            context=options.context,
+            hop_s=options.hop_us / 1e6,
+            all_reduce_s=options.all_reduce_us / 1e6,
+        )
+        return profiled(cut, self._profile) if self._profile else roofline(cut, efficiency=EFFICIENCIES[end])
+
+    def _drafting(self, group: Group, latency: LatencyModel, acceptance: float) -> Drafting:
+        """Layers left out evenly, and the draft length that is best for a cohort by itself."""
+        options = self._options
+        keep = evenly_kept(len(latency.sublayers) // 2, options.skip)
+        choice = best_choice(
+            [keep],
+            [acceptance],
+            latency,
+            context=options.context,
+            batch=math.ceil(group.concurrency / _num_cohorts(group)),
+            max_draft_tokens=options.max_draft_tokens,
+            min_gain=-1.0,
+        )
+        return Drafting(keep=keep, num_draft_tokens=max(1, choice.num_draft_tokens), acceptance=acceptance)
+
+    def _outcome(self, layout: Layout, cases: Sequence[_Case]) -> Outcome:
+        loaded = [self._loaded(case) for case in cases]
+        rate = sum(case.group.count * found.tokens_per_s for case, found in zip(cases, loaded, strict=True))
+        waits = [wait for found in loaded for wait in found.first_token_s]
+        drafting = cases[0].drafting
+        return Outcome(
+            num_draft_tokens=drafting.num_draft_tokens if drafting else 0,
+            tokens_per_s=Spread(low=rate, middle=rate, high=rate),
+            first_token_s=median(waits) if waits else None,
+            alone_first_token_s=self._alone_first_token_s(cases[0]),
+            alone_token_s=1 / self._alone(cases[0]).tokens_per_s,
+            idle_share=fmean(share for found in loaded for share in found.idle_shares),
+        )
+
+    def _loaded(self, case: _Case) -> Simulated:
+        options, group = self._options, case.group
+        num_stages = len(group.placement.stages)
+        num_tokens = min(options.output_tokens, max(_MIN_TOKENS, _TOKENS_TIMES_STAGES // num_stages))
+        return self._simulated(
+            case,
+            Workload(
+                prompt_tokens=options.context - options.output_tokens,
+                output_tokens=options.output_tokens,
+                concurrency=group.concurrency,
+                chunk_tokens=options.max_num_batched_tokens,
+            ),
+            cohorts=_num_cohorts(group),
+            num_tokens=num_tokens * group.concurrency,
+        )
+
+    def _alone(self, case: _Case) -> Simulated:
+        return self._simulated(case, self._alone_work(None), cohorts=1, num_tokens=_ALONE_TOKENS)
+
+    def _alone_first_token_s(self, case: _Case) -> float:
+        """Of one request after the other whose answers are single tokens."""
+        return self._simulated(case, self._alone_work(1), cohorts=1, num_tokens=2).first_token_s[0]
+
+    def _alone_work(self, output_tokens: int | None) -> Workload:
+        options = self._options
+        return Workload(
+            prompt_tokens=options.context - options.output_tokens,
+            output_tokens=output_tokens,
+            concurrency=1,
+            chunk_tokens=options.max_num_batched_tokens,
+        )
+
+    def _simulated(self, case: _Case, work: Workload, *, cohorts: int, num_tokens: int) -> Simulated:
+        return simulate(
+            case.predicted.decode,
+            work,
+            cohorts=cohorts,
+            drafting=case.drafting,
+            prefill=case.predicted.prefill,
+            num_tokens=num_tokens,
+            seed=self._options.seed,
+        )
+
+
+def evenly_kept(num_layers: int, skip: float) -> tuple[bool, ...]:
+    """By sublayer: that share of the layers left out, both sublayers of each, spread evenly; at least one is kept, and
+    one left out. The first is kept."""
+    num_kept = min(max(1, round(num_layers * (1 - skip))), max(1, num_layers - 1))
+    kept = {math.floor(index * num_layers / num_kept) for index in range(num_kept)}
+    return tuple(layer in kept for layer in range(num_layers) for _ in range(2))
+
+
+def _num_cohorts(group: Group) -> int:
+    """As `ParallelOptions` has them, as far as there are sequences for them."""
+    num_stages = len(group.placement.stages)
+    return min(group.concurrency, 2 * num_stages if num_stages > 1 else 1)

@@ -1,0 +1,188 @@
+"""The LatencyModel of a model in stages: from bytes and arithmetic, or from a profile of the whole on one device."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from rayspec.model.sizes import BYTES_PER_LINEAR_WEIGHT, LayerSizes, ModelSizes, Quantization
+from rayspec.ops.gpus import Gpu
+from rayspec.planning.latency import HEAD, Curve, LatencyModel, StaleProfileError
+from rayspec.planning.roofline import Accelerator
+from rayspec.types import ConfigError
+
+_GB = 10**9
+# Peak of dense 16-bit arithmetic in Tflop/s, as in the vendors' data sheets.
+TFLOPS = {
+    "A100": 312.0,
+    "H100": 989.0,
+    "H100-PCIe": 756.0,
+    "H200": 989.0,
+    "B200": 2250.0,
+    "L40S": 362.0,
+    "L4": 121.0,
+    "GH200": 989.0,
+    "MI300X": 1307.0,
+}
+# Of GPUs that are not listed: so many operations for each byte of memory bandwidth. The listed ones have 150 to 420.
+_OPERATIONS_PER_BYTE = 200.0
+# Between GPUs of a node, each way: NVLink and the like as in the data sheets, PCIe 4.0 x16 for all others.
+_LINK_GB_S = {"A100": 300.0, "H100": 450.0, "H200": 450.0, "GH200": 450.0, "B200": 900.0, "MI300X": 448.0}
+_PCIE_GB_S = 32.0
+_REACHED = 0.65  # of peak arithmetic, by large matrix products
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """A model over stages. sizes: of a rank; layers, gpus: of each stage, the GPU being the weakest of its ranks.
+
+    itemsize: bytes of a number that is not quantized. context: tokens of a sequence; attention with a window is taken
+    to look at the same share of every context as of this one. hop_s: between stages. all_reduce_s: of few rows,
+    between the ranks of a stage, once a sublayer.
+    """
+
+    config: PretrainedConfig
+    sizes: ModelSizes
+    layers: Sequence[range]
+    gpus: Sequence[Gpu]
+    tensor: int
+    quantization: Quantization | None
+    itemsize: int
+    context: int
+    hop_s: float
+    all_reduce_s: float
+
+    def exchange_s(self, rows: int, stage: int) -> float:
+        """On top of each sublayer: a rank sends and receives all states nearly twice."""
+        if self.tensor == 1:
+            return 0.0
+        sent = 2 * (self.tensor - 1) / self.tensor * rows * int(self.config.hidden_size) * self.itemsize
+        return self.all_reduce_s + sent / (_LINK_GB_S.get(self.gpus[stage].name, _PCIE_GB_S) * _GB)
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Of each sublayer."""
+        return tuple(
+            stage
+            for stage, span in enumerate(self.layers)
+            for layer in span
+            for _ in self.sizes.layers[layer].sublayer_bytes
+        )
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """Of the layers' matrices."""
+        return BYTES_PER_LINEAR_WEIGHT[self.quantization] if self.quantization else self.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """What decoding and prompts cost."""
+
+    decode: LatencyModel
+    prefill: LatencyModel
+
+
+def roofline(cut: Cut, *, efficiency: float) -> Predicted:
+    """Each forward reads all weights once, and the keys and values of its sequences, at `efficiency` of the bandwidth.
+
+    From where the arithmetic takes longer, that counts instead, at 65 % of its peak; a prompt's attention scores count
+    always. Every rank reads the whole LM head. A mixture is taken to run all its experts.
+    """
+    decode: dict[str, Curve] = {}
+    prefill: dict[str, Curve] = {}
+    names = []
+    for stage, span in enumerate(cut.layers):
+        accelerator = _accelerator(cut.gpus[stage], efficiency)
+        for layer in (cut.sizes.layers[number] for number in span):
+            for index, num_bytes in enumerate(layer.sublayer_bytes):
+                seen = _seen_share(layer, cut.context) if index == 0 else 0.0
+                name = f"{num_bytes} bytes, {seen:g} of context, {accelerator.name}"
+                base = _exchanging(cut, stage, _weights(num_bytes, cut.bytes_per_weight, accelerator))
+                decode[name] = replace(base, kv_s=seen * layer.kv_bytes_per_token / accelerator.bytes_per_s)
+                score_flops = seen * _score_flops(cut.config) / cut.tensor
+                prefill[name] = replace(base, score_s=score_flops / (accelerator.flops * _REACHED))
+                names.append(name)
+    head = _weights(cut.sizes.head_bytes, cut.itemsize, _accelerator(cut.gpus[-1], efficiency))
+    model = LatencyModel(
+        sublayers=tuple(names),
+        curves=decode | {HEAD: head},
+        head=HEAD,
+        hop_s=cut.hop_s,
+        stages=cut.stages,
+        transfer_s=(0.0,) * len(names),
+    )
+    return Predicted(decode=model, prefill=replace(model, curves=prefill | {HEAD: head}))
+
+
+def profiled(cut: Cut, profile: LatencyModel) -> Predicted:
+    """The profile of the whole model on one device, cut into stages. Ranks share its sublayers evenly, and exchange.
+
+    Raises ConfigError when the profile is of another model.
+    """
+    if len(profile.sublayers) != len(cut.stages):
+        raise ConfigError(
+            f"option 'profile' is of a model with {len(profile.sublayers)} sublayers, and this one has "
+            f"{len(cut.stages)}: profile the same model"
+        )
+    shared = {
+        name: replace(
+            curve,
+            base_s=tuple(base_s / cut.tensor for base_s in curve.base_s),
+            kv_s=curve.kv_s / cut.tensor,
+            score_s=curve.score_s / cut.tensor,
+        )
+        for name, curve in profile.curves.items()
+        if name != profile.head
+    }
+    curves = {name: _exchanging(cut, 0, curve) for name, curve in shared.items()}
+    model = replace(
+        profile, curves=curves | {profile.head: profile.curves[profile.head]}, stages=cut.stages, hop_s=cut.hop_s
+    )
+    return Predicted(decode=model, prefill=model)
+
+
+def load_profile(path: Path) -> tuple[LatencyModel, dict[str, Any]]:
+    """A profile as `rayspec profile` saves it, and what it holds for. Raises ConfigError."""
+    try:
+        key = json.loads(path.read_text(encoding="utf-8"))["key"]
+        return LatencyModel.load(path, key), key
+    except OSError as error:
+        raise ConfigError(f"option 'profile' is {str(path)!r}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, StaleProfileError) as error:
+        raise ConfigError(
+            f"option 'profile' is {str(path)!r}, which is no profile that can be read ({error}): run rayspec profile"
+        ) from error
+
+
+def _score_flops(config: PretrainedConfig) -> int:
+    """Of a row of a prompt for each token that it looks at, in one layer: its scores, and what they weigh."""
+    num_heads = int(config.num_attention_heads)
+    return 4 * num_heads * int(getattr(config, "head_dim", None) or config.hidden_size // num_heads)
+
+
+def _seen_share(layer: LayerSizes, context: int) -> float:
+    """Of the context, what the layer's attention looks at."""
+    return layer.kv_bytes_read(context) / (layer.kv_bytes_per_token * context)
+
+
+def _accelerator(gpu: Gpu, efficiency: float) -> Accelerator:
+    flops = TFLOPS.get(gpu.name, gpu.bandwidth_gb_s * _OPERATIONS_PER_BYTE / 1000) * 1e12
+    return Accelerator(name=gpu.label, bytes_per_s=gpu.bandwidth_gb_s * _GB * efficiency, flops=flops)
+
+
+def _weights(num_bytes: int, bytes_per_weight: float, accelerator: Accelerator) -> Curve:
+    """Flat while reading takes longer than multiplying, then in proportion."""
+    knee, seconds = accelerator.knee_rows(bytes_per_weight), num_bytes / accelerator.bytes_per_s
+    return Curve(rows=(1, knee, 2 * knee), base_s=(seconds, seconds, 2 * seconds))
+
+
+def _exchanging(cut: Cut, stage: int, curve: Curve) -> Curve:
+    """With what the ranks of that stage exchange."""
+    pairs = zip(curve.rows, curve.base_s, strict=True)
+    return replace(curve, base_s=tuple(base_s + cut.exchange_s(rows, stage) for rows, base_s in pairs))

@@ -1,0 +1,30 @@
+"""The endpoint: OpenAI's HTTP protocol over Ray Serve, its front, its metrics and its page.
+
+Belongs here: HTTP, deployments, admission, keys, health. Does not: what the protocol says (openai/), how a model is
+placed (pipeline/), what is rendered for Kubernetes (ops/).
+
+Users import `build_openai_app({"llm_configs": [...]})` from here, as from `ray.serve.llm`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rayspec.serve.app import build_openai_app
+    from rayspec.serve.options import LLMConfig, ServeOptions
+
+__all__ = ["LLMConfig", "ServeOptions", "build_openai_app"]
+
+
+def __getattr__(name: str) -> Any:
+    """Ray Serve and torch come along with the app, so they are imported when it is first asked for."""
+    if name == "build_openai_app":
+        from rayspec.serve.app import build_openai_app  # noqa: PLC0415
+
+        return build_openai_app
+    if name in __all__:
+        from rayspec.serve import options  # noqa: PLC0415
+
+        return getattr(options, name)
+    raise AttributeError(f"module 'rayspec.serve' has no attribute {name!r}")

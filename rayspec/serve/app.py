@@ -1,0 +1,148 @@
+"""The endpoint as a Serve application: a deployment a model, and one that speaks HTTP."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pydantic
+import ray
+from ray import serve
+from ray.serve.config import AutoscalingConfig
+
+from rayspec.pipeline.placement import wants_gpu
+from rayspec.serve.auth import ApiKeys
+from rayspec.serve.hosts import ANY
+from rayspec.serve.ingress import Ingress, IngressSettings, ModelSettings
+from rayspec.serve.model_server import ModelServer
+from rayspec.serve.options import DeploymentOptions, LLMConfig, ServeOptions, serve_options
+from rayspec.serve.routing import PatientRouter
+from rayspec.types import ConfigError
+
+_INGRESS_CPUS = 0.5
+_INGRESS_QUEUE = 256  # whoever comes then gets the 429 of Serve's proxy, which is not OpenAI's
+_NOT_SERVES_OWN = {
+    "autoscaling_config",
+    "health_check_timeout_s",
+    "max_ongoing_requests",
+    "max_queued_requests",
+    "ray_actor_options",
+}
+_ROUTING = {
+    "request_router_class": f"{PatientRouter.__module__}.{PatientRouter.__name__}",
+    "request_routing_stats_period_s": 1e9,  # Serve would tell all its routers what `record_routing_stats` gives
+}
+
+
+def build_openai_app(args: Mapping[str, Any]) -> serve.Application:
+    """An application with all models of `args["llm_configs"]`. args: as ServeOptions has them. For a Serve config:
+    `import_path: rayspec.serve:build_openai_app`. The environment's RAYSPEC_API_KEYS holds more keys, with commas.
+    Ray is started where it does not run: what an engine reserves depends on the cluster. Raises ConfigError.
+    """
+    if not ray.is_initialized():
+        ray.init()
+    return bind(serve_options(args, environment=os.environ))
+
+
+def bind(options: ServeOptions) -> serve.Application:
+    """Raises ConfigError."""
+    models = bind_models(options)
+    hosts = frozenset(options.allowed_hosts) if options.allowed_hosts is not None else frozenset({ANY})
+    settings = ingress_settings(options, hosts, num_ingresses=options.ingress_deployment_config.num_replicas)
+    return _ingress_deployment(options).bind(settings, models)
+
+
+def bind_models(options: ServeOptions) -> dict[str, serve.Application]:
+    """Each model as an application of its own. Raises ConfigError."""
+    names = _deployment_names(options)
+    return {
+        config.model_id: _model_deployment(config, options, name).bind(
+            config, engine_timeout_s=options.engine_timeout_s
+        )
+        for config, name in zip(options.llm_configs, names, strict=True)
+    }
+
+
+def ingress_settings(options: ServeOptions, hosts: frozenset[str], *, num_ingresses: int = 1) -> IngressSettings:
+    """Of one of so many, among which the places of the models are divided. hosts: see `allowed_host`."""
+
+    def own_share(places: int | None) -> int | None:
+        return None if places is None else -(-places // num_ingresses)
+
+    models = {
+        config.model_id: ModelSettings(
+            max_admitted=own_share(config.max_admitted), scales_to_zero=config.scales_to_zero
+        )
+        for config in options.llm_configs
+    }
+    return IngressSettings(
+        keys=ApiKeys.of(options.api_keys),
+        models=models,
+        hosts=hosts,
+        cors=options.cors,
+        max_requests=options.max_ongoing_requests,
+        max_request_bytes=options.max_request_bytes,
+        body_timeout_s=options.body_timeout_s,
+        request_timeout_s=options.request_timeout_s,
+        replica_timeout_s=options.replica_timeout_s,
+    )
+
+
+def _model_deployment(config: LLMConfig, options: ServeOptions, name: str) -> serve.Deployment:
+    actor: dict[str, Any] = {"num_cpus": 1, "num_gpus": 1 if wants_gpu(config.engine) else 0}
+    if config.accelerator_type is not None:
+        actor["accelerator_type"] = config.accelerator_type
+    if config.runtime_env is not None:
+        actor["runtime_env"] = config.runtime_env
+    queued = config.deployment_config.max_queued_requests
+    make = serve.deployment(
+        name=name,
+        max_ongoing_requests=config.max_ongoing_requests,
+        max_queued_requests=-1 if queued is None else queued,  # a default is the ingress's to enforce, over HTTP
+        health_check_timeout_s=options.health_check_timeout_s(config),
+        backpressure_config={"status_code": 429},
+        request_router_config=_ROUTING,
+        **_serves_own(config.deployment_config, actor),
+    )
+    return make(ModelServer)
+
+
+def _ingress_deployment(options: ServeOptions) -> serve.Deployment:
+    own = options.ingress_deployment_config
+    chosen = _serves_own(own, {"num_cpus": _INGRESS_CPUS})
+    if own.health_check_timeout_s is not None:
+        chosen["health_check_timeout_s"] = own.health_check_timeout_s
+    make = serve.deployment(
+        name="Ingress",
+        max_ongoing_requests=options.max_ongoing_requests,
+        max_queued_requests=_INGRESS_QUEUE if own.max_queued_requests is None else own.max_queued_requests,
+        backpressure_config={"status_code": 429},
+        **chosen,
+    )
+    return make(serve.ingress()(Ingress))
+
+
+def _serves_own(options: DeploymentOptions, actor: dict[str, Any]) -> dict[str, Any]:
+    """The options that are Serve's as they are. actor: what holds where `ray_actor_options` says nothing."""
+    chosen = options.model_dump(exclude=_NOT_SERVES_OWN, exclude_none=True)
+    chosen["ray_actor_options"] = actor | options.ray_actor_options.model_dump(exclude_none=True)
+    if options.autoscaling_config is not None:
+        del chosen["num_replicas"]
+        chosen["autoscaling_config"] = _autoscaling(options)
+    return chosen
+
+
+def _autoscaling(options: DeploymentOptions) -> AutoscalingConfig:
+    assert options.autoscaling_config is not None
+    try:
+        return AutoscalingConfig(**options.autoscaling_config.model_dump(exclude_none=True))
+    except pydantic.ValidationError as error:
+        raise ConfigError(f"option 'autoscaling_config': {error.errors()[0]['msg']}") from None
+
+
+def _deployment_names(options: ServeOptions) -> list[str]:
+    """Of the models' ids, fit for files and Ray's names, and different."""
+    fit = [re.sub(r"[^A-Za-z0-9_.-]+", "--", config.model_id) for config in options.llm_configs]
+    return [f"Model:{name}" if fit.count(name) == 1 else f"Model:{name}-{i}" for i, name in enumerate(fit)]

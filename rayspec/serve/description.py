@@ -1,0 +1,115 @@
+"""The endpoint's OpenAPI document: request bodies from the models that read them, and the errors of each route."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+import pydantic
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
+
+from rayspec.openai.models import ModelCard, ModelList
+from rayspec.openai.requests import ChatRequest, CompletionRequest
+from rayspec.openai.responses import ChatCompletion, Completion
+from rayspec.openai.tokenizing import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from rayspec.serve.status import EndpointStatus
+
+_SCHEMAS = "#/components/schemas/"
+_BODIES = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+_ANSWERS = (ChatCompletion, Completion, ModelCard, ModelList, TokenizeResponse, DetokenizeResponse, EndpointStatus)
+_EVENT = {
+    "type": "object",
+    "description": "each server-sent event, with stream: true",
+    "properties": {"data": {"type": "string"}},
+    "required": ["data"],
+}
+_EVENTS = {"text/event-stream": {"schema": _EVENT}}
+_MEANINGS = {
+    400: "The request is at fault; `param` names the field.",
+    401: "No valid API key.",
+    404: "There is no such model or route.",
+    408: "The body did not come in time.",
+    413: "The body is too large.",
+    415: "The body is not announced as JSON.",
+    429: "Too many requests are waiting. Retry-After says when to try again.",
+    500: "The server failed on this request.",
+    503: "The model cannot serve now. Retry-After says when to try again.",
+    504: "The answer took too long.",
+}
+
+
+class ErrorDetail(pydantic.BaseModel):
+    """code: stable. param: the field at fault, dotted."""
+
+    message: str
+    type: Literal["invalid_request_error", "server_error"]
+    param: str | None
+    code: str
+
+
+class ErrorBody(pydantic.BaseModel):
+    """What every error is, whatever the route."""
+
+    error: ErrorDetail
+
+
+def answers(model: type, *, streamed: bool = False) -> dict[int | str, dict[str, Any]]:
+    """For the `responses` of a route that answers with such a body, or with events where it is asked to."""
+    content: dict[str, Any] = {"application/json": {"schema": {"$ref": _SCHEMAS + model.__name__}}}
+    return {200: {"description": "The answer.", "content": content | (_EVENTS if streamed else {})}}
+
+
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """For the `responses` of a route."""
+    return {status: {"model": ErrorBody, "description": _MEANINGS[status]} for status in statuses}
+
+
+def body(model: type[pydantic.BaseModel]) -> dict[str, Any]:
+    """For the `openapi_extra` of a route that reads such a body itself."""
+    schema = {"$ref": _SCHEMAS + model.__name__}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def describe(app: FastAPI, *, open_paths: frozenset[str], has_keys: bool) -> None:
+    """Have the application serve the whole document. open_paths: need no key."""
+
+    def document() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _document(app, open_paths, has_keys=has_keys)
+        return app.openapi_schema
+
+    app.openapi = document  # type: ignore[method-assign]
+
+
+def _document(app: FastAPI, open_paths: frozenset[str], *, has_keys: bool) -> dict[str, Any]:
+    document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+    components: dict[str, Any] = document.setdefault("components", {})
+    models: Any = [(model, "validation") for model in _BODIES]
+    _, definitions = models_json_schema(models, ref_template=_SCHEMAS + "{model}")
+    _, answered = msgspec.json.schema_components(_ANSWERS, ref_template=_SCHEMAS + "{name}")
+    components.setdefault("schemas", {}).update(definitions["$defs"] | answered)
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)  # FastAPI's own, for a path parameter that any text satisfies
+            if path in open_paths:
+                operation["security"] = []
+    if has_keys:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{"key": []}]
+    _drop_unused(components["schemas"], document)
+    return document
+
+
+def _drop_unused(schemas: dict[str, Any], document: Mapping[str, Any]) -> None:
+    """What FastAPI adds for the 422 that is not there."""
+    for name in ("HTTPValidationError", "ValidationError"):
+        if f'{_SCHEMAS}{name}"' not in str(document["paths"]):
+            schemas.pop(name, None)

@@ -1,0 +1,86 @@
+"""The HTTP server of `rayspec serve`: an ingress in the process of the command.
+
+Serve's proxy and an ingress deployment would be two processes on the way that can be lost, and a proxy has no deadline
+for headers. A deployment by `serve deploy` or RayService has them, see `app.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from ray.util.metrics import Counter
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rayspec.serve.door import error_response
+from rayspec.serve.http_connection import connections
+from rayspec.serve.replies import MALFORMED
+
+_ID = "x-request-id"
+_VERSIONS = ("1.0", "1.1")
+_IDLE_CONNECTION_S = 30
+_POLL_S = 0.02
+_ERRORS = "serve_num_http_error_requests"  # as Serve's proxy calls it, so that dashboards and alerts find it
+
+
+class Named:
+    """ASGI middleware: each request has an id (x-request-id), its own or a new one, and the response repeats it. Errors
+    are counted. A request of an HTTP that is not spoken here is refused."""
+
+    def __init__(self, app: ASGIApp, errors: Counter) -> None:
+        self._app, self._errors = app, errors
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        name = Headers(scope=scope).get(_ID)
+        if name is None:
+            name = str(uuid.uuid4())
+            scope["headers"] = [*scope["headers"], (_ID.encode(), name.encode())]
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[_ID] = name
+                if message["status"] >= 400:
+                    self._errors.inc(tags={"error_code": str(message["status"]), "method": scope["method"]})
+            await send(message)
+
+        app = self._app if scope["http_version"] in _VERSIONS else error_response(MALFORMED)
+        await app(scope, receive, send_named)
+
+
+@contextmanager
+def http_server(app: ASGIApp, listener: socket.socket, *, header_timeout_s: float) -> Iterator[threading.Thread]:
+    """The thread that answers, until the end of the context. listener: a socket that listens."""
+    errors = Counter(_ERRORS, "Requests that were answered with an error.", tag_keys=("error_code", "method"))
+    config = uvicorn.Config(
+        Named(app, errors),
+        http=connections(header_timeout_s),
+        ws="none",
+        loop="asyncio",
+        lifespan="on",
+        log_config=None,
+        log_level=logging.ERROR,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=_IDLE_CONNECTION_S,
+        timeout_graceful_shutdown=1,
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="rayspec-http", daemon=True)
+    thread.start()
+    while not server.started and thread.is_alive():
+        time.sleep(_POLL_S)
+    try:
+        yield thread
+    finally:
+        server.should_exit = True
+        thread.join()

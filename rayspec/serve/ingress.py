@@ -1,0 +1,319 @@
+"""The HTTP side of the endpoint: routes, keys, limits, and errors as OpenAI tells them."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+import rayspec
+from rayspec.openai.encoding import json_body
+from rayspec.openai.errors import ApiError, parse_json
+from rayspec.openai.models import ModelCard, ModelList, check_served
+from rayspec.openai.requests import ChatRequest, CompletionRequest
+from rayspec.openai.responses import ChatCompletion, Completion
+from rayspec.openai.tokenizing import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from rayspec.serve.admission import Admission
+from rayspec.serve.auth import ApiKeys
+from rayspec.serve.bodies import read_body
+from rayspec.serve.calls import Relay, call, fetch
+from rayspec.serve.description import answers, body, describe, errors
+from rayspec.serve.door import Cors, Door, Entry, error_response, response_of
+from rayspec.serve.replies import BUSY, INTERNAL, OVERRUN, STARTING, Refused, Reply, invalid, unable
+from rayspec.serve.scrape import CONTENT_TYPE, scrape
+from rayspec.serve.status import EndpointStatus
+from rayspec.serve.watch import Watch, Watched
+from rayspec.types import RequestError
+
+_WEB = Path(__file__).parent / "web"
+_USABLE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies on the way must not collect it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings:
+    """max_admitted: sequences under way before the next request is refused; None: no limit. scales_to_zero: a model
+    without a replica is none that has failed."""
+
+    max_admitted: int | None
+    scales_to_zero: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IngressSettings:
+    """What of ServeOptions an ingress goes by. hosts: names by which clients may call it, see `allowed_host`.
+    max_requests: of all models, under way at once."""
+
+    keys: ApiKeys
+    models: Mapping[str, ModelSettings]
+    hosts: frozenset[str]
+    cors: tuple[str, ...]
+    max_requests: int
+    max_request_bytes: int
+    body_timeout_s: float
+    request_timeout_s: float | None
+    replica_timeout_s: float
+
+
+class Ingress:
+    """Carries requests to models. A plain class: `app.py` makes it a deployment, `front.py` serves it without Serve.
+
+    models: Serve's handles, by the ids that requests use.
+    """
+
+    def __init__(self, settings: IngressSettings, models: Mapping[str, Any]) -> None:
+        self.settings, self._models = settings, dict(models)
+        self._cards: dict[str, ModelCard] = {}
+        self._admissions = {
+            model: Admission(settings.models[model].max_admitted, refusal=BUSY) for model in self._models
+        }
+        watched = [
+            Watched(model=model, app=handle.app_name, deployment=handle.deployment_name)
+            for model, handle in self._models.items()
+        ]
+        self.watch = Watch(watched, replica_timeout_s=settings.replica_timeout_s)
+        posts = Admission(settings.max_requests, refusal=OVERRUN)
+        self.entry = Entry(keys=settings.keys, hosts=settings.hosts, origins=settings.cors, posts=posts)
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        return build_app(self)
+
+    async def generate(self, request: Request, kind: type[ChatRequest | CompletionRequest]) -> Response:
+        """Raises RequestError and Refused."""
+        asked = kind.parse(await self._json(request))
+        model, name, timeout_s = self._ready_model(asked.model), _name_of(request), self.settings.request_timeout_s
+        with ExitStack() as held:
+            held.enter_context(self._admissions[asked.model].admit(asked.num_prompts * (asked.n or 1)))
+            if not asked.stream:
+                return response_of(await call(model.respond.remote(asked, name), timeout_s))
+            relay = Relay(model.options(stream=True).stream.remote(asked, name), timeout_s)
+            held.callback(relay.close)
+            reply = await relay.begin()
+            return _EventStream(relay, reply.body, held.pop_all()) if reply.ok else response_of(reply)
+
+    async def tokenize(self, request: Request, kind: type[TokenizeRequest | DetokenizeRequest]) -> Response:
+        """Raises RequestError."""
+        asked = kind.parse(await self._json(request))
+        model = self._ready_model(asked.model or next(iter(self._models)))
+        return response_of(await call(model.tokenize.remote(asked, _name_of(request)), self.settings.request_timeout_s))
+
+    async def card(self, model: str) -> ModelCard | ApiError:
+        """Raises RequestError for a model that is not served, and Refused."""
+        if model not in self._cards:
+            found = await fetch(self._ready_model(model).card.remote(), self.settings.request_timeout_s)
+            if isinstance(found, ApiError):
+                return found
+            self._cards[model] = found
+        return self._cards[model]
+
+    async def cards(self) -> ModelList | ApiError:
+        found = await asyncio.gather(*[self.card(model) for model in self._models])
+        failure = next((one for one in found if isinstance(one, ApiError)), None)
+        return failure or ModelList.of(one for one in found if isinstance(one, ModelCard))
+
+    async def _json(self, request: Request) -> Any:
+        return parse_json(await read_body(request, self.settings.max_request_bytes, self.settings.body_timeout_s))
+
+    def _ready_model(self, name: str) -> Any:
+        """The handle of a model. Raises RequestError, and Refused while no replica can serve."""
+        check_served(name, tuple(self._models))
+        if not (self.settings.models[name].scales_to_zero or self.watch.sightings[name].can_serve):
+            raise Refused(STARTING)
+        return self._models[name]
+
+
+class _EventStream(StreamingResponse):
+    """Server-sent events of a model. However it ends, the request ends with it."""
+
+    def __init__(self, relay: Relay, first: bytes, held: ExitStack) -> None:
+        super().__init__(relay.events(first), media_type="text/event-stream", headers=_STREAM_HEADERS)
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._held.close()
+
+
+def build_app(ingress: Ingress) -> FastAPI:
+    """The application. /health and the web page need no key: the page asks for it."""
+    settings = ingress.settings
+    app = FastAPI(
+        title="rayspec",
+        version=rayspec.__version__,
+        description="OpenAI-compatible endpoint of models that draft for themselves.",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        lifespan=partial(_lifespan, ingress),
+    )
+    _add_openai_routes(app, ingress)
+    _add_vllm_routes(app, ingress)
+    _add_operator_routes(app, ingress)
+    open_paths = frozenset({"/health"}) | _add_web(app)
+    app.add_exception_handler(RequestError, _on_request_error)
+    app.add_exception_handler(Refused, _on_refused)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
+    app.add_exception_handler(Exception, _on_failure)
+    app.add_middleware(Door, entry=ingress.entry, open_paths=open_paths)
+    if settings.cors:
+        app.add_middleware(Cors, origins=settings.cors)
+    describe(app, open_paths=open_paths, has_keys=bool(settings.keys.digests))
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(ingress: Ingress, _: FastAPI) -> AsyncIterator[None]:
+    watching = asyncio.create_task(ingress.watch.keep())
+    yield
+    watching.cancel()
+
+
+_METRICS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+_GENERATION_ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 503, 504)
+
+
+def _add_openai_routes(app: FastAPI, ingress: Ingress) -> None:
+    @app.post(
+        "/v1/chat/completions",
+        responses=answers(ChatCompletion, streamed=True) | errors(*_GENERATION_ERRORS),
+        openapi_extra=body(ChatRequest),
+        summary="Answer a conversation",
+    )
+    async def chat_completions(request: Request) -> Response:
+        return await ingress.generate(request, ChatRequest)
+
+    @app.post(
+        "/v1/completions",
+        responses=answers(Completion, streamed=True) | errors(*_GENERATION_ERRORS),
+        openapi_extra=body(CompletionRequest),
+        summary="Complete prompts",
+    )
+    async def completions(request: Request) -> Response:
+        return await ingress.generate(request, CompletionRequest)
+
+    @app.get("/v1/models", responses=answers(ModelList) | errors(401, 429, 500, 503, 504))
+    async def models() -> Response:
+        return _body_or_error(await ingress.cards())
+
+    @app.get("/v1/models/{model:path}", responses=answers(ModelCard) | errors(401, 404, 429, 500, 503, 504))
+    async def model_card(model: str) -> Response:
+        return _body_or_error(await ingress.card(model))
+
+
+def _add_vllm_routes(app: FastAPI, ingress: Ingress) -> None:
+    @app.post(
+        "/tokenize",
+        responses=answers(TokenizeResponse) | errors(*_GENERATION_ERRORS),
+        openapi_extra=body(TokenizeRequest),
+        summary="The tokens of a text or a conversation",
+    )
+    async def tokenize(request: Request) -> Response:
+        return await ingress.tokenize(request, TokenizeRequest)
+
+    @app.post(
+        "/detokenize",
+        responses=answers(DetokenizeResponse) | errors(*_GENERATION_ERRORS),
+        openapi_extra=body(DetokenizeRequest),
+        summary="The text of tokens",
+    )
+    async def detokenize(request: Request) -> Response:
+        return await ingress.tokenize(request, DetokenizeRequest)
+
+
+def _add_operator_routes(app: FastAPI, ingress: Ingress) -> None:
+    @app.get("/health", responses=errors(503), summary="Whether every model can serve")
+    async def health() -> Response:
+        ailments = await ingress.watch.ailments()
+        if ailments:
+            return error_response(unable(503, "unhealthy", "; ".join(ailments)))
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/status", responses=answers(EndpointStatus) | errors(401, 500), summary="What each model does")
+    async def status() -> Response:
+        return JSONResponse({"models": await ingress.watch.statuses()})
+
+    @app.get(
+        "/metrics",
+        responses=_METRICS | errors(401, 500),
+        response_class=Response,
+        summary="Metrics of all nodes, for Prometheus",
+    )
+    async def metrics() -> Response:
+        return Response(await scrape(), media_type=CONTENT_TYPE)
+
+
+def _add_web(app: FastAPI) -> frozenset[str]:
+    """A route a file; a mount at "/" would make a 404 of what should be a 405. Returns their paths."""
+    files = {"/" if file.name == "index.html" else f"/{file.name}": file for file in sorted(_WEB.iterdir())}
+    for path, file in files.items():
+        app.add_api_route(path, _sender(file), include_in_schema=False)
+    return frozenset(files)
+
+
+def _sender(file: Path) -> Callable[[], Awaitable[Response]]:
+    async def send() -> Response:
+        return FileResponse(file)
+
+    return send
+
+
+def _name_of(request: Request) -> str:
+    """What the ids of its answer end in: the request's own id where that is fit."""
+    asked = request.headers.get("x-request-id", "")
+    return asked if _USABLE_ID.fullmatch(asked) else uuid.uuid4().hex
+
+
+def _body_or_error(found: ModelCard | ModelList | ApiError) -> Response:
+    if isinstance(found, ApiError):
+        return error_response(found)
+    return response_of(Reply(status=200, body=json_body(found)))
+
+
+async def _on_request_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return error_response(ApiError.of(error))
+
+
+async def _on_refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, Refused)
+    return error_response(error.error)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """Of the router: an unknown path, a wrong method."""
+    assert isinstance(error, HTTPException)
+    status = error.status_code
+    code = HTTPStatus(status).name.lower()
+    message = f"{request.method} {request.url.path}: {error.detail}."
+    return error_response(invalid(status, code, message), error.headers)
+
+
+async def _on_disconnect(_: Request, error: Exception) -> Response:
+    """The client has left before its body was here; nobody reads this, and nothing of ours has failed."""
+    return Response(status_code=400)
+
+
+async def _on_failure(_: Request, error: Exception) -> Response:
+    """Starlette raises the error again after this, so Serve logs it."""
+    return error_response(INTERNAL)

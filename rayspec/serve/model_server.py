@@ -1,0 +1,183 @@
+"""A model's replica: owns the engine and answers for it. A plain class; `app.py` makes it a deployment."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import ray
+
+from rayspec.async_engine import AsyncEngine
+from rayspec.command.loading import load_llm
+from rayspec.command.plain_values import plain_values
+from rayspec.model.weights import load_config, num_layers
+from rayspec.openai.answer import respond, stream
+from rayspec.openai.encoding import END_OF_EVENTS, event, json_body, plain_body
+from rayspec.openai.errors import ApiError
+from rayspec.openai.models import ModelCard
+from rayspec.openai.requests import ENDPOINTS, Request
+from rayspec.openai.responses import Response
+from rayspec.openai.tokenizing import (
+    DetokenizeRequest,
+    TokenizeRequest,
+    beside_the_loop,
+    detokenize,
+    tokenize,
+)
+from rayspec.serve.heartbeat import Heartbeat
+from rayspec.serve.metered import MeteredEngine
+from rayspec.serve.metrics import EngineMetrics, keep_updated
+from rayspec.serve.options import LLMConfig
+from rayspec.serve.recent import RecentRates
+from rayspec.serve.replies import INTERNAL, Reply
+from rayspec.serve.status import EngineHealth, ModelStatus
+from rayspec.types import RayspecError, RequestError
+
+_SAMPLE_EVERY_S = 0.5
+_FROM_RAY_DATA = {"request_id", "idx_in_batch"}
+
+_logger = logging.getLogger(__name__)
+
+
+class ModelServer:
+    """Loads the model where it is made, inside an event loop. What goes wrong with a request is in the reply.
+
+    engine_timeout_s: after which an engine that gives no sign of life counts as dead. Raises ConfigError,
+    CheckpointError, and with shards PlacementError.
+    """
+
+    def __init__(self, config: LLMConfig, *, engine_timeout_s: float) -> None:
+        self._tasks: list[asyncio.Task[None]] = []
+        self._served = (config.model_id,)
+        self._engine_timeout_s = engine_timeout_s
+        engine = config.engine
+        if engine.parallel is None:
+            # Ray sets OMP_NUM_THREADS to the replica's num_cpus, a reservation and not what the engine should use.
+            engine = engine.replace(num_threads=engine.num_threads or os.cpu_count() or 1)
+        self._engine = AsyncEngine(load_llm(engine))
+        self._answers: AsyncEngine | MeteredEngine = self._engine
+        self._num_sublayers = 2 * num_layers(load_config(self._engine.llm.config))
+        self._heartbeat = Heartbeat(self._engine.ping)
+        self._rates = RecentRates()
+        self._created = int(time.time())
+        self._keep(self._sample())
+        self._keep(self._heartbeat.keep())
+        if config.log_engine_metrics:
+            metrics = EngineMetrics.to_ray(model=self._served[0], replica=_own_id())
+            self._answers = MeteredEngine(self._engine, metrics)
+            self._keep(keep_updated(metrics, self._engine))
+
+    async def respond(self, request: Request, name: str) -> Reply:
+        """The whole answer. name: what its id ends in."""
+        try:
+            return Reply(status=200, body=json_body(await self._respond(request, name)))
+        except Exception as error:  # noqa: BLE001 - reported to the client, and logged
+            return Reply.failed(_failure(error, name))
+
+    async def tokenize(self, request: TokenizeRequest | DetokenizeRequest, name: str) -> Reply:
+        """Text to tokens, or tokens to text."""
+        try:
+            return Reply(status=200, body=await beside_the_loop(partial(self._tokenize, request), request.size))
+        except Exception as error:  # noqa: BLE001 - reported to the client, and logged
+            return Reply.failed(_failure(error, name))
+
+    async def card(self) -> ModelCard:
+        return ModelCard(id=self._served[0], created=self._created, max_model_len=self._engine.max_model_len)
+
+    async def stream(self, request: Request, name: str) -> AsyncGenerator[Reply | bytes, None]:
+        """The answer as server-sent events. The first item is a reply: it says whether there will be any, and has the
+        first. What goes wrong later is an event too. Closing it ends the request."""
+        created = int(time.time())
+        begun = False
+        async with aclosing(stream(request, self._answers, self._served, name=name, created=created)) as chunks:
+            try:
+                async for chunk in chunks:
+                    yield event(chunk) if begun else Reply(status=200, body=event(chunk))
+                    begun = True
+                yield END_OF_EVENTS
+            except Exception as error:  # noqa: BLE001 - reported to the client, and logged
+                failure = _failure(error, name)
+            else:
+                return
+        yield event(failure) + END_OF_EVENTS if begun else Reply.failed(failure)
+
+    async def chat(self, row: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """For `ray.data.llm`'s ServeDeploymentProcessorConfig: one dict, the body of the response. Raises ValueError
+        for a row at fault."""
+        yield await self._row("/v1/chat/completions", row)
+
+    async def completions(self, row: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """As `chat`."""
+        yield await self._row("/v1/completions", row)
+
+    async def check_health(self) -> None:
+        """Raises EngineDeadError, StageLostError, or TimeoutError when the engine does not answer in time. Serve calls
+        it, and ends the replica when it raises several times in a row: not while lost shards are being replaced, which
+        would lose the requests that go on afterwards."""
+        if self._heartbeat.failure is not None:
+            raise self._heartbeat.failure
+        if self._health == "no answer":
+            raise TimeoutError(f"the engine has not answered for {self._heartbeat.silent_s:.0f} s")
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """The ModelStatus, at once. Of all methods Serve lets this one and `check_health` be called past the requests
+        that wait, see `watch.py`; hence its name."""
+        return asdict(ModelStatus.of(self._served[0], self._engine, self._rates, self._num_sublayers, self._health))
+
+    def __del__(self) -> None:
+        """Serve calls it when the requests under way have ended, or their time is up."""
+        for task in getattr(self, "_tasks", ()):
+            task.cancel()
+        if hasattr(self, "_engine"):
+            self._engine.stop()
+
+    @property
+    def _health(self) -> EngineHealth:
+        if self._engine.is_recovering:
+            return "recovering"
+        if self._heartbeat.failure is not None:
+            return "engine dead"
+        return "no answer" if self._heartbeat.silent_s > self._engine_timeout_s else "ready"
+
+    async def _respond(self, request: Request, name: str) -> Response:
+        return await respond(request, self._answers, self._served, name=name, created=int(time.time()))
+
+    def _tokenize(self, request: TokenizeRequest | DetokenizeRequest) -> bytes:
+        if isinstance(request, TokenizeRequest):
+            return json_body(tokenize(request, self._engine, self._served))
+        return json_body(detokenize(request, self._engine, self._served))
+
+    async def _row(self, endpoint: str, row: Mapping[str, Any]) -> dict[str, Any]:
+        fields = {name: plain_values(value) for name, value in row.items() if name not in _FROM_RAY_DATA}
+        try:
+            request = ENDPOINTS[endpoint].parse({"model": self._served[0]} | fields)
+            return plain_body(await self._respond(request, str(row.get("request_id", ""))))
+        except RequestError as error:
+            raise ValueError(str(error)) from None
+
+    def _keep(self, work: Any) -> None:
+        self._tasks.append(asyncio.get_running_loop().create_task(work))
+
+    async def _sample(self) -> None:
+        while True:
+            self._rates.add(self._engine.stats, time.monotonic())
+            await asyncio.sleep(_SAMPLE_EVERY_S)
+
+
+def _own_id() -> str:
+    return str(ray.get_runtime_context().get_actor_id())
+
+
+def _failure(error: Exception, name: str) -> ApiError:
+    """As the client is told; what it is not to blame for is logged."""
+    if isinstance(error, RequestError):
+        return ApiError.of(error)
+    _logger.error("request %s failed", name, exc_info=error)
+    return ApiError.of(error) if isinstance(error, RayspecError) else INTERNAL

@@ -1,0 +1,170 @@
+"""An endpoint on this machine, from its start until it is told to end."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from rayspec.command.terminal import exit_on_sigterm
+from rayspec.model.weights import load_config
+from rayspec.pipeline.session import ray_session
+from rayspec.serve.app import bind_models, ingress_settings
+from rayspec.serve.front import http_server
+from rayspec.serve.hosts import ANY, is_loopback
+from rayspec.serve.ingress import Ingress, build_app
+from rayspec.serve.options import ServeOptions
+from rayspec.types import ConfigError, RayspecError
+
+_APP = "rayspec"
+_RAY_ADDRESS = "RAY_ADDRESS"
+_POLL_S = 0.05
+_BACKLOG = 2048
+_FIRST_LOOK_S = 10.0
+_QUIET = {"log_level": "CRITICAL", "enable_access_log": False}  # what matters of it, the watch says in a line
+
+
+class DeploymentError(RayspecError):
+    """The endpoint could not be started."""
+
+    kind = "deployment"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Where to listen. port 0: one that is free."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+
+    @property
+    def url(self) -> str:
+        return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
+
+    @contextmanager
+    def bound(self) -> Iterator[socket.socket]:
+        """A socket with this address, on which nobody listens yet. Raises ConfigError."""
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # earlier connections may linger
+            try:
+                listener.bind((self.host, self.port))
+            except OSError as error:
+                raise self._refusal(error) from None
+            yield listener
+
+    def listen(self, listener: socket.socket) -> None:
+        """On what `bound` gave. Raises ConfigError where someone else has begun to meanwhile."""
+        try:
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            raise self._refusal(error) from None
+
+    def checked(self) -> Address:
+        """With a port that can be had. Raises ConfigError."""
+        with self.bound() as listener:
+            return Address(host=self.host, port=listener.getsockname()[1])
+
+    def _refusal(self, error: OSError) -> ConfigError:
+        if error.errno == errno.EADDRINUSE:
+            return ConfigError(f"option 'port' is {self.port}, which is in use: choose another, or 0")
+        return ConfigError(f"options 'host' and 'port' are {self.host!r} and {self.port}: {error.strerror or error}")
+
+
+def run_endpoint(options: ServeOptions, address: Address, announce: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or Ctrl-C; then refuse what comes, finish what is under way, as far as the largest
+    graceful_shutdown_timeout_s allows, and leave nothing behind.
+
+    announce: called with the URL when requests can come. Raises ConfigError, CheckpointError,
+    DeploymentError.
+    """
+    with address.bound() as listener:
+        bound = Address(host=address.host, port=listener.getsockname()[1])
+        if _RAY_ADDRESS not in os.environ:
+            _check_models(options)
+        with ray_session():
+            _check_free()
+            try:
+                _serve(options, bound, listener, announce)
+            finally:
+                if _RAY_ADDRESS in os.environ:  # a private Ray ends with its Serve
+                    serve.shutdown()  # type: ignore[no-untyped-call]
+
+
+def _serve(options: ServeOptions, address: Address, listener: socket.socket, announce: Callable[[str], None]) -> None:
+    """Raises ConfigError and DeploymentError."""
+    handles = _start_models(options)
+    ingress = Ingress(ingress_settings(options, allowed_hosts(options, address)), handles)
+    address.listen(listener)
+    with http_server(build_app(ingress), listener, header_timeout_s=options.header_timeout_s) as server:
+        exit_on_sigterm()
+        with suppress(SystemExit, KeyboardInterrupt):
+            _wait_until(lambda: ingress.watch.all_well, timeout_s=_FIRST_LOOK_S)
+            announce(address.url)
+            server.join()
+            raise DeploymentError("the endpoint's HTTP server has ended by itself: the log says why; start it again")
+        ingress.entry.draining = True
+        longest_s = max(one.graceful_shutdown_timeout_s for one in options.deployments)
+        _wait_until(lambda: ingress.entry.num_under_way == 0, timeout_s=longest_s)
+    for name in _app_names(options):
+        serve.delete(name)
+
+
+def allowed_hosts(options: ServeOptions, address: Address) -> frozenset[str]:
+    """Names by which clients may call an endpoint that listens at `address`, see `allowed_host`."""
+    if options.allowed_hosts is not None:
+        return frozenset(name.lower() for name in options.allowed_hosts)
+    return frozenset() if is_loopback(address.host) else frozenset({ANY})
+
+
+def _check_models(options: ServeOptions) -> None:
+    """Before anything is started; a cluster's nodes may have other files than this one. Raises CheckpointError."""
+    for config in options.llm_configs:
+        engine = config.engine
+        if engine.model != "demo":
+            load_config(engine)
+
+
+def _start_models(options: ServeOptions) -> dict[str, DeploymentHandle[Any]]:
+    """Handles by the models' ids."""
+    logging.getLogger("ray.serve").setLevel(logging.CRITICAL)
+    targets = [
+        serve.RunTarget(target=model, name=name, route_prefix=None, logging_config=_QUIET)
+        for name, model in zip(_app_names(options), bind_models(options).values(), strict=True)
+    ]
+    serve.start(proxy_location="Disabled", logging_config=_QUIET)
+    try:
+        handles = serve.run_many(targets)
+    except RuntimeError as error:
+        raise DeploymentError(f"the endpoint could not be started: {error}") from error
+    return dict(zip((config.model_id for config in options.llm_configs), handles, strict=True))
+
+
+def _app_names(options: ServeOptions) -> list[str]:
+    """Of the models' applications."""
+    return [_APP if index == 0 else f"{_APP}-{index + 1}" for index in range(len(options.llm_configs))]
+
+
+def _wait_until(reached: Callable[[], bool], *, timeout_s: float) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not reached() and time.monotonic() < end_s:
+        time.sleep(_POLL_S)
+
+
+def _check_free() -> None:
+    """Raises ConfigError when the cluster has a Serve that is not ours to end."""
+    try:
+        ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+    except ValueError:
+        return
+    raise ConfigError("the cluster at RAY_ADDRESS runs Serve already: deploy to it with `serve deploy`")

@@ -1,1 +1,0 @@
-"""Comparisons of strategies, of pipelines, of endpoints and of jobs, in one run each."""

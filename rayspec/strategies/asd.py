@@ -1,0 +1,70 @@
+"""ASD: drafts without the attention sublayers that change the hidden states little (Draft on the fly, 2024).
+
+As published: only attention sublayers are left out; one is when the cosine of the hidden states before and after it
+exceeds a threshold; drafts end at a confidence that follows the acceptance, as in Self-SD; the draft is derived from
+what is being generated. The authors name two further rules, which are not known to us: there are none here. Ours: the
+threshold, that the cosine is the mean over the tokens tapped last, and that it is looked at again at an interval.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rayspec.config import SpeculationOptions
+from rayspec.decode.drafting.skip_draft import KeepDrafting
+from rayspec.decode.questions import Answer, Steadiness, Steady
+from rayspec.decode.rounds import RoundResult
+from rayspec.decode.selection.base import Situation
+from rayspec.planning.latency import LatencyModel
+from rayspec.planning.stopping import DraftWhileSure
+from rayspec.strategies.in_use import Tested
+from rayspec.strategies.inquiring import Inquiring
+from rayspec.strategies.self_sd import DraftThreshold
+from rayspec.types import Plan, PlanRecord
+
+
+class ASD(Inquiring):
+    """Selector. No draft until the first cosines are known, nor while none of them exceeds the threshold."""
+
+    def __init__(self, options: SpeculationOptions, latency: LatencyModel) -> None:
+        super().__init__("asd", latency, interval=options.asd.interval)
+        self._options = options.asd
+        self._max_draft_tokens = options.max_draft_tokens
+        self._is_attention = [name.startswith("attention") for name in latency.sublayers]
+        self._draft_threshold = DraftThreshold(options.asd.exit_threshold, target=options.asd.target)
+
+    def keep_drafting(self, situation: Situation) -> KeepDrafting | None:
+        return DraftWhileSure(threshold=self._draft_threshold.value)
+
+    def observe(self, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
+        super().observe(situation, plan, result, num_tokens, seconds)
+        tested = Tested.of(plan, result)
+        self._draft_threshold.observe(
+            num_accepted=tested.num_accepted, num_drafted=tested.num_drafted, reached_length=tested.reached_length
+        )
+
+    def _question(self, situation: Situation) -> Steadiness:
+        return Steadiness(num_tokens=self._options.num_tap_tokens)
+
+    def _decide(self, situation: Situation, answer: Answer) -> PlanRecord | None:
+        assert isinstance(answer, Steady)
+        keep = without_steady_attention(self._is_attention, answer.cosines, self._options.threshold)
+        if keep == self._current.plan.keep:
+            return None
+        return self._current.take(
+            situation,
+            keep,
+            self._max_draft_tokens,
+            acceptance=self._options.target,
+            reason=f"{keep.count(False)} attention sublayers change the states little",
+            optimise_s=answer.seconds,
+        )
+
+
+def without_steady_attention(
+    is_attention: Sequence[bool], cosines: Sequence[float], threshold: float
+) -> tuple[bool, ...]:
+    """[num_sublayers]: False for attention whose cosine is above the threshold."""
+    return tuple(
+        not (attention and cosine > threshold) for attention, cosine in zip(is_attention, cosines, strict=True)
+    )

@@ -1,0 +1,94 @@
+"""Every strategy by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rayspec.config import EngineConfig, SpeculationOptions
+from rayspec.decode.selection.auto import Auto
+from rayspec.decode.selection.base import FixedPlan, Selector, lookup_plan, static_plan
+from rayspec.decode.selection.knapspec import Candidate, KnapSpec
+from rayspec.planning.latency import LatencyModel
+from rayspec.strategies.asd import ASD
+from rayspec.strategies.clasp import CLaSp
+from rayspec.strategies.dynamic_exit import DEL
+from rayspec.strategies.gated import Gated
+from rayspec.strategies.knn_ssd import KnnSSD
+from rayspec.strategies.layerskip import early_exit_plan
+from rayspec.strategies.lookahead import lookahead_plan
+from rayspec.strategies.saved_plans import ModelIdentity, SavedPlans, known_candidates
+from rayspec.strategies.self_sd import SelfSD
+from rayspec.strategies.swift import Swift
+from rayspec.types import ConfigError, no_draft
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Given:
+    """What strategies are made of."""
+
+    config: EngineConfig
+    latency: LatencyModel
+
+    @property
+    def options(self) -> SpeculationOptions:
+        return self.config.speculation
+
+    @property
+    def num_sublayers(self) -> int:
+        return len(self.latency.sublayers)
+
+    @property
+    def num_lookup_tokens(self) -> int:
+        return min(self.options.lookup_tokens, self.options.max_draft_tokens)
+
+    @property
+    def saved_plans(self) -> SavedPlans:
+        assert self.options.warm_start is not None
+        return SavedPlans.load(self.options.warm_start, ModelIdentity.of(self.config, self.num_sublayers))
+
+    @property
+    def known(self) -> Sequence[Candidate]:
+        return known_candidates(self.saved_plans) if self.options.warm_start is not None else ()
+
+
+_Make = Callable[[_Given], Selector]
+
+_WITH_THEIR_OWN_GATE: Mapping[str, _Make] = {
+    "knapspec": lambda given: KnapSpec(given.options, given.latency, known=given.known),
+    "auto": lambda given: Auto(given.options, given.latency, known=given.known),
+    "knn-ssd": lambda given: KnnSSD(given.saved_plans, given.options, given.latency),
+}
+_BEHIND_THE_GATE: Mapping[str, _Make] = {
+    "clasp": lambda given: CLaSp(given.options, given.latency),
+    "swift": lambda given: Swift(given.options, given.latency),
+    "self-sd": lambda given: SelfSD.of(given.saved_plans.only(), given.options, given.num_sublayers),
+    "del": lambda given: DEL(given.options, given.latency),
+    "layerskip": lambda given: FixedPlan(early_exit_plan(given.options.layerskip, given.num_sublayers)),
+    "asd": lambda given: ASD(given.options, given.latency),
+    "lookup": lambda given: FixedPlan(lookup_plan(given.num_sublayers, given.num_lookup_tokens)),
+    "lookahead": lambda given: FixedPlan(lookahead_plan(given.num_sublayers)),
+}
+
+
+def needs_latency(config: EngineConfig) -> bool:
+    """Whether the strategy goes by what forwards cost."""
+    return config.speculation.strategy not in ("static", "ar")
+
+
+def make_selector(config: EngineConfig, num_sublayers: int, latency: LatencyModel | None) -> Selector:
+    """latency: None for a strategy that does not need it. Raises ConfigError for options that the model cannot
+    serve, and for saved plans that cannot be read or are another model's."""
+    options = config.speculation
+    if latency is not None and options.strategy in _WITH_THEIR_OWN_GATE:
+        return _WITH_THEIR_OWN_GATE[options.strategy](_Given(config=config, latency=latency))
+    if latency is not None and options.strategy in _BEHIND_THE_GATE:
+        strategy = _BEHIND_THE_GATE[options.strategy](_Given(config=config, latency=latency))
+        return Gated(strategy, latency) if options.gate else strategy
+    if options.strategy == "static":
+        try:
+            return FixedPlan(static_plan(options.skip, num_sublayers, options.max_draft_tokens))
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+    assert options.strategy == "ar", f"strategy {options.strategy!r} needs a latency model"
+    return FixedPlan(no_draft(num_sublayers, "ar"))

@@ -1,0 +1,54 @@
+"""CLaSp: the whole layers that the newest token could best do without, found again every so many tokens (Chen et al.).
+
+As published: the recurrence over layers and numbers of skipped ones, exactly; the draft that skips the wanted number;
+searches at a fixed interval; drafts that end at a fixed confidence. Ours: in a batch the newest token of one sequence
+speaks for all, and the search is timed, but not rationed by `optimise_share`.
+"""
+
+from __future__ import annotations
+
+from rayspec.config import SpeculationOptions
+from rayspec.decode.drafting.skip_draft import KeepDrafting
+from rayspec.decode.questions import Answer, Found, LayerKnapsack
+from rayspec.decode.selection.base import Situation
+from rayspec.planning.latency import LatencyModel
+from rayspec.planning.stopping import DraftWhileSure
+from rayspec.strategies.current_plan import estimated_acceptance
+from rayspec.strategies.inquiring import Inquiring
+from rayspec.types import ConfigError, PlanRecord
+
+
+class CLaSp(Inquiring):
+    """Selector. No draft until the first search has ended.
+
+    Raises ConfigError when there are fewer layers than are to be skipped.
+    """
+
+    def __init__(self, options: SpeculationOptions, latency: LatencyModel) -> None:
+        super().__init__("clasp", latency, interval=options.clasp.interval)
+        num_layers = len(latency.sublayers) // 2
+        self._options = options.clasp
+        self._num_skipped = options.clasp.num_skipped_layers or max(1, num_layers // 2)
+        if self._num_skipped > num_layers:
+            raise ConfigError(
+                f"option 'num_skipped_layers' is {self._num_skipped}, the model has {num_layers} layers: lower it"
+            )
+        self._max_draft_tokens = options.max_draft_tokens
+
+    def keep_drafting(self, situation: Situation) -> KeepDrafting | None:
+        return DraftWhileSure(threshold=self._options.exit_threshold)
+
+    def _question(self, situation: Situation) -> LayerKnapsack:
+        return LayerKnapsack(num_tokens=1, num_skipped=self._num_skipped)
+
+    def _decide(self, situation: Situation, answer: Answer) -> PlanRecord | None:
+        assert isinstance(answer, Found)
+        chosen = min(answer.drafts, key=lambda draft: sum(draft.keep))
+        return self._current.take(
+            situation,
+            chosen.keep,
+            self._max_draft_tokens,
+            acceptance=estimated_acceptance(chosen, answer.num_tokens),
+            reason="its interval is over",
+            optimise_s=answer.seconds,
+        )

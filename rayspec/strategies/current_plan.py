@@ -1,0 +1,78 @@
+"""The plan a strategy drafts by at the moment, and its record."""
+
+from __future__ import annotations
+
+from rayspec.decode.questions import FoundDraft
+from rayspec.decode.rounds import RoundResult
+from rayspec.decode.selection.base import Situation
+from rayspec.planning.acceptance import best_choice, shrink
+from rayspec.planning.latency import LatencyModel
+from rayspec.strategies.in_use import Tested, tell
+from rayspec.types import Plan, PlanRecord, no_draft
+
+
+class CurrentPlan:
+    """For strategies that choose which sublayers to keep, and leave to the gate whether that pays.
+
+    source: the strategy's name. `plan` drafts nothing until one is taken.
+    """
+
+    def __init__(self, source: str, latency: LatencyModel) -> None:
+        self.plan = no_draft(len(latency.sublayers), f"{source}: no draft")
+        self._no_draft = self.plan
+        self._source = source
+        self._latency = latency
+        self._record: PlanRecord | None = None
+
+    def observe(self, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
+        """A round; those by other plans say nothing of this one."""
+        if self._record is not None and plan is self._record.plan:
+            tell(self._record, situation, Tested.of(plan, result), num_tokens=num_tokens, seconds=seconds)
+
+    def take(
+        self,
+        situation: Situation,
+        keep: tuple[bool, ...],
+        num_draft_tokens: int,
+        *,
+        acceptance: float,
+        reason: str,
+        optimise_s: float,
+        reuse_prefix: bool = True,
+        tree_widths: tuple[int, ...] = (),
+    ) -> PlanRecord:
+        """From now on draft with those sublayers. To keep all of them is not to draft.
+
+        acceptance: what is expected of a token; the record's prediction is for drafts that end at the best length, and
+        with `reuse_prefix` for verifies that go on from the first skipped sublayer.
+        """
+        skips = not all(keep) and num_draft_tokens > 0
+        drafting = Plan(keep=keep, num_draft_tokens=num_draft_tokens, source=self._source, tree_widths=tree_widths)
+        self.plan = drafting if skips else self._no_draft
+        choice = best_choice(
+            [self.plan.keep],
+            [acceptance],
+            self._latency,
+            context=situation.context,
+            batch=situation.batch,
+            max_draft_tokens=num_draft_tokens,
+            reuse_prefix=reuse_prefix,
+            min_gain=-1.0,
+        )
+        self._record = PlanRecord(
+            elapsed_s=situation.elapsed_s,
+            context=situation.context,
+            batch=situation.batch,
+            plan=self.plan,
+            reason=reason,
+            estimated_acceptance=acceptance if skips else 0.0,
+            predicted_tpt=choice.tpt,
+            plain_tpt=choice.plain_tpt,
+            optimise_s=optimise_s,
+        )
+        return self._record
+
+
+def estimated_acceptance(draft: FoundDraft, num_tokens: int) -> float:
+    """The share of the tapped tokens that a draft agreed on; similarity stands in for those not seen."""
+    return float(shrink(draft.num_agreed, num_tokens, min(max(draft.similarity, 0.0), 1.0)).mean)

@@ -1,0 +1,141 @@
+"""DEL: the layer at which drafts leave the model, and their length, by what newest tokens say of every layer (Zarch et
+al., 2025).
+
+As published: one-token drafts that leave at each layer are held against the target every round; matches and confidences
+fade with a memory; layer and length have the most tokens per layer, (1 + p + ... + p^i) / (l i + L); a draft ends below
+the middle between the mean confidences of its layer's matches and misses. Ours: layers may be counted by their measured
+time, which is the default; only the newest token of each sequence is held against the target, for its states are kept,
+and before the first draft some are collected, where the paper looks at the end of the prompt; while a layer has no
+matches or no misses, drafts end at their length only. A round whose tokens are looked at verifies them through all
+layers, where the paper's verify goes on from the exit: an `interval` above 1 has most rounds do so too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from rayspec.config import SpeculationOptions
+from rayspec.decode.drafting.skip_draft import KeepDrafting
+from rayspec.decode.questions import Answer, Found, FoundDraft, Trial
+from rayspec.decode.selection.base import Situation
+from rayspec.planning.acceptance import best_choice, expected_tokens
+from rayspec.planning.latency import LatencyModel
+from rayspec.planning.stopping import DraftWhileSure
+from rayspec.strategies.inquiring import Inquiring
+from rayspec.types import ConfigError, PlanRecord
+
+
+class ExitRecord:
+    """How one-token drafts did that left at each exit. Old tokens fade by `memory` at each look."""
+
+    def __init__(self, num_exits: int, *, memory: float) -> None:
+        self._memory = memory
+        self._num_tokens = 0.0
+        self._num_agreed = np.zeros(num_exits)
+        self._confidence = np.zeros(num_exits)  # sums over the tokens that agreed
+        self._doubt = np.zeros(num_exits)  # and over those that did not
+
+    def observe(self, drafts: Sequence[FoundDraft], num_tokens: int) -> None:
+        """A look: a draft for each exit."""
+        agreed = np.asarray([one.num_agreed for one in drafts], float)
+        confidence = np.asarray([one.confidence or 0.0 for one in drafts])
+        doubt = np.asarray([one.doubt or 0.0 for one in drafts])
+        self._num_tokens = self._memory * self._num_tokens + num_tokens
+        self._num_agreed = self._memory * self._num_agreed + agreed
+        self._confidence = self._memory * self._confidence + agreed * confidence
+        self._doubt = self._memory * self._doubt + (num_tokens - agreed) * doubt
+
+    @property
+    def acceptance(self) -> NDArray[np.float64]:
+        """[num_exits]. Only after a look."""
+        return self._num_agreed / self._num_tokens
+
+    def threshold(self, index: int) -> float | None:
+        """Confidence that tells the matches of an exit from its misses; None while it lacks one of the two."""
+        num_agreed, num_missed = self._num_agreed[index], self._num_tokens - self._num_agreed[index]
+        if num_agreed <= 0 or num_missed <= 0:
+            return None
+        return float(self._confidence[index] / num_agreed + self._doubt[index] / num_missed) / 2
+
+
+class DEL(Inquiring):
+    """Selector. No draft until the first look, nor while plain decoding has more tokens per layer.
+
+    Raises ConfigError for a model of one layer, which has no exits.
+    """
+
+    def __init__(self, options: SpeculationOptions, latency: LatencyModel) -> None:
+        super().__init__("del", latency, interval=options.dynamic_exit.interval)
+        num_sublayers = len(latency.sublayers)
+        self._keeps = early_exits(num_sublayers)
+        if not self._keeps:
+            raise ConfigError("strategy 'del' needs a model of 2 layers or more: choose another strategy")
+        self._options = options.dynamic_exit
+        self._max_draft_tokens = options.max_draft_tokens
+        self._reuse_prefix = options.dynamic_exit.interval > 1  # rounds with taps run all rows through all sublayers
+        self._latency = latency
+        self._record = ExitRecord(len(self._keeps), memory=self._options.memory)
+        self._num_looks = 0
+        self._threshold: float | None = None
+
+    def keep_drafting(self, situation: Situation) -> KeepDrafting | None:
+        return None if self._threshold is None else DraftWhileSure(threshold=self._threshold)
+
+    def _question(self, situation: Situation) -> Trial:
+        most = self._options.num_tap_tokens
+        num_tokens = min(situation.batch, most) if self._num_looks else most
+        return Trial(num_tokens=num_tokens, keeps=self._keeps)
+
+    def _decide(self, situation: Situation, answer: Answer) -> PlanRecord | None:
+        assert isinstance(answer, Found)
+        self._num_looks += 1
+        self._record.observe(answer.drafts, answer.num_tokens)
+        index, length = self._best(situation)
+        self._threshold = self._record.threshold(index) if length else None
+        plan = self._current.plan
+        if (length, self._keeps[index]) == (plan.num_draft_tokens, plan.keep) or length == plan.num_draft_tokens == 0:
+            return None
+        return self._current.take(
+            situation,
+            self._keeps[index],
+            length,
+            acceptance=float(self._record.acceptance[index]),
+            reason=f"{length} tokens from layer {index + 1} promise most" if length else "no exit promises to pay",
+            optimise_s=answer.seconds,
+            reuse_prefix=self._reuse_prefix,
+        )
+
+    def _best(self, situation: Situation) -> tuple[int, int]:
+        """Index of the exit, and the draft's length; 0 for no draft."""
+        acceptance = self._record.acceptance
+        if self._options.cost == "layers":
+            rates = tokens_per_layer(acceptance, self._max_draft_tokens)
+            index, length = np.unravel_index(int(rates.argmax()), rates.shape)
+            return int(index), int(length)
+        choice = best_choice(
+            self._keeps,
+            acceptance,
+            self._latency,
+            context=situation.context,
+            batch=situation.batch,
+            max_draft_tokens=self._max_draft_tokens,
+            reuse_prefix=self._reuse_prefix,
+            min_gain=0.0,
+        )
+        return (0, 0) if choice.candidate is None else (choice.candidate, choice.num_draft_tokens)
+
+
+def early_exits(num_sublayers: int) -> list[tuple[bool, ...]]:
+    """The drafts that leave after layer 1, 2, ... and before the last."""
+    return [tuple(index < end for index in range(num_sublayers)) for end in range(2, num_sublayers, 2)]
+
+
+def tokens_per_layer(acceptance: ArrayLike, max_draft_tokens: int) -> NDArray[np.float64]:
+    """[num_exits, max_draft_tokens + 1]: DEL's TPL. acceptance: [num_exits], of the exits after layers 1, 2, ... of a
+    model that has one layer more. Column i: drafts of i tokens, 0 being plain decoding."""
+    accepted = np.asarray(acceptance, float)[:, None]
+    layers, lengths = np.arange(1, len(accepted) + 1)[:, None], np.arange(max_draft_tokens + 1)
+    return expected_tokens(accepted, lengths) / (layers * lengths + len(accepted) + 1)

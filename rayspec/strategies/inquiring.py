@@ -1,0 +1,52 @@
+"""What strategies have in common that ask about tapped tokens at an interval, and draft by what follows from it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from rayspec.decode.drafting.skip_draft import KeepDrafting
+from rayspec.decode.questions import Answer, Question
+from rayspec.decode.rounds import RoundResult
+from rayspec.decode.selection.base import Search, Situation
+from rayspec.planning.latency import LatencyModel
+from rayspec.strategies.current_plan import CurrentPlan
+from rayspec.strategies.inquiry import Inquiry
+from rayspec.types import Plan, PlanRecord
+
+
+class Inquiring(ABC):
+    """Selector without a gate. No draft until an answer has led to one.
+
+    source: the strategy's name. interval: tokens of one sequence between two questions.
+    """
+
+    gate_reason = "the gate is off"
+
+    def __init__(self, source: str, latency: LatencyModel, *, interval: int) -> None:
+        self._current = CurrentPlan(source, latency)
+        self._inquiry = Inquiry(interval)
+
+    @property
+    def wants_taps(self) -> bool:
+        return self._inquiry.wants_taps
+
+    def plan(self, situation: Situation) -> Plan:
+        return self._current.plan
+
+    @abstractmethod
+    def keep_drafting(self, situation: Situation) -> KeepDrafting | None: ...
+
+    def observe(self, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
+        self._current.observe(situation, plan, result, num_tokens, seconds)
+        self._inquiry.observe(num_tokens / situation.batch)
+
+    def improve(self, situation: Situation, search: Search) -> PlanRecord | None:
+        answer = self._inquiry.advance(situation, search, self._question(situation))
+        return None if answer is None else self._decide(situation, answer)
+
+    @abstractmethod
+    def _question(self, situation: Situation) -> Question: ...
+
+    @abstractmethod
+    def _decide(self, situation: Situation, answer: Answer) -> PlanRecord | None:
+        """What follows from the answer; the record of another plan, if one does."""

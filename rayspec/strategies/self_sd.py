@@ -1,0 +1,124 @@
+"""Self-SD (Draft & Verify): a plan found offline, and drafts that end at a confidence which follows the acceptance
+(Zhang et al., 2024). The plan is a saved one, see `decode.tuning`.
+"""
+
+from __future__ import annotations
+
+from typing_extensions import Self
+
+from rayspec.config import SpeculationOptions
+from rayspec.decode.drafting.skip_draft import KeepDrafting
+from rayspec.decode.rounds import RoundResult
+from rayspec.decode.selection.base import Search, Situation
+from rayspec.planning.stopping import DraftWhileSure
+from rayspec.strategies.in_use import Tested, tell
+from rayspec.strategies.saved_plans import SavedPlan
+from rayspec.types import Plan, PlanRecord
+
+# Constants of the published code.
+_MATCHED_MEMORY = 0.5
+_THRESHOLD_MEMORY = 0.9
+_STEP = 0.01
+
+
+class DraftThreshold:
+    """The confidence below which a draft ends. It rises while too few of the drafted tokens are accepted, falls while
+    enough are, and rests where drafts reach their length anyway: by 0.001 a verify at most.
+    """
+
+    def __init__(self, value: float, *, target: float, adaptive: bool = True) -> None:
+        self.value = value
+        self._target = target
+        self._adaptive = adaptive
+        self._matched = 0.0  # share of the drafted tokens, the last verifies first
+
+    def observe(self, *, num_accepted: int, num_drafted: int, reached_length: bool) -> None:
+        """One verify: tokens over the batch, and whether all its drafts were as long as they could be."""
+        if not self._adaptive or num_drafted == 0:
+            return
+        self._matched = _MATCHED_MEMORY * self._matched + (1 - _MATCHED_MEMORY) * num_accepted / num_drafted
+        if self._matched < self._target:
+            wanted = self.value + _STEP
+        else:
+            wanted = self.value if reached_length else self.value - _STEP
+        self.value = min(max(_THRESHOLD_MEMORY * self.value + (1 - _THRESHOLD_MEMORY) * wanted, 0.0), 1.0)
+
+
+class SelfSD:
+    """Selector of one plan, whose drafts end below a threshold that lives as long as the engine: what one request has
+    taught it serves the next.
+
+    expected_tpt, plain_tpt: tokens per second of one sequence with the plan and without, as it was chosen. reason: why
+    it was, for the record.
+    """
+
+    wants_taps = False
+    gate_reason = "the strategy has no gate"
+
+    def __init__(
+        self,
+        plan: Plan,
+        threshold: DraftThreshold,
+        *,
+        acceptance: float,
+        expected_tpt: float,
+        plain_tpt: float,
+        reason: str = "a saved plan",
+    ) -> None:
+        self.threshold = threshold
+        self.record: PlanRecord | None = None
+        self._plan = plan
+        self._acceptance = acceptance
+        self._expected_tpt = expected_tpt
+        self._plain_tpt = plain_tpt
+        self._reason = reason
+        self._told = False
+
+    @classmethod
+    def of(cls, saved: SavedPlan, options: SpeculationOptions, num_sublayers: int) -> Self:
+        """By a saved plan, whose own threshold is the first one if it has one."""
+        own = options.self_sd
+        first = own.threshold if saved.threshold is None else saved.threshold
+        return cls(
+            saved.plan(num_sublayers, max_draft_tokens=options.max_draft_tokens, source="self-sd"),
+            DraftThreshold(first, target=own.target, adaptive=own.adaptive),
+            acceptance=saved.acceptance,
+            expected_tpt=saved.tokens_per_s,
+            plain_tpt=saved.plain_tokens_per_s,
+        )
+
+    def plan(self, situation: Situation) -> Plan:
+        return self._plan
+
+    def keep_drafting(self, situation: Situation) -> KeepDrafting | None:
+        return DraftWhileSure(threshold=self.threshold.value)
+
+    def observe(self, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
+        if self.record is None:
+            self.record = self._new_record(situation)
+        if plan is self._plan:
+            tested = Tested.of(plan, result)
+            tell(self.record, situation, tested, num_tokens=num_tokens, seconds=seconds)
+            self.threshold.observe(
+                num_accepted=tested.num_accepted, num_drafted=tested.num_drafted, reached_length=tested.reached_length
+            )
+
+    def improve(self, situation: Situation, search: Search) -> PlanRecord | None:
+        """The one record there is, once."""
+        if self._told:
+            return None
+        self._told = self.record is not None
+        return self.record
+
+    def _new_record(self, situation: Situation) -> PlanRecord:
+        return PlanRecord(
+            elapsed_s=situation.elapsed_s,
+            context=situation.context,
+            batch=situation.batch,
+            plan=self._plan,
+            reason=self._reason,
+            estimated_acceptance=self._acceptance,
+            predicted_tpt=self._expected_tpt,
+            plain_tpt=self._plain_tpt,
+            optimise_s=0.0,
+        )

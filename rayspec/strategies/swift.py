@@ -1,0 +1,145 @@
+"""SWIFT: one set of sublayers a round is tried on recent tokens, and the best so far drafts (Xia et al., 2025).
+
+As published: the set the search starts from, the sizes of sets, the share of agreeing tokens as the score, when a
+Gaussian process suggests, when the search ends for good, the confidence at which drafts end, and their trees. Ours:
+tokens are the newest of each sequence and not the first of an answer, and the set it starts from is tried like any
+other before it drafts.
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future
+
+from rayspec.config import SpeculationOptions, SwiftOptions
+from rayspec.decode.drafting.skip_draft import KeepDrafting
+from rayspec.decode.questions import Answer, Found, Trial
+from rayspec.decode.rounds import RoundResult
+from rayspec.decode.selection.base import Search, Situation
+from rayspec.planning.latency import LatencyModel
+from rayspec.planning.stopping import DraftWhileSure
+from rayspec.strategies.current_plan import CurrentPlan
+from rayspec.strategies.mask_search import Keep, MaskSearch
+from rayspec.types import ConfigError, Plan, PlanRecord
+
+logger = logging.getLogger(__name__)
+
+
+class SwiftSearch:
+    """The search by itself: which set to try next, and which is the best so far. [num_sublayers] flags, True = keep.
+
+    Raises ConfigError where nothing is left to skip between the first and the last layer.
+    """
+
+    def __init__(self, options: SwiftOptions, num_sublayers: int) -> None:
+        free = range(2, num_sublayers - 2)
+        num_skipped = int(len(free) * options.skip_ratio)
+        if num_skipped < 1:
+            raise ConfigError(
+                f"strategy 'swift' keeps the first and the last layer; of the {len(free)} sublayers between them, "
+                f"option 'skip_ratio' {options.skip_ratio} leaves none to skip: raise it, or choose another strategy"
+            )
+        self._options = options
+        self._sets = MaskSearch(
+            num_sublayers, free, num_skipped=num_skipped, suggest_every=options.suggest_every, seed=options.seed
+        )
+        self._num_tries = self._num_without_gain = 0
+        self.best: Keep = odd_layers_skipped(num_sublayers)
+        self.best_score = 0.0
+
+    @property
+    def end(self) -> str | None:
+        """Why the search is over; None while it is not."""
+        options = self._options
+        if self.best_score > options.max_score:
+            return f"a set agrees on {self.best_score:.1%} of the tokens"
+        if self._num_without_gain >= options.max_tries_without_gain:
+            return f"{self._num_without_gain} sets were tried in vain"
+        return f"{self._num_tries} sets were tried" if self._num_tries >= options.max_tries else None
+
+    def propose(self) -> Keep:
+        """The set to be tried next: first the one it starts with."""
+        return self._sets.propose() if self._num_tries else self.best
+
+    def observe(self, keep: Keep, score: float) -> bool:
+        """The share of tokens on which a draft by the set agreed; returns whether it is the best now."""
+        self._num_tries += 1
+        self._sets.observe(keep, score)
+        gained = score > self.best_score
+        self._num_without_gain = 0 if gained else self._num_without_gain + 1
+        if gained:
+            self.best, self.best_score = keep, score
+        return gained
+
+
+def odd_layers_skipped(num_sublayers: int) -> Keep:
+    """Layers 1, 3, ... are left out, of the last layer neither sublayer."""
+    last = num_sublayers // 2 - 1
+    return tuple(index // 2 % 2 == 0 or index // 2 == last for index in range(num_sublayers))
+
+
+class Swift:
+    """Selector by `SwiftSearch`: until that ends, one set is tried a round, and each that is the best so far becomes
+    the plan. What tries took that gained nothing is told with the next that did, or with the end of the search.
+    """
+
+    gate_reason = "the gate is off"
+
+    def __init__(self, options: SpeculationOptions, latency: LatencyModel) -> None:
+        self._options = options.swift
+        self._max_draft_tokens = options.max_draft_tokens
+        self._search = SwiftSearch(options.swift, len(latency.sublayers))
+        self._current = CurrentPlan("swift", latency)
+        self._trying: Keep | None = None
+        self._under_way: Future[Answer] | None = None
+        self._spent_s = 0.0
+
+    @property
+    def wants_taps(self) -> bool:
+        return self._search.end is None
+
+    def plan(self, situation: Situation) -> Plan:
+        return self._current.plan
+
+    def keep_drafting(self, situation: Situation) -> KeepDrafting | None:
+        return DraftWhileSure(threshold=self._options.threshold)
+
+    def observe(self, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
+        self._current.observe(situation, plan, result, num_tokens, seconds)
+
+    def improve(self, situation: Situation, search: Search) -> PlanRecord | None:
+        """Begin a trial, or conclude the one under way."""
+        if self._search.end is not None:
+            return None
+        self._trying = self._trying or self._search.propose()
+        if self._under_way is None:
+            self._under_way = search(Trial(num_tokens=self._options.context_window, keeps=(self._trying,)))
+        if self._under_way is None or not self._under_way.done():
+            return None
+        under_way, self._under_way = self._under_way, None
+        if under_way.cancelled():  # the tokens are gone: the same set is tried on others
+            return None
+        if (error := under_way.exception()) is not None:
+            logger.warning("trying a set of sublayers failed, the plan stays: %s", error)
+            return None
+        found = under_way.result()
+        assert isinstance(found, Found)
+        return self._learn(situation, found)
+
+    def _learn(self, situation: Situation, found: Found) -> PlanRecord | None:
+        (draft,), self._trying = found.drafts, None
+        self._spent_s += found.seconds
+        gained = self._search.observe(draft.keep, draft.num_agreed / found.num_tokens)
+        end = self._search.end
+        if not gained and end is None:
+            return None
+        spent_s, self._spent_s = self._spent_s, 0.0
+        return self._current.take(
+            situation,
+            self._search.best,
+            self._max_draft_tokens,
+            acceptance=self._search.best_score,
+            reason="the best set so far" if end is None else f"the search is over: {end}",
+            optimise_s=spent_s,
+            tree_widths=self._options.tree_widths,
+        )

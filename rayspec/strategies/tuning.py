@@ -1,0 +1,295 @@
+"""Plans tuned before they are used: real generation from calibration prompts, with one plan after another.
+
+What is measured is what Self-SD will do: the same drafts, ended by the same rule, in the engine that will run them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
+
+import msgspec
+
+from rayspec.config import SamplingParams, SelfSDOptions, TuningOptions
+from rayspec.decode.drafting.skip_draft import KeepDrafting
+from rayspec.decode.engine import Engine
+from rayspec.decode.questions import Answer, Feature, Features
+from rayspec.decode.rounds import RoundResult
+from rayspec.decode.selection.base import Search, Selector, Situation
+from rayspec.decode.selection.knapspec import KnapSpec
+from rayspec.strategies.anchors import radius, representatives
+from rayspec.strategies.mask_search import Keep, MaskSearch
+from rayspec.strategies.saved_plans import ModelIdentity, Provenance, SavedPlan, SavedPlans, best_record
+from rayspec.strategies.self_sd import DraftThreshold, SelfSD
+from rayspec.types import ConfigError, Plan, PlanRecord, Request, no_draft
+
+logger = logging.getLogger(__name__)
+
+Prompt: TypeAlias = str | Sequence[int]
+
+_ANCHOR_DIGITS = 6
+# A look takes one round and its answer, which shards may take some more rounds to give.
+_TOKENS_TO_LOOK = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """A plan that was tried for a domain, the `number`-th. Speeds are tokens per second of one sequence: its own, that
+    of the best so far, and that of plain decoding."""
+
+    domain: str
+    number: int
+    tokens_per_s: float
+    best_tokens_per_s: float
+    plain_tokens_per_s: float
+
+
+Tell: TypeAlias = Callable[[Tried], None]
+
+
+def tell_nobody(tried: Tried) -> None:
+    """For who does not want to know how tuning goes."""
+
+
+def tune_plan(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    options: TuningOptions,
+    *,
+    domain: str = "",
+    tell: Tell = tell_nobody,
+    clock: Callable[[], float] = time.perf_counter,
+) -> SavedPlan:
+    """The plan with the most tokens per second over the prompts, by Bayesian search over all sets of sublayers
+    (Self-SD, section 3.2). All prompts run at once, up to the engine's `max_num_seqs`. The speed that is saved is that
+    of another run than the one it was chosen by. tell: hears of every plan that was tried.
+
+    Raises ConfigError: no prompts, or an engine that was loaded not to draft. Raises what a prompt failed with.
+    """
+    bench = _Bench(engine, prompts, options)
+    plain = bench.measure(no_draft(bench.num_sublayers, "tuning")).record
+    search = MaskSearch(
+        bench.num_sublayers, range(bench.num_sublayers), num_skipped=None, suggest_every=1, seed=options.seed
+    )
+    started, num_tries = clock(), 0
+    while num_tries < options.num_tries and clock() - started < options.max_seconds:
+        keep = search.propose()
+        tokens_per_s = bench.measure(bench.plan_of(keep)).record.measured_tpt or 0.0
+        search.observe(keep, tokens_per_s)
+        num_tries += 1
+        assert search.best is not None
+        tell(
+            Tried(
+                domain=domain,
+                number=num_tries,
+                tokens_per_s=tokens_per_s,
+                best_tokens_per_s=search.best[1],
+                plain_tokens_per_s=plain.measured_tpt or 0.0,
+            )
+        )
+    assert search.best is not None
+    return bench.confirmed(
+        bench.plan_of(search.best[0]), plain, domain=domain, method=f"the fastest of {num_tries} plans by trials"
+    )
+
+
+def tune_domains(
+    engine: Engine,
+    domains: Mapping[str, Sequence[Prompt]],
+    options: TuningOptions,
+    *,
+    model: ModelIdentity,
+    tell: Tell = tell_nobody,
+) -> SavedPlans:
+    """For each domain its plan and its anchors, from prompts of it: what KNN-SSD chooses by. tell: as of `tune_plan`.
+
+    Raises ConfigError: no domains, no prompts of one, a domain without a name, an engine that was loaded not to draft
+    or, with `plans_by` "knapspec", not to measure; also when KnapSpec found no plan for a domain.
+    """
+    if not domains or "" in domains:
+        raise ConfigError("domains to tune need names, and there must be one: give prompts by domain")
+    for prompts in domains.values():
+        _require_prompts(prompts)
+    tune = partial(tune_plan, tell=tell) if options.plans_by == "trials" else knapspec_plan
+    features = {domain: features_of(engine, prompts) for domain, prompts in domains.items()}
+    anchors = {domain: representatives(samples, options.num_anchors) for domain, samples in features.items()}
+    plans = []
+    for domain, prompts in domains.items():
+        plan = tune(engine, prompts, options, domain=domain)
+        others = [rows for other, rows in anchors.items() if other != domain]
+        rounded = tuple(tuple(round(value, _ANCHOR_DIGITS) for value in row) for row in anchors[domain].tolist())
+        reach = radius(features[domain], anchors[domain], others)
+        plans.append(msgspec.structs.replace(plan, anchors=rounded, radius=reach))
+    return SavedPlans(model=model, plans=tuple(plans))
+
+
+def knapspec_plan(engine: Engine, prompts: Sequence[Prompt], options: TuningOptions, *, domain: str = "") -> SavedPlan:
+    """The fastest plan that KnapSpec used in one run over the prompts: far cheaper than trials. The speed that is saved
+    is that of another run, as by `tune_plan`.
+
+    Raises ConfigError: the engine was loaded with a strategy that measures nothing, or nothing was drafted.
+    """
+    if engine.latency is None:
+        raise ConfigError("option 'plans_by' is 'knapspec', for which the engine must be loaded with that strategy")
+    bench = _Bench(engine, prompts, options)
+    speculation = engine.config.speculation.replace(strategy="knapspec", gate=False, optimise_share=1.0)
+    records = bench.records(KnapSpec(speculation, engine.latency))
+    best = best_record(records, min_tested_tokens=1)
+    if best is None:
+        raise ConfigError(
+            f"KnapSpec drafted nothing on the prompts of domain {domain!r}: give more of them, raise max_tokens, or "
+            "choose 'trials' for option 'plans_by'"
+        )
+    plain = bench.measure(no_draft(bench.num_sublayers, "tuning")).record
+    return bench.confirmed(best.plan, plain, domain=domain, method="the fastest of KnapSpec's")
+
+
+def features_of(engine: Engine, prompts: Sequence[Prompt]) -> list[Sequence[float]]:
+    """[num_prompts, hidden_size]: of each prompt by itself, the last state of the first token of its answer.
+
+    Raises what a prompt failed with, and ConfigError for one that leaves no room for two tokens.
+    """
+    return [_feature_of(engine, prompt) for prompt in prompts]
+
+
+def _feature_of(engine: Engine, prompt: Prompt) -> Sequence[float]:
+    look = _Look(engine.stages.num_sublayers)
+    with selecting(engine, look):
+        _generate(engine, [prompt], _TOKENS_TO_LOOK, until=lambda: look.vector is not None)
+    if look.vector is None:
+        raise ConfigError("a calibration prompt leaves no room for an answer: shorten it, or raise max_model_len")
+    return look.vector
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    record: PlanRecord
+    threshold: DraftThreshold
+
+
+class _Bench:
+    """The prompts, and an engine to run them with whatever plan."""
+
+    def __init__(self, engine: Engine, prompts: Sequence[Prompt], options: TuningOptions) -> None:
+        _require_prompts(prompts)
+        if engine.config.speculation.strategy == "ar":
+            raise ConfigError(
+                "option 'strategy' is 'ar': plans are tuned in an engine that may draft, as with 'static'"
+            )
+        self._engine = engine
+        self._prompts = prompts
+        self._options = options
+        self.num_sublayers = engine.stages.num_sublayers
+
+    @property
+    def _calibration(self) -> str:
+        return f"{len(self._prompts)} prompts, {self._options.max_tokens} tokens generated from each"
+
+    def plan_of(self, keep: Keep) -> Plan:
+        length = self._engine.config.speculation.max_draft_tokens
+        return Plan(keep=keep, num_draft_tokens=length, source="tuning")
+
+    def measure(self, plan: Plan, *, plain: PlanRecord | None = None) -> _Measured:
+        """Generate by one plan. plain: what plain decoding did, for the record."""
+        threshold = DraftThreshold(self._options.threshold, target=SelfSDOptions().target)
+        plain_tpt = plain.measured_tpt if plain is not None and plain.measured_tpt is not None else 0.0
+        selector = SelfSD(plan, threshold, acceptance=0.0, expected_tpt=0.0, plain_tpt=plain_tpt)
+        with selecting(self._engine, selector):
+            _generate(self._engine, self._prompts, self._options.max_tokens)
+        assert selector.record is not None
+        return _Measured(selector.record, threshold)
+
+    def confirmed(self, plan: Plan, plain: PlanRecord, *, domain: str, method: str) -> SavedPlan:
+        """The plan as it is to be saved, with what it does in one more run."""
+        best = self.measure(plan, plain=plain)
+        if (best.record.measured_tpt or 0.0) <= (plain.measured_tpt or 0.0):
+            logger.warning("for %r no plan is faster than plain decoding on the calibration prompts", domain)
+        return SavedPlan.of(
+            best.record,
+            domain=domain,
+            threshold=best.threshold.value,
+            provenance=Provenance.now(self._engine.config, method=method, calibration=self._calibration),
+        )
+
+    def records(self, selector: Selector) -> list[PlanRecord]:
+        """Of the plans that a selector makes over the prompts."""
+        earlier = self._engine.stats.plans
+        with selecting(self._engine, selector):
+            _generate(self._engine, self._prompts, self._options.max_tokens)
+        return [record for record in self._engine.stats.plans if all(record is not one for one in earlier)]
+
+
+def _require_prompts(prompts: Sequence[Prompt]) -> None:
+    if not prompts:
+        raise ConfigError("there are no calibration prompts: give some that are like the text to come")
+
+
+class _Look:
+    """Selector of plain decoding that asks, after the first round, for the feature of the token it began with."""
+
+    gate_reason = "plain decoding"
+
+    def __init__(self, num_sublayers: int) -> None:
+        self._plan = no_draft(num_sublayers, "features")
+        self._asked: Future[Answer] | None = None
+
+    @property
+    def wants_taps(self) -> bool:
+        return self._asked is None
+
+    def plan(self, situation: Situation) -> Plan:
+        return self._plan
+
+    def keep_drafting(self, situation: Situation) -> KeepDrafting | None:
+        return None
+
+    def observe(self, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
+        pass
+
+    def improve(self, situation: Situation, search: Search) -> PlanRecord | None:
+        if self._asked is None:
+            self._asked = search(Feature(num_tokens=1))
+        return None
+
+    @property
+    def vector(self) -> Sequence[float] | None:
+        """Once there is an answer. Raises what the question failed with."""
+        if self._asked is None or not self._asked.done() or self._asked.cancelled():
+            return None
+        features = self._asked.result()
+        assert isinstance(features, Features)
+        return features.vector
+
+
+@contextmanager
+def selecting(engine: Engine, selector: Selector) -> Iterator[None]:
+    """The engine chooses by another selector meanwhile. Afterwards nothing is left unfinished."""
+    previous = engine.replace_selector(selector)
+    try:
+        yield
+    finally:
+        engine.abort_all()
+        while engine.has_unfinished:
+            engine.step()
+        engine.replace_selector(previous)
+
+
+def _generate(
+    engine: Engine, prompts: Sequence[Prompt], max_tokens: int, *, until: Callable[[], bool] = lambda: False
+) -> None:
+    """Greedy, to that length whatever comes, or until it is enough. Raises what a prompt failed with."""
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    for index, prompt in enumerate(prompts):
+        text, token_ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
+        name = f"tuning-{index}"
+        engine.add(Request(request_id=name, params=params, prompt=text, prompt_token_ids=token_ids))
+    while engine.has_unfinished and not until():
+        for output in engine.step():
+            if output.error is not None:
+                raise output.error

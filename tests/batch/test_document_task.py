@@ -1,0 +1,52 @@
+"""What decides the rows of a job over documents."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from rayspec import SamplingParams
+from rayspec.batch.document_task import DocumentTask
+from rayspec.batch.long_documents import LongDocumentOptions
+from rayspec.command.settings import make_settings
+
+
+def task(*, sampling: dict[str, Any] | None = None, **options: Any) -> DocumentTask:
+    names = {"template", "chat", "long"}
+    own = {name: value for name, value in options.items() if name in names}
+    flags = {"model": "demo"} | {name: value for name, value in options.items() if name not in names}
+    settings = make_settings(flags=flags, sampling=SamplingParams(**(sampling or {})))
+    return DocumentTask(**{"template": "{text}", "settings": settings} | own)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_model_len": 128},
+        {"dtype": "float32"},
+        {"model": "another"},
+        {"verification": "rejection"},
+        {"template": "Say: {text}"},
+        {"chat": False},
+        {"long": LongDocumentOptions(mode="refine")},
+        {"sampling": {"seed": 5}},
+        {"sampling": {"max_tokens": 3}},
+    ],
+)
+def test_what_decides_the_texts_is_in_the_identity(options: dict[str, Any]) -> None:
+    assert task().identity != task(**options).identity
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"strategy": "ar"}, {"num_threads": 1}, {"max_num_seqs": 3}, {"device": "cpu"}, {"stages": 2}],
+)
+def test_what_decides_only_the_speed_is_not(options: dict[str, Any]) -> None:
+    assert task().identity == task(**options).identity
+
+
+def test_the_identity_survives_json() -> None:
+    identity = task(long=LongDocumentOptions(level_output_tokens=(10, 20))).identity
+    assert json.loads(json.dumps(identity))["task"]["long"]["level_output_tokens"] == [10, 20]

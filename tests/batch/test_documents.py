@@ -1,0 +1,425 @@
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pyarrow import fs
+
+from rayspec.batch.documents import Columns, Document, DuplicateCheck, expand, read_documents, read_file
+from rayspec.types import ConfigError
+
+TEXT = Columns()
+
+
+def write_lines(path: Path, *rows: Any) -> str:
+    lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    return str(path)
+
+
+def read(*inputs: str | Path, columns: Columns = TEXT) -> list[Document]:
+    return list(read_documents(map(str, inputs), columns))
+
+
+def outcome(document: Document) -> str | None:
+    return document.error.kind if document.error is not None else document.text
+
+
+def test_a_text_file_is_one_document(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("Grüße,\n世界", encoding="utf-8")
+    assert read(path) == [Document(id="a.txt", source="a.txt", text="Grüße,\n世界")]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "absent.txt", "empty.txt"])
+def test_a_file_can_go_by_another_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a.txt").write_text("fine", encoding="utf-8")
+    (tmp_path / "empty.txt").touch()
+    write_lines(tmp_path / "a.jsonl", {"text": "fine"}, {"text": None})
+    for document in read_file(str(tmp_path / name), TEXT, name="shown"):
+        assert document.id.startswith("shown")
+        assert document.source.startswith("shown")
+        assert document.error is None or str(document.error).startswith("shown")
+
+
+def test_a_byte_order_mark_is_not_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"\xef\xbb\xbfhello")
+    assert read(path)[0].text == "hello"
+
+
+def test_json_lines_have_ids_or_get_them_from_their_place(tmp_path: Path) -> None:
+    path = write_lines(
+        tmp_path / "a.jsonl", {"id": "x", "text": "one"}, b"", {"text": "two"}, {"id": 7, "text": "three"}
+    )
+    assert [(d.id, d.text) for d in read(path)] == [("x", "one"), ("a.jsonl:3", "two"), ("7", "three")]
+
+
+def test_columns_can_have_other_names(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", {"key": "x", "body": "one", "id": "no", "text": "no"})
+    assert [(d.id, d.text) for d in read(path, columns=Columns(id="key", text="body"))] == [("x", "one")]
+
+
+def test_parquet_gives_the_same_documents_as_json_lines(tmp_path: Path) -> None:
+    rows = [{"id": f"r{i}", "text": f"text {i}" if i != 3 else None, "other": i} for i in range(40)]
+    lines = write_lines(tmp_path / "a.jsonl", *rows)
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=7)
+    ours, theirs = read(lines), read(tmp_path / "a.parquet")
+    assert [(d.id, outcome(d)) for d in ours] == [(d.id, outcome(d)) for d in theirs]
+    assert len(theirs) == 40
+
+
+def test_a_bad_line_is_one_bad_row(tmp_path: Path) -> None:
+    path = write_lines(
+        tmp_path / "a.jsonl",
+        {"id": "good", "text": "fine"},
+        b'{"id": "x", "text": "cut',
+        b'["a", "list"]',
+        b'{"id": "y", "text": "caf\xe9"}',
+        {"id": "z"},
+        {"id": "n", "text": None},
+        {"id": "number", "text": 3},
+        {"id": "blank", "text": " \n"},
+        {"id": None, "text": "an id is made up"},
+        {"id": [1], "text": "a list is no id"},
+        b'{"id": "surrogate", "text": "\\ud800"}',
+        {"id": "good", "text": "again"},
+        {"id": "last", "text": "fine"},
+    )
+    assert [outcome(d) for d in read(path)] == [
+        "fine",
+        "malformed_row",
+        "malformed_row",
+        "not_utf8",
+        "missing_column",
+        "invalid_value",
+        "invalid_value",
+        "invalid_value",
+        "an id is made up",
+        "invalid_value",
+        "malformed_row",
+        "duplicate_id",
+        "fine",
+    ]
+
+
+def test_an_error_names_place_and_remedy(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", {"id": "x", "body": "one"})
+    error = read(path)[0].error
+    assert str(error) == "a.jsonl:1: no column 'text' for the text; the row has 'id', 'body'"
+
+
+def test_a_text_that_is_not_utf8_says_where(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"caf\xe9")
+    assert "not UTF-8 at byte 3" in str(read(path)[0].error)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_an_empty_file_is_an_error(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    assert [outcome(d) for d in read(tmp_path / name)] == ["empty_file"]
+
+
+def test_an_empty_parquet_file_is_an_error(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "a.parquet")
+    assert [outcome(d) for d in read(tmp_path / "a.parquet")] == ["empty_file"]
+
+
+@pytest.mark.parametrize("name", ["absent.txt", "absent.jsonl", "absent.parquet", "a.pdf", "folder"])
+def test_what_cannot_be_read_is_one_error_and_the_rest_is_read(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a.pdf").write_bytes(b"%PDF")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "good.txt").write_text("fine", encoding="utf-8")
+    documents = read(tmp_path / name, tmp_path / "good.txt")
+    assert [outcome(d) for d in documents] == ["unreadable_file", "fine"]
+    assert name in str(documents[0].error)
+
+
+def test_a_damaged_parquet_file_yields_the_rows_before_the_damage(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    rows = [{"id": str(i), "text": os.urandom(2000).hex()} for i in range(200)]
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=20, compression="zstd", use_dictionary=False)
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 2
+    content[middle - 20_000 : middle + 20_000] = bytes(40_000)
+    path.write_bytes(content)
+    outcomes = [outcome(d) for d in read(path)]
+    assert outcomes[0] == rows[0]["text"]
+    assert outcomes[-1] == "unreadable_file"
+
+
+def test_parquet_text_that_is_not_utf8_is_one_bad_row(tmp_path: Path) -> None:
+    text = pa.array([b"good", b"caf\xe9", b"fine"]).cast(pa.string(), safe=False)
+    pq.write_table(pa.table({"text": text}), tmp_path / "a.parquet")
+    assert [outcome(d) for d in read(tmp_path / "a.parquet")] == ["good", "not_utf8", "fine"]
+
+
+def test_parquet_text_may_be_large_or_dictionary_coded(tmp_path: Path) -> None:
+    columns = {"id": pa.array(["x"]).dictionary_encode(), "text": pa.array(["fine"], pa.large_string())}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    assert [(d.id, d.text) for d in read(tmp_path / "a.parquet")] == [("x", "fine")]
+
+
+def test_a_file_that_is_no_parquet_is_one_error(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"not parquet at all")
+    assert [outcome(d) for d in read(tmp_path / "a.parquet")] == ["unreadable_file"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may read everything")
+def test_a_file_without_permission_is_one_error(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("secret", encoding="utf-8")
+    path.chmod(0)
+    assert [outcome(d) for d in read(path)] == ["unreadable_file"]
+
+
+def test_a_uri_is_read_like_a_path(tmp_path: Path) -> None:
+    rows = [{"id": "x", "text": "one"}, {"text": "two"}]
+    write_lines(tmp_path / "a.jsonl", *rows)
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "b.parquet")
+    (tmp_path / "c d.txt").write_text("three", encoding="utf-8")
+    root = f"file://{tmp_path}"
+    for inputs in ([root], [f"{root}/*.jsonl", f"{root}/b.parquet", f"{root}/c%20*"]):
+        documents = [(d.source, outcome(d)) for d in read(*inputs)]
+        assert documents == [
+            ("a.jsonl:1", "one"),
+            ("a.jsonl:2", "two"),
+            ("b.parquet:1", "duplicate_id"),
+            ("b.parquet:2", "two"),
+            ("c d.txt", "three"),
+        ]
+
+
+def test_a_uri_that_nothing_is_at_is_an_error_row(tmp_path: Path) -> None:
+    (tmp_path / "good.txt").write_text("fine", encoding="utf-8")
+    names = [f"file://{tmp_path}/{name}" for name in ("absent.txt", "folder.txt", "good.txt")]
+    (tmp_path / "folder.txt").mkdir()
+    documents = read(*names)
+    assert [(d.id, outcome(d)) for d in documents] == [
+        ("absent.txt", "unreadable_file"),
+        ("folder.txt", "unreadable_file"),
+        ("good.txt", "fine"),
+    ]
+
+
+def test_a_uri_of_an_unknown_kind_is_a_mistake() -> None:
+    with pytest.raises(ConfigError, match="scheme 'gopher'"):
+        read("gopher://host/a.txt")
+
+
+def test_a_store_that_does_not_answer_is_an_error_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unreachable:
+        @staticmethod
+        def from_uri(uri: str) -> None:
+            raise OSError("no credentials")
+
+    monkeypatch.setattr(fs, "FileSystem", Unreachable)
+    (tmp_path / "good.txt").write_text("fine", encoding="utf-8")
+    documents = read("s3://bucket/*.jsonl", tmp_path / "good.txt")
+    assert [outcome(d) for d in documents] == ["unreadable_file", "fine"]
+    assert documents[0].id == "s3://bucket/*.jsonl"
+    assert "no credentials" in str(documents[0].error)
+
+
+def test_a_name_with_brackets_that_exists_is_no_pattern(tmp_path: Path) -> None:
+    (tmp_path / "a[1].txt").write_text("fine", encoding="utf-8")
+    assert [outcome(d) for d in read(tmp_path / "a[1].txt")] == ["fine"]
+
+
+def test_a_row_has_the_same_id_however_its_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "docs"
+    (folder / "sub").mkdir(parents=True)
+    write_lines(folder / "a.jsonl", {"text": "one"})
+    (folder / "sub" / "b.txt").write_text("two", encoding="utf-8")
+    (tmp_path / "link").symlink_to(folder)
+    monkeypatch.chdir(tmp_path)
+    names = ["docs", "./docs/", str(folder), "link", f"file://{folder}", "docs/sub/.."]
+    assert {tuple(d.id for d in read(name)) for name in names} == {("a.jsonl:1", "sub/b.txt")}
+    files = [
+        "docs/a.jsonl",
+        "./docs/a.jsonl",
+        str(folder / "a.jsonl"),
+        "link/a.jsonl",
+        "docs/*.jsonl",
+        "docs/[a].jsonl",
+    ]
+    assert {tuple(d.id for d in read(name)) for name in files} == {("a.jsonl:1",)}
+    monkeypatch.chdir(folder / "sub")
+    assert [d.id for d in read("b.txt", "../a.jsonl")] == ["sub/b.txt", "a.jsonl:1"]
+
+
+def test_a_file_that_is_named_twice_is_read_once(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", {"id": "x", "text": "one"})
+    (tmp_path / "link").symlink_to(tmp_path)
+    names = (path, tmp_path, tmp_path / "*.jsonl", f"file://{path}", tmp_path / "." / "a.jsonl")
+    assert [outcome(d) for d in read(*names)] == ["one"]
+
+
+def test_files_of_one_name_have_ids_of_their_own(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.txt").write_text(name, encoding="utf-8")
+    assert [d.id for d in read(tmp_path / "a" / "x.txt", tmp_path / "b" / "x.txt")] == ["a/x.txt", "b/x.txt"]
+
+
+def test_the_hash_is_of_what_is_asked() -> None:
+    def hashed(**content: Any) -> str | None:
+        return Document(id="x", source="s", **content).input_hash
+
+    assert hashed(text="one") == hashed(text="one") != hashed(text="two")
+    assert hashed(messages=[{"role": "user", "content": "one"}]) != hashed(
+        messages=[{"role": "system", "content": "one"}]
+    )
+    assert hashed() is None
+
+
+def test_ids_are_unique_across_files(tmp_path: Path) -> None:
+    first = write_lines(tmp_path / "a.jsonl", {"id": "x", "text": "one"})
+    second = write_lines(tmp_path / "b.jsonl", {"id": "x", "text": "two"})
+    documents = read(first, second)
+    assert [outcome(d) for d in documents] == ["one", "duplicate_id"]
+    assert "a.jsonl:1" in str(documents[1].error)
+
+
+def test_a_row_that_is_read_again_is_no_duplicate() -> None:
+    check, document = DuplicateCheck(), Document(id="x", source="a.jsonl:1", text="one")
+    assert check(document) == check(document) == document
+
+
+def test_reading_is_lazy(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", *({"id": str(i), "text": "t"} for i in range(5000)))
+    documents = read_documents([path, str(tmp_path / "absent.txt")], TEXT)
+    assert [d.id for d in islice(documents, 3)] == ["0", "1", "2"]
+
+
+def test_messages_stand_in_for_the_text(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "hello", "name": "ignored"}]
+    path = write_lines(
+        tmp_path / "a.jsonl",
+        {"messages": chat},
+        {"prompt": "no chat"},
+        {"messages": []},
+        {"messages": [{"role": "user"}]},
+        {"messages": "hello"},
+    )
+    documents = list(read_file(path, Columns(text="prompt", messages="messages")))
+    assert documents[0].messages == [{"role": "user", "content": "hello"}]
+    assert [outcome(d) for d in documents[1:]] == ["no chat", "invalid_value", "invalid_value", "invalid_value"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
+@pytest.mark.parametrize("zipped", [False, True])
+def test_texts_are_read_in_the_encoding_of_their_mark(tmp_path: Path, encoding: str, zipped: bool) -> None:
+    def write(name: str, text: str) -> Path:
+        content = text.encode(encoding)
+        path = tmp_path / f"{name}{'.gz' if zipped else ''}"
+        path.write_bytes(gzip.compress(content) if zipped else content)
+        return path
+
+    text = "Grüße \u010a\u0a0a\r\n世界 \U0001f680"  # code units with the byte of a newline
+    rows = "\n".join(json.dumps({"id": str(n), "text": text}, ensure_ascii=False) for n in range(3)) + "\n\nno json"
+    assert [outcome(d) for d in read(write("a.txt", text))] == [text]
+    assert [outcome(d) for d in read(write("b.ndjson", rows))] == [text, text, text, "malformed_row"]
+
+
+@pytest.mark.parametrize("byte_order", ["le", "be"])
+@pytest.mark.parametrize("bits", [16, 32])
+def test_both_byte_orders_are_read(tmp_path: Path, bits: int, byte_order: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes('\ufeff{"text": "fine"}\n{"text": "too"}'.encode(f"utf-{bits}-{byte_order}"))
+    assert [outcome(d) for d in read(tmp_path / "a.jsonl")] == ["fine", "too"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le"])
+def test_wide_characters_without_a_mark_are_an_error_that_says_so(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "a.txt").write_bytes("plain".encode(encoding))
+    (tmp_path / "b.jsonl").write_bytes('{"text": "plain"}\n'.encode(encoding))
+    documents = read(tmp_path / "a.txt", tmp_path / "b.jsonl")
+    assert {outcome(d) for d in documents} == {"not_utf8"}
+    assert "without a byte-order mark; convert" in str(documents[0].error)
+
+
+def test_damaged_wide_characters_are_an_error_after_the_rows_before(tmp_path: Path) -> None:
+    content = '{"text": "fine"}\n{"text": "\ud800"}\n{"text": "cut'.encode("utf-16", errors="surrogatepass")
+    (tmp_path / "a.jsonl").write_bytes(content + b"x")
+    documents = read(tmp_path / "a.jsonl")
+    assert [outcome(d) for d in documents] == ["fine", "not_utf8", "not_utf8"]
+    assert "not UTF-16: truncated data" in str(documents[2].error)
+    (tmp_path / "b.txt").write_bytes("fine".encode("utf-16") + b"x")
+    assert "not UTF-16 at byte 10" in str(read(tmp_path / "b.txt")[0].error)
+
+
+def zipped_rows(path: Path, number: int) -> bytes:
+    """Rows that gzip makes hardly shorter."""
+    rows = "".join(json.dumps({"id": str(n), "text": os.urandom(200).hex()}) + "\n" for n in range(number))
+    path.write_bytes(gzip.compress(rows.encode()))
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("damage", ["cut short", "damaged", "another checksum"])
+def test_damaged_gzip_data_is_an_error_after_the_rows_before(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    content = bytearray(zipped_rows(path, 1000))
+    if damage == "cut short":
+        del content[len(content) // 2 :]
+    elif damage == "damaged":
+        content[len(content) // 2 :] = bytes([255]) * (len(content) // 2)
+    else:
+        content[-8] ^= 1
+    path.write_bytes(content)
+    outcomes = [outcome(d) for d in read(path)]
+    assert outcomes.pop() == "unreadable_file"
+    assert len(outcomes) > 300
+    assert all(text is not None and len(text) == 400 for text in outcomes)
+    error = str(read(path)[-1].error)
+    assert f"could not be read after {len(outcomes)} rows" in error
+
+
+def test_a_name_that_promises_gzip_is_not_believed(tmp_path: Path) -> None:
+    for name, content in {"no.txt.gz": b"plain", "none.jsonl.gz": b"", "hollow.txt.gz": gzip.compress(b"")}.items():
+        (tmp_path / name).write_bytes(content)
+    kinds = {Path(d.source).name: outcome(d) for d in read(tmp_path)}
+    assert kinds == {"no.txt.gz": "unreadable_file", "none.jsonl.gz": "empty_file", "hollow.txt.gz": "empty_file"}
+
+
+def test_a_zipped_text_that_is_cut_short_is_one_error(tmp_path: Path) -> None:
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(os.urandom(10_000))[:5000])
+    (document,) = read(tmp_path / "a.txt.gz")
+    assert "could not be read (its gzip data is cut short)" in str(document.error)
+
+
+def test_a_file_that_goes_while_others_are_read_is_one_error(tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text("fine", encoding="utf-8")
+    documents = read_documents([str(tmp_path)], TEXT)
+    first = next(documents)
+    (tmp_path / "b.txt").unlink()
+    assert [outcome(d) for d in (first, *documents)] == ["fine", "unreadable_file", "fine"]
+
+
+@pytest.mark.parametrize(
+    "name", ["two\nlines.txt", "100%.txt", "a[1].txt", "a?b.txt", "-", "-x.txt", " .txt", "%41.txt"]
+)
+def test_odd_names_are_read(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name if name == "-" else tmp_path
+    folder.mkdir(exist_ok=True)
+    (folder / (name if name != "-" else "a.txt")).write_text("fine", encoding="utf-8")
+    for place in (tmp_path, f"file://{tmp_path}"):
+        assert [outcome(d) for d in read(place)] == ["fine"]
+
+
+def test_a_name_that_is_no_text_goes_by_a_uri(tmp_path: Path) -> None:
+    (tmp_path / os.fsdecode(b"caf\xe9 100%.txt")).write_text("fine", encoding="utf-8")
+    for place in (tmp_path, f"file://{tmp_path}"):
+        (document,) = read(place)
+        assert (document.text, document.source) == ("fine", r"caf\xe9 100%.txt")
+        (given,) = expand([str(place)])
+        assert given == f"file://{tmp_path}/caf%E9 100%25.txt"
+        assert [outcome(d) for d in read(given)] == ["fine"]

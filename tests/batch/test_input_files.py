@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+from pyarrow import fs
+
+from rayspec.batch.input_files import FileType, InputFiles, file_type, find_files
+from rayspec.command.locations import Location, Store
+from rayspec.types import ConfigError
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, so that names are short."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def fill(folder: Path, *names: str) -> None:
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+
+
+def found(*inputs: str) -> list[str]:
+    return list(find_files(inputs))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("a.txt", FileType(suffix=".txt")),
+        ("A.JSONL", FileType(suffix=".jsonl")),
+        ("a.b.parquet", FileType(suffix=".parquet")),
+        ("a.jsonl.gz", FileType(suffix=".jsonl", is_zipped=True)),
+        ("a.TXT.GZ", FileType(suffix=".txt", is_zipped=True)),
+        ("a.parquet.gz", None),
+        ("a.gz", None),
+        ("a.csv", None),
+        ("txt", None),
+        (".txt", None),
+        (".gz", None),
+        ("a.jsonl.part", None),
+    ],
+)
+def test_the_end_of_a_name_tells_the_type(name: str, expected: FileType | None) -> None:
+    assert file_type(name) == expected
+
+
+def test_folders_and_patterns_expand_in_order(folder: Path) -> None:
+    fill(folder, "in/b.txt", "in/a.txt.gz", "in/c.jsonl", "in/notes.pdf", "in/deep/d.txt")
+    assert found("in") == ["in/a.txt.gz", "in/b.txt", "in/c.jsonl", "in/deep/d.txt"]
+    assert found("in/*.txt") == ["in/b.txt"]
+    assert found("in/**/*.txt") == ["in/b.txt", "in/deep/d.txt"]
+    assert found("*/deep/*", "**/c.jsonl") == ["in/deep/d.txt", "in/c.jsonl"]
+
+
+def test_a_folder_that_a_pattern_matches_is_read_like_one_that_is_named(folder: Path) -> None:
+    fill(folder, "in/b.txt", "in/deep/d.txt", "in/empty/x.pdf")
+    assert found("in/*") == ["in/b.txt", "in/deep/d.txt"]
+    assert sorted(found("in/**")) == ["in/b.txt", "in/deep/d.txt"]
+
+
+def test_every_file_is_there_once(folder: Path) -> None:
+    fill(folder, "in/a.txt", "in/b.txt")
+    assert found("in/b.txt", "in", "./in/a.txt", str(folder / "in" / "b.txt"), "in/*") == ["in/b.txt", "in/a.txt"]
+
+
+def test_hidden_files_are_left_out_of_folders_but_can_be_named(folder: Path) -> None:
+    fill(folder, "in/a.txt", "in/.hidden.txt", "in/.git/x.txt", "in/deep/.ipynb_checkpoints/y.txt", "in/b.jsonl.part")
+    files = find_files(["in"])
+    assert list(files) == ["in/a.txt"]
+    assert files.skipped == {".part": 1}
+    assert found("in/.git", "in/.hidden.txt") == ["in/.git/x.txt", "in/.hidden.txt"]
+    assert found(".") == found("./in/") == ["in/a.txt"]
+
+
+def test_files_of_other_types_are_counted_and_named_once(folder: Path) -> None:
+    fill(folder, "in/a.txt", "in/b.pdf", "in/deep/c.PDF", "in/d.csv", "more/e.csv", "more/README", "more/f.txt")
+    files = find_files(["in", "more/*", "./in"])
+    assert files.warning == (
+        "5 files skipped: .csv (2), .pdf (2), no suffix (1); known are .txt, .md, .jsonl, .ndjson, .parquet, the first "
+        "4 also with .gz"
+    )
+    assert find_files(["in/a.txt"]).warning is None
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (["*.jsonl"], "input '*.jsonl': it matches nothing"),
+        (["a.txt", "*.jsonl"], "input '*.jsonl': it matches nothing"),
+        (["*.pdf"], "input '*.pdf': it matches no file of a known type (.pdf (1) left out)"),
+        (["absent.txt"], "input 'absent.txt': there is no such file; name files, folders or patterns that exist"),
+        (["x/absent.txt", "b.pdf", "x"], "no such file, and 2 more inputs cannot be read either; name files"),
+        (["absent.txt", "./absent.txt"], "input 'absent.txt': there is no such file;"),
+        (["b.pdf"], "input 'b.pdf': its type is not known; known are .txt"),
+        (["x"], "input 'x': the folder holds no file of a known type"),
+        (["-"], "input '-': there is no such file"),
+        ([""], "input '': there is no such file"),
+        (["a.txt/b.txt"], "there is no such file"),
+    ],
+)
+def test_inputs_that_nothing_can_come_of_are_refused(folder: Path, inputs: list[str], message: str) -> None:
+    fill(folder, "a.txt", "b.pdf", "x/.hidden.txt")
+    with pytest.raises(ConfigError) as caught:
+        find_files(inputs)
+    assert message in str(caught.value)
+
+
+def test_one_name_without_a_file_does_not_lose_the_others(folder: Path) -> None:
+    fill(folder, "a.txt", "b.pdf", "empty/c.pdf")
+    assert found("absent.txt", "a.txt", "b.pdf", "empty") == ["absent.txt", "a.txt", "b.pdf", "empty"]
+
+
+def test_no_inputs_are_no_files() -> None:
+    files = find_files([])
+    assert not files
+    assert files == InputFiles(files=())
+
+
+def test_links_are_followed_and_may_go_in_a_circle(folder: Path) -> None:
+    fill(folder, "in/z/a.txt", "elsewhere/b.txt")
+    (folder / "in" / "a-link").symlink_to(folder / "in" / "z")
+    (folder / "in" / "z" / "up").symlink_to("..")
+    (folder / "in" / "z" / "self.txt").symlink_to("self.txt")
+    (folder / "in" / "other").symlink_to(folder / "elsewhere")
+    (folder / "in" / ".hidden").symlink_to(folder / "elsewhere")
+    (folder / "in" / "file.txt").symlink_to(folder / "elsewhere" / "b.txt")
+    (folder / "in" / "gone.txt").symlink_to("nowhere")
+    expected = ["in/file.txt", "in/gone.txt", "in/other/b.txt", "in/z/a.txt", "in/z/self.txt"]
+    assert found("in") == expected
+    assert found("in/**/*.txt") == expected
+
+
+def test_pipes_and_sockets_are_no_files(folder: Path) -> None:
+    fill(folder, "in/a.txt")
+    os.mkfifo(folder / "in" / "pipe.txt")
+    assert found("in") == ["in/a.txt"]
+    assert found("in/**") == ["in/a.txt"]
+
+
+def test_a_folder_that_cannot_be_listed_stays_as_a_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(folder, "in/a.txt", "in/secret/b.txt")
+    scan = os.scandir
+
+    def scandir(path: str) -> object:
+        if path.endswith("secret"):
+            raise PermissionError(13, "Permission denied")
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)  # the superuser may list everything
+    assert found("in") == ["in/a.txt", "in/secret"]
+    assert found("in/secret") == ["in/secret"]
+
+
+@pytest.fixture
+def memory() -> Iterator[Location]:
+    filesystem = fsspec.filesystem("memory")
+    store = Store(filesystem=fs.PyFileSystem(fs.FSSpecHandler(filesystem)), uri="memory://bucket", base="/bucket")
+    yield Location(store, "data")
+    filesystem.store.clear()  # one for the process
+    filesystem.pseudo_dirs[:] = [""]
+
+
+def test_a_store_leaves_hidden_files_out_too(memory: Location) -> None:
+    for name in ("b.txt", "deep/a.jsonl.gz", ".hidden/c.txt", "deep/.d.txt"):
+        memory.join(name).write(b"x")
+    files, unreadable = memory.below()
+    assert [file.path for file in files] == ["data/b.txt", "data/deep/a.jsonl.gz"]
+    assert not unreadable
+
+
+def test_the_results_of_an_earlier_run_are_no_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in (
+        "docs/a.txt",
+        "docs/out/summaries.jsonl",
+        "docs/out/rows/part-000001-1f2e3d4c.jsonl",
+        "docs/output.txt",
+    ):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}", encoding="utf-8")
+    (tmp_path / "link").symlink_to(tmp_path / "docs" / "out")
+    for output in ("docs/out", "./docs/out/", str(tmp_path / "docs" / "out"), "link", f"file://{tmp_path}/docs/out"):
+        assert find_files(["docs"], output=output).names == ("docs/a.txt", "docs/output.txt")
+        assert find_files(["docs/**"], output=output).names == ("docs/a.txt", "docs/output.txt")
+    assert len(find_files(["docs"], output="elsewhere")) == 4

@@ -1,0 +1,414 @@
+"""The driver of a job on a real Ray: what dies in mid-run, what is told to end, and what a next run makes of it.
+
+A driver that is killed is in tests/jobs/test_summarize.py.
+
+The engine is the bundled model; a task around it notes which rows were begun and ended, and does harm at a chosen one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import ray
+
+from rayspec import LLM, SamplingParams, demo
+from rayspec.async_engine import AsyncEngine
+from rayspec.batch.document_task import DocumentTask
+from rayspec.batch.documents import Document
+from rayspec.batch.engine_actor import Handler
+from rayspec.batch.job import Job, Share, Source
+from rayspec.batch.results import ResultRow
+from rayspec.command.settings import Settings, make_settings
+from rayspec.decode.engine_loop import EngineDeadError
+from rayspec.types import CheckpointError, ConfigError
+
+NUM_ROWS = 80
+FAST = {"model": "demo", "dtype": "float32", "device": "cpu", "num_threads": 1, "max_model_len": 256, "max_num_seqs": 4}
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+on_ray = pytest.mark.usefixtures("ray_cluster")
+exhaustive = pytest.mark.exhaustive
+
+Deed = Callable[[AsyncEngine], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotedTask:
+    """A DocumentTask that notes rows in the folder `notes`, and does the deed when so many have ended: once, or with
+    every engine. Engines die of the `deadly` rows, whenever they come."""
+
+    task: DocumentTask
+    notes: Path
+    deed: Deed | None = None
+    after: int = 0
+    once: bool = True
+    deadly: frozenset[str] = frozenset()
+
+    @property
+    def settings(self) -> Settings:
+        return self.task.settings
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return self.task.identity
+
+    def handler(self, engine: AsyncEngine) -> Handler:
+        handle = self.task.handler(engine)
+        self.note("nodes", ray.get_runtime_context().get_node_id())
+        num_ended = 0
+
+        async def complete(document: Document) -> ResultRow:
+            nonlocal num_ended
+            self.note("begun", document.id)
+            if document.id in self.deadly:
+                await asyncio.sleep(0.2)  # so that others are under way as well
+                os._exit(1)
+            row: ResultRow = await handle(document)
+            self.note("ended", document.id)
+            num_ended += 1
+            if self.deed is not None and num_ended == self.after and not (self.once and self.read("done")):
+                self.note("done", document.id)
+                self.deed(engine)
+            return row
+
+        return complete
+
+    def note(self, what: str, row_id: str) -> None:
+        with (self.notes / what).open("a", encoding="utf-8") as file:
+            file.write(f"{row_id}\n")
+
+    def read(self, what: str) -> list[str]:
+        """The ids of rows, in their order."""
+        path = self.notes / what
+        return path.read_text(encoding="utf-8").split() if path.exists() else []
+
+
+def kill_engine(_engine: AsyncEngine) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_stage(name: str, engine: AsyncEngine) -> None:
+    actor = engine.llm.engine._stages.replica.processes[name].actor  # type: ignore[attr-defined]
+    ray.kill(actor)
+
+
+def terminate(process: int, _engine: AsyncEngine) -> None:
+    os.kill(process, signal.SIGTERM)
+
+
+def kill_replica(engine: AsyncEngine) -> None:
+    for process in engine.llm.engine._engines[0]._stages.replica.processes.values():  # type: ignore[union-attr]
+        ray.kill(process.actor)
+
+
+def noted(
+    folder: Path,
+    deed: Deed | None = None,
+    *,
+    after: int = 0,
+    once: bool = True,
+    deadly: frozenset[str] = frozenset(),
+    **options: Any,
+) -> NotedTask:
+    notes = folder / "notes"
+    notes.mkdir(exist_ok=True)
+    settings = make_settings(
+        flags=FAST | {"strategy": "ar"} | options, sampling=SamplingParams(temperature=0.0, max_tokens=6)
+    )
+    task = DocumentTask(settings=settings, template="{text}")
+    return NotedTask(task=task, notes=notes, deed=deed, after=after, once=once, deadly=deadly)
+
+
+def documents(num_rows: int = NUM_ROWS) -> list[Document]:
+    samples = demo.sample_documents(num_rows, num_sentences=4)
+    return [Document(id=sample.id, source=sample.id, text=sample.text) for sample in samples]
+
+
+def job(task: NotedTask, output: Path | str, **options: Any) -> Job:
+    return Job(task=task, output=str(output), name="summaries", title="Summaries", text_column="summary", **options)
+
+
+def rows_of(folder: Path) -> dict[str, dict[str, Any]]:
+    """The merged file, which has each id once."""
+    rows = pq.read_table(folder / "summaries.parquet").to_pylist()
+    assert max(Counter(row["id"] for row in rows).values()) == 1
+    return {row["id"]: row for row in rows}
+
+
+def texts_of(folder: Path) -> dict[str, str]:
+    return {row_id: row["summary"] for row_id, row in rows_of(folder).items()}
+
+
+def parts_of(folder: Path) -> list[list[str]]:
+    """Ids of the committed rows, part by part."""
+    return [pq.read_table(path)["id"].to_pylist() for path in sorted((folder / "rows").glob("part-*.parquet"))]
+
+
+def manifest_of(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    return content
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The texts of an engine that nothing happens to."""
+    settings = noted(tmp_path_factory.mktemp("undisturbed")).settings
+    chats = [[{"role": "user", "content": document.text or ""}] for document in documents()]
+    with LLM(**settings.engine.model_dump()) as llm:
+        outputs = llm.chat(chats, settings.sampling)
+    return {document.id: output.outputs[0].text for document, output in zip(documents(), outputs, strict=True)}
+
+
+@exhaustive
+@on_ray
+def test_a_run_that_nothing_happens_to_does_every_row_once(tmp_path: Path, undisturbed: dict[str, str]) -> None:
+    task = noted(tmp_path)
+    report = job(task, tmp_path / "out").run(Source(documents=documents()))
+    assert (report.tally.num_rows, report.tally.exit_code) == (NUM_ROWS, 0)
+    assert sorted(task.read("begun")) == sorted(document.id for document in documents())
+    assert texts_of(tmp_path / "out") == undisturbed
+
+
+@exhaustive
+@on_ray
+def test_an_engine_that_is_killed_is_started_again_and_goes_on(tmp_path: Path, undisturbed: dict[str, str]) -> None:
+    task = noted(tmp_path, kill_engine, after=50)
+    report = job(task, tmp_path / "out").run(Source(documents=documents()))
+    assert (report.tally.num_rows, report.tally.num_failed) == (NUM_ROWS, 0)
+    assert texts_of(tmp_path / "out") == undisturbed
+    assert len(task.read("done")) == 1
+    again = {row_id for row_id, times in Counter(task.read("begun")).items() if times > 1}
+    assert again
+    assert not again & set(parts_of(tmp_path / "out")[0])
+
+
+@on_ray
+@pytest.mark.exhaustive
+def test_only_the_row_that_the_engine_dies_of_fails(tmp_path: Path, undisturbed: dict[str, str]) -> None:
+    deadly = documents()[30].id
+    task = noted(tmp_path, deadly=frozenset({deadly}))
+    report = job(task, tmp_path / "out").run(Source(documents=documents()))
+    assert (report.tally.num_rows, dict(report.tally.errors), report.tally.exit_code) == (
+        NUM_ROWS,
+        {"engine_killed": 1},
+        3,
+    )
+    rows = rows_of(tmp_path / "out")
+    assert "engines died of this row, also where it was the only row" in rows[deadly]["error"]
+    assert rows[deadly]["source"] == deadly
+    assert texts_of(tmp_path / "out") == undisturbed | {deadly: None}
+    assert manifest_of(tmp_path / "out")["status"] == "complete"
+    assert task.read("begun").count(deadly) >= 4
+
+    before = len(task.read("begun"))
+    again = job(task, tmp_path / "out").run(Source(documents=documents()))
+    assert (again.tally.num_earlier, again.tally.exit_code, len(task.read("begun"))) == (NUM_ROWS, 3, before)
+
+
+@exhaustive
+def test_a_node_that_is_lost_with_the_engine(
+    tmp_path: Path, undisturbed: dict[str, str], ray_environment: None
+) -> None:
+    script = Path(__file__).parent / "job_node_loss.py"
+    process = subprocess.run(
+        [sys.executable, "-m", f"tests.service.{script.stem}", str(tmp_path)],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=script.parent.parent.parent,
+        timeout=240,
+    )
+    assert process.returncode == 0, process.stderr
+    lost, took_over = noted(tmp_path).read("nodes")
+    assert lost != took_over
+    assert texts_of(tmp_path / "out") == undisturbed
+    assert manifest_of(tmp_path / "out")["status"] == "complete"
+
+
+@on_ray
+def test_an_engine_that_cannot_be_loaded_is_our_own_error_and_holds_nothing(tmp_path: Path) -> None:
+    task = noted(tmp_path, model="no/such-model")
+    with pytest.raises(CheckpointError, match="no/such-model") as kept:
+        job(task, tmp_path / "out").run(Source(documents=documents(3)))
+    assert kept.value  # with its traceback, in which the run is
+    wanted = ray.cluster_resources()["CPU"]
+    deadline = time.monotonic() + 10
+    while (free := ray.available_resources().get("CPU", 0)) < wanted and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert free == wanted
+    assert manifest_of(tmp_path / "out")["status"] == "interrupted"
+
+
+@exhaustive
+@pytest.mark.usefixtures("ray_environment")
+@pytest.mark.parametrize("num_cpus", [1, 2])
+def test_a_cluster_of_few_cpus_is_enough(tmp_path: Path, num_cpus: int) -> None:
+    """Nothing may wait for a CPU that something else of the same job holds."""
+    lines = ({"id": document.id, "text": document.text} for document in documents(40))
+    write_lines(tmp_path / "a.jsonl", *lines)
+    code = (
+        f"import ray; ray.init(address='local', num_cpus={num_cpus}, include_dashboard=False)\n"
+        "from pathlib import Path; from tests.batch.test_job import job, noted, Source\n"
+        f"folder = Path({str(tmp_path)!r})\n"
+        "report = job(noted(folder), folder / 'out').run(Source(inputs=[str(folder / 'a.jsonl')]))\n"
+        "raise SystemExit(report.tally.exit_code)"
+    )
+    root = Path(__file__).parent.parent.parent
+    process = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, cwd=root, timeout=120
+    )
+    assert process.returncode == 0, process.stderr
+    assert len(rows_of(tmp_path / "out")) == 40
+
+
+@exhaustive
+@on_ray
+def test_an_engine_that_dies_again_and_again_ends_the_job_which_keeps_its_rows(tmp_path: Path) -> None:
+    task = noted(tmp_path, kill_engine, after=40, once=False)
+    with pytest.raises(EngineDeadError, match="the engine's process has ended"):
+        job(task, tmp_path / "out", max_engine_restarts=0).run(Source(documents=documents()))
+    committed = [row_id for part in parts_of(tmp_path / "out") for row_id in part]
+    assert 0 < len(committed) < 40
+    assert set(committed) <= set(task.read("ended"))
+    assert manifest_of(tmp_path / "out")["status"] == "interrupted"
+
+
+@exhaustive
+@on_ray
+def test_a_shard_that_is_killed_is_replaced(tmp_path: Path, undisturbed: dict[str, str]) -> None:
+    task = noted(
+        tmp_path,
+        partial(kill_stage, "stage-1"),
+        after=20,
+        parallel={"stages": 2, "cpus_per_shard": 0.25, "layers": None},
+    )
+    report = job(task, tmp_path / "out").run(Source(documents=documents()))
+    assert (report.tally.num_rows, report.tally.num_failed) == (NUM_ROWS, 0)
+    assert task.read("done")
+    assert texts_of(tmp_path / "out") == undisturbed
+    assert Counter(task.read("begun")).most_common(1)[0][1] == 1
+
+
+@exhaustive
+@on_ray
+def test_a_replica_that_is_killed_is_replaced(tmp_path: Path, undisturbed: dict[str, str]) -> None:
+    parallel = {"stages": 1, "replicas": 2, "cpus_per_shard": 0.25, "layers": None}
+    task = noted(tmp_path, kill_replica, after=20, parallel=parallel)
+    report = job(task, tmp_path / "out").run(Source(documents=documents()))
+    assert (report.tally.num_rows, report.tally.num_failed) == (NUM_ROWS, 0)
+    assert task.read("done")
+    assert texts_of(tmp_path / "out") == undisturbed
+
+
+@exhaustive
+@on_ray
+def test_sigterm_ends_what_is_under_way_and_the_next_run_does_the_rest(
+    tmp_path: Path, undisturbed: dict[str, str]
+) -> None:
+    task = noted(tmp_path, partial(terminate, os.getpid()), after=30)
+    with pytest.raises(SystemExit) as exit_:
+        job(task, tmp_path / "out", drain_s=30).run(Source(documents=documents()))
+    assert exit_.value.code == 143
+    committed = [row_id for part in parts_of(tmp_path / "out") for row_id in part]
+    assert sorted(committed) == sorted(task.read("begun")) == sorted(task.read("ended"))
+    assert 30 <= len(committed) < NUM_ROWS
+    assert manifest_of(tmp_path / "out")["status"] == "interrupted"
+
+    report = job(task, tmp_path / "out").run(Source(documents=documents()))
+    assert (report.tally.num_rows, report.tally.num_earlier) == (NUM_ROWS, len(committed))
+    assert sorted(task.read("begun")) == sorted(undisturbed)
+    assert texts_of(tmp_path / "out") == undisturbed
+    assert manifest_of(tmp_path / "out")["status"] == "complete"
+
+
+@exhaustive
+@on_ray
+def test_rows_under_way_longer_than_the_grace_period_are_given_up(tmp_path: Path) -> None:
+    task = noted(tmp_path, partial(terminate, os.getpid()), after=30)
+    with pytest.raises(SystemExit) as exit_:
+        job(task, tmp_path / "out", drain_s=0).run(Source(documents=documents()))
+    assert exit_.value.code == 143
+    assert sum(map(len, parts_of(tmp_path / "out"))) < len(task.read("begun"))
+
+
+def write_lines(path: Path, *rows: object) -> None:
+    """A file of JSON lines; bytes stand as they are."""
+    lines = (row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows)
+    path.write_bytes(b"".join(line + b"\n" for line in lines))
+
+
+@exhaustive
+@on_ray
+def test_duplicates_are_found_across_runs_and_counted_once(tmp_path: Path) -> None:
+    task = noted(tmp_path)
+    write_lines(tmp_path / "a.jsonl", {"id": "x", "text": "The annual review."}, {"id": "y", "text": "The review."})
+    write_lines(tmp_path / "b.jsonl", {"id": "x", "text": "Another."}, {"id": "z", "text": "The annual report."})
+    first, both = Source(inputs=[str(tmp_path / "a.jsonl")]), Source(inputs=[str(tmp_path / "*.jsonl")])
+    assert job(task, tmp_path / "out").run(first).tally.exit_code == 0
+    for _ in range(2):  # the second time nothing is left to do
+        tally = job(task, tmp_path / "out").run(both).tally
+        assert (tally.num_rows, dict(tally.errors), tally.exit_code) == (4, {"duplicate_id": 1}, 3)
+    assert tally.num_output_tokens == 0
+    assert sorted(task.read("begun")) == ["x", "y", "z"]
+    rows = pq.read_table(tmp_path / "out" / "summaries.parquet").to_pylist()
+    assert Counter((row["id"], row["error_kind"]) for row in rows) == Counter(
+        [("x", None), ("x", "duplicate_id"), ("y", None), ("z", None)]
+    )
+
+
+@exhaustive
+@on_ray
+def test_a_limited_run_is_taken_further_and_a_share_is_the_same_every_time(tmp_path: Path) -> None:
+    task = noted(tmp_path)
+    write_lines(tmp_path / "a.jsonl", *({"id": f"r{n}", "text": "The review."} for n in range(30)))
+    inputs = [str(tmp_path / "a.jsonl")]
+    job(task, tmp_path / "out").run(Source(inputs=inputs, limit=5))
+    job(task, tmp_path / "out").run(Source(inputs=inputs, limit=9))
+    assert set(rows_of(tmp_path / "out")) == {f"r{n}" for n in range(9)}
+    share = {f"r{n}" for n in range(30) if Share(0.4)(f"r{n}")}
+    assert 0 < len(share) < 30
+    tally = job(task, tmp_path / "out").run(Source(inputs=inputs, sample=0.4)).tally
+    assert set(rows_of(tmp_path / "out")) == {f"r{n}" for n in range(9)} | share
+    assert tally.num_rows == len(rows_of(tmp_path / "out"))
+    assert len(task.read("begun")) == len(set(task.read("begun")))
+
+
+@exhaustive
+@on_ray
+def test_other_options_are_refused_before_anything_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job(noted(tmp_path), tmp_path / "out").run(Source(documents=documents(1)))
+    monkeypatch.setattr("rayspec.batch.job.start_supervisor", pytest.fail)
+    with pytest.raises(ConfigError, match=r"engine\.max_model_len was 256 and is 128: choose another folder"):
+        job(noted(tmp_path, max_model_len=128), tmp_path / "out").run(Source(documents=documents(1)))
+
+
+@exhaustive
+@on_ray
+def test_rows_in_json_lines_at_a_uri(tmp_path: Path) -> None:
+    output = f"file://{tmp_path / 'out'}"
+    report = job(noted(tmp_path), output, file_format="jsonl").run(Source(documents=documents(3)))
+    assert report.tally.exit_code == 0
+    lines = (tmp_path / "out" / "summaries.jsonl").read_text(encoding="utf-8").splitlines()
+    assert sorted(json.loads(line)["id"] for line in lines) == sorted(document.id for document in documents(3))
+    assert {path.suffix for path in (tmp_path / "out" / "rows").iterdir()} == {".jsonl"}
+    assert (tmp_path / "out" / "report.html").exists()
+
+
+@exhaustive
+@on_ray
+def test_a_job_without_rows_ends(tmp_path: Path) -> None:
+    assert job(noted(tmp_path), tmp_path / "out").run(Source()).tally.exit_code == 1

@@ -1,0 +1,550 @@
+"""Long documents: the decisions by their properties, the calls with an engine that records them, and for real."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayspec import LLM, demo
+from rayspec.async_engine import AsyncEngine
+from rayspec.batch.documents import Document, EmptyFileError
+from rayspec.batch.long_documents import (
+    LongDocumentOptions,
+    LongDocuments,
+    Node,
+    Outcome,
+    PartTemplates,
+    TokenizedText,
+    cut,
+    filled,
+    group,
+    num_levels,
+    part_seed,
+    part_templates,
+)
+from rayspec.batch.prompts import PromptBuilder
+from rayspec.batch.results import ResultRow
+from rayspec.config import SamplingParams
+from rayspec.decode.engine_loop import EngineDeadError
+from rayspec.types import (
+    CompletionOutput,
+    ConfigError,
+    NonFiniteLogitsError,
+    RayspecError,
+    RequestMetrics,
+    RequestOutput,
+)
+from tests.demo_model import demo_tokenizer
+
+CONTEXT = 600
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
+BARE = part_templates("{text}", instruct=False)
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> tuple[int, int, int, Callable[[int], int]]:
+    chunk = draw(st.integers(1, 60))
+    overlap = draw(st.integers(0, chunk // 2))
+    strengths = draw(st.lists(st.integers(-1, 4), min_size=1, max_size=30))
+    return draw(st.integers(0, 500)), chunk, overlap, lambda position: strengths[position % len(strengths)]
+
+
+@given(cuts())
+@settings(max_examples=300, deadline=None)
+def test_chunks_hold_every_token_and_share_what_was_asked(case: tuple[int, int, int, Callable[[int], int]]) -> None:
+    num_tokens, chunk, overlap, strength = case
+    spans = cut(num_tokens, chunk, overlap, strength)
+    assert {token for span in spans for token in span} == set(range(num_tokens))
+    assert all(len(span) <= chunk for span in spans)
+    assert all(after.start == before.stop - overlap for before, after in itertools.pairwise(spans))
+    assert len(spans) == max(1, -(-(num_tokens - overlap) // (chunk - overlap)))
+    if len(spans) > 1:
+        assert min(map(len, spans)) >= overlap + max(1, (chunk - overlap) // 4)
+
+
+def test_chunks_are_equal_where_nothing_says_otherwise() -> None:
+    assert [len(span) for span in cut(1001, 100, 0)] == [91] * 11
+    assert cut(10, 10, 3) == [range(10)]
+    assert cut(11, 10, 3) == [range(7), range(4, 11)]
+
+
+def test_the_strongest_place_near_the_equal_one_wins_and_then_the_nearest() -> None:
+    assert cut(200, 120, 0, lambda place: {80: 1, 90: 2, 111: 2, 70: 0}.get(place, 0))[0].stop == 90
+    assert cut(200, 180, 0, lambda place: 4 if place in {54, 146} else 0)[0].stop == 100  # both too far away
+    assert cut(200, 180, 0, lambda place: 4 if place == 145 else 0)[0].stop == 145
+
+
+@given(st.lists(st.integers(1, 30), max_size=9), st.integers(1, 60))
+@settings(max_examples=300, deadline=None)
+def test_groups_are_the_fewest_and_the_most_even(sizes: list[int], room: int) -> None:
+    groups = group(sizes, room)
+    assert [index for members in groups for index in members] == list(range(len(sizes)))
+    weights = [sum(sizes[members.start : members.stop]) for members in groups]
+    assert all(weight <= room or len(members) == 1 for weight, members in zip(weights, groups, strict=True))
+    others = [other for other in partitions(sizes) if all(sum(one) <= room or len(one) == 1 for one in other)]
+    fewest = min(map(len, others))
+    assert len(groups) == fewest
+    assert max(weights, default=0) == min(max(map(sum, other), default=0) for other in others if len(other) == fewest)
+
+
+def partitions(sizes: Sequence[int]) -> list[list[Sequence[int]]]:
+    """All ways to cut them into runs."""
+    if not sizes:
+        return [[]]
+    return [[sizes[:end], *rest] for end in range(1, len(sizes) + 1) for rest in partitions(sizes[end:])]
+
+
+@pytest.mark.parametrize(("chunks", "capacity", "levels"), [(1, 2, 1), (2, 2, 2), (17, 15, 3), (16, 2, 5), (15, 15, 2)])
+def test_levels_follow_from_how_many_answers_a_prompt_holds(chunks: int, capacity: int, levels: int) -> None:
+    assert num_levels(chunks, lambda level: capacity) == levels
+
+
+def test_seeds_of_parts_differ_and_are_fixed() -> None:
+    seeds = {part_seed(seed, level, index) for seed in (-1, 0, 7) for level in (1, 2) for index in range(50)}
+    assert len(seeds) == 300
+    assert all(-(2**63) <= seed < 2**63 for seed in seeds)
+    assert part_seed(7, 1, 3) == -3053098226137701608  # a change would change the texts of seeds in use
+
+
+def test_a_text_is_never_taken_for_a_template() -> None:
+    template = "{number}/{count} {summary}: {text} {other}"
+    expected = "2/9 {text}: {summary} {number} {other}"
+    assert filled(template, text="{summary} {number}", number=2, count=9, summary="{text}") == expected
+
+
+def test_templates_ask_of_parts_what_is_asked_of_the_whole() -> None:
+    templates = part_templates("List the names.\n{text}", instruct=True)
+    assert filled(templates.part, text="Ann", number=1, count=2).startswith("List the names.\n(This is part 1 of 2 ")
+    assert all(one.startswith("List the names.\n(") for one in (templates.merge, templates.refine))
+    assert PartTemplates(part="{text}", merge="{text}", refine="{summary}\n{text}") == BARE
+    with pytest.raises(ConfigError, match=r"template 'refine' is '\{text\}': it must hold \{summary\}"):
+        PartTemplates(part="{text}", merge="{text}", refine="{text}")
+
+
+@given(
+    st.lists(st.characters(exclude_categories=["Cs"]), unique=True, min_size=1, max_size=60),
+    st.integers(1, 12),
+    st.integers(0, 6),
+)
+@settings(max_examples=200, deadline=None)
+def test_chunks_hold_every_character(characters: list[str], chunk: int, overlap: int) -> None:
+    text = "".join(characters)
+    tokenized = TokenizedText(demo_tokenizer(), text)
+    spans = cut(len(tokenized), chunk, min(overlap, chunk // 2), tokenized.strength)
+    held = 0
+    for piece in map(tokenized.text, spans):
+        start = text.index(piece)
+        assert start <= held <= start + len(piece)
+        held = start + len(piece)
+    assert held == len(text)
+
+
+def test_ends_of_paragraphs_are_better_than_those_of_lines_sentences_and_words() -> None:
+    text = "One two. Three\nfour\n\nfive。世界"
+    tokenized = TokenizedText(demo_tokenizer(), text)
+    best: dict[int, int] = {}
+    for position in range(1, len(tokenized)):
+        place = len(tokenized.text(range(position)))
+        best[place] = tokenized.strength(position)
+    assert {best[place] for place in (3, 4) if place in best} == {1}
+    assert {best[place] for place in (8, 9) if place in best} == {2}
+    assert {best[place] for place in (14, 15) if place in best} == {3}
+    assert {best[place] for place in (20, 21) if place in best} == {4}
+    assert best[len("One two. Three\nfour\n\nfive。")] in {2, -1}
+    assert -1 in {tokenized.strength(position) for position in range(1, len(tokenized))}
+
+
+class Tokens:
+    """The bundled tokenizer, as an LLM would offer it."""
+
+    tokenizer: Any = demo_tokenizer()
+
+    def chat_tokens(self, messages: Sequence[Any]) -> list[int]:
+        encoded = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
+        return list(encoded["input_ids"])
+
+
+class RecordingEngine:
+    """Answers with the prompt's first and last words and its seed, in an order of its own."""
+
+    max_model_len = CONTEXT
+
+    def __init__(self, seed: int = 0, *, answer: str = "", fail: Callable[[str], RayspecError | None] | None = None):
+        self._rng = random.Random(seed)
+        self._answer = answer
+        self._fail = fail or (lambda prompt: None)
+        self.prompts: list[str] = []
+        self.params: list[SamplingParams] = []
+        self.num_running = self.most_running = self.num_cancelled = 0
+        self.frozen_from = sys.maxsize  # this call and later ones never end
+
+    async def run(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> RequestOutput:
+        assert len(prompt_token_ids) + params.max_tokens <= self.max_model_len
+        prompt = demo_tokenizer().decode(list(prompt_token_ids))
+        self.prompts.append(prompt.removeprefix("<|document|>").removesuffix("<|summary|>"))
+        self.params.append(params)
+        pause_s = 3600 if len(self.prompts) > self.frozen_from else 0
+        self.num_running += 1
+        self.most_running = max(self.most_running, self.num_running)
+        try:
+            for _ in range(self._rng.randint(1, 9)):
+                await asyncio.sleep(pause_s)
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+        finally:
+            self.num_running -= 1
+        return self._output(self.prompts[-1], prompt_token_ids, prompt, params)
+
+    def _output(self, _last: str, token_ids: Sequence[int], prompt: str, params: SamplingParams) -> RequestOutput:
+        words = prompt.split()
+        text = self._answer or f"{words[0][:30]} {words[-1][-30:]} {params.seed}"
+        error = self._fail(prompt)
+        completion = CompletionOutput(index=0, text=text, token_ids=range(7), finish_reason="stop")
+        return RequestOutput(
+            request_id="r",
+            prompt=None,
+            prompt_token_ids=token_ids,
+            outputs=[] if error else [completion],
+            finished=True,
+            metrics=RequestMetrics(
+                num_draft_tokens=4, num_accepted_tokens=3, arrival_s=1.0, first_token_s=2.0, finished_s=4.0
+            ),
+            error=error,
+        )
+
+
+def long_documents(
+    engine: Any,
+    *,
+    params: SamplingParams = GREEDY,
+    templates: PartTemplates = BARE,
+    llm: Any = None,
+    template: str = "{text}",
+    **options: Any,
+) -> LongDocuments:
+    prompts = PromptBuilder(llm=llm or Tokens(), params=params, template=template)
+    return LongDocuments(engine=engine, prompts=prompts, templates=templates, options=LongDocumentOptions(**options))
+
+
+def document(text: str) -> Document:
+    return Document(id="d", source="d", text=text)
+
+
+def reports(count: int, num_sentences: int = 40) -> str:
+    return "\n\n".join(report.text for report in demo.sample_documents(count, num_sentences=num_sentences, seed=5))
+
+
+def leaves(node: Node) -> list[Node]:
+    return [leaf for child in node.children for leaf in leaves(child)] if node.children else [node]
+
+
+def completed(coroutine: Coroutine[Any, Any, Outcome]) -> Outcome:
+    return asyncio.run(asyncio.wait_for(coroutine, timeout=60))
+
+
+@pytest.mark.parametrize("mode", ["fail", "truncate", "map-reduce", "refine"])
+def test_a_document_that_fits_runs_as_it_always_did(mode: str) -> None:
+    engine, text = RecordingEngine(), reports(1, 10)
+    outcome = completed(long_documents(engine, mode=mode, template="Sum up: {text}").complete(document(text)))
+    assert engine.prompts == [f"Sum up: {text}"]
+    assert engine.params == [GREEDY]
+    tokens = PromptBuilder(llm=Tokens(), params=GREEDY, template="Sum up: {text}").tokens(document(text))
+    output = engine._output("", tokens, demo_tokenizer().decode(tokens), GREEDY)
+    assert outcome.row("d") == ResultRow.of_output("d", output)
+    assert outcome.roots == ()
+
+
+def test_a_long_document_fails_or_is_truncated_as_before() -> None:
+    engine, text = RecordingEngine(), reports(2)
+    completed(long_documents(engine, mode="truncate").complete(document(text)))
+    builder = PromptBuilder(llm=Tokens(), params=GREEDY, max_prompt_tokens=CONTEXT - 40)
+    assert engine.prompts == [demo_tokenizer().decode(builder.tokens(document(text))[1:-1])]
+    with pytest.raises(AssertionError):  # the whole prompt reaches the engine, which refuses it
+        completed(long_documents(engine, mode="fail").complete(document(text)))
+
+
+def test_what_is_no_document_and_conversations_are_left_alone() -> None:
+    engine = RecordingEngine()
+    long = long_documents(engine, mode="map-reduce")
+    bad = Document(id="d", source="d", error=EmptyFileError("it is empty"))
+    assert completed(long.complete(bad)).row("d") == ResultRow.of_error("d", EmptyFileError("it is empty"))
+    chat = Document(id="d", source="d", messages=[{"role": "user", "content": "word " * 100}])
+    completed(long.complete(chat))
+    assert [prompt.split() for prompt in engine.prompts] == [["word"] * 100]
+
+
+def test_map_reduce_makes_a_tree_of_the_whole_document() -> None:
+    engine, text = RecordingEngine(answer=" ".join(["word"] * 30)), reports(7)
+    long = long_documents(engine, mode="map-reduce", overlap_tokens=20, max_parts_in_flight=3)
+    outcome = completed(long.complete(document(text)))
+    (root,) = outcome.roots
+    chunks, tokenized = leaves(root), TokenizedText(demo_tokenizer(), text)
+    assert (root.start, root.end, chunks[0].start, chunks[-1].end) == (0, len(tokenized), 0, len(tokenized))
+    assert all(after.start == before.end - 20 for before, after in itertools.pairwise(chunks))
+    expected = [tokenized.text(range(chunk.start, chunk.end)) for chunk in chunks]
+    assert sorted(engine.prompts[: len(chunks)]) == sorted(expected)
+    assert root.level >= 3
+    assert all(child.level < root.level for child in root.children)
+    assert engine.prompts[-1] == "\n\n".join(child.text for child in root.children)
+    assert engine.most_running == 3
+    calls = len(engine.prompts)
+    row = outcome.row("d")
+    assert (row.text, row.finish_reason, row.error, row.latency_s) == (root.text, "stop", None, 3.0)
+    assert (row.num_output_tokens, row.num_draft_tokens, row.acceptance_rate) == (7 * calls, 4 * calls, 0.75)
+    assert row.decode_s == 2.0 * calls
+    assert outcome.usage.num_calls == calls == count_nodes(root)
+    assert row.num_prompt_tokens == sum_prompts(root)
+    assert json.loads(json.dumps(root.as_dict()))["children"][0]["end"] == root.children[0].end
+
+
+def count_nodes(node: Node) -> int:
+    return 1 + sum(map(count_nodes, node.children))
+
+
+def sum_prompts(node: Node) -> int:
+    return node.num_prompt_tokens + sum(map(sum_prompts, node.children))
+
+
+@pytest.mark.parametrize("mode", ["map-reduce", "refine"])
+def test_the_tree_does_not_depend_on_the_order_in_which_parts_finish(mode: str) -> None:
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=40, min_tokens=30)
+    trees = []
+    for order in range(4):
+        engine = RecordingEngine(order)
+        long = long_documents(engine, params=params, mode=mode, level_output_tokens=(20,))
+        trees.append(completed(long.complete(document(reports(5)))).roots)
+        assert len({params.seed for params in engine.params}) == len(engine.params)
+        assert [params.max_tokens for params in engine.params] == [20] * (len(engine.params) - 1) + [40]
+        assert {params.min_tokens for params in engine.params} == {20, 30}
+    assert trees[1:] == trees[:-1]
+
+
+def test_refine_carries_its_answer_along() -> None:
+    engine, text = RecordingEngine(), reports(4)
+    long = long_documents(engine, mode="refine", templates=part_templates("Sum up: {text}", instruct=True))
+    outcome = completed(long.complete(document(text)))
+    (root,) = outcome.roots
+    tokenized, answers = TokenizedText(demo_tokenizer(), text), [*root.children, root]
+    count = len(answers)
+    assert len(engine.prompts) == count > 3
+    assert engine.prompts[0].startswith(f"Sum up: (This is part 1 of {count} of a longer document.)")
+    for number in range(2, count):
+        start, end = answers[number - 1].start, answers[number - 1].end
+        prompt = engine.prompts[number - 1]
+        assert f"{answers[number - 2].text}\n\n(Here is part {number}." in prompt
+        assert prompt.endswith("\n\n" + tokenized.text(range(start, end)))
+    assert [(one.level, one.children) for one in root.children] == [(1, ())] * (count - 1)
+    assert (root.level, root.start, root.end, root.text) == (2, 0, len(tokenized), outcome.text)
+    assert text.endswith(engine.prompts[-1][-200:])
+
+
+@pytest.mark.parametrize("mode", ["map-reduce", "refine"])
+def test_a_failing_part_fails_the_document_and_keeps_what_was_finished(mode: str) -> None:
+    text = reports(5)
+    tokenized = TokenizedText(demo_tokenizer(), text)
+    good = RecordingEngine()
+    completed(long_documents(good, mode=mode, max_parts_in_flight=1).complete(document(text)))
+    third = good.prompts[2].split("\n", 1)[-1] if mode == "refine" else good.prompts[2]
+    engine = RecordingEngine(fail=lambda prompt: NonFiniteLogitsError("NaN") if third[-90:] in prompt else None)
+    outcome = completed(long_documents(engine, mode=mode, max_parts_in_flight=1).complete(document(text)))
+    row = outcome.row("d")
+    assert (row.error_kind, row.finish_reason, row.text) == ("non_finite_logits", "error", None)
+    assert row.error is not None
+    assert row.error.startswith("part 3 of ")
+    assert row.error.endswith("): NaN")
+    assert [node.level for node in outcome.roots] == [1, 1]
+    assert outcome.roots[0].start == 0
+    assert outcome.roots[1].end < len(tokenized)
+    assert row.num_output_tokens == 14
+    assert len(engine.prompts) == 3
+
+
+def test_the_other_parts_of_a_failed_document_are_cancelled() -> None:
+    engine = RecordingEngine(fail=lambda prompt: NonFiniteLogitsError("NaN"))
+    engine.frozen_from = 1
+    outcome = completed(long_documents(engine, mode="map-reduce", max_parts_in_flight=4).complete(document(reports(5))))
+    assert outcome.error is not None
+    assert (len(engine.prompts), engine.num_cancelled, engine.num_running) == (4, 3, 0)
+
+
+@pytest.mark.parametrize(("mode", "num_running"), [("map-reduce", 4), ("refine", 1)])
+def test_cancelling_a_document_cancels_all_that_it_has_in_the_engine(mode: str, num_running: int) -> None:
+    engine = RecordingEngine()
+    engine.frozen_from = 0
+
+    async def cancel() -> None:
+        long = long_documents(engine, mode=mode, max_parts_in_flight=4)
+        task = asyncio.ensure_future(long.complete(document(reports(5))))
+        while engine.num_running < num_running:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(cancel())
+    assert (engine.num_cancelled, engine.num_running, len(engine.prompts)) == (num_running, 0, num_running)
+
+
+def test_a_dead_engine_is_not_the_documents_fault() -> None:
+    class Dead(RecordingEngine):
+        async def run(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> RequestOutput:
+            raise EngineDeadError("gone")
+
+    with pytest.raises(EngineDeadError, match="gone"):
+        completed(long_documents(Dead(), mode="map-reduce").complete(document(reports(5))))
+
+
+def test_answers_that_do_not_shrink_end_the_document() -> None:
+    engine = RecordingEngine(answer="\ufffd" * 200)  # far more tokens when read again than an answer may have
+    outcome = completed(long_documents(engine, mode="map-reduce").complete(document(reports(5))))
+    row = outcome.row("d")
+    assert row.error_kind == "does_not_shrink"
+    assert "lower level_output_tokens" in str(row.error)
+    assert len(outcome.roots) == len(engine.prompts) > 4
+    refined = completed(long_documents(engine, mode="refine").complete(document(reports(5)))).row("d")
+    assert refined.error_kind == "does_not_shrink"
+    assert str(refined.error).startswith("part 2 of ")
+
+
+def test_too_many_levels_are_refused_before_any_call() -> None:
+    engine = RecordingEngine()
+    long = long_documents(engine, mode="map-reduce", max_levels=2, level_output_tokens=(150,))
+    row = completed(long.complete(document(reports(5)))).row("d")
+    assert (row.error_kind, engine.prompts) == ("does_not_shrink", [])
+    assert re.search(r"chunks may need [3-9] levels, max_levels is 2", str(row.error))
+
+
+def test_chunks_and_groups_whose_prompts_are_longer_than_they_are_made_smaller() -> None:
+    engine, text = RecordingEngine(), reports(3)
+    twice = PartTemplates(part="{text} {text}", merge="{text} {text}", refine="{summary} {text} {text}")
+    outcome = completed(long_documents(engine, mode="map-reduce", templates=twice).complete(document(text)))
+    (root,) = outcome.roots
+    assert max(leaf.num_prompt_tokens for leaf in leaves(root)) <= CONTEXT - 40
+    assert sum(leaf.num_prompt_tokens for leaf in leaves(root)) > 2 * root.end
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"mode": "map_reduce"}, "'mode' is 'map_reduce'.*did you mean 'map-reduce'"),
+        ({"mode": "refine", "level_output_tokens": (0,)}, "'level_output_tokens'.*1 token or more"),
+        ({"mode": "refine", "chunk_tokens": 550}, "'chunk_tokens' is 550: 51. tokens of a chunk fit"),
+        (
+            {"mode": "map-reduce", "chunk_tokens": 100, "overlap_tokens": 51},
+            "'overlap_tokens' is 51.*half of a chunk, 50",
+        ),
+        ({"mode": "map-reduce", "level_output_tokens": (40, 320)}, "'level_output_tokens' is .40, 320.: two such"),
+        ({"mode": "map-reduce", "level_output_tokens": (700,)}, "'chunk_tokens' is None: 0 tokens of a chunk fit"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_at_once(options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        long_documents(RecordingEngine(), **options)
+
+
+def test_parts_need_a_tokenizer_that_knows_where_its_tokens_are() -> None:
+    class Slow:
+        is_fast, chat_template = False, None
+
+        def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+            return {"input_ids": [1] * len(text)}
+
+    llm = Tokens()
+    llm.tokenizer = Slow()
+    with pytest.raises(ConfigError, match="'mode' is 'refine': it needs a fast tokenizer"):
+        long_documents(RecordingEngine(), llm=llm, mode="refine")
+
+
+@pytest.fixture(scope="module")
+def demo_engine() -> Any:
+    llm = LLM(
+        "demo",
+        device="cpu",
+        dtype="float32",
+        num_threads=1,
+        max_model_len=1200,
+        max_num_seqs=4,
+        speculation={"strategy": "ar"},
+    )
+    engine = AsyncEngine(llm)
+    yield engine
+    engine.stop()
+
+
+@pytest.mark.parametrize("mode", ["map-reduce", "refine"])
+def test_the_bundled_model_answers_parts_as_it_answers_documents(demo_engine: AsyncEngine, mode: str) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=24)
+    text = reports(3)
+    long = long_documents(demo_engine, llm=demo_engine.llm, params=params, mode=mode)
+    outcome = completed(long.complete(document(text)))
+    assert outcome.error is None
+    (root,) = outcome.roots
+    first = leaves(root)[0]
+    prompt = TokenizedText(demo_tokenizer(), text).text(range(first.start, first.end))
+    tokens = demo_engine.tokens([{"role": "user", "content": prompt}])
+    alone = asyncio.run(demo_engine.run(tokens, params))
+    assert first.text == alone.outputs[0].text
+    assert first.text.startswith(text.splitlines()[0])
+    assert root.num_output_tokens <= 24
+
+
+_SIXTY_THOUSAND = """
+import asyncio, json
+import psutil, torch
+from rayspec import LLM, SamplingParams, demo
+from rayspec.async_engine import AsyncEngine
+from rayspec.batch.documents import Document
+from rayspec.batch.long_documents import LongDocumentOptions, LongDocuments, part_templates
+from rayspec.batch.prompts import PromptBuilder
+
+torch.set_num_threads(1)
+llm = LLM("demo", device="cpu", dtype="float32", num_threads=1, max_model_len=4096, max_num_seqs=4,
+          speculation={"strategy": "ar"})
+engine = AsyncEngine(llm)
+long = LongDocuments(
+    engine=engine,
+    prompts=PromptBuilder(llm=llm, params=SamplingParams(temperature=0.0, max_tokens=8)),
+    templates=part_templates("{text}", instruct=False),
+    options=LongDocumentOptions(mode="map-reduce", chunk_tokens=1000, max_parts_in_flight=4),
+)
+
+def text(count):
+    return "\\n\\n".join(one.text for one in demo.sample_documents(count, num_sentences=60, seed=7))
+
+def peak(count):
+    outcome = asyncio.run(long.complete(Document(id="d", source="d", text=text(count))))
+    (root,) = outcome.roots
+    return root, psutil.Process().memory_info().rss
+
+_, before = peak(6)
+root, after = peak(65)
+engine.stop()
+print(json.dumps({"root": root.as_dict(), "growth": after - before}))
+"""
+
+
+@pytest.mark.slow
+def test_sixty_thousand_tokens_with_a_context_of_four_thousand_in_bounded_memory() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _SIXTY_THOUSAND], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    root = found["root"]
+    assert root["end"] >= 60_000
+    assert len(root["children"]) == 61
+    assert all(child["num_prompt_tokens"] <= 1002 and child["text"] for child in root["children"])
+    assert found["growth"] < 64 * 2**20

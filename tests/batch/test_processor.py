@@ -1,0 +1,249 @@
+"""The processor on a real Ray, with the bundled model."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import ray.data
+
+from rayspec import LLM, SamplingParams, demo
+from rayspec.async_engine import AsyncEngine
+from rayspec.batch.engine_actor import Handler
+from rayspec.batch.processor import ERROR_COLUMN, RowTask
+from rayspec.command.settings import Settings
+from rayspec.data import Processor, ProcessorConfig, build_processor
+from rayspec.types import ConfigError
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+
+ENGINE: dict[str, Any] = {
+    "dtype": "float32",
+    "device": "cpu",
+    "num_threads": 1,
+    "max_model_len": 512,
+    "speculation": {"strategy": "ar"},
+}
+PARAMS = {"temperature": 0.0, "max_tokens": 6}
+
+
+def _preprocess(row: dict[str, Any]) -> dict[str, Any]:
+    if row["text"] == "fails":
+        raise KeyError("a bug of the user's")
+    if row["text"] == "bare":
+        return {}
+    if row["text"] == "wrong":
+        return {"prompt": "word", "sampling_params": {"temprature": 1}}
+    return {"messages": [{"role": "user", "content": row["text"]}], "sampling_params": PARAMS}
+
+
+def _postprocess(row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "id": row["id"],
+        "summary": row["generated_text"],
+        "num_tokens": row["num_generated_tokens"],
+        "prompt_tokens": row["num_input_tokens"],
+        "latency_s": row["metrics"]["latency_s"],
+        ERROR_COLUMN: row[ERROR_COLUMN],
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadlyTask:
+    """A RowTask whose engine is killed by rows with a column `kills`: "always", or a file that the first kill makes."""
+
+    task: RowTask
+
+    @property
+    def settings(self) -> Settings:
+        return self.task.settings
+
+    def handler(self, engine: AsyncEngine) -> Handler:
+        complete = self.task.handler(engine)
+
+        async def kill_or_complete(row: Mapping[str, Any]) -> dict[str, Any]:
+            if row.get("kills") == "always":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if row.get("kills") and not Path(row["kills"]).exists():
+                Path(row["kills"]).touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            done: dict[str, Any] = await complete(row)
+            return done
+
+        return kill_or_complete
+
+
+def built(*, engine: Mapping[str, Any] | None = None, **options: Any) -> Processor:
+    config = ProcessorConfig(model_source="demo", engine_kwargs=ENGINE | dict(engine or {}), **options)
+    processor = build_processor(config, preprocess=_preprocess, postprocess=_postprocess)
+    processor._recipe = DeadlyTask(task=processor._recipe)  # type: ignore[assignment]
+    return processor
+
+
+def texts(num_rows: int, kills: Mapping[int, str] | None = None) -> ray.data.Dataset:
+    items = [{"id": str(n), "text": f"Pump {n} failed.", "kills": (kills or {}).get(n)} for n in range(num_rows)]
+    return ray.data.from_items(items)
+
+
+def by_id(dataset: ray.data.Dataset) -> dict[str, dict[str, Any]]:
+    """The rows of a dataset, none of which may come twice."""
+    rows = dataset.take_all()
+    found = {row["id"]: row for row in rows}
+    assert len(found) == len(rows)
+    return found
+
+
+def num_groups() -> int:
+    return sum(group["state"] != "REMOVED" for group in ray.util.placement_group_table().values())
+
+
+def wait_until_all_is_free() -> None:
+    def is_free() -> bool:
+        return num_groups() == 0 and ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"]
+
+    deadline = time.monotonic() + 30
+    while not is_free():
+        assert time.monotonic() < deadline, ray.available_resources()
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def processor(ray_cluster: None) -> Iterator[Processor]:
+    with built(batch_size=4) as processor:
+        yield processor
+
+
+def test_rows_are_completed_as_by_an_llm_and_a_bad_row_is_one_bad_row(processor: Processor) -> None:
+    samples = demo.sample_documents(10, num_sentences=6)
+    bad = [{"id": text, "text": text} for text in ("fails", "bare", "wrong", "word " * 3000)]
+    dataset = ray.data.from_items([{"id": one.id, "text": one.text} for one in samples] + bad)
+    rows = {row["id"]: row for row in processor(dataset).iter_rows()}
+    assert len(rows) == 14
+    with LLM("demo", **ENGINE) as llm:
+        chats = [[{"role": "user", "content": one.text}] for one in samples]
+        expected = llm.chat(chats, SamplingParams(**PARAMS))
+    for one, output in zip(samples, expected, strict=True):
+        row = rows[one.id]
+        assert (row["summary"], row[ERROR_COLUMN]) == (output.outputs[0].text, "")
+        assert (row["num_tokens"], row["prompt_tokens"]) == (6, len(output.prompt_token_ids))
+        assert row["latency_s"] > 0
+    assert "KeyError" in rows["fails"][ERROR_COLUMN]
+    assert "none of 'messages'" in rows["bare"][ERROR_COLUMN]
+    assert "did you mean 'temperature'" in rows["wrong"][ERROR_COLUMN]
+    assert rows["word " * 3000][ERROR_COLUMN].startswith("prompt_too_long")
+
+
+def test_the_engine_outlives_a_dataset_and_nothing_is_placed_by_ray_data(processor: Processor) -> None:
+    before = ray.available_resources()
+    for _ in range(2):
+        dataset = ray.data.from_items([{"id": "one", "text": "The pump failed."}])
+        assert [row["num_tokens"] for row in processor(dataset).iter_rows()] == [6]
+    assert ray.available_resources().get("CPU", 0) >= before.get("CPU", 0) - 0.2
+    assert not [group for group in ray.util.placement_group_table().values() if group["state"] != "REMOVED"]
+
+
+def test_without_continuing_a_bad_row_fails_the_job(processor: Processor) -> None:
+    strict = built(should_continue_on_error=False)
+    strict._supervisor = processor._supervisor  # no second engine for this
+    with pytest.raises(Exception, match="none of 'messages'"):
+        strict(ray.data.from_items([{"id": "bare", "text": "bare"}])).take_all()
+
+
+def test_an_engine_killed_in_mid_dataset_is_replaced_and_every_row_comes_once(
+    processor: Processor, tmp_path: Path
+) -> None:
+    disturbed = by_id(processor(texts(40, {20: str(tmp_path / "first"), 30: str(tmp_path / "second")})))
+    assert {path.name for path in tmp_path.iterdir()} == {"first", "second"}
+    assert [row[ERROR_COLUMN] for row in disturbed.values()] == [""] * 40
+    undisturbed = by_id(processor(texts(40)))
+    assert {name: row["summary"] for name, row in disturbed.items()} == {
+        name: row["summary"] for name, row in undisturbed.items()
+    }
+
+
+@pytest.mark.exhaustive
+def test_a_row_that_kills_engines_becomes_an_error_row(processor: Processor) -> None:
+    rows = by_id(processor(texts(20, {7: "always"})))
+    errors = {name: row[ERROR_COLUMN] for name, row in rows.items() if row[ERROR_COLUMN]}
+    assert list(errors) == ["7"]
+    assert errors["7"].startswith("engine_killed: engines died of this row")
+    assert len(rows) == 20
+    strict = built(should_continue_on_error=False)
+    strict._supervisor = processor._supervisor
+    with pytest.raises(Exception, match="engines died of this row"):
+        strict(texts(20, {7: "always"})).take_all()
+    assert len(by_id(processor(texts(5)))) == 5
+
+
+def test_without_restarts_a_death_fails_the_dataset_and_shutdown_is_quiet() -> None:
+    with pytest.raises(Exception, match="max_engine_restarts is 0"), built(max_engine_restarts=0) as processor:
+        processor(texts(5, {2: "always"})).take_all()
+    processor.shutdown()
+
+
+@pytest.mark.exhaustive
+def test_a_pipeline_whose_engine_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
+    parallel = {"stages": 2, "cpus_per_shard": 0.25, "heartbeat_timeout_s": 60.0}
+    with built(engine={"parallel": parallel}) as processor:
+        rows = by_id(processor(texts(30, {10: str(tmp_path / "once")})))
+        assert [row[ERROR_COLUMN] for row in rows.values()] == [""] * 30
+        assert num_groups() == 1
+    assert num_groups() == 0
+
+
+@pytest.mark.exhaustive
+def test_shutdown_in_mid_dataset_fails_the_dataset_and_the_next_one_works(processor: Processor) -> None:
+    rows = iter(processor(texts(400)).iter_rows())
+    next(rows)
+    processor.shutdown()
+    with pytest.raises(Exception, match="shut down"):
+        list(rows)
+    assert len(by_id(processor(texts(5)))) == 5
+
+
+@pytest.mark.exhaustive
+def test_a_processor_that_is_forgotten_ends_its_engine_once_its_datasets_are_forgotten(processor: Processor) -> None:
+    processor.shutdown()
+    wait_until_all_is_free()
+    forgotten = built()
+    dataset = forgotten(texts(100))
+    del forgotten
+    gc.collect()
+    rows = iter(dataset.iter_rows())
+    next(rows)
+    del rows, dataset
+    gc.collect()
+    wait_until_all_is_free()
+
+
+def test_engines_are_kept_busy_unless_the_user_says_otherwise() -> None:
+    def num_batches(**options: Any) -> int:
+        return ProcessorConfig(model_source="demo", **options).num_concurrent_batches
+
+    assert num_batches() == 8
+    assert num_batches(engine_kwargs={"max_num_seqs": 256}) == 114
+    assert num_batches(engine_kwargs={"max_num_seqs": 256}, concurrency=3) == 342
+    assert num_batches(engine_kwargs={"parallel": {"replicas": 2}, "max_num_seqs": 9}, batch_size=5) == 12
+    assert num_batches(engine_kwargs={"max_num_seqs": 256}, batch_size=1000) == 61  # Ray Data runs 16 rows of a block
+    assert num_batches(engine_kwargs={"max_num_seqs": 256}, max_concurrent_batches=3) == 3
+
+
+def test_a_wrong_option_is_named_at_once() -> None:
+    with pytest.raises(ConfigError, match="unknown option 'batchsize'; did you mean 'batch_size'"):
+        ProcessorConfig(model_source="demo", batchsize=3)
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        build_processor(ProcessorConfig(model_source="demo", engine_kwargs={"max_num_seq": 3}))
+
+
+def test_concurrency_is_replicas() -> None:
+    config = ProcessorConfig(model_source="demo", concurrency=3, engine_kwargs={"parallel": {"stages": 2}})
+    assert config.engine.parallel is not None
+    assert (config.engine.parallel.replicas, config.engine.parallel.stages) == (3, 2)

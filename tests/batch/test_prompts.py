@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from rayspec import demo
+from rayspec.batch.documents import Document, EmptyFileError
+from rayspec.batch.prompts import PromptBuilder, fitting_prompt_tokens, summary_prompt
+from rayspec.config import SamplingParams
+from rayspec.types import ConfigError, InvalidMessagesError
+
+PARAMS = SamplingParams(max_tokens=10)
+
+
+class DemoTokens:
+    """The bundled tokenizer, as an LLM would offer it."""
+
+    def __init__(self) -> None:
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(demo.tokenizer_path())
+
+    def chat_tokens(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        encoded = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
+        return list(encoded["input_ids"])
+
+
+@pytest.fixture(scope="module")
+def llm() -> DemoTokens:
+    return DemoTokens()
+
+
+def document(text: str) -> Document:
+    return Document(id="d", source="d", text=text)
+
+
+def prompt_of(builder: PromptBuilder, document: Document) -> str:
+    tokenizer = builder.llm.tokenizer
+    return str(tokenizer.decode(list(builder.request("r", document).prompt_token_ids or ())))
+
+
+def test_a_document_becomes_a_users_message(llm: DemoTokens) -> None:
+    assert (
+        prompt_of(PromptBuilder(llm=llm, params=PARAMS), document("Some text.")) == "<|document|>Some text.<|summary|>"
+    )
+
+
+def test_the_template_wraps_the_text_only(llm: DemoTokens) -> None:
+    builder = PromptBuilder(llm=llm, params=PARAMS, template="Sum up: {text} Thanks.")
+    assert prompt_of(builder, document("{text} {other}")) == "<|document|>Sum up: {text} {other} Thanks.<|summary|>"
+
+
+def test_without_chat_the_text_is_the_prompt(llm: DemoTokens) -> None:
+    assert prompt_of(PromptBuilder(llm=llm, params=PARAMS, chat=False), document("Once upon")) == "Once upon"
+
+
+def test_without_a_chat_template_the_text_is_the_prompt() -> None:
+    llm = DemoTokens()
+    llm.tokenizer.chat_template = None
+    assert prompt_of(PromptBuilder(llm=llm, params=PARAMS), document("Once upon")) == "Once upon"
+
+
+def test_messages_go_through_the_chat_template(llm: DemoTokens) -> None:
+    messages = [{"role": "user", "content": "Hello"}]
+    chat = Document(id="d", source="d", messages=messages)
+    assert prompt_of(PromptBuilder(llm=llm, params=PARAMS, chat=False), chat) == "<|document|>Hello<|summary|>"
+
+
+def test_messages_the_template_refuses_are_one_bad_row() -> None:
+    llm = DemoTokens()
+    llm.tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    chat = Document(id="d", source="d", messages=[{"role": "user", "content": "Hello"}])
+    with pytest.raises(InvalidMessagesError, match="roles must alternate"):
+        PromptBuilder(llm=llm, params=PARAMS).request("r", chat)
+
+
+def test_a_document_that_is_none_raises_its_error(llm: DemoTokens) -> None:
+    bad = Document(id="d", source="d", error=EmptyFileError("empty"))
+    with pytest.raises(EmptyFileError):
+        PromptBuilder(llm=llm, params=PARAMS).request("r", bad)
+
+
+@pytest.mark.parametrize("limit", [3, 50, 51, 400])
+def test_a_long_document_is_cut_at_its_end_to_fit(llm: DemoTokens, limit: int) -> None:
+    text = "".join(f"Zeile {n}: 世界 ünïcode. " for n in range(300))
+    builder = PromptBuilder(llm=llm, params=PARAMS, template="Sum: {text}!", max_prompt_tokens=limit)
+    tokens = builder.request("r", document(text)).prompt_token_ids or ()
+    assert len(tokens) <= max(limit, 7)
+    prompt = prompt_of(builder, document(text))
+    body = prompt.removeprefix("<|document|>Sum: ").removesuffix("!<|summary|>")
+    assert text.startswith(body)
+    assert "\ufffd" not in body
+    if limit > 100:
+        assert len(tokens) > limit - 8
+
+
+def test_a_document_that_fits_is_not_cut(llm: DemoTokens) -> None:
+    builder = PromptBuilder(llm=llm, params=PARAMS, max_prompt_tokens=100)
+    assert prompt_of(builder, document("Some text.")) == "<|document|>Some text.<|summary|>"
+
+
+def test_a_template_needs_a_place_for_the_document(llm: DemoTokens) -> None:
+    with pytest.raises(ConfigError, match=r"option 'prompt' is 'Sum up': it must hold \{text\}"):
+        PromptBuilder(llm=llm, params=PARAMS, template="Sum up")
+
+
+def test_an_output_has_its_room() -> None:
+    assert fitting_prompt_tokens(1000, SamplingParams(max_tokens=300)) == 700
+    assert fitting_prompt_tokens(100, SamplingParams(max_tokens=300)) == 1
+
+
+def test_only_the_bundled_model_needs_no_instruction() -> None:
+    assert summary_prompt("demo") == "{text}"
+    assert summary_prompt("some/model").startswith("Summarize")

@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from rayspec.batch.results import (
+    DamagedRowsError,
+    ResultRow,
+    check_output,
+    open_writer,
+    read_rows,
+    save_config,
+    write_rows,
+)
+from rayspec.types import (
+    CompletionOutput,
+    ConfigError,
+    EmptyPromptError,
+    NonFiniteLogitsError,
+    RequestMetrics,
+    RequestOutput,
+)
+
+ROWS = [
+    ResultRow(id="a", text="Ein Satz — 世界\nzwei", num_prompt_tokens=9, num_output_tokens=3, finish_reason="stop"),
+    ResultRow.of_error("b", EmptyPromptError("nothing there")),
+    ResultRow(id="c", text="", num_draft_tokens=8, num_accepted_tokens=6, acceptance_rate=0.75, latency_s=1.5),
+    ResultRow(id="d", text="of parts", tree='{"text": "of parts", "parts": []}', source="a.jsonl:4"),
+]
+
+
+def read_back(path: Path) -> list[dict[str, Any]]:
+    if path.suffix == ".parquet":
+        rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+        return rows
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_rows_come_back_as_they_were_written(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / "new" / f"out{suffix}"
+    with open_writer(path, text_column="summary") as writer:
+        for row in ROWS:
+            writer.write(row)
+        assert not path.exists()
+    rows = read_back(path)
+    assert [row["summary"] for row in rows] == [row.text for row in ROWS]
+    assert list(rows[0])[:4] == ["id", "summary", "num_prompt_tokens", "num_output_tokens"]
+    assert (rows[1]["error_kind"], rows[1]["error"], rows[1]["finish_reason"]) == (
+        "empty_prompt",
+        "nothing there",
+        "error",
+    )
+    assert (rows[2]["acceptance_rate"], rows[2]["latency_s"]) == (0.75, 1.5)
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_an_interrupted_run_leaves_a_valid_file_with_the_rows_it_had(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"out{suffix}"
+
+    def write_until_interrupted() -> None:
+        with open_writer(path, text_column="text") as writer:
+            for number in range(1000):
+                writer.write(ResultRow(id=str(number)))
+                if number == 149:
+                    raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_until_interrupted()
+    assert [row["id"] for row in read_back(path)] == [str(number) for number in range(150)]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_no_rows_make_an_empty_file(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"out{suffix}"
+    with open_writer(path, text_column="text"):
+        pass
+    assert read_back(path) == []
+
+
+def test_parquet_is_written_in_row_groups(tmp_path: Path) -> None:
+    path = tmp_path / "out.parquet"
+    with open_writer(path, text_column="text") as writer:
+        for number in range(150):
+            writer.write(ResultRow(id=str(number)))
+    with pq.ParquetFile(path) as file:
+        assert [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)] == [64, 64, 22]
+
+
+def test_json_lines_are_on_disk_as_they_come(tmp_path: Path) -> None:
+    with open_writer(tmp_path / "out.jsonl", text_column="text") as writer:
+        writer.write(ROWS[0])
+        assert json.loads(writer.partial_path.read_text(encoding="utf-8"))["id"] == "a"
+
+
+def test_an_existing_output_is_not_replaced_unasked(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text("precious\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="exists: choose another name or pass --overwrite"):
+        check_output(path, overwrite=False)
+    check_output(path, overwrite=True)
+    assert path.read_text(encoding="utf-8") == "precious\n"
+
+
+@pytest.mark.parametrize("name", ["out.csv", "out", "folder.jsonl", "file.txt/out.jsonl"])
+def test_an_output_that_cannot_be_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder.jsonl").mkdir()
+    (tmp_path / "file.txt").touch()
+    with pytest.raises(ConfigError, match="option 'output'"):
+        check_output(tmp_path / name, overwrite=True)
+
+
+def test_a_folder_that_nobody_can_write_to_is_refused() -> None:
+    """Not even the superuser, whom permissions allow everything."""
+    with pytest.raises(
+        ConfigError, match=r"'/proc' cannot be written to \(No such file or directory\); choose another"
+    ):
+        check_output(Path("/proc/out.jsonl"), overwrite=False)
+
+
+@pytest.mark.parametrize("file_format", ["jsonl", "parquet"])
+def test_rows_are_read_as_they_were_written(file_format: str) -> None:
+    file = io.BytesIO()
+    rows = [replace(row, id=f"{row.id}{number}") for number in range(40) for row in ROWS]
+    write_rows(file, rows, text_column="summary", file_format=file_format)
+    file.seek(0)
+    assert list(read_rows(file, text_column="summary", file_format=file_format)) == rows
+    file.seek(0)
+    short = [replace(row, text=None, tree=None) for row in rows]
+    assert list(read_rows(file, text_column="summary", file_format=file_format, with_text=False)) == short
+
+
+def test_columns_that_a_file_has_not_are_at_their_defaults() -> None:
+    file = io.BytesIO(b'{"id": "a", "summary": "short"}\n')
+    assert list(read_rows(file, text_column="summary", file_format="jsonl")) == [ResultRow(id="a", text="short")]
+
+
+@pytest.mark.parametrize(
+    ("file_format", "content"),
+    [
+        ("jsonl", b'{"id": "a", "summary": "x"}\n{"id": "b", "summ'),
+        ("jsonl", b'{"id": "a", "summary": "x"}\n{"id": "b", "summary": "x"}'),
+        ("jsonl", b'{"id": "a", "text": "x"}\n'),
+        ("jsonl", b'{"id": "a", "summary": "x", "shoe_size": 44}\n'),
+        ("jsonl", b'["a", "x"]\n'),
+        ("jsonl", b"\xff\n"),
+        ("parquet", b"no parquet at all"),
+        ("parquet", b""),
+    ],
+)
+def test_a_damaged_file_is_an_error(file_format: str, content: bytes) -> None:
+    with pytest.raises(DamagedRowsError):
+        list(read_rows(io.BytesIO(content), text_column="summary", file_format=file_format))
+
+
+def test_an_output_becomes_a_row() -> None:
+    output = RequestOutput(
+        request_id="7",
+        prompt=None,
+        prompt_token_ids=(1, 2, 3),
+        outputs=[CompletionOutput(index=0, text="done", token_ids=(4, 5), finish_reason="length")],
+        finished=True,
+        metrics=RequestMetrics(
+            num_draft_tokens=4, num_accepted_tokens=1, arrival_s=10.0, first_token_s=11.0, finished_s=13.0
+        ),
+    )
+    assert ResultRow.of_output("doc", output) == ResultRow(
+        id="doc",
+        text="done",
+        num_prompt_tokens=3,
+        num_output_tokens=2,
+        finish_reason="length",
+        num_draft_tokens=4,
+        num_accepted_tokens=1,
+        acceptance_rate=0.25,
+        latency_s=3.0,
+        decode_s=2.0,
+    )
+
+
+def test_a_failed_output_keeps_what_it_had() -> None:
+    output = RequestOutput(
+        request_id="7",
+        prompt=None,
+        prompt_token_ids=(1,),
+        outputs=[CompletionOutput(index=0, text="half", token_ids=(4,), finish_reason="error")],
+        finished=True,
+        error=NonFiniteLogitsError("NaN"),
+    )
+    row = ResultRow.of_output("doc", output)
+    assert (row.text, row.finish_reason, row.error_kind) == ("half", "error", "non_finite_logits")
+
+
+def test_the_saved_config_is_yaml(tmp_path: Path) -> None:
+    save_config(tmp_path / "c.yaml", {"model": "m", "speculation": {"skip": [1]}, "note": "ü"})
+    assert yaml.safe_load((tmp_path / "c.yaml").read_text(encoding="utf-8")) == {
+        "model": "m",
+        "speculation": {"skip": [1]},
+        "note": "ü",
+    }

@@ -1,0 +1,515 @@
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from pyarrow import fs
+
+from rayspec.batch.results import ResultRow, is_final, read_rows
+from rayspec.batch.run_folder import DamagedOutputError, OutputError, RowIndex, RunFolder
+from rayspec.command.locations import Location, Store
+from rayspec.types import ConfigError
+
+IDENTITY = {"model": "demo", "sampling": {"temperature": 0.0, "max_tokens": 64}, "prompt": "Summarize:"}
+
+
+class Timers:
+    """Timers that go off when told to."""
+
+    def __init__(self) -> None:
+        self.due: dict[object, Callable[[], None]] = {}
+        self.seconds: list[float] = []
+
+    def __call__(self, seconds: float, action: Callable[[], None]) -> Any:
+        due, timer = self.due, type("Timer", (), {"cancel": lambda self: due.pop(self, None)})()
+        self.due[timer] = action
+        self.seconds.append(seconds)
+        return timer
+
+    def go_off(self) -> None:
+        for action in [self.due.pop(timer) for timer in list(self.due)]:
+            action()
+
+
+def open_folder(location: Path | Location, **changes: Any) -> RunFolder:
+    place = location if isinstance(location, Location) else Location.parse(str(location))
+    options = {
+        "identity": IDENTITY,
+        "overwrite": False,
+        "text_column": "summary",
+        "file_format": "parquet",
+        "name": "summaries",
+        "start_timer": Timers(),
+    }
+    return RunFolder.open(place, **{**options, **changes})
+
+
+def manifest_of(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    return content
+
+
+def parts_of(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "rows").iterdir())
+
+
+def done(row_id: str, text: str = "a summary") -> ResultRow:
+    return ResultRow(id=row_id, text=text, finish_reason="stop")
+
+
+def failed(row_id: str, kind: str, source: str | None = None, input_hash: str | None = "0f") -> ResultRow:
+    return ResultRow(
+        id=row_id, finish_reason="error", error_kind=kind, error="why", source=source, input_hash=input_hash
+    )
+
+
+def unread(row_id: str, kind: str, source: str) -> ResultRow:
+    """A row that never reached an engine."""
+    return failed(row_id, kind, source, input_hash=None)
+
+
+@pytest.fixture(params=["parquet", "jsonl"])
+def file_format(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_a_job_from_beginning_to_end(tmp_path: Path, file_format: str) -> None:
+    rows = [replace(done(f"r{n}", "Grüße\n世界"), tree='{"parts": []}', source=f"a.jsonl:{n}") for n in range(70)]
+    with open_folder(tmp_path / "new" / "out", file_format=file_format) as folder:
+        for row in [*rows, failed("bad", "prompt_too_long")]:
+            folder.add(row)
+        folder.finish({"output_tokens": 7}, {"note": "x"})
+        assert list(folder.rows()) == [*rows, failed("bad", "prompt_too_long")]
+    out = tmp_path / "new" / "out"
+    assert sorted(p.name for p in out.iterdir()) == [".lock", "manifest.json", "rows", f"summaries.{file_format}"]
+    assert [name[:12] for name in parts_of(out)] == ["part-000001-", "part-000002-", "part-000003-"]
+    with (out / f"summaries.{file_format}").open("rb") as file:
+        merged = list(read_rows(file, text_column="summary", file_format=file_format))
+    assert merged == [*rows, failed("bad", "prompt_too_long")]
+    manifest = manifest_of(out)
+    assert (manifest["status"], manifest["identity"]) == ("complete", IDENTITY)
+    assert manifest["rows"] == {"total": 71, "succeeded": 70, "failed": {"prompt_too_long": 1}}
+    assert (manifest["counts"], manifest["extra"]) == ({"output_tokens": 7}, {"note": "x"})
+    (session,) = manifest["sessions"]
+    assert session["started"] <= session["finished"]
+
+
+def test_a_job_goes_on_where_it_was(tmp_path: Path, file_format: str) -> None:
+    with open_folder(tmp_path, file_format=file_format) as folder:
+        for number in range(40):
+            folder.add(done(str(number)))
+        assert len(folder.done) == 32
+    assert manifest_of(tmp_path)["status"] == "interrupted"
+    with open_folder(tmp_path, file_format=file_format) as folder:
+        assert (len(folder.done), folder.num_sessions) == (40, 2)
+        assert folder.done.keys() == {str(number) for number in range(40)}
+        assert manifest_of(tmp_path)["status"] == "running"
+        folder.add(done("40"))
+        folder.finish({}, {})
+    assert [name[:12] for name in parts_of(tmp_path)] == ["part-000001-", "part-000002-", "part-000003-"]
+    assert [session["finished"] is None for session in manifest_of(tmp_path)["sessions"]] == [False, False]
+    with open_folder(tmp_path, file_format=file_format) as folder:
+        assert [row.id for row in folder.rows()] == [str(number) for number in range(41)]
+
+
+def test_an_error_commits_what_there_is(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), open_folder(tmp_path) as folder:
+        folder.add(done("a"))
+        raise KeyboardInterrupt
+    with open_folder(tmp_path) as folder:
+        assert folder.done.keys() == {"a"}
+
+
+def test_rows_are_committed_some_time_after_the_first(tmp_path: Path) -> None:
+    timers = Timers()
+    with open_folder(tmp_path, start_timer=timers) as folder:
+        folder.add(done("a"))
+        folder.add(done("b"))
+        assert (timers.seconds, len(folder.done)) == ([5.0], 0)
+        timers.go_off()
+        assert folder.done.keys() == {"a", "b"}
+        folder.add(done("c"))
+        assert timers.seconds == [5.0, 5.0]
+        folder.commit()
+        assert not timers.due
+
+
+def test_a_real_timer_commits_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayspec.batch.run_folder._SECONDS_PER_PART", 0.02)
+    location = Location.parse(str(tmp_path))
+    with RunFolder.open(location, identity={}, overwrite=False, text_column="text", file_format="jsonl") as folder:
+        folder.add(done("a"))
+        deadline = time.monotonic() + 10
+        while not folder.done and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert folder.done.keys() == {"a"}
+
+
+def test_a_commit_that_fails_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timers = Timers()
+    with open_folder(tmp_path, start_timer=timers) as folder:
+        folder.add(done("a"))
+        with monkeypatch.context() as patch:
+            patch.setattr("os.replace", _raise_disk_full)
+            timers.go_off()
+            with pytest.raises(
+                OutputError, match=rf"the output '{tmp_path}' cannot be written \(disk full\): make room"
+            ):
+                folder.add(done("b"))
+        assert parts_of(tmp_path) == []
+        folder.add(done("c"))
+        assert folder.done.keys() == {"a", "b", "c"}
+
+
+def _raise_disk_full(*_: object) -> None:
+    raise OSError(28, "disk full")
+
+
+def test_rows_that_failed_for_no_fault_of_theirs_are_done_again(tmp_path: Path) -> None:
+    with open_folder(tmp_path) as folder:
+        for row in (failed("a", "engine_dead"), failed("b", "empty_prompt"), replace(done("c"), finish_reason="abort")):
+            folder.add(row)
+        folder.finish({}, {})
+        assert folder.done.keys() == {"b"}
+    assert manifest_of(tmp_path)["status"] == "interrupted"
+    with open_folder(tmp_path) as folder:
+        folder.add(done("a"))
+        folder.add(done("c", "all of it"))
+        folder.finish({}, {})
+        assert sorted((row.id, row.error_kind, row.text) for row in folder.rows()) == [
+            ("a", None, "a summary"),
+            ("b", "empty_prompt", None),
+            ("c", None, "all of it"),
+        ]
+    manifest = manifest_of(tmp_path)
+    assert (manifest["status"], manifest["rows"]["failed"]) == ("complete", {"empty_prompt": 1})
+
+
+@pytest.mark.parametrize(("row", "final"), [(done("a"), True), (failed("a", "stage_lost"), False)])
+def test_what_is_final(row: ResultRow, final: bool) -> None:
+    assert is_final(row) is final
+
+
+def test_of_an_id_the_last_row_counts_but_no_transient_one_after_a_final_one() -> None:
+    index = RowIndex()
+    rows = [done("a"), failed("b", "stage_lost"), done("a"), failed("a", "engine_dead"), failed("b", "engine_dead")]
+    for number, row in enumerate(rows):
+        index.add(row, part=0, number=number)
+    assert [index.counts(row, part=0, number=number) for number, row in enumerate(rows)] == [
+        False,
+        False,
+        True,
+        False,
+        True,
+    ]
+    assert not index.counts(rows[2], part=1, number=2)
+    assert index.summary().as_dict() == {"total": 1, "succeeded": 1, "failed": {}}
+
+
+def test_a_row_with_another_ones_id_does_not_take_its_place(tmp_path: Path) -> None:
+    twins = [unread("a", "duplicate_id", "f:2"), unread("a", "duplicate_id", "f:3")]
+    with open_folder(tmp_path) as folder:
+        for row in (twins[0], done("a"), *twins):
+            folder.add(row)
+        folder.commit()
+        assert folder.done.keys() == {"a"}
+        assert list(folder.rows()) == [done("a"), *twins]
+        assert len(folder.done) == 1
+
+
+def test_a_row_with_another_ones_id_does_not_make_it_done() -> None:
+    index = RowIndex()
+    index.add(unread("a", "duplicate_id", "f:2"), part=0, number=0)
+    assert not index.done
+
+
+def test_errors_of_the_input_are_those_of_the_last_session(tmp_path: Path) -> None:
+    """A row that could not be read then may be readable now, and a duplicate may be gone."""
+    with open_folder(tmp_path) as folder:
+        for row in (done("a"), failed("b", "prompt_too_long"), unread("f:3", "malformed_row", "f:3")):
+            folder.add(row)
+        folder.finish({}, {})
+        assert folder.counts.as_dict() == {
+            "total": 3,
+            "succeeded": 1,
+            "failed": {"prompt_too_long": 1, "malformed_row": 1},
+        }
+    with open_folder(tmp_path) as folder:
+        assert folder.counts.as_dict() == {"total": 2, "succeeded": 1, "failed": {"prompt_too_long": 1}}
+        assert not folder.is_merged
+        folder.finish({}, {})
+        assert [row.id for row in folder.rows()] == ["a", "b"]
+    with (tmp_path / "summaries.parquet").open("rb") as file:
+        merged = list(read_rows(file, text_column="summary", file_format="parquet"))
+    assert [row.id for row in merged] == ["a", "b"]
+
+
+def test_a_job_that_is_complete_is_merged_once(tmp_path: Path) -> None:
+    merged = tmp_path / "summaries.parquet"
+    with open_folder(tmp_path) as folder:
+        folder.add(done("a"))
+        folder.finish({"output_tokens": 7}, {})
+    before = merged.stat().st_mtime_ns
+    with open_folder(tmp_path) as folder:
+        assert folder.is_merged
+        folder.finish({}, {})
+    assert merged.stat().st_mtime_ns == before
+    with open_folder(tmp_path) as folder:
+        folder.add(done("b"))
+    with open_folder(tmp_path) as folder:  # the session before was cut off before it merged
+        assert not folder.is_merged
+        folder.finish({}, {})
+    assert merged.stat().st_mtime_ns > before
+
+
+def test_a_row_that_is_done_again_replaces_the_earlier_one_when_it_comes(tmp_path: Path) -> None:
+    with open_folder(tmp_path) as folder:
+        folder.add(done("a", "old"))
+        folder.finish({}, {})
+    with open_folder(tmp_path) as folder:
+        folder.redo(["a"])
+        assert (dict(folder.done), folder.counts.total, folder.is_merged) == ({}, 0, False)
+        assert [row.text for row in folder.rows()] == ["old"]
+    with open_folder(tmp_path) as folder:
+        folder.redo(["a"])
+        folder.add(done("a", "new"))
+        folder.finish({}, {})
+        assert [row.text for row in folder.rows()] == ["new"]
+    assert manifest_of(tmp_path)["status"] == "complete"
+
+
+SMALL_DISK = """
+import resource, sys
+from pathlib import Path
+from tests.batch.test_run_folder import done, open_folder
+with open_folder(Path(sys.argv[1])) as folder:
+    folder.add(done("a"))
+    folder.commit()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1))
+    folder.add(done("b"))
+"""
+
+
+def test_an_output_that_cannot_be_written_is_named_and_the_folder_is_given_back(tmp_path: Path) -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", SMALL_DISK, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert f"OutputError: the output '{tmp_path}' cannot be written (File too large)" in process.stderr
+    with open_folder(tmp_path) as folder:
+        assert folder.done.keys() == {"a"}
+
+
+def test_a_manifest_fits_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OutputError), open_folder(tmp_path) as folder, monkeypatch.context() as patch:
+        folder.add(done("a"))
+        patch.setattr("os.replace", _raise_disk_full)
+        folder.close()
+    assert manifest_of(tmp_path)["status"] == "interrupted"
+
+
+def test_another_identity_is_refused_by_name(tmp_path: Path) -> None:
+    open_folder(tmp_path).close()
+    before = manifest_of(tmp_path)
+    changed = {"model": "demo", "sampling": {"temperature": 0.5, "max_tokens": 64}, "dtype": "float32"}
+    with pytest.raises(ConfigError) as caught:
+        open_folder(tmp_path, identity=changed, text_column="text")
+    for part in (
+        "sampling.temperature was 0.0 and is 0.5",
+        'dtype was not given and is "float32"',
+        'prompt was "Summarize:" and is not given',
+        'text_column was "summary" and is "text"',
+        "choose another folder, or pass --overwrite",
+    ):
+        assert part in str(caught.value)
+    assert "max_tokens" not in str(caught.value)
+    assert manifest_of(tmp_path) == before
+
+
+def test_a_long_value_is_shown_by_its_beginning(tmp_path: Path) -> None:
+    open_folder(tmp_path, identity={"prompt": "x" * 5000}).close()
+    with pytest.raises(ConfigError) as caught:
+        open_folder(tmp_path, identity={"prompt": "y" * 5000})
+    assert len(str(caught.value)) < 600
+
+
+def test_an_identity_is_compared_as_json_has_it(tmp_path: Path) -> None:
+    open_folder(tmp_path, identity={"skip": (1, 2)}).close()
+    open_folder(tmp_path, identity={"skip": [1, 2]}).close()
+
+
+def test_overwriting_removes_what_a_job_left_and_nothing_else(tmp_path: Path) -> None:
+    with open_folder(tmp_path, file_format="jsonl") as folder:
+        folder.add(done("a"))
+        folder.finish({}, {})
+    for name in ("report.md", "precious.txt", "rows/mine.parquet"):
+        (tmp_path / name).touch()
+    with open_folder(tmp_path, identity={"model": "other"}, overwrite=True, report_files=["report.md"]) as folder:
+        assert (len(folder.done), folder.num_sessions) == (0, 1)
+    assert parts_of(tmp_path) == ["mine.parquet"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "manifest.json", "precious.txt", "rows"]
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match=r"holds 'thesis\.tex' and no manifest\.json.*--overwrite"):
+        open_folder(tmp_path)
+    with open_folder(tmp_path, overwrite=True):
+        assert (tmp_path / "thesis.tex").exists()
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "out").touch()
+    with pytest.raises(ConfigError, match="a file: name a folder"):
+        open_folder(tmp_path / "out")
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"option 'output' is .*which cannot be used"):
+        open_folder(tmp_path / "file" / "out")
+
+
+@pytest.mark.parametrize("name", ["id", "error", "tree"])
+def test_the_text_needs_a_column_of_its_own(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"text_column is '{name}'"):
+        open_folder(tmp_path, text_column=name)
+
+
+def test_a_second_driver_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
+    with open_folder(tmp_path):
+        for overwrite in (False, True):
+            with pytest.raises(ConfigError, match=r"where process \d+ of .*, since 20.*, is writing: wait"):
+                open_folder(tmp_path, overwrite=overwrite)
+    open_folder(tmp_path).close()
+
+
+def test_a_refusal_gives_the_lock_back(tmp_path: Path) -> None:
+    open_folder(tmp_path).close()
+    with pytest.raises(ConfigError, match="model"):
+        open_folder(tmp_path, identity={})
+    open_folder(tmp_path).close()
+
+
+@pytest.mark.parametrize("damage", [lambda content: content[: len(content) // 2], lambda _: b"", lambda _: b"{}\n"])
+def test_a_damaged_part_is_named(tmp_path: Path, file_format: str, damage: Callable[[bytes], bytes]) -> None:
+    with open_folder(tmp_path, file_format=file_format) as folder:
+        for number in range(33):
+            folder.add(done(str(number), "text " * 50))
+    part = tmp_path / "rows" / parts_of(tmp_path)[0]
+    content = part.read_bytes()
+    part.write_bytes(damage(content))
+    with pytest.raises(DamagedOutputError, match=f"{part.name}: .*delete it to have its rows done again"):
+        open_folder(tmp_path, file_format=file_format)
+    assert len(manifest_of(tmp_path)["sessions"]) == 1
+    part.unlink()
+    with open_folder(tmp_path, file_format=file_format) as folder:
+        assert folder.done.keys() == {"32"}
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": 1}'])
+def test_a_damaged_manifest_is_named(tmp_path: Path, content: str) -> None:
+    open_folder(tmp_path).close()
+    (tmp_path / "manifest.json").write_text(content, encoding="utf-8")
+    with pytest.raises(DamagedOutputError, match=r"manifest\.json: not a manifest that can be read.*--overwrite"):
+        open_folder(tmp_path)
+    open_folder(tmp_path, overwrite=True).close()
+
+
+def test_what_killed_writers_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    open_folder(tmp_path).close()
+    (tmp_path / "rows").mkdir()
+    ours = [".manifest.json.0a1b2c3d.partial", ".summaries.parquet.0a1b2c3d.partial"]
+    ours.append("rows/.part-000001-0a1b2c3d.parquet.0a1b2c3d.partial")
+    for name in [*ours, ".other.jsonl.partial"]:
+        (tmp_path / name).touch()
+    open_folder(tmp_path).close()
+    assert [name for name in ours if (tmp_path / name).exists()] == []
+    assert (tmp_path / ".other.jsonl.partial").exists()
+
+
+@pytest.fixture
+def bucket() -> Iterator[Location]:
+    filesystem = fsspec.filesystem("memory")
+    store = Store(filesystem=fs.PyFileSystem(fs.FSSpecHandler(filesystem)), uri="memory://b", base="/b")
+    yield Location(replace(store, has_atomic_put=True), "out")
+    filesystem.store.clear()  # one for the process
+    filesystem.pseudo_dirs[:] = [""]
+
+
+def test_a_job_in_a_remote_store(bucket: Location, file_format: str) -> None:
+    with open_folder(bucket, file_format=file_format) as folder:
+        folder.add(done("a"))
+    with open_folder(bucket, file_format=file_format) as folder:
+        assert folder.done.keys() == {"a"}
+        folder.add(done("b"))
+        folder.finish({}, {})
+    with bucket.join(f"summaries.{file_format}").open() as file:
+        rows = list(read_rows(file, text_column="summary", file_format=file_format))
+    assert rows == [done("a"), done("b")]
+
+
+def test_two_drivers_in_a_remote_store_do_not_overwrite_each_other(bucket: Location) -> None:
+    with open_folder(bucket) as first, open_folder(bucket) as second:
+        for folder, own in ((first, "a"), (second, "b")):
+            folder.add(done(own))
+            folder.add(done("both"))
+            folder.commit()
+    with open_folder(bucket) as folder:
+        assert sorted(row.id for row in folder.rows()) == ["a", "b", "both"]
+
+
+_WRITER = """
+import sys
+from rayspec.command.locations import Location
+from rayspec.batch.results import ResultRow
+from rayspec.batch.run_folder import RunFolder
+
+location, file_format, num_rows = Location.parse(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+with RunFolder.open(location, identity={}, overwrite=False, text_column="text", file_format=file_format) as folder:
+    for number in range(num_rows):
+        if str(number) not in folder.done:
+            folder.add(ResultRow(id=str(number), text=f"text {number} " * 20))
+            if number % 3 == 0:
+                folder.commit()
+                print(number, flush=True)
+    folder.finish({}, {})
+"""
+
+
+def test_a_driver_that_is_killed_again_and_again_loses_nothing_that_was_committed(
+    tmp_path: Path, file_format: str
+) -> None:
+    chance, num_rows, reported, num_killed = random.Random(file_format), 480, set(), 0
+    for _ in range(30):
+        command = [sys.executable, "-c", _WRITER, str(tmp_path), file_format, str(num_rows)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+            num_lines = chance.randrange(1, 60)  # a kill falls anywhere in what follows so many commits
+            for line in writer.stdout:
+                reported.add(line.strip())
+                num_lines -= 1
+                if num_lines == 0:
+                    time.sleep(chance.uniform(0, 0.01))
+                    writer.kill()
+        if writer.returncode == 0:
+            break
+        assert writer.returncode == -9
+        num_killed += 1
+        with open_folder(tmp_path, identity={}, text_column="text", file_format=file_format) as folder:
+            assert reported <= folder.done.keys()
+    assert num_killed >= 2
+    with open_folder(tmp_path, identity={}, text_column="text", file_format=file_format) as folder:
+        rows = list(folder.rows())
+    assert sorted(int(row.id) for row in rows) == list(range(num_rows))
+    assert all(row.text == f"text {row.id} " * 20 for row in rows)
+    assert not [path for path in tmp_path.rglob("*") if path.suffix == ".partial"]
+    with (tmp_path / f"rows.{file_format}").open("rb") as file:
+        assert len(list(read_rows(file, text_column="text", file_format=file_format))) == num_rows

@@ -1,0 +1,395 @@
+"""The supervisor's rules, with engines in this process; `test_processor.py` has real engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from rayspec.batch.quarantine import EngineKilledError
+from rayspec.batch.supervisor import DrainingError, EngineSupervisor, NodeLostError, rows_at_a_time
+from rayspec.config import EngineConfig, ParallelOptions
+from rayspec.decode.engine_loop import EngineDeadError
+from rayspec.types import CheckpointError, ConfigError
+
+Outcome = Any
+
+
+class Engine:
+    """Takes a few turns of the event loop for a row, and dies of those that the lab names."""
+
+    def __init__(self, lab: Lab) -> None:
+        self._lab = lab
+        self.has_ended = False
+        self.rows: list[str] = []
+
+    async def load(self) -> dict[str, Any]:
+        self._lab.now_s += self._lab.load_s
+        await self._lab.loading(len(self._lab.engines))
+        await self.check()
+        return {"engine": len(self._lab.engines)}
+
+    async def handle(self, row: str) -> str:
+        self._lab.num_inside += 1
+        self._lab.most_inside = max(self._lab.most_inside, self._lab.num_inside)
+        try:
+            return await self._handle(row)
+        finally:
+            self._lab.num_inside -= 1
+
+    async def _handle(self, row: str) -> str:
+        self.rows.append(row)
+        self._lab.begun[row] += 1
+        for turn in range(3):
+            await asyncio.sleep(0)
+            if turn == 1 and not self.has_ended and self._lab.kills(row):
+                self.has_ended = True
+            await self.check()
+        if row == "bug":
+            raise TypeError("a bug of the handler's")
+        return f"done {row}"
+
+    async def check(self) -> None:
+        if self.has_ended:
+            raise EngineDeadError("the engine's process has ended")
+
+    async def stop(self) -> None:
+        self.has_ended = True
+
+    def end(self) -> None:
+        self.has_ended = True
+
+
+async def _at_once(_: int) -> None:
+    await asyncio.sleep(0)
+
+
+@dataclass
+class Lab:
+    """Engines and what happens to them. kills: whether an engine dies of the row, this time."""
+
+    kills: Callable[[str], bool] = lambda row: row.startswith("deadly")
+    loading: Callable[[int], Awaitable[None]] = _at_once
+    engines: list[Engine] = field(default_factory=list)
+    begun: Counter[str] = field(default_factory=Counter)
+    num_inside: int = 0
+    most_inside: int = 0
+    slept_s: list[float] = field(default_factory=list)
+    on_sleep: Callable[[float], None] = lambda _: None
+    load_s: float = 100.0
+    now_s: float = 0.0
+
+    def start(self) -> Engine:
+        self.engines.append(Engine(self))
+        return self.engines[-1]
+
+    async def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.slept_s.append(round(seconds, 6))
+        self.on_sleep(seconds)
+        await asyncio.sleep(0)
+
+    def supervisor(self, max_restarts: int = 3) -> EngineSupervisor:
+        return EngineSupervisor(self.start, max_restarts=max_restarts, clock=self.clock, sleep=self.sleep)
+
+    def clock(self) -> float:
+        """A second passes between any two looks."""
+        self.now_s += 1.0
+        return self.now_s
+
+    async def run(self, rows: Sequence[str], supervisor: EngineSupervisor | None = None) -> dict[str, Outcome]:
+        """The outcome of every row, all of them under way at once; none takes for ever."""
+        supervisor = supervisor or self.supervisor()
+        work = asyncio.gather(*map(supervisor.handle, rows), return_exceptions=True)
+        return dict(zip(rows, await asyncio.wait_for(work, 20), strict=True))
+
+
+ROWS = [f"row {number}" for number in range(12)]
+DONE = {row: f"done {row}" for row in ROWS}
+
+
+def times(number: int) -> Callable[[str], bool]:
+    """The first rows kill, whichever they are."""
+    left = iter([True] * number)
+    return lambda _: next(left, False)
+
+
+async def until(done: Callable[[], bool]) -> None:
+    async def wait() -> None:
+        while not done():
+            await asyncio.sleep(0.001)
+
+    await asyncio.wait_for(wait(), 20)
+
+
+def test_one_engine_runs_all_rows() -> None:
+    lab = Lab()
+    assert asyncio.run(lab.run(ROWS)) == DONE
+    assert len(lab.engines) == 1
+
+
+@pytest.mark.parametrize("num_kills", [1, 2, 3])
+def test_an_engine_that_is_killed_is_replaced_and_every_row_comes_once(num_kills: int) -> None:
+    lab = Lab(kills=times(num_kills))
+    assert asyncio.run(lab.run(ROWS)) == DONE
+    assert len(lab.engines) == num_kills + 1
+    assert [engine.has_ended for engine in lab.engines] == [True] * num_kills + [False]
+
+
+@pytest.mark.parametrize("rows", [["row 0"], ["row 0", "row 1"]])
+def test_three_kills_condemn_no_row_however_few_there_are(rows: list[str]) -> None:
+    assert asyncio.run(Lab(kills=times(3)).run(rows)) == {row: DONE[row] for row in rows}
+
+
+@pytest.mark.parametrize("num_deadly", [1, 2, 3, 5])
+def test_a_row_that_kills_engines_fails_alone(num_deadly: int) -> None:
+    deadly = [f"deadly {number}" for number in range(num_deadly)]
+    lab = Lab()
+    outcomes = asyncio.run(lab.run([*ROWS[:6], *deadly, *ROWS[6:]]))
+    assert {row: outcomes[row] for row in ROWS} == DONE
+    for row in deadly:
+        assert isinstance(outcomes[row], EngineKilledError), outcomes[row]
+        assert lab.begun[row] <= 4 + num_deadly
+    assert len(lab.engines) <= 3 + 4 * num_deadly
+
+
+def test_the_first_row_may_be_one_that_kills_engines() -> None:
+    async def one_by_one() -> list[Outcome]:
+        supervisor = Lab().supervisor()
+        return [(await lab.run([row], supervisor))[row] for row in ("deadly", "row 0", "deadly", "deadly", "row 1")]
+
+    lab = Lab()
+    outcomes = asyncio.run(one_by_one())
+    assert [str(one).split(" ")[0] for one in outcomes] == ["engines", "done", "engines", "engines", "done"]
+
+
+def test_an_engine_that_dies_of_every_row_fails_the_rows_and_is_not_started_for_ever() -> None:
+    lab = Lab(kills=lambda _: True)
+    outcomes = asyncio.run(lab.run(ROWS))
+    assert {type(outcome) for outcome in outcomes.values()} == {EngineDeadError}
+    assert "max_engine_restarts is 3" in str(outcomes["row 0"])
+    assert len(lab.engines) == 6
+
+
+def test_rows_that_kill_engines_one_after_the_other_are_bounded_too() -> None:
+    async def one_by_one() -> list[Outcome]:
+        supervisor = lab.supervisor()
+        return [(await lab.run([f"deadly {n}"], supervisor))[f"deadly {n}"] for n in range(8)]
+
+    lab = Lab()
+    kinds = [type(outcome) for outcome in asyncio.run(one_by_one())]
+    assert kinds == [EngineKilledError] * 3 + [EngineDeadError] * 5
+    assert len(lab.engines) == 15
+
+
+def test_progress_renews_the_restarts() -> None:
+    async def one_by_one() -> list[Outcome]:
+        supervisor = lab.supervisor(max_restarts=1)
+        return [(await lab.run([row], supervisor))[row] for row in ROWS]
+
+    chosen = set(ROWS[::2])
+    lab = Lab(kills=lambda row: lab.begun[row] == 1 and row in chosen)
+    assert asyncio.run(one_by_one()) == list(DONE.values())
+    assert len(lab.engines) == 7
+
+
+def test_restarts_are_further_apart_each_time() -> None:
+    async def loading(number: int) -> None:
+        if number > 1:
+            lab.engines[-1].has_ended = True
+
+    lab = Lab(kills=times(1), loading=loading)
+    asyncio.run(lab.run(ROWS))
+    assert lab.slept_s == [0.0, 0.0, 0.2, 0.4]
+
+
+def test_without_restarts_the_first_death_is_the_last() -> None:
+    async def twice() -> tuple[Outcome, Outcome]:
+        supervisor = lab.supervisor(max_restarts=0)
+        first = await lab.run(["row 0"], supervisor)
+        await supervisor.begin()
+        return first["row 0"], (await lab.run(["row 0"], supervisor))["row 0"]
+
+    lab = Lab(kills=times(1))
+    first, second = asyncio.run(twice())
+    assert isinstance(first, EngineDeadError)
+    assert second == "done row 0"
+
+
+def test_a_kill_while_the_next_engine_is_loading() -> None:
+    async def loading(number: int) -> None:
+        await asyncio.sleep(0)
+        if number == 2:
+            lab.engines[-1].has_ended = True
+
+    lab = Lab(kills=times(1), loading=loading)
+    assert asyncio.run(lab.run(ROWS)) == DONE
+    assert len(lab.engines) == 3
+
+
+def test_an_engine_killed_while_idle_is_replaced_before_the_next_dataset() -> None:
+    async def killed_between() -> dict[str, Outcome]:
+        supervisor = lab.supervisor()
+        assert await supervisor.begin() == {"engine": 1}
+        lab.engines[0].has_ended = True
+        assert await supervisor.begin() == {"engine": 2}
+        return await lab.run(ROWS, supervisor)
+
+    lab = Lab()
+    assert asyncio.run(killed_between()) == DONE
+    assert max(lab.begun.values()) == 1
+
+
+def test_an_engine_that_cannot_be_loaded_is_the_users_error_at_once() -> None:
+    async def begin() -> None:
+        await lab.supervisor().begin()
+
+    async def loading(_: int) -> None:
+        raise CheckpointError("no/such-model")
+
+    lab = Lab(loading=loading)
+    with pytest.raises(CheckpointError):
+        asyncio.run(begin())
+    assert [engine.has_ended for engine in lab.engines] == [True]
+    assert isinstance(asyncio.run(lab.run(["row 0"]))["row 0"], CheckpointError)
+
+
+def test_an_engine_that_cannot_be_loaded_again_is_tried_again() -> None:
+    async def loading(number: int) -> None:
+        if number in (2, 3):
+            raise ConfigError("the device is busy")
+
+    lab = Lab(kills=times(1), loading=loading)
+    assert asyncio.run(lab.run(ROWS)) == DONE
+    assert len(lab.engines) == 4
+
+
+def test_after_the_death_with_one_row_the_next_engine_lives_without_it_first() -> None:
+    lab = Lab(kills=times(1))
+    asyncio.run(lab.run(["row 0"]))
+    assert lab.slept_s == [0.0, 0.0, 2.0]  # twice as long as the other engine lived with the row
+
+
+def test_an_engine_that_dies_without_rows_as_often_condemns_no_row() -> None:
+    def kill_idle(seconds: float) -> None:
+        if seconds == 2.0 and next(idle_kills, False):
+            lab.engines[-1].has_ended = True
+
+    idle_kills = iter([True] * 3)
+    lab = Lab(kills=times(4), on_sleep=kill_idle, load_s=1.0)
+    assert asyncio.run(_with_restarts(lab, 9)) == {"row 0": "done row 0"}
+    assert len(lab.engines) == 8
+
+
+async def _with_restarts(lab: Lab, max_restarts: int) -> dict[str, Outcome]:
+    return await lab.run(["row 0"], lab.supervisor(max_restarts))
+
+
+def test_another_error_is_the_rows_own() -> None:
+    lab = Lab()
+    outcomes = asyncio.run(lab.run([*ROWS, "bug"]))
+    assert isinstance(outcomes.pop("bug"), TypeError)
+    assert outcomes == DONE
+    assert len(lab.engines) == 1
+
+
+def test_stopped_in_the_middle_all_rows_fail_and_no_engine_is_left() -> None:
+    async def stopped(lab: Lab, begun: int) -> list[Outcome]:
+        supervisor = lab.supervisor()
+        work = asyncio.gather(*map(supervisor.handle, ROWS), return_exceptions=True)
+        await until(lambda: len(lab.engines) >= begun)
+        await supervisor.stop()
+        await supervisor.stop()
+        outcomes = await asyncio.wait_for(work, 20)
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await supervisor.begin()
+        return outcomes
+
+    for lab, begun in ((Lab(), 1), (Lab(kills=times(1)), 2)):
+        outcomes = asyncio.run(stopped(lab, begun))
+        assert {type(outcome) for outcome in outcomes} <= {EngineDeadError, str}
+        assert all(engine.has_ended for engine in lab.engines)
+        assert len(lab.engines) == begun
+
+
+def test_a_caller_that_goes_away_holds_nobody_up() -> None:
+    async def cancelled() -> dict[str, Outcome]:
+        supervisor = lab.supervisor()
+        gone = [asyncio.create_task(supervisor.handle(f"deadly {number}")) for number in range(3)]
+        await until(lambda: len(lab.engines) >= 2)
+        for task in gone:
+            task.cancel()
+        return await lab.run(ROWS, supervisor)
+
+    lab = Lab()
+    assert asyncio.run(cancelled()) == DONE
+
+
+def test_a_node_that_is_lost_is_no_evidence_and_its_rows_go_on() -> None:
+    class OnLostNode(Engine):
+        async def handle(self, row: str) -> str:
+            raise NodeLostError("the engine's node is lost")
+
+    lab = Lab()
+    lost = iter([True] * 5)
+
+    def start() -> Engine:
+        lab.engines.append((OnLostNode if next(lost, False) else Engine)(lab))
+        return lab.engines[-1]
+
+    supervisor = EngineSupervisor(start, max_restarts=5, clock=lab.clock, sleep=lab.sleep)
+    assert asyncio.run(lab.run(["row 0"], supervisor)) == {"row 0": "done row 0"}
+    assert len(lab.engines) == 6
+
+
+def test_a_job_that_drains_ends_what_an_engine_has_and_begins_nothing_new() -> None:
+    async def drained() -> tuple[list[Outcome], Outcome, int]:
+        supervisor = lab.supervisor()
+        work = asyncio.gather(*map(supervisor.handle, ROWS), return_exceptions=True)
+        await until(lambda: lab.begun.total() == len(ROWS))
+        await supervisor.drain()
+        given = await supervisor.num_given()
+        late = (await asyncio.gather(supervisor.handle("late"), return_exceptions=True))[0]
+        outcomes = await work
+        assert await supervisor.num_given() == given
+        return outcomes, late, given
+
+    lab = Lab()
+    outcomes, late, given = asyncio.run(drained())
+    assert outcomes == list(DONE.values())
+    assert (type(late), given) == (DrainingError, len(ROWS))
+
+
+def test_rows_of_an_engine_that_dies_while_the_job_drains_are_not_begun_again() -> None:
+    async def drained() -> tuple[list[Outcome], int]:
+        supervisor = lab.supervisor()
+
+        def drain_and_kill(_: str) -> bool:
+            asyncio.ensure_future(supervisor.drain())  # noqa: RUF006 - it has ended before the rows have
+            return True
+
+        lab.kills = drain_and_kill
+        outcomes = await asyncio.gather(*map(supervisor.handle, ROWS), return_exceptions=True)
+        return outcomes, await supervisor.num_given()
+
+    lab = Lab()
+    outcomes, given = asyncio.run(drained())
+    assert {type(outcome) for outcome in outcomes} == {DrainingError}
+    assert given == 0
+
+
+def test_an_engine_is_given_no_more_rows_than_it_can_run() -> None:
+    lab = Lab()
+    supervisor = EngineSupervisor(lab.start, max_restarts=0, max_rows=5, clock=lab.clock, sleep=lab.sleep)
+    assert asyncio.run(lab.run(ROWS, supervisor)) == DONE
+    assert lab.most_inside == 5
+
+
+def test_rows_at_a_time_follow_from_the_engines_options() -> None:
+    config = EngineConfig(model="demo", max_num_seqs=8)
+    assert rows_at_a_time(config) == 10
+    assert rows_at_a_time(config.replace(parallel=ParallelOptions(replicas=3))) == 30

@@ -1,0 +1,158 @@
+"""Strategies under measurement, with a tiny model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rayspec.bench.contenders import Ours, finish
+from rayspec.bench.result import Sample
+from rayspec.config import EngineConfig
+from rayspec.decode.engine import Engine
+from rayspec.local_engine import engine_like, load_engine
+from rayspec.types import PromptTooLongError
+from tests.engines import RowClock, engine_with
+from tests.families import WHOLE_FAMILIES, checkpoint, parts_of, ragged_prompts
+
+PROMPTS = ragged_prompts([5, 40, 60])
+
+
+def config(strategy: str = "knapspec", family: str = "llama") -> EngineConfig:
+    return EngineConfig(
+        model=checkpoint(family),
+        dtype="float32",
+        device="cpu",
+        num_threads=1,
+        max_model_len=128,
+        max_num_seqs=2,
+        speculation={"strategy": strategy, "gate": False},  # type: ignore[arg-type]
+    )
+
+
+@pytest.fixture(scope="module")
+def plain() -> Engine:
+    return load_engine(config("ar"), with_tokenizer=False)
+
+
+def like(engine: Engine, strategy: str) -> Engine:
+    other = engine_like(engine, config(strategy))
+    assert other is not None
+    return other
+
+
+def test_engines_share_weights_and_nothing_else(plain: Engine) -> None:
+    other = like(plain, "asd")
+    mine, theirs = (engine.stages.runner for engine in (plain, other))  # type: ignore[attr-defined]
+    assert theirs.parts is mine.parts
+    assert theirs.arena is not mine.arena
+    assert (other.config.speculation.strategy, other.max_model_len) == ("asd", plain.max_model_len)
+    before = finish(Ours(plain).write(PROMPTS, 20)).token_ids
+    assert finish(Ours(other).write(PROMPTS, 20)).token_ids == before
+    assert finish(Ours(plain).write(PROMPTS, 20)).token_ids == before
+
+
+@pytest.mark.parametrize("changes", [{"offload": {"to": "disk"}}, {"parallel": {"stages": 2}}])
+def test_what_cannot_share_weights(plain: Engine, changes: dict[str, object]) -> None:
+    assert engine_like(plain, config().replace(**changes)) is None
+
+
+def test_models_of_one_piece_cannot_share_weights_and_have_nothing_to_forget() -> None:
+    whole = config("knapspec", next(iter(WHOLE_FAMILIES)))
+    engine = load_engine(whole, with_tokenizer=False)
+    assert engine_like(engine, whole) is None
+    contender = Ours(engine)
+    contender.forget()
+    assert len(finish(contender.write(PROMPTS, 4)).token_ids) == 3
+
+
+def test_a_run_is_of_all_prompts_in_their_order(plain: Engine) -> None:
+    contender = Ours(plain)
+    alone = [finish(contender.write([prompt], 10)).token_ids[0] for prompt in PROMPTS]
+    run = finish(contender.write(PROMPTS, 10))
+    assert run.token_ids == alone
+    assert 0 < run.prefill_s < run.seconds
+    assert run.prefill_cpu_s > 0
+    assert contender.device == torch.device("cpu")
+
+
+def test_the_rate_of_decoding_is_that_of_the_rounds() -> None:
+    """Long and short prompts at once, so that steps run chunks of prompts and rounds: a row takes a second."""
+    clock = RowClock()
+    parts, prompts = parts_of(checkpoint("llama")), ragged_prompts([5, 60, 12, 40, 33, 20, 7, 50])
+    engine = engine_with(parts, wrap=clock.count, clock=clock, max_num_seqs=8, max_num_batched_tokens=16)
+    sample = Sample(run=finish(Ours(engine).write(prompts, 10)), cost=None)
+    num_decoded = sum(len(tokens) - 1 for tokens in sample.run.token_ids)
+    assert sample.run.prefill_s == sum(map(len, prompts))
+    assert sample.run.seconds == sample.run.prefill_s + num_decoded
+    assert sample.tokens_per_s == pytest.approx(1.0)
+
+
+def test_a_piece_is_a_step(plain: Engine) -> None:
+    """Two prompts at a time: the second is there after the first piece at the latest, the third when one has ended."""
+    written = list(Ours(plain).write(PROMPTS, 6))
+    assert written == sorted(written)
+    assert written[-1] == 3 * 6
+    assert len(written) >= 2 * 6
+
+
+def test_others_may_run_between_two_pieces(plain: Engine) -> None:
+    contenders = [Ours(plain), Ours(like(plain, "layerskip"))]
+    alone = [finish(contender.write(PROMPTS, 12)) for contender in contenders]
+    writings = [contender.write(PROMPTS, 12) for contender in contenders]
+    for _ in range(5):
+        for writing in writings:
+            next(writing)
+    for writing, before in zip(writings, alone, strict=True):
+        run = finish(writing)
+        assert run.token_ids == before.token_ids
+        assert 0 < run.prefill_s < run.seconds
+
+
+def test_cpu_time_of_prompts_is_none_of_what_follows(plain: Engine) -> None:
+    contender = Ours(plain)
+    short, long = (finish(contender.write(PROMPTS[-1:], tokens)) for tokens in (2, 60))
+    assert long.prefill_cpu_s < 5 * short.prefill_cpu_s
+
+
+def test_what_was_done_counts_from_when_it_was_warm(plain: Engine) -> None:
+    contender = Ours(like(plain, "layerskip"))
+    finish(contender.write(PROMPTS, 30))
+    contender.warm_up(PROMPTS, 8)
+    assert contender.used.num_rounds == contender.used.num_draft_tokens == contender.used.total_s == 0
+    run = finish(contender.write(PROMPTS, 10))
+    used = contender.used
+    assert used.num_rounds + used.num_accepted_tokens == 3 * 9
+    assert used.num_draft_tokens > 0
+    assert used.total_s == pytest.approx(run.seconds)
+
+
+def test_plans_count_from_when_it_was_warm(plain: Engine) -> None:
+    """The plan of the warm-up goes on being used; what it did there is not told."""
+    contender = Ours(like(plain, "asd"))
+    contender.forget()
+    contender.warm_up(PROMPTS, 12)
+    assert contender.used.plans == []
+    finish(contender.write(PROMPTS, 20))
+    once = sum(record.num_tokens for record in contender.used.plans)
+    assert 0 < once <= 3 * 19
+    finish(contender.write(PROMPTS, 20))
+    assert once < sum(record.num_tokens for record in contender.used.plans) <= 2 * 3 * 19
+    assert all(record.sequence_s > 0 for record in contender.used.plans)
+
+
+def test_to_forget_is_to_begin_with_a_new_selector(plain: Engine) -> None:
+    contender = Ours(like(plain, "knapspec"))
+    before = contender.engine._selector
+    contender.forget()
+    after = contender.engine._selector
+    assert type(after) is type(before)
+    assert after is not before
+    fixed = Ours(plain)
+    selector = plain._selector
+    fixed.forget()
+    assert plain._selector is selector
+
+
+def test_a_prompt_that_fails_is_raised(plain: Engine) -> None:
+    with pytest.raises(PromptTooLongError):
+        finish(Ours(plain).write([[5] * 200], 4))

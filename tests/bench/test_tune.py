@@ -1,0 +1,183 @@
+"""`rayspec tune` as a user runs it, on the bundled model and on tiny ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import rayspec
+from rayspec import demo
+from rayspec.bench.run import model_folder
+from rayspec.bench.tune import TuneOptions, _Progress, calibration_prompts
+from rayspec.bench.workloads import demo_prompts
+from rayspec.cli import app
+from rayspec.config import EngineConfig, TuningOptions
+from rayspec.model.fingerprint import weights_fingerprint
+from rayspec.strategies.saved_plans import ModelIdentity, SavedPlans
+from rayspec.strategies.tuning import Tried
+from rayspec.types import ConfigError
+
+MODEL = ("--model", "demo", "--dtype", "float32", "--num-threads", "1")
+FAST = ("--context", "150", "--num-prompts", "2", "--max-tokens", "4", "--num-tries", "2")
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.chdir(tmp_path)
+    return lambda *arguments: CliRunner().invoke(app, ["tune", *(str(argument) for argument in arguments)])
+
+
+@pytest.fixture(scope="module")
+def llm() -> rayspec.LLM:
+    return rayspec.LLM("demo", dtype="float32", num_threads=1, max_model_len=512, speculation={"strategy": "ar"})
+
+
+def load(path: Path) -> SavedPlans:
+    config = EngineConfig(model=demo.model_path(), dtype="float32")
+    return SavedPlans.load(path, ModelIdentity.of(config, 32))
+
+
+def options(*inputs: str, **changes: Any) -> TuneOptions:
+    values = {"engine": EngineConfig(model="demo"), "tuning": TuningOptions(), "output": Path("plans.json")}
+    return TuneOptions(inputs=inputs, **({"context": 150, "num_prompts": 3} | values | changes))
+
+
+def write_documents(path: Path, count: int) -> Path:
+    rows = [{"text": document.text} for document in demo.sample_documents(count, num_sentences=8, seed=4)]
+    path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    return path
+
+
+def test_one_plan_a_domain_with_anchors(run: Run, tmp_path: Path) -> None:
+    write_documents(tmp_path / "audits.jsonl", 2)
+    result = run(*MODEL, *FAST, "--input", "audits.jsonl", "--input", "plan=demo:schedule", "-o", "new/plans.json")
+    assert result.exit_code == 0, result.output
+    saved = load(tmp_path / "new" / "plans.json")
+    assert saved.model.name == "demo"
+    assert [(plan.domain, len(plan.anchors)) for plan in saved.plans] == [("audits", 2), ("plan", 2)]
+    for plan in saved.plans:
+        assert plan.radius > 0
+        assert plan.provenance.calibration == "2 prompts, 4 tokens generated from each"
+        (line,) = [line for line in result.stdout.splitlines() if line.startswith(f"│ {plan.domain} ")]
+        cells = [cell.strip() for cell in line.split("│")][1:-1]
+        num_mlp = len([index for index in plan.skip if index % 2])
+        assert cells[1:4] == [f"{len(plan.skip) - num_mlp} of 16", f"{num_mlp} of 16", "16"]
+        assert cells[4] == f"{100 * plan.acceptance:.0f} %"
+        assert cells[5:7] == [f"{plan.tokens_per_s:.1f}", f"{plan.plain_tokens_per_s:.1f}"]
+        assert cells[8] == f"{plan.radius:.3f}"
+    assert "audits: 2 prompts of up to" in result.stderr
+    assert "plan: plan 1 of 2 makes" in result.stderr
+    assert "saved in new/plans.json" in result.stderr
+
+
+def test_one_input_without_a_domain_gives_a_plan_for_any_text(run: Run, tmp_path: Path) -> None:
+    result = run(*MODEL, *FAST, "--input", "demo:summary", "-o", "plans.json", "--num-tries", "1")
+    assert result.exit_code == 0, result.output
+    plan = load(tmp_path / "plans.json").only()
+    assert (plan.domain, plan.anchors) == ("", ())
+    assert "any text" in result.stdout
+    before = (tmp_path / "plans.json").read_bytes()
+    again = run(*MODEL, *FAST, "--input", "demo:summary", "-o", "plans.json")
+    assert again.exit_code == 2
+    assert "which exists" in again.stderr
+    assert (tmp_path / "plans.json").read_bytes() == before
+
+
+@pytest.mark.exhaustive
+def test_by_knapspec_and_over_what_exists(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "plans.json").write_text("old")
+    result = run(
+        *(*MODEL, *FAST, "--input", "demo:summary", "-o", "plans.json", "--overwrite", "--plans-by", "knapspec"),
+        *("--max-tokens", "48", "--set", f"profile_cache={tmp_path}"),
+    )
+    assert result.exit_code == 0, result.output
+    assert load(tmp_path / "plans.json").only().provenance.method == "the fastest of KnapSpec's"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-o", "plans.json"], "option 'input' is missing"),
+        (["--input", "demo:summary", "-o", "plans.txt"], "must end in .json"),
+        (["--input", "demo:summary", "-o", "a-file/plans.json"], "choose another place"),
+        (["--input", "demo:summary", "-o", "plans.json", "--num-anchors", "0"], "option 'num_anchors' is 0"),
+        (["--input", "demo:summary", "-o", "plans.json", "--plans-by", "luck"], "option 'plans_by' is 'luck'"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_is_loaded(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    (tmp_path / "a-file").write_text("")
+    monkeypatch.setattr("rayspec.bench.tune.load_llm", None)
+    result = run(*MODEL, *arguments)
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (["demo:novels"], "'novels' is none of summary"),
+        (["=demo:summary"], "write it as FILE or DOMAIN=FILE"),
+        (["law="], "write it as FILE or DOMAIN=FILE"),
+        (["demo:summary", "demo:all"], "names two of domain 'summary'"),
+    ],
+)
+def test_inputs_that_are_none(llm: rayspec.LLM, inputs: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        calibration_prompts(llm, options(*inputs))
+
+
+def test_a_file_that_cannot_be_read_fails_the_command(run: Run) -> None:
+    result = run(*MODEL, *FAST, "--input", "law=absent.jsonl", "-o", "plans.json")
+    assert result.exit_code == 2, result.output
+    assert "absent.jsonl" in result.stderr
+    assert not Path("plans.json").exists()
+
+
+def test_domains_are_named_by_their_inputs(llm: rayspec.LLM, tmp_path: Path) -> None:
+    file = str(write_documents(tmp_path / "law=new.jsonl", 5))
+    assert {domain: len(prompts) for domain, prompts in calibration_prompts(llm, options(file)).items()} == {"": 3}
+    found = calibration_prompts(llm, options("demo:all", f"audits={file}", "audits=demo:summary", context=200))
+    sizes = {domain: len(prompts) for domain, prompts in found.items()}
+    assert sizes == {**dict.fromkeys(demo.DOMAINS, 3), "audits": 6}
+    assert list(calibration_prompts(llm, options("audits=demo:summary"))) == ["audits"]
+
+
+def test_calibration_prompts_are_not_those_of_benchmarks(llm: rayspec.LLM) -> None:
+    found = calibration_prompts(llm, options("demo:all", context=300))
+    for domain, prompts in found.items():
+        for seed in range(4):
+            benched = demo_prompts(llm, domain, context=300, num_prompts=8, seed=seed)
+            assert not {tuple(prompt) for prompt in prompts} & {tuple(prompt) for prompt in benched}
+
+
+def test_a_widened_model_has_the_same_weights_every_time() -> None:
+    config = EngineConfig(model="demo", dtype="bfloat16")
+    fingerprints = []
+    for _ in range(2):
+        with model_folder(config, 2) as folder:
+            fingerprints.append(weights_fingerprint(config.replace(model=folder)))
+    assert fingerprints[0] == fingerprints[1] != weights_fingerprint(config.replace(model=demo.model_path()))
+
+
+def test_progress_is_told_when_there_is_something_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, said = [0.0], []
+    monkeypatch.setattr("rayspec.bench.tune.time.monotonic", lambda: now[0])
+    progress = _Progress(TuningOptions(num_tries=9), said.append)
+    for number, (second, best) in enumerate([(1, 5.0), (2, 5.0), (3, 8.0), (4, 8.0), (9, 8.0)], 1):
+        now[0] = second
+        tried = {"number": number, "tokens_per_s": 5.0, "best_tokens_per_s": best, "plain_tokens_per_s": 4.0}
+        progress(Tried(domain="law", **tried))  # type: ignore[arg-type]
+    assert said == [
+        "law: plan 1 of 9 makes 5.0 tokens/s, the best 5.0 (x1.25 of plain)",
+        "law: plan 3 of 9 makes 5.0 tokens/s, the best 8.0 (x2.00 of plain)",
+        "law: plan 5 of 9 makes 5.0 tokens/s, the best 8.0 (x2.00 of plain)",
+    ]

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from rayspec.command.options import Asked, with_settings
+from rayspec.command.settings import Settings
+from rayspec.config import EngineConfig, KnapsackOptions, Options, ParallelOptions, SamplingParams, SpeculationOptions
+from rayspec.types import ConfigError
+
+app = typer.Typer(rich_markup_mode=None)
+seen: list[Settings] = []
+
+
+@app.command()
+@with_settings(sampling=SamplingParams(max_tokens=77))
+def command(*, asked: Asked, name: str = "nobody") -> None:
+    """A command with options of its own."""
+    assert name in {"nobody", "me"}
+    seen.append(asked.settings())
+
+
+def settings_of(*arguments: str) -> Settings:
+    seen.clear()
+    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return seen[0]
+
+
+def test_flags_become_options_of_the_right_group() -> None:
+    settings = settings_of(
+        *("--model", "m", "--max-num-seqs", "3", "--strategy", "static", "--skip", "2", "--skip", "5", "--no-gate"),
+        *("--temperature", "0.25", "--stop", "a", "--stop", "b", "--set", "speculation.knapsack.max_states=32"),
+        *("--name", "me", "--deterministic", "--stages", "2", "--layers", "3", "--layers", "1"),
+    )
+    assert settings.engine == EngineConfig(
+        model="m",
+        max_num_seqs=3,
+        deterministic=True,
+        parallel=ParallelOptions(stages=2, layers=(3, 1)),
+        speculation=SpeculationOptions(
+            strategy="static", skip=(2, 5), gate=False, knapsack=KnapsackOptions(max_states=32)
+        ),
+    )
+    assert settings.sampling == SamplingParams(temperature=0.25, stop=("a", "b"), max_tokens=77)
+
+
+def test_what_is_not_said_is_left_to_the_defaults() -> None:
+    assert settings_of("--model", "m").engine == EngineConfig(model="m")
+
+
+def test_help_shows_the_defaults_of_the_option_groups() -> None:
+    text = " ".join(CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).output.split())
+    assert f"sequences decoded at once [default: {EngineConfig.model_fields['max_num_seqs'].default}]" in text
+    assert "--max-tokens <int> [default: 77]" in text
+    assert ", static, ar, " in text
+    assert "[default: knapspec]" in text
+
+
+def test_every_simple_option_has_a_flag() -> None:
+    text = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).output
+    groups = {name for name, info in SpeculationOptions.model_fields.items() if isinstance(info.default, Options)}
+    without = groups | {"quantization_config", "speculation", "parallel", "offload", "logit_bias", "n"}
+    for options in (EngineConfig, SpeculationOptions, ParallelOptions, SamplingParams):
+        for name in options.model_fields.keys() - without:
+            assert f"--{name.replace('_', '-')}" in text
+
+
+@pytest.mark.parametrize("option", ["model", "tokenizer"])
+def test_a_wrong_name_of_a_model_is_refused_before_anything_is_loaded(option: str) -> None:
+    with pytest.raises(ConfigError, match=f"option '{option}' is 'demoo'.*did you mean 'demo'"):
+        Asked(flags={"model": "demo", option: "demoo"}).settings()
+    with pytest.raises(ConfigError, match=f"option '{option}' is '/no/where', and there is no such folder"):
+        Asked(flags={"model": "demo", option: "/no/where"}).settings()
+
+
+def test_a_cluster_may_have_a_folder_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert Asked(flags={"model": "/no/where"}).settings().engine.model == "/no/where"

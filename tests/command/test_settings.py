@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rayspec.command.settings import make_settings
+from rayspec.config import SamplingParams
+from rayspec.types import ConfigError
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_overrides_and_flags_win_over_the_file(tmp_path: Path) -> None:
+    file = write(
+        tmp_path / "c.yaml", "model: m\nmax_num_seqs: 2\nspeculation: {strategy: ar, gate: false}\ndtype: auto\n"
+    )
+    settings = make_settings(
+        file=file,
+        overrides=["speculation.knapsack.resolution=256", "dtype=float16"],
+        flags={"max_num_seqs": 4, "strategy": "knapspec", "temperature": 0.5, "device": None},
+        sampling=SamplingParams(max_tokens=99, temperature=0.0),
+    )
+    engine, speculation = settings.engine, settings.engine.speculation
+    assert (engine.model, engine.max_num_seqs, engine.dtype, engine.device) == ("m", 4, "float16", "auto")
+    assert (speculation.strategy, speculation.gate, speculation.knapsack.resolution) == ("knapspec", False, 256)
+    assert (settings.sampling.max_tokens, settings.sampling.temperature) == (99, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "flags", "message"),
+    [
+        (
+            ["speculation.strategy=ar"],
+            {"strategy": "auto"},
+            "option 'speculation.strategy' is given two values, by --set speculation.strategy=ar and by --strategy",
+        ),
+        (["max_num_seqs=3"], {"max_num_seqs": 4}, "by --set max_num_seqs=3 and by --max-num-seqs 4"),
+        (["sampling.seed=3"], {"seed": 4}, "option 'sampling.seed'"),
+        (["speculation.gate=true"], {"gate": False}, "and by --no-gate"),
+        (["speculation.skip=[1]"], {"skip": [2, 3]}, "and by --skip 2 --skip 3"),
+        (["parallel={stages: 2}"], {"stages": 3}, "option 'parallel.stages'"),
+        (["max_num_seqs=3", "max_num_seqs=4"], {}, "by --set max_num_seqs=3 and by --set max_num_seqs=4"),
+        (["speculation.gate=false", "speculation={strategy: ar}"], {}, "option 'speculation.gate' is given two values"),
+        (["parallel.stages=2", "parallel=null"], {}, "option 'parallel.stages' is given two values"),
+    ],
+)
+def test_a_contradiction_is_refused(overrides: list[str], flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_settings(overrides=["model=m", *overrides], flags=flags)
+    assert message in str(caught.value)
+
+
+def test_what_is_said_twice_and_alike_is_no_contradiction() -> None:
+    settings = make_settings(
+        overrides=["model=m", "model=m", "speculation={strategy: static}", "speculation.skip=[1, 2]"],
+        flags={"model": "m", "strategy": "static", "skip": [1, 2]},
+    )
+    assert (settings.engine.speculation.strategy, settings.engine.speculation.skip) == ("static", (1, 2))
+
+
+def test_a_saved_config_gives_the_same_settings(tmp_path: Path) -> None:
+    before = make_settings(
+        overrides=["model=m", "speculation.strategy=static", "speculation.skip=[3, 4]", "sampling.stop=[end]"]
+    )
+    file = write(tmp_path / "c.yaml", yaml.safe_dump(before.resolved()))
+    assert make_settings(file=file) == before
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model"], "option 'set' is 'model': write it as name=value"),
+        (["=x"], "write it as name=value"),
+        (["speculation..gate=1"], "write it as name=value"),
+        (["model=m", "speculation=fast"], "speculation"),
+        (["model=m", "sampling.n=2"], "option 'sampling.n' is 2: a row has one output"),
+        (["model=m", "sampling.temprature=1"], "unknown option 'temprature'; did you mean 'temperature'"),
+        (["model=m", "nonsense.deep=1"], "unknown option 'nonsense'"),
+        (["model=m", "dtype={"], "whose value is not valid YAML"),
+        (["model=m", "dtype=3", "dtype.deep=3"], "option 'dtype' is 3: it must be a group"),
+    ],
+)
+def test_an_override_that_means_nothing_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
+        make_settings(overrides=overrides)
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "just text", "a: [", "1: 2"])
+def test_a_file_that_holds_no_options_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match="option 'config'"):
+        make_settings(file=write(tmp_path / "c.yaml", text))
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"option 'config' is .*absent.yaml': No such file"):
+        make_settings(file=tmp_path / "absent.yaml")
+
+
+def test_an_empty_group_is_as_good_as_none(tmp_path: Path) -> None:
+    settings = make_settings(file=write(tmp_path / "c.yaml", "model: m\nsampling:\n"), flags={"max_tokens": 3})
+    assert settings.sampling == SamplingParams(max_tokens=3)

@@ -1,0 +1,400 @@
+"""Requests on the bundled model: chunks that join to the answer, errors in time, and nothing left running."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import openai.types as official
+import openai.types.chat as official_chat
+import pytest
+
+from rayspec import LLM, SamplingParams, demo
+from rayspec.async_engine import AsyncEngine
+from rayspec.decode.engine_loop import EngineDeadError
+from rayspec.openai.answer import respond, stream
+from rayspec.openai.encoding import plain_body
+from rayspec.openai.errors import ApiError
+from rayspec.openai.limits import Limits
+from rayspec.openai.requests import ChatRequest, CompletionRequest, Request
+from rayspec.types import CompletionOutput, NonFiniteLogitsError, RayspecError, RequestError, RequestOutput
+from tests.demo_model import demo_tokenizer
+
+SERVED = ("short-name", "/models/path")
+STAMP = {"name": "7", "created": 99}
+CONTEXT = 512
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "device": "cpu",
+    "num_threads": 1,
+    "max_model_len": CONTEXT,
+    "max_num_seqs": 8,
+    "speculation": {"strategy": "static", "skip": [13, 14, 18], "max_draft_tokens": 4},
+}
+DOCUMENT = demo.sample_documents(1, num_sentences=6, seed=11)[0].text
+CHAT: dict[str, Any] = {
+    "model": SERVED[0],
+    "messages": [{"role": "user", "content": DOCUMENT}],
+    "temperature": 0,
+    "max_tokens": 16,
+}
+TEXT: dict[str, Any] = {"model": SERVED[0], "prompt": "Fee 5 was paid", "temperature": 0, "max_tokens": 12}
+T = TypeVar("T")
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[AsyncEngine]:
+    engine = AsyncEngine(LLM("demo", **OPTIONS))
+    yield engine
+    engine.stop()
+
+
+def parsed(body: dict[str, Any], **changes: Any) -> Request:
+    kind = ChatRequest if "messages" in body else CompletionRequest
+    return kind.parse(body | changes)
+
+
+def run(work: Awaitable[T]) -> T:
+    async def in_time() -> T:
+        outcome = await asyncio.wait_for(work, timeout=60)
+        assert asyncio.all_tasks() == {asyncio.current_task()}, "nothing is left running"
+        return outcome
+
+    return asyncio.run(in_time())
+
+
+async def chunks_of(request: Request, engine: Any) -> list[dict[str, Any]]:
+    return [plain_body(chunk) async for chunk in stream(request, engine, SERVED, **STAMP)]
+
+
+@dataclass
+class Joined:
+    """A choice put together of its chunks."""
+
+    text: str = ""
+    num_chunks: int = 0
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def add(self, choice: dict[str, Any]) -> None:
+        assert self.finish_reason is None, "nothing comes after the finish reason"
+        chat = "delta" in choice
+        if chat and self.num_chunks == 0:
+            assert choice["delta"] == {"role": "assistant", "content": ""}
+        elif chat:
+            assert set(choice["delta"]) == {"content"}
+        self.num_chunks += 1
+        self.text += choice["delta"]["content"] if chat else choice["text"]
+        self.finish_reason, self.stop_reason = choice["finish_reason"], choice["stop_reason"]
+        for name, values in (choice["logprobs"] or {}).items():
+            self.columns.setdefault(name, []).extend(values or [])
+
+
+def joined(chunks: Sequence[dict[str, Any]]) -> dict[int, Joined]:
+    choices: dict[int, Joined] = {}
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        choices.setdefault(choice["index"], Joined()).add(choice)
+    return choices
+
+
+def check_official(chunk: dict[str, Any]) -> None:
+    """The official types read it, and know all that is in it."""
+    if chunk["object"] == "chat.completion.chunk":
+        read: Any = official_chat.ChatCompletionChunk.model_validate(chunk, strict=True)
+    else:
+        # The official type knows the finish reason of whole completions only; OpenAI's own chunks have null, too.
+        choices = [choice | {"finish_reason": choice["finish_reason"] or "stop"} for choice in chunk["choices"]]
+        read = official.Completion.model_validate(chunk | {"choices": choices}, strict=True)
+    assert set(read.model_extra) <= {"metrics"}
+    for choice in read.choices:
+        assert set(choice.model_extra) == {"stop_reason"}
+        assert choice.logprobs is None or not choice.logprobs.model_extra
+
+
+def check_same(chunks: Sequence[dict[str, Any]], whole: dict[str, Any]) -> dict[int, Joined]:
+    for chunk in chunks:
+        check_official(chunk)
+        assert [chunk[name] for name in ("id", "created", "model")] == [whole[n] for n in ("id", "created", "model")]
+    choices = joined([chunk for chunk in chunks if chunk["choices"]])
+    assert sorted(choices) == [choice["index"] for choice in whole["choices"]]
+    for expected in whole["choices"]:
+        choice = choices[expected["index"]]
+        assert choice.text == (expected["message"]["content"] if "message" in expected else expected["text"])
+        assert (choice.finish_reason, choice.stop_reason) == (expected["finish_reason"], expected["stop_reason"])
+        for name, values in (expected["logprobs"] or {}).items():
+            check_column(choice.columns[name], values or [])
+        assert bool(choice.columns) == (expected["logprobs"] is not None)
+    return choices
+
+
+def check_column(streamed: Any, whole: Any) -> None:
+    """Equal, numbers up to rounding, which depends on the batch."""
+    if isinstance(whole, float):
+        assert streamed == pytest.approx(whole, abs=1e-4)
+    elif isinstance(whole, list):
+        assert len(streamed) == len(whole)
+        for one, other in zip(streamed, whole, strict=True):
+            check_column(one, other)
+    elif isinstance(whole, dict):
+        assert set(streamed) == set(whole)
+        for name, value in whole.items():
+            check_column(streamed[name], value)
+    else:
+        assert streamed == whole
+
+
+SAMPLED = {"temperature": 0.8, "seed": 5}
+HAN = demo_tokenizer()("世", add_special_tokens=False)["input_ids"]
+HAN_PARTS = {**dict.fromkeys(map(str, HAN), 100.0), "40": 99.0}
+BODIES: dict[str, dict[str, Any]] = {
+    "chat": CHAT,
+    "chat with logprobs": CHAT | {"logprobs": True, "top_logprobs": 3},
+    "chat with logprobs of the chosen": CHAT | {"logprobs": True, "n": 2, **SAMPLED},
+    "chat with usage": CHAT | {"stream_options": {"include_usage": True}, "n": 3, **SAMPLED},
+    "text": TEXT,
+    "several prompts, several texts": TEXT | {"prompt": ["Fee 5", "In May", "The report"], "n": 2, **SAMPLED},
+    "token ids with logprobs": TEXT | {"prompt": [[40, 41], [42]], "logprobs": 2},
+    "special tokens": TEXT | {"logprobs": 1, "skip_special_tokens": False, "min_tokens": 3, "logit_bias": {"1": 100}},
+    "parts of characters": TEXT | {"logit_bias": HAN_PARTS, "n": 4, "logprobs": 0, "temperature": 1, "seed": 3},
+    "parts of characters in a chat": CHAT | {"logit_bias": HAN_PARTS, "logprobs": True, "temperature": 1, "seed": 4},
+    "one token": TEXT | {"max_tokens": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_chunks_join_to_the_answer(engine: AsyncEngine, name: str) -> None:
+    body = BODIES[name] | {"stream": True}
+    body.setdefault("stream_options", {"include_usage": "usage" in name or "prompts" in name})
+    request = parsed(body)
+    assert request.stream
+    whole = plain_body(run(respond(request, engine, SERVED, **STAMP)))
+    chunks = run(chunks_of(request, engine))
+    choices = check_same(chunks, whole)
+    assert max(choice.num_chunks for choice in choices.values()) >= (2 if body["max_tokens"] > 1 else 1)
+    if request.include_usage:
+        assert [chunk["usage"] for chunk in chunks] == [None] * (len(chunks) - 1) + [whole["usage"]]
+        assert chunks[-1]["choices"] == []
+    else:
+        assert not any("usage" in chunk for chunk in chunks)
+        assert all(chunk["choices"] for chunk in chunks)
+    assert "\ufffd" in whole["choices"][0].get("text", "\ufffd") or "parts" not in name
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_chunks_end_at_stop_strings_as_the_answer_does(engine: AsyncEngine, include: bool) -> None:
+    text = plain_body(run(respond(parsed(CHAT), engine, SERVED, **STAMP)))["choices"][0]["message"]["content"]
+    stop = text[len(text) // 2 :][:5]
+    request = parsed(CHAT, stop=["never there", stop], include_stop_str_in_output=include)
+    whole = plain_body(run(respond(request, engine, SERVED, **STAMP)))
+    choices = check_same(run(chunks_of(request, engine)), whole)
+    assert (choices[0].finish_reason, choices[0].stop_reason) == ("stop", stop)
+    assert choices[0].text == text[: text.index(stop)] + stop * include
+
+
+def test_prompts_run_at_the_same_time(engine: AsyncEngine) -> None:
+    request = parsed(TEXT, prompt=["Fee 5", "In May", "The report"], n=2, max_tokens=16, ignore_eos=True, **SAMPLED)
+    indices = [chunk["choices"][0]["index"] for chunk in run(chunks_of(request, engine))]
+    ends = [len(indices) - 1 - indices[::-1].index(index) for index in range(6)]
+    assert max(indices.index(index) for index in range(6)) < min(ends)
+
+
+def test_what_drafting_did_is_told_when_asked_for(engine: AsyncEngine) -> None:
+    request = parsed(CHAT, return_spec_decode_metrics=True)
+    whole = plain_body(run(respond(request, engine, SERVED, **STAMP)))
+    *chunks, end = run(chunks_of(request, engine))
+    assert not any("metrics" in chunk for chunk in chunks)
+    assert (end["choices"], end["metrics"]) == ([], whole["metrics"])
+    check_official(end)
+    metrics = whole["metrics"]
+    assert metrics["num_draft_tokens"] >= metrics["num_accepted_draft_tokens"] > 0
+    assert metrics["num_spec_steps"] > 0
+    # The first token comes of the prompt, each round gives one beside the accepted ones.
+    assert whole["usage"]["completion_tokens"] >= metrics["num_accepted_draft_tokens"] + metrics["num_spec_steps"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "code"),
+    [
+        ({"model": "other"}, 404, "model_not_found"),
+        ({"n": 129}, 400, "invalid_value"),
+        ({"temperature": 5}, 400, "invalid_value"),
+        ({"prompt": ["x"] * 1025}, 400, "invalid_value"),
+        ({"prompt": [[5], []]}, 400, "empty_prompt"),
+        ({"prompt": ["x", ""]}, 400, "empty_prompt"),
+        ({"prompt": [[5], [6], [len(demo_tokenizer())]]}, 400, "invalid_token"),
+        ({"prompt": [[5], [-1]]}, 400, "invalid_token"),
+        ({"prompt": ["x", "long " * CONTEXT]}, 400, "context_length_exceeded"),
+    ],
+)
+@pytest.mark.parametrize("answer", [respond, lambda *args, **stamp: anext(stream(*args, **stamp))])
+def test_what_is_wrong_with_a_request_is_told_before_anything_runs(
+    engine: AsyncEngine, answer: Callable[..., Awaitable[Any]], changes: dict[str, Any], status: int, code: str
+) -> None:
+    before = engine.stats.num_prompt_tokens
+    with pytest.raises(RequestError) as caught:
+        run(answer(parsed(TEXT, **changes), engine, SERVED, **STAMP))
+    told = ApiError.of(caught.value)
+    assert (told.status, told.code) == (status, code)
+    assert engine.stats.num_prompt_tokens == before
+
+
+def test_limits_are_the_callers(engine: AsyncEngine) -> None:
+    request = parsed(TEXT, n=3, temperature=1, max_tokens=1)
+    for answer in (respond, lambda *args, **options: anext(stream(*args, **options))):
+        with pytest.raises(RequestError, match="at most 2"):
+            run(answer(request, engine, SERVED, **STAMP, limits=Limits(max_n=2)))
+    assert len(run(respond(request, engine, SERVED, **STAMP)).choices) == 3
+
+
+LONG = TEXT | {"prompt": ["Fee 5", "In May", "The report"], "n": 2, "max_tokens": 400, "ignore_eos": True, **SAMPLED}
+
+
+async def is_idle(engine: AsyncEngine) -> bool:
+    for _ in range(500):
+        load = engine.load
+        if load.num_running == load.num_waiting == load.kv_used_tokens == 0:
+            return True
+        await asyncio.sleep(0.01)
+    return False
+
+
+@pytest.mark.parametrize("num_chunks", [1, 20])
+def test_closing_in_mid_stream_ends_all_prompts(engine: AsyncEngine, num_chunks: int) -> None:
+    async def work() -> int:
+        chunks = stream(parsed(LONG), engine, SERVED, **STAMP)
+        for _ in range(num_chunks):
+            await anext(chunks)
+        assert engine.load.num_running + engine.load.num_waiting > 0
+        await chunks.aclose()
+        assert await is_idle(engine)
+        return engine.stats.num_generated_tokens
+
+    before = engine.stats.num_generated_tokens
+    assert run(work()) - before < 6 * 400 // 2
+
+
+@pytest.mark.parametrize("answer", [respond, chunks_of])
+def test_cancelling_ends_all_prompts(engine: AsyncEngine, answer: Callable[..., Any]) -> None:
+    async def work() -> None:
+        request = parsed(LONG)
+        waits = chunks_of(request, engine) if answer is chunks_of else respond(request, engine, SERVED, **STAMP)
+        task = asyncio.ensure_future(waits)
+        while engine.load.num_running + engine.load.num_waiting < 6:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await is_idle(engine)
+
+    run(work())
+
+
+def test_a_slow_reader_gets_everything(engine: AsyncEngine) -> None:
+    request = parsed(CHAT)
+
+    async def slowly() -> list[dict[str, Any]]:
+        chunks = []
+        async for chunk in stream(request, engine, SERVED, **STAMP):
+            chunks.append(plain_body(chunk))
+            await asyncio.sleep(0.01)
+        return chunks
+
+    check_same(run(slowly()), plain_body(run(respond(request, engine, SERVED, **STAMP))))
+
+
+def test_an_engine_that_ends_in_mid_stream_is_told() -> None:
+    engine = AsyncEngine(LLM("demo", **OPTIONS))
+
+    async def work() -> None:
+        chunks = stream(parsed(LONG), engine, SERVED, **STAMP)
+        await anext(chunks)
+        await asyncio.to_thread(engine.stop)
+        with pytest.raises(EngineDeadError):
+            async for _ in chunks:
+                pass
+        with pytest.raises(EngineDeadError):
+            await anext(stream(parsed(LONG), engine, SERVED, **STAMP))
+
+    run(work())
+
+
+class ScriptedStreams:
+    """Gives each prompt's tokens one by one, for ever or up to its outcome."""
+
+    tokenizer = demo_tokenizer()
+    max_model_len = CONTEXT
+
+    def __init__(self, outcomes: dict[int, RayspecError]) -> None:
+        self.outcomes = outcomes
+        self.num_open = 0
+
+    def tokens(self, prompt: Any) -> list[int]:
+        return list(self.tokenizer(prompt)["input_ids"])
+
+    async def stream(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams
+    ) -> AsyncGenerator[RequestOutput, None]:
+        (first,) = prompt_token_ids
+        self.num_open += 1
+        try:
+            for step in itertools.count():
+                await asyncio.sleep(0)
+                yield self._piece(first, self.outcomes.get(first) if step == 3 else None)
+        finally:
+            self.num_open -= 1
+
+    def _piece(self, token_id: int, error: RayspecError | None) -> RequestOutput:
+        text = self.tokenizer.decode([token_id])
+        return RequestOutput(
+            request_id="r",
+            prompt=None,
+            prompt_token_ids=(token_id,),
+            outputs=[CompletionOutput(index=0, text=text, token_ids=(token_id,))],
+            finished=False,
+            error=error,
+        )
+
+
+@pytest.mark.parametrize("error", [NonFiniteLogitsError("NaN"), EngineDeadError("gone")])
+def test_a_prompt_that_fails_later_ends_the_others_after_what_came_before(error: RayspecError) -> None:
+    engine = ScriptedStreams({41: error})
+    told = []
+
+    async def work() -> None:
+        chunks = stream(parsed(TEXT, prompt=[[40], [41], [42]]), engine, SERVED, **STAMP)
+        while True:
+            told.append((await anext(chunks)).choices[0].index)
+
+    with pytest.raises(type(error)):
+        run(work())
+    assert engine.num_open == 0
+    assert told.count(1) == 3
+
+
+def test_closing_returns_when_all_prompts_have_ended() -> None:
+    engine = ScriptedStreams({})
+
+    async def work() -> None:
+        chunks = stream(parsed(TEXT, prompt=[[40], [41], [42]]), engine, SERVED, **STAMP)
+        await anext(chunks)
+        assert engine.num_open == 3
+        await chunks.aclose()
+        assert engine.num_open == 0
+
+    run(work())
+
+
+def test_the_tier_that_served_is_told_where_one_is_asked_for(engine: AsyncEngine) -> None:
+    for tier in ("auto", "default"):
+        request = parsed(CHAT, service_tier=tier, max_tokens=2)
+        whole = plain_body(run(respond(request, engine, SERVED, **STAMP)))
+        told = [whole, *run(chunks_of(request, engine))]
+        assert {one["service_tier"] for one in told} == {"default"}
+    for body in (CHAT, TEXT):
+        assert "service_tier" not in plain_body(run(respond(parsed(body, max_tokens=2), engine, SERVED, **STAMP)))

@@ -1,0 +1,183 @@
+"""Bytes on the wire, and what the official client makes of them over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import openai
+import pytest
+
+from rayspec.openai.chunks import ChatChunkChoice, ChatCompletionChunk, ChatDelta, Chunk
+from rayspec.openai.encoding import END_OF_EVENTS, event, events, json_body, plain_body
+from rayspec.openai.errors import ApiError
+from rayspec.openai.models import ModelCard, ModelList
+from rayspec.openai.responses import Completion, CompletionChoice
+from rayspec.openai.usage import Usage
+from rayspec.types import EmptyPromptError, OutOfMemoryError, RayspecError
+
+STAMP = {"id": "i", "created": 5, "model": "m"}
+USAGE = Usage.counted(3, 2)
+
+
+def chat_chunk(text: str, **values: Any) -> ChatCompletionChunk:
+    choice = ChatChunkChoice(index=0, delta=ChatDelta(content=text))
+    return ChatCompletionChunk(**{**STAMP, "choices": [choice], **values})
+
+
+def text_chunk(text: str, **values: Any) -> Completion:
+    choice = CompletionChoice(index=0, text=text, logprobs=None, finish_reason=None, stop_reason=None)
+    return Completion(**{**STAMP, "choices": [choice], **values})
+
+
+async def _chunks(*items: Chunk | RayspecError, closed: list[bool] | None = None) -> AsyncGenerator[Chunk, None]:
+    try:
+        for item in items:
+            if isinstance(item, RayspecError):
+                raise item
+            yield item
+    finally:
+        if closed is not None:
+            closed.append(True)
+
+
+def encoded(*items: Chunk | RayspecError) -> list[bytes]:
+    async def collect() -> list[bytes]:
+        return [one async for one in events(_chunks(*items))]
+
+    return asyncio.run(collect())
+
+
+def test_json_is_compact_and_leaves_out_what_is_unset() -> None:
+    begin = b'{"id":"i","created":5,"model":"m","choices":['
+    end = b',"object":"chat.completion.chunk"}'
+    choice = (
+        '{"index":0,"delta":{"content":"é\\n\\n"},"logprobs":null,"finish_reason":null,"stop_reason":null}]'.encode()
+    )
+    assert json_body(chat_chunk("é\n\n")) == begin + choice + end
+    assert json_body(chat_chunk("é\n\n", usage=None)) == begin + choice + b',"usage":null' + end
+    assert plain_body(chat_chunk("é\n\n")) == json.loads(json_body(chat_chunk("é\n\n")))
+
+
+def test_a_stream_is_events_and_an_end() -> None:
+    assert encoded(text_chunk("a\n"), text_chunk("b")) == [
+        event(text_chunk("a\n")),
+        event(text_chunk("b")),
+        END_OF_EVENTS,
+    ]
+    for one in encoded(text_chunk("a\n\ndata: [DONE]\n\n\u2028")):
+        assert one.startswith(b"data: ")
+        assert one.index(b"\n") == len(one) - 2
+
+
+def test_an_error_before_the_first_chunk_is_raised() -> None:
+    with pytest.raises(EmptyPromptError):
+        encoded(EmptyPromptError("nothing"))
+
+
+@pytest.mark.parametrize("error", [OutOfMemoryError("full"), EmptyPromptError("nothing")])
+def test_a_later_error_is_an_event(error: RayspecError) -> None:
+    chunk, told, end = encoded(text_chunk("a"), error)
+    assert (chunk, end) == (event(text_chunk("a")), END_OF_EVENTS)
+    assert json.loads(told.removeprefix(b"data: ")) == ApiError.of(error).body
+
+
+def test_what_is_no_error_of_ours_is_not_hidden() -> None:
+    async def broken() -> AsyncGenerator[Chunk, None]:
+        yield text_chunk("a")
+        raise ZeroDivisionError
+
+    async def collect() -> None:
+        async for _ in events(broken()):
+            pass
+
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(collect())
+
+
+def test_closing_the_events_closes_the_chunks() -> None:
+    closed: list[bool] = []
+
+    async def close_early() -> None:
+        stream = events(_chunks(text_chunk("a"), text_chunk("b"), closed=closed))
+        await anext(stream)
+        assert not closed
+        await stream.aclose()
+        assert closed
+
+    asyncio.run(close_early())
+
+
+@contextmanager
+def serving(body: bytes, content_type: str = "text/event-stream") -> Iterator[openai.OpenAI]:
+    """The official client of a server that answers everything with `body`."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def _answer(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            self.send_response(200)
+            self.send_header("Content-Type", content_type)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_GET = do_POST = _answer  # noqa: N815 - as the standard library calls them
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            with openai.OpenAI(
+                base_url=f"http://127.0.0.1:{server.server_port}/v1", api_key="k", max_retries=0
+            ) as client:
+                yield client
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_the_official_client_reads_a_chat() -> None:
+    last = chat_chunk("", choices=[ChatChunkChoice(index=0, delta=ChatDelta(content="!"), finish_reason="stop")])
+    end = chat_chunk("", choices=[], usage=USAGE)
+    body = b"".join(encoded(chat_chunk("é\n", usage=None), chat_chunk("世", usage=None), last, end))
+    with serving(body) as client:
+        chunks = list(client.chat.completions.create(model="m", messages=[], stream=True))
+    assert [choice.delta.content for chunk in chunks for choice in chunk.choices] == ["é\n", "世", "!"]
+    assert [choice.finish_reason for chunk in chunks for choice in chunk.choices] == [None, None, "stop"]
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.total_tokens == 5
+    assert (chunks[0].usage, chunks[0].object, chunks[0].id) == (None, "chat.completion.chunk", "i")
+
+
+def test_the_official_client_reads_texts() -> None:
+    with serving(b"".join(encoded(text_chunk("a"), text_chunk(" b")))) as client:
+        chunks = list(client.completions.create(model="m", prompt="x", stream=True))
+    assert [chunk.choices[0].text for chunk in chunks] == ["a", " b"]
+
+
+def test_the_official_client_raises_an_error_in_mid_stream() -> None:
+    with serving(b"".join(encoded(text_chunk("a"), OutOfMemoryError("the arena is full")))) as client:
+        stream = client.completions.create(model="m", prompt="x", stream=True)
+        assert next(stream).choices[0].text == "a"
+        with pytest.raises(openai.APIError, match="the arena is full") as caught:
+            next(stream)
+    assert (caught.value.code, caught.value.type) == ("out_of_memory", "server_error")
+
+
+def test_the_official_client_reads_the_models() -> None:
+    body = json_body(ModelList.of([ModelCard(id="a", created=5, max_model_len=9)]))
+    with serving(body, "application/json") as client:
+        (model,) = client.models.list()
+    assert (model.id, model.owned_by) == ("a", "rayspec")
+
+
+def test_an_error_is_json_too() -> None:
+    error = ApiError.of(EmptyPromptError("nothing"))
+    assert json.loads(json_body(error)) == error.body

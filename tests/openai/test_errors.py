@@ -1,0 +1,63 @@
+"""Errors as HTTP tells them, and JSON that is none."""
+
+from __future__ import annotations
+
+import openai.types as official
+import pytest
+
+from rayspec.decode.engine_loop import EngineDeadError
+from rayspec.decode.stages import StageLostError
+from rayspec.openai.errors import ApiError, InvalidRequestError, parse_json
+from rayspec.types import (
+    ConfigError,
+    EmptyPromptError,
+    InvalidMessagesError,
+    InvalidTokenError,
+    NonFiniteLogitsError,
+    OutOfMemoryError,
+    PromptTooLongError,
+    RayspecError,
+)
+
+
+@pytest.mark.parametrize(
+    "content", [b'{"a": "\\ud83d"}', b"\xff", b'{"a": NaN}', b'{"a": 1', b"{} {}", b"[" * 100_000, b""]
+)
+def test_what_is_not_json_is_refused(content: bytes) -> None:
+    with pytest.raises(InvalidRequestError, match="not valid JSON"):
+        parse_json(content)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "code"),
+    [
+        (PromptTooLongError("long"), 400, "invalid_request_error", "context_length_exceeded"),
+        (EmptyPromptError("none"), 400, "invalid_request_error", "empty_prompt"),
+        (InvalidTokenError("foreign"), 400, "invalid_request_error", "invalid_token"),
+        (InvalidMessagesError("odd"), 400, "invalid_request_error", "invalid_messages"),
+        (
+            InvalidRequestError("who", code="model_not_found", status=404),
+            404,
+            "invalid_request_error",
+            "model_not_found",
+        ),
+        (OutOfMemoryError("full"), 500, "server_error", "out_of_memory"),
+        (NonFiniteLogitsError("nan"), 500, "server_error", "non_finite_logits"),
+        (EngineDeadError("at /secret/place"), 503, "server_error", "engine_dead"),
+        (StageLostError("at 10.0.0.1"), 503, "server_error", "stage_lost"),
+        (ConfigError("in /secret/config"), 503, "server_error", "config"),
+    ],
+)
+def test_errors_have_a_status_and_a_code(error: RayspecError, status: int, kind: str, code: str) -> None:
+    told = ApiError.of(error)
+    body = official.ErrorObject.model_validate(told.body["error"])
+    assert (told.status, body.type, body.code) == (status, kind, code)
+    assert not body.model_extra
+    assert (str(error) in body.message) == (status < 503)
+
+
+def test_what_was_sent_comes_back_only_in_part() -> None:
+    told = ApiError.of(InvalidRequestError("x" * 10**6, param="y" * 10**6))
+    assert told.message.startswith("xxx")
+    assert told.message.endswith("x...")
+    assert len(told.message) == len(told.param or "") == 1000

@@ -1,0 +1,233 @@
+"""What request bodies mean, and what is refused and how."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import openai.types as official
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayspec.config import SamplingParams
+from rayspec.openai.errors import ApiError, InvalidRequestError
+from rayspec.openai.requests import ChatRequest, CompletionRequest
+from rayspec.types import PromptTooLongError
+
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+TEXT: dict[str, Any] = {"model": "m", "prompt": "x"}
+
+EVERYTHING: dict[str, Any] = {
+    "n": 2,
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "stop": ["a", "b"],
+    "seed": 7,
+    "presence_penalty": 0.25,
+    "frequency_penalty": -0.25,
+    "logit_bias": {"5": -100, "6": 1.5},
+    "top_k": 20,
+    "min_p": 0.05,
+    "repetition_penalty": 1.1,
+    "min_tokens": 3,
+    "ignore_eos": True,
+    "stop_token_ids": [9],
+    "skip_special_tokens": False,
+    "include_stop_str_in_output": True,
+}
+
+
+def params_of(body: dict[str, Any], *, prompt: int = 10, context: int = 100) -> SamplingParams:
+    kind = ChatRequest if "messages" in body else CompletionRequest
+    return kind.parse(body).sampling_params(prompt, context)
+
+
+def test_every_parameter_reaches_the_sampling_params() -> None:
+    expected = SamplingParams(
+        **EVERYTHING | {"logit_bias": {5: -100, 6: 1.5}, "stop": ("a", "b")}, max_tokens=30, logprobs=4
+    )
+    assert params_of(CHAT | EVERYTHING | {"max_tokens": 30, "logprobs": True, "top_logprobs": 4}) == expected
+    assert params_of(CHAT | EVERYTHING | {"max_completion_tokens": 30, "logprobs": True, "top_logprobs": 4}) == expected
+    assert params_of(TEXT | EVERYTHING | {"max_tokens": 30, "logprobs": 4}) == expected
+    reached = {*EVERYTHING, "max_tokens", "logprobs"}
+    assert reached == set(SamplingParams.model_fields)
+
+
+def test_what_is_left_out_or_null_has_the_default() -> None:
+    nothing = dict.fromkeys([*EVERYTHING, "max_tokens", "logprobs", "stream", "stream_options", "user"])
+    for extra in ({}, nothing):
+        assert params_of(TEXT | extra) == SamplingParams()
+        assert params_of(CHAT | extra) == SamplingParams(max_tokens=90)
+    assert params_of(CHAT | {"logprobs": True}).logprobs == 0
+    assert params_of(CHAT | {"logprobs": False}).logprobs is None
+    assert params_of(TEXT | {"logprobs": 0}).logprobs == 0
+    assert params_of(TEXT | {"stop": "end"}).stop == ("end",)
+
+
+def test_fields_that_change_no_text_are_taken() -> None:
+    ignored = {"user": "u", "metadata": {"a": "b"}, "store": True, "safety_identifier": "s"}
+    asks_for_nothing = {
+        "tools": [],
+        "tool_choice": "none",
+        "response_format": {"type": "text"},
+        "modalities": ["text"],
+        "parallel_tool_calls": False,
+        "prediction": None,
+        "service_tier": "auto",
+        "stream": False,
+    }
+    assert params_of(CHAT | ignored | asks_for_nothing) == params_of(CHAT)
+    assert params_of(TEXT | ignored | {"best_of": 1, "suffix": "", "echo": False}) == params_of(TEXT)
+
+
+def test_of_both_limits_the_newer_name_counts() -> None:
+    both = {"max_tokens": 7, "max_completion_tokens": 3}
+    assert params_of(CHAT | both).max_tokens == 3
+    assert params_of(CHAT | {"max_tokens": 3, "max_completion_tokens": 7}).max_tokens == 7
+
+
+def test_the_output_must_fit_the_context() -> None:
+    assert params_of(CHAT | {"max_tokens": 90}).max_tokens == 90
+    assert params_of(TEXT, prompt=95).max_tokens == 5
+    for body in (CHAT, TEXT):
+        with pytest.raises(
+            PromptTooLongError, match=r"maximum context length is 100 tokens.*101 tokens \(10 in the pr"
+        ):
+            params_of(body | {"max_tokens": 91})
+        with pytest.raises(PromptTooLongError, match="maximum context length"):
+            params_of(body, prompt=100)
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "param", "code", "message"),
+    [
+        (CHAT, {"temperatur": 1}, "temperatur", "unknown_parameter", "did you mean 'temperature'"),
+        (CHAT, {"prompt": "x"}, "prompt", "unknown_parameter", "unknown field"),
+        (CHAT, {"tools": [{"type": "function"}]}, "tools", "unsupported_parameter", "not supported"),
+        (CHAT, {"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter", "not supp"),
+        (CHAT, {"reasoning_effort": "high"}, "reasoning_effort", "unsupported_parameter", "not supported"),
+        (CHAT, {"temperature": 2.5}, "temperature", "invalid_value", "2.5"),
+        (CHAT, {"temperature": "0.5"}, "temperature", "invalid_value", "number"),
+        (CHAT, {"temperature": True}, "temperature", "invalid_value", "number"),
+        (CHAT, {"temperature": math.inf}, "temperature", "invalid_value", "finite"),
+        (CHAT, {"logit_bias": {"1": math.nan}}, "logit_bias.1", "invalid_value", "finite"),
+        (CHAT, {"top_p": 0}, "top_p", "invalid_value", "greater than 0"),
+        (CHAT, {"n": 0}, "n", "invalid_value", "greater than or equal to 1"),
+        (CHAT, {"n": True}, "n", "invalid_value", "integer"),
+        (CHAT, {"max_tokens": 0}, "max_tokens", "invalid_value", "greater"),
+        (CHAT, {"max_completion_tokens": 0}, "max_completion_tokens", "invalid_value", "greater"),
+        (CHAT, {"service_tier": "flex"}, "service_tier", "invalid_value", "'auto' or 'default'"),
+        (TEXT, {"service_tier": "flex"}, "service_tier", "unsupported_parameter", "not supported"),
+        (CHAT, {"prediction": {"type": "content", "content": "x"}}, "prediction", "unsupported_parameter", "leave it"),
+        (CHAT, {"min_tokens": 9, "max_tokens": 3}, "min_tokens", "invalid_value", "exceeds"),
+        (CHAT, {"logprobs": 5}, "logprobs", "invalid_value", "boolean"),
+        (CHAT, {"top_logprobs": 1}, "top_logprobs", "invalid_value", "logprobs: true"),
+        (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value", "20"),
+        (CHAT, {"logit_bias": {"a": 1}}, "logit_bias", "invalid_value", "integer"),
+        (CHAT, {"logit_bias": {"1": 101}}, "logit_bias", "invalid_value", "100"),
+        (CHAT, {"seed": 2**64}, "seed", "invalid_value", "64 bits"),
+        (CHAT, {"stop": [""]}, "stop", "invalid_value", "empty"),
+        (CHAT, {"stream_options": {}}, "stream_options", "invalid_value", "stream: true"),
+        (CHAT, {"model": None}, "model", "missing_required_parameter", "required"),
+        (CHAT, {"messages": []}, "messages", "invalid_value", "at least 1"),
+        (CHAT, {"messages": [{"role": "user"}]}, "messages.0.content", "missing_required_parameter", "required"),
+        (CHAT, {"messages": [{"role": "u", "content": ""}]}, "messages.0.role", "invalid_value", "assistant"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages.0.content",
+            "unsupported_parameter",
+            "'image_url'",
+        ),
+        (
+            CHAT,
+            {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
+            "messages.0.tool_calls",
+            "unsupported_parameter",
+            "not supported",
+        ),
+        (TEXT, {"messages": []}, "messages", "unknown_parameter", "unknown field"),
+        (TEXT, {"echo": True}, "echo", "unsupported_parameter", "not supported"),
+        (TEXT, {"best_of": 2}, "best_of", "unsupported_parameter", "not supported"),
+        (TEXT, {"suffix": "x"}, "suffix", "unsupported_parameter", "not supported"),
+        (TEXT, {"logprobs": 21}, "logprobs", "invalid_value", "20"),
+        (TEXT, {"prompt": []}, "prompt", "invalid_value", "token ids"),
+        (TEXT, {"prompt": [1, "a"]}, "prompt", "invalid_value", "token ids"),
+        (TEXT, {"prompt": [True]}, "prompt", "invalid_value", "token ids"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(
+    base: dict[str, Any], changes: dict[str, Any], param: str, code: str, message: str
+) -> None:
+    kind = ChatRequest if base is CHAT else CompletionRequest
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        kind.parse(base | changes).sampling_params(10, 100)
+    assert (caught.value.param, caught.value.code, caught.value.status) == (param, code, 400)
+    assert param.split(".", maxsplit=1)[0] in str(caught.value)
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    base=st.sampled_from([CHAT, TEXT]),
+    name=st.sampled_from(sorted({*ChatRequest.model_fields, *CompletionRequest.model_fields, *ChatRequest.refused})),
+    value=_JSON,
+)
+def test_no_value_of_a_field_raises_anything_else(base: dict[str, Any], name: str, value: Any) -> None:
+    kind = ChatRequest if base is CHAT else CompletionRequest
+    try:
+        params = kind.parse(base | {name: value}).sampling_params(10, 100)
+    except (InvalidRequestError, PromptTooLongError) as error:
+        official.ErrorObject.model_validate(ApiError.of(error).body["error"])
+    else:
+        assert params.max_tokens <= 90
+
+
+@settings(deadline=None)
+@given(body=_JSON)
+def test_no_body_raises_anything_else(body: Any) -> None:
+    for kind in (ChatRequest, CompletionRequest):
+        with pytest.raises(InvalidRequestError):
+            kind.parse(body)
+
+
+def _taken_as_text(prompt: str | Any) -> list[int]:
+    assert isinstance(prompt, str)
+    return [ord(character) for character in prompt]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "token_ids"),
+    [("ab", [[97, 98]]), (["a", "b"], [[97], [98]]), ([5, 6], [[5, 6]]), ([[5], [6, 7]], [[5], [6, 7]]), ([[]], [[]])],
+)
+def test_prompts_are_texts_or_tokens(prompt: Any, token_ids: list[list[int]]) -> None:
+    assert CompletionRequest.parse({"model": "m", "prompt": prompt}).prompts(_taken_as_text) == token_ids
+
+
+def test_messages_become_what_chat_templates_take() -> None:
+    seen: list[Any] = []
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    messages = [
+        {"role": "developer", "content": "rules"},
+        {"role": "system", "content": "more"},
+        {"role": "user", "content": parts, "name": "ann"},
+        {"role": "assistant", "content": "yes", "tool_calls": [], "refusal": None},
+        {"role": "tool", "content": "42", "tool_call_id": "t"},
+    ]
+    ChatRequest.parse({"model": "m", "messages": messages}).prompts(lambda prompt: seen.append(prompt) or [1])
+    assert seen == [
+        [
+            {"role": "system", "content": "rules"},
+            {"role": "system", "content": "more"},
+            {"role": "user", "content": "one\ntwo", "name": "ann"},
+            {"role": "assistant", "content": "yes"},
+            {"role": "tool", "content": "42", "tool_call_id": "t"},
+        ]
+    ]

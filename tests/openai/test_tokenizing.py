@@ -1,0 +1,163 @@
+"""Tokens of texts and conversations, and back."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from rayspec.openai.encoding import plain_body
+from rayspec.openai.errors import ApiError, InvalidRequestError
+from rayspec.openai.requests import ChatRequest, CompletionRequest
+from rayspec.openai.tokenizing import (
+    DetokenizeRequest,
+    TokenizeRequest,
+    beside_the_loop,
+    detokenize,
+    prompt_tokens,
+    tokenize,
+)
+from rayspec.types import ConfigError, InvalidMessagesError, InvalidTokenError, RequestError
+from tests.demo_model import demo_tokenizer
+
+SERVED = ("short-name", "/models/path")
+CHAT = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Yo"},
+    {"role": "developer", "content": "é"},
+]
+
+
+class DemoTokens:
+    """The bundled model's tokenizer and template, without the model."""
+
+    max_model_len = 77
+    tokenizer = demo_tokenizer()
+
+    def tokens(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
+        if isinstance(prompt, str):
+            return list(self.tokenizer(prompt)["input_ids"])
+        return self.templated(prompt, add_generation_prompt=True)
+
+    def templated(self, messages: Any, *, add_generation_prompt: bool) -> list[int]:
+        encoded = self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=add_generation_prompt, return_dict=True
+        )
+        return list(encoded["input_ids"])
+
+
+def asked(**body: Any) -> Any:
+    return plain_body(tokenize(TokenizeRequest.parse(body), DemoTokens(), SERVED))
+
+
+def test_a_text_is_told_as_vllm_tells_it() -> None:
+    token_ids = demo_tokenizer()("Fee é")["input_ids"]
+    assert asked(prompt="Fee é") == {
+        "count": len(token_ids), "max_model_len": 77, "tokens": token_ids, "token_strs": None
+    }  # fmt: skip
+    strings = demo_tokenizer().convert_ids_to_tokens(token_ids)
+    assert asked(prompt="Fee é", model=SERVED[1], return_token_strs=True)["token_strs"] == strings
+    assert asked(prompt="") == {"count": 0, "max_model_len": 77, "tokens": [], "token_strs": None}
+
+
+def test_special_tokens_are_left_out_when_asked_for() -> None:
+    class WithBeginning(DemoTokens):
+        class Tokenizer:
+            def __call__(self, text: str, *, add_special_tokens: bool = True) -> dict[str, list[int]]:
+                return {"input_ids": [1] * add_special_tokens + [len(text)]}
+
+        tokenizer: Any = Tokenizer()
+
+    for extra, tokens in (({}, [1, 2]), ({"add_special_tokens": True}, [1, 2]), ({"add_special_tokens": False}, [2])):
+        request = TokenizeRequest.parse({"prompt": "ab"} | extra)
+        assert tokenize(request, WithBeginning(), SERVED).tokens == tokens
+
+
+def test_a_conversation_goes_through_the_template() -> None:
+    messages = [*CHAT[:2], {"role": "system", "content": "é"}]
+    whole, open_ended = (DemoTokens().templated(messages, add_generation_prompt=flag) for flag in (False, True))
+    assert whole != open_ended
+    assert asked(messages=CHAT)["tokens"] == asked(messages=CHAT, add_generation_prompt=True)["tokens"] == open_ended
+    assert asked(messages=CHAT, add_generation_prompt=False, add_special_tokens=False)["tokens"] == whole
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "code"),
+    [
+        ({}, "prompt", "invalid_value"),
+        ({"prompt": "x", "messages": CHAT}, "prompt", "invalid_value"),
+        ({"messages": []}, "messages", "invalid_value"),
+        ({"prompt": ["x"]}, "prompt", "invalid_value"),
+        ({"prompt": "x", "add_generation_prompt": True}, "add_generation_prompt", "invalid_value"),
+        ({"messages": CHAT, "add_special_tokens": True}, "add_special_tokens", "invalid_value"),
+        ({"messages": CHAT, "continue_final_message": True}, "continue_final_message", "unsupported_parameter"),
+        ({"messages": CHAT, "chat_template": "x"}, "chat_template", "unsupported_parameter"),
+        ({"prompt": "x", "add_special_token": True}, "add_special_token", "unknown_parameter"),
+        ({"prompt": "x", "model": "other"}, "model", "model_not_found"),
+    ],
+)
+def test_what_cannot_be_tokenized_is_refused_by_name(body: dict[str, Any], param: str, code: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        asked(**body)
+    assert (caught.value.param, caught.value.code) == (param, code)
+
+
+def test_fields_that_ask_for_nothing_are_taken() -> None:
+    nothing = {"continue_final_message": False, "tools": [], "chat_template": None, "chat_template_kwargs": {}}
+    assert asked(messages=CHAT, **nothing) == asked(messages=CHAT)
+
+
+@pytest.mark.parametrize("text", ["Fee é was <|assistant|> paid", ""])
+def test_tokens_become_the_text_that_they_came_of(text: str) -> None:
+    tokens = asked(prompt=text)["tokens"]
+    assert plain_body(detokenize(DetokenizeRequest.parse({"tokens": tokens}), DemoTokens(), SERVED)) == {"prompt": text}
+
+
+@pytest.mark.parametrize("token_id", [-1, len(demo_tokenizer()), 2**31, 2**40, 10**30])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_tokens_of_another_model_are_refused(token_id: int, place: int) -> None:
+    tokens = [5, 6]
+    tokens.insert(place, token_id)
+    with pytest.raises(InvalidTokenError, match=f"{token_id} is no token"):
+        detokenize(DetokenizeRequest.parse({"tokens": tokens}), DemoTokens(), SERVED)
+
+
+@pytest.mark.parametrize("body", [{"tokens": [True]}, {"tokens": 5}, {}, {"tokens": [1], "model": "other"}])
+def test_bad_detokenize_bodies_are_refused(body: dict[str, Any]) -> None:
+    with pytest.raises(RequestError) as caught:
+        detokenize(DetokenizeRequest.parse(body), DemoTokens(), SERVED)
+    assert 400 <= ApiError.of(caught.value).status < 500
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [(ConfigError("none"), "no chat template"), (ValueError("roles must alternate"), "roles must alternate")],
+)
+def test_a_conversation_that_cannot_be_a_prompt_is_told(error: Exception, message: str) -> None:
+    class Untemplated(DemoTokens):
+        def tokens(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
+            raise error
+
+    with pytest.raises(InvalidMessagesError, match=message):
+        prompt_tokens(Untemplated(), CHAT)
+
+
+def test_only_long_work_goes_beside_the_loop() -> None:
+    async def threads() -> tuple[int, int, int]:
+        here = threading.get_ident()
+        return here, await beside_the_loop(threading.get_ident, 100), await beside_the_loop(threading.get_ident, 10**6)
+
+    here, short, long = asyncio.run(threads())
+    assert short == here != long
+
+
+def test_the_size_of_what_is_to_be_tokenized() -> None:
+    assert TokenizeRequest.parse({"prompt": "abc"}).size == 3
+    assert TokenizeRequest.parse({"messages": CHAT}).size == 5
+    assert DetokenizeRequest.parse({"tokens": [1, 2, 3, 4]}).size == 4
+    assert CompletionRequest.parse({"model": "m", "prompt": ["ab", "c"]}).num_characters == 3
+    assert CompletionRequest.parse({"model": "m", "prompt": [1, 2, 3]}).num_characters == 0
+    assert ChatRequest.parse({"model": "m", "messages": CHAT}).num_characters == 5

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from rayspec.cli import app
+from rayspec.ops.doctor.cluster import (
+    Node,
+    check_agreement,
+    check_counted_gpus,
+    check_fingerprints,
+    cluster_findings,
+)
+from rayspec.ops.doctor.gpus import Gpus
+from rayspec.ops.doctor.nodes import NodeFacts, tell_of_node
+from rayspec.ops.doctor.peers import Peer
+from tests.families import checkpoint
+
+FACTS = NodeFacts(
+    address="10.0.0.1",
+    versions={"python": "3.11.7", "ray": "2.60.0"},
+    gpus=Gpus(names=("A", "A"), num_usable=2),
+    findings=(),
+    model=None,
+    fingerprint="abc",
+)
+NODE = Node(node_id="1", name="a", num_gpus=2)
+
+
+def test_nodes_must_have_the_same_versions() -> None:
+    other = replace(FACTS, versions={"python": "3.11.7", "ray": "2.59.0"})
+    python, ray = check_agreement({"a": FACTS, "b": other, "c": FACTS})
+    assert (python.status, ray.status) == ("ok", "problem")
+    assert ray.found == "2.59.0 on b; 2.60.0 on a, c"
+
+
+@pytest.mark.parametrize(
+    ("counted", "usable", "status"), [(2, 2, "ok"), (0, 0, "skipped"), (4, 2, "problem"), (1, 2, "warning")]
+)
+def test_ray_must_count_the_gpus_that_can_be_used(counted: int, usable: int, status: str) -> None:
+    facts = replace(FACTS, gpus=replace(FACTS.gpus, num_usable=usable))
+    finding = check_counted_gpus(replace(NODE, num_gpus=counted), facts)
+    assert finding.status == status
+    assert status in {"ok", "skipped"} or "--num-gpus 2" in finding.remedy
+
+
+def test_nodes_must_have_the_same_weights() -> None:
+    assert check_fingerprints({"a": FACTS, "b": FACTS}).status == "ok"
+    differing = check_fingerprints({"a": FACTS, "b": replace(FACTS, fingerprint="")})
+    assert differing.status == "problem"
+    assert differing.found == "none on b; abc on a"
+    assert check_fingerprints({"a": replace(FACTS, fingerprint="")}).status == "skipped"
+    assert check_fingerprints({}).status == "skipped", "no node has answered"
+
+
+@pytest.mark.parametrize("scheme", ["ray://", ""])
+def test_a_cluster_that_is_not_there_is_a_problem_and_no_traceback(scheme: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    (finding,) = cluster_findings(f"{scheme}127.0.0.1:{port}", None)
+    assert finding.status == "problem"
+    assert f"nothing answers at {scheme}127.0.0.1:{port}" in finding.found
+
+
+def test_peers_answer_those_that_know_the_secret() -> None:
+    ours, stranger = Peer(b"x" * 32, "127.0.0.1"), Peer(b"y" * 32, "127.0.0.1")
+    took = ours.call(ours.where())
+    assert isinstance(took, float)
+    assert 0 < took < 5
+    assert isinstance(stranger.call(ours.where()), str)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        gone = listener.getsockname()[:2]
+    assert "refused" in str(ours.call(gone))
+
+
+def test_a_node_tells_of_itself(tmp_path: Path) -> None:
+    facts = tell_of_node(checkpoint("llama"))
+    assert len(facts.fingerprint) == 16
+    assert facts.versions["python"].startswith("3.")
+    broken = tmp_path / "broken"
+    shutil.copytree(checkpoint("llama"), broken)
+    (broken / "model.safetensors").unlink()
+    assert tell_of_node(str(broken)).fingerprint == ""
+    assert tell_of_node(None).model is None
+
+
+def test_the_command_is_quick_and_says_what_it_found(tmp_path: Path) -> None:
+    arguments = ["doctor", "--quick", "--model", "demo", "--json", str(tmp_path / "found.json")]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    saved = json.loads((tmp_path / "found.json").read_text())
+    assert saved["ok"] is True
+    assert {"python", "packages", "GPUs", "model files"} <= {each["name"] for each in saved["findings"]}
+    assert "cluster" not in {each["name"] for each in saved["findings"]}
+
+
+def test_quick_needs_neither_torch_nor_ray() -> None:
+    code = (
+        "import sys; from rayspec.ops.doctor.examine import examine; examine(model='demo', quick=True); "
+        "sys.exit(bool({'torch', 'ray', 'transformers'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_command_fails_where_there_is_a_problem(tmp_path: Path) -> None:
+    found = tmp_path / "found.json"
+    result = CliRunner().invoke(app, ["doctor", "--quick", "--model", str(tmp_path), "--json", str(found)])
+    assert result.exit_code == 1
+    assert "no config.json" in found.read_text(encoding="utf-8")
+
+
+def test_without_an_address_there_is_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 0
+    assert "--address auto" in " ".join(result.stdout.split())
+
+
+@pytest.mark.ray
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+def test_the_nodes_of_a_real_cluster_are_looked_at(ray_environment: None, tmp_path: Path) -> None:
+    """In a process of its own, which starts a cluster of three nodes and attaches to it."""
+    script, report = Path(__file__).parent / "three_nodes.py", tmp_path / "report.json"
+    subprocess.run([sys.executable, script, report], check=True, timeout=550)
+    told: dict[str, Any] = json.loads(report.read_text())
+    statuses = {each["name"]: each["status"] for each in told["findings"]}
+    assert statuses["cluster"] == "ok"
+    assert statuses["model on all nodes"] == "ok"
+    assert statuses["nodes reach one another"] in ("ok", "warning")  # slow where others use the machine
+    assert statuses["NCCL between nodes"] == "skipped"
+    assert {"ray on all nodes", "torch on all nodes", "rayspec on all nodes"} <= set(statuses)
+    assert "problem" not in statuses.values()
+    assert sum(name.endswith("model files") for name in statuses) == 3
+    assert told["all_reduce"]["status"] == "ok"
+    assert "3 nodes" in told["all_reduce"]["found"]

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from rayspec.ops.doctor.findings import Finding
+from rayspec.ops.doctor.machine import (
+    check_memory,
+    check_open_files,
+    check_packages,
+    check_ports,
+    check_python,
+    check_ray_folder,
+    check_shared_memory,
+    judge_ray_folder,
+    machine_findings,
+    memory_bytes,
+    used_share,
+)
+
+GIB = 2**30
+
+
+def test_this_machine_can_run_its_own_tests() -> None:
+    found = machine_findings()
+    assert {finding.status for finding in found} <= {"ok", "warning"}
+    assert [finding.name for finding in found] == [
+        *("python", "packages", "memory", "shared memory", "Ray's folder", "open files", "ports")
+    ]
+    assert all(finding.remedy for finding in found if finding.status == "warning")
+
+
+@pytest.mark.parametrize(
+    ("finding", "status", "says"),
+    [
+        (check_python("3.9.18"), "problem", ">=3.10"),
+        (check_python("3.12.1"), "ok", "3.12.1"),
+        (check_memory(3 * GIB), "ok", "3.0 GiB"),
+        (check_memory(GIB), "warning", "1.0 GiB"),
+        (check_shared_memory(10 * GIB, 30 * GIB), "ok", "10.0 GiB"),
+        (check_shared_memory(64 * 2**20, 30 * GIB), "warning", "wants 9.0"),
+        (judge_ray_folder("/tmp", 0.5), "ok", "50%"),
+        (judge_ray_folder("/tmp", 0.92), "warning", "92%"),
+        (judge_ray_folder("/tmp", 0.96), "problem", "96%"),
+        (judge_ray_folder("/tmp", 0.1, writable=False), "problem", "cannot be written"),
+        (judge_ray_folder("/home/" + "x" * 60, 0.1), "problem", "66 characters"),
+        (check_open_files(256), "problem", "256"),
+        (check_open_files(4096), "warning", "4096"),
+        (check_open_files(65536), "ok", "65536"),
+        (check_open_files(-1), "ok", "no limit"),
+    ],
+)
+def test_what_is_found_is_judged(finding: Finding, status: str, says: str) -> None:
+    assert finding.status == status
+    assert says in finding.found + finding.remedy
+    assert bool(finding.remedy) == (status in ("warning", "problem"))
+
+
+def test_packages_are_held_against_what_is_required() -> None:
+    assert check_packages(["numpy>=1", "nowhere>=1; extra == 'dev'"]).status == "ok"
+    lacking = check_packages(["numpy>=1000", "no-such-package-here", "pydantic>=2"])
+    assert lacking.status == "problem"
+    assert "numpy is" in lacking.found
+    assert "not >=1000" in lacking.found
+    assert "no-such-package-here is missing" in lacking.found
+    assert "pydantic" not in lacking.found
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        found = check_ports({port: "something of ours"})
+        assert found.status == "warning"
+        assert f"{port} (something of ours)" in found.found
+    assert check_ports({port: "something of ours"}).status == "ok"
+
+
+def test_a_folder_that_is_not_there_yet_is_on_the_disk_of_the_one_above(tmp_path: Path) -> None:
+    assert used_share(str(tmp_path / "a" / "b")) == pytest.approx(used_share(str(tmp_path)), abs=0.01)
+    assert check_ray_folder(str(tmp_path / ("x" * 40))).status == "problem"
+    assert 0 < memory_bytes("MemAvailable") <= memory_bytes("MemTotal")

@@ -1,0 +1,30 @@
+"""What the doctor says of a cluster of three nodes on this machine: `three_nodes.py REPORT`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import ray
+from ray.cluster_utils import Cluster
+
+from rayspec.ops.doctor.cluster import alive_nodes, check_all_reduce, cluster_findings
+
+
+def main() -> None:
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    for _ in range(2):
+        cluster.add_node(num_cpus=1, include_dashboard=False)
+    findings = cluster_findings(cluster.address, "demo")
+    ray.init(address=cluster.address, log_to_driver=False)
+    all_reduce = check_all_reduce(alive_nodes(), device="cpu")
+    report = {"findings": [asdict(finding) for finding in findings], "all_reduce": asdict(all_reduce)}
+    Path(sys.argv[1]).write_text(json.dumps(report))
+    ray.shutdown()
+    cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""The Dockerfile: linted, pinned, without privileges, and of files that exist."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+import rayspec
+from rayspec.ops.k8s.pods import JOBS_FOLDER
+
+ROOT = Path(__file__).parents[3]
+FOLDER = ROOT / "k8s" / "docker"
+DOCKERFILE = FOLDER / "Dockerfile"
+HADOLINT = Path(sysconfig.get_path("scripts")) / "hadolint"
+
+
+def instructions(name: str) -> list[str]:
+    text = re.sub(r"\\\n\s*", "", DOCKERFILE.read_text(encoding="utf-8"))
+    return [line.removeprefix(f"{name} ") for line in text.splitlines() if line.startswith(f"{name} ")]
+
+
+def lint(path: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([HADOLINT, "--no-color", path], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_hadolint_has_nothing_to_say() -> None:
+    found = lint(DOCKERFILE)
+    assert (found.returncode, found.stdout) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "rule"),
+    [
+        (":3.11.14-slim-bookworm AS", ":latest AS", "DL3007"),
+        ("USER 1000:1000", "USER root", "DL3002"),
+        ("--no-install-recommends ", "", "DL3015"),
+        ("WORKDIR /src", "WORKDIR src", "DL3000"),
+    ],
+)
+def test_a_planted_fault_is_found(tmp_path: Path, old: str, new: str, rule: str) -> None:
+    text = DOCKERFILE.read_text(encoding="utf-8")
+    assert old in text
+    path = tmp_path / "Dockerfile"
+    path.write_text(text.replace(old, new), encoding="utf-8")
+    assert rule in lint(path).stdout
+
+
+def test_what_it_copies_is_there_and_in_the_context() -> None:
+    ignored = (FOLDER / "Dockerfile.dockerignore").read_text(encoding="utf-8").splitlines()
+    sources = [
+        word
+        for line in instructions("COPY")
+        if "--from" not in line
+        for word in [part for part in line.split() if not part.startswith("--")][:-1]
+    ]
+    assert {"rayspec", "jobs", "constraints.txt"} <= set(sources)
+    assert all((ROOT / source).exists() for source in sources)
+    assert {f"!{source.removeprefix('./')}" for source in sources} <= set(ignored)
+    assert ignored[0] == "*"
+
+
+def test_jobs_are_where_entrypoints_look() -> None:
+    assert f"jobs {JOBS_FOLDER}" in instructions("COPY")
+
+
+def test_it_is_pinned_and_has_the_version_of_the_package() -> None:
+    assert all(re.search(r":\d+\.\d+\.\d+-", image) for image in instructions("FROM"))
+    assert f"rayspec:{rayspec.__version__}-cpu" in DOCKERFILE.read_text(encoding="utf-8")
+    assert all("constraints.txt" in line or "pip" not in line for line in instructions("RUN"))
+
+
+def test_it_looks_itself_over_and_then_runs_the_command() -> None:
+    script = (FOLDER / "entrypoint.sh").read_text(encoding="utf-8")
+    assert script.index("rayspec doctor --quick") < script.index('exec "$@"')
+    assert "set -euo pipefail" in script
+    assert subprocess.run(["bash", "-n", FOLDER / "entrypoint.sh"], check=False).returncode == 0

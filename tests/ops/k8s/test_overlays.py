@@ -1,0 +1,350 @@
+"""The files under k8s/: built as kustomize does, and held against schemas, KubeRay's rules and Ray's readers."""
+
+from __future__ import annotations
+
+import copy
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+import yaml
+from ray._common.utils import import_attr
+from ray.serve.schema import ServeDeploySchema
+
+import jobs.summarize
+from rayspec.command.settings import Settings, make_settings
+from rayspec.ops.k8s.options import read_render_options
+from rayspec.ops.k8s.pods import JOBS_FOLDER
+from rayspec.ops.k8s.render import render, stale_overlays
+from rayspec.serve.options import ServeOptions, serve_options
+from tests.ops.k8s import kustomization
+from tests.ops.k8s.operator_rules import cluster_spec, open_rules, pod_templates, violations
+from tests.ops.k8s.schemas import has_ray_schemas, problems
+
+ROOT = Path(__file__).parents[3]
+K8S = ROOT / "k8s"
+OVERLAYS = sorted(file.parent for file in (K8S / "overlays").rglob("kustomization.yaml"))
+NAMES = [str(folder.relative_to(K8S / "overlays")) for folder in OVERLAYS]
+RAY_KINDS = {"RayCluster", "RayJob", "RayService"}
+
+overlay = pytest.mark.parametrize("folder", OVERLAYS, ids=NAMES)
+needs_ray_schemas = pytest.mark.skipif(not has_ray_schemas(), reason="no KubeRay definitions: set KUBERAY_CRDS")
+Manifest = dict[str, Any]
+
+
+@cache
+def _built(folder: Path) -> list[Manifest]:
+    return kustomization.build(folder)
+
+
+def built(folder: Path) -> list[Manifest]:
+    return copy.deepcopy(_built(folder))
+
+
+def ray_resource(folder: Path) -> Manifest:
+    [found] = [one for one in built(folder) if one["kind"] in RAY_KINDS]
+    return found
+
+
+def test_there_is_an_overlay_of_every_kind() -> None:
+    assert {Path(name).name for name in NAMES} == {"job", "service", "cluster"}
+    assert {Path(name).parent.name for name in NAMES} == {"cpu-demo", "gpu-8", "gpu-2x8", "spot"}
+
+
+def test_manifests_are_what_their_options_give() -> None:
+    assert stale_overlays(K8S / "overlays") == {}
+
+
+def test_a_number_edited_by_hand_is_found(tmp_path: Path) -> None:
+    shutil.copytree(K8S / "overlays" / "cpu-demo", tmp_path / "cpu-demo")
+    path = tmp_path / "cpu-demo" / "job" / "manifest.yaml"
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace("maxReplicas: 1", "maxReplicas: 2"), encoding="utf-8")
+    assert stale_overlays(tmp_path) == {path: text}
+
+
+@overlay
+@needs_ray_schemas
+def test_every_field_is_one_that_kubernetes_and_kuberay_know(folder: Path) -> None:
+    found = {f"{one['kind']} {one['metadata']['name']}": problems(one) for one in built(folder)}
+    assert {name: errors for name, errors in found.items() if errors} == {}
+    kinds = {one["kind"] for one in built(folder)}
+    assert {"Namespace", "NetworkPolicy", "ServiceAccount"} <= kinds
+    assert len(kinds & RAY_KINDS) == 1
+
+
+@overlay
+def test_the_operator_takes_it(folder: Path) -> None:
+    assert violations(ray_resource(folder)) == []
+
+
+@overlay
+def test_pods_find_what_they_name(folder: Path) -> None:
+    """Claims and service accounts of the same build, volumes of the same pod, the image of the kustomization."""
+    names = {(one["kind"], one["metadata"]["name"]) for one in built(folder)}
+    for template in pod_templates(ray_resource(folder)):
+        pod = template["spec"]
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        mounted = {mount["name"] for part in _containers(pod) for mount in part["volumeMounts"]}
+        assert mounted == volumes.keys()
+        for volume in volumes.values():
+            if "persistentVolumeClaim" in volume:
+                assert ("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]) in names
+        if "serviceAccountName" in pod:
+            assert ("ServiceAccount", pod["serviceAccountName"]) in names
+
+
+@overlay
+def test_the_network_policy_is_about_its_pods(folder: Path) -> None:
+    resource = ray_resource(folder)
+    [policy] = [
+        one for one in built(folder) if one["kind"] == "NetworkPolicy" and one["metadata"]["name"] == _name(resource)
+    ]
+    selected = policy["spec"]["podSelector"]["matchLabels"]
+    templates = pod_templates(resource)
+    assert all(selected.items() <= template["metadata"]["labels"].items() for template in templates)
+    assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
+    containers = [part for template in templates for part in _containers(template["spec"])]
+    open_ports = {port["name"] for part in containers for port in part.get("ports", [])}
+    rules = policy["spec"]["ingress"] + policy["spec"]["egress"]
+    named = {port["port"] for rule in rules for port in rule["ports"] if isinstance(port["port"], str)}
+    assert named <= open_ports
+    assert open_rules(policy) == []
+
+
+@overlay
+def test_only_the_autoscaler_may_ask_kubernetes(folder: Path) -> None:
+    spec = cluster_spec(ray_resource(folder))
+    head, *others = pod_templates(ray_resource(folder))
+    assert head["spec"]["automountServiceAccountToken"] == spec["enableInTreeAutoscaling"]
+    assert not any(template["spec"]["automountServiceAccountToken"] for template in others)
+    assert spec["authOptions"] == {"mode": "token"}
+
+
+@overlay
+def test_workers_have_what_the_engine_asks_for(folder: Path) -> None:
+    """CPUs and GPUs of all workers, when all are there, against bundles of shards, engines and ingress."""
+    resource = ray_resource(folder)
+    if resource["kind"] == "RayCluster":
+        pytest.skip("it has no engine of its own")
+    engine, num_replicas = _engine(resource)
+    parallel = engine.engine.parallel
+    shards = parallel.stages * parallel.tensor * parallel.replicas if parallel is not None else 0
+    cpus_per_shard = parallel.cpus_per_shard if parallel is not None else 0
+    own_cpus = 1 if parallel is not None else engine.engine.num_threads or 1
+    groups = cluster_spec(resource)["workerGroupSpecs"]
+    cpus = sum(group["maxReplicas"] * int(_limits(group)["cpu"]) for group in groups)
+    gpus = sum(group["maxReplicas"] * int(_limits(group).get("nvidia.com/gpu", 0)) for group in groups)
+    beside = 2 if resource["kind"] == "RayJob" else 0.5  # Ray Data reads with one and wants one free; or the ingress
+    assert num_replicas * (shards * cpus_per_shard + own_cpus) + beside <= cpus
+    assert gpus == (num_replicas * shards if engine.engine.device == "cuda" else 0)
+    assert gpus == 0 or engine.engine.max_model_len == 16384
+
+
+@pytest.mark.parametrize("folder", [one for one in OVERLAYS if one.name == "service"], ids=lambda one: one.parent.name)
+def test_the_serve_config_is_one_that_ray_and_we_read(folder: Path) -> None:
+    config = yaml.safe_load(ray_resource(folder)["spec"]["serveConfigV2"])
+    schema = ServeDeploySchema.model_validate(config)
+    assert _unknown_keys(config, schema.model_dump(exclude_unset=True)) == []
+    [application] = schema.applications
+    assert callable(import_attr(application.import_path))
+    options: ServeOptions = serve_options(application.args, environment={})
+    assert options.llm_configs[0].engine.model
+    assert schema.http_options.port == 8000
+
+
+@pytest.mark.parametrize("folder", [one for one in OVERLAYS if one.name == "job"], ids=lambda one: one.parent.name)
+def test_the_entrypoint_is_a_job_that_takes_these_options(folder: Path) -> None:
+    entrypoint = ray_resource(folder)["spec"]["entrypoint"]
+    assert shlex.join(shlex.split(entrypoint)) == entrypoint, "two shells read it"
+    python, script, *_ = shlex.split(entrypoint)
+    assert python == "python"
+    assert (ROOT / "jobs" / Path(script).relative_to(JOBS_FOLDER)).is_file()
+    assert _settings(entrypoint).engine.max_model_len
+
+
+@overlay
+def test_what_kustomize_makes_is_what_the_reader_here_does(folder: Path) -> None:
+    if shutil.which("kubectl") is None:
+        pytest.skip("no kubectl")
+    made = subprocess.run(["kubectl", "kustomize", folder], check=True, capture_output=True, timeout=60).stdout
+    expected = {(one["kind"], one["metadata"]["name"]): one for one in yaml.safe_load_all(made)}
+    assert {(one["kind"], one["metadata"]["name"]): one for one in built(folder)} == expected
+
+
+def test_metrics_and_dashboard(tmp_path: Path) -> None:
+    found = {one["kind"]: one for one in kustomization.build(K8S / "grafana")}
+    assert found.keys() == {"PodMonitor", "ConfigMap"}
+    assert {kind: problems(one) for kind, one in found.items()} == {"PodMonitor": [], "ConfigMap": []}
+    monitored = found["PodMonitor"]["spec"]
+    pods = [template for folder in OVERLAYS for template in pod_templates(ray_resource(folder))[:2]]
+    assert all(monitored["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items() for pod in pods)
+    ports = {port["name"] for pod in pods for port in pod["spec"]["containers"][0]["ports"]}
+    assert {endpoint["port"] for endpoint in monitored["podMetricsEndpoints"]} <= ports
+    assert "panels" in found["ConfigMap"]["data"]["rayspec.json"]
+
+
+def _set(path: str, value: Any) -> Callable[[Manifest], None]:
+    *parents, last = path.split(".")
+
+    def change(manifest: Manifest) -> None:
+        at: Any = manifest
+        for name in parents:
+            at = at[int(name)] if isinstance(at, list) else at[name]
+        at[int(last) if isinstance(at, list) else last] = value
+
+    return change
+
+
+HEAD = "spec.rayClusterConfig.headGroupSpec.template.spec"
+WORKERS = "spec.rayClusterConfig.workerGroupSpecs.0"
+
+
+@needs_ray_schemas
+@pytest.mark.parametrize(
+    "planted",
+    [
+        _set("spec.serveConfigV3", ""),
+        _set("spec.serveConfigV2", {}),
+        _set("spec.rayClusterConfig.rayVersions", "2.60.0"),
+        _set("spec.rayClusterConfig.authOptions.mode", "tokens"),
+        _set("spec.rayClusterConfig.autoscalerOptions.version", "v3"),
+        _set(f"{WORKERS}.maxReplica", 1),
+        _set(f"{WORKERS}.replicas", "1"),
+        _set(f"{WORKERS}.rayStartParams.num-cpus", 4),
+        _set(f"{WORKERS}.template.spec.toleration", []),
+        _set(f"{HEAD}.containers.0.resources.limit", {"cpu": "1"}),
+        _set(f"{HEAD}.containers.0.ports.0.containerPort", "6379"),
+        _set(f"{HEAD}.containers.0.securityContext.readOnlyRootFileSystem", True),
+        _set(f"{HEAD}.volumes.0.emptydir", {}),
+        _set("metadata.label", {}),
+        _set("apiVersion", "ray.io/v1alpha2"),
+    ],
+)
+def test_a_planted_typo_is_found_by_the_schema(planted: Callable[[Manifest], None]) -> None:
+    manifest = ray_resource(K8S / "overlays" / "gpu-8" / "service")
+    assert problems(manifest) == []
+    planted(manifest)
+    assert problems(manifest)
+
+
+@pytest.mark.parametrize(
+    ("kind", "planted"),
+    [
+        ("NetworkPolicy", _set("spec.podselector", {})),
+        ("NetworkPolicy", _set("spec.policytypes", [])),
+        ("ServiceAccount", _set("automountServiceAccounttoken", False)),
+        ("PersistentVolumeClaim", _set("spec.accessMode", [])),
+        ("StatefulSet", _set("spec.template.spec.containers.0.imagePullPolice", "Always")),
+        ("Namespace", _set("metadata.labels", [])),
+    ],
+)
+def test_a_planted_typo_in_a_core_kind_is_found(kind: str, planted: Callable[[Manifest], None]) -> None:
+    manifest = next(one for one in built(K8S / "overlays" / "gpu-8" / "service") if one["kind"] == kind)
+    assert problems(manifest) == []
+    planted(manifest)
+    assert problems(manifest)
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        _set("metadata.name", "Rayspec"),
+        _set("metadata.name", "r" * 48),
+        _set("spec.rayClusterConfig.rayVersion", "2.51.0"),
+        _set("spec.rayClusterConfig.upgradeStrategy", {"type": "Recreate"}),
+        _set(f"{WORKERS}.minReplicas", 3),
+        _set(f"{WORKERS}.rayStartParams.labels", "a=b"),
+        _set(f"{WORKERS}.template.spec.restartPolicy", "Always"),
+        _set("spec.rayClusterConfig.headGroupSpec.resources", {"CPU": "1"}),
+        _set(f"{HEAD}.automountServiceAccountToken", False),
+        _set(f"{HEAD}.containers.0.env", [{"name": "REDIS_PASSWORD", "value": "x"}]),
+        _set(f"{HEAD}.securityContext.runAsUser", 0),
+        _set(f"{HEAD}.initContainers.0.securityContext", {}),
+    ],
+)
+def test_what_the_operator_or_the_namespace_would_refuse_is_found(planted: Callable[[Manifest], None]) -> None:
+    manifest = ray_resource(K8S / "overlays" / "gpu-8" / "service")
+    planted(manifest)
+    assert violations(manifest)
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        _set("spec.submissionMode", "SidecarMode"),
+        _set("spec.submissionMode", "InteractiveMode"),
+        _set("spec.shutdownAfterJobFinishes", False),
+        _set("spec.deletionStrategy", {"deletionRules": []}),
+        _set("spec.rayClusterSpec.gcsFaultToleranceOptions", {"redisAddress": "redis:6379"}),
+        _set("spec.submitterPodTemplate.spec.securityContext", {}),
+    ],
+)
+def test_what_the_operator_would_refuse_of_a_job_is_found(planted: Callable[[Manifest], None]) -> None:
+    manifest = ray_resource(K8S / "overlays" / "gpu-8" / "job")
+    planted(manifest)
+    assert violations(manifest)
+
+
+def test_an_unknown_part_of_kustomize_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "kustomization.yaml").write_text("kind: Kustomization\npatches: []\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="patches"):
+        kustomization.build(tmp_path)
+
+
+def test_rendering_again_gives_the_same_text() -> None:
+    options = read_render_options(K8S / "overlays" / "cpu-demo" / "job" / "options.yaml", {})
+    assert render(options) == render(options)
+
+
+def _name(manifest: Manifest) -> str:
+    name: str = manifest["metadata"]["name"]
+    return name
+
+
+def _containers(pod: Manifest) -> Iterator[Manifest]:
+    yield from pod.get("initContainers", [])
+    yield from pod["containers"]
+
+
+def _limits(group: Manifest) -> dict[str, str]:
+    limits: dict[str, str] = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+    return limits
+
+
+def _engine(resource: Manifest) -> tuple[Any, int]:
+    """Something with the `engine` options, and how many of it there may be."""
+    if resource["kind"] == "RayJob":
+        return _settings(resource["spec"]["entrypoint"]), 1
+    [application] = yaml.safe_load(resource["spec"]["serveConfigV2"])["applications"]
+    [config] = serve_options(application["args"], environment={}).llm_configs
+    scaling = config.deployment_config.autoscaling_config
+    return config, (scaling.max_replicas or 1) if scaling is not None else config.deployment_config.num_replicas
+
+
+def _settings(entrypoint: str) -> Settings:
+    """What jobs/summarize.py makes of its command line, without running it."""
+    command = typer.main.get_command(jobs.summarize.app)
+    parsed = command.make_context("summarize", shlex.split(entrypoint)[2:]).params
+    own = {"inputs", "output", "text_column", "id_column", "prompt", "long", "chunk_tokens", "overlap_tokens"}
+    own |= {"level_tokens", "limit", "sample", "overwrite", "file_format", "drain_s", "config", "set_"}
+    own |= {"changed", "max_engine_restarts"}
+    assert parsed["output"]
+    asked = {name: value for name, value in parsed.items() if name not in own and value not in (None, ())}
+    return make_settings(flags=asked)
+
+
+def _unknown_keys(given: Any, known: Any, where: str = "") -> list[str]:
+    """Keys that a schema passed over in silence; what is below `args` is ours."""
+    if not isinstance(given, dict) or where.endswith(".args"):
+        pairs = zip(given, known, strict=True) if isinstance(given, list) else ()
+        return [key for number, (a, b) in enumerate(pairs) for key in _unknown_keys(a, b, f"{where}[{number}]")]
+    unknown = [f"{where}.{key}" for key in given.keys() - known.keys()]
+    inside = (_unknown_keys(given[key], known[key], f"{where}.{key}") for key in given.keys() & known.keys())
+    return unknown + [key for keys in inside for key in keys]

@@ -1,0 +1,316 @@
+"""From a model and GPUs to pods: the numbers, what is refused and why, and the command."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from rayspec.cli import app
+from rayspec.ops.k8s.network import network_policy
+from rayspec.ops.k8s.options import RenderOptions, read_render_options
+from rayspec.ops.k8s.render import manifests, render
+from rayspec.ops.k8s.sizing import GIB, ClusterPlan, plan_cluster
+from rayspec.types import ConfigError
+from tests.ops.k8s.operator_rules import cluster_spec, open_rules, violations
+from tests.ops.k8s.schemas import has_ray_schemas, problems
+
+MODELS = Path(__file__).parents[3] / "k8s" / "models"
+LLAMA_70B = {"model": "meta-llama/Llama-3.1-70B-Instruct", "sizes_from": str(MODELS / "llama-3.1-70b.json")}
+LLAMA_405B = {"model": "meta-llama/Llama-3.1-405B-Instruct", "sizes_from": str(MODELS / "llama-3.1-405b.json")}
+BUCKET = {"inputs": ("s3://bucket/documents",), "output": "s3://bucket/out"}
+DEMO = {"model": "demo", "cpus": 2, "context": 1024}
+Manifest = dict[str, Any]
+
+
+def service(**options: Any) -> RenderOptions:
+    return RenderOptions(**{"kind": "service"} | options)
+
+
+def planned(**options: Any) -> ClusterPlan:
+    return plan_cluster(service(**options))
+
+
+def resource(options: RenderOptions) -> Manifest:
+    return manifests(options, plan_cluster(options))[-1]
+
+
+def entrypoint(**options: Any) -> list[str]:
+    made = resource(RenderOptions(**{"kind": "job"} | BUCKET | options))
+    return shlex.split(made["spec"]["entrypoint"])
+
+
+def llm_config(**options: Any) -> Manifest:
+    config = yaml.safe_load(resource(service(**options))["spec"]["serveConfigV2"])
+    found: Manifest = config["applications"][0]["args"]["llm_configs"][0]
+    return found
+
+
+def workers(made: Manifest) -> list[Manifest]:
+    found: list[Manifest] = cluster_spec(made)["workerGroupSpecs"]
+    return found
+
+
+def limits(group: Manifest) -> dict[str, str]:
+    found: dict[str, str] = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+    return found
+
+
+def test_pods_hold_the_stages_of_the_plan() -> None:
+    plan = planned(**LLAMA_70B, gpus="8xH100-80G", stages=8)
+    [pods] = plan.pods
+    assert (pods.num_pods, pods.num_gpus, pods.cpus) == (1, 8, 12)
+    weights = sum(stage.weight_bytes for stage in plan.placement.stages)
+    assert weights == 2 * plan.placement.num_parameters == plan.checkpoint_bytes
+    # Each shard reads its weights through memory; 4 GiB beside for each, 6 for the engine, and /dev/shm.
+    assert pods.memory_bytes == weights + (8 * 4 + 6) * GIB + pods.shared_bytes
+    assert pods.shared_bytes == (2 + 8) * GIB
+    assert limits(workers(resource(service(**LLAMA_70B, gpus="8xH100-80G", stages=8)))[0]) == {
+        "cpu": "12",
+        "memory": "180Gi",
+        "nvidia.com/gpu": "8",
+    }
+
+
+@pytest.mark.parametrize(
+    ("stages", "gpus_per_node", "pods", "gpus_of_a_pod"), [(16, 8, 2, 8), (14, 8, 2, 7), (16, 6, 3, 6), (16, 16, 1, 16)]
+)
+def test_stages_are_spread_over_as_few_nodes_as_will_do(
+    stages: int, gpus_per_node: int, pods: int, gpus_of_a_pod: int
+) -> None:
+    plan = planned(**LLAMA_70B, gpus="16xH100-80G", stages=stages, gpus_per_node=gpus_per_node)
+    [shape] = plan.pods
+    assert (shape.num_pods, shape.num_gpus) == (pods, gpus_of_a_pod)
+
+
+def test_with_tensor_and_without_stages_it_is_the_fewest_that_fit_and_no_gpu_more() -> None:
+    plan = planned(**LLAMA_70B, gpus="8xH100-80G", tensor=1)
+    assert plan.num_stages == 5
+    assert [pods.num_gpus for pods in plan.pods] == [5]
+
+
+def test_one_kind_of_pod_for_each_kind_of_gpu() -> None:
+    made = resource(service(**LLAMA_70B, gpus="2xH200-141G,4xA100-80G", stages=6))
+    assert [(group["groupName"], limits(group)["nvidia.com/gpu"]) for group in workers(made)] == [
+        ("h200-141g", "2"),
+        ("a100-80g", "4"),
+    ]
+    products = [group["template"]["spec"]["nodeSelector"]["nvidia.com/gpu.product"] for group in workers(made)]
+    assert products == ["NVIDIA-H200", "NVIDIA-A100-SXM4-80GB"]
+
+
+def test_ranks_of_a_stage_stay_in_a_pod() -> None:
+    plan = planned(**LLAMA_70B, gpus="12xH200-141G", stages=6, tensor=2, gpus_per_node=5)
+    [pods] = plan.pods
+    assert (pods.num_pods, pods.num_gpus) == (3, 4)
+    # Its ranks map the same files.
+    stages = sorted(2 * stage.weight_bytes for stage in plan.placement.stages)
+    assert pods.memory_bytes == sum(stages[-2:]) + (4 * 4 + 6) * GIB + pods.shared_bytes
+
+
+def test_what_ranks_do_not_find_in_the_files_as_it_is_each_has_for_itself() -> None:
+    options: dict[str, Any] = {**LLAMA_70B, "gpus": "4xH200-141G", "stages": 2, "tensor": 2}
+    [mapped], [cast] = planned(**options).pods, planned(**options, dtype="float16").pods
+    assert cast.memory_bytes - mapped.memory_bytes == pytest.approx(2 * 70.55e9, rel=0.05)
+
+
+def test_ranks_load_what_no_gpu_would_hold_whole() -> None:
+    """Layer by layer, each of which is split before the next one comes."""
+    plan = planned(**LLAMA_405B, gpus="16xH100-80G", tensor=8, stages=2, concurrency=1, context=4096)
+    assert [pods.num_gpus for pods in plan.pods] == [8]
+    assert min(8 * stage.weight_bytes for stage in plan.placement.stages) > 80 * GIB
+
+
+def test_a_service_scales_pods_and_replicas_alike() -> None:
+    options = {**LLAMA_70B, "gpus": "16xH100-80G", "stages": 16, "max_replicas": 3}
+    [group] = workers(resource(service(**options)))
+    assert (group["minReplicas"], group["replicas"], group["maxReplicas"]) == (2, 2, 6)
+    deployment = llm_config(**options)["deployment_config"]
+    assert deployment["autoscaling_config"] == {"min_replicas": 1, "max_replicas": 3, "target_ongoing_requests": 32}
+    assert llm_config(**options)["engine_kwargs"]["parallel"]["stages"] == 16
+
+
+def test_a_large_model_has_time_to_load() -> None:
+    parallel = llm_config(**LLAMA_405B, gpus="16xH100-80G", stages=16, concurrency=16)["engine_kwargs"]["parallel"]
+    assert 3000 < parallel["start_timeout_s"] < 3600  # 812 GB at 250 MB/s
+    assert llm_config(**LLAMA_70B, gpus="8xH100-80G")["engine_kwargs"]["parallel"]["start_timeout_s"] == 600
+
+
+def test_one_gpu_needs_no_shards() -> None:
+    kwargs = llm_config(**LLAMA_70B, gpus="1xB200-180G", concurrency=2)["engine_kwargs"]
+    assert kwargs == {"device": "cuda", "max_model_len": 16384, "max_num_seqs": 2}
+
+
+def test_a_job_has_its_copies_in_the_engine() -> None:
+    words = entrypoint(**LLAMA_70B, gpus="8xH100-80G", stages=8, replicas=2, dtype="bfloat16")
+    flags = dict(zip(words[2:-1:2], words[3:-1:2], strict=True))
+    assert words[-1] == "s3://bucket/documents"
+    assert flags["--output"] == "s3://bucket/out"
+    assert (flags["--stages"], flags["--replicas"], flags["--dtype"]) == ("8", "2", "bfloat16")
+
+
+def test_a_cluster_to_work_on_begins_empty() -> None:
+    [group] = workers(resource(RenderOptions(kind="cluster", **DEMO, replicas=3)))
+    assert (group["minReplicas"], group["replicas"], group["maxReplicas"]) == (0, 0, 3)
+
+
+def test_spot_workers_and_a_head_that_stays() -> None:
+    made = resource(RenderOptions(kind="job", **BUCKET, **LLAMA_70B, gpus="8xH100-80G", spot=True))
+    head = cluster_spec(made)["headGroupSpec"]["template"]["spec"]
+    [worker] = [group["template"]["spec"] for group in workers(made)]
+    terms = [
+        pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+        for pod in (head, worker)
+    ]
+    assert [len(one["matchExpressions"]) for one in terms[0]] == [4], "the head: none of the labels"
+    assert [len(one["matchExpressions"]) for one in terms[1]] == [1, 1, 1, 1], "workers: one of them"
+    assert {expression["operator"] for expression in terms[0][0]["matchExpressions"]} == {"NotIn"}
+    assert {"key": "cloud.google.com/gke-spot", "operator": "Exists", "effect": "NoSchedule"} in worker["tolerations"]
+    assert "tolerations" not in head
+
+
+def test_the_claim_has_room_for_the_model() -> None:
+    options = service(**LLAMA_70B, gpus="8xH100-80G", storage_class="shared", namespace="elsewhere")
+    made = {one["kind"]: one for one in manifests(options, plan_cluster(options))}
+    assert made["PersistentVolumeClaim"]["spec"] == {
+        "accessModes": ["ReadWriteMany"],
+        "resources": {"requests": {"storage": "159Gi"}},  # 1.2 times 131.4 GiB, and one
+        "storageClassName": "shared",
+    }
+    assert made["PersistentVolumeClaim"]["metadata"]["name"] == "rayspec-models"
+    assert {one["metadata"]["namespace"] for one in made.values()} == {"elsewhere"}
+
+
+@pytest.mark.parametrize(
+    ("address", "peer"),
+    [
+        ("10.1.2.3:6380", {"ipBlock": {"cidr": "10.1.2.3/32"}}),
+        ("redis:6380", {"podSelector": {}}),
+        (
+            "redis.state.svc.cluster.local:6380",
+            {
+                "podSelector": {},
+                "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "state"}},
+            },
+        ),
+        ("mine.cache.example.com:6380", {"ipBlock": {"cidr": "0.0.0.0/0", "except": ["169.254.0.0/16"]}}),
+    ],
+)
+def test_pods_reach_redis_where_it_is(address: str, peer: Manifest) -> None:
+    policy = network_policy(service(**DEMO, redis_address=address))
+    assert open_rules(policy) == []
+    assert policy["spec"]["egress"][-1] == {"to": [peer], "ports": [{"port": 6380, "protocol": "TCP"}]}
+    del policy["spec"]["egress"][-1]["to"]
+    assert open_rules(policy)
+
+
+def test_a_claim_that_exists_is_used() -> None:
+    options = service(**LLAMA_70B, gpus="8xH100-80G", models_claim="shared-models")
+    made = manifests(options, plan_cluster(options))
+    assert "PersistentVolumeClaim" not in {one["kind"] for one in made}
+    volumes = workers(made[-1])[0]["template"]["spec"]["volumes"]
+    assert {"name": "models", "persistentVolumeClaim": {"claimName": "shared-models"}} in volumes
+
+
+@pytest.mark.skipif(not has_ray_schemas(), reason="no KubeRay definitions: set KUBERAY_CRDS")
+@pytest.mark.parametrize(
+    "options",
+    [
+        service(**LLAMA_70B, gpus="2xH200-141G,4xA100-80G", stages=6, node_selector={"pool": "gpus"}),
+        service(**DEMO, replicas=2, image="registry.example/rayspec:1", namespace="other"),
+        RenderOptions(kind="cluster", **DEMO, redis_address="redis:6379"),
+        RenderOptions(kind="job", **LLAMA_70B, **BUCKET, gpus="16xNEW-96G@4000", spot=True, gpus_per_node=4),
+    ],
+    ids=["mixed", "replicas", "state", "unknown-gpu"],
+)
+def test_other_renders_are_valid_too(options: RenderOptions) -> None:
+    made = manifests(options, plan_cluster(options))
+    assert [problem for one in made for problem in problems(one)] == []
+    assert violations(made[-1]) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (LLAMA_405B | {"gpus": "8xH100-80G"}, "option 'gpus' is '8xH100-80G'.*GiB are missing.*larger"),
+        (
+            LLAMA_405B | {"gpus": "160xNEW-12G@1000", "tensor": 8, "stages": 20, "concurrency": 1, "context": 256},
+            "option 'tensor' is 8.*a whole layer beside its share",
+        ),
+        (
+            LLAMA_70B | {"gpus": "8xH200-141G", "tensor": 4, "gpus_per_node": 2, "stages": 2},
+            "'tensor' is 4.*gpus_per_node",
+        ),
+        (LLAMA_70B | {"gpus": "8xH100-80G", "context": 200_000}, "option 'context' is 200000.*ends at 131072.*lower"),
+        (LLAMA_70B | {"gpus": "2xH200-141G,4xA100-80G", "stages": 6, "replicas": 2}, "Ray would mix"),
+        (LLAMA_70B | {"gpus": "2xA100-80G,2xH200-141G,2xA100-80G", "stages": 6}, "side by side"),
+        (LLAMA_70B | {"gpus": "8xH1000"}, "option 'gpus' is '8xH1000'"),
+        (LLAMA_70B, "options 'gpus' and 'cpus' are None and None"),
+        (DEMO | {"gpus": "1xL4-24G"}, "name one of them"),
+        (DEMO | {"inputs": ("a",)}, "option 'inputs' is of a job, not of a service"),
+        (DEMO | {"replicas": 2, "max_replicas": 1}, "option 'max_replicas' is 1"),
+        (DEMO | {"name": "Rayspec"}, "option 'name' is 'Rayspec'"),
+        (DEMO | {"name": "r" * 48}, "KubeRay takes 47 characters"),
+        (DEMO | {"redis_address": "redis"}, "HOST:PORT"),
+        (DEMO | {"node_selector": ("gpus",)}, "LABEL=VALUE"),
+        (DEMO | {"stagess": 2}, "unknown option 'stagess'; did you mean 'stages'"),
+        (DEMO | {"kind": "job"}, "option 'output' is missing"),
+        (DEMO | {"kind": "job", "output": "out", "redis_address": "redis:6379"}, "of a service or a cluster"),
+        (LLAMA_70B | {"kind": "job", "gpus": "8xH100-80G", "output": "out"}, "option 'inputs' is missing"),
+        (DEMO | {"kind": "job", "output": "s3://b/$(id)"}, "option 'output'.*shells"),
+        (DEMO | {"kind": "job", "output": "out", "inputs": ("a b",)}, "option 'inputs'.*shells"),
+        (DEMO | {"kind": "cluster", "output": "out"}, "option 'output' is of a job"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_a_remedy(options: Manifest, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        planned(**options)
+
+
+def test_flags_win_over_the_file(tmp_path: Path) -> None:
+    (tmp_path / "model.json").write_text((MODELS / "llama-3.1-70b.json").read_text(encoding="utf-8"), encoding="utf-8")
+    file = tmp_path / "options.yaml"
+    file.write_text("kind: service\nmodel: a/b\nsizes_from: model.json\ngpus: 8xH100-80G\n", encoding="utf-8")
+    options = read_render_options(file, {"gpus": "8xH200-141G", "stages": None})
+    assert (options.gpus, options.stages, options.sizes_from) == ("8xH200-141G", None, str(tmp_path / "model.json"))
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    monkeypatch.chdir(tmp_path)
+    return lambda *arguments: CliRunner().invoke(app, ["k8s", *arguments])
+
+
+def test_the_command_prints_what_render_makes(run: Callable[..., Any]) -> None:
+    words = ("--model", "demo", "--cpus", "2", "--context", "1024", "--node-selector", "disk=fast")
+    made = run("render", "--kind", "service", *words)
+    assert made.exit_code == 0, made.output
+    assert made.stdout == render(service(**DEMO, node_selector={"disk": "fast"}))
+    made = run("render", *words, "--output", "/shared/out", "/shared/a.parquet", "/shared/b")
+    job = list(yaml.safe_load_all(made.stdout))[-1]
+    assert job["kind"] == "RayJob"
+    assert job["spec"]["entrypoint"].endswith("--output /shared/out /shared/a.parquet /shared/b")
+
+
+def test_the_command_ends_with_a_line_and_code_2(run: Callable[..., Any]) -> None:
+    made = run("render", "--model", "demo", "--context", "1024", "--gpus", "1xH1000", "--kind", "service")
+    assert (made.exit_code, made.stdout) == (2, "")
+    assert made.stderr.startswith("error: option 'gpus' is '1xH1000'")
+    assert "option 'model' is missing" in run("render").stderr
+    assert "has no options.yaml" in run("overlays", ".").stderr
+
+
+def test_overlays_are_written_where_they_are_stale(run: Callable[..., Any], tmp_path: Path) -> None:
+    folder = tmp_path / "overlays" / "mine"
+    folder.mkdir(parents=True)
+    (folder / "options.yaml").write_text("{kind: service, model: demo, cpus: 2, context: 1024}", encoding="utf-8")
+    assert run("overlays", "overlays", "--check").exit_code == 1
+    assert not (folder / "manifest.yaml").exists()
+    assert run("overlays", "overlays").exit_code == 0
+    assert (folder / "manifest.yaml").read_text(encoding="utf-8") == render(service(**DEMO))
+    assert run("overlays", "overlays", "--check").exit_code == 0

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import pytest
+
+from rayspec.errors import ConfigError
+from rayspec.ops.gpus import KNOWN_GPUS, MAX_GPUS, are_ranks_alike, gpus_of_a_node, gpus_spec, parse_gpus
+
+
+def test_gpus_are_listed_in_order() -> None:
+    gpus = parse_gpus("2xH200-141G, A100-40G,3xNEW-X-96G@1234.5")
+    assert [gpu.label for gpu in gpus] == ["H200-141G"] * 2 + ["A100-40G"] + ["NEW-X-96G"] * 3
+    assert [gpu.bandwidth_gb_s for gpu in gpus[1:4]] == [4800, 1555, 1234.5]
+    for gpu in KNOWN_GPUS:
+        assert parse_gpus(gpu.label) == (gpu,)
+    assert parse_gpus("H100-PCIe") != parse_gpus("H100")
+
+
+@pytest.mark.parametrize(
+    "spec", ["16xH100-80G", "2x8xH100-80G", "2x8xH100", " 2 x 8 x h100-80gb ", "8XH100,8xh100-80G", "2x4xH100,8xH100"]
+)
+def test_the_same_gpus_have_many_names(spec: str) -> None:
+    assert parse_gpus(spec) == parse_gpus("H100-80G") * 16
+
+
+@pytest.mark.parametrize(
+    ("spec", "of_a_node"),
+    [("16xH100", 8), ("4xH100", 8), ("4x4xH100", 4), ("2x8xH100,3x4xL4", 4), ("2x8xH100,4xL4", 8), ("1x16xH100", 16)],
+)
+def test_nodes_are_those_that_are_named(spec: str, of_a_node: int) -> None:
+    assert gpus_of_a_node(spec) == of_a_node
+
+
+@pytest.mark.parametrize("spec", ["16xH100-80G", "2xH200-141G,4xL4-24G,1xH200-141G", "3xN-X-96G@1234.5"])
+def test_a_spec_can_be_written_again(spec: str) -> None:
+    assert gpus_spec(parse_gpus(spec)) == spec
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *(
+            "8xH101-80G",
+            "H100-81G",
+            "A100",
+            "0xH100",
+            "2x0xH100",
+            "",
+            " ",
+            "H100,",
+            ",",
+            "NEW-96G",
+            "NEW@100",
+            "8x",
+            "x",
+        ),
+        *("NEW-96G@0", "-80G@1", "2x2x2xH100", "2x2x2xNEW-96G@100", "8xH100@", "8 H100", "-1xH100", "1.5xH100"),
+        "9" * 5000 + "xH100",
+    ],
+)
+def test_what_is_no_gpu_lists_the_known_ones(spec: str) -> None:
+    with pytest.raises(ConfigError, match=r"option 'gpus' is .*A100-40G.*MI300X-192G.*NAME-80G@3350"):
+        parse_gpus(spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "hint"),
+    [
+        ("8xH101-80G", "'8xH101-80G' is no GPU that is known, did you mean H100-80G?"),
+        ("2x8xH100-80", "did you mean H100-80G?"),
+        ("mi300", "did you mean MI300X-192G?"),
+        ("4xA100", "'4xA100' is A100-40G or A100-80G"),
+        ("2x0xH100", "'2x0xH100' has a count of 0"),
+        ("8xRTX4090", "'8xRTX4090' is no GPU that is known; name"),
+    ],
+)
+def test_a_near_name_is_suggested(spec: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_gpus(spec)
+    assert hint in str(caught.value)
+
+
+@pytest.mark.parametrize("spec", [f"{MAX_GPUS + 1}xH100", f"{MAX_GPUS}xH100,L4", "999999999x999999999xH100"])
+def test_there_is_a_most(spec: str) -> None:
+    with pytest.raises(ConfigError, match=r"GPUs: name 4096 or fewer"):
+        parse_gpus(spec)
+    assert len(parse_gpus(f"{MAX_GPUS}xH100")) == MAX_GPUS
+
+
+def test_ranks_of_a_stage_may_be_unlike() -> None:
+    gpus = parse_gpus("2xH200,3xL4")
+    assert [are_ranks_alike(gpus, ranks) for ranks in (1, 2, 3, 4)] == [True, True, False, False]

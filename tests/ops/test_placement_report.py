@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+from typer.testing import CliRunner
+
+from rayspec.cli import app
+from rayspec.ops.gpus import Gpu
+from rayspec.ops.placement_report import Placement, PlacementOptions, place
+from rayspec.types import ConfigError
+from tests.families import checkpoint
+
+GIB = 2**30
+
+
+def llama(hidden: int, layers: int, heads: int, inter: int) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        intermediate_size=inter,
+        vocab_size=128256,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
+
+
+LLAMA_70B = llama(8192, 80, 64, 28672)
+LLAMA_405B = llama(16384, 126, 128, 53248)
+
+
+def placed(config: LlamaConfig, gpus: str, **options: Any) -> Placement:
+    return place(config, PlacementOptions(gpus=gpus, **options))
+
+
+def num_layers(placement: Placement) -> list[int]:
+    return [len(stage.layers) for stage in placement.stages]
+
+
+def total_bytes(placement: Placement) -> int:
+    return sum(stage.weight_bytes + stage.kv_bytes for stage in placement.stages)
+
+
+def test_70b_in_bfloat16_fits_eight_h100() -> None:
+    found = placed(LLAMA_70B, "8xH100-80G")
+    assert found.fits
+    assert num_layers(found) == [16] * 5
+    assert "5 of up to 8 stages, the fewest that fit with tensor 1" in found.choice
+    weights, kv = 2 * found.num_parameters, 32 * 16384 * 320 * 1024
+    assert sum(stage.weight_bytes for stage in found.stages) == weights
+    assert sum(stage.kv_bytes for stage in found.stages) == kv
+    assert not placed(LLAMA_70B, "8xH100-80G", stages=4).fits
+
+
+def test_405b_in_bfloat16_does_not_fit_eight_h100_but_sixteen() -> None:
+    short = placed(LLAMA_405B, "8xH100-80G")
+    assert not short.fits
+    assert len(short.stages) == 8
+    usable = 8 * Gpu(name="H100", memory_gb=80, bandwidth_gb_s=1).usable_bytes
+    assert short.missing_bytes == total_bytes(short) - usable > 450 * GIB
+    without_cache = placed(LLAMA_405B, "8xH100-80G", context=1, concurrency=1)
+    assert without_cache.missing_bytes == pytest.approx(811.7e9 - usable, rel=1e-3)
+    enough = placed(LLAMA_405B, "8xH100-80G,8xH100-80G", stages=16)
+    assert enough.fits
+    assert sum(stage.weight_bytes for stage in enough.stages) == pytest.approx(811.7e9, rel=1e-4)
+    assert placed(LLAMA_405B, "16xH100-80G", tensor=8).fits
+
+
+def test_405b_in_fp8_fits_eight_h200() -> None:
+    found = placed(LLAMA_405B, "8xH200-141G", quantization="fp8")
+    assert found.fits
+    assert num_layers(found) == [21] * 6
+    assert not placed(LLAMA_405B, "8xH200-141G", quantization="fp8", stages=5).fits
+
+
+@pytest.mark.parametrize(
+    ("config", "gpus", "options", "milliseconds"),
+    [  # worked out apart from the code: (bytes of weights but for the embedding + KV cache) / bandwidth
+        (LLAMA_70B, "8xH100-80G", {"concurrency": 1}, 43.1),
+        (LLAMA_70B, "8xA100-80G", {"concurrency": 1}, 70.8),
+        (LLAMA_70B, "8xH200", {"concurrency": 32}, 64.8),
+        (LLAMA_405B, "8xH200", {"concurrency": 32}, 225.0),
+        (LLAMA_405B, "8xH200", {"concurrency": 1, "context": 131072}, 182.0),
+    ],
+)
+def test_a_step_is_bytes_over_bandwidth(
+    config: LlamaConfig, gpus: str, options: dict[str, int], milliseconds: float
+) -> None:
+    assert 1000 * placed(config, gpus, **options).step_s == pytest.approx(milliseconds, rel=0.005)
+
+
+def test_a_slower_gpu_gets_fewer_layers() -> None:
+    found = placed(LLAMA_70B, "3xH200,1xA100-80G", stages=4, concurrency=1)
+    assert found.fits
+    assert num_layers(found)[3] < 14
+    times = [stage.seconds for stage in found.stages]
+    assert max(times) / min(times) < 1.2
+    assert found.stages[3].device.name == "3: A100-80G"
+
+
+def test_a_stage_is_as_good_as_the_weakest_of_its_gpus() -> None:
+    mixed, weak = (
+        placed(LLAMA_70B, gpus, tensor=2, stages=1, concurrency=1) for gpus in ("H200,A100-80G", "2xA100-80G")
+    )
+    assert mixed.stages[0].device.name == "0-1: H200-141G+A100-80G"
+    assert mixed.stages[0].device.bytes_free == weak.stages[0].device.bytes_free
+    assert mixed.step_s == weak.step_s
+
+
+def test_some_memory_is_reserved() -> None:
+    assert Gpu(name="any", memory_gb=100, bandwidth_gb_s=1).usable_bytes == 95 * 10**9 - 2 * GIB
+    (tiny,) = placed(llama(64, 1, 8, 64), "1xSMALL-1G@10").stages
+    assert tiny.device.bytes_free == 0
+
+
+def test_pinned_layers_win_even_where_they_do_not_fit() -> None:
+    found = placed(LLAMA_70B, "4xH200", layers="70,10", concurrency=1)
+    assert num_layers(found) == [70, 10]
+    assert found.choice == "2 stages as asked"
+    assert not placed(LLAMA_70B, "4xH100", layers="70,10", concurrency=1).fits
+    with pytest.raises(ConfigError, match="'layers' is 70,10: it has 2 numbers for 3 stages"):
+        placed(LLAMA_70B, "4xH200", layers="70,10", stages=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stages": 9}, "'stages' is 9, times 1 GPUs: there are 8"),
+        ({"stages": 5, "tensor": 2}, "'stages' is 5, times 2 GPUs: there are 8"),
+        ({"stages": 0}, "'stages' is 0"),
+        ({"tensor": 16}, "'tensor' is 16, of 8 GPUs"),
+        ({"tensor": 3}, "'tensor' is 3: it must divide"),
+        ({"concurrency": 0}, "'concurrency' is 0"),
+        ({"quantization": "fp9"}, "did you mean 'fp8'"),
+        ({"dtype": "bf16"}, "'dtype' is 'bf16'"),
+        ({"layers": "40,x"}, "'layers.1' is 'x'"),
+        ({"layers": "40,30"}, "70 layers in all: the model has 80"),
+    ],
+)
+def test_wrong_options_say_so(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        placed(LLAMA_70B, "8xH100-80G", **options)
+
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.chdir(tmp_path)
+    return lambda *arguments: CliRunner().invoke(app, ["placement", *map(str, arguments)])
+
+
+def test_the_command_prints_and_saves_what_goes_where(run: Run, tmp_path: Path) -> None:
+    LLAMA_70B.save_pretrained(tmp_path / "70b")
+    result = run("--model", "70b", "--gpus", "8xH100-80G", "--tensor", 1, "--json", "out/p.json")
+    assert result.exit_code == 0, result.output
+    assert "70.55 billion parameters in bfloat16" in result.stdout
+    rows = [line for line in result.stdout.splitlines() if "H100-80G" in line]
+    assert [cell.strip() for cell in rows[1].split("│")[1:-1]] == [
+        *("1: H100-80G", "16-31", "32-63", "25.5", "32.0", "11.3", "18.43", "yes")
+    ]
+    assert result.stdout.rstrip().endswith("it fits")
+    saved = json.loads((tmp_path / "out" / "p.json").read_text(encoding="utf-8"))
+    assert (saved["fits"], saved["missing_bytes"], saved["options"]["tensor"]) == (True, 0, 1)
+    assert [stage["layers"] for stage in saved["stages"]] == [[0, 15], [16, 31], [32, 47], [48, 63], [64, 79]]
+    assert saved["stages"][1]["sublayers"] == [32, 63]
+    assert saved["step_s"] == pytest.approx(sum(stage["seconds"] for stage in saved["stages"]))
+
+
+def test_the_command_fails_where_it_does_not_fit(run: Run, tmp_path: Path) -> None:
+    LLAMA_405B.save_pretrained(tmp_path)
+    result = run("--model", tmp_path / "config.json", "--gpus", "8xH100-80G", "--json", "p.json")
+    assert result.exit_code == 1
+    assert "it does not fit: 457.7 GiB are missing" in result.stdout
+    assert "58.2 GiB missing" in result.stdout
+    assert json.loads((tmp_path / "p.json").read_text(encoding="utf-8"))["fits"] is False
+    ranks = run("--model", tmp_path / "config.json", "--gpus", "8xH100-80G", "--tensor", "8")
+    missing = placed(LLAMA_405B, "8xH100-80G", tensor=8).missing_bytes
+    assert f"{8 * missing / GIB:.1f} GiB are missing" in ranks.stdout
+
+
+def test_a_model_that_does_not_split_has_no_sublayers(run: Run, tmp_path: Path) -> None:
+    result = run("--model", checkpoint("gpt2"), "--gpus", "L4", "--json", "p.json")
+    assert result.exit_code == 0, result.output
+    assert json.loads((tmp_path / "p.json").read_text(encoding="utf-8"))["stages"][0]["sublayers"] is None
+
+
+def test_wrong_usage_is_one_line_and_code_2(run: Run) -> None:
+    result = run("--model", "demo", "--gpus", "8xH101")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: option 'gpus' is '8xH101'")
+    assert len(result.stderr.splitlines()) == 1
+    assert run("--model", "demo", "--gpus", "L4").exit_code == 0

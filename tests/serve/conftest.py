@@ -1,0 +1,32 @@
+"""An endpoint that several files of tests use."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.serve.endpoint_process import ENGINE, PAGE, EndpointProcess, serving
+
+MAX_BYTES = 8 * 2**20
+MAX_QUEUED = 200
+
+
+@pytest.fixture(scope="session")
+def demo_endpoint(ray_environment: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EndpointProcess]:
+    """With the demo model, as "demo" and, for answers that are short whatever is asked, as "short"."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    short = {**ENGINE, "max_model_len": 48, "speculation": {"strategy": "ar"}}
+    models = [
+        {"model_loading_config": {"model_id": "demo"}, "engine_kwargs": dict(ENGINE)},
+        {"model_loading_config": {"model_id": "short", "model_source": "demo"}, "engine_kwargs": short},
+    ]
+    for model in models:
+        model["deployment_config"] = {"max_queued_requests": MAX_QUEUED}
+    folder = tmp_path_factory.mktemp("endpoint")
+    limits: dict[str, Any] = {"cors": [PAGE]}
+    limits |= {"max_request_bytes": MAX_BYTES, "engine_timeout_s": 30.0, "body_timeout_s": 5.0, "header_timeout_s": 5.0}
+    with serving(folder, environment, llm_configs=models, **limits) as endpoint:
+        yield endpoint

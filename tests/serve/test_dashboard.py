@@ -1,0 +1,137 @@
+"""The Grafana dashboard: it can be laid out, and asks only for what is exported."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import promql_parser
+import pytest
+
+from rayspec.serve.dashboard import as_json
+from rayspec.serve.metric_table import METRICS
+
+PATH = Path(__file__).parents[2] / "k8s" / "grafana" / "rayspec.json"
+BOARD: dict[str, Any] = json.loads(PATH.read_text(encoding="utf-8"))
+PANELS: list[dict[str, Any]] = BOARD["panels"]
+GRAPHS = [panel for panel in PANELS if panel["type"] != "row"]
+QUERIES = [
+    pytest.param(target, id=f"{panel['title']} {target['refId']}") for panel in GRAPHS for target in panel["targets"]
+]
+# Grafana's own units that are used; a name that it does not know it shows after the number without a word.
+UNITS = {"s", "reqps", "cps", "percentunit", "bool_on_off", "bool_yes_no"}
+SERVE = {"ray_serve_num_http_error_requests_total": {"error_code"}}
+
+
+def exported() -> dict[str, set[str]]:
+    """The series of our metrics, and their labels."""
+    series = dict(SERVE)
+    for spec in METRICS:
+        labels = set(spec.labels)
+        if spec.kind == "histogram":
+            series[f"{spec.exported_name}_bucket"] = labels | {"le"}
+        else:
+            series[spec.exported_name] = labels
+    return series
+
+
+def nodes(expr: Any) -> Iterator[Any]:
+    """A parsed expression and all parts of it."""
+    yield expr
+    for name in ("expr", "lhs", "rhs", "vector_selector"):
+        if (part := getattr(expr, name, None)) is not None:
+            yield from nodes(part)
+    for argument in getattr(expr, "args", None) or ():
+        yield from nodes(argument)
+
+
+def parsed(expr: str) -> list[Any]:
+    return list(nodes(promql_parser.parse(expr.replace("$__rate_interval", "5m"))))
+
+
+def selectors(expr: str) -> list[Any]:
+    return [node for node in parsed(expr) if isinstance(node, promql_parser.VectorSelector)]
+
+
+def labels_in(expr: str) -> set[str]:
+    """All that it filters, groups or joins by."""
+    named = {label for node in parsed(expr) for label in getattr(getattr(node, "modifier", None), "labels", None) or ()}
+    return named | {matcher.name for one in selectors(expr) for matcher in one.matchers.matchers}
+
+
+def test_the_file_is_what_the_module_makes() -> None:
+    assert PATH.read_text(encoding="utf-8") == as_json(), "run python -m rayspec.serve.dashboard again"
+
+
+def test_it_belongs_to_no_grafana_in_particular() -> None:
+    assert not {"id", "uid", "version"} & BOARD.keys()
+    text = PATH.read_text(encoding="utf-8")
+    assert set(re.findall(r'"uid": "([^"]*)"', text)) == {"${datasource}"}
+    variables = {variable["name"]: variable for variable in BOARD["templating"]["list"]}
+    assert list(variables) == ["datasource", "model", "replica"]
+    assert (variables["datasource"]["type"], variables["datasource"]["query"]) == ("datasource", "prometheus")
+    assert set(re.findall(r"\$\{?(\w+)", text)) == {*variables, "__rate_interval", "__all"}
+
+
+@pytest.mark.parametrize("name", ["model", "replica"])
+def test_a_variable_lists_the_values_of_a_label_that_there_is(name: str) -> None:
+    (variable,) = (one for one in BOARD["templating"]["list"] if one["name"] == name)
+    match = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["query"]["query"])
+    assert match is not None
+    (selector,) = selectors(match[1])
+    assert match[2] == name
+    assert {name, *labels_in(match[1])} <= exported()[selector.name]
+
+
+@pytest.mark.parametrize("panel", GRAPHS, ids=lambda panel: panel["title"])
+def test_a_panel_says_what_it_shows(panel: dict[str, Any]) -> None:
+    assert panel["title"]
+    assert panel["description"].endswith(".")
+    unit = panel["fieldConfig"]["defaults"]["unit"]
+    assert unit in UNITS or unit.startswith("suffix: ")
+    assert panel["targets"]
+    assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])
+
+
+def test_panels_have_ids_titles_and_places_of_their_own() -> None:
+    assert len({panel["id"] for panel in PANELS}) == len(PANELS) > 25
+    assert len({panel["title"] for panel in PANELS}) == len(PANELS)
+    places = [panel["gridPos"] for panel in PANELS]
+    for place in places:
+        assert 0 <= place["x"] < place["x"] + place["w"] <= 24
+        assert place["h"] > 0
+    for one, other in combinations(places, 2):
+        beside = one["x"] + one["w"] <= other["x"] or other["x"] + other["w"] <= one["x"]
+        above = one["y"] + one["h"] <= other["y"] or other["y"] + other["h"] <= one["y"]
+        assert beside or above, (one, other)
+
+
+@pytest.mark.parametrize("target", QUERIES)
+def test_a_query_asks_only_for_what_is_exported(target: dict[str, Any]) -> None:
+    series = exported()
+    asked = selectors(target["expr"])
+    assert asked
+    for selector in asked:
+        assert selector.name in series
+        assert {matcher.name for matcher in selector.matchers.matchers} <= series[selector.name]
+    allowed = set.union(*(series[selector.name] for selector in asked))
+    assert labels_in(target["expr"]) <= allowed
+    assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= allowed
+
+
+@pytest.mark.parametrize("target", QUERIES)
+def test_counters_are_rated_and_gauges_are_not(target: dict[str, Any]) -> None:
+    growing = {name for name in exported() if name.endswith(("_total", "_bucket"))}
+    rated = {
+        node.vector_selector.name for node in parsed(target["expr"]) if isinstance(node, promql_parser.MatrixSelector)
+    }
+    assert rated == {selector.name for selector in selectors(target["expr"])} & growing
+
+
+def test_every_metric_is_shown() -> None:
+    shown = {selector.name for panel in GRAPHS for target in panel["targets"] for selector in selectors(target["expr"])}
+    assert shown == exported().keys()

@@ -1,0 +1,381 @@
+"""The endpoint as clients meet it: a real Serve with two models, one of which takes one request at a time."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import httpx2
+import msgspec
+import openai
+import pytest
+import ray
+from jsonschema import Draft202012Validator
+from ray import serve
+
+import rayspec
+from rayspec.config import SamplingParams
+from rayspec.serve import build_openai_app
+from rayspec.serve.description import ErrorBody
+from rayspec.serve.run import Address
+from rayspec.serve.status import EndpointStatus
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+APP = "endpoint"
+KEY = "correct-horse"
+MAX_BYTES = 20_000
+TIMEOUT_S = 10.0
+ENGINE = {"dtype": "float32", "num_threads": 1, "max_num_seqs": 4, "kv_cache_tokens": 16384}
+MESSAGES: Any = [{"role": "user", "content": "Summarize: The agency spent 40 million dollars on roads."}]
+JSON = {"content-type": "application/json"}
+GREEDY = {"temperature": 0.0, "max_tokens": 40}
+ENDLESS = {"model": "demo", "prompt": "The", "max_tokens": 8000, "ignore_eos": True, "temperature": 0.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    url: str
+    http: httpx2.Client
+
+    def post(self, path: str, body: Any, **more: Any) -> httpx2.Response:
+        return self.http.post(path, json=body, **more)
+
+    def status(self, model: str = "demo") -> dict[str, Any]:
+        models = self.http.get("/status").json()["models"]
+        return next(one for one in models if one["model"] == model)
+
+    def wait_until(self, reached: Callable[[], bool], timeout_s: float) -> float:
+        """Seconds it took."""
+        start_s = time.monotonic()
+        while not reached():
+            assert time.monotonic() - start_s < timeout_s
+            time.sleep(0.02)
+        return time.monotonic() - start_s
+
+
+@pytest.fixture(scope="module")
+def endpoint(ray_cluster: None) -> Iterator[Endpoint]:
+    address = Address(port=0).checked()
+    serve.start(http_options={"host": address.host, "port": address.port}, logging_config={"log_level": "WARNING"})
+    narrow = {"max_ongoing_requests": 1, "max_queued_requests": 1, "health_check_period_s": 1.0}
+    args = {
+        "llm_configs": [
+            {"model_loading_config": {"model_id": "demo"}, "engine_kwargs": ENGINE},
+            {
+                "model_loading_config": {"model_id": "org/narrow", "model_source": "demo"},
+                "engine_kwargs": ENGINE | {"speculation": {"strategy": "ar"}},
+                "deployment_config": narrow,
+                "log_engine_metrics": False,
+            },
+        ],
+        "api_keys": ["another", KEY],
+        "max_request_bytes": MAX_BYTES,
+        "request_timeout_s": TIMEOUT_S,
+    }
+    serve.run(build_openai_app(args), name=APP, logging_config={"log_level": "ERROR", "enable_access_log": False})
+    with httpx2.Client(base_url=address.url, headers={"authorization": f"Bearer {KEY}"}, timeout=60) as http:
+        yield Endpoint(address.url, http)
+    serve.shutdown()
+
+
+@pytest.fixture(scope="module")
+def client(endpoint: Endpoint) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{endpoint.url}/v1", api_key=KEY, max_retries=0, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[rayspec.LLM]:
+    with rayspec.LLM("demo", **ENGINE) as loaded:
+        yield loaded
+
+
+def error_of(response: httpx2.Response) -> dict[str, Any]:
+    """Checked to be OpenAI's, and to tell nothing of the inside."""
+    assert response.headers["content-type"] == "application/json"
+    error = ErrorBody.model_validate_json(response.content).error
+    assert "Traceback" not in error.message
+    assert ".py" not in error.message
+    return error.model_dump()
+
+
+def events(lines: Iterator[str]) -> list[Any]:
+    """Of a stream that ends as it should."""
+    data = [line.removeprefix("data: ") for line in lines if line]
+    assert data[-1] == "[DONE]"
+    return [json.loads(one) for one in data[:-1]]
+
+
+class TestAnswers:
+    def test_a_chat_is_what_the_model_says_offline(self, client: openai.OpenAI, llm: rayspec.LLM) -> None:
+        expected = llm.chat(MESSAGES, SamplingParams(**GREEDY))[0]
+        answer = client.chat.completions.create(model="demo", messages=MESSAGES, **GREEDY)
+        assert answer.choices[0].message.content == expected.outputs[0].text
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == len(expected.outputs[0].token_ids)
+        assert answer.usage.prompt_tokens == len(expected.prompt_token_ids)
+
+    def test_a_streamed_chat_too_piece_by_piece(self, client: openai.OpenAI, llm: rayspec.LLM) -> None:
+        expected = llm.chat(MESSAGES, SamplingParams(**GREEDY))[0]
+        options = {"include_usage": True}
+        with client.chat.completions.create(
+            model="demo", messages=MESSAGES, stream=True, stream_options=options, **GREEDY
+        ) as stream:
+            chunks = list(stream)
+        texts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+        assert "".join(texts) == expected.outputs[0].text
+        assert len(texts) > 5
+        assert chunks[-1].usage is not None
+        assert chunks[-1].usage.completion_tokens == len(expected.outputs[0].token_ids)
+
+    @pytest.mark.parametrize("model", ["demo", "org/narrow"])
+    def test_completions_of_each_model(self, client: openai.OpenAI, llm: rayspec.LLM, model: str) -> None:
+        prompts = ["The report found that", "In 2011 the department"]
+        expected = [output.outputs[0].text for output in llm.generate(prompts, SamplingParams(**GREEDY))]
+        whole = client.completions.create(model=model, prompt=prompts, **GREEDY)
+        assert [choice.text for choice in whole.choices] == expected
+        assert whole.model == model
+        texts = ["", ""]
+        with client.completions.create(model=model, prompt=prompts, stream=True, **GREEDY) as stream:
+            for chunk in stream:
+                texts[chunk.choices[0].index] += chunk.choices[0].text
+        assert texts == expected
+
+    def test_many_at_once_are_kept_apart(self, client: openai.OpenAI, llm: rayspec.LLM) -> None:
+        prompts = [f"Finding {number}: the" for number in range(12)]
+        expected = [output.outputs[0].text for output in llm.generate(prompts, SamplingParams(**GREEDY))]
+        with ThreadPoolExecutor(12) as pool:
+            found = pool.map(lambda prompt: client.completions.create(model="demo", prompt=prompt, **GREEDY), prompts)
+            assert [one.choices[0].text for one in found] == expected
+
+    def test_models(self, client: openai.OpenAI) -> None:
+        assert [model.id for model in client.models.list()] == ["demo", "org/narrow"]
+        assert client.models.retrieve("org/narrow").id == "org/narrow"
+        with pytest.raises(openai.NotFoundError):
+            client.models.retrieve("org/other")
+
+    def test_tokens_and_back(self, endpoint: Endpoint, llm: rayspec.LLM) -> None:
+        text = "The agency spent"
+        found = endpoint.post("/tokenize", {"model": "org/narrow", "prompt": text}).json()
+        assert found["tokens"] == list(llm.tokenizer(text)["input_ids"])
+        assert endpoint.post("/detokenize", {"tokens": found["tokens"]}).json()["prompt"].endswith(text)
+        assert endpoint.post("/tokenize", {"messages": MESSAGES}).json()["count"] > 10
+        assert endpoint.post("/detokenize", {"tokens": [10**9]}).status_code == 400
+
+    def test_ray_data_can_ask_a_model(self, endpoint: Endpoint, llm: rayspec.LLM) -> None:
+        handle = serve.get_deployment_handle("Model:demo", APP).options(stream=True)
+        row = {"request_id": "7", "idx_in_batch": 0, "messages": MESSAGES} | GREEDY
+        found = next(iter(handle.chat.remote(row)))
+        assert (
+            found["choices"][0]["message"]["content"] == llm.chat(MESSAGES, SamplingParams(**GREEDY))[0].outputs[0].text
+        )
+        bad = handle.completions.remote({"request_id": "8", "idx_in_batch": 1, "prompt": "x", "max_tokens": 0})
+        with pytest.raises(ray.exceptions.RayTaskError) as raised:
+            next(iter(bad))
+        assert isinstance(raised.value.cause, ValueError)
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("body", "status", "code", "param"),
+        [
+            (b"{", 400, "invalid_json", None),
+            (b"\xff", 400, "invalid_json", None),
+            (b"[]", 400, "invalid_value", None),
+            (b'{"model": "demo"}', 400, "missing_required_parameter", "prompt"),
+            (b'{"model": "demo", "prompt": "a", "max_token": 3}', 400, "unknown_parameter", "max_token"),
+            (b'{"model": "demo", "prompt": "a", "top_p": 7}', 400, "invalid_value", "top_p"),
+            (b'{"model": "gpt", "prompt": "a"}', 404, "model_not_found", "model"),
+            (b'{"model": "demo", "prompt": "a", "max_tokens": 9000}', 400, "context_length_exceeded", None),
+            (
+                b'{"model": "demo", "prompt": "a", "max_tokens": 9000, "stream": true}',
+                400,
+                "context_length_exceeded",
+                None,
+            ),
+            (b'{"model": "demo", "prompt": "' + b"a" * MAX_BYTES + b'"}', 413, "request_too_large", None),
+        ],
+    )
+    def test_a_body_at_fault(self, endpoint: Endpoint, body: bytes, status: int, code: str, param: str | None) -> None:
+        response = endpoint.http.post("/v1/completions", content=body, headers=JSON)
+        error = error_of(response)
+        assert (response.status_code, error["code"], error["param"]) == (status, code, param)
+
+    def test_a_body_without_a_length_is_read_no_further_than_allowed(self, endpoint: Endpoint) -> None:
+        address = httpx2.URL(endpoint.url)
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\ntransfer-encoding: chunked"
+        head += "\r\ncontent-type: application/json"
+        piece = b"3e8\r\n" + b"x" * 1000 + b"\r\n"
+        with socket.create_connection((address.host, address.port or 0), timeout=10) as connection:
+            connection.sendall(head.encode() + b"\r\n\r\n" + piece * (MAX_BYTES // 1000 + 1))
+            assert connection.recv(100).startswith(b"HTTP/1.1 413 ")  # although the end has not been sent
+
+    @pytest.mark.parametrize("upgrade", ["", "upgrade: h2c\r\n"])
+    def test_a_body_that_serves_proxy_loses_is_told(self, endpoint: Endpoint, upgrade: str) -> None:
+        address = httpx2.URL(endpoint.url)
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\nconnection: Upgrade\r\n"
+        head += f"{upgrade}content-type: application/json\r\ncontent-length: 2\r\n\r\n{{}}"
+        with socket.create_connection((address.host, address.port or 0), timeout=20) as connection:
+            connection.sendall(head.encode())
+            found = connection.recv(4096)
+        assert found.startswith(b"HTTP/1.1 400 "), found
+
+    @pytest.mark.parametrize(
+        ("method", "path", "status", "code"),
+        [
+            ("GET", "/v1/nothing", 404, "not_found"),
+            ("POST", "/nothing", 404, "not_found"),
+            ("GET", "/v1/completions", 405, "method_not_allowed"),
+            ("POST", "/v1/models", 405, "method_not_allowed"),
+            ("GET", "/../etc/passwd", 404, "not_found"),
+        ],
+    )
+    def test_a_route_at_fault(self, endpoint: Endpoint, method: str, path: str, status: int, code: str) -> None:
+        response = endpoint.http.request(method, path)
+        assert (response.status_code, error_of(response)["code"]) == (status, code)
+
+    @pytest.mark.parametrize("header", [{}, {"authorization": "Bearer wrong"}, {"authorization": KEY}])
+    def test_without_a_key_nothing_opens_but_health_and_the_page(
+        self, endpoint: Endpoint, header: Mapping[str, str]
+    ) -> None:
+        paths = json.loads(endpoint.http.get("/openapi.json").content)["paths"]
+        asked = [(method, path) for path, methods in paths.items() for method in methods if path != "/health"]
+        assert len(asked) > 7
+        with httpx2.Client(base_url=endpoint.url, headers=header) as http:
+            for method, path in [*asked, ("get", "/openapi.json"), ("get", "/nothing"), ("get", "//v1/models")]:
+                response = http.request(method, path)
+                assert (response.status_code, error_of(response)["code"]) == (401, "invalid_api_key"), path
+                assert response.headers["www-authenticate"] == "Bearer"
+            assert http.get("/health").json() == {"status": "ok"}
+            page = http.get("/")
+            assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+
+    def test_request_ids(self, endpoint: Endpoint) -> None:
+        body = {"model": "demo", "prompt": "a", "max_tokens": 1}
+        named = endpoint.post("/v1/completions", body, headers={"x-request-id": "mine-1"})
+        assert named.headers.get_list("x-request-id") == ["mine-1"]
+        assert named.json()["id"] == "cmpl-mine-1"
+        strange = endpoint.post("/v1/completions", body, headers={"x-request-id": 'a"b c'})
+        assert '"' not in strange.json()["id"]
+        made = [endpoint.http.get("/nothing").headers["x-request-id"] for _ in range(2)]
+        assert len(set(made)) == 2
+
+
+class TestLimits:
+    def test_who_leaves_frees_the_place_at_once(self, endpoint: Endpoint) -> None:
+        with endpoint.http.stream("POST", "/v1/completions", json=ENDLESS | {"stream": True}) as response:
+            lines = response.iter_lines()
+            for _ in range(10):
+                next(lines)
+            assert endpoint.status()["num_running"] == 1
+        assert endpoint.wait_until(lambda: endpoint.status()["num_running"] == 0, 10) < 1.5
+        with pytest.raises(httpx2.TimeoutException):
+            endpoint.post("/v1/completions", ENDLESS, timeout=1.0)
+        assert endpoint.wait_until(lambda: endpoint.status()["num_running"] == 0, 10) < 1.5
+
+    def test_who_takes_too_long_is_told(self, endpoint: Endpoint) -> None:
+        with ThreadPoolExecutor(2) as pool:
+            whole = pool.submit(endpoint.post, "/v1/completions", ENDLESS)
+            stream = pool.submit(endpoint.post, "/v1/completions", ENDLESS | {"stream": True})
+        assert (whole.result().status_code, error_of(whole.result())["code"]) == (504, "timeout")
+        assert stream.result().status_code == 200
+        assert stream.result().headers["content-type"].startswith("text/event-stream")
+        *chunks, error = events(stream.result().iter_lines())
+        assert len(chunks) > 10
+        assert error["error"]["code"] == "timeout"
+        assert endpoint.wait_until(lambda: endpoint.status()["num_running"] == 0, 10) < 1.5
+
+    def test_who_comes_when_all_places_are_taken_is_sent_away(self, endpoint: Endpoint) -> None:
+        body = ENDLESS | {"model": "org/narrow", "max_tokens": 300}
+        with ThreadPoolExecutor(6) as pool:
+            running = [pool.submit(endpoint.post, "/v1/completions", body)]
+            endpoint.wait_until(lambda: endpoint.status("org/narrow")["num_running"] == 1, 10)
+            running += [pool.submit(endpoint.post, "/v1/completions", body | {"stream": n % 2 == 0}) for n in range(4)]
+            # A busy model is not a sick one, and tells how it is.
+            assert endpoint.http.get("/health").status_code == 200
+            assert endpoint.status("org/narrow")["num_running"] == 1
+            responses = [future.result() for future in running]
+        refused = [response for response in responses if response.status_code == 429]
+        assert [response.status_code for response in responses if response not in refused] == [200, 200]
+        for response in refused:
+            assert error_of(response)["code"] == "rate_limit_exceeded"
+            assert int(response.headers["retry-after"]) > 0
+
+    def test_by_default_three_times_what_is_decoded_at_once_is_taken(self, endpoint: Endpoint) -> None:
+        num_places, num_asked = 4, 20
+        body = ENDLESS | {"max_tokens": 150}
+
+        def ask(_: int) -> tuple[int, float]:
+            response = endpoint.post("/v1/completions", body)
+            return response.status_code, response.elapsed.total_seconds()
+
+        with ThreadPoolExecutor(num_asked) as pool:
+            answers = list(pool.map(ask, range(num_asked)))
+        refused_s = [seconds for status, seconds in answers if status == 429]
+        assert len(refused_s) == num_asked - 3 * num_places, answers
+        assert max(refused_s) < min(seconds for status, seconds in answers if status == 200)
+
+
+class TestWhatOperatorsSee:
+    def test_status(self, endpoint: Endpoint) -> None:
+        endpoint.post("/v1/completions", {"model": "demo", "prompt": "The"} | GREEDY)
+        status = msgspec.convert(endpoint.http.get("/status").json(), EndpointStatus)
+        demo, narrow = sorted(status.models, key=lambda one: one.model)
+        assert (demo.model, narrow.model, demo.version) == ("demo", "org/narrow", rayspec.__version__)
+        assert demo.num_sublayers == narrow.num_sublayers == 32
+        assert demo.num_generated_tokens >= 40
+        assert (demo.kv_used_tokens, demo.kv_total_tokens) == (0, 16384)
+        endpoint.wait_until(lambda: endpoint.status()["tokens_per_s"] > 1, 5)
+        if demo.plan is not None:
+            assert len(demo.plan.keep) == 32
+
+    def test_metrics(self, endpoint: Endpoint) -> None:
+        response = endpoint.http.get("/metrics")
+        assert response.headers["content-type"].startswith("text/plain")
+        assert "# TYPE " in response.text
+
+    def test_the_document_describes_what_is_sent(self, endpoint: Endpoint) -> None:
+        document = endpoint.http.get("/openapi.json").json()
+        operation = document["paths"]["/v1/completions"]["post"]
+        body = operation["requestBody"]["content"]["application/json"]["schema"]
+        assert set(document["components"]["schemas"]["CompletionRequest"]["properties"]) >= {"prompt", "top_k"}
+        sent = {"model": "demo", "prompt": "The", "max_tokens": 2, "logprobs": 1}
+        answer = operation["responses"]["200"]["content"]["application/json"]["schema"]
+        for schema, instance in ((body, sent), (answer, endpoint.post("/v1/completions", sent).json())):
+            Draft202012Validator(document | schema).validate(instance)
+        assert set(operation["responses"]) == {
+            "200",
+            "400",
+            "401",
+            "404",
+            "408",
+            "413",
+            "415",
+            "429",
+            "500",
+            "503",
+            "504",
+        }
+        assert document["paths"]["/health"]["get"]["security"] == []
+
+
+def test_a_model_that_is_lost_on_the_way(endpoint: Endpoint) -> None:
+    """The last test: the model comes back only later."""
+    body = ENDLESS | {"model": "org/narrow", "stream": True}
+    with endpoint.http.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        names = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True)]
+        (narrow,) = [name for name in names if name.startswith(f"SERVE_REPLICA::{APP}#Model:org--narrow#")]
+        ray.kill(ray.get_actor(narrow, namespace="serve"))
+        assert events(lines)[-1]["error"]["code"] == "engine_dead"
+    health = endpoint.http.get("/health")
+    assert health.status_code == 503
+    assert error_of(health)["message"] == "org/narrow: starting"
+    assert int(health.headers["retry-after"]) > 0
+    assert endpoint.post("/v1/completions", {"model": "demo", "prompt": "The", "max_tokens": 2}).status_code == 200

@@ -1,0 +1,130 @@
+"""The HTTP server under clients that are slow, strange or hostile, with a small application behind it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from rayspec.serve.front import http_server
+
+TIMEOUT_S = 0.4
+POST = b"POST /echo HTTP/1.1\r\nhost: localhost\r\n"
+
+
+async def echo(request: Request) -> JSONResponse:
+    return JSONResponse({"body": (await request.body()).decode(), "id": request.headers["x-request-id"]})
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[tuple[str, int]]:
+    app = Starlette(routes=[Route("/echo", echo, methods=["GET", "POST"])])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        with http_server(app, listener, header_timeout_s=TIMEOUT_S):
+            yield listener.getsockname()
+
+
+def answer(connection: socket.socket) -> tuple[bytes, bytes, bytes]:
+    """Status line, headers and body of the next response; empty where the connection was closed."""
+    with connection.makefile("rb") as reader:
+        status, *headers = iter(lambda: reader.readline().rstrip(), b"")
+        lengths = [int(line.partition(b":")[2]) for line in headers if line.lower().startswith(b"content-length")]
+        return status, b"\n".join(headers).lower(), reader.read(lengths[0] if lengths else -1)
+
+
+def exchange(address: tuple[str, int], *parts: bytes, pause_s: float = 0.0) -> tuple[bytes, bytes, bytes]:
+    with socket.create_connection(address, timeout=10) as connection:
+        for part in parts:
+            connection.sendall(part)
+            time.sleep(pause_s)
+        return answer(connection)
+
+
+def code_of(body: bytes) -> str:
+    code: str = json.loads(body)["error"]["code"]
+    return code
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        b"",
+        b"connection: Upgrade\r\n",
+        b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n",
+        b"connection: Upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\nsec-websocket-key: YQ==\r\n",
+        b"x-strange: \xff\xfe\r\n",
+    ],
+)
+def test_a_body_is_read_whatever_stands_before_it(address: tuple[str, int], headers: bytes) -> None:
+    status, _, body = exchange(address, POST + headers + b"content-length: 4\r\n\r\nbody")
+    assert (status, json.loads(body)["body"]) == (b"HTTP/1.1 200 OK", "body")
+
+
+def test_http_1_0_without_a_host(address: tuple[str, int]) -> None:
+    status, _, body = exchange(address, b"POST /echo HTTP/1.0\r\ncontent-length: 4\r\n\r\nbody")
+    assert (status, json.loads(body)["body"]) == (b"HTTP/1.1 200 OK", "body")
+
+
+@pytest.mark.parametrize(
+    "request_head",
+    [
+        b"\x16\x03\x01\x02\x00\x01" * 40,
+        b"GET /echo HTTP/1.1\r\n\r\n",
+        b"GET /echo HTTP/9.9\r\n\r\n",
+        POST + b"host: other\r\n\r\n",
+        POST + b"content-length: -1\r\n\r\n",
+        POST + b"content-length: 1\r\ncontent-length: 2\r\n\r\n",
+        POST + b"x-long: " + b"a" * 2**17 + b"\r\n\r\n",
+    ],
+)
+def test_what_is_no_request_is_told_as_openai_tells_it(address: tuple[str, int], request_head: bytes) -> None:
+    status, _, body = exchange(address, request_head)
+    assert (status, code_of(body)) == (b"HTTP/1.1 400 Bad Request", "invalid_http")
+
+
+class TestSlowHeaders:
+    def test_headers_that_come_bit_by_bit_are_given_up(self, address: tuple[str, int]) -> None:
+        start_s = time.monotonic()
+        parts = (POST, b"a: b\r\n", b"c: d\r\n")
+        status, _, body = exchange(address, *parts, pause_s=TIMEOUT_S / 4)
+        assert (status, code_of(body)) == (b"HTTP/1.1 408 Request Timeout", "request_timeout")
+        assert TIMEOUT_S <= time.monotonic() - start_s < TIMEOUT_S + 3
+
+    def test_those_of_a_second_request_too(self, address: tuple[str, int]) -> None:
+        with socket.create_connection(address, timeout=10) as connection:
+            connection.sendall(b"GET /echo HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            assert answer(connection)[0] == b"HTTP/1.1 200 OK"
+            time.sleep(2 * TIMEOUT_S)  # an idle connection may stay
+            connection.sendall(POST)
+            assert answer(connection)[0] == b"HTTP/1.1 408 Request Timeout"
+
+    def test_connections_that_send_nothing_are_closed_and_hold_up_nobody(self, address: tuple[str, int]) -> None:
+        idle = [socket.create_connection(address, timeout=10) for _ in range(100)]
+        status, _, _ = exchange(address, b"GET /echo HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert status == b"HTTP/1.1 200 OK"
+        assert [connection.recv(1) for connection in idle] == [b""] * 100
+        for connection in idle:
+            connection.close()
+
+    def test_a_slow_body_is_not_their_business(self, address: tuple[str, int]) -> None:
+        status, _, body = exchange(address, POST + b"content-length: 4\r\n\r\nbo", b"d", b"y", pause_s=TIMEOUT_S)
+        assert (status, json.loads(body)["body"]) == (b"HTTP/1.1 200 OK", "body")
+
+
+def test_each_request_has_an_id(address: tuple[str, int]) -> None:
+    ids = []
+    for header in (b"x-request-id: mine\r\n", b"", b""):
+        _, headers, body = exchange(address, b"GET /echo HTTP/1.1\r\nhost: localhost\r\n" + header + b"\r\n")
+        ids.append(json.loads(body)["id"])
+        assert headers.count(b"x-request-id: " + ids[-1].encode()) == 1
+    assert ids[0] == "mine"
+    assert len(set(ids)) == 3

@@ -1,0 +1,289 @@
+"""Whatever is sent, the answer is one that the document describes, comes soon, and leaves the endpoint well."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.errors import Unsatisfiable
+from schemathesis.checks import not_a_server_error
+from schemathesis.generation import GenerationMode
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from rayspec.openai.requests import ChatRequest, CompletionRequest
+from rayspec.openai.tokenizing import DetokenizeRequest, TokenizeRequest
+from rayspec.serve.description import ErrorBody
+from tests.serve.endpoint_process import EndpointProcess
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+ANSWER_S = 30.0
+JSON = {"content-type": "application/json"}
+BOUNDED = settings(
+    max_examples=25,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+BODIES = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+VALID: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"model": "short", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
+    "/v1/completions": {"model": "short", "prompt": "a", "max_tokens": 2},
+    "/tokenize": {"model": "short", "prompt": "a"},
+    "/detokenize": {"model": "short", "tokens": [5]},
+}
+OPERATIONS = [
+    *(f"POST {path}" for path in BODIES),
+    "GET /v1/models",
+    "GET /v1/models/{model}",
+    "GET /health",
+    "GET /status",
+    "GET /metrics",
+]
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+]
+# What a client's mistakes look like.
+STRANGE: list[Any] = [
+    None,
+    True,
+    -1,
+    0,
+    10**6,
+    2**63,
+    -(2**63) - 1,
+    10**400,
+    1e308,
+    float("nan"),
+    float("-inf"),
+    "",
+    "x" * 5000,
+    "\x00",
+    "\ud800",
+    "\U0010ffff",
+    [],
+    [[]],
+    [None],
+    [{}],
+    {},
+    {"": ""},
+    {"role": "user"},
+    [-1],
+    [2**70],
+    ["a", 1],
+    [[1], "a"],
+]
+ANY = st.recursive(
+    st.sampled_from(STRANGE) | st.text() | st.integers() | st.floats(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@pytest.fixture(scope="module")
+def http(demo_endpoint: EndpointProcess) -> Iterator[httpx2.Client]:
+    with httpx2.Client(base_url=demo_endpoint.url, timeout=ANSWER_S, headers=JSON) as client:
+        yield client
+        for body in ({"model": "short", "prompt": "The"}, {"model": "demo", "prompt": "The", "max_tokens": 4}):
+            assert client.post("/v1/completions", json=body).status_code == 200
+        assert client.get("/health").status_code == 200
+        assert demo_endpoint.is_idle("short")
+        assert demo_endpoint.is_idle("demo")
+
+
+@pytest.fixture(scope="module")
+def document(demo_endpoint: EndpointProcess) -> Any:
+    return schemathesis.openapi.from_url(f"{demo_endpoint.url}/openapi.json")
+
+
+@pytest.mark.parametrize("mode", GenerationMode)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_the_document_holds(document: Any, operation: str, mode: GenerationMode) -> None:
+    """What the document cannot say (that a prompt must fit the context) makes an answer a 400, so those checks that
+    go by the request alone are left out."""
+    method, path = operation.split()
+
+    @BOUNDED
+    @given(case=document[path][method].as_strategy(generation_mode=mode))
+    def check(case: schemathesis.Case) -> None:
+        if isinstance(case.body, dict):
+            _keep_short(case.body)
+        response = case.call(timeout=ANSWER_S)
+        case.validate_response(response, checks=CHECKS)
+        assert_tells_nothing(response.text)
+
+    try:
+        check()
+    except Unsatisfiable:
+        assert (mode, method) == (GenerationMode.NEGATIVE, "GET")  # nothing can be wrong with it
+
+
+def test_every_operation_is_tried(demo_endpoint: EndpointProcess) -> None:
+    paths = httpx2.get(f"{demo_endpoint.url}/openapi.json").json()["paths"]
+    assert {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods} == set(OPERATIONS)
+
+
+def _keep_short(body: dict[str, Any]) -> None:
+    if isinstance(body.get("model"), str):
+        body["model"] = "short"
+    for name, most in (("n", 4), ("prompt", 4)):
+        if isinstance(body.get(name), list):
+            body[name] = body[name][:most]
+        elif isinstance(body.get(name), int) and body[name] > most:
+            body[name] = most
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_fields_of_any_value(http: httpx2.Client, path: str) -> None:
+    names = st.sampled_from([*BODIES[path].model_fields, *BODIES[path].refused, *BODIES[path].ignored, "other"])
+
+    @settings(BOUNDED, max_examples=150)
+    @given(st.dictionaries(names, st.sampled_from(STRANGE) | ANY, min_size=1, max_size=3))
+    def check(changes: dict[str, Any]) -> None:
+        body = VALID[path] | changes
+        _keep_short(body)
+        assert_answered(http.post(path, content=json.dumps(body).encode()))
+
+    check()
+
+
+@BOUNDED
+@given(content=st.binary(max_size=200), path=st.sampled_from(list(BODIES)))
+def test_any_bytes(http: httpx2.Client, content: bytes, path: str) -> None:
+    assert http.post(path, content=content).status_code == 400
+
+
+def _million(item: str) -> str:
+    return "[" + ",".join([item] * 10**6) + "]"
+
+
+RAW = {
+    "nothing": b"",
+    "space": b" ",
+    "byte order mark": b"\xef\xbb\xbf{}",
+    "utf-16": '{"model": "short"}'.encode("utf-16"),
+    "not utf-8": b'{"model": "short", "prompt": "\xff\xfe"}',
+    "half a surrogate pair": b'{"model": "short", "prompt": "\\ud800"}',
+    "cut off": b'{"model": "short", "prompt": "a',
+    "two objects": b'{"model": "short", "prompt": "a"}{}',
+    "deep lists": b'{"model": "short", "prompt": ' + b"[" * 10**6,
+    "deep objects": b'{"model": "short", "prompt": ' + b'{"a":' * 10**5 + b"1" + b"}" * 10**5 + b"}",
+    "deep in what is ignored": b'{"model": "short", "prompt": "a", "metadata": ' + b"[" * 1000 + b"]" * 1000 + b"}",
+    "not a number": b'{"model": "short", "prompt": "a", "temperature": NaN}',
+    "infinite": b'{"model": "short", "prompt": "a", "temperature": 1e999}',
+    "huge number": b'{"model": "short", "prompt": "a", "seed": ' + b"9" * 10**6 + b"}",
+    "huge token": b'{"model": "short", "prompt": [' + b"9" * 5000 + b"]}",
+    "negative token": b'{"model": "short", "prompt": [-1]}',
+    "no token": b'{"model": "short", "prompt": [4000000000]}',
+    "million tokens": f'{{"model": "short", "prompt": {_million("5")}}}'.encode(),
+    "million prompts": f'{{"model": "short", "prompt": {_million(chr(34) + "a" + chr(34))}}}'.encode(),
+    "million stops": f'{{"model": "short", "prompt": "a", "stop": {_million(chr(34) + "a" + chr(34))}}}'.encode(),
+    "million biases": (
+        '{"model": "short", "prompt": "a", "logit_bias": {' + ",".join(f'"{i}":1' for i in range(10**5)) + "}}"
+    ).encode(),
+    "gigantic text": b'{"model": "short", "prompt": "' + b"word " * 200_000 + b'"}',
+    "gigantic word": b'{"model": "short", "prompt": "' + b"a" * 10**6 + b'"}',
+    "gigantic field name": b'{"model": "short", "' + b"a" * 10**6 + b'": 1}',
+    "gigantic model name": b'{"model": "' + b"a" * 10**6 + b'", "prompt": "a"}',
+}
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_a_strange_body(http: httpx2.Client, name: str) -> None:
+    response = http.post("/v1/completions", content=RAW[name])
+    assert response.status_code in {400, 404}, response.text[:300]
+    assert_answered(response)
+    assert len(response.content) < 5000
+    stream = http.post("/v1/completions", content=RAW[name].replace(b'"model"', b'"stream": true, "model"', 1))
+    assert stream.status_code in {400, 404}
+
+
+def test_of_fields_given_twice_the_last_counts(http: httpx2.Client) -> None:
+    response = http.post("/v1/completions", content=b'{"model": "x", "model": "short", "prompt": "a", "max_tokens": 1}')
+    assert response.status_code == 200
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "deflate", "nonsense"])
+def test_a_compressed_body_is_none(http: httpx2.Client, encoding: str) -> None:
+    response = http.post("/v1/completions", content=b"\x1f\x8b\x08\x00", headers={"content-encoding": encoding})
+    assert response.status_code == 400
+
+
+@pytest.mark.parametrize("path", ["/health", "/status", "/v1/models", "/v1/models/short", "/metrics", "/"])
+def test_a_body_where_none_belongs(http: httpx2.Client, path: str) -> None:
+    assert http.request("GET", path, content=b"x" * 10**5).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/models/%00", "/v1/models/%ff", "/v1/models/" + "a" * 5000, "/%2e%2e/%2e%2e/etc/passwd", "/?%00=%ff"]
+)
+def test_a_strange_path(http: httpx2.Client, path: str) -> None:
+    assert_answered(http.get(path))
+
+
+def test_strange_headers(http: httpx2.Client) -> None:
+    for name in ("authorization", "x-request-id", "content-type", "accept", "transfer-encodin", "traceparent"):
+        for value in (b"", b"a" * 5000, b"\xff\xfe", b"Bearer " + b"\xe4" * 100):
+            response = http.post("/v1/completions", json=VALID["/v1/completions"], headers={name.encode(): value})
+            assert response.status_code < 500
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: -5\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99999999999999999999\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nabcde",
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"\x00\x01\x02\x03\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"GET /" + b"a" * 10**5 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    ],
+)
+def test_what_is_no_http(demo_endpoint: EndpointProcess, sent: bytes) -> None:
+    """It is refused, or the connection is closed, at once; the bytes of a TLS client may be waited on."""
+    url = httpx2.URL(demo_endpoint.url)
+    with socket.create_connection((url.host, url.port or 0), timeout=ANSWER_S) as connection:
+        connection.sendall(sent)
+        connection.shutdown(socket.SHUT_WR)
+        answer = connection.recv(2000)
+    assert not re.match(rb"HTTP/1\.1 (2|5)", answer)
+
+
+def assert_answered(response: httpx2.Response) -> None:
+    """Well, or with an error of the client's."""
+    assert response.status_code < 500, response.text
+    if response.status_code >= 400:
+        ErrorBody.model_validate_json(response.content)
+    assert_tells_nothing(response.text)
+
+
+def assert_tells_nothing(text: str) -> None:
+    """Of the inside."""
+    assert "Traceback" not in text
+    assert ".py" not in text

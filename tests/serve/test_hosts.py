@@ -1,0 +1,66 @@
+"""Host and Origin headers as browsers, other clients and attackers send them."""
+
+from __future__ import annotations
+
+import pytest
+
+from rayspec.serve.hosts import ANY, allowed_host, allowed_origin
+
+
+@pytest.mark.parametrize(
+    ("header", "allowed"),
+    [
+        (None, True),
+        ("localhost", True),
+        ("LOCALHOST:8000", True),
+        ("localhost.", True),
+        ("a.localhost:1", True),
+        ("127.0.0.1:8000", True),
+        ("127.3.2.1", True),
+        ("[::1]", True),
+        ("[::1]:8000", True),
+        ("", False),
+        ("app.example", False),
+        ("app.example:8000", False),
+        ("127.0.0.1.app.example", False),
+        ("localhost.app.example", False),
+        ("[::1].app.example", False),
+        ("[::1", False),
+        ("::1", False),
+        ("0.0.0.0", False),
+        ("user@localhost", False),
+        ("localhost:app.example", False),
+        ("192.0.2.7", False),
+    ],
+)
+def test_on_loopback_only_its_own_names_are_allowed(header: str | None, allowed: bool) -> None:
+    assert allowed_host(header, ()) is allowed
+    assert allowed_host(header, {ANY})
+
+
+def test_more_names_may_be_allowed() -> None:
+    names = {"app.example"}
+    assert allowed_host("App.Example:443", names)
+    assert allowed_host("localhost", names)
+    assert not allowed_host("other.example", names)
+
+
+@pytest.mark.parametrize(
+    ("headers", "allowed"),
+    [
+        ({"host": "localhost:8000"}, True),
+        ({"host": "localhost:8000", "origin": "http://localhost:8000"}, True),
+        ({"host": "internal", "origin": "https://app.example", "sec-fetch-site": "same-origin"}, True),
+        ({"host": "localhost:8000", "origin": "https://known.example"}, True),
+        ({"host": "localhost:8000", "origin": "https://app.example"}, False),
+        ({"host": "localhost:8000", "origin": "http://localhost:3000"}, False),
+        ({"host": "localhost:8000", "origin": "https://app.example", "sec-fetch-site": "cross-site"}, False),
+        ({"host": "localhost:8000", "origin": "null"}, False),
+        ({"host": "", "origin": ""}, False),
+        ({"origin": "null"}, False),
+        ({"host": "localhost", "origin": "http://["}, False),
+    ],
+)
+def test_pages_of_other_origins_may_not_make_models_work(headers: dict[str, str], allowed: bool) -> None:
+    assert allowed_origin(headers, ("https://known.example",)) is allowed
+    assert allowed_origin(headers, (ANY,))

@@ -1,0 +1,251 @@
+"""Many clients at once, and such as are slow or leave: texts stay right, others are not held up, places become free."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+import rayspec
+from rayspec.bench.serve import ServeBenchOptions, run_serve_bench, succeeded
+from rayspec.bench.serve_mix import Mix
+from tests.serve.endpoint_process import ENGINE, PAGE, EndpointProcess, serving, session_pids, wait_until
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+REQUEST = {"model": "demo", "prompt": "The", "temperature": 0.0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[rayspec.LLM]:
+    with rayspec.LLM("demo", **ENGINE) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def environment(ray_environment: None) -> Mapping[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def mixed(endpoint: EndpointProcess, num_requests: int, **shares: Any) -> ServeBenchOptions:
+    mix = Mix(model="demo", num_requests=num_requests, max_tokens=32, **shares)
+    return ServeBenchOptions(url=endpoint.url, api_key=None, mix=mix, concurrency=100)
+
+
+def run(options: ServeBenchOptions, llm: rayspec.LLM) -> dict[str, Any]:
+    return run_serve_bench(options, llm, lambda _: None)
+
+
+@pytest.mark.parametrize("num_requests", [60, pytest.param(400, marks=pytest.mark.exhaustive)])
+def test_a_mixture_of_which_some_leave(demo_endpoint: EndpointProcess, llm: rayspec.LLM, num_requests: int) -> None:
+    result = run(mixed(demo_endpoint, num_requests, cut_share=0.25), llm)
+    found = result["results"]
+    assert succeeded(result), (found["errors"], found["differing"])
+    assert found["endings"]["cut"] > num_requests / 10
+    assert found["identical"] == found["endings"]["finished"] > num_requests / 2
+    wait_until(demo_endpoint.is_idle, 10)
+
+
+def test_all_of_them_leave(demo_endpoint: EndpointProcess) -> None:
+    result = run_serve_bench(mixed(demo_endpoint, 60, cut_share=1.0, longest_wait_s=1.0), None, lambda _: None)
+    assert set(result["results"]["endings"]) <= {"cut", "finished"}
+    wait_until(demo_endpoint.is_idle, 10)
+
+
+class TestSlowClients:
+    def test_who_reads_a_byte_now_and_then_holds_up_nobody(self, demo_endpoint: EndpointProcess) -> None:
+        alone_s = timed_answer(demo_endpoint)
+        with ExitStack() as stack:
+            slow = [stack.enter_context(begun_stream(demo_endpoint)) for _ in range(4)]
+            wait_until(lambda: demo_endpoint.num_generated() > 0, 10)
+            for connection in slow:
+                assert len(connection.recv(1)) == 1
+            wait_until(demo_endpoint.is_idle, 60)  # their tokens are made, whether they are read or not
+            beside_s = timed_answer(demo_endpoint)
+            for connection in slow:
+                assert len(connection.recv(1)) == 1
+        assert beside_s < 3 * alone_s + 1
+
+    def test_idle_connections_and_half_bodies_take_no_places(self, demo_endpoint: EndpointProcess) -> None:
+        address = httpx2.URL(demo_endpoint.url)
+        half = HEAD + b"content-length: 100\r\n\r\n{"
+        with ExitStack() as stack:
+            for number in range(50):
+                connection = stack.enter_context(socket.create_connection((address.host, address.port or 0)))
+                if number % 2:
+                    connection.sendall(half)
+            assert timed_answer(demo_endpoint) < 30
+            assert demo_endpoint.health() == 200
+
+    def test_a_body_that_never_ends_is_given_up(self, demo_endpoint: EndpointProcess) -> None:
+        address = httpx2.URL(demo_endpoint.url)
+        for rest in (b"content-length: 100\r\n\r\n{", b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n"):
+            with socket.create_connection((address.host, address.port or 0), timeout=30) as connection:
+                connection.sendall(HEAD + rest)
+                answer = connection.recv(4096)
+            assert answer.startswith(b"HTTP/1.1 408 "), answer
+        with socket.create_connection((address.host, address.port or 0)) as connection:
+            connection.sendall(HEAD + b"content-length: 100\r\n\r\n{")
+        time.sleep(0.5)
+        assert timed_answer(demo_endpoint) < 30
+        assert "ClientDisconnect" not in demo_endpoint.errors.read_text(encoding="utf-8")
+
+    def test_long_texts_hold_up_nobody(self, demo_endpoint: EndpointProcess) -> None:
+        """While megabytes are tokenized, others get their tokens."""
+        long = {"model": "demo", "prompt": "word " * 1_500_000}
+        with ThreadPoolExecutor(2) as pool:
+            asked = [pool.submit(post, demo_endpoint, long) for _ in range(2)]
+            gaps = stream_gaps(demo_endpoint, until=lambda: all(one.done() for one in asked))
+        assert [one.result().status_code for one in asked] == [400, 400]
+        assert max(gaps) < 1.5
+
+
+class TestWebPages:
+    """What browsers may send for pages of other origins."""
+
+    @pytest.mark.parametrize(
+        ("headers", "status", "code"),
+        [
+            ({"content-type": "text/plain"}, 415, "unsupported_media_type"),
+            ({"content-type": ""}, 415, "unsupported_media_type"),
+            ({"origin": "https://other.example"}, 403, "origin_not_allowed"),
+            ({"origin": "null"}, 403, "origin_not_allowed"),
+            ({"host": "other.example"}, 403, "host_not_allowed"),
+        ],
+    )
+    def test_spend_nothing(
+        self, demo_endpoint: EndpointProcess, headers: Mapping[str, str], status: int, code: str
+    ) -> None:
+        content = json.dumps({**REQUEST, "max_tokens": 1})
+        sent = {"content-type": "application/json", **headers}
+        response = httpx2.post(f"{demo_endpoint.url}/v1/completions", content=content, headers=sent, timeout=60)
+        assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+
+    def test_of_an_allowed_origin_are_served(self, demo_endpoint: EndpointProcess) -> None:
+        url, origin = f"{demo_endpoint.url}/v1/completions", {"origin": PAGE}
+        asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+        preflight = httpx2.options(url, headers=origin | asks)
+        assert (preflight.status_code, preflight.headers["access-control-allow-origin"]) == (200, PAGE)
+        refused = httpx2.options(url, headers={"origin": "https://other.example"} | asks)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "origin_not_allowed")
+        response = httpx2.post(url, json={**REQUEST, "max_tokens": 1}, headers=origin, timeout=60)
+        assert (response.status_code, response.headers["access-control-allow-origin"]) == (200, PAGE)
+
+
+def post(endpoint: EndpointProcess, body: Mapping[str, Any]) -> httpx2.Response:
+    return httpx2.post(f"{endpoint.url}/v1/completions", json=body, timeout=120)
+
+
+def timed_answer(endpoint: EndpointProcess) -> float:
+    """Seconds of a small request."""
+    start_s = time.monotonic()
+    assert post(endpoint, {**REQUEST, "max_tokens": 20}).status_code == 200
+    return time.monotonic() - start_s
+
+
+def begun_stream(endpoint: EndpointProcess) -> socket.socket:
+    """A connection over which a long stream was asked for, and which takes in little."""
+    address = httpx2.URL(endpoint.url)
+    body = json.dumps({**REQUEST, "max_tokens": 400, "stream": True}).encode()
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.settimeout(60)
+    connection.connect((address.host, address.port or 0))
+    connection.sendall(HEAD + f"content-length: {len(body)}\r\n\r\n".encode() + body)
+    return connection
+
+
+def stream_gaps(endpoint: EndpointProcess, until: Any) -> list[float]:
+    """Seconds between the pieces of streams, one after another."""
+    gaps: list[float] = []
+    while not until():
+        body = {**REQUEST, "max_tokens": 200, "stream": True}
+        with httpx2.stream("POST", f"{endpoint.url}/v1/completions", json=body, timeout=60) as response:
+            before_s = time.monotonic()
+            for line in response.iter_lines():
+                if line:
+                    gaps.append(time.monotonic() - before_s)
+                    before_s = time.monotonic()
+    return gaps
+
+
+@pytest.mark.exhaustive
+def test_told_to_end_it_finishes_twenty_and_leaves_nothing(
+    environment: Mapping[str, str], llm: rayspec.LLM, tmp_path: Path
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    with serving(tmp_path, {**environment, "TMPDIR": str(temporary)}) as endpoint:
+        options = mixed(endpoint, 20, cut_share=0.0)
+        with ThreadPoolExecutor(1) as pool:
+            result = pool.submit(run, options, llm)
+            wait_until(lambda: not endpoint.is_idle(), 60)
+            endpoint.process.send_signal(signal.SIGTERM)
+            refused = wait_for_refusal(endpoint)
+            assert refused in {503, 0}
+            found = result.result()
+        assert succeeded(found), found["results"]
+        assert found["results"]["endings"] == {"finished": 20}
+        assert endpoint.process.wait(90) == 0
+        wait_until(lambda: session_pids(endpoint.process.pid) == [], 30)
+    assert list(temporary.iterdir()) == []
+
+
+def wait_for_refusal(endpoint: EndpointProcess) -> int:
+    """The status of the first request that is not served; 0: nobody listens any more."""
+    while True:
+        try:
+            status = post(endpoint, {**REQUEST, "max_tokens": 1}).status_code
+        except httpx2.TransportError:
+            return 0
+        if status != 200:
+            return status
+
+
+@pytest.mark.exhaustive
+def test_replicas_come_and_go_with_the_load(environment: Mapping[str, str], llm: rayspec.LLM, tmp_path: Path) -> None:
+    """Two models, one of which scales; no request is lost on the way."""
+    scaling = {
+        "min_replicas": 1,
+        "max_replicas": 2,
+        "target_ongoing_requests": 4,
+        "upscale_delay_s": 1.0,
+        "downscale_delay_s": 3.0,
+        "metrics_interval_s": 0.5,
+        "look_back_period_s": 2.0,
+    }
+    models = [
+        {
+            "model_loading_config": {"model_id": "demo"},
+            "engine_kwargs": dict(ENGINE),
+            "deployment_config": {"autoscaling_config": scaling, "max_queued_requests": 200},
+        },
+        {"model_loading_config": {"model_id": "other", "model_source": "demo"}, "engine_kwargs": dict(ENGINE)},
+    ]
+    with serving(tmp_path, environment, llm_configs=models, engine_timeout_s=30.0) as endpoint:
+        with ThreadPoolExecutor(1) as pool:
+            results = []
+            numbers: set[int] = set()
+            while 2 not in numbers:
+                assert len(results) < 6
+                loaded = pool.submit(run, mixed(endpoint, 80, cut_share=0.0), llm)
+                while not loaded.done():
+                    numbers.add(len(endpoint.status()))
+                    assert post(endpoint, {**REQUEST, "model": "other", "max_tokens": 1}).status_code == 200
+                    time.sleep(0.2)
+                results.append(loaded.result())
+            trickle = [pool.submit(run, mixed(endpoint, 4, cut_share=0.0, seed=seed), llm) for seed in range(3)]
+            wait_until(lambda: len(endpoint.status()) == 1, 120)
+        results += [one.result() for one in trickle]
+        assert all(map(succeeded, results)), [one["results"] for one in results]

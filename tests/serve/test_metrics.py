@@ -1,0 +1,520 @@
+"""Metrics: what is recorded of stats and requests, and what Ray's agents export of a real engine."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from rayspec import SamplingParams
+from rayspec.async_engine import AsyncEngine
+from rayspec.command.loading import load_llm
+from rayspec.command.settings import make_settings
+from rayspec.pipeline.ray_stages import StageUse
+from rayspec.planning.gate import Gate
+from rayspec.serve.metered import MeteredEngine
+from rayspec.serve.metric_table import METRICS, UNREACHABLE_NODES
+from rayspec.serve.metrics import EngineMetrics, keep_updated
+from rayspec.serve.scrape import scrape
+from rayspec.types import (
+    CompletionOutput,
+    EngineLoad,
+    EngineStats,
+    FinishReason,
+    Plan,
+    PlanRecord,
+    PromptTooLongError,
+    RayspecError,
+    RequestMetrics,
+    RequestOutput,
+)
+
+IDLE = EngineLoad(num_running=0, num_waiting=0, kv_used_tokens=0, kv_total_tokens=64)
+DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+KINDS = {spec.name: spec.kind for spec in METRICS}
+
+
+@dataclass(slots=True)
+class Recording:
+    """Keeps counters' sums, gauges' last values and histograms' observations, by name without the prefix."""
+
+    counters: dict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
+    gauges: dict[tuple[str, str], float] = field(default_factory=dict)
+    histograms: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def record(self, name: str, value: float, label: str = "") -> None:
+        short = name.removeprefix("rayspec_")
+        match KINDS[name]:
+            case "counter":
+                assert value > 0, "Ray refuses to increase a counter by nothing"
+                self.counters[short, label] += value
+            case "gauge":
+                self.gauges[short, label] = value
+            case "histogram":
+                self.histograms[short].append(value)
+
+
+@dataclass(slots=True)
+class Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def completion(num_tokens: int, reason: FinishReason | None = None, index: int = 0) -> CompletionOutput:
+    return CompletionOutput(index=index, text="", token_ids=[7] * num_tokens, finish_reason=reason)
+
+
+def output(
+    *outputs: CompletionOutput, finished: bool = True, error: RayspecError | None = None, **times: float
+) -> RequestOutput:
+    return RequestOutput(
+        request_id="0",
+        prompt=None,
+        prompt_token_ids=[1, 2, 3],
+        outputs=list(outputs),
+        finished=finished,
+        error=error,
+        metrics=RequestMetrics(**({"arrival_s": 10.0} | times)),
+    )
+
+
+def record_of(keep: tuple[bool, ...], *, num_tokens: int, sequence_s: float) -> PlanRecord:
+    return PlanRecord(
+        elapsed_s=1.0,
+        context=100,
+        batch=1,
+        plan=Plan(keep=keep, num_draft_tokens=5, source="knapspec"),
+        reason="first",
+        estimated_acceptance=0.75,
+        predicted_tpt=40.0,
+        plain_tpt=25.0,
+        optimise_s=0.1,
+        num_tokens=num_tokens,
+        sequence_s=sequence_s,
+    )
+
+
+# --- requests ---
+
+
+def test_a_whole_output_gives_its_latencies_and_lengths() -> None:
+    recording = Recording()
+    EngineMetrics(recording).observe(output(completion(5, "length"), first_token_s=10.5, finished_s=12.5))
+    assert recording.counters == {("request_success", "length"): 1}
+    assert recording.histograms == {
+        "time_to_first_token_seconds": [0.5],
+        "e2e_request_latency_seconds": [2.5],
+        "request_time_per_output_token_seconds": [0.5],
+        "request_prompt_tokens": [3],
+        "request_generation_tokens": [5],
+    }
+
+
+def test_the_pieces_of_a_stream_give_the_same_and_the_time_between_them() -> None:
+    recording, clock = Recording(), Clock()
+    with EngineMetrics(recording, clock=clock).request() as request:
+        for seconds, piece in (
+            (20.0, output(completion(1), finished=False, first_token_s=10.5)),
+            (20.5, output(completion(2), finished=False, first_token_s=10.5)),
+            (20.75, output(completion(0), finished=False, first_token_s=10.5)),  # text that was held back
+            (21.5, output(completion(2, "length"), first_token_s=10.5, finished_s=12.5)),
+        ):
+            clock.now = seconds
+            request.observe(piece)
+    assert recording.counters == {("request_success", "length"): 1}
+    assert recording.histograms.pop("inter_token_latency_seconds") == [0.5, 1.0]
+    assert recording.histograms == {
+        "time_to_first_token_seconds": [0.5],
+        "e2e_request_latency_seconds": [2.5],
+        "request_time_per_output_token_seconds": [0.5],
+        "request_prompt_tokens": [3],
+        "request_generation_tokens": [5],
+    }
+
+
+def test_several_texts_of_a_request_are_one_request() -> None:
+    recording, clock = Recording(), Clock()
+    with EngineMetrics(recording, clock=clock).request() as request:
+        request.observe(output(completion(1), completion(1, index=1), finished=False, first_token_s=11.0))
+        clock.now = 2.0
+        request.observe(output(completion(4, "stop", index=1), finished=False, first_token_s=11.0))
+        clock.now = 3.0
+        request.observe(output(completion(1), finished=False, first_token_s=11.0))
+        clock.now = 4.0
+        request.observe(output(completion(1, "length"), first_token_s=11.0, finished_s=13.0))
+    assert recording.counters == {("request_success", "length"): 1}
+    assert recording.histograms["inter_token_latency_seconds"] == [2.0, 3.0, 1.0]
+    assert recording.histograms["request_generation_tokens"] == [8]
+    assert recording.histograms["request_time_per_output_token_seconds"] == [0.5]  # of the longest, 5 tokens
+
+
+def test_a_text_of_one_token_has_no_time_per_token() -> None:
+    recording = Recording()
+    EngineMetrics(recording).observe(output(completion(1, "stop"), first_token_s=11.0, finished_s=11.0))
+    assert "request_time_per_output_token_seconds" not in recording.histograms
+    assert recording.histograms["e2e_request_latency_seconds"] == [1.0]
+
+
+def test_errors_are_counted_by_kind_and_have_no_latency() -> None:
+    recording = Recording()
+    metrics = EngineMetrics(recording)
+    metrics.observe(output(error=PromptTooLongError("too long")))
+    metrics.observe(output(completion(2, "error"), error=RayspecError("broken"), first_token_s=11.0, finished_s=12.0))
+    assert recording.counters == {("request_errors", "prompt_too_long"): 1, ("request_errors", "internal"): 1}
+    assert recording.histograms == {"time_to_first_token_seconds": [1.0]}
+
+
+@pytest.mark.parametrize(
+    ("leaving", "counted"),
+    [
+        (asyncio.CancelledError(), ("request_success", "abort")),
+        (GeneratorExit(), ("request_success", "abort")),
+        (PromptTooLongError("no"), ("request_errors", "prompt_too_long")),
+        (KeyError("a bug"), ("request_errors", "internal")),
+    ],
+)
+def test_a_request_that_is_left_before_its_end_is_counted(leaving: BaseException, counted: tuple[str, str]) -> None:
+    recording = Recording()
+    with pytest.raises(type(leaving)), EngineMetrics(recording).request() as request:
+        request.observe(output(completion(1), finished=False, first_token_s=11.0))
+        raise leaving
+    assert recording.counters == {counted: 1}
+
+
+def test_what_happens_after_the_end_is_not_counted() -> None:
+    recording = Recording()
+    with pytest.raises(ConnectionError), EngineMetrics(recording).request() as request:
+        request.observe(output(completion(2, "stop"), first_token_s=11.0, finished_s=12.0))
+        raise ConnectionError
+    assert recording.counters == {("request_success", "stop"): 1}
+
+
+def test_an_output_that_the_engine_aborted_has_no_latency() -> None:
+    recording = Recording()
+    EngineMetrics(recording).observe(output(completion(2, "abort"), first_token_s=11.0, finished_s=12.0))
+    assert recording.counters == {("request_success", "abort"): 1}
+    assert recording.histograms == {"time_to_first_token_seconds": [1.0]}
+
+
+# --- stats ---
+
+
+def test_counters_grow_by_what_was_done_since() -> None:
+    recording, stats = Recording(), EngineStats()
+    metrics = EngineMetrics(recording)
+    metrics.update(stats, IDLE)
+    assert not recording.counters
+    stats.num_prompt_tokens, stats.num_generated_tokens, stats.num_preemptions, stats.num_replays = 100, 30, 2, 1
+    stats.total_s, stats.optimise_s = 4.0, 0.5
+    metrics.update(stats, IDLE)
+    metrics.update(stats, IDLE)
+    stats.num_generated_tokens = 45
+    metrics.update(stats, IDLE)
+    assert recording.counters == {
+        ("prompt_tokens", ""): 100,
+        ("generation_tokens", ""): 45,
+        ("num_preemptions", ""): 2,
+        ("replays", ""): 1,
+        ("engine_time_seconds", "total"): 4.0,
+        ("engine_time_seconds", "optimise"): 0.5,
+    }
+
+
+def test_a_counter_of_an_engine_made_anew_goes_on() -> None:
+    recording = Recording()
+    metrics = EngineMetrics(recording)
+    for num_tokens in (50, 20, 25):
+        metrics.update(EngineStats(num_generated_tokens=num_tokens), IDLE)
+    assert recording.counters["generation_tokens", ""] == 75
+
+
+@dataclass(slots=True)
+class Busy:
+    """Something that can be watched."""
+
+    stats: EngineStats = field(default_factory=EngineStats)
+    load: EngineLoad = IDLE
+
+    def stage_use(self) -> list[StageUse]:
+        return [StageUse(name="stage-0", busy_s=1.0, elapsed_s=4.0)]
+
+
+def test_metrics_are_kept_up_to_date_to_the_last() -> None:
+    recording, busy = Recording(), Busy()
+
+    async def watch() -> None:
+        updating = asyncio.create_task(keep_updated(EngineMetrics(recording), busy, every_s=0.01))
+        for num_tokens in (5, 9):
+            busy.stats.num_generated_tokens = num_tokens
+            while recording.counters["generation_tokens", ""] < num_tokens:
+                await asyncio.sleep(0.005)
+        updating.cancel()
+        busy.stats.num_generated_tokens = 12  # before it gets to run
+        await asyncio.gather(updating, return_exceptions=True)
+        assert updating.cancelled()
+
+    asyncio.run(asyncio.wait_for(watch(), 5.0))
+    assert recording.counters == {("generation_tokens", ""): 12}
+
+
+def test_accepted_lengths_become_drafts_and_positions() -> None:
+    recording = Recording()
+    stats = EngineStats(
+        num_rounds=12,
+        num_plain_rounds=2,
+        num_draft_tokens=40,
+        num_accepted_tokens=11,
+        accepted_lengths={0: 4, 1: 3, 2: 1, 3: 2},
+    )
+    EngineMetrics(recording).update(stats, IDLE)
+    assert recording.counters == {
+        ("spec_decode_num_drafts", ""): 10,
+        ("spec_decode_num_draft_tokens", ""): 40,
+        ("spec_decode_num_accepted_tokens", ""): 11,
+        ("spec_decode_num_accepted_tokens_per_pos", "0"): 6,
+        ("spec_decode_num_accepted_tokens_per_pos", "1"): 3,
+        ("spec_decode_num_accepted_tokens_per_pos", "2"): 2,
+        ("num_plain_rounds", ""): 2,
+    }
+
+
+def test_load_plan_and_stages_are_gauges() -> None:
+    recording = Recording()
+    stats = EngineStats(plans=[record_of((True, False) * 4, num_tokens=0, sequence_s=0.0)])
+    stats.plans.append(record_of((False, True, True, True, True, False, False, False), num_tokens=30, sequence_s=2.0))
+    load = EngineLoad(num_running=3, num_waiting=4, kv_used_tokens=16, kv_total_tokens=64)
+    stages = [StageUse(name="stage-0", busy_s=1.0, elapsed_s=4.0, num_passes=9)]
+    EngineMetrics(recording).update(stats, load, stages)
+    assert recording.gauges == {
+        ("num_requests_running", ""): 3,
+        ("num_requests_waiting", ""): 4,
+        ("kv_cache_usage_perc", ""): 0.25,
+        ("plan_num_draft_tokens", ""): 5,
+        ("plan_skipped_share", "attention"): 0.5,
+        ("plan_skipped_share", "mlp"): 0.5,
+        ("plan_estimated_acceptance_rate", ""): 0.75,
+        ("plan_predicted_tokens_per_second", ""): 40.0,
+        ("plan_plain_tokens_per_second", ""): 25.0,
+        ("plan_measured_tokens_per_second", ""): 15.0,
+        ("stage_idle_share", "stage-0"): 0.75,
+    }
+
+
+def test_attention_and_mlp_are_told_apart_and_a_plan_not_used_has_no_speed() -> None:
+    recording = Recording()
+    keep = (False, True, False, True, True, True, True, True)
+    EngineMetrics(recording).update(EngineStats(plans=[record_of(keep, num_tokens=0, sequence_s=0.0)]), IDLE)
+    assert recording.gauges["plan_skipped_share", "attention"] == 0.5
+    assert recording.gauges["plan_skipped_share", "mlp"] == 0.0
+    assert recording.gauges["plan_measured_tokens_per_second", ""] == 0.0
+
+
+# --- the gate ---
+
+
+def gate_gauges(recording: Recording) -> dict[tuple[str, str], float]:
+    return {key: value for key, value in recording.gauges.items() if key[0].startswith("gate_")}
+
+
+def test_what_a_real_gate_says_becomes_few_labels() -> None:
+    recording, gate, seen = Recording(), Gate(), set()
+    metrics = EngineMetrics(recording)
+    for promise in (0.9, 1.6, 1.3):
+        gate.new_plan(promise)
+        for number in range(400):
+            mode = gate.choose()
+            gate.observe(mode, 3 if mode == "draft" else 1, 1.0 + 0.01 * (number % 7))
+            metrics.update(EngineStats(gate_reason=gate.reason), IDLE)
+            seen.add(gate.reason)
+            gauges = gate_gauges(recording)
+            assert gauges.pop(("gate_open", "")) == gate.reason.startswith("drafting")
+            assert list(gauges.values()).count(1.0) == 1
+    labels = {label for name, label in gate_gauges(recording) if name == "gate_info"}
+    assert len(seen) > 3
+    assert 3 <= len(labels) <= 6
+    assert not [label for label in labels if re.search(r"\d", label)]
+    assert "not drafting: there is no plan that promises to be faster" in labels
+
+
+def test_the_number_of_reasons_is_bounded() -> None:
+    recording = Recording()
+    metrics = EngineMetrics(recording)
+    for number in range(100):
+        word = "".join(chr(ord("a") + int(digit)) for digit in str(number))
+        metrics.update(EngineStats(gate_reason=f"drafting because of {word}"), IDLE)
+    gauges = gate_gauges(recording)
+    assert len(gauges) == 18  # the gate, sixteen reasons, and the others
+    assert gauges["gate_info", "other"] == 1.0
+
+
+def test_where_there_is_no_gate_it_is_neither_open_nor_closed() -> None:
+    recording = Recording()
+    metrics = EngineMetrics(recording)
+    metrics.update(EngineStats(), IDLE)
+    assert not gate_gauges(recording)
+    metrics.update(EngineStats(gate_reason="the strategy has no gate"), IDLE)
+    assert gate_gauges(recording) == {("gate_info", "the strategy has no gate"): 1.0}
+
+
+# --- the table ---
+
+
+def test_the_table_is_consistent() -> None:
+    assert len(KINDS) == len(METRICS)
+    for spec in METRICS:
+        assert re.fullmatch(r"rayspec_[a-z0-9_]+[a-z]", spec.name)
+        assert bool(spec.boundaries) == (spec.kind == "histogram")
+        assert list(spec.boundaries) == sorted(set(spec.boundaries))
+        assert spec.name.endswith("_seconds") == (spec.unit == "seconds")
+        assert not re.search(r"_(total|bucket|count|sum)$", spec.name), "added by the exposition"
+
+
+def test_the_document_has_every_metric() -> None:
+    rows = [line for line in DOCS.read_text(encoding="utf-8").splitlines() if line.startswith("| `ray_rayspec_")]
+    assert rows == [
+        f"| `{spec.exported_name}` | {spec.kind} | {spec.unit} | {label} | {spec.meaning} |"
+        for spec in METRICS
+        for label in [f"`{spec.label}`" if spec.label else ""]
+    ]
+
+
+# --- a real engine on a real Ray ---
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What an engine was asked, what it says of it, and what was exported."""
+
+    outputs: list[RequestOutput]
+    num_pieces: int
+    stats: EngineStats
+    families: dict[str, Metric]
+
+    def value(self, name: str, **labels: str) -> float:
+        wanted = {"model": 'the "demo"\\', "replica": "r1"} | labels
+        (sample,) = (
+            sample
+            for family in self.families.values()
+            for sample in family.samples
+            if sample.name == f"ray_rayspec_{name}" and wanted.items() <= sample.labels.items()
+        )
+        return sample.value
+
+
+async def serve_some(metrics: EngineMetrics) -> tuple[list[RequestOutput], int, EngineStats]:
+    """Four requests at once, one that is refused, and one that is left."""
+    common = {"model": "demo", "dtype": "float32", "device": "cpu", "num_threads": 1, "max_model_len": 512}
+    speculation = {"strategy": "static", "skip": [2, 5], "max_draft_tokens": 3}
+    engine = AsyncEngine(load_llm(make_settings(flags=common | speculation).engine))
+    metered = MeteredEngine(engine, metrics)
+    updating = asyncio.create_task(keep_updated(metrics, engine, every_s=0.05))
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    try:
+        prompts = [metered.tokens(f"The report of the year {year} says") for year in range(4)]
+        outputs = list(await asyncio.gather(*(metered.run(prompt, params) for prompt in prompts[:3])))
+        pieces = [piece async for piece in metered.stream(prompts[3], params)]
+        outputs.append(pieces[-1])
+        outputs.append(await metered.run([3] * 600, params))
+        leaving = metered.stream(prompts[0], params)
+        await anext(leaving)
+        await leaving.aclose()
+        deadline = time.monotonic() + 10
+        while engine.load.num_running:
+            assert time.monotonic() < deadline, "a request that was left goes on"
+            await asyncio.sleep(0.01)
+    finally:
+        engine.stop()
+        updating.cancel()
+        await asyncio.gather(updating, return_exceptions=True)
+    return outputs, sum(bool(piece.outputs[0].token_ids) for piece in pieces if piece.outputs), engine.stats
+
+
+async def scrape_until(total_s: float, deadline_s: float) -> dict[str, Metric]:
+    """What is exported once the last update is in it."""
+    deadline = time.monotonic() + deadline_s
+    while True:
+        families = {family.name: family for family in text_string_to_metric_families(await scrape())}
+        times = families.get("ray_rayspec_engine_time_seconds")
+        if times and total_s in [pytest.approx(sample.value) for sample in times.samples]:
+            return families
+        assert time.monotonic() < deadline, f"not exported within {deadline_s} s; there are {sorted(families)}"
+        await asyncio.sleep(0.25)
+
+
+@pytest.fixture(scope="module")
+def served(ray_cluster: None) -> Served:
+    metrics = EngineMetrics.to_ray(model='the "demo"\\', replica="r1")
+    outputs, num_pieces, stats = asyncio.run(serve_some(metrics))
+    return Served(outputs, num_pieces, stats, asyncio.run(scrape_until(stats.total_s, 30.0)))
+
+
+@pytest.mark.ray
+def test_counters_are_what_the_engine_did(served: Served) -> None:
+    stats = served.stats
+    assert stats.num_generated_tokens >= 4 * 24
+    assert served.value("generation_tokens_total") == stats.num_generated_tokens
+    assert served.value("prompt_tokens_total") == stats.num_prompt_tokens
+    assert served.value("spec_decode_num_draft_tokens_total") == stats.num_draft_tokens > 0
+    assert served.value("spec_decode_num_drafts_total") == stats.num_rounds - stats.num_plain_rounds
+    assert served.value("spec_decode_num_accepted_tokens_total") == stats.num_accepted_tokens > 0
+    positions = [served.value("spec_decode_num_accepted_tokens_per_pos_total", position=str(k)) for k in range(3)]
+    assert sum(positions) == stats.num_accepted_tokens
+    assert positions == sorted(positions, reverse=True)
+    assert served.value("engine_time_seconds_total", phase="total") == pytest.approx(stats.total_s)
+
+
+@pytest.mark.ray
+def test_requests_are_counted_by_how_they_ended(served: Served) -> None:
+    assert [output.error is None for output in served.outputs] == [True] * 4 + [False]
+    assert served.value("request_success_total", finished_reason="length") == 4
+    assert served.value("request_success_total", finished_reason="abort") == 1
+    assert served.value("request_errors_total", kind="prompt_too_long") == 1
+
+
+@pytest.mark.ray
+def test_histograms_count_the_requests(served: Served) -> None:
+    for name, number in (
+        ("time_to_first_token_seconds", 5),  # the one that was left had its first token
+        ("e2e_request_latency_seconds", 4),
+        ("request_time_per_output_token_seconds", 4),
+        ("request_generation_tokens", 4),
+        ("inter_token_latency_seconds", served.num_pieces - 1),
+    ):
+        assert served.value(f"{name}_count") == number
+        assert served.value(f"{name}_bucket", le="+Inf") == number
+    assert served.value("request_generation_tokens_bucket", le="20.0") == 0
+    assert served.value("request_generation_tokens_bucket", le="50.0") == 4
+
+
+@pytest.mark.ray
+def test_gauges_are_of_the_idle_engine(served: Served) -> None:
+    assert served.value("num_requests_running") == served.value("num_requests_waiting") == 0
+    assert served.value("kv_cache_usage_perc") == 0
+    assert served.value("gate_info", reason="the strategy has no gate") == 1
+
+
+@pytest.mark.ray
+def test_what_is_exported_is_as_the_table_says(served: Served) -> None:
+    specs = {spec.exported_name.removesuffix("_total"): spec for spec in METRICS}
+    ours = {name: family for name, family in served.families.items() if name.startswith("ray_rayspec_")}
+    assert len(ours) > 15
+    for name, family in ours.items():
+        spec = specs[name]
+        assert family.type == spec.kind
+        assert family.documentation == f"{spec.meaning} [{spec.unit}]"
+        for sample in family.samples:
+            assert set(spec.labels) <= sample.labels.keys()
+        if spec.kind == "histogram":
+            bounds = {float(sample.labels["le"]) for sample in family.samples if "le" in sample.labels}
+            assert bounds == {*spec.boundaries, math.inf}
+    assert served.families[UNREACHABLE_NODES].samples[0].value == 0

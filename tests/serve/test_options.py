@@ -1,0 +1,139 @@
+"""What may be asked of an endpoint, and how what is wrong is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayspec.serve.options import ServeOptions, serve_options
+from rayspec.types import ConfigError
+
+
+def model(name: str = "m", **more: Any) -> dict[str, Any]:
+    return {"model_loading_config": {"model_id": name}} | more
+
+
+def options(*models: Any, **more: Any) -> ServeOptions:
+    return serve_options({"llm_configs": list(models)} | more, environment={})
+
+
+def test_the_names_of_ray_serve_llm_are_understood() -> None:
+    config = options(
+        {
+            "model_loading_config": {
+                "model_id": "served",
+                "model_source": "org/model",
+                "tokenizer_source": "org/other",
+            },
+            "engine_kwargs": {"dtype": "float32", "max_num_seqs": 3, "speculation": {"strategy": "ar"}},
+            "deployment_config": {"autoscaling_config": {"min_replicas": 1, "max_replicas": 4}},
+            "runtime_env": {"env_vars": {"A": "b"}},
+            "accelerator_type": "H100",
+            "log_engine_metrics": False,
+        }
+    ).llm_configs[0]
+    engine = config.engine
+    assert (config.model_id, engine.model, engine.tokenizer) == ("served", "org/model", "org/other")
+    assert (engine.dtype, engine.max_num_seqs, engine.speculation.strategy) == ("float32", 3, "ar")
+    assert config.max_ongoing_requests == 6
+
+
+def test_cohorts_share_the_sequences_of_an_engine() -> None:
+    staged = options(model(engine_kwargs={"max_num_seqs": 16, "parallel": {"stages": 16}})).llm_configs[0]
+    assert (staged.num_places, staged.max_ongoing_requests, staged.max_admitted) == (16, 32, 48)
+    copied = options(model(engine_kwargs={"max_num_seqs": 3, "parallel": {"stages": 2, "replicas": 2}}))
+    assert copied.llm_configs[0].num_places == 6
+    asked = model(deployment_config={"max_ongoing_requests": 7})
+    assert options(asked).llm_configs[0].max_ongoing_requests == 7
+
+
+def test_what_is_admitted_follows_from_what_is_decoded_at_once() -> None:
+    engine = {"max_num_seqs": 4}
+
+    def admitted(**deployment: Any) -> int | None:
+        return options(model(engine_kwargs=engine, deployment_config=deployment)).llm_configs[0].max_admitted
+
+    assert admitted() == 3 * 4
+    assert admitted(num_replicas=2) == 2 * 3 * 4
+    assert admitted(autoscaling_config={"max_replicas": 3}) == 3 * 3 * 4
+    assert admitted(max_queued_requests=0) == 2 * 4
+    assert admitted(max_ongoing_requests=1, max_queued_requests=1) == 2
+    assert admitted(max_queued_requests=-1) is None
+
+
+def test_the_ingress_has_places_for_all_that_models_hold() -> None:
+    few = {"max_ongoing_requests": 1000, "max_queued_requests": 500}
+    scaled = few | {"autoscaling_config": {"max_replicas": 3}}
+    asked = options(model("a", deployment_config=few), model("b", deployment_config=scaled))
+    assert asked.max_ongoing_requests >= (1000 + 500) + (3 * 1000 + 500)
+    assert options(model(), ingress_deployment_config={"max_ongoing_requests": 9}).max_ongoing_requests == 9
+
+
+def test_keys_come_from_the_environment_too() -> None:
+    args = {"llm_configs": [model()], "api_keys": ["one"]}
+    assert serve_options(args, environment={"RAYSPEC_API_KEYS": "two, three,"}).api_keys == ("one", "two", "three")
+
+
+def test_a_model_may_be_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "model.yaml"
+    path.write_text("model_loading_config: {model_id: from-file}\n", encoding="utf-8")
+    assert options(str(path), model()).llm_configs[0].model_id == "from-file"
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ({}, ["llm_configs", "missing"]),
+        ({"llm_configs": []}, ["llm_configs"]),
+        ({"llm_configs": [model(), model()]}, ["'m'", "2 of llm_configs"]),
+        ({"llm_configs": [model()], "api_key": []}, ["'api_key'", "'api_keys'"]),
+        ({"llm_configs": [{"model_loading_config": {"model": "x"}}]}, ["llm_configs.0", "model_loading_config"]),
+        (
+            {"llm_configs": [model(deployment_config={"max_ongoing_request": 3})]},
+            ["llm_configs.0", "deployment_config", "'max_ongoing_request'", "'max_ongoing_requests'"],
+        ),
+        (
+            {"llm_configs": [model(deployment_config={"autoscaling_config": {"max_replica": 3}})]},
+            ["autoscaling_config", "'max_replicas'"],
+        ),
+        (
+            {"llm_configs": [model(deployment_config={"ray_actor_options": {"num_gpu": 3}})]},
+            ["ray_actor_options", "'num_gpus'"],
+        ),
+        ({"llm_configs": [model(engine_kwargs={"dtyp": "float32"})]}, ["llm_configs.0", "engine_kwargs", "'dtype'"]),
+        ({"llm_configs": [model(engine_kwargs={"model": "x"})]}, ["engine_kwargs.model", "model_source"]),
+        (
+            {"llm_configs": [model(engine_kwargs={"parallel": {"stages": 2}}, accelerator_type="H100")]},
+            ["accelerator_type", "parallel"],
+        ),
+        (
+            {"llm_configs": [model(deployment_config={"num_replicas": 2, "autoscaling_config": {}})]},
+            ["num_replicas", "autoscaling_config"],
+        ),
+        (
+            {"llm_configs": [model(deployment_config={"autoscaling_config": {"min_replicas": 3, "max_replicas": 2}})]},
+            ["min_replicas (3)", "max_replicas (2)"],
+        ),
+        (
+            {"llm_configs": [model(deployment_config={"health_check_timeout_s": 9})], "engine_timeout_s": 10},
+            ["health_check_timeout_s", "engine_timeout_s (10.0)"],
+        ),
+        ({"llm_configs": ["absent.yaml"]}, ["absent.yaml", "cannot be read"]),
+        ({"llm_configs": [model()], "cors": ["app.example"]}, ["'cors'", "'app.example'", "https://app.example"]),
+        ({"llm_configs": [model()], "cors": ["https://app.example/path"]}, ["'cors'", "an origin"]),
+    ],
+)
+def test_what_is_wrong_is_named_with_a_remedy(args: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        serve_options(args, environment={})
+    assert [word for word in words if word not in str(raised.value)] == []
+
+
+@pytest.mark.parametrize("key", ["", "two words", "schlüssel", "line\nbreak"])
+def test_a_key_that_no_header_can_carry_is_refused_unseen(key: str) -> None:
+    with pytest.raises(ConfigError, match="key 2 must be printable") as raised:
+        options(model(), api_keys=["good", key])
+    assert not key or key not in str(raised.value)
+    assert "good" not in str(raised.value)

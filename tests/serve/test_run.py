@@ -1,0 +1,140 @@
+"""`rayspec serve` as a process: where it listens, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+from typer.testing import CliRunner
+
+from rayspec.cli import app
+from rayspec.serve.run import Address
+from rayspec.types import ConfigError
+
+FLAGS = ("--dtype", "float32", "--num-threads", "1", "--max-model-len", "2048", "--port", "0")
+SERVE = (sys.executable, "-m", "rayspec.cli", "serve")
+
+
+def test_a_port_is_chosen_and_checked() -> None:
+    chosen = Address(port=0).checked()
+    assert chosen.port > 0
+    assert chosen.checked() == chosen
+    assert Address(host="::1", port=80).url == "http://[::1]:80"
+
+
+def test_a_busy_port_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0), reuse_port=True) as busy:
+        port = busy.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"'port' is {port}, which is in use"):
+            Address(port=port).checked()
+        result = CliRunner().invoke(app, ["serve", "--model", "demo", "--port", str(port)])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: option 'port'")
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.77"):
+        Address(host="192.0.2.77").checked()
+
+
+def test_a_port_that_someone_else_listens_at_meanwhile_is_named() -> None:
+    with Address(port=0).bound() as first:
+        address = Address(port=first.getsockname()[1])
+        with address.bound() as second:
+            address.listen(first)
+            with pytest.raises(ConfigError, match=f"'port' is {address.port}, which is in use"):
+                address.listen(second)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "'model' is missing"),
+        (["--model", "demo", "--dtype", "float31"], "'dtype'"),
+        (["absent.yaml"], "absent.yaml"),
+        (["--model", "demo", "--api-key", "two words"], "key 1"),
+    ],
+)
+def test_a_command_line_at_fault(arguments: list[str], words: str) -> None:
+    result = CliRunner().invoke(app, ["serve", "--port", "0", *arguments])
+    assert (result.exit_code, words in result.stderr) == (2, True), result.output
+
+
+def test_a_model_that_is_not_there_is_told_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    result = CliRunner().invoke(app, ["serve", "--port", "0", "--model", str(tmp_path / "absent")])
+    assert (result.exit_code, result.stderr.startswith("error: ")) == (2, True), result.output
+    assert "absent" in result.stderr
+
+
+@pytest.fixture
+def environment(ray_environment: None, tmp_path: Path) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "RAYSPEC_API_KEYS": "from-environment"}
+
+
+@pytest.fixture
+def process(environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+    command = [*SERVE, "--model", "demo", "--served-model-name", "mine", *FLAGS]
+    started = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    )
+    yield started
+    started.kill()
+    started.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_told_to_end_it_finishes_what_it_has_begun(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    url = process.stdout.readline().strip()
+    assert url.startswith("http://127.0.0.1:"), process.stderr and process.stderr.read()
+    body = {"model": "mine", "prompt": "The", "max_tokens": 500, "ignore_eos": True, "temperature": 0.0, "stream": True}
+    lines: list[str] = []
+    with httpx2.Client(base_url=url, headers={"authorization": "Bearer from-environment"}, timeout=60) as http:
+
+        def read() -> None:
+            with http.stream("POST", "/v1/completions", json=body) as response:
+                lines.extend(filter(None, response.iter_lines()))
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        while http.get("/status").json()["models"][0]["num_running"] == 0:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        late = http.post("/v1/completions", json=body)
+        while late.status_code == 200:
+            late = http.post("/v1/completions", json=body | {"max_tokens": 1})
+        assert (late.status_code, late.json()["error"]["code"]) == (503, "shutting_down")
+        assert http.get("/health").status_code == 503
+        reader.join(60)
+    assert lines[-1] == "data: [DONE]"
+    assert '"finish_reason":"length"' in lines[-2]
+    assert process.wait(60) == 0
+    assert _group_is_empty(process.pid)
+    assert "Traceback" not in process.communicate()[1]
+
+
+def _group_is_empty(session: int, timeout_s: float = 15.0) -> bool:
+    """Whether all processes of a session end in time."""
+    end_s = time.monotonic() + timeout_s
+    while time.monotonic() < end_s:
+        if not any(_session_of(entry) == session for entry in Path("/proc").iterdir() if entry.name.isdecimal()):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def _session_of(process: Path) -> int | None:
+    try:
+        return int(process.joinpath("stat").read_text(encoding="utf-8").rpartition(") ")[2].split()[3])
+    except OSError:
+        return None

@@ -1,0 +1,565 @@
+"""The page in a real browser: against answers that an endpoint gives only when something is wrong, and against the
+endpoint itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.staticfiles import StaticFiles
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import Select, WebDriverWait
+
+from rayspec import LLM, SamplingParams
+from rayspec.demo import sample_documents
+
+WEB = Path(__file__).parents[2] / "rayspec" / "serve" / "web"
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chrome")
+CHROMEDRIVER = shutil.which("chromedriver")
+KEY = "key-of-the-page"
+WAIT_S = 30
+END_S = 120  # requests under way may take 60
+KINDS = ("attention", "mlp")
+HOSTILE = "Grüße, 世界 🌍 <img src=x onerror=\"document.title='run'\"> & <script>document.title='run'</script>"
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None or CHROMEDRIVER is None, reason="needs Chromium and chromedriver"),
+]
+
+
+class Page:
+    """What a visitor sees and does."""
+
+    def __init__(self, driver: webdriver.Chrome) -> None:
+        self.driver = driver
+
+    def open(self, url: str) -> Page:
+        self.forget_logs()
+        self.driver.get(url)
+        self.until(lambda: self.find("#model option, #error:not([hidden])"))
+        return self
+
+    def forget_logs(self) -> None:
+        self.driver.get_log("browser")
+        self.driver.get_log("performance")
+
+    def find(self, selector: str) -> list[Any]:
+        return self.driver.find_elements(By.CSS_SELECTOR, selector)
+
+    def text(self, element_id: str) -> str:
+        return self.driver.find_element(By.ID, element_id).get_property("textContent")
+
+    def until(self, holds: Callable[[], Any]) -> Any:
+        return WebDriverWait(self.driver, WAIT_S, poll_frequency=0.05).until(lambda _: holds())
+
+    def click(self, element_id: str) -> None:
+        self.driver.find_element(By.ID, element_id).click()
+
+    def choose(self, model: str) -> None:
+        Select(self.driver.find_element(By.ID, "model")).select_by_value(model)
+
+    def fill(self, element_id: str, text: str) -> None:
+        field = self.driver.find_element(By.ID, element_id)
+        field.clear()
+        field.send_keys(text)
+
+    def ask(self, document: str) -> None:
+        self.fill("document", document)
+        self.click("start")
+
+    def wait_until_done(self) -> None:
+        self.until(lambda: self.find("#start:enabled"))
+
+    def num_pieces(self) -> int:
+        return int(self.driver.execute_script("return document.getElementById('summary').childNodes.length"))
+
+    def cells(self) -> list[bool]:
+        """Whether each sublayer is kept, in the model's order; of a map of one band."""
+        script = """return arguments[0].map(
+          (kind) => Array.from(document.querySelectorAll(`.band i.${kind}`), (cell) => cell.matches(".kept")));"""
+        kept = self.driver.execute_script(script, KINDS)
+        return [flag for layer in zip(*kept, strict=True) for flag in layer]
+
+    def console_errors(self) -> list[str]:
+        return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] == "SEVERE"]
+
+    def hosts_asked(self) -> set[str | None]:
+        messages = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
+        sent = [message["params"] for message in messages if message["method"] == "Network.requestWillBeSent"]
+        return {urlsplit(params["request"]["url"]).hostname for params in sent}
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(CHROMIUM)
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('chromium')}", "--window-size=1280,900"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(executable_path=CHROMEDRIVER))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def page(driver: webdriver.Chrome) -> Page:
+    return Page(driver)
+
+
+def chunk(text: str | None = None, finish_reason: str | None = None, **extra: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": {"content": text or ""}, "finish_reason": finish_reason}], **extra}
+
+
+def event(body: dict[str, Any] | str) -> bytes:
+    return f"data: {body if isinstance(body, str) else json.dumps(body, ensure_ascii=False)}\n\n".encode()
+
+
+ANSWER = b"".join([*(event(chunk(word)) for word in HOSTILE.split(" ")), event(chunk(None, "length"))])
+USAGE = event({"choices": [], "usage": {"completion_tokens": 12}})
+
+
+class Troubled:
+    """An endpoint that does what the document says. `num_asked`: how often; `authorization`: the newest."""
+
+    def __init__(self) -> None:
+        self.num_asked: dict[str, int] = {}
+        self.num_running = 0
+        self.authorization: str | None = None
+        self.app = FastAPI()
+        self.app.add_api_route("/v1/models", self.models)
+        self.app.add_api_route("/status", self.status)
+        self.app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
+        self.app.mount("/", StaticFiles(directory=WEB, html=True))
+
+    async def models(self) -> dict[str, Any]:
+        return {"object": "list", "data": [{"id": name} for name in PLANS]}
+
+    async def status(self) -> dict[str, Any]:
+        self._count("status")
+        return {"models": [status_of(name, plan) for name, plan in PLANS.items()]}
+
+    async def chat(self, request: Request) -> Response:
+        asked = (await request.json())["messages"][0]["content"].split()[-1]
+        self._count(asked)
+        self.authorization = request.headers.get("authorization")
+        if asked == "full" and self.num_asked["full"] % 2:
+            return JSONResponse({"error": {"message": "256 wait."}}, 429, headers={"Retry-After": "1"})
+        return StreamingResponse(getattr(self, asked)(), media_type="text/event-stream")
+
+    async def full(self) -> AsyncIterator[bytes]:
+        yield event(chunk("there is room again"))
+        yield event("[DONE]")
+
+    async def bytewise(self) -> AsyncIterator[bytes]:
+        for byte in ANSWER + USAGE + event("[DONE]"):
+            yield bytes([byte])
+            await asyncio.sleep(0)
+
+    async def broken(self) -> AsyncIterator[bytes]:
+        yield event(chunk("so far "))
+        yield event({"error": {"message": "a stage was lost", "type": "server_error"}})
+        yield event("[DONE]")
+
+    async def cut(self) -> AsyncIterator[bytes]:
+        yield event(chunk("so far "))
+        await asyncio.sleep(0.1)
+        raise ConnectionResetError  # uvicorn closes the connection without the last chunk
+
+    async def ended(self) -> AsyncIterator[bytes]:
+        yield event(chunk("so far "))
+
+    async def endless(self) -> AsyncIterator[bytes]:
+        self.num_running += 1
+        try:
+            while True:
+                yield event(chunk("more "))
+                await asyncio.sleep(0.02)
+        finally:
+            self.num_running -= 1
+
+    def _count(self, what: str) -> None:
+        self.num_asked[what] = self.num_asked.get(what, 0) + 1
+
+
+def plan_of(keep: list[bool], num_draft_tokens: int) -> dict[str, Any]:
+    return {"keep": keep, "num_draft_tokens": num_draft_tokens, "source": "knapspec", "reason": "first"}
+
+
+PLANS: dict[str, dict[str, Any] | None] = {
+    "without": None,
+    "small": plan_of([True, False, True, True, False, False, True, True], 4),
+    "plain": plan_of([True] * 8, 0),
+    "large": plan_of([index % 3 != 0 for index in range(160)], 6),
+}
+
+
+def status_of(name: str, plan: dict[str, Any] | None) -> dict[str, Any]:
+    rates = {"tokens_per_s": 12.34, "acceptance_rate": 0.876, "mean_accepted_length": 3.456} if plan else {}
+    return {
+        "model": name,
+        "num_sublayers": len(plan["keep"]) if plan else 8,
+        "num_running": 1,
+        "num_waiting": 2,
+        "kv_used_tokens": 50,
+        "kv_total_tokens": 200,
+        "gate_reason": "drafting: measured x1.50",
+        "plan": plan,
+        "version": "1.2.3",
+        "tokens_per_s": None,
+        "acceptance_rate": None,
+        "mean_accepted_length": None,
+        **rates,
+    }
+
+
+@pytest.fixture(scope="module")
+def troubled_server() -> Iterator[tuple[Troubled, str]]:
+    troubled = Troubled()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(uvicorn.Config(troubled.app, log_level="critical", lifespan="off"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        yield troubled, f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        server.should_exit = True
+        thread.join(WAIT_S)
+
+
+@pytest.fixture
+def troubled(troubled_server: tuple[Troubled, str], page: Page) -> Troubled:
+    page.open(troubled_server[1])
+    return troubled_server[0]
+
+
+def test_the_sample_is_a_bundled_report() -> None:
+    assert (WEB / "sample.txt").read_text(encoding="utf-8") == sample_documents(1, num_sentences=40)[0].text
+
+
+@pytest.mark.usefixtures("troubled")
+def test_events_are_read_whatever_the_network_splits(page: Page) -> None:
+    stream = (
+        f"\ufeffdata: {HOSTILE}\r\n\r\nevent: x\n: comment\r\ndata:one\r\ndata: two\n\ndata: cr\r\rdata: never ended"
+    )
+    script = """
+      const [text, done] = arguments;
+      const bytes = new TextEncoder().encode(text);
+      import("./sse.js").then(async ({ eventData }) => {
+        const found = [];
+        for (let size = 1; size <= bytes.length; size += 1) {
+          const body = new ReadableStream({
+            start(controller) {
+              for (let at = 0; at < bytes.length; at += size) controller.enqueue(bytes.slice(at, at + size));
+              controller.close();
+            },
+          });
+          const events = [];
+          for await (const data of eventData(body)) events.push(data);
+          found.push(events);
+        }
+        done(found);
+      });
+    """
+    found = page.driver.execute_async_script(script, stream)
+    assert len(found) == len(stream.encode())
+    assert all(events == [HOSTILE, "one\ntwo", "cr"] for events in found)
+
+
+@pytest.mark.usefixtures("troubled")
+def test_text_arrives_whole_and_stays_text(page: Page) -> None:
+    page.ask("bytewise")
+    page.wait_until_done()
+    assert page.text("summary") == HOSTILE.replace(" ", "")
+    assert page.num_pieces() == len(HOSTILE.split(" "))
+    assert not page.find("#summary *")
+    assert page.driver.title == "rayspec: summarize a document"
+    assert page.text("outcome").startswith("12 tokens in ")
+    assert page.text("outcome").endswith("cut at max tokens")
+    assert page.text("first-token").endswith(" s")
+    assert page.console_errors() == []
+    assert page.hosts_asked() == {"127.0.0.1"}
+
+
+def test_a_full_endpoint_is_asked_again_when_it_said(troubled: Troubled, page: Page) -> None:
+    page.ask("full")
+    page.until(lambda: page.text("outcome") == "the endpoint is full; trying again in 1 s")
+    page.wait_until_done()
+    assert page.text("summary") == "there is room again"
+    assert troubled.num_asked["full"] == 2
+    page.ask("full")
+    page.until(lambda: "trying again" in page.text("outcome"))
+    page.click("stop")
+    page.wait_until_done()
+    assert page.text("outcome") == "stopped"
+    assert troubled.num_asked["full"] == 3
+
+
+@pytest.mark.usefixtures("troubled")
+@pytest.mark.parametrize(
+    ("trouble", "message"),
+    [
+        ("broken", "The summary broke off: a stage was lost"),
+        ("cut", "The connection was lost before the summary was complete."),
+        ("ended", "The connection was lost before the summary was complete."),
+    ],
+)
+def test_what_breaks_a_summary_is_said_and_its_beginning_stays(page: Page, trouble: str, message: str) -> None:
+    page.ask(trouble)
+    page.wait_until_done()
+    assert page.driver.find_element(By.ID, "error").is_displayed()
+    assert page.text("error").startswith(message)
+    assert page.text("summary") == "so far "
+    page.ask("bytewise")
+    page.wait_until_done()
+    assert not page.driver.find_element(By.ID, "error").is_displayed()
+
+
+def test_stop_ends_the_request_and_keeps_the_focus(troubled: Troubled, page: Page) -> None:
+    page.ask("endless")
+    page.until(lambda: page.num_pieces() > 3)
+    assert page.driver.switch_to.active_element.get_attribute("id") == "stop"
+    assert page.find("#summary[aria-busy=true]")
+    page.click("stop")
+    page.until(lambda: troubled.num_running == 0)
+    page.wait_until_done()
+    assert page.text("outcome") == "stopped"
+    assert page.driver.switch_to.active_element.get_attribute("id") == "start"
+    assert page.find("#summary[aria-busy=false]")
+
+
+@pytest.mark.usefixtures("troubled")
+def test_the_skip_map_shows_the_plan_of_the_chosen_model(page: Page) -> None:
+    page.choose("small")
+    page.until(lambda: page.text("plan") == "5 of 8 sublayers draft up to 4 tokens")
+    assert page.cells() == PLANS["small"]["keep"]
+    label = page.find("#skip-map")[0].get_attribute("aria-label")
+    assert label == "The draft keeps attention of layers 0 to 1, 3, and MLP of layers 1, 3; it skips the others."
+    assert [page.text(name) for name in ("acceptance", "accepted-length", "tokens-per-s")] == ["88%", "3.46", "12.3"]
+    assert page.text("load") == "1 running, 2 waiting, KV cache 25% used"
+    assert page.text("gate") == "Gate: drafting: measured x1.50"
+    page.choose("without")
+    page.until(lambda: page.text("plan") == "no plan yet")
+    assert len(page.find("#skip-map i.unknown")) == 8
+    assert page.text("acceptance") == "\N{EN DASH}"
+    page.choose("plain")
+    page.until(lambda: page.text("plan") == "no draft: the whole model decodes")
+    page.choose("large")
+    page.until(lambda: len(page.find("#skip-map i")) == 160)
+    assert len(page.find("#skip-map .band")) == 4
+    assert len(page.find("#skip-map i.kept")) == sum(PLANS["large"]["keep"])
+
+
+def test_the_status_is_asked_for_only_while_someone_looks(troubled: Troubled, page: Page) -> None:
+    seen = troubled.num_asked["status"]
+    page.until(lambda: troubled.num_asked["status"] > seen)
+    first = page.driver.current_window_handle
+    page.driver.switch_to.new_window("tab")
+    page.driver.execute_async_script("setTimeout(arguments[0], 300)")
+    seen = troubled.num_asked["status"]
+    page.driver.execute_async_script("setTimeout(arguments[0], 2500)")
+    assert troubled.num_asked["status"] == seen
+    page.driver.close()
+    page.driver.switch_to.window(first)
+    page.until(lambda: troubled.num_asked["status"] > seen)
+
+
+@pytest.mark.usefixtures("troubled")
+def test_every_field_has_a_label_and_none_a_name(page: Page) -> None:
+    fields = page.find("input, select, textarea")
+    assert len(fields) == 6
+    assert all(page.driver.execute_script("return arguments[0].labels.length", field) == 1 for field in fields)
+    assert not page.find("[name]:not(meta)")
+
+
+def test_the_key_goes_to_the_endpoint_and_nowhere_else(troubled: Troubled, page: Page) -> None:
+    page.fill("api-key", KEY)
+    page.ask("bytewise")
+    page.wait_until_done()
+    assert troubled.authorization == f"Bearer {KEY}"
+    assert KEY not in page.driver.current_url
+    kept = page.driver.execute_script("return [localStorage.length, sessionStorage.length, document.cookie]")
+    assert kept == [0, 0, ""]
+
+
+@pytest.mark.usefixtures("troubled")
+def test_scripts_and_styles_in_the_page_are_refused(page: Page) -> None:
+    page.driver.execute_script("""
+      const script = document.createElement("script");
+      script.textContent = "document.title = 'run'";
+      document.body.append(script);
+    """)
+    assert page.driver.title == "rayspec: summarize a document"
+    assert any("Content Security Policy" in message for message in page.console_errors())
+
+
+@pytest.mark.usefixtures("troubled")
+@pytest.mark.parametrize("width", [400, 900, 1280, 1600])
+def test_the_page_fits_its_window(page: Page, width: int) -> None:
+    page.choose("large")
+    page.until(lambda: len(page.find("#skip-map i")) == 160)
+    metrics = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+    page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        assert page.driver.execute_script("return innerWidth") == width
+        assert page.driver.execute_script("return document.documentElement.scrollWidth") <= width
+        narrow = page.driver.execute_script("""
+          return [...document.querySelectorAll("input, select, textarea, button, .skip-map i")]
+            .map((element) => [element.id, element.getBoundingClientRect()])
+            .filter(([, box]) => box.width < 5 || box.left < 0 || box.right > innerWidth).map(([id]) => id);
+        """)
+        assert narrow == []
+    finally:
+        page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+@pytest.mark.usefixtures("troubled")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_contrast_is_enough(page: Page, scheme: str) -> None:
+    """WCAG 2.2 AA: 4.5 for text, 3 for what shows a state."""
+    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    try:
+        colour = {
+            name: page.driver.execute_script(
+                "return getComputedStyle(document.documentElement).getPropertyValue(arguments[0]).trim()", f"--{name}"
+            )
+            for name in (
+                "page",
+                "card",
+                "ink",
+                "muted",
+                "accent",
+                "on-accent",
+                "edge",
+                "attention",
+                "mlp",
+                "bad",
+                "bad-ground",
+            )
+        }
+    finally:
+        page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+    texts = [("ink", "page"), ("ink", "card"), ("muted", "page"), ("muted", "card"), ("accent", "card")]
+    for front, back in [*texts, ("on-accent", "accent"), ("bad", "bad-ground")]:
+        assert contrast(colour[front], colour[back]) >= 4.5, (front, back)
+    for front in ("edge", "attention", "mlp"):
+        assert contrast(colour[front], colour["card"]) >= 3, front
+    assert (contrast(colour["card"], "#000000") > 10) == (scheme == "light")
+
+
+def contrast(one: str, other: str) -> float:
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+@pytest.fixture(scope="module")
+def endpoint(ray_environment: None) -> Iterator[str]:
+    """The address of `rayspec serve`, which asks for a key."""
+    command = [sys.executable, "-m", "rayspec.cli", "serve", "--model", "demo", "--dtype", "float32"]
+    options = ["--num-threads", "1", "--port", "0", "--api-key", KEY]
+    with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            urls = (re.search(r"http://127\.0\.0\.1:\d+", line) for line in process.stdout)
+            yield next(url[0] for url in urls if url) + "/"
+        finally:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
+
+
+@pytest.fixture
+def unlocked(endpoint: str, page: Page) -> Page:
+    """The page of the endpoint, with its key filled in. Refusals up to here are in the past."""
+    page.open(endpoint).fill("api-key", KEY + "\n")
+    page.until(lambda: page.find("#model option"))
+    page.forget_logs()
+    return page
+
+
+def status(endpoint: str) -> dict[str, Any]:
+    request = urllib.request.Request(f"{endpoint}status", headers={"Authorization": f"Bearer {KEY}"})
+    with urllib.request.urlopen(request, timeout=WAIT_S) as response:
+        (model,) = json.load(response)["models"]
+    return dict(model)
+
+
+def test_a_summary_streams_in(endpoint: str, unlocked: Page) -> None:
+    page = unlocked
+    document = sample_documents(1, num_sentences=40)[0].text
+    page.click("sample")
+    page.until(lambda: page.text("size"))
+    page.click("start")
+    page.wait_until_done()
+    (output,) = LLM("demo", dtype="float32", num_threads=1).chat(
+        [{"role": "user", "content": document}], SamplingParams(temperature=0.0, max_tokens=256)
+    )
+    assert page.text("summary") == output.outputs[0].text
+    assert page.num_pieces() > 1
+    assert page.text("outcome").startswith(f"{len(output.outputs[0].token_ids)} tokens in ")
+    assert page.console_errors() == []
+    assert page.hosts_asked() == {"127.0.0.1"}
+    now = status(endpoint)
+    assert now["plan"] is not None
+    page.until(lambda: page.cells() == status(endpoint)["plan"]["keep"])
+    assert len(page.find("#skip-map i")) == now["num_sublayers"]
+    page.until(lambda: page.text("gate") == f"Gate: {status(endpoint)['gate_reason']}")
+
+
+def test_stop_frees_the_slot(endpoint: str, unlocked: Page) -> None:
+    page = unlocked
+    page.fill("max-tokens", "1500")
+    page.ask("Go on")
+    page.until(lambda: page.num_pieces() > 1)
+    assert status(endpoint)["num_running"] == 1
+    page.click("stop")
+    page.until(lambda: status(endpoint)["num_running"] == 0)
+    assert page.text("outcome") == "stopped"
+    assert page.text("error") == ""
+
+
+def test_a_wrong_key_is_said(endpoint: str, page: Page) -> None:
+    page.open(endpoint)
+    assert page.text("error") == "The endpoint asks for an API key."
+    page.fill("api-key", "wrong\n")
+    page.until(lambda: page.text("error") == "The endpoint refused the API key.")
+    assert page.driver.switch_to.active_element.get_attribute("id") == "api-key"
+    page.fill("api-key", KEY + "\n")
+    page.until(lambda: page.find("#model option"))
+    page.until(lambda: page.text("error") == "")

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from rayspec.config import SpeculationOptions
+from rayspec.decode.questions import Answer, Found, FoundDraft, LayerKnapsack, Question
+from rayspec.planning.stopping import DraftWhileSure
+from rayspec.strategies.clasp import CLaSp
+from rayspec.types import ConfigError
+from tests.decode.selecting import Asker, latency_model, situation, turn, turns
+
+
+def _clasp(num_layers: int = 6, **options: Any) -> CLaSp:
+    return CLaSp(SpeculationOptions(strategy="clasp", max_draft_tokens=10, clasp=options), latency_model(num_layers))
+
+
+def _found(question: Question) -> Answer:
+    """The first layers are what can best be skipped; fewer skipped ones agree more."""
+    assert isinstance(question, LayerKnapsack)
+    return Found(
+        [
+            FoundDraft(tuple(index >= 2 * count for index in range(12)), 1 - count / 10, int(count < 3))
+            for count in range(question.num_skipped + 1)
+        ],
+        question.num_tokens,
+        0.25,
+    )
+
+
+def test_the_newest_token_is_asked_and_the_draft_that_skips_most_is_taken() -> None:
+    asker, clasp = Asker(_found), _clasp(num_skipped_layers=4)
+    assert not clasp.plan(situation()).drafts
+    (record,) = turns(clasp, asker, 5)
+    assert asker.asked == [LayerKnapsack(num_tokens=1, num_skipped=4)]
+    plan = clasp.plan(situation())
+    assert plan.keep == (False,) * 8 + (True,) * 4
+    assert (plan.num_draft_tokens, plan.source) == (10, "clasp")
+    assert record.plan is plan
+    assert record.optimise_s == 0.25
+    assert 0 < record.estimated_acceptance < 1
+    assert record.plain_tpt == pytest.approx(1 / 12)
+    assert record.num_tokens == 3, "the rounds by the plan"
+
+
+@pytest.mark.parametrize(("num_layers", "num_skipped"), [(6, 3), (7, 3), (80, 40), (1, 1)])
+def test_half_of_the_layers_are_skipped_unless_told_otherwise(num_layers: int, num_skipped: int) -> None:
+    asker = Asker(lambda question: Found([FoundDraft((False, False) * num_layers, 0.5, 0)], 1, 0.0))
+    turns(_clasp(num_layers), asker, 2)
+    assert asker.asked == [LayerKnapsack(num_tokens=1, num_skipped=num_skipped)]
+
+
+def test_it_searches_again_at_its_interval_of_tokens_of_one_sequence() -> None:
+    asker, clasp = Asker(_found), _clasp(interval=32)
+    clasp_rounds = [turn(clasp, asker, batch=4, num_accepted=1) is not None for _ in range(60)]
+    searched = [number for number, found in enumerate(clasp_rounds) if found]
+    assert searched[0] == 1
+    assert [later - earlier for earlier, later in itertools.pairwise(searched)] == [17, 16, 16]
+
+
+def test_drafts_end_at_the_confidence_of_the_options() -> None:
+    assert _clasp().keep_drafting(situation()) == DraftWhileSure(threshold=0.7)
+    rule = _clasp(exit_threshold=0.4).keep_drafting(situation())
+    assert rule is not None
+    assert rule([[0.1, 0.5], [0.9, 0.3], [0.4]]) == [True, False, True]
+
+
+def test_more_layers_than_there_are_cannot_be_skipped() -> None:
+    with pytest.raises(ConfigError, match="'num_skipped_layers' is 7, the model has 6 layers"):
+        _clasp(num_skipped_layers=7)

@@ -1,0 +1,194 @@
+"""Every strategy there is, by name: plans of its kind change no token, in one process and over two stages.
+
+What makes a strategy what it is has a test in its own file; here are those without one, whose plan is fixed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+
+from rayspec.config import EngineConfig, LayerSkipOptions, SamplingParams, SpeculationOptions, Strategy
+from rayspec.decode.rounds import RoundResult
+from rayspec.decode.selection.base import Selector, Situation, lookup_plan, static_plan
+from rayspec.strategies.by_name import make_selector
+from rayspec.strategies.layerskip import early_exit_plan
+from rayspec.strategies.lookahead import lookahead_plan
+from rayspec.types import EngineStats, Plan, no_draft
+from tests.decode.selecting import latency_model
+from tests.engines import complete, engine_with, tokens_of
+from tests.families import Cases, cases, checkpoint, parts_of
+from tests.pipeline.loop import TravellingPlans, loop_engine
+
+NUM_LAYERS, NUM_SUBLAYERS = 4, 8
+MAX_DRAFT_TOKENS = 6
+LENGTHS = (37, 3, 120, 12, 70)  # a batch of five
+NUM_TOKENS = 40
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
+
+
+def skipping(rng: random.Random, source: str, among: range, *, at_least: int = 0) -> Plan:
+    """Some of these sublayers are left out."""
+    skip = rng.sample(among, rng.randint(at_least, len(among) // 2))
+    return replace(static_plan(skip, NUM_SUBLAYERS, rng.randint(1, MAX_DRAFT_TOKENS)), source=source)
+
+
+def any_sublayers(rng: random.Random, source: str) -> Plan:
+    return skipping(rng, source, range(NUM_SUBLAYERS))
+
+
+def whole_layers(rng: random.Random) -> Plan:
+    layers = rng.sample(range(NUM_LAYERS), rng.randint(1, NUM_LAYERS // 2))
+    skip = [2 * layer + half for layer in layers for half in range(2)]
+    return replace(static_plan(skip, NUM_SUBLAYERS, rng.randint(1, MAX_DRAFT_TOKENS)), source="clasp")
+
+
+def trees(rng: random.Random) -> Plan:
+    """The first and the last layer stay."""
+    plan = skipping(rng, "swift", range(2, NUM_SUBLAYERS - 2), at_least=1)
+    return replace(plan, tree_widths=tuple(sorted(rng.randint(1, 8) for _ in range(4))))
+
+
+def exits(rng: random.Random, source: str) -> Plan:
+    options = LayerSkipOptions(
+        exit_layer=rng.randint(1, NUM_LAYERS - 1), num_draft_tokens=rng.randint(1, MAX_DRAFT_TOKENS)
+    )
+    return replace(early_exit_plan(options, NUM_SUBLAYERS), source=source)
+
+
+def one_of_three(rng: random.Random) -> Plan:
+    """A domain's plan, or that of no domain, which does not draft."""
+    domains = [(2,), (1, 5), None]
+    skip = rng.choice(domains)
+    return no_draft(NUM_SUBLAYERS, "knn-ssd") if skip is None else static_plan(skip, NUM_SUBLAYERS, MAX_DRAFT_TOKENS)
+
+
+def looked_up(rng: random.Random) -> Plan:
+    return lookup_plan(NUM_SUBLAYERS, rng.randint(1, MAX_DRAFT_TOKENS))
+
+
+def both_ways(rng: random.Random) -> Plan:
+    if rng.random() < 0.5:
+        return replace(looked_up(rng), source="auto")
+    return replace(any_sublayers(rng, "auto"), num_lookup_tokens=rng.choice([0, 4]))
+
+
+KINDS: dict[str, Callable[[random.Random], Plan]] = {
+    "ar": lambda rng: no_draft(NUM_SUBLAYERS, "ar"),
+    "static": lambda rng: any_sublayers(rng, "static"),
+    "knapspec": lambda rng: any_sublayers(rng, "knapspec"),
+    "self-sd": lambda rng: any_sublayers(rng, "self-sd"),
+    "knn-ssd": one_of_three,
+    "clasp": whole_layers,
+    "swift": trees,
+    "del": lambda rng: exits(rng, "del"),
+    "layerskip": lambda rng: exits(rng, "layerskip"),
+    "asd": lambda rng: skipping(rng, "asd", range(0, NUM_SUBLAYERS, 2), at_least=1),
+    "lookup": looked_up,
+    "lookahead": lambda rng: lookahead_plan(NUM_SUBLAYERS),
+    "auto": both_ways,
+}
+ONE_PLAN = {"ar", "lookahead"}
+
+
+class PlansOfAKind(TravellingPlans):
+    """Another one in every round."""
+
+    def __init__(self, draw: Callable[[random.Random], Plan], seed: int) -> None:
+        super().__init__(seed, NUM_SUBLAYERS, MAX_DRAFT_TOKENS)
+        self._draw = draw
+
+    def plan(self, situation: Situation) -> Plan:
+        self.plans.append(self._draw(self._rng))
+        return self.plans[-1]
+
+
+def known_cases() -> Cases:
+    return cases(checkpoint("qwen3"), LENGTHS, NUM_TOKENS)
+
+
+def require_known_tokens(selector: Selector, num_stages: int) -> EngineStats:
+    """A batch of five in float32 makes the tokens of transformers' generate; what the engine did."""
+    options: dict[str, Any] = {"max_num_seqs": 5, "num_beside": 64, "max_draft_tokens": MAX_DRAFT_TOKENS}
+    path, known = checkpoint("qwen3"), known_cases()
+    if num_stages == 1:
+        engine = engine_with(parts_of(path), selector, **options)
+        assert tokens_of(complete(engine, known.prompts, GREEDY)) == known.expected
+        return engine.stats
+    with loop_engine(path, num_stages, selector, **options) as run:
+        assert tokens_of(complete(run.engine, known.prompts, GREEDY)) == known.expected
+        run.require_clean()
+        return run.engine.stats
+
+
+def test_no_strategy_is_left_out() -> None:
+    assert set(KINDS) == set(get_args(Strategy))
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("strategy", KINDS)
+def test_random_plans_of_its_kind_change_no_token(strategy: str, num_stages: int) -> None:
+    selector = PlansOfAKind(KINDS[strategy], num_stages)
+    stats = require_known_tokens(selector, num_stages)
+    assert (stats.num_accepted_tokens > 0) == (strategy != "ar")
+    assert (len(set(selector.plans)) > 2) == (strategy not in ONE_PLAN)
+
+
+# Those that are not run like this in `test_strategies.py` or in files of their own.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "ar": {},
+    "static": {"skip": (2,)},
+    "lookup": {"lookup_ngram": 2},
+    "lookahead": {},
+    "knapspec": {"optimise_share": 1.0},
+    "auto": {"optimise_share": 1.0},
+}
+
+
+def selector_of(strategy: str) -> Selector:
+    speculation = SpeculationOptions(
+        strategy=strategy, gate=False, max_draft_tokens=MAX_DRAFT_TOKENS, **OPTIONS[strategy]
+    )
+    latency = latency_model(NUM_LAYERS, sublayer_s=1e-3, round_s=1.0)  # any draft pays
+    return make_selector(EngineConfig(model="test", speculation=speculation), NUM_SUBLAYERS, latency)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("strategy", OPTIONS)
+def test_the_strategy_itself_changes_no_token(strategy: str, num_stages: int) -> None:
+    stats = require_known_tokens(selector_of(strategy), num_stages)
+    assert (stats.num_draft_tokens > 0) == (strategy != "ar")
+
+
+def rounds_of(strategy: str) -> list[tuple[Plan, RoundResult]]:
+    """The plan of each round and what came of it."""
+    selector, rounds = selector_of(strategy), []
+
+    def observe(situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
+        rounds.append((plan, result))
+
+    selector.observe = observe  # type: ignore[method-assign]
+    require_known_tokens(selector, 1)
+    return rounds
+
+
+def test_ar_takes_a_round_for_every_token() -> None:
+    rounds = rounds_of("ar")
+    assert len(rounds) == NUM_TOKENS - 1, "the first token is the prefill's"
+    assert not any(draft.token_ids for _, result in rounds for draft in result.drafts)
+
+
+def test_static_leaves_out_what_it_is_told_to_in_every_round() -> None:
+    rounds = rounds_of("static")
+    assert {plan.keep for plan, _ in rounds} == {tuple(index != 2 for index in range(NUM_SUBLAYERS))}
+    assert max(result.num_draft_steps for _, result in rounds) == MAX_DRAFT_TOKENS
+
+
+def test_what_is_looked_up_takes_no_step_of_a_model() -> None:
+    rounds = rounds_of("lookup")
+    assert {result.num_draft_steps for _, result in rounds} == {0}
+    assert any(count > 1 for _, result in rounds for count in result.num_accepted)

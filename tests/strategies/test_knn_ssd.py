@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from rayspec.config import EngineConfig, KnnSSDOptions, SamplingParams, SpeculationOptions
+from rayspec.decode.questions import Answer, Feature, Features, Question
+from rayspec.planning.stopping import DraftWhileSure
+from rayspec.strategies import knn_ssd
+from rayspec.strategies.anchors import Nearest, unit_rows
+from rayspec.strategies.knn_ssd import Domains, KnnSSD
+from rayspec.strategies.saved_plans import ModelIdentity, SavedPlan, SavedPlans
+from rayspec.strategies.tuning import features_of
+from rayspec.types import ConfigError, Plan, PlanRecord, RayspecError
+from tests.engines import complete, engine_with, requests_for, tokens_of
+from tests.families import cases, checkpoint, parts_of
+from tests.pipeline.loop import loop_engine
+from tests.strategy_cases import LENGTHS, latency, result, saved_plan, situation
+
+LAW = saved_plan("law", [2, 3, 4, 5], anchors=((1.0, 0.0), (0.8, 0.6)), radius=0.1)
+CODE = saved_plan("code", [5], anchors=((0.0, 1.0),), radius=0.02)
+ANY = saved_plan("", [7])
+NEAR_LAW, NEAR_CODE, NOWHERE = [3.0, 2.2], [0.0, 2.0], [-1.0, 0.1]
+
+
+def _saved(*plans: SavedPlan, num_sublayers: int = 8) -> SavedPlans:
+    model = ModelIdentity(name="m", weights="00", family="llama", num_sublayers=num_sublayers)
+    return SavedPlans(model=model, plans=plans)
+
+
+def _knn(*plans: SavedPlan, gate: bool = False, **options: Any) -> KnnSSD:
+    return KnnSSD(_saved(*plans), _options(gate=gate, **options), latency())
+
+
+def _options(*, gate: bool = False, **options: Any) -> SpeculationOptions:
+    return SpeculationOptions(strategy="knn-ssd", warm_start="p.json", gate=gate, knn_ssd=options)  # type: ignore[arg-type]
+
+
+class _Texts:
+    """Sequences and the features of their beginnings; answers when it is asked, or only when it is told to."""
+
+    def __init__(self, features: Mapping[str, Sequence[float]], *, at_once: bool = True) -> None:
+        self._features = features
+        self._at_once = at_once
+        self.asked: list[str] = []
+        self.futures: dict[str, Future[Answer]] = {}
+
+    def __call__(self, question: Question, sequence_id: str | None = None) -> Future[Answer] | None:
+        assert question == Feature(num_tokens=1)
+        assert sequence_id is not None
+        self.asked.append(sequence_id)
+        if sequence_id not in self._features:
+            return None
+        self.futures[sequence_id] = Future()
+        if self._at_once:
+            self.answer(sequence_id)
+        return self.futures[sequence_id]
+
+    def answer(self, sequence_id: str) -> None:
+        self.futures[sequence_id].set_result(Features(self._features[sequence_id], 0.5))
+
+
+def _round(
+    knn: KnnSSD, texts: _Texts, *names: str, seconds: Callable[[Plan], float] = lambda plan: 0.1
+) -> tuple[list[int], bool, PlanRecord | None]:
+    """A round of these sequences, as the engine goes about it: sublayers that its draft skips, whether it was tapped,
+    what was told afterwards."""
+    here = situation(batch=len(names), sequence_ids=names)
+    plan = knn.plan(here)
+    knn.keep_drafting(here)
+    tapped, length = knn.wants_taps, plan.num_draft_tokens
+    drafts = result([length] * len(names), [length] * len(names))
+    knn.observe(here, plan, drafts, (1 + length) * len(names), seconds(plan))
+    record = knn.improve(here, texts)
+    return [index for index, kept in enumerate(plan.keep) if not kept], tapped, record
+
+
+@pytest.mark.parametrize(
+    ("domain", "distance", "expected"),
+    [("law", 0.1, LAW), ("law", 0.1001, ANY), ("code", 0.02, CODE), ("code", 0.1, ANY)],
+)
+def test_beyond_the_radius_of_the_nearest_domain_it_is_none(domain: str, distance: float, expected: SavedPlan) -> None:
+    domains = Domains(_saved(LAW, CODE, ANY), KnnSSDOptions(reject_distance=None))
+    assert domains.plan_for(Nearest(domain=domain, distance=distance)) is expected
+
+
+def test_the_option_wins_over_what_was_saved_and_without_a_default_there_is_no_plan() -> None:
+    domains = Domains(_saved(LAW, CODE), KnnSSDOptions(reject_distance=0.5))
+    assert domains.plan_for(Nearest(domain="code", distance=0.5)) is CODE
+    assert domains.plan_for(Nearest(domain="code", distance=0.51)) is None
+
+
+def test_plans_without_anchors_are_of_no_use() -> None:
+    with pytest.raises(ConfigError, match="by anchors"):
+        Domains(_saved(ANY), KnnSSDOptions())
+
+
+def test_a_texts_first_round_is_looked_at_and_its_second_drafts_by_the_plan_of_its_domain() -> None:
+    knn, texts = _knn(LAW, CODE), _Texts({"a": NEAR_LAW})
+    assert _round(knn, texts, "a") == ([], True, None)
+    skipped, tapped, record = _round(knn, texts, "a")
+    assert (skipped, tapped) == ([2, 3, 4, 5], False)
+    assert knn.domain_of("a") == "law"
+    here = situation(sequence_ids=("a",))
+    assert knn.plan(here).num_draft_tokens == 5
+    assert knn.keep_drafting(here) == DraftWhileSure(threshold=0.8)
+    assert record is not None
+    assert (record.reason, record.estimated_acceptance) == ("the plan for 'law'", 0.75)
+    assert (record.predicted_tpt, record.plain_tpt, record.num_tokens) == (30.0, 20.0, 6)
+    assert knn.gate_reason.startswith("the last text began 0.000 from 'law'; ")
+    for _ in range(20):
+        assert _round(knn, texts, "a") == ([2, 3, 4, 5], False, None), "it is looked at once"
+    assert texts.asked == ["a"]
+    assert record.num_tokens == 6 * 21
+
+
+def test_the_confidence_at_which_drafts_end_is_fixed() -> None:
+    knn, texts = _knn(LAW, threshold=0.3), _Texts({"a": NEAR_LAW})
+    for _ in range(30):
+        _round(knn, texts, "a")
+    assert knn.keep_drafting(situation(sequence_ids=("a",))) == DraftWhileSure(threshold=0.3)
+
+
+def test_the_next_text_is_looked_at_at_once() -> None:
+    names = [f"text-{number}" for number in range(12)]
+    kinds = [(NEAR_LAW, [2, 3, 4, 5]), (NEAR_CODE, [5]), (NOWHERE, [])]
+    knn, texts = _knn(LAW, CODE), _Texts({name: kinds[number % 3][0] for number, name in enumerate(names)})
+    records = []
+    for number, name in enumerate(names):
+        rounds = [_round(knn, texts, name) for _ in range(3)]
+        assert [tapped for _, tapped, _ in rounds] == [True, False, False]
+        assert [skipped for skipped, _, _ in rounds] == [[], kinds[number % 3][1], kinds[number % 3][1]]
+        records += [record for _, _, record in rounds if record is not None]
+    assert texts.asked == names
+    assert [record.reason for record in records] == ["the plan for 'law'", "the plan for 'code'"]
+    assert knn.gate_reason == "the last text began 0.900 from 'code', too far; not drafting"
+
+
+def test_far_text_gets_the_plan_for_any() -> None:
+    knn, texts = _knn(LAW, ANY), _Texts({"a": NOWHERE})
+    _round(knn, texts, "a")
+    skipped, _, record = _round(knn, texts, "a")
+    assert skipped == [7]
+    assert record is not None
+    assert record.reason == "the plan for any text"
+    assert knn.domain_of("a") == ""
+
+
+def test_a_batch_has_the_plan_of_most_of_it_and_what_is_new_has_no_say() -> None:
+    features = {"a": NEAR_CODE, "b": NEAR_LAW, "c": NEAR_LAW, "d": NOWHERE, "e": NOWHERE, "f": NOWHERE}
+    knn, texts = _knn(LAW, CODE), _Texts(features)
+    _round(knn, texts, "a")
+    assert _round(knn, texts, "a", "b", "c")[:2] == ([5], True), "by the only one that is known"
+    assert _round(knn, texts, "a", "b", "c")[:2] == ([2, 3, 4, 5], False)
+    assert _round(knn, texts, "b", "c", "d", "e", "f")[:2] == ([2, 3, 4, 5], True)
+    assert _round(knn, texts, "b", "c", "d", "e", "f")[:2] == ([], False), "most of it is of no domain"
+    assert _round(knn, texts, "a", "d")[0] == [5], "the first of equals"
+    assert texts.asked == list("abcdef")
+
+
+def test_while_the_answer_is_on_its_way_nothing_is_asked_again() -> None:
+    knn, texts = _knn(LAW, CODE), _Texts({"a": NEAR_LAW, "b": NEAR_CODE}, at_once=False)
+    taps = [_round(knn, texts, "a")[1] for _ in range(5)]
+    assert taps == [True] + [False] * 4
+    _round(knn, texts, "b")
+    texts.answer("a")
+    texts.answer("b")
+    _round(knn, texts, "b")
+    assert (knn.domain_of("a"), knn.domain_of("b")) == (None, "code"), "a's batch hears of it when it is at rest"
+    assert _round(knn, texts, "a")[0] == []
+    assert _round(knn, texts, "a")[0] == [2, 3, 4, 5]
+    assert texts.asked == ["a", "b"]
+
+
+def test_a_text_that_moved_is_looked_at_again_and_one_that_cannot_be_asked_is_of_no_domain() -> None:
+    knn, texts = _knn(LAW, CODE), _Texts({"a": NEAR_LAW, "b": NEAR_CODE}, at_once=False)
+    _round(knn, texts, "a")
+    texts.futures["a"].cancel()
+    _round(knn, texts, "a")
+    assert _round(knn, texts, "a")[1], "it is tapped again"
+    texts.answer("a")
+    _round(knn, texts, "a")
+    assert knn.domain_of("a") == "law"
+    _round(knn, texts, "b")
+    texts.futures["b"].set_exception(RayspecError("gone"))
+    _round(knn, texts, "b")
+    _round(knn, texts, "unknown")
+    for name in ("b", "unknown"):
+        assert _round(knn, texts, name)[:2] == ([], False)
+        assert knn.domain_of(name) is None
+    assert texts.asked.count("b") == texts.asked.count("unknown") == 1
+
+
+def test_each_domain_has_a_gate_of_its_own() -> None:
+    """Rounds by the plan for code take too long; those by the plan for law make six tokens in the time of one."""
+    knn, texts = _knn(LAW, CODE, gate=True), _Texts({"a": NEAR_LAW, "b": NEAR_CODE})
+    rounds = [
+        [_round(knn, texts, name, seconds=lambda plan: 0.9 if plan.keep == CODE.keep(8) else 0.1)[0] for name in "ab"]
+        for _ in range(60)
+    ]
+    law, code = zip(*rounds, strict=True)
+    assert law.index([2, 3, 4, 5]) <= 5, "four plain rounds are compared with"
+    assert all(law[5:])
+    assert [5] in code
+    assert not any(code[20:])
+
+
+def test_old_texts_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(knn_ssd, "_MAX_SEQUENCES", 3)
+    names = [f"text-{number}" for number in range(10)]
+    knn, texts = _knn(LAW), _Texts(dict.fromkeys(names, NEAR_LAW))
+    for name in names:
+        _round(knn, texts, name)
+    assert [name for name in names if knn.domain_of(name)] == names[-3:]
+    assert not knn._looks
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_real_texts_are_told_apart_and_their_tokens_stay_the_same(num_stages: int) -> None:
+    """A batch of five, three at a time: each is near itself; the last is of no domain."""
+    path = checkpoint("llama")
+    known = cases(path, LENGTHS, 24)
+    directions = unit_rows(features_of(engine_with(parts_of(path)), known.prompts)).tolist()
+    domains = ["law", "code", "law", "code"]
+    saved = _saved(
+        *(
+            saved_plan(domain, [skip], radius=1e-4, anchors=tuple(map(tuple, directions[at:4:2])))
+            for at, (domain, skip) in enumerate({"law": 3, "code": 4}.items())
+        )
+    )
+    speculation = _options(threshold=0.05)
+    knn = KnnSSD(saved, speculation, latency())
+    params = SamplingParams(temperature=0, max_tokens=24)
+    if num_stages == 1:
+        engine = engine_with(parts_of(path), knn, speculation=speculation, max_num_seqs=3)
+        assert tokens_of(complete(engine, known.prompts, params)) == known.expected
+    else:
+        with loop_engine(path, num_stages, knn, max_num_seqs=3) as run:
+            assert tokens_of(complete(run.engine, known.prompts, params)) == known.expected
+            run.require_clean()
+        engine = run.engine
+    names = [f"{number}/{request.request_id}/0" for number, request in enumerate(requests_for(known.prompts), 1)]
+    assert [knn.domain_of(name) for name in names] == [*domains, None]
+    assert engine.stats.num_accepted_tokens > 0
+
+
+def test_there_is_room_for_the_taps_of_every_sequence() -> None:
+    assert EngineConfig(model="m", max_num_seqs=5, speculation=_options()).num_tap_tokens == 5
+    assert EngineConfig(model="m", max_num_seqs=5, speculation=SpeculationOptions(strategy="clasp")).num_tap_tokens == 1

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import pytest
+
+from rayspec import demo
+from rayspec.config import EngineConfig, LookaheadOptions, SamplingParams, SpeculationOptions
+from rayspec.decode.drafting.lookahead import Guess, Lookahead, NgramPool
+from rayspec.decode.loading import make_scheduler
+from rayspec.decode.selection.base import FixedPlan
+from rayspec.strategies.by_name import make_selector
+from rayspec.strategies.lookahead import lookahead_plan
+from rayspec.types import ConfigError
+from tests.decode.selecting import latency_model, situation
+from tests.demo_model import EOS, demo_parts, demo_prompts
+from tests.engines import complete, engine_with, tokens_of
+from tests.families import cases, checkpoint, parts_of
+from tests.pipeline.loop import loop_engine
+
+OPTIONS = LookaheadOptions(level=3, window=2, guesses=2)
+PLAN = lookahead_plan(8)
+LENGTHS = (1, 37, 3, 61, 12)
+
+
+def test_the_pool_keeps_the_latest_continuations() -> None:
+    pool = NgramPool(2)
+    for ngram in ((1, 2, 3), (1, 4, 5), (2, 2, 2), (1, 2, 3), (1, 6, 7)):
+        pool.add(ngram)
+    assert pool.after(1) == [(6, 7), (2, 3)]
+    assert pool.after(2) == [(2, 2)]
+    assert pool.after(9) == []
+
+
+def test_the_window_is_a_tree_of_levels() -> None:
+    """Two columns of two levels: (0, 0) follows the newest token, (0, 1) follows (0, 0), (1, w) follows (0, w)."""
+    lookahead = Lookahead(OPTIONS, [5])
+    assert lookahead.guess(5, max_tokens=9, max_depth=9) == Guess([5] * 4, [0, 1, 1, 2], 4)
+    assert lookahead.guess(5, max_tokens=3, max_depth=9) == Guess()
+    assert lookahead.guess(5, max_tokens=9, max_depth=2) == Guess()
+
+
+def test_ngrams_are_made_column_by_column_and_come_back_as_branches() -> None:
+    lookahead = Lookahead(OPTIONS, [5])
+    for probed in ([0, 0, 10, 20], [0, 0, 11, 21], [0, 0, 12, 22]):
+        lookahead.observe([])  # a round without the window
+        lookahead.observe(probed)
+    # The random tokens have left the window: level 0 is (10, 20), level 1 (11, 21), and 12, 22 came after it.
+    assert lookahead.guess(20, max_tokens=9, max_depth=9) == Guess([21, 22, 11, 21, 12, 22], [0, 1, 0, 3, 3, 4], 4)
+    assert lookahead.guess(20, max_tokens=5, max_depth=9).token_ids[:1] == [21], "the window comes first"
+    assert lookahead.guess(20, max_tokens=9, max_depth=1) == Guess([21], [0], 0)
+    assert lookahead.guess(5, max_tokens=9, max_depth=9).num_probes == 4
+    lookahead.observe([0, 0, 22, 99])
+    assert lookahead.guess(11, max_tokens=9, max_depth=9).token_ids[:2] == [12, 22]
+
+
+def test_guesses_share_what_they_begin_with() -> None:
+    lookahead = Lookahead(
+        LookaheadOptions(level=4, window=1, guesses=7, pool_from_prompt=True), [1, 2, 3, 4, 1, 2, 5, 6]
+    )
+    guess = lookahead.guess(1, max_tokens=60, max_depth=60)
+    assert guess.token_ids[: -guess.num_probes] == [2, 5, 6, 3, 4]
+    assert guess.parents[: -guess.num_probes] == [0, 1, 2, 1, 4]
+
+
+@pytest.mark.parametrize("verification", ["coupled", "rejection"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe", "smollm3"])
+def test_greedy_equals_generate(family: str, verification: str) -> None:
+    known = cases(checkpoint(family), LENGTHS, 40)
+    parts = parts_of(checkpoint(family))
+    engine = engine_with(parts, PLAN, verification=verification, num_beside=64)
+    outputs = complete(engine, known.prompts, SamplingParams(temperature=0, max_tokens=40))
+    assert tokens_of(outputs) == known.expected
+    assert engine.stats.num_draft_tokens > 0
+    engine = engine_with(parts, PLAN, num_beside=64, kv_cache_tokens=250, max_num_seqs=3, max_num_batched_tokens=16)
+    assert tokens_of(complete(engine, known.prompts, SamplingParams(temperature=0, max_tokens=40))) == known.expected
+
+
+def test_greedy_equals_generate_in_a_pipeline() -> None:
+    known = cases(checkpoint("llama"), LENGTHS, 40)
+    with loop_engine(checkpoint("llama"), 2, FixedPlan(PLAN), num_beside=64) as run:
+        outputs = complete(run.engine, known.prompts, SamplingParams(temperature=0, max_tokens=40))
+        assert tokens_of(outputs) == known.expected
+        run.require_clean()
+        assert run.engine.stats.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.8, "top_p": 0.9}, {"temperature": 1.0, "presence_penalty": 0.8}])
+def test_with_a_seed_the_text_does_not_depend_on_it(params: dict[str, float]) -> None:
+    parts, prompts = parts_of(checkpoint("qwen2")), cases(checkpoint("qwen2"), LENGTHS, 24).prompts
+    sampling = [SamplingParams(seed=index, max_tokens=30, n=2, logprobs=1, **params) for index in range(len(prompts))]
+    plain, ahead = (complete(engine_with(parts, plan, num_beside=64), prompts, sampling) for plan in (None, PLAN))
+    for one, other in zip(plain, ahead, strict=True):
+        assert [each.token_ids for each in one.outputs] == [each.token_ids for each in other.outputs]
+
+
+def test_text_that_repeats_itself_takes_fewer_rounds() -> None:
+    """And what is guessed right to its end is committed to its end, and the token after it."""
+    parts, prompts = demo_parts(), demo_prompts(2, 8)
+    params = SamplingParams(temperature=0, max_tokens=160, ignore_eos=True)
+    plain = complete(engine_with(parts, eos=(EOS,)), prompts, params)
+    engine = engine_with(parts, lookahead_plan(32), eos=(EOS,), num_beside=64)
+    outputs = complete(engine, prompts, params)
+    assert tokens_of(outputs) == tokens_of(plain)
+    for output in outputs:
+        assert len(output.outputs[0].token_ids) / output.metrics.num_rounds > 1.2
+    assert engine.stats.accepted_lengths[4] > 0, "guesses of four tokens, each with the token that comes after"
+
+
+def test_the_strategy_makes_room_for_its_tree() -> None:
+    config = EngineConfig(model=demo.model_path(), speculation=SpeculationOptions(strategy="lookahead", gate=False))
+    assert make_scheduler(config, 1000)._num_beside == 64
+    plan = make_selector(config, 8, latency_model(4)).plan(situation())
+    assert plan == PLAN
+    assert plan.drafts
+    assert all(plan.keep)
+
+
+def test_a_window_that_leaves_no_room_for_guesses_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'window' of lookahead makes 72 tokens a round, and max_tree_tokens is 64"):
+        SpeculationOptions(strategy="lookahead", lookahead=LookaheadOptions(window=18))
+    with pytest.raises(ConfigError, match="tree_widths"):
+        SpeculationOptions(strategy="swift", swift={"tree_widths": (1, 2)})

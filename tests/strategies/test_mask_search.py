@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from rayspec.strategies.mask_search import Keep, MaskSearch, upper_bound
+
+
+def _similarity(keep: Keep, wanted: Keep) -> float:
+    return sum(one == other for one, other in zip(keep, wanted, strict=True)) / len(wanted)
+
+
+def _skipped(keep: Keep) -> set[int]:
+    return {index for index, kept in enumerate(keep) if not kept}
+
+
+@pytest.mark.parametrize("suggest_every", [1, 4, 1000])
+def test_every_set_has_the_size_and_leaves_alone_what_must_be_kept(suggest_every: int) -> None:
+    free = [2, 3, 4, 6, 7]
+    search = MaskSearch(9, free, num_skipped=3, suggest_every=suggest_every, seed=0)
+    seen = set()
+    for _ in range(30):
+        keep = search.propose()
+        assert len(keep) == 9
+        assert len(_skipped(keep)) == 3
+        assert _skipped(keep) <= set(free)
+        search.observe(keep, len(seen) / 30)
+        seen.add(keep)
+    assert len(seen) == 10, "5 over 3: as none is drawn twice while others are easily found"
+
+
+def test_of_any_size_means_small_and_large_but_never_none() -> None:
+    search = MaskSearch(12, range(12), num_skipped=None, suggest_every=10_000, seed=0)
+    sizes = []
+    for _ in range(300):
+        keep = search.propose()
+        search.observe(keep, 0.0)
+        sizes.append(len(_skipped(keep)))
+    assert min(sizes) == 1
+    assert max(sizes) >= 11
+    assert 4 < np.mean(sizes) < 8
+
+
+@pytest.mark.parametrize("num_skipped", [None, 6])
+def test_suggestions_find_the_best_of_many_sets_with_few_trials(num_skipped: int | None) -> None:
+    wanted = tuple(index % 3 != 0 for index in range(18))
+    by_suggestions = MaskSearch(18, range(18), num_skipped=num_skipped, suggest_every=1, seed=3)
+    at_random = MaskSearch(18, range(18), num_skipped=num_skipped, suggest_every=10_000, seed=3)
+    for search in (by_suggestions, at_random):
+        for _ in range(60):
+            keep = search.propose()
+            search.observe(keep, _similarity(keep, wanted))
+    assert by_suggestions.best == (wanted, 1.0)
+    assert at_random.best is not None
+    assert at_random.best[1] < 1.0
+
+
+def test_only_each_so_many_th_proposal_is_a_suggestion(monkeypatch: pytest.MonkeyPatch) -> None:
+    search = MaskSearch(10, range(10), num_skipped=4, suggest_every=5, seed=1)
+    suggested: list[int] = []
+    real = search._suggest
+    monkeypatch.setattr(search, "_suggest", lambda: (suggested.append(search._num_proposed), real())[1])
+    for _ in range(21):
+        search.observe(search.propose(), 0.5)
+    assert suggested == [5, 10, 15, 20]
+
+
+def test_a_suggestion_is_new_where_there_is_one() -> None:
+    search = MaskSearch(4, range(4), num_skipped=2, suggest_every=1, seed=1)
+    tried = []
+    for _ in range(6):
+        keep = search.propose()
+        search.observe(keep, 1.0)
+        tried.append(keep)
+    assert len(set(tried)) == 6
+    assert search.propose() in tried, "there is no other"
+
+
+def test_the_best_is_by_its_last_score_and_one_seed_makes_one_search() -> None:
+    searches = [MaskSearch(8, range(8), num_skipped=4, suggest_every=3, seed=9) for _ in range(2)]
+    runs = []
+    for search in searches:
+        run = [search.propose() for _ in range(2)]
+        for keep, score in zip(run, (0.9, 0.4), strict=True):
+            search.observe(keep, score)
+        run.append(search.propose())
+        runs.append(run)
+    assert runs[0] == runs[1]
+    assert searches[0].best == (runs[0][0], 0.9)
+    searches[0].observe(runs[0][0], 0.1)
+    assert searches[0].best == (runs[0][1], 0.4)
+
+
+def test_the_bound_is_mean_and_deviations_of_the_process_by_the_book() -> None:
+    """Gaussian process regression, eq. 2.25 and 2.26 of Rasmussen and Williams, scores at mean 0 and variance 1."""
+    rng = np.random.default_rng(0)
+    observed = np.unique(rng.random((12, 6)) < 0.5, axis=0)
+    scores = rng.random(len(observed))
+    candidates = np.asarray(list(itertools.product([False, True], repeat=6)))
+
+    def kernel(a: np.ndarray, b: np.ndarray, length: float) -> np.ndarray:
+        r = np.sqrt(5) * np.sqrt((a[:, None] != b).sum(axis=2)) / length
+        return (1 + r + r**2 / 3) * np.exp(-r)
+
+    normal, results = (scores - scores.mean()) / scores.std(), []
+    for length in np.sqrt(6) * np.asarray([0.5, 1.0, 2.0, 4.0]):
+        matrix = kernel(observed, observed, length) + 0.01 * np.eye(len(observed))
+        across = kernel(candidates, observed, length)
+        mean = across @ np.linalg.solve(matrix, normal)
+        variance = 1 - np.einsum("ij,ji->i", across, np.linalg.solve(matrix, across.T))
+        likelihood = -0.5 * normal @ np.linalg.solve(matrix, normal) - 0.5 * np.linalg.slogdet(matrix)[1]
+        results.append((likelihood, (mean + 2.5 * np.sqrt(variance)) * scores.std() + scores.mean()))
+    expected = max(results, key=lambda result: result[0])[1]
+    np.testing.assert_allclose(upper_bound(observed, scores, candidates), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(("free", "num_skipped"), [([], None), ([9], None), ([1, 2], 3), ([1, 2], 0)])
+def test_what_cannot_be_searched_is_refused(free: list[int], num_skipped: int | None) -> None:
+    with pytest.raises(ValueError, match="skip"):
+        MaskSearch(9, free, num_skipped=num_skipped, suggest_every=1, seed=0)

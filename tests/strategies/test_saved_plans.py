@@ -1,0 +1,235 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
+from rayspec.decode.selection.knapspec import KnapSpec
+from rayspec.local_engine import load_engine
+from rayspec.strategies.saved_plans import (
+    ModelIdentity,
+    Provenance,
+    SavedPlan,
+    SavedPlans,
+    best_record,
+    known_candidates,
+)
+from rayspec.types import ConfigError, Plan, PlanRecord
+from tests.engines import complete, tokens_of
+from tests.families import cases, checkpoint
+from tests.strategy_cases import latency, result, saved_plan, situation
+
+MODEL = ModelIdentity(name="llama-a", weights="00ff", family="llama", num_sublayers=8)
+
+
+def _plans(*plans: SavedPlan) -> SavedPlans:
+    return SavedPlans(model=MODEL, plans=plans or (saved_plan(),))
+
+
+def _damaged(path: Path, **changes: Any) -> None:
+    """Another value at a place such as "plans.0.skip"."""
+    content = json.loads(path.read_text())
+    for place, value in changes.items():
+        *way, last = [int(part) if part.isdigit() else part for part in place.split("__")]
+        inner = content
+        for part in way:
+            inner = inner[part]
+        inner[last] = value
+    path.write_text(json.dumps(content))
+
+
+def _record(measured: float, *, tested: int = 100, num_draft_tokens: int = 4) -> PlanRecord:
+    plan = Plan(keep=(True, False) * 4, num_draft_tokens=num_draft_tokens, source="test")
+    return PlanRecord(
+        elapsed_s=1.0,
+        context=10,
+        batch=2,
+        plan=plan,
+        reason="",
+        estimated_acceptance=0.5,
+        predicted_tpt=9.0,
+        plain_tpt=5.0,
+        optimise_s=0.0,
+        num_tokens=int(measured * 10),
+        sequence_s=10.0,
+        num_accepted_tokens=tested // 2,
+        num_tested_tokens=tested,
+    )
+
+
+def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
+    plans = _plans(saved_plan("law", anchors=((0.6, 0.8), (1.0, 0.0)), radius=0.25), saved_plan(threshold=None))
+    path = tmp_path / "new" / "plans.json"
+    plans.save(path)
+    assert SavedPlans.load(path, MODEL) == plans
+    plans.with_plan(saved_plan("law", [1])).save(path)
+    again = SavedPlans.load(path, MODEL)
+    assert again.of_domain("law") == saved_plan("law", [1])
+    assert again.of_domain("") == plans.of_domain("")
+    assert again.of_domain("code") is None
+    assert [file.name for file in path.parent.iterdir()] == ["plans.json"]
+
+
+def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "plans.json"
+    _plans().save(path)
+
+    def full(self: Path, target: Path) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="disk full"):
+        _plans(saved_plan("law")).save(path)
+    assert SavedPlans.load(path, MODEL) == _plans()
+    assert [file.name for file in tmp_path.iterdir()] == ["plans.json"]
+
+
+def test_another_name_of_the_same_weights_is_the_same_model(tmp_path: Path) -> None:
+    _plans().save(tmp_path / "plans.json")
+    moved = ModelIdentity(name="/mnt/llama-a", weights="00ff", family="llama", num_sublayers=8)
+    assert SavedPlans.load(tmp_path / "plans.json", moved) == _plans()
+
+
+@pytest.mark.parametrize("changes", [{"weights": "00fe"}, {"num_sublayers": 10}])
+def test_plans_of_another_model_are_refused_by_name(tmp_path: Path, changes: dict[str, Any]) -> None:
+    path = tmp_path / "plans.json"
+    _plans().save(path)
+    values: dict[str, Any] = {"name": "llama-b", "weights": "00ff", "family": "llama", "num_sublayers": 8}
+    with pytest.raises(ConfigError, match=r"plans\.json.* are of 'llama-a' .*, not of 'llama-b' .*: tune this model"):
+        SavedPlans.load(path, ModelIdentity(**(values | changes)))
+
+
+BAD = [
+    ({"plans__0__skip": [4, 3]}, "in order"),
+    ({"plans__0__skip": [8]}, "sublayer 8 of 8"),
+    ({"plans__0__skip": [-1]}, r"\$\.plans\[0\]\.skip\[0\]"),
+    ({"plans__0__skip": "all"}, r"Expected `array`, got `str` - at `\$\.plans\[0\]\.skip`"),
+    ({"plans__0__num_draft_tokens": 0}, "num_draft_tokens"),
+    ({"plans__0__acceptance": 1.5}, "acceptance"),
+    ({"plans__0__plain_tokens_per_s": 0}, "plain_tokens_per_s"),
+    ({"plans__0__anchors": [[0.5, 0.5]]}, "unit vectors"),
+    ({"plans__0__anchors": [[1.0], [0.6, 0.8]]}, "one length"),
+    ({"plans__0__speed": 3}, "unknown field `speed`"),
+    ({"plans__0__provenance__date": "yesterday"}, "date"),
+    ({"model": {}}, "missing required field"),
+    ({"format": "rayspec-plans-9"}, "its format is 'rayspec-plans-9', not 'rayspec-plans-1'"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD, ids=[next(iter(changes)) for changes, _ in BAD])
+def test_a_damaged_file_is_refused_with_the_place(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    path = tmp_path / "plans.json"
+    _plans().save(path)
+    _damaged(path, **changes)
+    with pytest.raises(ConfigError, match=message) as raised:
+        SavedPlans.load(path, MODEL)
+    assert str(path) in str(raised.value)
+    assert "warm_start" in str(raised.value)
+
+
+def test_half_a_file_other_bytes_and_no_file_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plans.json"
+    with pytest.raises(ConfigError, match="No such file"):
+        SavedPlans.load(path, MODEL)
+    _plans().save(path)
+    for content in (path.read_bytes()[:200], b"\xff\xfe\x00", b'{"format": "\xff"}'):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match="not a file of saved plans"):
+            SavedPlans.load(path, MODEL)
+
+
+def test_two_plans_of_one_domain_and_anchors_of_two_sizes_cannot_be() -> None:
+    with pytest.raises(ValueError, match="two plans of one domain"):
+        _plans(saved_plan("law"), saved_plan("law", [1]))
+    with pytest.raises(ValueError, match="one length"):
+        _plans(saved_plan("law", anchors=((1.0,),)), saved_plan("code", anchors=((1.0, 0.0),)))
+
+
+def test_a_plan_for_any_text_is_the_unnamed_or_the_only_one() -> None:
+    assert _plans(saved_plan("law"), saved_plan()).only().domain == ""
+    assert _plans(saved_plan("law")).only().domain == "law"
+    with pytest.raises(ConfigError, match="'law', 'code'"):
+        _plans(saved_plan("law"), saved_plan("code")).only()
+
+
+def test_a_record_becomes_a_plan() -> None:
+    provenance = Provenance.now(EngineConfig(model="m", device="cpu", dtype="float32"), method="x", calibration="y")
+    plan = SavedPlan.of(_record(7.0), domain="law", threshold=0.6, provenance=provenance)
+    assert plan.skip == (1, 3, 5, 7)
+    assert plan.keep(8) == (True, False) * 4
+    assert (plan.acceptance, plan.num_tested_tokens, plan.tokens_per_s, plan.plain_tokens_per_s) == (0.5, 100, 7.0, 5.0)
+    assert plan.plan(8, max_draft_tokens=3, source="s") == Plan(keep=plan.keep(8), num_draft_tokens=3, source="s")
+    assert plan.plan(8, max_draft_tokens=16, source="s").num_draft_tokens == 4
+    with pytest.raises(ValueError, match="not in use"):
+        SavedPlan.of(_record(7.0, tested=0), domain="law", threshold=None, provenance=provenance)
+
+
+def test_the_best_record_drafted_and_was_tested() -> None:
+    records = [_record(6.0), _record(8.0), _record(30.0, num_draft_tokens=0), _record(20.0, tested=31)]
+    assert best_record(records) is records[1]
+    assert best_record(records, min_tested_tokens=1) is records[3]
+    assert best_record([]) is None
+
+
+def test_the_identity_is_of_the_checkpoint() -> None:
+    one, other = (ModelIdentity.of(EngineConfig(model=checkpoint(name)), 8) for name in ("llama", "mistral"))
+    assert (one.family, other.family) == ("llama", "mistral")
+    assert one.weights != other.weights
+
+
+def test_knapspec_drafts_by_a_saved_plan_after_the_first_round_and_learns_from_there() -> None:
+    known = known_candidates(_plans(saved_plan("slow", [0], acceptance=0.1), saved_plan("fast", [2, 3, 4, 5, 6])))
+    assert [candidate.num_tested for candidate in known] == [60.0, 60.0]
+    options = SpeculationOptions(optimise_share=0.0, gate=False)
+    knapspec, here = KnapSpec(options, latency(), known=known), situation()
+    assert not knapspec.plan(here).drafts
+    knapspec.observe(here, knapspec.plan(here), result([0], [0]), 1, 0.01)
+    record = knapspec.improve(here, lambda question: None)
+    assert record is not None
+    assert record.plan.keep == (True, True, False, False, False, False, False, True)
+    assert 0.6 < record.estimated_acceptance < 0.8
+    assert knapspec.plan(here) is record.plan
+    for _ in range(40):
+        knapspec.observe(here, record.plan, result([4], [0]), 1, 0.01)
+        knapspec.improve(here, lambda question: None)
+    assert not knapspec.plan(here).drafts, "use has shown otherwise"
+
+
+def test_without_saved_plans_knapspec_has_none() -> None:
+    knapspec, here = KnapSpec(SpeculationOptions(optimise_share=0.0, gate=False), latency()), situation()
+    knapspec.observe(here, knapspec.plan(here), result([0], [0]), 1, 0.01)
+    assert knapspec.improve(here, lambda question: None) is None
+
+
+@pytest.mark.parametrize("strategy", ["knapspec", "auto", "self-sd"])
+def test_an_engine_loads_with_plans_of_its_model_and_with_no_others(strategy: str, tmp_path: Path) -> None:
+    path, plans = checkpoint("llama"), tmp_path / "plans.json"
+    config = EngineConfig(
+        model=path,
+        dtype="float32",
+        device="cpu",
+        max_model_len=512,
+        kv_cache_tokens=1024,
+        profile_cache=str(tmp_path),
+        speculation={"strategy": strategy, "warm_start": str(plans), "gate": False},  # type: ignore[arg-type]
+    )
+    saved = SavedPlans(model=ModelIdentity.of(config, 8), plans=(saved_plan(),))
+    saved.save(plans)
+    known = cases(path, (37, 12), 16)
+    engine = load_engine(config, with_tokenizer=False)
+    outputs = complete(engine, known.prompts, SamplingParams(temperature=0, max_tokens=16))
+    assert tokens_of(outputs) == known.expected
+    _damaged(plans, model__weights="0" * 16)
+    with pytest.raises(ConfigError, match="not of"):
+        load_engine(config, with_tokenizer=False)
+
+
+def test_strategies_that_need_saved_plans_say_so_and_others_that_they_do_not() -> None:
+    for strategy in ("self-sd", "knn-ssd"):
+        with pytest.raises(ConfigError, match="needs option 'warm_start'"):
+            SpeculationOptions(strategy=strategy)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="does not work with strategy 'swift'"):
+        SpeculationOptions(strategy="swift", warm_start="plans.json")

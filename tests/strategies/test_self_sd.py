@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import pytest
+
+from rayspec.config import SpeculationOptions
+from rayspec.planning.stopping import DraftWhileSure
+from rayspec.strategies.self_sd import DraftThreshold, SelfSD
+from tests.strategy_cases import require_lossless, result, saved_plan, situation
+
+
+def _options(**options: object) -> SpeculationOptions:
+    return SpeculationOptions(strategy="self-sd", warm_start="plans.json", self_sd=options)  # type: ignore[arg-type]
+
+
+def test_the_threshold_step_by_step() -> None:
+    """Each row: accepted, drafted, whether drafts reached their length; then what the published rule makes of it."""
+    steps = [
+        (8, 8, True, 0.5, 0.01),  # 0.5 x 0 + 0.5 x 1: below the target of 0.9, so it rises
+        (8, 8, True, 0.75, 0.01),
+        (8, 8, True, 0.875, 0.01),
+        (8, 8, True, 0.9375, 0.0),  # enough, but the drafts could not have been longer
+        (5, 5, False, 0.96875, -0.01),  # enough, and they could
+        (1, 4, True, 0.609375, 0.01),
+    ]
+    threshold, value = DraftThreshold(0.6, target=0.9), 0.6
+    for num_accepted, num_drafted, reached_length, matched, wanted in steps:
+        threshold.observe(num_accepted=num_accepted, num_drafted=num_drafted, reached_length=reached_length)
+        value = 0.9 * value + 0.1 * (value + wanted)
+        assert threshold._matched == pytest.approx(matched)
+        assert threshold.value == pytest.approx(value)
+
+
+def test_it_moves_by_a_thousandth_a_verify_at_most_and_stays_a_probability() -> None:
+    for num_accepted, last in ((0, 1.0), (5, 0.0)):
+        threshold = DraftThreshold(0.5, target=0.9)
+        for _ in range(1200):
+            before = threshold.value
+            threshold.observe(num_accepted=num_accepted, num_drafted=5, reached_length=False)
+            assert abs(threshold.value - before) < 0.001 + 1e-9
+        assert threshold.value == last
+
+
+def test_a_fixed_one_stays_and_rounds_without_drafts_teach_nothing() -> None:
+    fixed, adaptive = DraftThreshold(0.5, target=0.9, adaptive=False), DraftThreshold(0.5, target=0.9)
+    fixed.observe(num_accepted=0, num_drafted=4, reached_length=False)
+    adaptive.observe(num_accepted=0, num_drafted=0, reached_length=True)
+    assert (fixed.value, adaptive.value, adaptive._matched) == (0.5, 0.5, 0.0)
+
+
+def test_a_batch_is_one_verify() -> None:
+    selector = SelfSD.of(saved_plan(), _options(), 8)
+    here = situation(batch=3)
+    plan = selector.plan(here)
+    alone = DraftThreshold(0.7, target=0.9)
+    selector.observe(here, plan, result([5, 2, 0], [5, 1, 0]), 9, 0.1)
+    alone.observe(num_accepted=6, num_drafted=7, reached_length=False)
+    assert (selector.threshold.value, selector.threshold._matched) == (alone.value, alone._matched)
+    for _ in range(8):
+        selector.observe(here, plan, result([5, 5, 0], [5, 5, 0]), 12, 0.1)
+        alone.observe(num_accepted=10, num_drafted=10, reached_length=True)
+    assert selector.threshold.value == alone.value
+
+
+def test_the_saved_plan_is_what_drafts() -> None:
+    selector = SelfSD.of(saved_plan(skip=[1, 6], num_draft_tokens=40), _options(), 8)
+    here = situation()
+    plan = selector.plan(here)
+    assert plan.keep == (True, False, True, True, True, True, False, True)
+    assert plan.num_draft_tokens == 16, "no more than max_draft_tokens"
+    assert selector.keep_drafting(here) == DraftWhileSure(threshold=0.7)
+    assert selector.improve(here, lambda question: None) is None, "nothing has happened yet"
+    selector.observe(here, plan, result([4], [2]), 3, 0.5)
+    record = selector.improve(here, lambda question: None)
+    assert record is not None
+    assert (record.plan, record.predicted_tpt, record.plain_tpt) == (plan, 30.0, 20.0)
+    assert (record.measured_tpt, record.num_accepted_tokens, record.num_tested_tokens) == (6.0, 2, 3)
+    assert selector.improve(here, lambda question: None) is None, "it is told once"
+
+
+def test_the_first_threshold_is_the_saved_one_where_there_is_one() -> None:
+    assert SelfSD.of(saved_plan(threshold=0.33), _options(threshold=0.5), 8).threshold.value == 0.33
+    assert SelfSD.of(saved_plan(threshold=None), _options(threshold=0.5), 8).threshold.value == 0.5
+
+
+def test_greedy_tokens_stay_the_same_and_the_threshold_outlives_requests() -> None:
+    made: list[SelfSD] = []
+
+    def make() -> SelfSD:
+        made.append(SelfSD.of(saved_plan(skip=[3], threshold=0.05), _options(), 8))
+        return made[-1]
+
+    for one, selector in zip(require_lossless(make), made, strict=True):
+        assert one.num_draft_tokens > 0
+        assert one.num_accepted_tokens > 0
+        assert [record.plan.keep for record in one.plans] == [selector.plan(situation()).keep]
+        assert selector.threshold.value != 0.05

@@ -1,0 +1,222 @@
+"""Tuning by real generation. What tokens cost is made up where speed decides, so that the best plan is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rayspec.config import EngineConfig, SamplingParams, TuningOptions
+from rayspec.decode.engine import Engine
+from rayspec.decode.rounds import RoundResult
+from rayspec.decode.selection.base import FixedPlan, Situation
+from rayspec.local_engine import load_engine
+from rayspec.strategies.saved_plans import ModelIdentity, SavedPlans
+from rayspec.strategies.self_sd import SelfSD
+from rayspec.strategies.tuning import features_of, knapspec_plan, tune_domains, tune_plan
+from rayspec.types import ConfigError, EmptyPromptError, Plan, no_draft
+from tests.demo_model import demo_parts, demo_prompts
+from tests.engines import complete, engine_with, require_idle, tokens_of
+from tests.families import cases, checkpoint, parts_of, ragged_prompts, reference
+from tests.pipeline.loop import loop_engine
+from tests.strategy_cases import LENGTHS, latency, saved_plan
+
+PROMPTS = ragged_prompts([30, 12, 50])
+FAST = TuningOptions(num_tries=12, max_tokens=10)
+MODEL = ModelIdentity(name="m", weights="00", family="llama", num_sublayers=8)
+
+
+def _engine(**options: Any) -> Engine:
+    return engine_with(parts_of(checkpoint("llama")), **options)
+
+
+def _priced(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[Plan], float]) -> list[Plan]:
+    """A token of a sequence takes what the plan is said to cost; which plans were measured, round by round."""
+    plans, real = [], SelfSD.observe
+
+    def observe(self: SelfSD, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, _: float) -> None:
+        plans.append(plan)
+        real(self, situation, plan, result, num_tokens, num_tokens * seconds(plan) / situation.batch)
+
+    monkeypatch.setattr(SelfSD, "observe", observe)
+    return plans
+
+
+def test_it_finds_the_fastest_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = (True, False, True, True, False, False, True, True)
+    seen = _priced(monkeypatch, lambda plan: 1.0 + sum(np.not_equal(plan.keep, wanted)) if plan.drafts else 1.5)
+    engine = _engine()
+    before = engine._selector
+    plan = tune_plan(engine, PROMPTS, TuningOptions(num_tries=40, max_tokens=4), domain="law")
+    assert plan.keep(8) == wanted
+    assert plan.domain == "law"
+    assert plan.tokens_per_s == pytest.approx(1.0, rel=0.01)
+    assert plan.plain_tokens_per_s == pytest.approx(1 / 1.5)
+    assert plan.num_draft_tokens == 16
+    assert plan.provenance.method == "the fastest of 40 plans by trials"
+    assert plan.provenance.calibration == "3 prompts, 4 tokens generated from each"
+    assert len({one.keep for one in seen if one.drafts}) == 40
+    assert engine._selector is before
+    require_idle(engine)
+
+
+def test_the_speed_that_is_saved_is_of_another_run_than_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = _priced(monkeypatch, lambda plan: 1.0)
+    plan = tune_plan(_engine(), PROMPTS, TuningOptions(num_tries=3, max_tokens=4))
+    runs = [one for index, one in enumerate(seen) if index == 0 or one is not seen[index - 1]]
+    assert not runs[0].drafts, "plain decoding first"
+    assert len(runs) == 5
+    assert runs[-1].keep == plan.keep(8)
+
+
+def test_no_plan_is_tried_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = _priced(monkeypatch, lambda plan: 1.0)
+    ticks = iter([0.0, 0.5, 0.9, 1.1])
+    plan = tune_plan(_engine(), PROMPTS, TuningOptions(max_seconds=1.0, max_tokens=4), clock=lambda: next(ticks))
+    assert plan.provenance.method == "the fastest of 2 plans by trials"
+    assert len({one.keep for one in seen if one.drafts}) == 2
+
+
+def test_the_acceptance_and_the_threshold_are_those_of_the_run() -> None:
+    plan = tune_plan(_engine(), PROMPTS, FAST)
+    assert plan.num_tested_tokens > 0
+    assert 0 <= plan.acceptance <= 1
+    assert plan.threshold is not None
+    assert 0 < abs(plan.threshold - 0.6) < 0.05
+    assert plan.batch == 3
+    assert 12 < plan.context < 60
+
+
+@pytest.mark.parametrize("prompts", [[], [[]]])
+def test_without_prompts_there_is_nothing_to_tune_on(prompts: list[list[int]]) -> None:
+    engine = _engine()
+    with pytest.raises((ConfigError, EmptyPromptError), match="prompt"):
+        tune_plan(engine, prompts, FAST)
+    require_idle(engine)
+
+
+def test_an_engine_that_never_drafts_has_no_room_for_drafts() -> None:
+    with pytest.raises(ConfigError, match="'ar'"):
+        tune_plan(_engine(speculation={"strategy": "ar"}), PROMPTS, FAST)
+
+
+def test_what_fails_in_the_middle_leaves_the_engine_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, real = _engine(), SelfSD.observe
+    before = engine._selector
+
+    def observe(self: SelfSD, situation: Situation, plan: Plan, *others: Any) -> None:
+        if plan.drafts:
+            raise KeyboardInterrupt
+        real(self, situation, plan, *others)
+
+    monkeypatch.setattr(SelfSD, "observe", observe)
+    with pytest.raises(KeyboardInterrupt):
+        tune_plan(engine, PROMPTS, FAST)
+    assert engine._selector is before
+    require_idle(engine)
+
+
+def test_a_feature_is_the_last_state_of_the_first_token_of_an_answer() -> None:
+    path = checkpoint("llama")
+    known = cases(path, LENGTHS[:2], 12)
+    engine = _engine()
+    features = features_of(engine, known.prompts)
+    assert engine.stats.num_generated_tokens <= 4, "it stops when it has looked"
+    require_idle(engine)
+    for feature, prompt, output in zip(features, known.prompts, known.expected, strict=True):
+        with torch.no_grad():
+            states = reference(path).model(torch.tensor([[*prompt, *output]])).last_hidden_state[0]
+        np.testing.assert_allclose(feature, states[len(prompt)].numpy(), atol=1e-4)
+
+
+def test_a_prompt_that_fills_the_model_has_no_feature() -> None:
+    with pytest.raises(ConfigError, match="no room for an answer"):
+        features_of(_engine(max_model_len=31), ragged_prompts([30]))
+
+
+def test_over_shards_features_are_the_same() -> None:
+    path = checkpoint("llama")
+    prompts = cases(path, LENGTHS[:2], 12).prompts
+    with loop_engine(path, 2, FixedPlan(no_draft(8, "ar"))) as run:
+        np.testing.assert_allclose(features_of(run.engine, prompts), features_of(_engine(), prompts), atol=1e-4)
+
+
+def test_each_domain_gets_its_plan_and_its_anchors() -> None:
+    domains = {"law": ragged_prompts([30, 20, 25, 31], seed=1), "code": ragged_prompts([40, 18], seed=2)}
+    options = TuningOptions(num_tries=3, max_tokens=12, num_anchors=3)
+    engine = _engine()
+    saved = tune_domains(engine, domains, options, model=MODEL)
+    assert [(plan.domain, len(plan.anchors)) for plan in saved.plans] == [("law", 3), ("code", 2)]
+    for plan in saved.plans:
+        features = features_of(engine, domains[plan.domain])
+        directions = [np.asarray(feature) / np.linalg.norm(feature) for feature in features]
+        for anchor in plan.anchors:
+            assert min(float(np.linalg.norm(direction - anchor)) for direction in directions) < 1e-3
+        assert plan.radius > 0
+
+
+@pytest.mark.parametrize("domains", [{}, {"": PROMPTS}, {"law": []}])
+def test_domains_need_names_and_prompts(domains: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"domains|prompts"):
+        tune_domains(_engine(), domains, FAST, model=MODEL)
+
+
+def test_by_knapspec_it_is_the_fastest_plan_of_one_run() -> None:
+    engine = engine_with(demo_parts(), max_draft_tokens=16)
+    options = TuningOptions(plans_by="knapspec", max_tokens=60)
+    with pytest.raises(ConfigError, match="loaded with that strategy"):
+        knapspec_plan(engine, demo_prompts(2, 8), options)
+    engine.latency = latency(32)
+    plan = knapspec_plan(engine, demo_prompts(2, 8), options, domain="law")
+    used = [one for one in engine.stats.plans if one.num_tested_tokens and one.reason != "a saved plan"]
+    fastest = max(used, key=lambda record: record.measured_tpt or 0.0)
+    assert (plan.keep(32), plan.num_draft_tokens) == (fastest.plan.keep, fastest.plan.num_draft_tokens)
+    assert plan.tokens_per_s != fastest.measured_tpt, "it is measured once more"
+    assert plan.threshold is not None
+    assert plan.acceptance > 0.3
+    assert plan.provenance.method == "the fastest of KnapSpec's"
+
+
+def test_where_knapspec_drafts_nothing_there_is_no_plan() -> None:
+    engine = _engine()
+    engine.latency = latency()
+    with pytest.raises(ConfigError, match="drafted nothing on the prompts of domain 'law'"):
+        knapspec_plan(engine, PROMPTS, FAST, domain="law")
+
+
+def test_what_was_tuned_is_what_self_sd_and_knn_ssd_draft_by(tmp_path: Path) -> None:
+    path, file = checkpoint("llama"), tmp_path / "plans.json"
+    known = cases(path, (37, 12, 70), 24)
+
+    def config(**speculation: Any) -> EngineConfig:
+        return EngineConfig(
+            model=path,
+            dtype="float32",
+            device="cpu",
+            max_model_len=512,
+            kv_cache_tokens=1024,
+            profile_cache=str(tmp_path),
+            speculation=speculation,  # type: ignore[arg-type]
+        )
+
+    tuned = tune_domains(
+        load_engine(config(strategy="static", skip=(0,)), with_tokenizer=False),
+        {"some": known.prompts},
+        TuningOptions(num_tries=6, max_tokens=24, threshold=0.05),
+        model=ModelIdentity.of(config(), 8),
+    )
+    tuned.with_plan(saved_plan("", [1])).save(file)
+    for strategy, group in (("self-sd", "self_sd"), ("knn-ssd", "knn_ssd")):
+        options: dict[str, Any] = {"strategy": strategy, "warm_start": str(file), "gate": False}
+        options[group] = {"threshold": 0.05} | ({"reject_distance": 2.0} if strategy == "knn-ssd" else {})
+        engine = load_engine(config(**options), with_tokenizer=False)
+        outputs = complete(engine, known.prompts, SamplingParams(temperature=0, max_tokens=24))
+        assert tokens_of(outputs) == known.expected
+        assert engine.stats.num_draft_tokens > 0
+        expected = saved_plan("", [1]).keep(8) if strategy == "self-sd" else tuned.plans[0].keep(8)
+        assert engine.stats.plans[0].plan.keep == expected
+    assert SavedPlans.load(file, ModelIdentity.of(config(), 8)).of_domain("some") == tuned.plans[0]

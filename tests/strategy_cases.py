@@ -1,0 +1,108 @@
+"""What tests of strategies have in common: rounds and answers made up, and real engines that must change no token."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from rayspec.config import SamplingParams
+from rayspec.decode.drafting.skip_draft import Draft
+from rayspec.decode.head import Committed
+from rayspec.decode.questions import Answer, Question
+from rayspec.decode.rounds import RoundResult
+from rayspec.decode.selection.base import Search, Selector, Situation
+from rayspec.planning.latency import Curve, LatencyModel
+from rayspec.strategies.saved_plans import Provenance, SavedPlan
+from rayspec.types import EngineStats
+from tests.engines import complete, engine_with, tokens_of
+from tests.families import cases, checkpoint, parts_of
+from tests.pipeline.loop import loop_engine
+
+NUM_SUBLAYERS = 8
+LENGTHS = (37, 3, 120, 12, 70)
+
+
+def latency(num_sublayers: int = NUM_SUBLAYERS) -> LatencyModel:
+    """Sublayers that take all the time, so that every draft that is accepted pays."""
+    curves = {
+        "attention": Curve(rows=(1, 16), base_s=(1e-3, 1.1e-3)),
+        "mlp": Curve(rows=(1, 16), base_s=(2e-3, 2.1e-3)),
+        "head": Curve(rows=(1, 16), base_s=(1e-4, 1e-4)),
+    }
+    return LatencyModel(
+        sublayers=("attention", "mlp") * (num_sublayers // 2),
+        curves=curves,
+        head="head",
+        stages=(0,) * num_sublayers,
+        transfer_s=(0.0,) * num_sublayers,
+    )
+
+
+def situation(*, batch: int = 1, context: int = 100, sequence_ids: Sequence[str] = ()) -> Situation:
+    return Situation(
+        context=context, batch=batch, elapsed_s=1.0, num_outstanding_tokens=1000, sequence_ids=sequence_ids
+    )
+
+
+def result(lengths: Sequence[int], accepted: Sequence[int]) -> RoundResult:
+    """A round whose drafts had these lengths, of which so many tokens were accepted."""
+    return RoundResult(
+        committed=[Committed([7] * (count + 1), (), True) for count in accepted],
+        drafts=[Draft([7] * length, [0.9] * length) for length in lengths],
+        num_accepted=list(accepted),
+        num_draft_steps=max(lengths),
+        draft_s=0.1,
+        verify_s=0.1,
+    )
+
+
+def answered(answer: Callable[[Question], Answer]) -> Search:
+    """A search that knows at once."""
+
+    def search(question: Question, sequence_id: str | None = None) -> Future[Answer]:
+        future: Future[Answer] = Future()
+        future.set_result(answer(question))
+        return future
+
+    return search
+
+
+def require_lossless(make: Callable[[], Selector], *, max_tokens: int = 24, **options: Any) -> list[EngineStats]:
+    """A batch of five, in one process and over two stages, makes the tokens of transformers' generate. What the two
+    engines did."""
+    path, stats = checkpoint("llama"), []
+    known = cases(path, LENGTHS, max_tokens)
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    engine = engine_with(parts_of(path), make(), **options)
+    assert tokens_of(complete(engine, known.prompts, params)) == known.expected
+    stats.append(engine.stats)
+    with loop_engine(path, 2, make(), **options) as run:
+        assert tokens_of(complete(run.engine, known.prompts, params)) == known.expected
+        run.require_clean()
+        stats.append(run.engine.stats)
+    return stats
+
+
+def saved_plan(domain: str = "", skip: Sequence[int] = (4, 5), **changes: Any) -> SavedPlan:
+    """A plan as it could have been saved."""
+    values: dict[str, Any] = {
+        "num_draft_tokens": 5,
+        "threshold": 0.7,
+        "acceptance": 0.75,
+        "num_tested_tokens": 60,
+        "tokens_per_s": 30.0,
+        "plain_tokens_per_s": 20.0,
+        "context": 300,
+        "batch": 2,
+        "provenance": Provenance(
+            method="by hand",
+            calibration="2 prompts",
+            device="cpu",
+            dtype="float32",
+            rayspec="0.1.0",
+            date=dt.datetime(2026, 11, 21, tzinfo=dt.timezone.utc),
+        ),
+    }
+    return SavedPlan(domain=domain, skip=tuple(skip), **(values | changes))

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from rayspec import LLM, SamplingParams, demo
+from rayspec.async_engine import AsyncEngine
+from rayspec.decode.engine_loop import EngineDeadError
+from rayspec.types import RequestOutput
+from tests.demo_model import demo_prompts
+
+PARAMS = SamplingParams(temperature=0.0, max_tokens=48, stop=["Total"])
+LONG = SamplingParams(temperature=0.0, max_tokens=2000, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[AsyncEngine]:
+    engine = AsyncEngine(
+        LLM(demo.model_path(), dtype="float32", num_threads=1, speculation={"strategy": "static", "skip": [3, 5]})
+    )
+    yield engine
+    engine.stop()
+
+
+async def _streamed(engine: AsyncEngine, prompt: list[int], params: SamplingParams) -> list[RequestOutput]:
+    return [piece async for piece in engine.stream(prompt, params)]
+
+
+async def _idle(engine: AsyncEngine) -> None:
+    deadline = time.monotonic() + 5
+    while engine.load.num_running or engine.load.kv_used_tokens:
+        assert time.monotonic() < deadline, "the request was not aborted"
+        await asyncio.sleep(0.01)
+
+
+def test_streams_beside_one_another_add_up(engine: AsyncEngine) -> None:
+    prompts = demo_prompts(4, 6)
+
+    async def both() -> tuple[list[RequestOutput], list[list[RequestOutput]]]:
+        whole = [await engine.run(prompt, PARAMS) for prompt in prompts]
+        return whole, await asyncio.gather(*(_streamed(engine, prompt, PARAMS) for prompt in prompts))
+
+    whole, streams = asyncio.run(both())
+    for output, pieces in zip(whole, streams, strict=True):
+        assert len(pieces) > 3
+        assert [piece.finished for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+        assert "".join(one.text for piece in pieces for one in piece.outputs) == output.outputs[0].text
+        assert pieces[-1].metrics.num_draft_tokens > 0
+
+
+def test_a_prompt_at_fault_is_the_only_piece(engine: AsyncEngine) -> None:
+    (piece,) = asyncio.run(_streamed(engine, [], PARAMS))
+    assert piece.finished
+    assert piece.error is not None
+    assert piece.error.kind == "empty_prompt"
+
+
+def test_closing_and_cancelling_abort_the_request(engine: AsyncEngine) -> None:
+    (prompt,) = demo_prompts(1, 6)
+
+    async def closed() -> None:
+        stream = engine.stream(prompt, LONG)
+        async for _ in stream:
+            break
+        assert engine.load.num_running == 1
+        await stream.aclose()  # type: ignore[attr-defined]
+        await _idle(engine)
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(_streamed(engine, prompt, LONG))
+        while not engine.load.num_running:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await _idle(engine)
+
+    asyncio.run(closed())
+    asyncio.run(cancelled())
+
+
+def test_a_waiter_whose_event_loop_is_gone_does_not_harm_the_engine(engine: AsyncEngine) -> None:
+    (prompt,) = demo_prompts(1, 6)
+    stream = engine.stream(prompt, LONG)
+
+    async def first() -> RequestOutput:
+        return await anext(stream)
+
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(first())
+    loop.close()
+    assert asyncio.run(engine.run(prompt, PARAMS)).finished
+    assert engine.death is None
+    stream.close() if hasattr(stream, "close") else None
+
+
+def test_a_ping_is_answered_until_the_engine_ends() -> None:
+    engine = AsyncEngine(LLM(demo.model_path(), dtype="float32", num_threads=1, speculation={"strategy": "ar"}))
+    asyncio.run(engine.ping())
+    engine.stop()
+    with pytest.raises(EngineDeadError):
+        asyncio.run(engine.ping())

@@ -1,0 +1,214 @@
+"""The command as a user runs it: real files, the bundled model, and for signals real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from rayspec import demo
+from rayspec.cli import app
+
+FAST = ("--model", "demo", "--dtype", "float32", "--num-threads", "1", "--max-model-len", "1024")
+PLAIN = (*FAST, "--strategy", "ar")
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.chdir(tmp_path)
+    return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def write_rows(path: Path, *rows: dict[str, Any] | str) -> Path:
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def read_rows(path: Path) -> dict[str, dict[str, Any]]:
+    if path.suffix == ".parquet":
+        return {row["id"]: row for row in pq.read_table(path).to_pylist()}
+    return {row["id"]: row for row in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
+
+
+def report_rows(count: int) -> list[dict[str, Any]]:
+    return [{"id": doc.id, "text": doc.text} for doc in demo.sample_documents(count, num_sentences=8)]
+
+
+def test_summaries_of_good_and_bad_rows(run: Run, tmp_path: Path) -> None:
+    good = report_rows(3)
+    write_rows(tmp_path / "in.jsonl", *good, "no json", {"id": "long", "text": "word " * 3000})
+    result = run(
+        "summarize", "in.jsonl", "absent.txt", "-o", "out.parquet", *FAST, "--max-tokens", "60", "--report", "rep"
+    )
+    assert result.exit_code == 3, result.output
+    rows = read_rows(tmp_path / "out.parquet")
+    assert {name: row["error_kind"] for name, row in rows.items() if row["error_kind"]} == {
+        "in.jsonl:4": "malformed_row",
+        "long": "prompt_too_long",
+        "absent.txt": "unreadable_file",
+    }
+    for row in good:
+        assert rows[row["id"]]["summary"].startswith("Review of the ")
+        assert rows[row["id"]]["num_prompt_tokens"] > 50
+        assert rows[row["id"]]["num_output_tokens"] <= 60
+    assert "6 rows, 3 failed" in result.stderr
+    saved = yaml.safe_load((tmp_path / "out.config.yaml").read_text(encoding="utf-8"))
+    assert (saved["model"], saved["dtype"], saved["sampling"]["max_tokens"]) == ("demo", "float32", 60)
+    assert "`malformed_row`" in (tmp_path / "rep" / "report.md").read_text(encoding="utf-8")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.config.yaml", "out.parquet", "rep"]
+
+
+def test_the_saved_config_repeats_the_run(run: Run, tmp_path: Path) -> None:
+    write_rows(tmp_path / "in.jsonl", *report_rows(2))
+    assert run("summarize", "in.jsonl", "-o", "a.jsonl", *PLAIN, "--max-tokens", "20").exit_code == 0
+    assert run("summarize", "in.jsonl", "-o", "b.jsonl", "--config", "a.config.yaml").exit_code == 0
+    texts = [{name: row["summary"] for name, row in read_rows(tmp_path / f"{name}.jsonl").items()} for name in "ab"]
+    assert texts[0] == texts[1]
+
+
+def test_prompts_and_chats(run: Run, tmp_path: Path) -> None:
+    text = demo.sample_documents(1, num_sentences=8)[0].text
+    write_rows(
+        tmp_path / "in.jsonl",
+        {"id": "chat", "messages": [{"role": "user", "content": text}]},
+        {"id": "prompt", "prompt": f"<|document|>{text}<|summary|>"},
+    )
+    result = run("generate", "in.jsonl", "-o", "out.jsonl", *PLAIN, "--temperature", "0", "--max-tokens", "12")
+    assert result.exit_code == 0, result.output
+    rows = read_rows(tmp_path / "out.jsonl")
+    assert rows["chat"]["text"] == rows["prompt"]["text"]
+    assert rows["chat"]["finish_reason"] == "length"
+
+
+def test_a_seed_repeats_a_sampled_text(run: Run, tmp_path: Path) -> None:
+    write_rows(tmp_path / "in.jsonl", *({"id": str(n), "prompt": "The annual review of"} for n in range(2)))
+    sampling = ("--temperature", "1", "--max-tokens", "8", "--seed", "5")
+    assert run("generate", "in.jsonl", "-o", "out.jsonl", *PLAIN, *sampling).exit_code == 0
+    rows = read_rows(tmp_path / "out.jsonl")
+    assert rows["0"]["text"] == rows["1"]["text"]
+
+
+def test_truncation_makes_long_documents_fit(run: Run, tmp_path: Path) -> None:
+    write_rows(tmp_path / "in.jsonl", {"id": "long", "text": "word " * 3000})
+    result = run("summarize", "in.jsonl", "-o", "out.jsonl", *PLAIN, "--truncate", "--max-tokens", "4")
+    assert result.exit_code == 0, result.output
+    assert 1000 < read_rows(tmp_path / "out.jsonl")["long"]["num_prompt_tokens"] <= 1020
+
+
+def test_files_of_other_types_are_said_before_the_model_is_loaded(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    write_rows(tmp_path / "in" / "a.jsonl", "no json")
+    (tmp_path / "in" / "b.pdf").touch()
+    result = run("summarize", "in", "-o", "out.jsonl", *PLAIN)
+    assert result.stderr.startswith("1 file skipped: .pdf (1); known are ")
+    assert len(read_rows(tmp_path / "out.jsonl")) == 1
+
+
+def test_when_every_row_fails_so_does_the_command(run: Run, tmp_path: Path) -> None:
+    write_rows(tmp_path / "in.jsonl", "no json")
+    assert run("summarize", "in.jsonl", "-o", "out.jsonl", *PLAIN).exit_code == 1
+
+
+def test_limit_stops_early(run: Run, tmp_path: Path) -> None:
+    write_rows(tmp_path / "in.jsonl", *report_rows(4))
+    assert run("summarize", "in.jsonl", "-o", "out.jsonl", *PLAIN, "--limit", "2", "--max-tokens", "3").exit_code == 0
+    assert len(read_rows(tmp_path / "out.jsonl")) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-o", "out.jsonl"], "error: option 'model' is missing: give it a value"),
+        (["-o", "out.csv", *PLAIN], "error: option 'output' is 'out.csv': its name must end in .jsonl or .parquet"),
+        (["-o", "in.jsonl", *PLAIN], "error: option 'output' is 'in.jsonl', which exists"),
+        (["-o", "in.jsonl", "--overwrite", *PLAIN], "error: option 'output' is 'in.jsonl', which is an input too"),
+        ([".", "-o", "in.jsonl", "--overwrite", *PLAIN], "error: option 'output' is 'in.jsonl', which is an input too"),
+        (["-o", "out.jsonl", *FAST, "--strategy", "knapspac"], "did you mean 'knapspec'?"),
+        (["-o", "out.jsonl", *FAST, "--set", "speculation.gat=1"], "unknown option 'gat'; did you mean 'gate'?"),
+        (["-o", "out.jsonl", *FAST, "--max-num-seqs", "0"], "error: option 'max_num_seqs' is 0"),
+        (["-o", "out.jsonl", *FAST, "--temperature", "9"], "error: option 'temperature' is 9.0"),
+        (["-o", "out.jsonl", *PLAIN, "--prompt", "Sum up"], "error: option 'prompt' is 'Sum up': it must hold {text}"),
+        (["-o", "out.jsonl", *PLAIN, "--max-model-len", "99999"], "error: option 'max_model_len' is 99999"),
+        (["-o", "out.jsonl", *FAST, "--modle", "x"], "No such option: --modle"),
+        (["no*.txt", "-o", "out.jsonl", *FAST], "error: input 'no*.txt': it matches nothing"),
+        (["-o", "out.jsonl", "--model", "demoo"], "error: option 'model' is 'demoo', and there is no such folder; did"),
+        (["-o", "out.jsonl", *FAST, "--strategy", "static"], "error: in 'speculation': strategy 'static' needs option"),
+        (
+            ["-o", "out.jsonl", *PLAIN, "--set", "speculation.strategy=auto"],
+            "error: option 'speculation.strategy' is given",
+        ),
+    ],
+)
+def test_wrong_usage_is_one_line_and_code_2(run: Run, tmp_path: Path, arguments: list[str], message: str) -> None:
+    before = write_rows(tmp_path / "in.jsonl", *report_rows(1)).read_bytes()
+    result = run("summarize", "in.jsonl", *arguments)
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+    if message.startswith("error:"):
+        assert len(result.stderr.splitlines()) == 1
+    assert (tmp_path / "in.jsonl").read_bytes() == before
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_model_that_is_not_there_is_one_line_and_code_1(run: Run, tmp_path: Path) -> None:
+    write_rows(tmp_path / "in.jsonl", *report_rows(1))
+    result = run("summarize", "in.jsonl", "-o", "out.jsonl", "--model", "no/such-model")
+    assert result.exit_code == 1
+    assert "error: " in result.stderr
+    assert "no/such-model" in result.stderr
+
+
+def test_profile_prints_what_sublayers_cost(run: Run) -> None:
+    result = run("profile", *FAST)
+    assert result.exit_code == 0, result.output
+    assert "attention share" in result.stdout
+    assert run("profile", *PLAIN).exit_code == 2
+
+
+def test_version_names_what_it_stands_on(run: Run) -> None:
+    lines = run("version").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["rayspec", "torch", "transformers", "ray", "pyarrow"]
+
+
+def test_ctrl_c_leaves_the_rows_so_far(tmp_path: Path) -> None:
+    write_rows(tmp_path / "in.jsonl", *({"id": str(n), "prompt": "The annual review of"} for n in range(100_000)))
+    command = [sys.executable, "-m", "rayspec.cli", "generate", "in.jsonl", "-o", "out.jsonl", *PLAIN]
+    process = subprocess.Popen(
+        [*command, "--max-tokens", "4", "--ignore-eos"],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        env=os.environ.copy(),
+        # a background job of a shell ignores SIGINT, and so would its children
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
+    )
+    try:
+        partial = tmp_path / ".out.jsonl.partial"
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and not (partial.exists() and partial.stat().st_size > 1000):
+            assert process.poll() is None, process.communicate()[1]
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130, errors
+    assert b"Traceback" not in errors
+    rows = read_rows(tmp_path / "out.jsonl")
+    assert len(rows) > 3
+    assert all(row["num_output_tokens"] == 4 for row in rows.values())
+    assert not partial.exists()
