@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
@@ -16,7 +17,10 @@ from rayspec.pipeline.session import ray_session
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for matrices this small a second thread only gets in the way
-
+# The same few examples in every run; `make test-all` asks for many, other ones each time.
+hypothesis.settings.register_profile("few", max_examples=25, deadline=None, derandomize=True, database=None)
+hypothesis.settings.register_profile("many", max_examples=200, deadline=None)
+hypothesis.settings.load_profile("few")
 
 # They share an endpoint, whose start takes longer than most of their tests.
 _ENDPOINT_FILES = {f"tests/serve/test_{name}.py" for name in ("clients", "fuzz", "load")}

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
@@ -69,6 +70,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW},
 }
+# Between them these three have every trait: tied weights, windows and softcaps with norms on both sides, experts. The
+# others have one scenario each, unless all tests are asked for.
+_IN_EVERY_SCENARIO = ("llama", "gemma2", "qwen3_moe")
+MATRIX = [
+    pytest.param(family, marks=() if family in _IN_EVERY_SCENARIO else (pytest.mark.exhaustive,)) for family in FAMILIES
+]
 # Families whose layers are not attention, then MLP, in a way that can be skipped: they decode plainly.
 WHOLE_FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": {"use_parallel_residual": True},

@@ -68,6 +68,12 @@ FLOORS = (
     Floor(name="jobs", below=CLI | {"jobs"}),
     Floor(name="rayspec", below=BASEMENT | {"rayspec.llm", "rayspec"}, only=frozenset({"typing_extensions"})),
 )
+# Floors that one box of the picture in docs/architecture.md shows together; every other floor has a box of its own.
+BOXES = {
+    "config, types, errors": ("rayspec.config", "rayspec.types", "rayspec.errors"),
+    "Python API": ("rayspec", "rayspec.llm", "rayspec.local_engine", "rayspec.async_engine"),
+    "cli, jobs": ("rayspec.cli", "rayspec.data", "jobs"),
+}
 NEEDS_NO_MODEL = ("rayspec/demo/__init__.py", "rayspec/demo/corpus.py")
 
 
@@ -97,6 +103,42 @@ def circle(sources: Mapping[str, str]) -> list[str] | None:
     except graphlib.CycleError as error:
         return list(reversed(error.args[1]))
     return None
+
+
+def picture(sources: Mapping[str, str]) -> str:
+    """The boxes and who imports whom, in Mermaid's language, without arrows that follow from others."""
+    modules = {_module(path) for path in sources}
+    below: dict[str, set[str]] = {}
+    for path, source in sources.items():
+        imported = {_box(module) for module in _imported(path, source, modules)}
+        below.setdefault(_box(_module(path)), set()).update(imported)
+    for box, others in below.items():
+        others.discard(box)
+    arrows = sorted(
+        (-_height(box, below), box, -_height(other, below), other)
+        for box, others in below.items()
+        for other in others - {low for higher in others for low in _all_below(higher, below)}
+    )
+    lines = [f"  {_id(box)}[{box}] --> {_id(other)}[{other}]" for _, box, _, other in arrows]
+    return "\n".join(["```mermaid", "graph TD", *lines, "```"])
+
+
+def _id(box: str) -> str:
+    return box.replace(", ", "_").replace(" ", "_")
+
+
+def _height(box: str, below: Mapping[str, set[str]]) -> int:
+    """Boxes on the longest way down."""
+    return 1 + max((_height(other, below) for other in below[box]), default=0)
+
+
+def _all_below(box: str, below: Mapping[str, set[str]]) -> set[str]:
+    return below[box].union(*(_all_below(other, below) for other in below[box]))
+
+
+def _box(module: str) -> str:
+    floor = _floor(module).name
+    return next((box for box, floors in BOXES.items() if floor in floors), floor.removeprefix("rayspec."))
 
 
 def _imported(path: str, source: str, modules: set[str]) -> set[str]:
@@ -172,6 +214,11 @@ def test_the_tree_keeps_its_floors() -> None:
 def test_no_modules_import_each_other() -> None:
     found = circle(_tree())
     assert found is None, " imports ".join(found or [])
+
+
+def test_the_picture_of_the_floors_is_drawn_from_the_imports() -> None:
+    drawn = picture(_tree())
+    assert drawn in (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"), f"put this there:\n{drawn}"
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,6 @@ def test_a_run_that_nothing_happens_to_does_every_row_once(tmp_path: Path, undis
     assert texts_of(tmp_path / "out") == undisturbed
 
 
-@exhaustive
 @on_ray
 def test_an_engine_that_is_killed_is_started_again_and_goes_on(tmp_path: Path, undisturbed: dict[str, str]) -> None:
     task = noted(tmp_path, kill_engine, after=50)
@@ -225,7 +224,7 @@ def test_a_node_that_is_lost_with_the_engine(
 ) -> None:
     script = Path(__file__).parent / "job_node_loss.py"
     process = subprocess.run(
-        [sys.executable, "-m", f"tests.service.{script.stem}", str(tmp_path)],
+        [sys.executable, "-m", f"tests.batch.{script.stem}", str(tmp_path)],
         check=False,
         capture_output=True,
         text=True,
@@ -287,7 +286,6 @@ def test_an_engine_that_dies_again_and_again_ends_the_job_which_keeps_its_rows(t
     assert manifest_of(tmp_path / "out")["status"] == "interrupted"
 
 
-@exhaustive
 @on_ray
 def test_a_shard_that_is_killed_is_replaced(tmp_path: Path, undisturbed: dict[str, str]) -> None:
     task = noted(
@@ -314,7 +312,6 @@ def test_a_replica_that_is_killed_is_replaced(tmp_path: Path, undisturbed: dict[
     assert texts_of(tmp_path / "out") == undisturbed
 
 
-@exhaustive
 @on_ray
 def test_sigterm_ends_what_is_under_way_and_the_next_run_does_the_rest(
     tmp_path: Path, undisturbed: dict[str, str]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayspec import LLM, demo
@@ -61,7 +61,6 @@ def cuts(draw: st.DrawFn) -> tuple[int, int, int, Callable[[int], int]]:
 
 
 @given(cuts())
-@settings(max_examples=300, deadline=None)
 def test_chunks_hold_every_token_and_share_what_was_asked(case: tuple[int, int, int, Callable[[int], int]]) -> None:
     num_tokens, chunk, overlap, strength = case
     spans = cut(num_tokens, chunk, overlap, strength)
@@ -86,7 +85,6 @@ def test_the_strongest_place_near_the_equal_one_wins_and_then_the_nearest() -> N
 
 
 @given(st.lists(st.integers(1, 30), max_size=9), st.integers(1, 60))
-@settings(max_examples=300, deadline=None)
 def test_groups_are_the_fewest_and_the_most_even(sizes: list[int], room: int) -> None:
     groups = group(sizes, room)
     assert [index for members in groups for index in members] == list(range(len(sizes)))
@@ -137,7 +135,6 @@ def test_templates_ask_of_parts_what_is_asked_of_the_whole() -> None:
     st.integers(1, 12),
     st.integers(0, 6),
 )
-@settings(max_examples=200, deadline=None)
 def test_chunks_hold_every_character(characters: list[str], chunk: int, overlap: int) -> None:
     text = "".join(characters)
     tokenized = TokenizedText(demo_tokenizer(), text)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayspec.decode.drafting.lookup import NOTHING, LookupIndex, Proposal
@@ -47,7 +47,6 @@ def alone(num_matched: int, num_tokens: int) -> tuple[int, ...]:
     return tuple(evidence_of(num_matched + at, ALONE) for at in range(num_tokens))
 
 
-@settings(max_examples=300, deadline=None)
 @given(TEXTS, st.integers(1, 4), st.integers(0, 8), st.data())
 def test_the_longest_of_the_latest_matches_is_found(
     text: list[int], ngram: int, num_tokens: int, data: st.DataObject
@@ -81,7 +80,6 @@ def test_what_is_too_short_proposes_nothing() -> None:
     assert index.propose(2) == Proposal((1, 1), alone(3, 2))
 
 
-@settings(max_examples=300, deadline=None)
 @given(TEXTS, st.lists(st.integers(0, 3), max_size=6), st.integers(1, 4), st.integers(1, 4), st.integers(0, 8))
 def test_shorter_matches_do_where_there_is_no_longer_one(
     text: list[int], drafted: list[int], ngram: int, shortest: int, num_tokens: int

@@ -12,7 +12,7 @@ from rayspec.config import SamplingParams
 from rayspec.types import Plan
 from tests.demo_model import EOS, demo_parts, demo_prompts, demo_tokenizer
 from tests.engines import GREEDY, RandomPlans, complete, engine_with, random_plan, requests_for, tokens_of
-from tests.families import FAMILIES, Cases, cases, checkpoint, greedy, parts_of
+from tests.families import FAMILIES, MATRIX, Cases, cases, checkpoint, greedy, parts_of
 
 LENGTHS = (1, 600, 37, 3, 150, 12, 70)
 MAX_TOKENS = 24
@@ -23,8 +23,13 @@ def _cases(family: str) -> Cases:
     return cases(checkpoint(family), LENGTHS, MAX_TOKENS)
 
 
-@pytest.mark.parametrize("verification", ["coupled", "rejection"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "verification"),
+    [
+        *((family, "coupled") for family in FAMILIES),
+        *(pytest.param(*param.values, "rejection", marks=param.marks) for param in MATRIX),
+    ],
+)
 def test_greedy_equals_generate_under_a_random_plan_every_round(family: str, verification: str) -> None:
     parts, known = parts_of(checkpoint(family)), _cases(family)
     plans, num_drafted, num_accepted = set(), 0, 0
@@ -40,7 +45,7 @@ def test_greedy_equals_generate_under_a_random_plan_every_round(family: str, ver
     assert 0 < num_accepted < num_drafted
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MATRIX)
 def test_greedy_equals_generate_when_preempted_and_prefilled_in_small_pieces(family: str) -> None:
     parts, known = parts_of(checkpoint(family)), _cases(family)
     short = [index for index, prompt in enumerate(known.prompts) if len(prompt) < 600]
@@ -71,7 +76,7 @@ def test_a_draft_that_skips_nothing_is_always_accepted() -> None:
     assert outputs[0].metrics.num_rounds == 4  # 1 token from the prefill, then rounds of 6, 6, 6 and 5
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MATRIX)
 def test_greedy_ends_where_generate_ends_at_eos(family: str) -> None:
     parts, known = parts_of(checkpoint(family)), _cases(family)
     eos = (known.expected[1][MAX_TOKENS // 2], known.expected[3][MAX_TOKENS // 3])

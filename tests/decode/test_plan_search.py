@@ -18,7 +18,7 @@ from rayspec.planning.knapsack import solve
 from rayspec.types import Plan
 from tests.demo_model import demo_parts, demo_prompts
 from tests.engines import engine_with, random_plan, requests_for
-from tests.families import FAMILIES, cases, checkpoint, parts_of
+from tests.families import MATRIX, cases, checkpoint, parts_of
 
 
 class _Taps(FixedPlan):
@@ -47,7 +47,7 @@ def _branch(search: PlanSearch, keep: tuple[bool, ...]) -> torch.Tensor:
     return states
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MATRIX)
 def test_a_branch_is_what_a_draft_of_one_token_computes(family: str) -> None:
     parts = parts_of(checkpoint(family))
     num_sublayers = len(parts.sublayers)

@@ -8,7 +8,7 @@ import torch
 from rayspec.decode.runner import RowSpan, Runner
 from rayspec.model.kv_arena import KVArena
 from rayspec.types import Plan
-from tests.families import FAMILIES, checkpoint, parts_of
+from tests.families import MATRIX, checkpoint, parts_of
 
 CPU = torch.device("cpu")
 
@@ -26,7 +26,7 @@ NUM_ROWS = sum(span.num_rows for span in SPANS)
 TOKENS = torch.arange(3, 3 + NUM_ROWS)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MATRIX)
 @torch.inference_mode()
 def test_buckets_give_what_one_batch_gives(family: str) -> None:
     whole, cut = _runner(family, None), _runner(family, 8)

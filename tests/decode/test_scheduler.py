@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import random
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayspec.config import SamplingParams
@@ -106,7 +106,6 @@ class _World:
 SIZES = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 40)), min_size=1, max_size=12)
 
 
-@settings(max_examples=120, deadline=None)
 @given(
     SIZES,
     st.integers(100, 260),

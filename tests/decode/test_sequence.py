@@ -4,7 +4,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
@@ -46,7 +46,6 @@ TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), m
 EMOJI = "The fee is 5 €, naïve 👩‍👩‍👧‍👦 and 日本語 🎉 done."
 
 
-@settings(max_examples=60, deadline=None)
 @given(TEXTS)
 def test_text_is_what_the_tokens_say(text: str) -> None:
     sequence = _sequence()
@@ -55,7 +54,6 @@ def test_text_is_what_the_tokens_say(text: str) -> None:
     assert sequence.output().text == _tokenizer().decode(tokens)
 
 
-@settings(max_examples=60, deadline=None)
 @given(TEXTS, st.data())
 def test_a_stop_string_ends_the_text_wherever_tokens_end(text: str, data: st.DataObject) -> None:
     """Against the rule by the book: the first position, of the text so far, at which a stop string is complete."""
@@ -207,7 +205,6 @@ def _streamed(tokens: list[int], pieces: list[int], **params: Any) -> tuple[Sequ
     return sequence, told
 
 
-@settings(max_examples=100, deadline=None)
 @given(TEXTS, st.data())
 def test_what_streams_adds_up_to_the_output(text: str, data: st.DataObject) -> None:
     tokens = _encode(text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -18,7 +18,6 @@ def demo_texts() -> TokenTexts:
     return TokenTexts(demo_tokenizer())
 
 
-@settings(deadline=None)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=20))
 def test_tokens_join_to_the_text_and_offsets_point_into_it(text: str) -> None:
     tokenizer, texts = demo_tokenizer(), demo_texts()
@@ -31,7 +30,6 @@ def test_tokens_join_to_the_text_and_offsets_point_into_it(text: str) -> None:
     assert [offset for token_id in token_ids for offset in in_pieces.of([token_id])] == expected
 
 
-@settings(deadline=None)
 @given(kinds=st.lists(st.integers(0, 3), max_size=12))
 def test_offsets_count_the_characters_that_stand_for_broken_ones(kinds: list[int]) -> None:
     (a,) = demo_tokenizer()("a", add_special_tokens=False)["input_ids"]

@@ -16,7 +16,7 @@ from rayspec.decode.runner import RowSpan, Runner
 from rayspec.model.kv_arena import KVArena
 from rayspec.types import Plan, RequestOutput, no_draft
 from tests.engines import RandomPlans, complete, engine_with, plant_trees, tokens_of
-from tests.families import FAMILIES, VOCAB_SIZE, Cases, cases, checkpoint, parts_of
+from tests.families import MATRIX, VOCAB_SIZE, Cases, cases, checkpoint, parts_of
 from tests.pipeline.loop import TravellingPlans, loop_engine
 
 CPU = torch.device("cpu")
@@ -57,7 +57,7 @@ def _logits(runner: Runner, span: RowSpan, tokens: Sequence[int]) -> torch.Tenso
 
 
 @pytest.mark.parametrize("bucket_rows", [None, 1, 8])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MATRIX)
 @torch.inference_mode()
 def test_every_row_of_a_tree_is_the_end_of_a_chain(family: str, bucket_rows: int | None) -> None:
     rng = random.Random(3)
@@ -101,7 +101,7 @@ def test_moves_bring_a_path_together() -> None:
 
 
 @pytest.mark.parametrize("verification", ["coupled", "rejection"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MATRIX)
 def test_greedy_equals_generate_under_random_trees(family: str, verification: str) -> None:
     parts, known = parts_of(checkpoint(family)), known_cases(family)
     engine = engine_with(

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayspec.demo import exact_lines, python_documents, sample_documents
@@ -15,7 +15,6 @@ sizes = st.integers(1, 60).flatmap(lambda sentences: st.tuples(st.just(sentences
 
 
 @given(seed=st.integers(0, 2**48), size=sizes)
-@settings(max_examples=60, deadline=None)
 def test_a_summary_is_extracted_word_for_word_and_in_order(seed: int, size: tuple[int, int]) -> None:
     num_sentences, num_findings = size
     report = generate_report(seed, num_sentences=num_sentences, num_findings=num_findings)
@@ -29,7 +28,6 @@ def test_a_summary_is_extracted_word_for_word_and_in_order(seed: int, size: tupl
 
 
 @given(seed=st.integers(0, 2**48), num_sentences=st.integers(1, 80))
-@settings(max_examples=30, deadline=None)
 def test_the_same_arguments_give_the_same_report(seed: int, num_sentences: int) -> None:
     report = generate_report(seed, num_sentences=num_sentences)
     assert report == generate_report(seed, num_sentences=num_sentences)

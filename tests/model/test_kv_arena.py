@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayspec.model.kv_arena import KVArena, LayerShape, Span, SpanAllocator, bytes_per_slot
@@ -25,7 +25,6 @@ def _largest_hole(held: list[Span]) -> int:
     return longest
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["allocate", "release", "extend"]), st.integers(1, 40), st.integers(0, 99))))
 def test_spans_never_overlap_and_holes_are_found(actions: list[tuple[str, int, int]]) -> None:
     allocator, held = SpanAllocator(NUM_SLOTS), []

@@ -22,7 +22,7 @@ from rayspec.model.offload import _DiskStore, offload
 from rayspec.model.sublayers import run
 from rayspec.model.weights import load_model
 from rayspec.types import CheckpointError, ConfigError, UnsupportedModelError
-from tests.families import FAMILIES, checkpoint
+from tests.families import MATRIX, checkpoint
 
 CPU = torch.device("cpu")
 CHOSEN = (1, 2, 5, 7)
@@ -56,7 +56,7 @@ def _count_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MATRIX)
 def test_results_are_bit_equal(family: str, dtype: str, tmp_path: Path) -> None:
     parts = _parts(family, dtype)
     expected = [_forward(parts, num_rows) for num_rows in (1, 8, 1)]

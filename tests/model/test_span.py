@@ -27,7 +27,7 @@ from rayspec.model.kv_arena import KVArena
 from rayspec.model.sublayers import run
 from rayspec.model.weights import load_model
 from rayspec.types import CheckpointError, UnsupportedModelError
-from tests.families import FAMILIES, build, checkpoint, parts_of, ragged_prompts
+from tests.families import FAMILIES, MATRIX, build, checkpoint, parts_of, ragged_prompts
 
 CPU = torch.device("cpu")
 NUM_LAYERS = 4
@@ -63,7 +63,7 @@ def _stage(family: str, layers: range) -> tuple[PreTrainedModel, Decomposition]:
     return model, decompose(model, layers=layers)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MATRIX)
 def test_spans_hold_the_tensors_of_the_whole_model_and_every_one_is_in_a_span(family: str) -> None:
     whole = load_model(_config(checkpoint(family)))
     for spans in CUTS.values():
@@ -116,7 +116,7 @@ def _run_in_turn(stages: list[Decomposition], prompt: list[int], pieces: list[in
     return torch.cat(logits)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MATRIX)
 @torch.inference_mode()
 def test_spans_one_after_another_compute_the_logits_of_the_whole_model(family: str) -> None:
     whole = parts_of(checkpoint(family))

@@ -6,7 +6,7 @@ import torch
 from rayspec.model.attention import PackedRows, pack
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.sublayers import run
-from tests.families import FAMILIES, checkpoint, parts_of, ragged_prompts, reference
+from tests.families import MATRIX, checkpoint, parts_of, ragged_prompts, reference
 
 CPU = torch.device("cpu")
 
@@ -17,7 +17,7 @@ def _rows(family: str, spans: list[tuple[int, int, int]], arena: KVArena, hidden
     return rows
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MATRIX)
 @torch.inference_mode()
 def test_pieces_of_packed_sequences_give_the_logits_of_transformers(family: str) -> None:
     path = checkpoint(family)

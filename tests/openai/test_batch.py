@@ -10,7 +10,7 @@ from typing import Any
 import openai.types as official
 import openai.types.chat as official_chat
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayspec import LLM, SamplingParams, demo
@@ -127,7 +127,6 @@ def test_ids_depend_on_the_file_and_the_custom_id_only() -> None:
     assert not set(_ids(lines, "out")) & set(ids)
 
 
-@settings(deadline=None, max_examples=200)
 @given(lines=st.lists(st.binary(max_size=20) | st.sampled_from([line_of("a"), line_of("b")]), max_size=8))
 def test_every_line_that_holds_something_gives_one_result(lines: list[bytes]) -> None:
     found = read(*lines)

@@ -7,7 +7,7 @@ from typing import Any
 
 import openai.types as official
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayspec.config import SamplingParams
@@ -174,7 +174,6 @@ _JSON = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=300)
 @given(
     base=st.sampled_from([CHAT, TEXT]),
     name=st.sampled_from(sorted({*ChatRequest.model_fields, *CompletionRequest.model_fields, *ChatRequest.refused})),
@@ -190,7 +189,6 @@ def test_no_value_of_a_field_raises_anything_else(base: dict[str, Any], name: st
         assert params.max_tokens <= 90
 
 
-@settings(deadline=None)
 @given(body=_JSON)
 def test_no_body_raises_anything_else(body: Any) -> None:
     for kind in (ChatRequest, CompletionRequest):

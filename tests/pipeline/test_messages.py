@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as some
 
 from rayspec.config import SamplingParams
@@ -194,7 +194,6 @@ def test_messages_arrive_as_they_were_sent(message: Message) -> None:
     stop=some.lists(some.text(min_size=1, max_size=5), max_size=2),
     logprobs=some.none() | some.integers(0, 20),
 )
-@settings(max_examples=60, deadline=None)
 def test_an_opening_travels_with_the_first_work(
     seed: int,
     prompt: list[int],

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayspec.planning.acceptance import _draft_s, best_choice, expected_tokens, shrink, worth_drafting
@@ -75,7 +75,6 @@ def loop_choice(keeps, acceptance, model, context, batch, max_draft_tokens, reus
     return best if best[1] is not None else (plain_tpt, None, 0)
 
 
-@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10**6), batch=st.integers(1, 4), reuse=st.booleans(), num_stages=st.sampled_from([1, 4]))
 def test_best_choice_equals_loops(seed: int, batch: int, reuse: bool, num_stages: int) -> None:
     rng = np.random.default_rng(seed)
@@ -129,7 +128,6 @@ def test_worth_drafting() -> None:
     assert not worth_drafting([0.5, 0.05], 0.9, rate=1.0, step_s=0.9, row_s=0.1).any()
 
 
-@settings(max_examples=20, deadline=None)
 @given(a=st.floats(0.3, 0.98), step_s=st.floats(0.05, 0.9))
 def test_worth_drafting_finds_the_best_fixed_length(a: float, step_s: float) -> None:
     """With one acceptance for all, stopping at the best rate is the best length of the grid search."""

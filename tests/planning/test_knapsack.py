@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayspec.planning.knapsack import Solution, count_rows, follow, quantize, solve
@@ -79,7 +79,6 @@ def check_consistent(solution: Solution, weights: Sequence[int], damages: Sequen
 items = st.lists(st.tuples(st.integers(1, 9), st.floats(0.001, 1.0)), min_size=1, max_size=9)
 
 
-@settings(max_examples=60, deadline=None)
 @given(items=items, share=st.floats(0.0, 1.0))
 def test_equals_brute_force_without_pruning(items: list[tuple[int, float]], share: float) -> None:
     weights, damages = zip(*items, strict=True)
@@ -90,7 +89,6 @@ def test_equals_brute_force_without_pruning(items: list[tuple[int, float]], shar
     check_consistent(solution, weights, damages, len(expected))
 
 
-@settings(max_examples=60, deadline=None)
 @given(items=items, max_states=st.integers(2, 6), band=st.one_of(st.none(), st.floats(0, 0.5)), floor=st.floats(-2, 1))
 def test_pruned_is_consistent_never_better_and_never_over_its_limits(
     items: list[tuple[int, float]], max_states: int, band: float | None, floor: float
@@ -172,7 +170,6 @@ def test_arguments_that_cannot_be(changes: dict[str, Any]) -> None:
         solve(arguments.pop("weights"), Additive([1, 1]), **arguments)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=80), st.integers(16, 256))
 def test_quantize_keeps_the_proportions(seconds: list[float], resolution: int) -> None:
     weights = np.asarray(quantize(seconds, resolution))

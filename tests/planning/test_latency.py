@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayspec.decode.profile import _grid
@@ -126,7 +126,6 @@ def test_of_few_measurements_nothing_is_negative_or_unknown(cells: list[tuple[in
         assert curve.base_s[0] > 0, "a context that never changes is no reason to take the rows for free"
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from([1, 40, 90, 300, 1200, 9000]), st.sampled_from([0.05, 0.5, 2.0]))
 def test_whatever_an_arena_lets_measure_gives_a_curve(seed: int, num_slots: int, noise: float) -> None:
     rng = np.random.default_rng(seed)
@@ -139,7 +138,6 @@ def test_whatever_an_arena_lets_measure_gives_a_curve(seed: int, num_slots: int,
         assert seconds <= curve.seconds(rows=rows, context=context + 1000, batch=batch)
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6))
 def test_columns_that_say_nothing_new_are_found(seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -155,7 +153,6 @@ def test_what_was_measured_is_known() -> None:
     assert not fitted.covers([(16, 32, 16)])
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(1, 64), st.integers(0, 20000), st.integers(1, 4), st.floats(1e-6, 1e-2)),
@@ -261,7 +258,6 @@ def test_impossible_measurements_are_refused() -> None:
             Curve.fit([Measurement(**values)])  # type: ignore[arg-type]
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6))
 def test_nonnegative_least_squares_is_optimal(seed: int) -> None:
     rng = np.random.default_rng(seed)

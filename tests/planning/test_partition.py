@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayspec.planning.partition import (
@@ -79,7 +79,6 @@ def instances(draw: Any) -> tuple[ModelCosts, list[Device]]:
     return costs, devices(*draw(st.lists(many, min_size=num_stages, max_size=num_stages)))
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
 @given(instances())
 def test_brute_force_finds_nothing_better(instance: tuple[ModelCosts, list[Device]]) -> None:
     costs, places = instance

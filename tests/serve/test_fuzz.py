@@ -33,9 +33,6 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 ANSWER_S = 30.0
 JSON = {"content-type": "application/json"}
 BOUNDED = settings(
-    max_examples=25,
-    derandomize=True,
-    deadline=None,
     database=None,
     suppress_health_check=list(HealthCheck),
 )
@@ -160,7 +157,7 @@ def _keep_short(body: dict[str, Any]) -> None:
 def test_fields_of_any_value(http: httpx2.Client, path: str) -> None:
     names = st.sampled_from([*BODIES[path].model_fields, *BODIES[path].refused, *BODIES[path].ignored, "other"])
 
-    @settings(BOUNDED, max_examples=150)
+    @BOUNDED
     @given(st.dictionaries(names, st.sampled_from(STRANGE) | ANY, min_size=1, max_size=3))
     def check(changes: dict[str, Any]) -> None:
         body = VALID[path] | changes
