@@ -84,6 +84,7 @@ def test_rows_pass_through_the_engine_together_and_bad_ones_around_it(tmp_path: 
     assert rows["r0"].num_output_tokens == 3
 
 
+@pytest.mark.exhaustive
 def test_rows_that_come_too_late_never_were_the_engines() -> None:
     texts = {"a": "early", "b": "late"}
     rows = dataset_of([Document(id=row_id, source=row_id, text=text) for row_id, text in texts.items()])

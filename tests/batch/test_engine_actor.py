@@ -58,6 +58,7 @@ def test_a_model_that_cannot_be_loaded_is_our_own_error() -> None:
         call(worker.handle.remote(Document(id="any", source="s", text="word")))
 
 
+@pytest.mark.exhaustive
 def test_rows_that_come_while_the_engine_is_loading_wait_for_it() -> None:
     worker = start_engine(task(strategy="ar"))
     early = worker.handle.remote(Document(id="early", source="s", text="The annual review."))

@@ -533,6 +533,7 @@ print(json.dumps({"root": root.as_dict(), "growth": after - before}))
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_sixty_thousand_tokens_with_a_context_of_four_thousand_in_bounded_memory() -> None:
     done = subprocess.run(

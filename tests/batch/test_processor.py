@@ -141,6 +141,7 @@ def test_rows_are_completed_as_by_an_llm_and_a_bad_row_is_one_bad_row(processor:
     assert rows["word " * 3000][ERROR_COLUMN].startswith("prompt_too_long")
 
 
+@pytest.mark.exhaustive
 def test_the_engine_outlives_a_dataset_and_nothing_is_placed_by_ray_data(processor: Processor) -> None:
     before = ray.available_resources()
     for _ in range(2):
@@ -183,6 +184,7 @@ def test_a_row_that_kills_engines_becomes_an_error_row(processor: Processor) -> 
     assert len(by_id(processor(texts(5)))) == 5
 
 
+@pytest.mark.exhaustive
 def test_without_restarts_a_death_fails_the_dataset_and_shutdown_is_quiet() -> None:
     with pytest.raises(Exception, match="max_engine_restarts is 0"), built(max_engine_restarts=0) as processor:
         processor(texts(5, {2: "always"})).take_all()

@@ -25,6 +25,7 @@ from rayspec.strategies.lookahead import lookahead_plan
 from rayspec.types import EngineStats, Plan
 from tests.decode.test_distribution import excess
 from tests.engines import complete, engine_with, tokens_of
+from tests.exhaustive import few_of
 from tests.families import build, parts_of, reference
 
 VOCAB, NUM_SUBLAYERS, BATCH = 4, 8, 100
@@ -86,7 +87,7 @@ def drawn(path: str, plan: Plan, verification: str) -> tuple[float, EngineStats]
 
 
 @pytest.mark.parametrize("verification", ["coupled", "rejection"])
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", few_of(PLANS, ["tree"]))
 def test_continuations_come_as_often_as_they_should(path: str, name: str, verification: str) -> None:
     value, stats = drawn(path, PLANS[name], verification)
     assert value < 1
@@ -122,8 +123,8 @@ def plant_coin(patch: pytest.MonkeyPatch) -> None:
         ("tree", "coupled", plant_siblings_that_stand),
         ("tree", "rejection", plant_coin),
         ("lookup", "rejection", plant_recovered_from_target),
-        ("lookahead", "coupled", plant_siblings_that_stand),
-        ("lookahead", "rejection", plant_siblings_that_stand),
+        pytest.param("lookahead", "coupled", plant_siblings_that_stand, marks=pytest.mark.exhaustive),
+        pytest.param("lookahead", "rejection", plant_siblings_that_stand, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_planted_bias_is_seen(

@@ -16,6 +16,7 @@ from rayspec.local_engine import load_engine
 from rayspec.planning.latency import LatencyModel
 from tests.demo_model import EOS, demo_parts, demo_prompts
 from tests.engines import complete, engine_with, tokens_of
+from tests.exhaustive import few_of
 from tests.families import checkpoint, greedy, parts_of, ragged_prompts
 
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
@@ -36,7 +37,7 @@ def _knapspec(latency: LatencyModel, **options: Any) -> KnapSpec:
     return KnapSpec(SpeculationOptions(**(values | options)), latency)
 
 
-@pytest.mark.parametrize("verification", ["coupled", "rejection"])
+@pytest.mark.parametrize("verification", few_of(["coupled", "rejection"], ["coupled"]))
 def test_on_the_demo_model_it_finds_plans_that_draft_and_changes_no_token(
     demo_latency: LatencyModel, verification: str
 ) -> None:

@@ -64,6 +64,7 @@ def test_tokens_are_those_of_the_model_in_memory(speculation: dict[str, Any], tm
     assert (engine.stats.num_draft_tokens > 0) == (speculation is KNAPSPEC)
 
 
+@pytest.mark.exhaustive
 def test_in_bfloat16_too_where_shapes_are_fixed(tmp_path: Path) -> None:
     engine = load(
         demo.model_path(), tmp_path, offload={"sublayers": OFFLOADED}, speculation=KNAPSPEC, dtype="bfloat16",
@@ -208,6 +209,7 @@ def _through(parts: Decomposition) -> torch.Tensor:
     return runner.run(runner.batch([RowSpan(0, 0, 5)]), states)
 
 
+@pytest.mark.exhaustive
 def test_two_stages_with_weights_on_disk(ray_cluster: None, tmp_path: Path) -> None:
     with LLM(
         demo.model_path(), dtype="float32", device="cpu", num_threads=1, max_model_len=512, kv_cache_tokens=1024,

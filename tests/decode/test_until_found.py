@@ -16,6 +16,7 @@ from rayspec.planning.lookup import DraftUntilFound, LookupRecord
 from rayspec.types import Plan
 from tests.demo_model import EOS, demo_parts, demo_prompts
 from tests.engines import complete, engine_with, tokens_of
+from tests.exhaustive import few_of
 from tests.families import cases, checkpoint, greedy, parts_of
 from tests.pipeline.loop import TravellingPlans, loop_engine
 from tests.planning.test_lookup import WORTH
@@ -106,7 +107,7 @@ def test_with_a_seed_the_text_is_that_of_plain_decoding(sampling: dict[str, Any]
     selector.require_used()
 
 
-@pytest.mark.parametrize("verification", ["coupled", "rejection"])
+@pytest.mark.parametrize("verification", few_of(["coupled", "rejection"], ["coupled"]))
 def test_text_that_is_copied_is_right(verification: str) -> None:
     parts, prompts = demo_parts(), demo_prompts(4, 8)
     selector = LookingUp(2, 32, max_draft_tokens=12)

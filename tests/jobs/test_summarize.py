@@ -94,6 +94,7 @@ def test_a_job_that_is_killed_goes_on_with_the_rows_that_are_left(
     assert {row["id"]: row["summary"] for row in whole} == {row_id: row["summary"] for row_id, row in rows.items()}
 
 
+@pytest.mark.exhaustive
 def test_a_document_beyond_the_context_is_summarized_by_its_parts(
     tmp_path: Path, ray_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,6 +126,7 @@ def test_other_options_are_refused_and_other_speeds_are_not(
     assert CliRunner().invoke(app, [*arguments, "--max-tokens", "2", "--max-num-seqs", "3"]).exit_code == 0
 
 
+@pytest.mark.exhaustive
 def test_a_job_that_is_stopped_leaves_the_rows_so_far(tmp_path: Path, own_ray_folder: Path) -> None:
     write_lines(tmp_path / "a.jsonl", [{"id": str(n), "text": "The annual review."} for n in range(20_000)])
     job = start(tmp_path, "a.jsonl", "--output", "out", *FAST, "--max-model-len", "64", "--max-tokens", "2")

@@ -100,6 +100,7 @@ def pinned(uneven: type[Shard]) -> Iterator[Engine]:
     engine.shutdown()
 
 
+@pytest.mark.exhaustive
 def test_a_slow_stage_gets_fewer_layers(uneven: type[Shard]) -> None:
     engine = load(uneven, "ar", layers=None)
     try:
@@ -112,6 +113,7 @@ def test_a_slow_stage_gets_fewer_layers(uneven: type[Shard]) -> None:
         engine.shutdown()
 
 
+@pytest.mark.exhaustive
 def test_layers_that_are_pinned_stay_and_are_measured_as_they_are(pinned: Engine) -> None:
     assert isinstance(pinned.stages, RayStages)
     assert pinned.stages.replica.spans == ((0, 16), (16, 32))
@@ -120,6 +122,7 @@ def test_layers_that_are_pinned_stay_and_are_measured_as_they_are(pinned: Engine
     assert 3 < seconds[16:].sum() / seconds[:16].sum() < 12
 
 
+@pytest.mark.exhaustive
 def test_drafts_skip_more_of_a_slow_stage(pinned: Engine) -> None:
     """By what was measured on the actors, against the same with the fast stage's curves for both. To wake a stage costs
     all drafts the same, and of so small a model it alone decides whether any pays: it is left out."""
@@ -131,6 +134,7 @@ def test_drafts_skip_more_of_a_slow_stage(pinned: Engine) -> None:
     assert share > 0.1 + _slow_share(_plans(even))
 
 
+@pytest.mark.exhaustive
 def test_so_do_the_drafts_that_the_shards_find_themselves(pinned: Engine) -> None:
     assert tokens_of(complete(pinned, prompts(), PARAMS)) == expected()
     assert pinned.stats.num_draft_tokens > 0

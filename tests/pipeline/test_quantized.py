@@ -17,6 +17,7 @@ from rayspec.decode.engine import Engine
 from rayspec.local_engine import load_engine
 from rayspec.pipeline.loading import load_pipeline
 from tests.engines import complete, tokens_of
+from tests.exhaustive import few_of
 from tests.families import checkpoint, greedy, ragged_prompts
 
 PROMPTS = ragged_prompts((20, 5, 33, 48), seed=2)
@@ -71,7 +72,7 @@ def to_int8(folder: Path) -> EngineConfig:
     return config(checkpoint("llama"), quantization_config={"quant_method": "torchao", "quant_type": {"default": INT8}})
 
 
-@pytest.mark.parametrize("quantized", [from_fp8, to_int8])
+@pytest.mark.parametrize("quantized", few_of([from_fp8, to_int8], [to_int8]))
 def test_two_stages_give_the_tokens_of_one_process(
     quantized: Callable[[Path], EngineConfig], ray_cluster: None, tmp_path: Path
 ) -> None:

@@ -29,6 +29,7 @@ from rayspec.pipeline.post import COORDINATOR
 from rayspec.pipeline.ray_stages import RayStages
 from tests.demo_model import EOS, demo_prompts
 from tests.engines import complete, finish, requests_for, tokens_of
+from tests.exhaustive import few_of
 from tests.families import Cases, cases, checkpoint, greedy
 from tests.freezing import freeze
 from tests.pipeline.loop import NUM_LAYERS, TravellingPlans
@@ -135,7 +136,7 @@ def require_known_tokens(engine: Engine, known: Cases) -> None:
     assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
 
 
-@pytest.mark.parametrize(("stages", "tensor"), [(4, 1), (1, 2)])
+@pytest.mark.parametrize(("stages", "tensor"), few_of([(4, 1), (1, 2)], [(1, 2)]))
 def test_greedy_equals_generate(stages: int, tensor: int) -> None:
     engine = load(checkpoint("llama"), stages=stages, tensor=tensor, layers=even(stages))
     pids = list(process_ids(engine).values())
@@ -163,6 +164,7 @@ def test_ranks_of_a_stage_die_together(expected: Any) -> None:
     end(engine, list(after.values()))
 
 
+@pytest.mark.exhaustive
 def test_knapspec_drafts_with_plans_of_the_coordinator_and_a_lost_stage_is_an_error() -> None:
     prompts, params = demo_prompts(4, 8), SamplingParams(temperature=0.0, max_tokens=48)
     engine = load(demo.model_path(), speculation=SEARCHING, stages=2, layers=(8, 8), max_restarts=0)
@@ -266,6 +268,7 @@ def test_a_killed_shard_is_replaced(
     assert recovery_s < PATIENCE_S, f"it took {recovery_s:.1f} s"
 
 
+@pytest.mark.exhaustive
 def test_a_frozen_shard_is_replaced(
     engine: Engine, expected: Any, record_property: Callable[[str, object], None]
 ) -> None:
@@ -279,6 +282,7 @@ def test_a_frozen_shard_is_replaced(
     require_gone([before["stage-1"]])
 
 
+@pytest.mark.exhaustive
 def test_a_ping_finds_a_shard_that_froze_while_idle(engine: Engine, expected: Any) -> None:
     prompts, tokens = expected
     before = process_ids(engine)
@@ -291,7 +295,7 @@ def test_a_ping_finds_a_shard_that_froze_while_idle(engine: Engine, expected: An
     assert tokens_of(complete(engine, prompts, LONG)) == tokens
 
 
-@pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("death", few_of([signal.SIGKILL, signal.SIGSTOP], [signal.SIGKILL]))
 def test_without_coordinator_generation_goes_on(engine: Engine, expected: Any, death: signal.Signals) -> None:
     prompts, tokens = expected
     outputs, before = start_batch(engine, prompts), process_ids(engine)
@@ -310,6 +314,7 @@ def test_without_coordinator_generation_goes_on(engine: Engine, expected: Any, d
     assert selector.num_searches > 0
 
 
+@pytest.mark.exhaustive
 def test_a_node_is_lost_and_the_driver_just_ends(ray_environment: None, tmp_path: Path) -> None:
     """In a Ray of its own: the shard of a removed node comes back on another one, and nothing outlives the driver."""
     path = tmp_path / "report.json"

@@ -287,6 +287,7 @@ def test_stats_are_summed() -> None:
     assert one.accepted_lengths == {0: 1, 2: 5}
 
 
+@pytest.mark.exhaustive
 def test_two_replicas_of_shards_answer_as_one_model_does(ray_cluster: None) -> None:
     prompts = demo_prompts(4, 6)
     expected = tokens_of(complete(engine_with(demo_parts()), prompts))

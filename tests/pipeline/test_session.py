@@ -16,6 +16,7 @@ from ray._private import utils, worker
 
 from rayspec.pipeline import session
 from rayspec.pipeline.session import _handler_of_ray, _signals_wait
+from tests.exhaustive import few_of
 
 LOSING = """
     import signal
@@ -99,7 +100,7 @@ STARTING = """
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", few_of([signal.SIGTERM, signal.SIGINT], [signal.SIGTERM]))
 def test_a_signal_while_ray_starts_ends_with_its_code_and_leaves_no_processes(
     number: signal.Signals, ray_folder: Path, ray_environment: None
 ) -> None:

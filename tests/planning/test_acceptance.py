@@ -9,6 +9,7 @@ from rayspec.planning.acceptance import _draft_s, best_choice, expected_tokens, 
 from rayspec.planning.calibration import Calibration, Correction
 from rayspec.planning.latency import Curve, LatencyModel
 from rayspec.planning.stopping import StopRule, expected_draft
+from tests.exhaustive import few_of
 
 NUM_SUBLAYERS = 8
 
@@ -88,7 +89,7 @@ def test_best_choice_equals_loops(seed: int, batch: int, reuse: bool, num_stages
     assert choice.predicted_gain >= 1
 
 
-@pytest.mark.parametrize("batch", [1, 2, 8])
+@pytest.mark.parametrize("batch", few_of([1, 2, 8], [1, 2]))
 def test_the_longest_draft_of_a_batch_sets_the_number_of_steps(batch: int) -> None:
     model, rng = latency(np.random.default_rng(0)), np.random.default_rng(1)
     keep, acceptance, rule, length = (True, False) * (NUM_SUBLAYERS // 2), 0.8, StopRule(detects=0.7, misfires=0.1), 12

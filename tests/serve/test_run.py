@@ -91,6 +91,7 @@ def process(environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
     started.communicate()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.ray
 def test_told_to_end_it_finishes_what_it_has_begun(process: subprocess.Popen[str]) -> None:
