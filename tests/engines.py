@@ -15,9 +15,10 @@ from typing_extensions import Self
 
 from rayspec.config import EngineConfig, SamplingParams
 from rayspec.decode.drafting.skip_draft import KeepDrafting, Turn
-from rayspec.decode.engine import Engine, Vocabulary
+from rayspec.decode.engine import Engine
 from rayspec.decode.passes import Pass
 from rayspec.decode.questions import Knapsack
+from rayspec.decode.requests import Vocabulary
 from rayspec.decode.rounds import Result, Round, RoundResult, Work
 from rayspec.decode.runner import Runner
 from rayspec.decode.scheduler import Scheduler
@@ -248,8 +249,8 @@ def require_idle(engine: Engine) -> None:
     scheduler = engine._scheduler
     assert scheduler.allocator.num_free == scheduler.allocator.num_slots
     assert not scheduler.has_work
-    assert not engine._flights
-    head = getattr(engine._stages, "head", None)
+    assert engine._cohorts.is_idle
+    head = getattr(engine.stages, "head", None)
     assert head is None or head.num_open == 0
     stats = engine.stats
     assert stats.num_accepted_tokens <= stats.num_draft_tokens
@@ -303,14 +304,14 @@ def plant_trees(
 ) -> None:
     """From now on most turns verify a random tree in place of what they were to. known: the output tokens of requests
     and their sequences, which some branches are made of."""
-    rng, start = random.Random(seed), engine._stages.start
-    vocab_size = engine._vocabulary.size
+    rng, start = random.Random(seed), engine.stages.start
+    vocab_size = engine.vocabulary.size
 
     def planted(turn: Turn) -> Turn:
         if rng.random() < 0.2:
             return turn
         _, request_id, index = turn.sequence_id.split("/")
-        live = engine._live[request_id]
+        live = engine._requests[request_id]
         expected = known[request_id, int(index)][turn.length - len(live.prompt_token_ids) :]
         limit = min(max_tokens, turn.max_tree_tokens)
         token_ids, parents = random_tree(rng, limit, expected, vocab_size)
@@ -322,4 +323,4 @@ def plant_trees(
             work = replace(work, turns=[planted(turn) for turn in work.turns])
         return start(work)
 
-    engine._stages.start = started  # type: ignore[method-assign]
+    engine.stages.start = started  # type: ignore[method-assign]

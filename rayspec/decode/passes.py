@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from rayspec.decode.plan_search import PlanSearch, TappedToken
-from rayspec.decode.runner import Batch, RowSpan, Runner
+from rayspec.decode.runner import Batch, Runner
 from rayspec.decode.scheduler import Move
+from rayspec.model.rows import RowSpan
 from rayspec.types import RayspecError
 
 _MAX_ROUNDS_HELD = 256
@@ -105,8 +106,8 @@ class SpanRunner:
         if any(token not in self._taps for token in tokens):
             raise TapsGoneError("the states of some tapped tokens are not kept any more")
         states = torch.stack([self._taps[token] for token in tokens], 1)
-        places = [(start, token.position) for start, token in zip(starts, tokens, strict=True)]
-        return PlanSearch(self.runner, states, places, next_tokens)
+        rows = [RowSpan(start, token.position, 1) for start, token in zip(starts, tokens, strict=True)]
+        return PlanSearch(self.runner, states, rows, next_tokens)
 
     def _batch(self, work: Pass, rows: Sequence[RowSpan]) -> Batch:
         return self.runner.batch(rows, fixed_shape=work.fixed_shape)

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 import transformers
 
-from rayspec.decode.runner import RowSpan, Runner
+from rayspec.decode.runner import Runner
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.offload import OffloadedWeights
+from rayspec.model.rows import RowSpan
 from rayspec.planning.latency import HEAD, OVERHEAD, WAKE, LatencyModel, Measurement, StaleProfileError
 
 logger = logging.getLogger(__name__)

@@ -25,31 +25,20 @@ from rayspec.decode.drafting.skip_draft import (
 from rayspec.decode.head import Committed, Head
 from rayspec.decode.passes import Join, Pass
 from rayspec.decode.plan_search import TappedToken
-from rayspec.decode.runner import RowSpan
 from rayspec.decode.sampling import Rows, finite_rows, target_tokens
+from rayspec.decode.scheduler import Chunk
 from rayspec.decode.stopwatch import Stopwatch, queued_s, seconds
 from rayspec.decode.verify import Verdict
+from rayspec.model.rows import RowSpan
 from rayspec.types import Plan
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Committed tokens to be run at positions `first`, `first` + 1, ...; `sample`: choose the token after them."""
-
-    sequence_id: str
-    start: int
-    first: int
-    token_ids: Sequence[int]
-    sample: bool
-    replay: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefill:
-    """Run pieces; for each that samples, choose the token after it."""
+    """Run chunks; for each that samples, choose the token after it."""
 
     id: int
-    pieces: Sequence[Piece]
+    chunks: Sequence[Chunk]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +65,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class PrefillResult:
-    """By piece: the token after it, or None where it does not sample."""
+    """By chunk: the token after it, or None where it does not sample."""
 
     committed: Sequence[Committed | None]
 
@@ -125,12 +114,12 @@ def script(work: Work, head: Head, stopwatch: Stopwatch) -> Generator[Pass, Tens
 
 def _prefill(work: Prefill, head: Head) -> Generator[Pass, Tensor, PrefillResult]:
     hidden = yield _prefill_pass(work)
-    ends = torch.tensor([len(piece.token_ids) for piece in work.pieces]).cumsum(0) - 1
-    sampling = [index for index, piece in enumerate(work.pieces) if piece.sample]
-    results: list[Committed | None] = [None] * len(work.pieces)
+    ends = torch.tensor([chunk.rows.num_rows for chunk in work.chunks]).cumsum(0) - 1
+    sampling = [index for index, chunk in enumerate(work.chunks) if chunk.sample]
+    results: list[Committed | None] = [None] * len(work.chunks)
     if sampling:
         logits = head.logits(hidden[:, ends[sampling].to(hidden.device)])
-        rows = [Rows(head.sampler(work.pieces[index].sequence_id), at, ()) for at, index in enumerate(sampling)]
+        rows = [Rows(head.sampler(work.chunks[index].sequence_id), at, ()) for at, index in enumerate(sampling)]
         verdicts = [Verdict(token_ids=[token], num_accepted=0) for token in target_tokens(logits, rows).tolist()]
         committed = head.commit(logits, rows, verdicts, finite_rows(logits).tolist())
         for index, one in zip(sampling, committed, strict=True):
@@ -184,9 +173,9 @@ def _probed(logits: Tensor, rows: Sequence[Rows], turns: Sequence[Turn]) -> list
 def _prefill_pass(work: Prefill) -> Pass:
     return Pass(
         round_id=work.id,
-        token_ids=[token for piece in work.pieces for token in piece.token_ids],
-        rows=[RowSpan(piece.start, piece.first, len(piece.token_ids)) for piece in work.pieces],
-        fixed_shape=any(piece.replay for piece in work.pieces),
+        token_ids=[token for chunk in work.chunks for token in chunk.token_ids],
+        rows=[chunk.rows for chunk in work.chunks],
+        fixed_shape=any(chunk.replay for chunk in work.chunks),
     )
 
 
@@ -197,7 +186,7 @@ def _verify_pass(work: Round, drafts: Sequence[Draft], owners: Sequence[int]) ->
     tokens = [[turn.last_token, *one.token_ids, *_probes(turn)] for turn, one in pairs]
     parents = [_parents(turn, one) for turn, one in pairs]
     rows = [
-        RowSpan(turn.start, turn.length - 1, len(each), tree)
+        RowSpan(turn.arena_start, turn.length - 1, len(each), tree)
         for turn, each, tree in zip(work.turns, tokens, parents, strict=True)
     ]
     if owners and work.hold_at:
@@ -206,10 +195,7 @@ def _verify_pass(work: Round, drafts: Sequence[Draft], owners: Sequence[int]) ->
         return Pass(
             round_id=work.id,
             token_ids=[token for each in left for token in each],
-            rows=[
-                RowSpan(span.start, span.first + held, len(each), [parent - held for parent in span.parents[held:]])
-                for span, held, each in zip(rows, num_held, left, strict=True)
-            ],
+            rows=[span.rest(held) for span, held in zip(rows, num_held, strict=True)],
             join=Join(at=work.hold_at, order=_joined_order(owners, [len(each) for each in left]), rows=rows),
         )
     taps, at = [], 0

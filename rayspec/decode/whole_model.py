@@ -66,9 +66,9 @@ class WholeModelStages:
     def _prefill(self, work: Prefill) -> PrefillResult:
         return PrefillResult(
             [
-                self._choose(piece.sequence_id, logits) if piece.sample else None
-                for piece in work.pieces
-                for logits in [self._forward(piece.sequence_id, piece.first, piece.token_ids)]
+                self._choose(chunk.sequence_id, logits) if chunk.sample else None
+                for chunk in work.chunks
+                for logits in [self._forward(chunk.sequence_id, chunk.rows.context, chunk.token_ids)]
             ]
         )
 

@@ -28,9 +28,10 @@ from rayspec.decode.questions import (
     Steady,
     Trial,
 )
-from rayspec.decode.rounds import Piece, Prefill, PrefillResult, Round, RoundResult, Work
-from rayspec.decode.scheduler import Move
+from rayspec.decode.rounds import Prefill, PrefillResult, Round, RoundResult, Work
+from rayspec.decode.scheduler import Chunk, Move
 from rayspec.errors import TransportError
+from rayspec.model.rows import RowSpan
 from rayspec.planning.acceptance import DraftWhileWorth
 from rayspec.planning.latency import Measurement
 from rayspec.planning.lookup import DraftUntilFound
@@ -138,11 +139,11 @@ class WireRound(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Begin(Message, frozen=True, kw_only=True):
-    """Engine to the first stage: some work (`pieces` of a prefill, or a round), with the sequences it is the first to
+    """Engine to the first stage: some work (`chunks` of a prefill, or a round), with the sequences it is the first to
     name and those that are over since."""
 
     work_id: int
-    pieces: Sequence[Piece] = ()
+    chunks: Sequence[Chunk] = ()
     round: WireRound | None = None
     openings: Sequence[WireOpening] = ()
     closings: Sequence[str] = ()
@@ -152,7 +153,7 @@ class Begin(Message, frozen=True, kw_only=True):
         """Raises TypeError for a rule of drafting that cannot travel."""
         wire = [WireOpening.of(opening) for opening in openings]
         if isinstance(work, Prefill):
-            return cls(epoch=epoch, work_id=work.id, pieces=work.pieces, openings=wire, closings=closings)
+            return cls(epoch=epoch, work_id=work.id, chunks=work.chunks, openings=wire, closings=closings)
         rule = work.keep_drafting
         sent = WireRound(
             turns=work.turns,
@@ -165,7 +166,7 @@ class Begin(Message, frozen=True, kw_only=True):
     @property
     def work(self) -> Work:
         if self.round is None:
-            return Prefill(id=self.work_id, pieces=self.pieces)
+            return Prefill(id=self.work_id, chunks=self.chunks)
         return Round(
             id=self.work_id,
             turns=self.round.turns,
@@ -451,7 +452,7 @@ class Follow(Message, frozen=True, kw_only=True):
 
     work: Pass | None = None
     sublayer: int | None = None
-    positions: Sequence[tuple[int, int]] = ()
+    rows: Sequence[RowSpan] = ()
     moves: Sequence[Move] = ()
     measure: bool = False
     forget: bool = False

@@ -131,7 +131,7 @@ class RayStages:
 
     def start(self, work: Work) -> Future[Result]:
         self._require_alive()
-        named = [one.sequence_id for one in (work.pieces if isinstance(work, Prefill) else work.turns)]
+        named = [one.sequence_id for one in (work.chunks if isinstance(work, Prefill) else work.turns)]
         openings = [opening for name in named if (opening := self._openings.pop(name, None)) is not None]
         closings, self._closings = self._closings, []
         future: Future[Result] = Future()

@@ -105,7 +105,7 @@ class _CountsPrefill:
 
     def start(self, work: Work) -> Future[Result]:
         if isinstance(work, Prefill):
-            self.num_tokens += sum(len(piece.token_ids) for piece in work.pieces)
+            self.num_tokens += sum(len(chunk.token_ids) for chunk in work.chunks)
         return self._stages.start(work)
 
 
@@ -113,7 +113,7 @@ def test_nothing_is_computed_twice_unless_preempted() -> None:
     for kv_cache_tokens in (4096, 150):
         engine = _engine(wrap=_CountsPrefill, kv_cache_tokens=kv_cache_tokens, max_num_batched_tokens=16)
         assert tokens_of(complete(engine, KNOWN.prompts)) == KNOWN.expected
-        num_prefilled = engine._stages.num_tokens  # type: ignore[attr-defined]
+        num_prefilled = engine.stages.num_tokens  # type: ignore[attr-defined]
         assert (num_prefilled == sum(LENGTHS)) == (engine.stats.num_preemptions == 0) == (kv_cache_tokens == 4096)
 
 

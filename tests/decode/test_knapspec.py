@@ -27,7 +27,7 @@ def demo_latency() -> LatencyModel:
 
 
 def _latency(engine: Engine) -> LatencyModel:
-    runner: Runner = engine._stages.runner  # type: ignore[attr-defined]
+    runner: Runner = engine.stages.runner  # type: ignore[attr-defined]
     return measure(runner)
 
 

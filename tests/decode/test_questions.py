@@ -90,7 +90,7 @@ def asked(path: str) -> _Asked:
     for _ in range(4):
         engine.step()
     starts = {sequence.sequence_id: held(sequence).start for sequence in engine._scheduler.running}
-    tokens = engine._taps.tokens[-NUM_TOKENS:]
+    tokens = engine._planner.taps.tokens[-NUM_TOKENS:]
     return _Asked(engine, tokens, [starts[token.sequence_id] for token in tokens])
 
 

@@ -10,10 +10,12 @@ from rayspec.decode.drafting.skip_draft import Turn
 from rayspec.decode.head import Opening
 from rayspec.decode.passes import TapsGoneError
 from rayspec.decode.plan_search import TappedToken
-from rayspec.decode.rounds import Piece, Prefill, Round
+from rayspec.decode.rounds import Prefill, Round
 from rayspec.decode.runner import Runner
+from rayspec.decode.scheduler import Chunk
 from rayspec.decode.stages import LocalStages
 from rayspec.model.kv_arena import KVArena
+from rayspec.model.rows import RowSpan
 from rayspec.types import Plan
 from tests.families import VOCAB_SIZE, cases, checkpoint, parts_of
 
@@ -41,8 +43,12 @@ def _stages(num_tap_tokens: int = 8) -> LocalStages:
     return stages
 
 
-def _prefill(stages: LocalStages, pieces: list[Piece]) -> Any:
-    return stages.start(Prefill(id=1, pieces=pieces)).result().committed
+def _prefill(stages: LocalStages, chunks: list[Chunk]) -> Any:
+    return stages.start(Prefill(id=1, chunks=chunks)).result().committed
+
+
+def _chunk(name: int, tokens: list[int], context: int = 0, sample: bool = True) -> Chunk:
+    return Chunk(str(name), RowSpan(STARTS[name], context, len(tokens)), tokens, sample=sample)
 
 
 def _round(stages: LocalStages, turns: list[Turn], plan: Plan, keep: Any = None, num_taps: int = 0) -> Any:
@@ -51,8 +57,8 @@ def _round(stages: LocalStages, turns: list[Turn], plan: Plan, keep: Any = None,
 
 def _prefilled(num_tap_tokens: int = 8) -> LocalStages:
     stages = _stages(num_tap_tokens)
-    pieces = [Piece(str(name), STARTS[name], 0, prompt, sample=True) for name, prompt in enumerate(KNOWN.prompts)]
-    committed = _prefill(stages, pieces)
+    chunks = [_chunk(name, prompt) for name, prompt in enumerate(KNOWN.prompts)]
+    committed = _prefill(stages, chunks)
     assert [tuple(one.token_ids) for one in committed if one] == [tokens[:1] for tokens in KNOWN.expected]
     return stages
 
@@ -61,7 +67,7 @@ def _turns(lengths: tuple[int, ...] = (4, 0, 6), **options: Any) -> list[Turn]:
     return [
         Turn(
             sequence_id=str(name),
-            start=STARTS[name],
+            arena_start=STARTS[name],
             length=len(prompt) + 1,
             last_token=KNOWN.expected[name][0],
             max_draft_tokens=lengths[name],
@@ -75,15 +81,13 @@ def _plan(*skip: int) -> Plan:
     return Plan(keep=tuple(index not in skip for index in range(8)), num_draft_tokens=6, source="test")
 
 
-def test_only_pieces_that_sample_give_a_token() -> None:
+def test_only_chunks_that_sample_give_a_token() -> None:
     stages = _stages()
     prompt = KNOWN.prompts[0]
-    first, other = _prefill(
-        stages, [Piece("0", 100, 0, prompt[:11], sample=False), Piece("1", 0, 0, KNOWN.prompts[1], sample=True)]
-    )
+    first, other = _prefill(stages, [_chunk(0, prompt[:11], sample=False), _chunk(1, KNOWN.prompts[1])])
     assert first is None
     assert other is not None
-    (last,) = _prefill(stages, [Piece("0", 100, 11, prompt[11:], sample=True)])
+    (last,) = _prefill(stages, [_chunk(0, prompt[11:], context=11)])
     assert last is not None
     assert tuple(last.token_ids) == KNOWN.expected[0][:1]
 

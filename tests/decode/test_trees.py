@@ -11,9 +11,11 @@ import torch
 
 from rayspec.config import SamplingParams
 from rayspec.decode.drafting.skip_draft import SURENESS, Draft, _siblings
-from rayspec.decode.engine import Engine, _moves_to_path
-from rayspec.decode.runner import RowSpan, Runner
+from rayspec.decode.engine import Engine
+from rayspec.decode.runner import Runner
+from rayspec.decode.scheduler import moves_to_path
 from rayspec.model.kv_arena import KVArena
+from rayspec.model.rows import RowSpan
 from rayspec.types import Plan, RequestOutput, no_draft
 from tests.engines import RandomPlans, complete, engine_with, plant_trees, tokens_of
 from tests.families import FAMILIES, VOCAB_SIZE, Cases, cases, checkpoint, parts_of
@@ -94,10 +96,10 @@ def test_moves_bring_a_path_together() -> None:
     for _ in range(300):
         path = sorted(rng.sample(range(1, 15), rng.randint(0, 14)))
         slots = list(range(40))
-        for move in _moves_to_path(20, path):
+        for move in moves_to_path(20, path):
             slots[move.destination : move.destination + move.length] = slots[move.source : move.source + move.length]
         assert slots[: 21 + len(path)] == [*range(21), *(20 + row for row in path)]
-    assert [move.length for move in _moves_to_path(0, [1, 2, 5, 6, 9])] == [2, 1]
+    assert [move.length for move in moves_to_path(0, [1, 2, 5, 6, 9])] == [2, 1]
 
 
 @pytest.mark.parametrize("verification", ["coupled", "rejection"])

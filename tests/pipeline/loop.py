@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from rayspec.config import EngineConfig, ParallelOptions
-from rayspec.decode.engine import Engine, Vocabulary
+from rayspec.decode.engine import Engine
 from rayspec.decode.passes import Pass
+from rayspec.decode.requests import Vocabulary
 from rayspec.decode.scheduler import Scheduler
 from rayspec.decode.selection.base import FixedPlan, Selector, Situation
 from rayspec.model.architecture import Decomposition, decompose
@@ -320,9 +321,9 @@ class LoopEngine:
     def require_clean(self, given_up: int = 0) -> None:
         """Nothing is kept for sequences or rounds that are over, but for rows of rounds that were given up."""
         last = self.replica.parts[stage_name(self.replica.num_stages - 1)]
-        unsaid = self.engine._stages._closings  # said with the next work
+        unsaid = self.engine.stages._closings  # said with the next work
         assert last.head.num_open == len(unsaid)
-        assert not self.engine._stages._work
+        assert not self.engine.stages._work
         for shard in self.replica.parts.values():
             assert not shard._worker._scripts
             assert len(shard.span._held) <= given_up

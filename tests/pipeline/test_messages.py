@@ -28,10 +28,10 @@ from rayspec.decode.questions import (
     Steady,
     Trial,
 )
-from rayspec.decode.rounds import Piece, Prefill, PrefillResult, Round, RoundResult
-from rayspec.decode.runner import RowSpan
-from rayspec.decode.scheduler import Move
+from rayspec.decode.rounds import Prefill, PrefillResult, Round, RoundResult
+from rayspec.decode.scheduler import Chunk, Move
 from rayspec.errors import TransportError
+from rayspec.model.rows import RowSpan
 from rayspec.pipeline.messages import (
     Agreement,
     Begin,
@@ -74,7 +74,7 @@ RULE = DraftWhileWorth(
 )
 TURN = Turn(
     sequence_id="1/a/0",
-    start=64,
+    arena_start=64,
     length=9,
     last_token=7,
     max_draft_tokens=4,
@@ -209,7 +209,7 @@ def test_an_opening_travels_with_the_first_work(
     opening = Opening(
         sequence_id="é/0", params=params, seed=seed, prompt_token_ids=prompt, output_token_ids=[3], eos_token_ids=[2]
     )
-    work = Prefill(id=1, pieces=[Piece("é/0", 0, 0, prompt, sample=True, replay=True)])
+    work = Prefill(id=1, chunks=[Chunk("é/0", RowSpan(0, 0, len(prompt)), prompt, sample=True, replay=True)])
     arrived = decode(encode(Begin.of(5, work, [opening], ["gone"])))
     assert isinstance(arrived, Begin)
     assert (arrived.epoch, list(arrived.closings)) == (5, ["gone"])

@@ -11,10 +11,11 @@ import torch
 
 from rayspec.config import EngineConfig
 from rayspec.decode.passes import Pass, SpanRunner
-from rayspec.decode.rounds import Piece, Prefill, Round
-from rayspec.decode.runner import RowSpan, Runner
-from rayspec.decode.scheduler import Move
+from rayspec.decode.rounds import Prefill, Round
+from rayspec.decode.runner import Runner
+from rayspec.decode.scheduler import Chunk, Move
 from rayspec.model.kv_arena import KVArena
+from rayspec.model.rows import RowSpan
 from rayspec.pipeline import ranks
 from rayspec.pipeline import shard as shard_module
 from rayspec.pipeline.messages import (
@@ -36,7 +37,7 @@ from rayspec.types import no_draft
 from tests.families import VOCAB_SIZE, checkpoint, parts_of
 
 SECRET = Secret.generate()
-PREFILL = Begin.of(1, Prefill(id=1, pieces=[Piece("a", 0, 0, [1], sample=True)]), [], [])
+PREFILL = Begin.of(1, Prefill(id=1, chunks=[Chunk("a", RowSpan(0, 0, 1), [1], sample=True)]), [], [])
 ROUND = Begin.of(1, Round(id=2, turns=[], plan=no_draft(8, "test")), [], [])
 
 

@@ -122,8 +122,8 @@ def test_requests_come_late_and_are_aborted_in_flight() -> None:
         while waiting or run.engine.has_unfinished:
             if waiting:
                 run.engine.add(waiting.pop(0))
-            if rng.random() < 0.2 and victims & run.engine._live.keys():
-                victim = rng.choice(sorted(victims & run.engine._live.keys()))
+            if rng.random() < 0.2 and victims & set(run.engine._requests.ids):
+                victim = rng.choice(sorted(victims & set(run.engine._requests.ids)))
                 aborted = run.engine.abort(victim)
                 assert aborted is not None
                 assert aborted.outputs[0].finish_reason == "abort"
@@ -188,9 +188,9 @@ def _run_out_of_memory(run: LoopEngine, stage: int, wanted: Any, count: int = 1)
 
 
 OUT_OF_MEMORY = {
-    "prefill": lambda work: work.keep is None and len(work.rows) > 0 and work.rows[0].first == 0,
+    "prefill": lambda work: work.keep is None and len(work.rows) > 0 and work.rows[0].context == 0,
     "draft": lambda work: work.keep is not None,
-    "verify": lambda work: work.keep is None and work.fixed_shape is not False and work.rows[0].first > 0,
+    "verify": lambda work: work.keep is None and work.fixed_shape is not False and work.rows[0].context > 0,
 }
 
 

@@ -50,7 +50,7 @@ def test_it_finds_the_fastest_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = (True, False, True, True, False, False, True, True)
     seen = _priced(monkeypatch, lambda plan: 1.0 + sum(np.not_equal(plan.keep, wanted)) if plan.drafts else 1.5)
     engine = _engine()
-    before = engine._selector
+    before = engine._planner.selector
     plan = tune_plan(engine, PROMPTS, TuningOptions(num_tries=40, max_tokens=4), domain="law")
     assert plan.keep(8) == wanted
     assert plan.domain == "law"
@@ -60,7 +60,7 @@ def test_it_finds_the_fastest_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan.provenance.method == "the fastest of 40 plans by trials"
     assert plan.provenance.calibration == "3 prompts, 4 tokens generated from each"
     assert len({one.keep for one in seen if one.drafts}) == 40
-    assert engine._selector is before
+    assert engine._planner.selector is before
     require_idle(engine)
 
 
@@ -106,7 +106,7 @@ def test_an_engine_that_never_drafts_has_no_room_for_drafts() -> None:
 
 def test_what_fails_in_the_middle_leaves_the_engine_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, real = _engine(), SelfSD.observe
-    before = engine._selector
+    before = engine._planner.selector
 
     def observe(self: SelfSD, situation: Situation, plan: Plan, *others: Any) -> None:
         if plan.drafts:
@@ -116,7 +116,7 @@ def test_what_fails_in_the_middle_leaves_the_engine_as_it_was(monkeypatch: pytes
     monkeypatch.setattr(SelfSD, "observe", observe)
     with pytest.raises(KeyboardInterrupt):
         tune_plan(engine, PROMPTS, FAST)
-    assert engine._selector is before
+    assert engine._planner.selector is before
     require_idle(engine)
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from rayspec.decode.head import Head
 from rayspec.decode.passes import Pass
-from rayspec.decode.runner import RowSpan
 from rayspec.decode.sampling import Drafts, Rows, depths_of, draft_tokens
+from rayspec.model.rows import RowSpan
 from rayspec.planning.lookup import DraftUntilFound
 from rayspec.types import Plan
 
@@ -39,7 +39,7 @@ class Turn:
     """
 
     sequence_id: str
-    start: int
+    arena_start: int
     length: int
     last_token: int
     max_draft_tokens: int
@@ -109,7 +109,7 @@ def draft_pass(
     return Pass(
         round_id=round_id,
         token_ids=[tokens[-1] if tokens else turn.last_token for turn, tokens in chosen],
-        rows=[RowSpan(turn.start, turn.length - 1 + len(tokens), 1) for turn, tokens in chosen],
+        rows=[RowSpan(turn.arena_start, turn.length - 1 + len(tokens), 1) for turn, tokens in chosen],
         keep=plan.keep,
         hold_at=hold_at,
     )

@@ -48,7 +48,7 @@ def given(*keeps: tuple[bool, ...], num_agreed: int = 12) -> Estimates:
 
 def test_contenders_take_turns_and_write_the_same(llm: rayspec.LLM, prompts: list[list[int]]) -> None:
     engine, seen = local_engine(llm), []
-    before = engine._selector
+    before = engine._planner.selector
     contenders = {"plain": fixed(ALL, 0), "all": fixed(ALL), "early": fixed(EARLY), "most": fixed(MOST)}
     for name, contender in contenders.items():
         real = contender.plan
@@ -62,7 +62,7 @@ def test_contenders_take_turns_and_write_the_same(llm: rayspec.LLM, prompts: lis
     runs = [name for index, (name, _) in enumerate(seen) if index == 0 or seen[index - 1][0] != name]
     assert sorted(runs[:4]) == sorted(contenders), "all write after the first prompt before any goes on"
     assert len(runs) in (7, 8)
-    assert engine._selector is before
+    assert engine._planner.selector is before
     require_idle(engine)
     for name, (first, second) in found.items():
         assert first.num_tokens == second.num_tokens == 19
