@@ -96,7 +96,7 @@ def _local_engine(
         ),
         stages=stages,
         scheduler=make_scheduler(config, num_slots),
-        selector=make_selector(config, runner.last, latency),
+        selector=make_selector(config, runner.end_sublayer, latency),
         vocabulary=vocabulary,
         max_model_len=max_model_len,
         tokenizer=tokenizer,

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
-from rayspec.decode.head import Committed, Opening
+from rayspec.decode.head import Committed, SamplerSpec
 from rayspec.decode.round_planner import PlannedRound, RoundPlanner
 from rayspec.decode.rounds import Prefill, PrefillResult, Result, RoundResult, Work
 from rayspec.decode.scheduler import Move, Scheduler, Step, moves_to_path
@@ -167,14 +167,14 @@ class Cohorts:
         self._stats.prefill_s += result.queued_s
         self._keep_branches(planned, result)
         self._planner.learn(planned, result, num_tokens)
-        self._planner.improve(planned.situation)
+        self._planner.improve(planned.state)
 
     def _keep_branches(self, planned: PlannedRound, result: RoundResult) -> None:
         """Keys and values of accepted branches go where their positions are; windows get the probed tokens."""
         moves: list[Move] = []
-        for sequence, turn, path in zip(planned.sequences, planned.work.turns, result.paths, strict=False):
+        for sequence, entry, path in zip(planned.sequences, planned.work.entries, result.paths, strict=False):
             if not sequence.finished:
-                moves.extend(moves_to_path(turn.arena_start + turn.length - 1, path))
+                moves.extend(moves_to_path(entry.arena_start + entry.length - 1, path))
         if planned.work.plan.lookahead:
             for sequence, probed in zip(planned.sequences, result.probed, strict=False):
                 if sequence.lookahead is not None:
@@ -225,7 +225,7 @@ class Cohorts:
 
     def _open(self, sequence: SequenceState) -> None:
         self._stages.open(
-            Opening(
+            SamplerSpec(
                 sequence_id=sequence.sequence_id,
                 params=sequence.params,
                 seed=sequence.seed,

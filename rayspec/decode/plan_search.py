@@ -61,7 +61,7 @@ class PlanSearch:
         num_tokens, num_states, size = states.shape
         positions = self._positions.repeat_interleave(num_states)
         rows = pack_branches(self._runner.arena, self.tokens, num_states, positions)
-        module = self._runner.parts.sublayers[sublayer - self._runner.first]
+        module = self._runner.parts.sublayers[sublayer - self._runner.first_sublayer]
         if module.kind == "attention":
             self._runner.parts.rotate(states, rows)
         hidden = run((module,), states.reshape(1, num_tokens * num_states, size), rows)
@@ -70,7 +70,7 @@ class PlanSearch:
     @torch.inference_mode()
     def similarity(self, sublayer: int, states: Any) -> NDArray[np.float64]:
         """Mean cosine over the tokens, [S]."""
-        target = self._targets[sublayer - self._runner.first + 1]
+        target = self._targets[sublayer - self._runner.first_sublayer + 1]
         cosine = cosine_similarity(states.float(), target.float(), dim=-1)
         return cosine.mean(0).double().cpu().numpy()
 

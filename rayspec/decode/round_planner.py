@@ -10,11 +10,11 @@ from functools import cache, partial
 from rayspec.config import SpeculationOptions
 from rayspec.decode.drafting.lookahead import Guess
 from rayspec.decode.drafting.lookup import NOTHING, Proposal, shortest_match
-from rayspec.decode.drafting.skip_draft import Turn
+from rayspec.decode.drafting.skip_draft import RoundEntry
 from rayspec.decode.questions import Answer, Question
 from rayspec.decode.rounds import Round, RoundResult
-from rayspec.decode.scheduler import Scheduler, held
-from rayspec.decode.selection.base import Selector, Situation
+from rayspec.decode.scheduler import Scheduler, span_of
+from rayspec.decode.selection.base import BatchState, Selector
 from rayspec.decode.sequence import SequenceState
 from rayspec.decode.stages import Stages
 from rayspec.decode.taps import TapLog
@@ -25,11 +25,11 @@ _MAX_PLAN_RECORDS = 1024
 
 @dataclass(frozen=True, slots=True)
 class PlannedRound:
-    """A round, the situation that its plan was chosen for, and when that began, in seconds of the planner's clock."""
+    """A round, the state that its plan was chosen for, and when that began, in seconds of the planner's clock."""
 
     work: Round
     sequences: Sequence[SequenceState]
-    situation: Situation
+    state: BatchState
     started: float
 
 
@@ -59,17 +59,17 @@ class RoundPlanner:
 
     def plan(self, work_id: int, sequences: Sequence[SequenceState]) -> PlannedRound:
         started = self._clock()
-        situation = self._situation(sequences)
-        plan = self.selector.plan(situation)
-        proposals = situation.proposals() if plan.num_lookup_tokens else [NOTHING] * len(sequences)
+        state = self._batch_state(sequences)
+        plan = self.selector.plan(state)
+        proposals = state.proposals() if plan.num_lookup_tokens else [NOTHING] * len(sequences)
         work = Round(
             id=work_id,
-            turns=[self._turn(*each, plan) for each in zip(sequences, proposals, strict=True)],
+            entries=[self._entry(*each, plan) for each in zip(sequences, proposals, strict=True)],
             plan=plan,
-            keep_drafting=self.selector.keep_drafting(situation),
+            keep_drafting=self.selector.keep_drafting(state),
             num_taps=self.taps.capacity if self.selector.wants_taps else 0,
         )
-        return PlannedRound(work, sequences, situation, started)
+        return PlannedRound(work, sequences, state, started)
 
     def learn(self, planned: PlannedRound, result: RoundResult, num_tokens: int) -> None:
         """A round has ended and `num_tokens` were committed. Before any of its sequences moves."""
@@ -79,11 +79,11 @@ class RoundPlanner:
                 self.taps.drop(sequence.sequence_id)
         if num_tokens or not all(committed.finite for committed in result.committed):
             seconds = self._clock() - planned.started - result.queued_s
-            self.selector.observe(planned.situation, planned.work.plan, result, num_tokens, seconds)
+            self.selector.observe(planned.state, planned.work.plan, result, num_tokens, seconds)
 
-    def improve(self, situation: Situation) -> None:
+    def improve(self, state: BatchState) -> None:
         started = self._clock()
-        record = self.selector.improve(situation, self._search)
+        record = self.selector.improve(state, self._search)
         if record is not None:
             self._stats.plans = [*self._stats.plans[-_MAX_PLAN_RECORDS + 1 :], record]
         if record is not None or self._searched_s:
@@ -109,7 +109,7 @@ class RoundPlanner:
         tokens = [token for token in self.taps.tokens if sequence_id in (None, token.sequence_id)]
         if len(tokens) < question.num_tokens:
             return None
-        starts = {s.sequence_id: held(s).start for s in self._scheduler.running}
+        starts = {s.sequence_id: span_of(s).start for s in self._scheduler.running}
         chosen = tokens[-question.num_tokens :]
         self._searching = self._stages.search(chosen, [starts[token.sequence_id] for token in chosen], question)
         self._searching.add_done_callback(self._count_search)
@@ -119,9 +119,9 @@ class RoundPlanner:
         if not search.cancelled() and search.exception() is None:
             self._searched_s += search.result().seconds
 
-    def _situation(self, sequences: Sequence[SequenceState]) -> Situation:
+    def _batch_state(self, sequences: Sequence[SequenceState]) -> BatchState:
         outstanding = sum(s.num_remaining for s in (*self._scheduler.running, *self._scheduler.waiting))
-        return Situation(
+        return BatchState(
             context=sum(sequence.num_tokens for sequence in sequences) // len(sequences),
             batch=len(sequences),
             elapsed_s=self._stats.total_s,
@@ -135,15 +135,15 @@ class RoundPlanner:
         shortest = shortest_match(options)
         return [sequence.proposal(options.lookup_ngram, options.max_draft_tokens, shortest) for sequence in sequences]
 
-    def _turn(self, sequence: SequenceState, proposal: Proposal, plan: Plan) -> Turn:
-        num_free = held(sequence).capacity - sequence.num_tokens
+    def _entry(self, sequence: SequenceState, proposal: Proposal, plan: Plan) -> RoundEntry:
+        num_free = span_of(sequence).capacity - sequence.num_tokens
         max_tree_tokens = min(self._options.max_tree_tokens, num_free)
         guess = Guess(list(proposal.token_ids[: plan.num_lookup_tokens]))
         if plan.lookahead:
             guess = sequence.guess(self._options.lookahead, max_tree_tokens)
-        return Turn(
+        return RoundEntry(
             sequence_id=sequence.sequence_id,
-            arena_start=held(sequence).start,
+            arena_start=span_of(sequence).start,
             length=sequence.num_tokens,
             last_token=sequence.token_ids[-1],
             max_draft_tokens=min(plan.num_draft_tokens, sequence.num_remaining - 1),

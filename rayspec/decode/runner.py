@@ -39,12 +39,12 @@ class Runner:
         self._like_hidden = torch.zeros(1, 1, 1, dtype=parts.dtype, device=device)
 
     @property
-    def first(self) -> int:
+    def first_sublayer(self) -> int:
         """The first sublayer that is here."""
         return self.parts.sublayers[0].index
 
     @property
-    def last(self) -> int:
+    def end_sublayer(self) -> int:
         """One after the last sublayer that is here."""
         return self.parts.sublayers[-1].index + 1
 
@@ -72,15 +72,15 @@ class Runner:
         batch: Batch,
         hidden: Tensor,
         *,
-        first: int | None = None,
-        last: int | None = None,
+        begin: int | None = None,
+        end: int | None = None,
         keep: Sequence[bool] | None = None,
         tap: Tap | None = None,
     ) -> Tensor:
-        """Sublayers `first` .. `last` (exclusive), by default all that are here, over [1, N, hidden_size]."""
-        begin = self.first if first is None else first
-        end = self.last if last is None else last
-        span = self.parts.sublayers[begin - self.first : end - self.first]
+        """Sublayers `begin` .. `end` (exclusive), by default all that are here, over [1, N, hidden_size]."""
+        begin = self.first_sublayer if begin is None else begin
+        end = self.end_sublayer if end is None else end
+        span = self.parts.sublayers[begin - self.first_sublayer : end - self.first_sublayer]
         parts, at = [], 0
         for num_real, rows in batch.buckets:
             padded = _pad_rows(hidden[:, at : at + num_real], len(rows.positions))

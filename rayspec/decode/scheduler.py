@@ -205,14 +205,14 @@ def _chunk(sequence: SequenceState, num_tokens: int) -> Chunk:
     first = sequence.num_computed
     return Chunk(
         sequence_id=sequence.sequence_id,
-        rows=RowSpan(held(sequence).start, first, num_tokens),
+        rows=RowSpan(span_of(sequence).start, first, num_tokens),
         token_ids=sequence.token_ids[first : first + num_tokens],
         sample=first + num_tokens == sequence.num_tokens,
         replay=first >= sequence.num_prompt_tokens,
     )
 
 
-def held(sequence: SequenceState) -> Span:
+def span_of(sequence: SequenceState) -> Span:
     """The span of a running sequence."""
     assert sequence.span is not None
     return sequence.span

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,11 +36,11 @@ class RowSpan:
     arena_start: int
     context: int
     num_rows: int
-    parents: Sequence[int] = ()
+    parents: tuple[int, ...] = ()
 
     def rest(self, num_done: int) -> RowSpan:
         """The rows behind the first `num_done`, whose slots are filled by then."""
-        parents = [parent - num_done for parent in self.parents[num_done:]]
+        parents = tuple(parent - num_done for parent in self.parents[num_done:])
         return RowSpan(self.arena_start, self.context + num_done, self.num_rows - num_done, parents)
 
     def paths(self) -> list[Path]:

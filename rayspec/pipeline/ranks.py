@@ -50,8 +50,10 @@ class LeadingSpan(SpanRunner):
         self.announce(Follow(epoch=self._epoch(), forget=True))
         super().forget()
 
-    def search(self, tokens: Sequence[TappedToken], starts: Sequence[int], next_tokens: Tensor | None) -> PlanSearch:
-        found = super().search(tokens, starts, next_tokens)
+    def search(
+        self, tokens: Sequence[TappedToken], arena_starts: Sequence[int], next_tokens: Tensor | None
+    ) -> PlanSearch:
+        found = super().search(tokens, arena_starts, next_tokens)
         run, rows = found.run, found.tokens
 
         def announced(sublayer: int, states: Any) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from rayspec.config import SamplingParams
 from rayspec.decode.engine import Engine
 from rayspec.decode.rounds import Prefill, Result, Round, RoundResult, Work
-from rayspec.decode.selection.base import Situation
+from rayspec.decode.selection.base import BatchState
 from rayspec.decode.stages import LocalStages, StageLostError, StagesReplacedError, done
 from rayspec.types import EngineLoad, OutOfMemoryError, Plan, RayspecError, RequestOutput
 from tests.engines import (
@@ -69,7 +69,7 @@ class _Seconds(RandomPlans):
 
     seconds = 0.0
 
-    def observe(self, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
+    def observe(self, state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
         self.seconds += seconds
 
 

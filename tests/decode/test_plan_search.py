@@ -10,7 +10,7 @@ import torch
 
 from rayspec.config import SamplingParams
 from rayspec.decode.plan_search import PlanSearch
-from rayspec.decode.scheduler import held
+from rayspec.decode.scheduler import span_of
 from rayspec.decode.selection.base import FixedPlan
 from rayspec.model.architecture import Decomposition
 from rayspec.planning.knapsack import solve
@@ -34,7 +34,7 @@ def _search(parts: Decomposition, prompts: list[list[int]], plan: Plan, num_step
     for _ in range(num_steps):
         engine.step()
     stages: Any = engine.stages
-    starts = {sequence.sequence_id: held(sequence).start for sequence in engine._scheduler.running}
+    starts = {sequence.sequence_id: span_of(sequence).start for sequence in engine._scheduler.running}
     tokens = engine._planner.taps.tokens[-6:]
     return stages.plan_search(tokens, [starts[token.sequence_id] for token in tokens]), stages.runner
 

@@ -37,7 +37,7 @@ def count_measured(measured: LatencyModel, monkeypatch: pytest.MonkeyPatch) -> l
     calls: list[int] = []
 
     def counted(runner: Runner, *rest: Any) -> Any:
-        calls.append(runner.last)
+        calls.append(runner.end_sublayer)
         return measured
 
     monkeypatch.setattr(profile, "measure", counted)

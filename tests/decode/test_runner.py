@@ -37,11 +37,11 @@ def test_buckets_give_what_one_batch_gives(family: str) -> None:
         batch = runner.batch(SPANS)
         assert batch.num_rows == NUM_ROWS
         taps: dict[int, list[torch.Tensor]] = {}
-        hidden = runner.run(batch, runner.embed(TOKENS), last=3, keep=keep)
+        hidden = runner.run(batch, runner.embed(TOKENS), end=3, keep=keep)
         hidden = runner.run(
             batch,
             hidden,
-            first=3,
+            begin=3,
             keep=keep,
             tap=lambda i, h, t=taps: t.setdefault(i, []).append(h),  # type: ignore[misc]
         )

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayspec.config import SamplingParams
-from rayspec.decode.scheduler import Scheduler, Step, held
+from rayspec.decode.scheduler import Scheduler, Step, span_of
 from rayspec.decode.sequence import SequenceState
 from rayspec.types import RequestMetrics
 
@@ -55,7 +55,7 @@ class _World:
         for sequence, chunk in zip(step.prefill, step.chunks, strict=True):
             first, num_tokens = chunk.rows.context, chunk.rows.num_rows
             assert chunk.sequence_id == sequence.sequence_id
-            assert chunk.rows.arena_start == held(sequence).start
+            assert chunk.rows.arena_start == span_of(sequence).start
             assert first == sequence.num_computed
             assert 0 < num_tokens <= sequence.num_tokens - first
             assert chunk.token_ids == sequence.token_ids[first : first + num_tokens]
@@ -82,21 +82,21 @@ class _World:
             assert all(sequence.num_computed == 0 or sequence.span for sequence in step.preempted)
 
     def _check_spans(self) -> None:
-        spans = [held(sequence) for sequence in self.scheduler.running]
+        spans = [span_of(sequence) for sequence in self.scheduler.running]
         taken = [slot for span in spans for slot in range(span.start, span.end)]
         assert len(taken) == len(set(taken))
         assert self.scheduler.allocator.num_free == len(self.slots) - len(taken)
         assert all(sequence.span is None for sequence in self.scheduler.waiting)
 
     def _write(self, sequence: SequenceState, first: int, end: int) -> None:
-        span = held(sequence)
+        span = span_of(sequence)
         assert end <= span.capacity, "a round writes behind its span"
         self._require_cached(sequence, first)
         for position in range(first, end):
             self.slots[span.start + position] = (sequence.sequence_id, position)
 
     def _require_cached(self, sequence: SequenceState, count: int) -> None:
-        start = held(sequence).start
+        start = span_of(sequence).start
         expected = [(sequence.sequence_id, position) for position in range(count)]
         assert self.slots[start : start + count] == expected
 

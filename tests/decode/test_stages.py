@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from rayspec.config import SamplingParams
-from rayspec.decode.drafting.skip_draft import Turn
-from rayspec.decode.head import Opening
+from rayspec.decode.drafting.skip_draft import RoundEntry
+from rayspec.decode.head import SamplerSpec
 from rayspec.decode.passes import TapsGoneError
 from rayspec.decode.plan_search import TappedToken
 from rayspec.decode.rounds import Prefill, Round
@@ -31,7 +31,7 @@ def _stages(num_tap_tokens: int = 8) -> LocalStages:
     stages = LocalStages(runner, vocab_size=VOCAB_SIZE, verification="coupled", num_tap_tokens=num_tap_tokens)
     for name, prompt in enumerate(KNOWN.prompts):
         stages.open(
-            Opening(
+            SamplerSpec(
                 sequence_id=str(name),
                 params=SamplingParams(temperature=0, max_tokens=24),
                 seed=0,
@@ -51,8 +51,8 @@ def _chunk(name: int, tokens: list[int], context: int = 0, sample: bool = True) 
     return Chunk(str(name), RowSpan(STARTS[name], context, len(tokens)), tokens, sample=sample)
 
 
-def _round(stages: LocalStages, turns: list[Turn], plan: Plan, keep: Any = None, num_taps: int = 0) -> Any:
-    return stages.start(Round(id=2, turns=turns, plan=plan, keep_drafting=keep, num_taps=num_taps)).result()
+def _round(stages: LocalStages, entries: list[RoundEntry], plan: Plan, keep: Any = None, num_taps: int = 0) -> Any:
+    return stages.start(Round(id=2, entries=entries, plan=plan, keep_drafting=keep, num_taps=num_taps)).result()
 
 
 def _prefilled(num_tap_tokens: int = 8) -> LocalStages:
@@ -63,9 +63,9 @@ def _prefilled(num_tap_tokens: int = 8) -> LocalStages:
     return stages
 
 
-def _turns(lengths: tuple[int, ...] = (4, 0, 6), **options: Any) -> list[Turn]:
+def _entries(lengths: tuple[int, ...] = (4, 0, 6), **options: Any) -> list[RoundEntry]:
     return [
-        Turn(
+        RoundEntry(
             sequence_id=str(name),
             arena_start=STARTS[name],
             length=len(prompt) + 1,
@@ -95,7 +95,7 @@ def test_only_chunks_that_sample_give_a_token() -> None:
 @pytest.mark.parametrize("num_taps", [0, 2])
 @pytest.mark.parametrize("skip", [(), (0,), (3,), (2, 5, 6), tuple(range(8)), (7,)])
 def test_a_round_commits_what_is_accepted_and_one_more(skip: tuple[int, ...], num_taps: int) -> None:
-    result = _round(_prefilled(), _turns(), _plan(*skip), None, num_taps)
+    result = _round(_prefilled(), _entries(), _plan(*skip), None, num_taps)
     assert [len(one.token_ids) for one in result.drafts] == [4, 0, 6]
     assert result.num_draft_steps == 6
     for name, (committed, drafted, accepted) in enumerate(
@@ -113,7 +113,7 @@ def test_a_round_commits_what_is_accepted_and_one_more(skip: tuple[int, ...], nu
 
 def test_a_draft_ends_at_an_end_token_and_when_it_is_told_to() -> None:
     end = KNOWN.expected[2][3]
-    result = _round(_prefilled(), _turns(end_tokens=(end,)), _plan())
+    result = _round(_prefilled(), _entries(end_tokens=(end,)), _plan())
     assert result.drafts[2].token_ids == list(KNOWN.expected[2][1:4])
     asked: list[list[int]] = []
 
@@ -121,13 +121,13 @@ def test_a_draft_ends_at_an_end_token_and_when_it_is_told_to() -> None:
         asked.append([len(one) for one in confidences])
         return [len(one) < 2 for one in confidences]
 
-    result = _round(_prefilled(), _turns(), _plan(), keep)
+    result = _round(_prefilled(), _entries(), _plan(), keep)
     assert [len(one.token_ids) for one in result.drafts] == [2, 0, 2]
     assert asked == [[1, 1], [2, 2]]
 
 
 def test_without_a_draft_nothing_is_drafted() -> None:
-    result = _round(_prefilled(), _turns((0, 0, 0)), _plan(2))
+    result = _round(_prefilled(), _entries((0, 0, 0)), _plan(2))
     assert result.num_draft_steps == 0
     assert [tuple(one.token_ids) for one in result.committed] == [tokens[1:2] for tokens in KNOWN.expected]
 
@@ -135,7 +135,7 @@ def test_without_a_draft_nothing_is_drafted() -> None:
 @pytest.mark.parametrize("num_drafted", [0, 6])
 def test_taps_are_the_targets_states_of_newest_tokens(num_drafted: int) -> None:
     stages = _prefilled()
-    _round(stages, _turns((num_drafted,) * 3), _plan(2), num_taps=2)
+    _round(stages, _entries((num_drafted,) * 3), _plan(2), num_taps=2)
     tokens = [TappedToken(str(name), len(KNOWN.prompts[name])) for name in range(2)]
     search = stages.plan_search(tokens, STARTS[:2])
     states = search.start()
@@ -151,7 +151,7 @@ def test_taps_are_the_targets_states_of_newest_tokens(num_drafted: int) -> None:
 
 def test_taps_of_long_ago_are_gone() -> None:
     stages = _prefilled(num_tap_tokens=2)
-    _round(stages, _turns((0, 0, 0)), _plan(), num_taps=3)
+    _round(stages, _entries((0, 0, 0)), _plan(), num_taps=3)
     kept = [TappedToken(str(name), len(KNOWN.prompts[name])) for name in (1, 2)]
     assert stages.plan_search(kept, STARTS[1:]).num_tokens == 2
     with pytest.raises(TapsGoneError):

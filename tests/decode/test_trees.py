@@ -40,7 +40,7 @@ def greedy_names(known: Cases) -> dict[tuple[str, int], Sequence[int]]:
 
 def test_paths_of_a_tree() -> None:
     """Row 0 hangs on the last filled slot, row 3 on the one before that."""
-    paths = RowSpan(100, 7, 5, [-1, 0, 0, -2, 2]).paths()
+    paths = RowSpan(100, 7, 5, (-1, 0, 0, -2, 2)).paths()
     assert [(path.shared, path.own) for path in paths] == [
         (7, (7,)), (7, (7, 8)), (7, (7, 9)), (6, (10,)), (7, (7, 9, 11)),
     ]  # fmt: skip
@@ -68,7 +68,7 @@ def test_every_row_of_a_tree_is_the_end_of_a_chain(family: str, bucket_rows: int
     parents = [-1, *(rng.randrange(row) for row in range(1, 12)), -3, 12]
     runner = _runner(family, bucket_rows)
     _logits(runner, RowSpan(30, 0, 20), prompt)
-    logits = _logits(runner, RowSpan(30, 20, 14, parents), tokens)
+    logits = _logits(runner, RowSpan(30, 20, 14, tuple(parents)), tokens)
     for row in range(14):
         path, at = [], row
         while at >= 0:
@@ -86,7 +86,7 @@ def test_in_buckets_a_row_of_a_tree_is_that_of_a_chain_to_the_bit() -> None:
     tree, chain = _runner("gemma2", 8), _runner("gemma2", 8)
     for runner in (tree, chain):
         _logits(runner, RowSpan(30, 0, 20), prompt)
-    first = _logits(tree, RowSpan(30, 20, 6, [-1, 0, 0, 1, 2, 4]), [5, 6, 7, 8, 9, 10])
+    first = _logits(tree, RowSpan(30, 20, 6, (-1, 0, 0, 1, 2, 4)), [5, 6, 7, 8, 9, 10])
     alone = _logits(chain, RowSpan(30, 20, 4), [5, 7, 9, 10])
     assert torch.equal(first[[0, 2, 4, 5]], alone)
 

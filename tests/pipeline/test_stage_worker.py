@@ -145,7 +145,7 @@ def test_a_stage_with_nothing_to_do_in_a_draft_is_passed_by(skipped: int) -> Non
     plan = Plan(keep=keep, num_draft_tokens=4, source="test")
 
     class One(TravellingPlans):
-        def plan(self, situation: Any) -> Plan:
+        def plan(self, state: Any) -> Plan:
             return plan
 
     with loop_engine(checkpoint("llama"), 4, One(0, NUM_SUBLAYERS)) as run:

@@ -13,7 +13,7 @@ import torch
 from rayspec.config import EngineConfig, SamplingParams, TuningOptions
 from rayspec.decode.engine import Engine
 from rayspec.decode.rounds import RoundResult
-from rayspec.decode.selection.base import FixedPlan, Situation
+from rayspec.decode.selection.base import BatchState, FixedPlan
 from rayspec.local_engine import load_engine
 from rayspec.strategies.saved_plans import ModelIdentity, SavedPlans
 from rayspec.strategies.self_sd import SelfSD
@@ -38,9 +38,9 @@ def _priced(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[Plan], float]) -
     """A token of a sequence takes what the plan is said to cost; which plans were measured, round by round."""
     plans, real = [], SelfSD.observe
 
-    def observe(self: SelfSD, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, _: float) -> None:
+    def observe(self: SelfSD, state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, _: float) -> None:
         plans.append(plan)
-        real(self, situation, plan, result, num_tokens, num_tokens * seconds(plan) / situation.batch)
+        real(self, state, plan, result, num_tokens, num_tokens * seconds(plan) / state.batch)
 
     monkeypatch.setattr(SelfSD, "observe", observe)
     return plans
@@ -108,10 +108,10 @@ def test_what_fails_in_the_middle_leaves_the_engine_as_it_was(monkeypatch: pytes
     engine, real = _engine(), SelfSD.observe
     before = engine._planner.selector
 
-    def observe(self: SelfSD, situation: Situation, plan: Plan, *others: Any) -> None:
+    def observe(self: SelfSD, state: BatchState, plan: Plan, *others: Any) -> None:
         if plan.drafts:
             raise KeyboardInterrupt
-        real(self, situation, plan, *others)
+        real(self, state, plan, *others)
 
     monkeypatch.setattr(SelfSD, "observe", observe)
     with pytest.raises(KeyboardInterrupt):
