@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rayspec.config import EngineConfig
-from rayspec.decode.engine import Engine, Vocabulary
+from rayspec.decode.engine import Engine
 from rayspec.decode.loading import (
     affordable_slots,
     bucket_rows,
@@ -19,6 +19,7 @@ from rayspec.decode.loading import (
     resolve_max_model_len,
 )
 from rayspec.decode.profile import load_or_measure
+from rayspec.decode.requests import Vocabulary
 from rayspec.decode.runner import Runner
 from rayspec.decode.selection.base import FixedPlan
 from rayspec.decode.stages import LocalStages, Stages
@@ -95,7 +96,7 @@ def _local_engine(
         ),
         stages=stages,
         scheduler=make_scheduler(config, num_slots),
-        selector=make_selector(config, runner.last, latency),
+        selector=make_selector(config, runner.end_sublayer, latency),
         vocabulary=vocabulary,
         max_model_len=max_model_len,
         tokenizer=tokenizer,

@@ -14,14 +14,15 @@ from torch import Tensor
 from typing_extensions import Self
 
 from rayspec.config import EngineConfig, SamplingParams
-from rayspec.decode.drafting.skip_draft import KeepDrafting, Turn
-from rayspec.decode.engine import Engine, Vocabulary
+from rayspec.decode.drafting.skip_draft import KeepDrafting, RoundEntry
+from rayspec.decode.engine import Engine
 from rayspec.decode.passes import Pass
 from rayspec.decode.questions import Knapsack
+from rayspec.decode.requests import Vocabulary
 from rayspec.decode.rounds import Result, Round, RoundResult, Work
 from rayspec.decode.runner import Runner
 from rayspec.decode.scheduler import Scheduler
-from rayspec.decode.selection.base import FixedPlan, Search, Selector, Situation
+from rayspec.decode.selection.base import BatchState, FixedPlan, Search, Selector
 from rayspec.decode.stages import LocalStages, Stages
 from rayspec.decode.stopwatch import Stopwatch
 from rayspec.model.architecture import Decomposition
@@ -71,20 +72,20 @@ class RandomPlans:
     def wants_taps(self) -> bool:
         return self._rng.random() < 0.25
 
-    def plan(self, situation: Situation) -> Plan:
+    def plan(self, state: BatchState) -> Plan:
         plan = random_plan(self._rng, self._num_sublayers, self._max_draft_tokens)
         self.plans.append(branching(self._branch_rng, plan))
         return self.plans[-1]
 
-    def keep_drafting(self, situation: Situation) -> KeepDrafting | None:
+    def keep_drafting(self, state: BatchState) -> KeepDrafting | None:
         if self._rng.random() < 0.5:
             return None
         return lambda confidences: [self._rng.random() < 0.7 for _ in confidences]
 
-    def observe(self, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
+    def observe(self, state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
         assert num_tokens > 0 or not any(one.finite for one in result.committed)
 
-    def improve(self, situation: Situation, search: Search) -> PlanRecord | None:
+    def improve(self, state: BatchState, search: Search) -> PlanRecord | None:
         """Searches now and then, as in the middle of everything one would, which must leave no trace."""
         if self._rng.random() < 0.1:
             weights = [2, 1] * (self._num_sublayers // 2)
@@ -248,8 +249,8 @@ def require_idle(engine: Engine) -> None:
     scheduler = engine._scheduler
     assert scheduler.allocator.num_free == scheduler.allocator.num_slots
     assert not scheduler.has_work
-    assert not engine._flights
-    head = getattr(engine._stages, "head", None)
+    assert engine._cohorts.is_idle
+    head = getattr(engine.stages, "head", None)
     assert head is None or head.num_open == 0
     stats = engine.stats
     assert stats.num_accepted_tokens <= stats.num_draft_tokens
@@ -280,8 +281,8 @@ def tokens_of(outputs: Iterable[RequestOutput]) -> list[tuple[int, ...]]:
 def random_tree(
     rng: random.Random, max_tokens: int, known: Sequence[int], vocab_size: int
 ) -> tuple[list[int], list[int]]:
-    """Tokens and the row that each follows (`Turn.parents`): deep, wide or neither. Of what is known to come next,
-    some tokens lie on it, on any branch."""
+    """Tokens and the row that each follows (`RoundEntry.parents`): deep, wide or neither. Of what is known to come
+    next, some tokens lie on it, on any branch."""
     kind = rng.choice(["deep", "wide", "any"])
     token_ids: list[int] = []
     parents: list[int] = []
@@ -301,25 +302,25 @@ def random_tree(
 def plant_trees(
     engine: Engine, known: Mapping[tuple[str, int], Sequence[int]], seed: int, *, max_tokens: int = 40
 ) -> None:
-    """From now on most turns verify a random tree in place of what they were to. known: the output tokens of requests
+    """From now on most entries verify a random tree in place of what they were to. known: the output tokens of requests
     and their sequences, which some branches are made of."""
-    rng, start = random.Random(seed), engine._stages.start
-    vocab_size = engine._vocabulary.size
+    rng, start = random.Random(seed), engine.stages.start
+    vocab_size = engine.vocabulary.size
 
-    def planted(turn: Turn) -> Turn:
+    def planted(entry: RoundEntry) -> RoundEntry:
         if rng.random() < 0.2:
-            return turn
-        _, request_id, index = turn.sequence_id.split("/")
-        live = engine._live[request_id]
-        expected = known[request_id, int(index)][turn.length - len(live.prompt_token_ids) :]
-        limit = min(max_tokens, turn.max_tree_tokens)
+            return entry
+        _, request_id, index = entry.sequence_id.split("/")
+        live = engine._requests[request_id]
+        expected = known[request_id, int(index)][entry.length - len(live.prompt_token_ids) :]
+        limit = min(max_tokens, entry.max_tree_tokens)
         token_ids, parents = random_tree(rng, limit, expected, vocab_size)
         num_probes = rng.randint(0, len(token_ids) // 3)
-        return replace(turn, looked_up=token_ids, parents=parents, num_probes=num_probes)
+        return replace(entry, looked_up=token_ids, parents=parents, num_probes=num_probes)
 
     def started(work: Work) -> Future[Result]:
         if isinstance(work, Round) and not work.plan.lookahead:
-            work = replace(work, turns=[planted(turn) for turn in work.turns])
+            work = replace(work, entries=[planted(entry) for entry in work.entries])
         return start(work)
 
-    engine._stages.start = started  # type: ignore[method-assign]
+    engine.stages.start = started  # type: ignore[method-assign]

@@ -12,7 +12,7 @@ from rayspec.decode.drafting.skip_draft import Draft
 from rayspec.decode.head import Committed
 from rayspec.decode.questions import Answer, Question
 from rayspec.decode.rounds import RoundResult
-from rayspec.decode.selection.base import Search, Selector, Situation
+from rayspec.decode.selection.base import BatchState, Search, Selector
 from rayspec.planning.latency import Curve, LatencyModel
 from rayspec.strategies.saved_plans import Provenance, SavedPlan
 from rayspec.types import EngineStats
@@ -40,8 +40,8 @@ def latency(num_sublayers: int = NUM_SUBLAYERS) -> LatencyModel:
     )
 
 
-def situation(*, batch: int = 1, context: int = 100, sequence_ids: Sequence[str] = ()) -> Situation:
-    return Situation(
+def state(*, batch: int = 1, context: int = 100, sequence_ids: Sequence[str] = ()) -> BatchState:
+    return BatchState(
         context=context, batch=batch, elapsed_s=1.0, num_outstanding_tokens=1000, sequence_ids=sequence_ids
     )
 

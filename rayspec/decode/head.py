@@ -18,7 +18,7 @@ from rayspec.types import Logprob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opening:
+class SamplerSpec:
     """A sequence as the head must know it: how it samples, from which seed, and what is committed."""
 
     sequence_id: str
@@ -77,9 +77,9 @@ class Head:
     def num_open(self) -> int:
         return len(self._samplers)
 
-    def open(self, opening: Opening) -> None:
-        self._samplers[opening.sequence_id] = opening.sampler(self._vocab_size, self._device)
-        self._lookups.pop(opening.sequence_id, None)
+    def open(self, spec: SamplerSpec) -> None:
+        self._samplers[spec.sequence_id] = spec.sampler(self._vocab_size, self._device)
+        self._lookups.pop(spec.sequence_id, None)
 
     def close(self, sequence_id: str) -> None:
         del self._samplers[sequence_id]

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from rayspec.decode.plan_search import PlanSearch, TappedToken
-from rayspec.decode.runner import Batch, RowSpan, Runner
+from rayspec.decode.runner import Batch, Runner
 from rayspec.decode.scheduler import Move
+from rayspec.model.rows import RowSpan
 from rayspec.types import RayspecError
 
-_MAX_ROUNDS_HELD = 256
+_MAX_ROUNDS_SAVED = 256
 
 
 class TapsGoneError(RayspecError):
@@ -23,8 +24,8 @@ class TapsGoneError(RayspecError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Join:
-    """Before sublayer `at`, the rows held there earlier in the round and then the rows of this pass, put in `order`,
+class Merge:
+    """Before sublayer `at`, the rows saved there earlier in the round and then the rows of this pass, put in `order`,
     go on as `rows`."""
 
     at: int
@@ -37,8 +38,8 @@ class Pass:
     """One forward over packed rows: `token_ids` enter at the embedding as `rows`. It says all there is to know, so a
     stage needs no memory of the sequences it serves: positions ride with the rows.
 
-    round_id: whose held rows are meant. keep: flag per sublayer of the whole model; None runs all. hold_at: the states
-    before that sublayer are held for a later pass of the round; 0 holds nothing. taps: of these rows (row r is the
+    round_id: whose saved rows are meant. keep: flag per sublayer of the whole model; None runs all. save_at: the states
+    before that sublayer are saved for a later pass of the round; 0 saves nothing. taps: of these rows (row r is the
     token taps[r]) every stage keeps its boundary states for the plan search. fixed_shape: see `Runner.batch`.
     """
 
@@ -46,8 +47,8 @@ class Pass:
     token_ids: Sequence[int]
     rows: Sequence[RowSpan]
     keep: tuple[bool, ...] | None = None
-    hold_at: int = 0
-    join: Join | None = None
+    save_at: int = 0
+    merge: Merge | None = None
     taps: Sequence[tuple[int, TappedToken]] = ()
     fixed_shape: bool = True
 
@@ -59,35 +60,35 @@ class Pass:
 class SpanRunner:
     """Runs passes through the sublayers of one process; the first span embeds, the last one's output is the head's.
 
-    A round that was given up leaves its held rows behind until enough later ones have held some.
+    A round that was given up leaves its saved rows behind until enough later ones have saved some.
     """
 
     def __init__(self, runner: Runner, *, num_taps: int) -> None:
         self.runner = runner
         self._num_taps = num_taps
-        self._held: dict[int, list[Tensor]] = {}
+        self._saved: dict[int, list[Tensor]] = {}
         self._taps: dict[TappedToken, Tensor] = {}
 
     @torch.inference_mode()
     def run(self, work: Pass, hidden: Tensor | None = None) -> Tensor:
         """hidden: [1, N, hidden_size] from the span before; None at the embedding. Returns the states after the span,
-        [1, N', hidden_size], where N' differs from N if rows are joined here."""
+        [1, N', hidden_size], where N' differs from N if rows are merged here."""
         runner = self.runner
         if hidden is None:
             hidden = runner.embed(torch.tensor(work.token_ids, device=runner.device))
-        cut = work.join.at if work.join else work.hold_at
-        if not runner.first < cut <= runner.last:
-            joined = work.join is not None and work.join.at <= runner.first
-            rows = work.join.rows if joined and work.join else work.rows
-            return self._through(work, self._batch(work, rows), hidden, runner.first, runner.last)
+        cut = work.merge.at if work.merge else work.save_at
+        if not runner.first_sublayer < cut <= runner.end_sublayer:
+            is_merged = work.merge is not None and work.merge.at <= runner.first_sublayer
+            rows = work.merge.rows if is_merged and work.merge else work.rows
+            return self._through(work, self._batch(work, rows), hidden, runner.first_sublayer, runner.end_sublayer)
         batch = self._batch(work, work.rows)
-        hidden = self._through(work, batch, hidden, runner.first, cut)
-        if work.join is None:
-            self._hold(work.round_id, hidden)
+        hidden = self._through(work, batch, hidden, runner.first_sublayer, cut)
+        if work.merge is None:
+            self._save(work.round_id, hidden)
         else:
-            hidden = self._rejoin(work.round_id, work.join, hidden)
-            batch = self._batch(work, work.join.rows)
-        return self._through(work, batch, hidden, cut, runner.last)
+            hidden = self._merge(work.round_id, work.merge, hidden)
+            batch = self._batch(work, work.merge.rows)
+        return self._through(work, batch, hidden, cut, runner.end_sublayer)
 
     @torch.inference_mode()
     def move(self, moves: Sequence[Move]) -> None:
@@ -97,26 +98,28 @@ class SpanRunner:
 
     def forget(self) -> None:
         """Drop what rounds in flight have left here, and all taps."""
-        self._held.clear()
+        self._saved.clear()
         self._taps.clear()
 
-    def search(self, tokens: Sequence[TappedToken], starts: Sequence[int], next_tokens: Tensor | None) -> PlanSearch:
+    def search(
+        self, tokens: Sequence[TappedToken], arena_starts: Sequence[int], next_tokens: Tensor | None
+    ) -> PlanSearch:
         """The plan search's states in this span. Raises TapsGoneError."""
         if any(token not in self._taps for token in tokens):
             raise TapsGoneError("the states of some tapped tokens are not kept any more")
         states = torch.stack([self._taps[token] for token in tokens], 1)
-        places = [(start, token.position) for start, token in zip(starts, tokens, strict=True)]
-        return PlanSearch(self.runner, states, places, next_tokens)
+        rows = [RowSpan(start, token.position, 1) for start, token in zip(arena_starts, tokens, strict=True)]
+        return PlanSearch(self.runner, states, rows, next_tokens)
 
     def _batch(self, work: Pass, rows: Sequence[RowSpan]) -> Batch:
         return self.runner.batch(rows, fixed_shape=work.fixed_shape)
 
-    def _through(self, work: Pass, batch: Batch, hidden: Tensor, first: int, last: int) -> Tensor:
+    def _through(self, work: Pass, batch: Batch, hidden: Tensor, begin: int, end: int) -> Tensor:
         if not work.taps:
-            return self.runner.run(batch, hidden, first=first, last=last, keep=work.keep)
+            return self.runner.run(batch, hidden, begin=begin, end=end, keep=work.keep)
         boundaries: dict[int, list[Tensor]] = {}
         out = self.runner.run(
-            batch, hidden, first=first, last=last, keep=work.keep,
+            batch, hidden, begin=begin, end=end, keep=work.keep,
             tap=lambda index, states: boundaries.setdefault(index, []).append(states),
         )  # fmt: skip
         self._keep_taps(work, [hidden, *(torch.cat(pieces, 1) for pieces in boundaries.values())])
@@ -131,11 +134,11 @@ class SpanRunner:
         for token in list(self._taps)[: -self._num_taps]:
             del self._taps[token]
 
-    def _hold(self, round_id: int, hidden: Tensor) -> None:
-        self._held.setdefault(round_id, []).append(hidden)
-        for abandoned in sorted(self._held)[:-_MAX_ROUNDS_HELD]:
-            del self._held[abandoned]
+    def _save(self, round_id: int, hidden: Tensor) -> None:
+        self._saved.setdefault(round_id, []).append(hidden)
+        for abandoned in sorted(self._saved)[:-_MAX_ROUNDS_SAVED]:
+            del self._saved[abandoned]
 
-    def _rejoin(self, round_id: int, join: Join, hidden: Tensor) -> Tensor:
-        rows = torch.cat([*self._held.pop(round_id), hidden], 1)
-        return rows[:, torch.tensor(join.order, device=hidden.device)]
+    def _merge(self, round_id: int, merge: Merge, hidden: Tensor) -> Tensor:
+        rows = torch.cat([*self._saved.pop(round_id), hidden], 1)
+        return rows[:, torch.tensor(merge.order, device=hidden.device)]

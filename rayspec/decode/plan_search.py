@@ -15,6 +15,7 @@ from torch.nn.functional import cosine_similarity
 from rayspec.decode.questions import Agreement
 from rayspec.decode.runner import Runner
 from rayspec.model.attention import pack_branches
+from rayspec.model.rows import RowSpan
 from rayspec.model.sublayers import run
 
 # Rows whose logits are there at the same time.
@@ -35,21 +36,21 @@ class PlanSearch:
     and the branch's own key, so a state is what a draft of one token would compute (KnapSpec, section 4).
 
     boundaries: [sublayers + 1, T, hidden_size], the target's states before the span and after each sublayer of it.
-    tokens: (arena start, position) of each. next_tokens: [T], the target's most likely; None without a head.
+    tokens: the row of each. next_tokens: [T], the target's most likely; None without a head.
     """
 
     def __init__(
-        self, runner: Runner, boundaries: Tensor, tokens: Sequence[tuple[int, int]], next_tokens: Tensor | None
+        self, runner: Runner, boundaries: Tensor, tokens: Sequence[RowSpan], next_tokens: Tensor | None
     ) -> None:
         self._runner = runner
-        self._tokens = list(tokens)
-        self._positions = torch.tensor([position for _, position in tokens], device=runner.device)
+        self.tokens = list(tokens)
+        self._positions = torch.tensor([token.context for token in tokens], device=runner.device)
         self._targets = boundaries[:, :, None]
         self._next_tokens = next_tokens
 
     @property
     def num_tokens(self) -> int:
-        return len(self._tokens)
+        return len(self.tokens)
 
     @torch.inference_mode()
     def start(self) -> Tensor:
@@ -59,8 +60,8 @@ class PlanSearch:
     def run(self, sublayer: int, states: Any) -> Tensor:
         num_tokens, num_states, size = states.shape
         positions = self._positions.repeat_interleave(num_states)
-        rows = pack_branches(self._runner.arena, self._tokens, num_states, positions)
-        module = self._runner.parts.sublayers[sublayer - self._runner.first]
+        rows = pack_branches(self._runner.arena, self.tokens, num_states, positions)
+        module = self._runner.parts.sublayers[sublayer - self._runner.first_sublayer]
         if module.kind == "attention":
             self._runner.parts.rotate(states, rows)
         hidden = run((module,), states.reshape(1, num_tokens * num_states, size), rows)
@@ -69,7 +70,7 @@ class PlanSearch:
     @torch.inference_mode()
     def similarity(self, sublayer: int, states: Any) -> NDArray[np.float64]:
         """Mean cosine over the tokens, [S]."""
-        target = self._targets[sublayer - self._runner.first + 1]
+        target = self._targets[sublayer - self._runner.first_sublayer + 1]
         cosine = cosine_similarity(states.float(), target.float(), dim=-1)
         return cosine.mean(0).double().cpu().numpy()
 

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 import transformers
 
-from rayspec.decode.runner import RowSpan, Runner
+from rayspec.decode.runner import Runner
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.offload import OffloadedWeights
+from rayspec.model.rows import RowSpan
 from rayspec.planning.latency import HEAD, OVERHEAD, WAKE, LatencyModel, Measurement, StaleProfileError
 
 logger = logging.getLogger(__name__)
@@ -143,7 +144,7 @@ def _works(runner: Runner, device: str) -> Iterator[tuple[Measurement, Callable[
         hidden = _random_states(runner, rows)
         for name in dict.fromkeys(names):
             mine = [own == name for own in names]
-            keep = [False] * runner.first + mine
+            keep = [False] * runner.first_sublayer + mine
             one = Measurement(
                 kind=name, rows=rows, context=context, batch=batch_size, seconds=sum(mine), device=device
             )  # fmt: skip
@@ -158,7 +159,7 @@ def _works(runner: Runner, device: str) -> Iterator[tuple[Measurement, Callable[
 def _wake_seconds(runner: Runner, clock: Callable[[], float]) -> float:
     """Of one row through all sublayers, after a pause and with cold caches, beyond what it takes without."""
     batch, hidden, others = runner.batch([RowSpan(0, 0, 1)]), _random_states(runner, 1), bytearray(_CACHE_BYTES)
-    keep = [False] * runner.first + [True] * len(runner.parts.curve_names)
+    keep = [False] * runner.first_sublayer + [True] * len(runner.parts.curve_names)
 
     def pause() -> None:
         others[:] = bytes(len(others))

@@ -17,73 +17,62 @@ from torch import Tensor
 from rayspec.decode.drafting.skip_draft import (
     Draft,
     KeepDrafting,
-    Turn,
+    RoundEntry,
     draft,
     draft_pass,
-    drafting_turns,
+    drafting_entries,
 )
 from rayspec.decode.head import Committed, Head
-from rayspec.decode.passes import Join, Pass
+from rayspec.decode.passes import Merge, Pass
 from rayspec.decode.plan_search import TappedToken
-from rayspec.decode.runner import RowSpan
 from rayspec.decode.sampling import Rows, finite_rows, target_tokens
+from rayspec.decode.scheduler import Chunk
 from rayspec.decode.stopwatch import Stopwatch, queued_s, seconds
 from rayspec.decode.verify import Verdict
+from rayspec.model.rows import RowSpan
 from rayspec.types import Plan
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Committed tokens to be run at positions `first`, `first` + 1, ...; `sample`: choose the token after them."""
-
-    sequence_id: str
-    start: int
-    first: int
-    token_ids: Sequence[int]
-    sample: bool
-    replay: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefill:
-    """Run pieces; for each that samples, choose the token after it."""
+    """Run chunks; for each that samples, choose the token after it."""
 
     id: int
-    pieces: Sequence[Piece]
+    chunks: Sequence[Chunk]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """Draft, verify, accept, for some sequences at once. The newest tokens of the first `num_taps` turns are tapped:
+    """Draft, verify, accept, for some sequences at once. The newest tokens of the first `num_taps` entries are tapped:
     they are committed whatever comes of the draft."""
 
     id: int
-    turns: Sequence[Turn]
+    entries: Sequence[RoundEntry]
     plan: Plan
     keep_drafting: KeepDrafting | None = None
     num_taps: int = 0
 
     @property
-    def hold_at(self) -> int:
+    def save_at(self) -> int:
         """The draft's rows before the first skipped sublayer are the verify's, which need not run them there again;
         except for taps, which need those states too."""
         return 0 if self.num_taps else self.plan.prefix
 
     @property
     def taps(self) -> list[TappedToken]:
-        return [TappedToken(turn.sequence_id, turn.length - 1) for turn in self.turns[: self.num_taps]]
+        return [TappedToken(entry.sequence_id, entry.length - 1) for entry in self.entries[: self.num_taps]]
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillResult:
-    """By piece: the token after it, or None where it does not sample."""
+    """By chunk: the token after it, or None where it does not sample."""
 
     committed: Sequence[Committed | None]
 
 
 @dataclass(frozen=True, slots=True)
 class RoundResult:
-    """What a round did, by turn. draft_s, verify_s: seconds of the device.
+    """What a round did, by entry. draft_s, verify_s: seconds of the device.
 
     paths: the rows of the accepted tokens, where row 0 is the newest token's, of drafts of which a branch was accepted:
     its keys and values do not lie where their positions are. probed: the likeliest token after each probe. queued_s:
@@ -105,14 +94,14 @@ Work: TypeAlias = Prefill | Round
 Result: TypeAlias = PrefillResult | RoundResult
 
 
-def opening_pass(work: Work) -> Pass:
+def first_pass(work: Work) -> Pass:
     """The first pass of the work's script. It depends on the work alone: the first stage can begin without the head."""
     if isinstance(work, Prefill):
         return _prefill_pass(work)
-    active = drafting_turns(work.turns)
-    drafts = [turn.draft() for turn in work.turns]
+    active = drafting_entries(work.entries)
+    drafts = [entry.draft() for entry in work.entries]
     if active:
-        return draft_pass(work.id, work.turns, drafts, active, work.plan, work.hold_at)
+        return draft_pass(work.id, work.entries, drafts, active, work.plan, work.save_at)
     return _verify_pass(work, drafts, [])
 
 
@@ -125,12 +114,12 @@ def script(work: Work, head: Head, stopwatch: Stopwatch) -> Generator[Pass, Tens
 
 def _prefill(work: Prefill, head: Head) -> Generator[Pass, Tensor, PrefillResult]:
     hidden = yield _prefill_pass(work)
-    ends = torch.tensor([len(piece.token_ids) for piece in work.pieces]).cumsum(0) - 1
-    sampling = [index for index, piece in enumerate(work.pieces) if piece.sample]
-    results: list[Committed | None] = [None] * len(work.pieces)
+    ends = torch.tensor([chunk.rows.num_rows for chunk in work.chunks]).cumsum(0) - 1
+    sampling = [index for index, chunk in enumerate(work.chunks) if chunk.sample]
+    results: list[Committed | None] = [None] * len(work.chunks)
     if sampling:
         logits = head.logits(hidden[:, ends[sampling].to(hidden.device)])
-        rows = [Rows(head.sampler(work.pieces[index].sequence_id), at, ()) for at, index in enumerate(sampling)]
+        rows = [Rows(head.sampler(work.chunks[index].sequence_id), at, ()) for at, index in enumerate(sampling)]
         verdicts = [Verdict(token_ids=[token], num_accepted=0) for token in target_tokens(logits, rows).tolist()]
         committed = head.commit(logits, rows, verdicts, finite_rows(logits).tolist())
         for index, one in zip(sampling, committed, strict=True):
@@ -140,20 +129,20 @@ def _prefill(work: Prefill, head: Head) -> Generator[Pass, Tensor, PrefillResult
 
 def _round(work: Round, head: Head, stopwatch: Stopwatch) -> Generator[Pass, Tensor, RoundResult]:
     started = stopwatch.mark()
-    drafted = yield from draft(head, work.id, work.turns, work.plan, work.keep_drafting, work.hold_at)
+    drafted = yield from draft(head, work.id, work.entries, work.plan, work.keep_drafting, work.save_at)
     drafted_at = stopwatch.mark()
     verify = _verify_pass(work, drafted.drafts, drafted.owners)
     logits = head.logits((yield verify))
     finite = finite_rows(logits).tolist()
-    if len(logits) > len(work.turns) and not all(finite):
+    if len(logits) > len(work.entries) and not all(finite):
         # A drafted token may have done it, and its row spoils the others of its sequence: verify without drafts.
-        turns = [replace(turn, max_draft_tokens=0, looked_up=(), parents=(), num_probes=0) for turn in work.turns]
-        return (yield from _round(replace(work, turns=turns, num_taps=0), head, stopwatch))
+        entries = [replace(entry, max_draft_tokens=0, looked_up=(), parents=(), num_probes=0) for entry in work.entries]
+        return (yield from _round(replace(work, entries=entries, num_taps=0), head, stopwatch))
     head.note_taps(verify.taps, logits)
     rows, start = [], 0
-    for turn, one in zip(work.turns, drafted.drafts, strict=True):
-        rows.append(Rows(head.sampler(turn.sequence_id), start, one.token_ids, one.parents))
-        start = rows[-1].end + turn.num_probes
+    for entry, one in zip(work.entries, drafted.drafts, strict=True):
+        rows.append(Rows(head.sampler(entry.sequence_id), start, one.token_ids, one.parents))
+        start = rows[-1].end + entry.num_probes
     draft_logits = [torch.stack(logits) if logits else None for logits in drafted.logits]
     verdicts = head.accept(logits, rows, draft_logits)
     committed = head.commit(logits, rows, verdicts, finite)
@@ -167,50 +156,47 @@ def _round(work: Round, head: Head, stopwatch: Stopwatch) -> Generator[Pass, Ten
         verify_s=seconds(drafted_at, ended),
         queued_s=queued_s(started, ended),
         paths=[verdict.path for verdict in verdicts],
-        probed=_probed(logits, rows, work.turns),
+        probed=_probed(logits, rows, work.entries),
     )
 
 
-def _probed(logits: Tensor, rows: Sequence[Rows], turns: Sequence[Turn]) -> list[list[int]]:
-    """The target's likeliest token after each turn's probes, which come behind its draft."""
-    if not any(turn.num_probes for turn in turns):
-        return [[] for _ in turns]
-    pairs = list(zip(rows, turns, strict=True))
-    probes = [at for row, turn in pairs for at in range(row.end, row.end + turn.num_probes)]
+def _probed(logits: Tensor, rows: Sequence[Rows], entries: Sequence[RoundEntry]) -> list[list[int]]:
+    """The target's likeliest token after each entry's probes, which come behind its draft."""
+    if not any(entry.num_probes for entry in entries):
+        return [[] for _ in entries]
+    pairs = list(zip(rows, entries, strict=True))
+    probes = [at for row, entry in pairs for at in range(row.end, row.end + entry.num_probes)]
     likeliest = iter(logits[probes].argmax(-1).tolist())
-    return [list(itertools.islice(likeliest, turn.num_probes)) for turn in turns]
+    return [list(itertools.islice(likeliest, entry.num_probes)) for entry in entries]
 
 
 def _prefill_pass(work: Prefill) -> Pass:
     return Pass(
         round_id=work.id,
-        token_ids=[token for piece in work.pieces for token in piece.token_ids],
-        rows=[RowSpan(piece.start, piece.first, len(piece.token_ids)) for piece in work.pieces],
-        fixed_shape=any(piece.replay for piece in work.pieces),
+        token_ids=[token for chunk in work.chunks for token in chunk.token_ids],
+        rows=[chunk.rows for chunk in work.chunks],
+        fixed_shape=any(chunk.replay for chunk in work.chunks),
     )
 
 
 def _verify_pass(work: Round, drafts: Sequence[Draft], owners: Sequence[int]) -> Pass:
-    """All sublayers over every turn's newest token and drafts. Of rows that were held, the i-th one of a turn is its
-    i-th row here; they are joined in where the others have come as far."""
-    pairs = list(zip(work.turns, drafts, strict=True))
-    tokens = [[turn.last_token, *one.token_ids, *_probes(turn)] for turn, one in pairs]
-    parents = [_parents(turn, one) for turn, one in pairs]
+    """All sublayers over every entry's newest token and drafts. Of saved rows, the i-th one of an entry is its i-th row
+    here; they are merged where the others have come as far."""
+    pairs = list(zip(work.entries, drafts, strict=True))
+    tokens = [[entry.last_token, *one.token_ids, *_probes(entry)] for entry, one in pairs]
+    parents = [_parents(entry, one) for entry, one in pairs]
     rows = [
-        RowSpan(turn.start, turn.length - 1, len(each), tree)
-        for turn, each, tree in zip(work.turns, tokens, parents, strict=True)
+        RowSpan(entry.arena_start, entry.length - 1, len(each), tree)
+        for entry, each, tree in zip(work.entries, tokens, parents, strict=True)
     ]
-    if owners and work.hold_at:
-        num_held = [owners.count(index) for index in range(len(pairs))]
-        left = [each[held:] for each, held in zip(tokens, num_held, strict=True)]
+    if owners and work.save_at:
+        num_saved = [owners.count(index) for index in range(len(pairs))]
+        left = [each[saved:] for each, saved in zip(tokens, num_saved, strict=True)]
         return Pass(
             round_id=work.id,
             token_ids=[token for each in left for token in each],
-            rows=[
-                RowSpan(span.start, span.first + held, len(each), [parent - held for parent in span.parents[held:]])
-                for span, held, each in zip(rows, num_held, left, strict=True)
-            ],
-            join=Join(at=work.hold_at, order=_joined_order(owners, [len(each) for each in left]), rows=rows),
+            rows=[span.rest(saved) for span, saved in zip(rows, num_saved, strict=True)],
+            merge=Merge(at=work.save_at, order=_merged_order(owners, [len(each) for each in left]), rows=rows),
         )
     taps, at = [], 0
     for token, span in zip(work.taps, rows, strict=False):
@@ -219,18 +205,18 @@ def _verify_pass(work: Round, drafts: Sequence[Draft], owners: Sequence[int]) ->
     return Pass(round_id=work.id, token_ids=[token for each in tokens for token in each], rows=rows, taps=taps)
 
 
-def _probes(turn: Turn) -> Sequence[int]:
-    return turn.looked_up[len(turn.looked_up) - turn.num_probes :]
+def _probes(entry: RoundEntry) -> Sequence[int]:
+    return entry.looked_up[len(entry.looked_up) - entry.num_probes :]
 
 
-def _parents(turn: Turn, drafted: Draft) -> list[int]:
+def _parents(entry: RoundEntry, drafted: Draft) -> tuple[int, ...]:
     """Of each row of the verify. Empty for a chain."""
-    probes = turn.parents[len(turn.looked_up) - turn.num_probes :]
-    return [-1, *drafted.parents, *probes] if drafted.parents or probes else []
+    probes = entry.parents[len(entry.looked_up) - entry.num_probes :]
+    return (-1, *drafted.parents, *probes) if drafted.parents or probes else ()
 
 
-def _joined_order(owners: Sequence[int], num_left: Sequence[int]) -> list[int]:
-    """Held rows, and the rows that are left of each turn, put turn by turn."""
+def _merged_order(owners: Sequence[int], num_left: Sequence[int]) -> list[int]:
+    """Saved rows, and the rows that are left of each entry, put entry by entry."""
     rows_of: list[list[int]] = [[] for _ in num_left]
     for row, owner in enumerate(owners):
         rows_of[owner].append(row)

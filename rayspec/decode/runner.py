@@ -10,33 +10,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rayspec.model.architecture import Decomposition
-from rayspec.model.attention import PackedRows, Path, pack
+from rayspec.model.attention import PackedRows, pack
 from rayspec.model.kv_arena import KVArena
+from rayspec.model.rows import Path, RowSpan
 from rayspec.model.sublayers import Tap, run
-
-
-@dataclass(frozen=True, slots=True)
-class RowSpan:
-    """`num_rows` rows that extend the sequence at arena slot `start`, of which `first` slots are filled. Row r goes to
-    the next slot but r.
-
-    parents: empty where each row follows the one before it; else of each row the row it follows, an earlier one. A
-    negative one is a token of what is filled: -1 the last, -2 the one before, ... A row's position is one more than
-    its parent's, and it sees what it follows, directly or not.
-    """
-
-    start: int
-    first: int
-    num_rows: int
-    parents: Sequence[int] = ()
-
-    def paths(self) -> list[Path]:
-        """What each row sees. Empty for a chain."""
-        paths: list[Path] = []
-        for row, parent in enumerate(self.parents):
-            before = paths[parent] if parent >= 0 else Path(self.first + parent + 1, ())
-            paths.append(Path(before.shared, (*before.own, self.first + row)))
-        return paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,38 +39,29 @@ class Runner:
         self._like_hidden = torch.zeros(1, 1, 1, dtype=parts.dtype, device=device)
 
     @property
-    def first(self) -> int:
+    def first_sublayer(self) -> int:
         """The first sublayer that is here."""
         return self.parts.sublayers[0].index
 
     @property
-    def last(self) -> int:
+    def end_sublayer(self) -> int:
         """One after the last sublayer that is here."""
         return self.parts.sublayers[-1].index + 1
 
     def batch(self, spans: Sequence[RowSpan], *, fixed_shape: bool = True) -> Batch:
         """Pack rows for `embed`, `run` and `head`. `fixed_shape=False`: a prefill chunk, whose shape is its own."""
         size = self.bucket_rows if fixed_shape else None
-        cut = [(span.start, span.first, span.num_rows) for span in spans]
-        paths = [span.paths() for span in spans] if any(span.parents for span in spans) else []
         if size is None:
-            packs = [pack(self.arena, cut, device=self.device, paths=paths)]
+            packs = [pack(self.arena, spans, device=self.device)]
         else:
-            single = [(start, first + row, 1) for start, first, num_rows in cut for row in range(num_rows)]
-            each = _single_paths(cut, paths)
+            single, paths = _row_by_row(spans)
             packs = [
-                pack(
-                    self.arena,
-                    single[at : at + size],
-                    pad_to=size,
-                    device=self.device,
-                    paths=each[at : at + size],
-                )
+                pack(self.arena, single[at : at + size], pad_to=size, device=self.device, paths=paths[at : at + size])
                 for at in range(0, len(single), size)
             ]
         for rows in packs:
             self.parts.rotate(self._like_hidden, rows)
-        return Batch(tuple((sum(group.num_rows for group in rows.groups), rows) for rows in packs))
+        return Batch(tuple((sum(span.num_rows for span in rows.spans), rows) for rows in packs))
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[N] int64 -> [1, N, hidden_size]."""
@@ -104,15 +72,15 @@ class Runner:
         batch: Batch,
         hidden: Tensor,
         *,
-        first: int | None = None,
-        last: int | None = None,
+        begin: int | None = None,
+        end: int | None = None,
         keep: Sequence[bool] | None = None,
         tap: Tap | None = None,
     ) -> Tensor:
-        """Sublayers `first` .. `last` (exclusive), by default all that are here, over [1, N, hidden_size]."""
-        begin = self.first if first is None else first
-        end = self.last if last is None else last
-        span = self.parts.sublayers[begin - self.first : end - self.first]
+        """Sublayers `begin` .. `end` (exclusive), by default all that are here, over [1, N, hidden_size]."""
+        begin = self.first_sublayer if begin is None else begin
+        end = self.end_sublayer if end is None else end
+        span = self.parts.sublayers[begin - self.first_sublayer : end - self.first_sublayer]
         parts, at = [], 0
         for num_real, rows in batch.buckets:
             padded = _pad_rows(hidden[:, at : at + num_real], len(rows.positions))
@@ -128,12 +96,15 @@ class Runner:
         return _joined(pieces, 0)[:num_rows]
 
 
-def _single_paths(spans: Sequence[tuple[int, int, int]], paths: Sequence[Sequence[Path]]) -> list[Sequence[Path]]:
-    """Of each row by itself; none where it sees all slots up to its own, as a row of a chain does."""
-    each: list[Sequence[Path]] = []
-    for (_, _, num_rows), tree in zip(spans, paths, strict=False):
-        each.extend([() if path.is_straight else (path,) for path in tree] if tree else [()] * num_rows)
-    return each
+def _row_by_row(spans: Sequence[RowSpan]) -> tuple[list[RowSpan], list[Sequence[Path]]]:
+    """Each row as a span of its own, and its path; none where it sees all slots up to its own, as in a chain."""
+    rows: list[RowSpan] = []
+    paths: list[Sequence[Path]] = []
+    for span in spans:
+        rows.extend(RowSpan(span.arena_start, span.context + row, 1) for row in range(span.num_rows))
+        tree = span.paths()
+        paths.extend([() if path.is_straight else (path,) for path in tree] if tree else [()] * span.num_rows)
+    return rows, paths
 
 
 def _pad_rows(hidden: Tensor, size: int) -> Tensor:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rayspec.decode.sequence import SequenceState
 from rayspec.model.kv_arena import Span, SpanAllocator
+from rayspec.model.rows import RowSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,21 +22,22 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens `first` .. `first + num_tokens` of a sequence to be prefilled."""
+    """Committed tokens of a sequence to be prefilled, one a row. sample: choose the token after them. replay: they were
+    generated, and are computed again."""
 
-    sequence: SequenceState
-    first: int
-    num_tokens: int
-
-    @property
-    def completes(self) -> bool:
-        """The chunk ends with the sequence's newest token, so the next one can be sampled."""
-        return self.first + self.num_tokens == self.sequence.num_tokens
+    sequence_id: str
+    rows: RowSpan
+    token_ids: Sequence[int]
+    sample: bool
+    replay: bool = False
 
 
 @dataclass(slots=True)
 class Step:
+    """What to do, in this order. prefill: the sequences of the `chunks`."""
+
     moves: list[Move] = field(default_factory=list)
+    prefill: list[SequenceState] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     decode: list[SequenceState] = field(default_factory=list)
     preempted: list[SequenceState] = field(default_factory=list)
@@ -139,7 +141,8 @@ class Scheduler:
                 if step.chunks:
                     return
                 num_tokens = self._on_grid(sequence, num_left)
-            step.chunks.append(Chunk(sequence, sequence.num_computed, num_tokens))
+            step.prefill.append(sequence)
+            step.chunks.append(_chunk(sequence, num_tokens))
             budget -= num_tokens
             if budget <= 0:
                 return
@@ -185,7 +188,31 @@ class Scheduler:
             sequence.span = None
 
 
-def held(sequence: SequenceState) -> Span:
+def moves_to_path(first: int, path: Sequence[int]) -> list[Move]:
+    """Bring rows `path` behind the newest token's, in whose slot `first` the rows begin: a move for each run of rows
+    that lie side by side. In this order nothing is overwritten that is yet to be moved, for no row moves up."""
+    moves: list[Move] = []
+    for at, row in enumerate(path, 1):
+        if moves and moves[-1].source + moves[-1].length == first + row:
+            moves[-1] = replace(moves[-1], length=moves[-1].length + 1)
+        else:
+            moves.append(Move(first + row, first + at, 1))
+    return [move for move in moves if move.source != move.destination]
+
+
+def _chunk(sequence: SequenceState, num_tokens: int) -> Chunk:
+    """The next tokens that are not in the arena yet."""
+    first = sequence.num_computed
+    return Chunk(
+        sequence_id=sequence.sequence_id,
+        rows=RowSpan(span_of(sequence).start, first, num_tokens),
+        token_ids=sequence.token_ids[first : first + num_tokens],
+        sample=first + num_tokens == sequence.num_tokens,
+        replay=first >= sequence.num_prompt_tokens,
+    )
+
+
+def span_of(sequence: SequenceState) -> Span:
     """The span of a running sequence."""
     assert sequence.span is not None
     return sequence.span

@@ -100,8 +100,8 @@ class SequenceState:
     stop_reason: int | str | None = None
     error: RayspecError | None = None
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
-    num_told: int = 0  # output tokens of a streaming request that were handed out
-    told_end: bool = False
+    num_taken: int = 0  # output tokens of a streaming request that were handed out
+    taken_end: bool = False
     lookup: LookupIndex | None = None  # made when something is looked up
     lookahead: Lookahead | None = None  # made when it is asked for a guess
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
@@ -175,15 +175,15 @@ class SequenceState:
         text = self.detokenizer.text(stopped=stopped, finished=self.finished) if self.detokenizer else ""
         return self._output_from(0, text)
 
-    def news(self) -> CompletionOutput | None:
+    def take_new_output(self) -> CompletionOutput | None:
         """What came since this was asked last; None if nothing did."""
-        if self.told_end or (not self.finished and self.num_told == self.num_tokens - self.num_prompt_tokens):
+        if self.taken_end or (not self.finished and self.num_taken == self.num_tokens - self.num_prompt_tokens):
             return None
         stopped = isinstance(self.stop_reason, str)
         text = self.detokenizer.take(stopped=stopped, finished=self.finished) if self.detokenizer else ""
-        news = self._output_from(self.num_told, text)
-        self.num_told, self.told_end = self.num_told + len(news.token_ids), self.finished
-        return news
+        new = self._output_from(self.num_taken, text)
+        self.num_taken, self.taken_end = self.num_taken + len(new.token_ids), self.finished
+        return new
 
     def _output_from(self, first: int, text: str) -> CompletionOutput:
         """Of the output tokens from number `first` on."""

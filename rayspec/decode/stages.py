@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from rayspec.config import Verification
-from rayspec.decode.head import Head, Opening
+from rayspec.decode.head import Head, SamplerSpec
 from rayspec.decode.passes import SpanRunner, TapsGoneError
 from rayspec.decode.plan_search import PlanSearch, TappedToken
 from rayspec.decode.questions import Answer, Question, answer
@@ -50,7 +50,7 @@ class Stages(Protocol):
     def num_cohorts(self) -> int:
         """How many batches of sequences should be in flight at once, so that no stage waits."""
 
-    def open(self, opening: Opening) -> None: ...
+    def open(self, spec: SamplerSpec) -> None: ...
 
     def close(self, sequence_id: str) -> None:
         """Only when none of the sequence's work is in flight."""
@@ -66,8 +66,8 @@ class Stages(Protocol):
     def check(self) -> None:
         """Returns when all that the model runs on has answered. Only while nothing is in flight."""
 
-    def search(self, tokens: Sequence[TappedToken], starts: Sequence[int], question: Question) -> Future[Answer]:
-        """Ask tapped tokens of sequences at those arena starts, which must stay there."""
+    def search(self, tokens: Sequence[TappedToken], arena_starts: Sequence[int], question: Question) -> Future[Answer]:
+        """Ask tapped tokens of sequences at those arena arena_starts, which must stay there."""
 
     def shutdown(self) -> None: ...
 
@@ -119,10 +119,10 @@ class LocalStages:
 
     @property
     def num_sublayers(self) -> int:
-        return self.runner.last
+        return self.runner.end_sublayer
 
-    def open(self, opening: Opening) -> None:
-        self.head.open(opening)
+    def open(self, spec: SamplerSpec) -> None:
+        self.head.open(spec)
 
     def close(self, sequence_id: str) -> None:
         self.head.close(sequence_id)
@@ -139,17 +139,17 @@ class LocalStages:
     def check(self) -> None:
         """There is nobody to ask."""
 
-    def search(self, tokens: Sequence[TappedToken], starts: Sequence[int], question: Question) -> Future[Answer]:
+    def search(self, tokens: Sequence[TappedToken], arena_starts: Sequence[int], question: Question) -> Future[Answer]:
         started = time.perf_counter()
         return done(
             lambda: answer(
-                question, self.plan_search(tokens, starts), num_sublayers=self.num_sublayers, started=started
+                question, self.plan_search(tokens, arena_starts), num_sublayers=self.num_sublayers, started=started
             )
         )
 
-    def plan_search(self, tokens: Sequence[TappedToken], starts: Sequence[int]) -> PlanSearch:
+    def plan_search(self, tokens: Sequence[TappedToken], arena_starts: Sequence[int]) -> PlanSearch:
         """Raises TapsGoneError."""
-        return self.span.search(tokens, starts, self.head.next_tokens(tokens))
+        return self.span.search(tokens, arena_starts, self.head.next_tokens(tokens))
 
     def shutdown(self) -> None:
         """There is nothing to end."""

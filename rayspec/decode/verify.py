@@ -52,7 +52,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
+class RejectionBatch:
     """One rejection round of S sequences, packed. Sequence s owns rows first[s] .. first[s] + lengths[s]; the last one
     is for the bonus token, the others have a draft token each.
 
@@ -68,7 +68,7 @@ class Round:
     draft_rows: Tensor
     seeds: Tensor
     positions: Tensor
-    first: Tensor
+    first_rows: Tensor
     lengths: Tensor
     longest: int
 
@@ -109,14 +109,14 @@ def verify_rejection(logits: Tensor, rows: Sequence[Rows], draft_logits: Sequenc
     ]
 
 
-def decide(batch: Round) -> tuple[Tensor, Tensor]:
+def decide(batch: RejectionBatch) -> tuple[Tensor, Tensor]:
     """The rejection rule on tensors: how many draft tokens of each sequence stand, and the token after them; int64 [S]
     each, without host synchronisation."""
     target = batch.scores.softmax(-1)
     draft = batch.draft_scores.softmax(-1)
     ahead = torch.arange(batch.longest, device=target.device)
     drafted = ahead < batch.lengths.unsqueeze(1)
-    at = torch.where(drafted, batch.first.unsqueeze(1) + ahead, 0)  # [S, longest]: row of each draft token
+    at = torch.where(drafted, batch.first_rows.unsqueeze(1) + ahead, 0)  # [S, longest]: row of each draft token
     noise = uniform(
         batch.seeds.repeat_interleave(batch.longest),
         (batch.positions.unsqueeze(1) + ahead).flatten(),
@@ -128,7 +128,7 @@ def decide(batch: Round) -> tuple[Tensor, Tensor]:
     return num_accepted, _last_tokens(batch, target, draft, num_accepted)
 
 
-def _at_drafts(target: Tensor, draft: Tensor, batch: Round, at: Tensor) -> tuple[Tensor, Tensor]:
+def _at_drafts(target: Tensor, draft: Tensor, batch: RejectionBatch, at: Tensor) -> tuple[Tensor, Tensor]:
     """p and q of the draft tokens in rows `at`, float64, like `at`."""
     tokens, rows = batch.drafts[at], batch.draft_rows[at]
     p = target[at, tokens].double()
@@ -143,9 +143,9 @@ def _accepts(p: Tensor, q: Tensor, noise: Tensor) -> Tensor:
     return (q > 0) & (noise * q <= p)
 
 
-def _last_tokens(batch: Round, target: Tensor, draft: Tensor, num_accepted: Tensor) -> Tensor:
+def _last_tokens(batch: RejectionBatch, target: Tensor, draft: Tensor, num_accepted: Tensor) -> Tensor:
     """The recovered or bonus token of each sequence, int64 [S]."""
-    at = batch.first + num_accepted
+    at = batch.first_rows + num_accepted
     bonus = num_accepted == batch.lengths
     stream = torch.where(bonus, int(Stream.TARGET), int(Stream.RECOVER))
     positions = batch.positions + num_accepted
@@ -155,7 +155,7 @@ def _last_tokens(batch: Round, target: Tensor, draft: Tensor, num_accepted: Tens
     return (scores + noise).argmax(-1)
 
 
-def _draft_distribution(batch: Round, draft: Tensor, at: Tensor) -> Tensor:
+def _draft_distribution(batch: RejectionBatch, draft: Tensor, at: Tensor) -> Tensor:
     """q in rows `at`, float32 [len(at), V]."""
     one_hot = torch.zeros_like(batch.scores[at]).scatter_(1, batch.drafts[at].unsqueeze(1), 1.0)
     if not len(draft):
@@ -170,7 +170,7 @@ def _residual(target: Tensor, draft: Tensor) -> Tensor:
     return torch.where(residual.sum(1, keepdim=True) > 0, residual, target)
 
 
-def _packed(logits: Tensor, rows: Sequence[Rows], draft_logits: Sequence[Tensor | None]) -> Round:
+def _packed(logits: Tensor, rows: Sequence[Rows], draft_logits: Sequence[Tensor | None]) -> RejectionBatch:
     sampled_from = [None if row.sampler.greedy else given for row, given in zip(rows, draft_logits, strict=True)]
     drafts, draft_rows, num_dense = [0] * len(logits), [-1] * len(logits), 0
     for row, given in zip(rows, sampled_from, strict=True):
@@ -190,14 +190,14 @@ def _packed(logits: Tensor, rows: Sequence[Rows], draft_logits: Sequence[Tensor 
         [*(s.seed for s in samplers), *(s.position for s in samplers), *(row.start for row in rows), *lengths],
         scores.device,
     ).view(4, -1)
-    return Round(
+    return RejectionBatch(
         scores=scores,
         drafts=of_rows[0],
         draft_scores=torch.cat(dense).float() if dense else scores[:0],
         draft_rows=of_rows[1],
         seeds=of_sequences[0],
         positions=of_sequences[1],
-        first=of_sequences[2],
+        first_rows=of_sequences[2],
         lengths=of_sequences[3],
         longest=max(lengths),
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from rayspec.decode.drafting.skip_draft import Draft
-from rayspec.decode.head import Committed, Opening
+from rayspec.decode.head import Committed, SamplerSpec
 from rayspec.decode.plan_search import TappedToken
 from rayspec.decode.questions import Answer, Question
 from rayspec.decode.rounds import Prefill, PrefillResult, Result, Round, RoundResult, Work
@@ -37,8 +37,8 @@ class WholeModelStages:
     def num_sublayers(self) -> int:
         return 2 * int(self._model.config.num_hidden_layers)
 
-    def open(self, opening: Opening) -> None:
-        self._samplers[opening.sequence_id] = opening.sampler(self._vocab_size, self._model.device)
+    def open(self, spec: SamplerSpec) -> None:
+        self._samplers[spec.sequence_id] = spec.sampler(self._vocab_size, self._model.device)
 
     def close(self, sequence_id: str) -> None:
         del self._samplers[sequence_id]
@@ -56,7 +56,7 @@ class WholeModelStages:
     def check(self) -> None:
         """There is nobody to ask."""
 
-    def search(self, tokens: Sequence[TappedToken], starts: Sequence[int], question: Question) -> Future[Answer]:
+    def search(self, tokens: Sequence[TappedToken], arena_starts: Sequence[int], question: Question) -> Future[Answer]:
         raise NotImplementedError("a model that does not split into sublayers has no plans")
 
     def shutdown(self) -> None:
@@ -66,9 +66,9 @@ class WholeModelStages:
     def _prefill(self, work: Prefill) -> PrefillResult:
         return PrefillResult(
             [
-                self._choose(piece.sequence_id, logits) if piece.sample else None
-                for piece in work.pieces
-                for logits in [self._forward(piece.sequence_id, piece.first, piece.token_ids)]
+                self._choose(chunk.sequence_id, logits) if chunk.sample else None
+                for chunk in work.chunks
+                for logits in [self._forward(chunk.sequence_id, chunk.rows.context, chunk.token_ids)]
             ]
         )
 
@@ -76,23 +76,23 @@ class WholeModelStages:
     def _round(self, work: Round) -> RoundResult:
         started = self._stopwatch.mark()
         committed = [
-            self._choose(turn.sequence_id, self._forward(turn.sequence_id, turn.length - 1, [turn.last_token]))
-            for turn in work.turns
+            self._choose(entry.sequence_id, self._forward(entry.sequence_id, entry.length - 1, [entry.last_token]))
+            for entry in work.entries
         ]
         ended = self._stopwatch.mark()
         return RoundResult(
             committed=committed,
-            drafts=[Draft() for _ in work.turns],
-            num_accepted=[0] * len(work.turns),
+            drafts=[Draft() for _ in work.entries],
+            num_accepted=[0] * len(work.entries),
             num_draft_steps=0,
             draft_s=0.0,
             verify_s=seconds(started, ended),
             queued_s=queued_s(started, ended),
         )
 
-    def _forward(self, sequence_id: str, first: int, token_ids: Sequence[int]) -> Tensor:
+    def _forward(self, sequence_id: str, position: int, token_ids: Sequence[int]) -> Tensor:
         """Logits [1, V] after the tokens. From position 0 the sequence starts again with an empty cache."""
-        if first == 0:
+        if position == 0:
             self._caches[sequence_id] = DynamicCache(config=self._model.config)
         tokens = torch.tensor([list(token_ids)], device=self._model.device)
         output = self._model(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,58 +16,27 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from rayspec.model.kv_arena import KVArena
+from rayspec.model.rows import Path, RowSpan
 
 IMPLEMENTATION = "rayspec"
 # Up to here the query heads that share a key head are folded into rows, so that keys are read once, not once a head.
 _MAX_FOLDED_ROWS = 32
 
 
-class Path(NamedTuple):
-    """What a row of a tree sees of its sequence, in order of position: the `shared` first slots of the span, then the
-    slots `own` (counted from the start of the span), of which the last is the row's."""
-
-    shared: int
-    own: tuple[int, ...]
-
-    @property
-    def position(self) -> int:
-        return self.shared + len(self.own) - 1
-
-    @property
-    def is_straight(self) -> bool:
-        """It sees all slots up to its own."""
-        return self.own[-1] == self.position
-
-
-@dataclass(frozen=True, slots=True)
-class RowGroup:
-    """Consecutive rows `first` .. `first + num_rows` that belong to one sequence.
-
-    The sequence's position 0 is arena slot `start`; `context` slots are filled already. In a writing batch the rows go
-    to the slots behind them. Without `paths` they are positions `context`, `context` + 1, ... and see one another
-    causally; with, row by row, each is where its path ends and sees what lies on it. In a batch that does not write
-    they are alternatives for the one position `context` (branches of the plan search): each sees the context and
-    itself.
-    """
-
-    first: int
-    num_rows: int
-    start: int
-    context: int
-    paths: Sequence[Path] = ()
-
-
 @dataclass(slots=True)
 class PackedRows:
     """A packed batch: what attention must know about its N rows.
 
-    positions: [N] int64; slots: [N] int64 where keys and values go, None for branches that leave no trace.
+    positions: [N] int64; slots: [N] int64 where keys and values go. paths: by span, what each of its rows sees where
+    the rows are a tree; empty where they see one another causally. Where `slots` is None the rows leave no trace: those
+    of a span are alternatives for the one position behind its context, and each sees the context and itself.
     """
 
     arena: KVArena
     positions: Tensor
     slots: Tensor | None
-    groups: Sequence[RowGroup]
+    spans: Sequence[RowSpan]
+    paths: Sequence[Sequence[Path]]
     rope: dict[str, Any] = field(default_factory=dict)
     masks: dict[tuple[int, int | None, int], Tensor] = field(default_factory=dict)
     views: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
@@ -75,41 +44,34 @@ class PackedRows:
 
 def pack(
     arena: KVArena,
-    spans: Sequence[tuple[int, int, int]],
+    spans: Sequence[RowSpan],
     *,
     device: torch.device,
     pad_to: int = 0,
-    paths: Sequence[Sequence[Path]] = (),
+    paths: Sequence[Sequence[Path]] | None = None,
 ) -> PackedRows:
-    """Rows that extend sequences. spans: (arena start, filled slots, number of rows) of each. paths: of each span's
-    rows, where they are a tree, else none; left out where there is no tree.
+    """Rows that extend sequences. paths: see `PackedRows`; by default what the spans say.
 
     Rows up to `pad_to` are added that attend to nothing and write to the arena's spare slots.
     """
-    groups: list[RowGroup] = []
+    paths = [span.paths() for span in spans] if paths is None else paths
     positions: list[int] = []
     slots: list[int] = []
-    first = 0
-    for (start, context, num_rows), tree in zip(spans, paths or [()] * len(spans), strict=True):
-        groups.append(RowGroup(first, num_rows, start, context, tree))
-        positions.extend([path.position for path in tree] if tree else range(context, context + num_rows))
-        slots.extend(range(start + context, start + context + num_rows))
-        first += num_rows
-    num_padding = max(0, pad_to - first)
+    for span, tree in zip(spans, paths, strict=True):
+        end = span.context + span.num_rows
+        positions.extend([path.position for path in tree] if tree else range(span.context, end))
+        slots.extend(range(span.arena_start + span.context, span.arena_start + end))
+    num_padding = max(0, pad_to - len(slots))
     positions.extend([0] * num_padding)
     slots.extend(range(arena.num_slots, arena.num_slots + num_padding))
     where = torch.tensor([positions, slots], device=device)
-    return PackedRows(arena, where[0], where[1], groups)
+    return PackedRows(arena, where[0], where[1], spans, paths)
 
 
-def pack_branches(
-    arena: KVArena, tokens: Sequence[tuple[int, int]], num_branches: int, positions: Tensor
-) -> PackedRows:
-    """`num_branches` alternatives for each token. tokens: (arena start, position); positions: [tokens * branches]."""
-    groups = [
-        RowGroup(index * num_branches, num_branches, start, position) for index, (start, position) in enumerate(tokens)
-    ]
-    return PackedRows(arena, positions, None, groups)
+def pack_branches(arena: KVArena, tokens: Sequence[RowSpan], num_branches: int, positions: Tensor) -> PackedRows:
+    """`num_branches` alternatives for each of some single rows. positions: [tokens * branches]."""
+    spans = [RowSpan(token.arena_start, token.context, num_branches) for token in tokens]
+    return PackedRows(arena, positions, None, spans, [()] * len(spans))
 
 
 def packed_attention(
@@ -132,37 +94,47 @@ def packed_attention(
     if packed.slots is not None:
         packed.arena.write(layer, packed.slots, key[0], value[0])
     output = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
-    for group in packed.groups:
-        rows = slice(group.first, group.first + group.num_rows)
-        lowest = min(path.position for path in group.paths) if group.paths else group.context
+    end = 0
+    for span, paths in zip(packed.spans, packed.paths, strict=True):
+        at, end = end, end + span.num_rows
+        rows = slice(at, end)
+        lowest = min(path.position for path in paths) if paths else span.context
         past = max(0, lowest + 1 - sliding_window) if sliding_window else 0
+        seen = slice(span.arena_start + past, span.arena_start + span.context + span.num_rows)
         if packed.slots is None:
-            context = slice(group.start + past, group.start + group.context)
+            context = slice(seen.start, span.arena_start + span.context)
             mixed = _branches(
                 query[0, :, rows], key[0, :, rows], value[0, :, rows], keys[:, context], values[:, context],
                 scaling, softcap,
             )  # fmt: skip
-        elif group.paths and group.num_rows == 1:
-            view = _view(packed, group, sliding_window)
+        elif paths and span.num_rows == 1:
+            view = _view(packed, at, span, paths[0], sliding_window)
             mixed = _causal(query[0, :, rows], keys[:, view], values[:, view], None, scaling, softcap)
         else:
-            seen = slice(group.start + past, group.start + group.context + group.num_rows)
-            mask = _mask(packed, group, sliding_window, past, query.dtype) if group.num_rows > 1 else None
+            mask = _mask(packed, at, span, paths, sliding_window, past, query.dtype) if span.num_rows > 1 else None
             mixed = _causal(query[0, :, rows], keys[:, seen], values[:, seen], mask, scaling, softcap)
         output[0, rows] = mixed.transpose(0, 1)
     return output, None
 
 
-def _mask(packed: PackedRows, group: RowGroup, sliding_window: int | None, past: int, dtype: torch.dtype) -> Tensor:
-    """[num_rows, keys], 0 where a row may look and -inf elsewhere: boolean masks cost SDPA a conversion in every layer.
-    Layers with the same window share it."""
-    name = (group.first, sliding_window, past)
+def _mask(
+    packed: PackedRows,
+    at: int,
+    span: RowSpan,
+    paths: Sequence[Path],
+    sliding_window: int | None,
+    past: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Of the span whose rows begin at row `at` of the batch: [num_rows, keys], 0 where a row may look and -inf
+    elsewhere: boolean masks cost SDPA a conversion in every layer. Layers with the same window share it."""
+    name = (at, sliding_window, past)
     if name not in packed.masks:
         device = packed.positions.device
-        rows = torch.arange(group.context, group.context + group.num_rows, device=device)[:, None]
-        columns = torch.arange(past, group.context + group.num_rows, device=device)
-        if group.paths:
-            seen = _seen_in_tree(group.paths, columns, sliding_window)
+        rows = torch.arange(span.context, span.context + span.num_rows, device=device)[:, None]
+        columns = torch.arange(past, span.context + span.num_rows, device=device)
+        if paths:
+            seen = _seen_in_tree(paths, columns, sliding_window)
         else:
             seen = columns <= rows
             if sliding_window:
@@ -187,15 +159,14 @@ def _seen_in_tree(paths: Sequence[Path], columns: Tensor, sliding_window: int | 
     return seen
 
 
-def _view(packed: PackedRows, group: RowGroup, sliding_window: int | None) -> Tensor:
-    """The slots that a single row of a tree sees, in order of position: int64. Its attention is then that of a single
-    row anywhere, to the bit. Layers with the same window share it."""
-    name = (group.first, sliding_window)
+def _view(packed: PackedRows, at: int, span: RowSpan, path: Path, sliding_window: int | None) -> Tensor:
+    """The slots that a single row of a tree, row `at` of the batch, sees, in order of position: int64. Its attention is
+    then that of a single row anywhere, to the bit. Layers with the same window share it."""
+    name = (at, sliding_window)
     if name not in packed.views:
-        (path,) = group.paths
         lowest = max(0, path.position + 1 - sliding_window) if sliding_window else 0
         seen = [*range(lowest, path.shared), *path.own[max(0, lowest - path.shared) :]]
-        packed.views[name] = torch.tensor(seen, device=packed.positions.device) + group.start
+        packed.views[name] = torch.tensor(seen, device=packed.positions.device) + span.arena_start
     return packed.views[name]
 
 

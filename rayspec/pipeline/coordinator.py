@@ -210,7 +210,10 @@ class RemoteSearch:
         message = self._message
         for stage in range(len(self._spans)):
             seek = Seek(
-                epoch=self._post.epoch, search_id=message.search_id, tokens=message.tokens, starts=message.starts
+                epoch=self._post.epoch,
+                search_id=message.search_id,
+                tokens=message.tokens,
+                arena_starts=message.arena_starts,
             )
             self._post.send(stage_name(stage), seek)
         for _ in self._spans:
@@ -219,7 +222,7 @@ class RemoteSearch:
     def end(self) -> None:
         """The shards may forget it."""
         for stage in range(len(self._spans)):
-            seek = Seek(epoch=self._post.epoch, search_id=self._message.search_id, tokens=(), starts=())
+            seek = Seek(epoch=self._post.epoch, search_id=self._message.search_id, tokens=(), arena_starts=())
             self._post.send(stage_name(stage), seek)
 
     def start(self) -> RemoteBatch:

@@ -12,8 +12,9 @@ import torch
 from transformers import PretrainedConfig
 
 from rayspec.config import EngineConfig, ParallelOptions
-from rayspec.decode.engine import Engine, Vocabulary
+from rayspec.decode.engine import Engine
 from rayspec.decode.loading import make_scheduler, resolve_max_model_len
+from rayspec.decode.requests import Vocabulary
 from rayspec.model.sizes import Quantization, model_sizes
 from rayspec.model.weights import eos_token_ids, load_config, load_tokenizer, num_layers, vocab_size
 from rayspec.pipeline.ray_stages import RayStages

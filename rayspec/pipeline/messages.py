@@ -12,8 +12,8 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import msgspec
 
 from rayspec.config import SamplingParams
-from rayspec.decode.drafting.skip_draft import KeepDrafting, Turn
-from rayspec.decode.head import Opening
+from rayspec.decode.drafting.skip_draft import KeepDrafting, RoundEntry
+from rayspec.decode.head import SamplerSpec
 from rayspec.decode.passes import Pass
 from rayspec.decode.plan_search import TappedToken
 from rayspec.decode.questions import (
@@ -28,9 +28,10 @@ from rayspec.decode.questions import (
     Steady,
     Trial,
 )
-from rayspec.decode.rounds import Piece, Prefill, PrefillResult, Round, RoundResult, Work
-from rayspec.decode.scheduler import Move
+from rayspec.decode.rounds import Prefill, PrefillResult, Round, RoundResult, Work
+from rayspec.decode.scheduler import Chunk, Move
 from rayspec.errors import TransportError
+from rayspec.model.rows import RowSpan
 from rayspec.planning.acceptance import DraftWhileWorth
 from rayspec.planning.latency import Measurement
 from rayspec.planning.lookup import DraftUntilFound
@@ -70,36 +71,6 @@ class Connected(Message, frozen=True, kw_only=True):
     pass
 
 
-class WireOpening(msgspec.Struct, frozen=True, kw_only=True):
-    sequence_id: str
-    params: dict[str, Any]
-    seed: int
-    prompt_token_ids: Sequence[int]
-    output_token_ids: Sequence[int]
-    eos_token_ids: Sequence[int]
-
-    @classmethod
-    def of(cls, opening: Opening) -> WireOpening:
-        return cls(
-            sequence_id=opening.sequence_id,
-            params=opening.params.model_dump(exclude_defaults=True),
-            seed=opening.seed,
-            prompt_token_ids=opening.prompt_token_ids,
-            output_token_ids=opening.output_token_ids,
-            eos_token_ids=opening.eos_token_ids,
-        )
-
-    def opening(self) -> Opening:
-        return Opening(
-            sequence_id=self.sequence_id,
-            params=SamplingParams(**self.params),
-            seed=self.seed,
-            prompt_token_ids=self.prompt_token_ids,
-            output_token_ids=self.output_token_ids,
-            eos_token_ids=self.eos_token_ids,
-        )
-
-
 class WhileWorth(_One[DraftWhileWorth], frozen=True):
     pass
 
@@ -131,44 +102,43 @@ def _rule(keep_drafting: KeepDrafting) -> Rule:
 
 
 class WireRound(msgspec.Struct, frozen=True, kw_only=True):
-    turns: Sequence[Turn]
+    entries: Sequence[RoundEntry]
     plan: Plan
     keep_drafting: Rule | None
     num_taps: int
 
 
 class Begin(Message, frozen=True, kw_only=True):
-    """Engine to the first stage: some work (`pieces` of a prefill, or a round), with the sequences it is the first to
+    """Engine to the first stage: some work (`chunks` of a prefill, or a round), with the sequences it is the first to
     name and those that are over since."""
 
     work_id: int
-    pieces: Sequence[Piece] = ()
+    chunks: Sequence[Chunk] = ()
     round: WireRound | None = None
-    openings: Sequence[WireOpening] = ()
-    closings: Sequence[str] = ()
+    opened: Sequence[SamplerSpec] = ()
+    closed: Sequence[str] = ()
 
     @classmethod
-    def of(cls, epoch: int, work: Work, openings: Sequence[Opening], closings: Sequence[str]) -> Begin:
+    def of(cls, epoch: int, work: Work, opened: Sequence[SamplerSpec], closed: Sequence[str]) -> Begin:
         """Raises TypeError for a rule of drafting that cannot travel."""
-        wire = [WireOpening.of(opening) for opening in openings]
         if isinstance(work, Prefill):
-            return cls(epoch=epoch, work_id=work.id, pieces=work.pieces, openings=wire, closings=closings)
+            return cls(epoch=epoch, work_id=work.id, chunks=work.chunks, opened=opened, closed=closed)
         rule = work.keep_drafting
         sent = WireRound(
-            turns=work.turns,
+            entries=work.entries,
             plan=work.plan,
             keep_drafting=None if rule is None else _rule(rule),
             num_taps=work.num_taps,
         )
-        return cls(epoch=epoch, work_id=work.id, round=sent, openings=wire, closings=closings)
+        return cls(epoch=epoch, work_id=work.id, round=sent, opened=opened, closed=closed)
 
     @property
     def work(self) -> Work:
         if self.round is None:
-            return Prefill(id=self.work_id, pieces=self.pieces)
+            return Prefill(id=self.work_id, chunks=self.chunks)
         return Round(
             id=self.work_id,
-            turns=self.round.turns,
+            entries=self.round.entries,
             plan=self.round.plan,
             keep_drafting=None if self.round.keep_drafting is None else self.round.keep_drafting.value,
             num_taps=self.round.num_taps,
@@ -351,7 +321,7 @@ class Search(Message, frozen=True, kw_only=True):
 
     search_id: int
     tokens: Sequence[TappedToken]
-    starts: Sequence[int]
+    arena_starts: Sequence[int]
     question: Asked
 
 
@@ -370,7 +340,7 @@ class Seek(Message, frozen=True, kw_only=True):
 
     search_id: int
     tokens: Sequence[TappedToken]
-    starts: Sequence[int]
+    arena_starts: Sequence[int]
 
 
 class RunSublayer(msgspec.Struct, frozen=True, tag="run"):
@@ -451,7 +421,7 @@ class Follow(Message, frozen=True, kw_only=True):
 
     work: Pass | None = None
     sublayer: int | None = None
-    positions: Sequence[tuple[int, int]] = ()
+    rows: Sequence[RowSpan] = ()
     moves: Sequence[Move] = ()
     measure: bool = False
     forget: bool = False
@@ -467,8 +437,19 @@ AnyMessage: TypeAlias = (
     | Sought | Follow | Stop
 )  # fmt: skip
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+def _fields(value: Any) -> dict[str, Any]:
+    """Of the one type that msgspec does not know."""
+    assert isinstance(value, SamplingParams)
+    return value.model_dump(exclude_defaults=True)
+
+
+def _params(_: type, fields: Any) -> SamplingParams:
+    return SamplingParams(**fields)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_fields)
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage, dec_hook=_params)
 
 
 def encode(message: Message) -> bytes:

@@ -50,13 +50,15 @@ class LeadingSpan(SpanRunner):
         self.announce(Follow(epoch=self._epoch(), forget=True))
         super().forget()
 
-    def search(self, tokens: Sequence[TappedToken], starts: Sequence[int], next_tokens: Tensor | None) -> PlanSearch:
-        found = super().search(tokens, starts, next_tokens)
-        run, positions = found.run, [(start, token.position) for start, token in zip(starts, tokens, strict=True)]
+    def search(
+        self, tokens: Sequence[TappedToken], arena_starts: Sequence[int], next_tokens: Tensor | None
+    ) -> PlanSearch:
+        found = super().search(tokens, arena_starts, next_tokens)
+        run, rows = found.run, found.tokens
 
         def announced(sublayer: int, states: Any) -> Tensor:
             shape = tuple(states.shape)
-            self.announce(Follow(epoch=self._epoch(), sublayer=sublayer, positions=positions, shape=shape))
+            self.announce(Follow(epoch=self._epoch(), sublayer=sublayer, rows=rows, shape=shape))
             return run(sublayer, _shared(states))
 
         found.run = announced  # type: ignore[method-assign]
@@ -72,7 +74,7 @@ def follow(span: SpanRunner, message: Follow, measure: Callable[[], object]) -> 
         span.run(message.work, hidden)
     elif message.sublayer is not None:
         nowhere = torch.empty(0, 0, 0, device=device)
-        PlanSearch(span.runner, nowhere, message.positions, None).run(message.sublayer, hidden)
+        PlanSearch(span.runner, nowhere, message.rows, None).run(message.sublayer, hidden)
     elif message.measure:
         measure()
     elif message.forget:

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from rayspec.decode.head import Opening
+from rayspec.decode.head import SamplerSpec
 from rayspec.decode.plan_search import TappedToken
 from rayspec.decode.questions import Answer, Question
 from rayspec.decode.rounds import Prefill, Result, Work
@@ -100,8 +100,8 @@ class RayStages:
         self._work: dict[int, Future[Result]] = {}
         self._searches: dict[int, _Searching] = {}
         self._search_ids = itertools.count(1)
-        self._openings: dict[str, Opening] = {}
-        self._closings: list[str] = []
+        self._opened: dict[str, SamplerSpec] = {}
+        self._closed: list[str] = []
         self._pulse = Pulse(options.heartbeat_timeout_s, time.monotonic)
         self._restarts = Restarts(options.max_restarts, time.monotonic)
         self._coordinator_restarts = Restarts(options.max_restarts, time.monotonic)
@@ -121,22 +121,22 @@ class RayStages:
     def num_sublayers(self) -> int:
         return self.replica.spans[-1][1]
 
-    def open(self, opening: Opening) -> None:
+    def open(self, spec: SamplerSpec) -> None:
         self._require_alive()
-        self._openings[opening.sequence_id] = opening
+        self._opened[spec.sequence_id] = spec
 
     def close(self, sequence_id: str) -> None:
-        if self._openings.pop(sequence_id, None) is None:
-            self._closings.append(sequence_id)
+        if self._opened.pop(sequence_id, None) is None:
+            self._closed.append(sequence_id)
 
     def start(self, work: Work) -> Future[Result]:
         self._require_alive()
-        named = [one.sequence_id for one in (work.pieces if isinstance(work, Prefill) else work.turns)]
-        openings = [opening for name in named if (opening := self._openings.pop(name, None)) is not None]
-        closings, self._closings = self._closings, []
+        named = [one.sequence_id for one in (work.chunks if isinstance(work, Prefill) else work.entries)]
+        opened = [spec for name in named if (spec := self._opened.pop(name, None)) is not None]
+        closed, self._closed = self._closed, []
         future: Future[Result] = Future()
         self._work[work.id] = future
-        self._send(stage_name(0), Begin.of(self._epoch, work, openings, closings))
+        self._send(stage_name(0), Begin.of(self._epoch, work, opened, closed))
         return future
 
     def wait(self) -> None:
@@ -151,7 +151,7 @@ class RayStages:
         """Every stage has moved its keys and values when this returns."""
         self._ask(Moves(epoch=self._epoch, moves=moves), Moved, _MOVE_TIMEOUT_S)
 
-    def search(self, tokens: Sequence[TappedToken], starts: Sequence[int], question: Question) -> Future[Answer]:
+    def search(self, tokens: Sequence[TappedToken], arena_starts: Sequence[int], question: Question) -> Future[Answer]:
         future: Future[Answer] = Future()
         if self.replica.coordinator is None:
             future.set_exception(RayspecError("the coordinator is being replaced"))
@@ -159,7 +159,9 @@ class RayStages:
         search_id = next(self._search_ids)
         self._searches[search_id] = _Searching(future, time.monotonic() + _SEARCH_TIMEOUT_S)
         asked = ask(question)
-        search = Search(epoch=self._epoch, search_id=search_id, tokens=tokens, starts=starts, question=asked)
+        search = Search(
+            epoch=self._epoch, search_id=search_id, tokens=tokens, arena_starts=arena_starts, question=asked
+        )
         self._send(COORDINATOR, search)
         return future
 
@@ -358,8 +360,8 @@ class RayStages:
         started = time.monotonic()
         logger.warning("%s; the replica is brought back", reason)
         self._work.clear()
-        self._openings.clear()
-        self._closings.clear()
+        self._opened.clear()
+        self._closed.clear()
         self._fail_searches(reason)
         while (delay_s := self._restarts.next_delay_s()) is not None:
             time.sleep(delay_s)

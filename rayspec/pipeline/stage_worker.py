@@ -13,7 +13,7 @@ from torch import Tensor
 from rayspec.decode.head import Head
 from rayspec.decode.passes import Pass, SpanRunner, TapsGoneError
 from rayspec.decode.plan_search import PlanSearch
-from rayspec.decode.rounds import PrefillResult, Result, opening_pass, script
+from rayspec.decode.rounds import PrefillResult, Result, first_pass, script
 from rayspec.decode.stages import out_of_memory
 from rayspec.decode.stopwatch import Stopwatch
 from rayspec.pipeline.messages import (
@@ -117,7 +117,7 @@ class StageWorker:
         """What follows from a message. Raises what the model raises, but for running out of memory in some work."""
         match message:
             case Begin():
-                return self._pass(message.epoch, opening_pass(message.work), None, message)
+                return self._pass(message.epoch, first_pass(message.work), None, message)
             case Forward():
                 hidden = tensors[0].to(self._span.runner.device) if tensors else None
                 return self._pass(message.epoch, message.work, hidden, message.begin)
@@ -176,10 +176,10 @@ class StageWorker:
 
     def _enter(self, begin: Begin) -> None:
         assert self._head is not None
-        for sequence_id in begin.closings:
+        for sequence_id in begin.closed:
             self._head.close(sequence_id)
-        for opening in begin.openings:
-            self._head.open(opening.opening())
+        for spec in begin.opened:
+            self._head.open(spec)
         passes = script(begin.work, self._head, self._stopwatch)
         next(passes)  # the first stage has run that one already
         self._scripts[begin.work_id] = passes
@@ -199,7 +199,7 @@ class StageWorker:
     def _seek(self, message: Seek) -> Sought:
         try:
             next_tokens = self._head.next_tokens(message.tokens) if self._head is not None else None
-            search = self._span.search(message.tokens, message.starts, next_tokens)
+            search = self._span.search(message.tokens, message.arena_starts, next_tokens)
         except TapsGoneError:
             error = f"{stage_name(self._place.stage)} has no states of some tapped tokens any more"
             return Sought(epoch=message.epoch, search_id=message.search_id, error=error)

@@ -240,10 +240,10 @@ class Gate:
     def reason(self) -> str:
         """One sentence for reports. Between changes it is some rounds old: to tell it costs as much as to decide."""
         if self._reason is None:
-            self._reason = self._told()
+            self._reason = self._describe()
         return self._reason
 
-    def _told(self) -> str:
+    def _describe(self) -> str:
         if not self._may_draft:
             return "not drafting: there is no plan that promises to be faster"
         doing = "drafting" if self._incumbent == "draft" else "not drafting"

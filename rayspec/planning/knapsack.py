@@ -43,8 +43,8 @@ class Expansion(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A draft: keep[i] tells whether sublayer i runs; weight is what it skips; index is its row in the batch."""
+class SublayerSet:
+    """Of a draft: keep[i] tells whether sublayer i runs; weight is what it skips; index is its row in the batch."""
 
     keep: tuple[bool, ...]
     weight: int
@@ -54,12 +54,12 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """Candidates by rising skipped weight, the first skips nothing; `states` is the terminal batch, a row for each.
+    """Sets by rising skipped weight, the first skips nothing; `states` is the terminal batch, a row for each.
 
     num_rows_run: states run through each sublayer; times its seconds, what the search has cost.
     """
 
-    candidates: list[Candidate]
+    candidates: list[SublayerSet]
     states: Any
     num_rows_run: list[int]
 
@@ -148,7 +148,7 @@ def solve(
         num_rows_run.append(len(row.weight))
         row, states = _expand(sublayer, int(item_weights[sublayer]), row, states, expansion, limits, pruning)
     candidates = [
-        Candidate(keep=tuple(keep), weight=int(weight), similarity=float(similarity), index=index)
+        SublayerSet(keep=tuple(keep), weight=int(weight), similarity=float(similarity), index=index)
         for index, (keep, weight, similarity) in enumerate(
             zip(row.keep.tolist(), row.weight, row.similarity, strict=True)
         )

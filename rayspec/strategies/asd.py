@@ -14,7 +14,7 @@ from rayspec.config import SpeculationOptions
 from rayspec.decode.drafting.skip_draft import KeepDrafting
 from rayspec.decode.questions import Answer, Steadiness, Steady
 from rayspec.decode.rounds import RoundResult
-from rayspec.decode.selection.base import Situation
+from rayspec.decode.selection.base import BatchState
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.stopping import DraftWhileSure
 from rayspec.strategies.in_use import Tested
@@ -33,26 +33,26 @@ class ASD(Inquiring):
         self._is_attention = [name.startswith("attention") for name in latency.sublayers]
         self._draft_threshold = DraftThreshold(options.asd.exit_threshold, target=options.asd.target)
 
-    def keep_drafting(self, situation: Situation) -> KeepDrafting | None:
+    def keep_drafting(self, state: BatchState) -> KeepDrafting | None:
         return DraftWhileSure(threshold=self._draft_threshold.value)
 
-    def observe(self, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
-        super().observe(situation, plan, result, num_tokens, seconds)
+    def observe(self, state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
+        super().observe(state, plan, result, num_tokens, seconds)
         tested = Tested.of(plan, result)
         self._draft_threshold.observe(
             num_accepted=tested.num_accepted, num_drafted=tested.num_drafted, reached_length=tested.reached_length
         )
 
-    def _question(self, situation: Situation) -> Steadiness:
+    def _question(self, state: BatchState) -> Steadiness:
         return Steadiness(num_tokens=self._options.num_tap_tokens)
 
-    def _decide(self, situation: Situation, answer: Answer) -> PlanRecord | None:
+    def _decide(self, state: BatchState, answer: Answer) -> PlanRecord | None:
         assert isinstance(answer, Steady)
         keep = without_steady_attention(self._is_attention, answer.cosines, self._options.threshold)
         if keep == self._current.plan.keep:
             return None
         return self._current.take(
-            situation,
+            state,
             keep,
             self._max_draft_tokens,
             acceptance=self._options.target,

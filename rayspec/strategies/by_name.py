@@ -13,10 +13,10 @@ from rayspec.planning.latency import LatencyModel
 from rayspec.strategies.asd import ASD
 from rayspec.strategies.clasp import CLaSp
 from rayspec.strategies.dynamic_exit import DEL
-from rayspec.strategies.gated import Gated
 from rayspec.strategies.knn_ssd import KnnSSD
 from rayspec.strategies.layerskip import early_exit_plan
 from rayspec.strategies.lookahead import lookahead_plan
+from rayspec.strategies.only_if_faster import OnlyIfFaster
 from rayspec.strategies.saved_plans import ModelIdentity, SavedPlans, known_candidates
 from rayspec.strategies.self_sd import SelfSD
 from rayspec.strategies.swift import Swift
@@ -84,7 +84,7 @@ def make_selector(config: EngineConfig, num_sublayers: int, latency: LatencyMode
         return _WITH_THEIR_OWN_GATE[options.strategy](_Given(config=config, latency=latency))
     if latency is not None and options.strategy in _BEHIND_THE_GATE:
         strategy = _BEHIND_THE_GATE[options.strategy](_Given(config=config, latency=latency))
-        return Gated(strategy, latency) if options.gate else strategy
+        return OnlyIfFaster(strategy, latency) if options.gate else strategy
     if options.strategy == "static":
         try:
             return FixedPlan(static_plan(options.skip, num_sublayers, options.max_draft_tokens))

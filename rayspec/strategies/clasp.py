@@ -10,7 +10,7 @@ from __future__ import annotations
 from rayspec.config import SpeculationOptions
 from rayspec.decode.drafting.skip_draft import KeepDrafting
 from rayspec.decode.questions import Answer, Found, LayerKnapsack
-from rayspec.decode.selection.base import Situation
+from rayspec.decode.selection.base import BatchState
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.stopping import DraftWhileSure
 from rayspec.strategies.current_plan import estimated_acceptance
@@ -35,17 +35,17 @@ class CLaSp(Inquiring):
             )
         self._max_draft_tokens = options.max_draft_tokens
 
-    def keep_drafting(self, situation: Situation) -> KeepDrafting | None:
+    def keep_drafting(self, state: BatchState) -> KeepDrafting | None:
         return DraftWhileSure(threshold=self._options.exit_threshold)
 
-    def _question(self, situation: Situation) -> LayerKnapsack:
+    def _question(self, state: BatchState) -> LayerKnapsack:
         return LayerKnapsack(num_tokens=1, num_skipped=self._num_skipped)
 
-    def _decide(self, situation: Situation, answer: Answer) -> PlanRecord | None:
+    def _decide(self, state: BatchState, answer: Answer) -> PlanRecord | None:
         assert isinstance(answer, Found)
         chosen = min(answer.drafts, key=lambda draft: sum(draft.keep))
         return self._current.take(
-            situation,
+            state,
             chosen.keep,
             self._max_draft_tokens,
             acceptance=estimated_acceptance(chosen, answer.num_tokens),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rayspec.decode.questions import FoundDraft
 from rayspec.decode.rounds import RoundResult
-from rayspec.decode.selection.base import Situation
+from rayspec.decode.selection.base import BatchState
 from rayspec.planning.acceptance import best_choice, shrink
 from rayspec.planning.latency import LatencyModel
 from rayspec.strategies.in_use import Tested, tell
@@ -24,14 +24,14 @@ class CurrentPlan:
         self._latency = latency
         self._record: PlanRecord | None = None
 
-    def observe(self, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
+    def observe(self, state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
         """A round; those by other plans say nothing of this one."""
         if self._record is not None and plan is self._record.plan:
-            tell(self._record, situation, Tested.of(plan, result), num_tokens=num_tokens, seconds=seconds)
+            tell(self._record, state, Tested.of(plan, result), num_tokens=num_tokens, seconds=seconds)
 
     def take(
         self,
-        situation: Situation,
+        state: BatchState,
         keep: tuple[bool, ...],
         num_draft_tokens: int,
         *,
@@ -53,16 +53,16 @@ class CurrentPlan:
             [self.plan.keep],
             [acceptance],
             self._latency,
-            context=situation.context,
-            batch=situation.batch,
+            context=state.context,
+            batch=state.batch,
             max_draft_tokens=num_draft_tokens,
             reuse_prefix=reuse_prefix,
             min_gain=-1.0,
         )
         self._record = PlanRecord(
-            elapsed_s=situation.elapsed_s,
-            context=situation.context,
-            batch=situation.batch,
+            elapsed_s=state.elapsed_s,
+            context=state.context,
+            batch=state.batch,
             plan=self.plan,
             reason=reason,
             estimated_acceptance=acceptance if skips else 0.0,

@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 from rayspec.config import SpeculationOptions
 from rayspec.decode.drafting.skip_draft import KeepDrafting
 from rayspec.decode.questions import Answer, Found, FoundDraft, Trial
-from rayspec.decode.selection.base import Situation
+from rayspec.decode.selection.base import BatchState
 from rayspec.planning.acceptance import best_choice, expected_tokens
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.stopping import DraftWhileSure
@@ -81,25 +81,25 @@ class DEL(Inquiring):
         self._num_looks = 0
         self._threshold: float | None = None
 
-    def keep_drafting(self, situation: Situation) -> KeepDrafting | None:
+    def keep_drafting(self, state: BatchState) -> KeepDrafting | None:
         return None if self._threshold is None else DraftWhileSure(threshold=self._threshold)
 
-    def _question(self, situation: Situation) -> Trial:
+    def _question(self, state: BatchState) -> Trial:
         most = self._options.num_tap_tokens
-        num_tokens = min(situation.batch, most) if self._num_looks else most
+        num_tokens = min(state.batch, most) if self._num_looks else most
         return Trial(num_tokens=num_tokens, keeps=self._keeps)
 
-    def _decide(self, situation: Situation, answer: Answer) -> PlanRecord | None:
+    def _decide(self, state: BatchState, answer: Answer) -> PlanRecord | None:
         assert isinstance(answer, Found)
         self._num_looks += 1
         self._record.observe(answer.drafts, answer.num_tokens)
-        index, length = self._best(situation)
+        index, length = self._best(state)
         self._threshold = self._record.threshold(index) if length else None
         plan = self._current.plan
         if (length, self._keeps[index]) == (plan.num_draft_tokens, plan.keep) or length == plan.num_draft_tokens == 0:
             return None
         return self._current.take(
-            situation,
+            state,
             self._keeps[index],
             length,
             acceptance=float(self._record.acceptance[index]),
@@ -108,7 +108,7 @@ class DEL(Inquiring):
             reuse_prefix=self._reuse_prefix,
         )
 
-    def _best(self, situation: Situation) -> tuple[int, int]:
+    def _best(self, state: BatchState) -> tuple[int, int]:
         """Index of the exit, and the draft's length; 0 for no draft."""
         acceptance = self._record.acceptance
         if self._options.cost == "layers":
@@ -119,8 +119,8 @@ class DEL(Inquiring):
             self._keeps,
             acceptance,
             self._latency,
-            context=situation.context,
-            batch=situation.batch,
+            context=state.context,
+            batch=state.batch,
             max_draft_tokens=self._max_draft_tokens,
             reuse_prefix=self._reuse_prefix,
             min_gain=0.0,

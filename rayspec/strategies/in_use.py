@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rayspec.decode.rounds import RoundResult
-from rayspec.decode.selection.base import Situation
+from rayspec.decode.selection.base import BatchState
 from rayspec.types import Plan, PlanRecord
 
 
@@ -33,9 +33,9 @@ class Tested:
         )
 
 
-def tell(record: PlanRecord, situation: Situation, tested: Tested, *, num_tokens: int, seconds: float) -> None:
+def tell(record: PlanRecord, state: BatchState, tested: Tested, *, num_tokens: int, seconds: float) -> None:
     """Add a round under the record's plan."""
     record.num_tokens += num_tokens
-    record.sequence_s += seconds * situation.batch
+    record.sequence_s += seconds * state.batch
     record.num_accepted_tokens += tested.num_accepted
     record.num_tested_tokens += tested.num_tested

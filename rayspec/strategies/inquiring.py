@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from rayspec.decode.drafting.skip_draft import KeepDrafting
 from rayspec.decode.questions import Answer, Question
 from rayspec.decode.rounds import RoundResult
-from rayspec.decode.selection.base import Search, Situation
+from rayspec.decode.selection.base import BatchState, Search
 from rayspec.planning.latency import LatencyModel
 from rayspec.strategies.current_plan import CurrentPlan
 from rayspec.strategies.inquiry import Inquiry
@@ -30,23 +30,23 @@ class Inquiring(ABC):
     def wants_taps(self) -> bool:
         return self._inquiry.wants_taps
 
-    def plan(self, situation: Situation) -> Plan:
+    def plan(self, state: BatchState) -> Plan:
         return self._current.plan
 
     @abstractmethod
-    def keep_drafting(self, situation: Situation) -> KeepDrafting | None: ...
+    def keep_drafting(self, state: BatchState) -> KeepDrafting | None: ...
 
-    def observe(self, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
-        self._current.observe(situation, plan, result, num_tokens, seconds)
-        self._inquiry.observe(num_tokens / situation.batch)
+    def observe(self, state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
+        self._current.observe(state, plan, result, num_tokens, seconds)
+        self._inquiry.observe(num_tokens / state.batch)
 
-    def improve(self, situation: Situation, search: Search) -> PlanRecord | None:
-        answer = self._inquiry.advance(situation, search, self._question(situation))
-        return None if answer is None else self._decide(situation, answer)
-
-    @abstractmethod
-    def _question(self, situation: Situation) -> Question: ...
+    def improve(self, state: BatchState, search: Search) -> PlanRecord | None:
+        answer = self._inquiry.advance(state, search, self._question(state))
+        return None if answer is None else self._decide(state, answer)
 
     @abstractmethod
-    def _decide(self, situation: Situation, answer: Answer) -> PlanRecord | None:
+    def _question(self, state: BatchState) -> Question: ...
+
+    @abstractmethod
+    def _decide(self, state: BatchState, answer: Answer) -> PlanRecord | None:
         """What follows from the answer; the record of another plan, if one does."""

@@ -6,7 +6,7 @@ import logging
 from concurrent.futures import Future
 
 from rayspec.decode.questions import Answer, Question
-from rayspec.decode.selection.base import Search, Situation
+from rayspec.decode.selection.base import BatchState, Search
 
 logger = logging.getLogger(__name__)
 
@@ -31,17 +31,17 @@ class Inquiry:
         """A round: tokens committed per sequence."""
         self._num_tokens += num_tokens
 
-    def advance(self, situation: Situation, search: Search, question: Question) -> Answer | None:
+    def advance(self, state: BatchState, search: Search, question: Question) -> Answer | None:
         """A round has ended: begin, ask, or take the answer, whatever is due. A question whose tokens were lost on the
         way is asked again; from one that failed nothing comes."""
-        answer = self._ask(situation, search, question) if self._num_tapped is not None else None
+        answer = self._ask(state, search, question) if self._num_tapped is not None else None
         if self._num_tapped is None and self._num_tokens >= self._interval:
             self._num_tapped, self._num_tokens = 0, 0.0
         return answer
 
-    def _ask(self, situation: Situation, search: Search, question: Question) -> Answer | None:
+    def _ask(self, state: BatchState, search: Search, question: Question) -> Answer | None:
         assert self._num_tapped is not None
-        self._num_tapped += situation.batch
+        self._num_tapped += state.batch
         if self._under_way is None and self._num_tapped >= question.num_tokens:
             self._under_way = search(question)
         if self._under_way is None or not self._under_way.done():

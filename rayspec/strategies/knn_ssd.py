@@ -16,10 +16,10 @@ from rayspec.config import KnnSSDOptions, SpeculationOptions
 from rayspec.decode.drafting.skip_draft import KeepDrafting
 from rayspec.decode.questions import Answer, Feature, Features
 from rayspec.decode.rounds import RoundResult
-from rayspec.decode.selection.base import FixedPlan, Search, Selector, Situation
+from rayspec.decode.selection.base import BatchState, FixedPlan, Search, Selector
 from rayspec.planning.latency import LatencyModel
 from rayspec.strategies.anchors import Nearest, nearest
-from rayspec.strategies.gated import Gated
+from rayspec.strategies.only_if_faster import OnlyIfFaster
 from rayspec.strategies.saved_plans import SavedPlan, SavedPlans
 from rayspec.strategies.self_sd import DraftThreshold, SelfSD
 from rayspec.types import ConfigError, Plan, PlanRecord, no_draft
@@ -76,7 +76,7 @@ class KnnSSD:
         self._drafters: dict[str, Selector] = {}
         for plan in self._domains.plans:
             drafter = _drafter(plan, options, num_sublayers)
-            self._drafters[plan.domain] = Gated(drafter, latency) if options.gate else drafter
+            self._drafters[plan.domain] = OnlyIfFaster(drafter, latency) if options.gate else drafter
         self._told: dict[str, Selector] = {}  # the drafter of each sequence
         self._looks: dict[str, Future[Answer]] = {}  # under way, by sequence
         self._begins = False  # whether the round planned last has a sequence to look at
@@ -93,23 +93,23 @@ class KnnSSD:
         drafter = self._last_drafter
         return f"{self._last_look}; {'not drafting' if drafter is self._strangers else drafter.gate_reason}"
 
-    def plan(self, situation: Situation) -> Plan:
-        self._begins = any(name not in self._told and name not in self._looks for name in situation.sequence_ids)
-        return self._drafter_of(situation).plan(situation)
+    def plan(self, state: BatchState) -> Plan:
+        self._begins = any(name not in self._told and name not in self._looks for name in state.sequence_ids)
+        return self._drafter_of(state).plan(state)
 
-    def keep_drafting(self, situation: Situation) -> KeepDrafting | None:
-        return self._drafter_of(situation).keep_drafting(situation)
+    def keep_drafting(self, state: BatchState) -> KeepDrafting | None:
+        return self._drafter_of(state).keep_drafting(state)
 
-    def observe(self, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
-        self._drafter_of(situation).observe(situation, plan, result, num_tokens, seconds)
+    def observe(self, state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
+        self._drafter_of(state).observe(state, plan, result, num_tokens, seconds)
 
-    def improve(self, situation: Situation, search: Search) -> PlanRecord | None:
+    def improve(self, state: BatchState, search: Search) -> PlanRecord | None:
         """Look at what has begun; a record when a domain's plan is in use for the first time.
 
         Only sequences that are at rest hear of their domain, so that a round ends by whom it was planned.
         """
-        record = self._drafter_of(situation).improve(situation, search)
-        for name in situation.sequence_ids:
+        record = self._drafter_of(state).improve(state, search)
+        for name in state.sequence_ids:
             if name not in self._told:
                 self._look(name, search)
         return record
@@ -119,8 +119,8 @@ class KnnSSD:
         drafter = self._told.get(sequence_id)
         return next((domain for domain, one in self._drafters.items() if one is drafter), None)
 
-    def _drafter_of(self, situation: Situation) -> Selector:
-        votes = Counter(self._told[name] for name in situation.sequence_ids if name in self._told)
+    def _drafter_of(self, state: BatchState) -> Selector:
+        votes = Counter(self._told[name] for name in state.sequence_ids if name in self._told)
         return votes.most_common(1)[0][0] if votes else self._strangers
 
     def _look(self, name: str, search: Search) -> None:

@@ -9,7 +9,7 @@ from typing_extensions import Self
 from rayspec.config import SpeculationOptions
 from rayspec.decode.drafting.skip_draft import KeepDrafting
 from rayspec.decode.rounds import RoundResult
-from rayspec.decode.selection.base import Search, Situation
+from rayspec.decode.selection.base import BatchState, Search
 from rayspec.planning.stopping import DraftWhileSure
 from rayspec.strategies.in_use import Tested, tell
 from rayspec.strategies.saved_plans import SavedPlan
@@ -87,34 +87,34 @@ class SelfSD:
             plain_tpt=saved.plain_tokens_per_s,
         )
 
-    def plan(self, situation: Situation) -> Plan:
+    def plan(self, state: BatchState) -> Plan:
         return self._plan
 
-    def keep_drafting(self, situation: Situation) -> KeepDrafting | None:
+    def keep_drafting(self, state: BatchState) -> KeepDrafting | None:
         return DraftWhileSure(threshold=self.threshold.value)
 
-    def observe(self, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
+    def observe(self, state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
         if self.record is None:
-            self.record = self._new_record(situation)
+            self.record = self._new_record(state)
         if plan is self._plan:
             tested = Tested.of(plan, result)
-            tell(self.record, situation, tested, num_tokens=num_tokens, seconds=seconds)
+            tell(self.record, state, tested, num_tokens=num_tokens, seconds=seconds)
             self.threshold.observe(
                 num_accepted=tested.num_accepted, num_drafted=tested.num_drafted, reached_length=tested.reached_length
             )
 
-    def improve(self, situation: Situation, search: Search) -> PlanRecord | None:
+    def improve(self, state: BatchState, search: Search) -> PlanRecord | None:
         """The one record there is, once."""
         if self._told:
             return None
         self._told = self.record is not None
         return self.record
 
-    def _new_record(self, situation: Situation) -> PlanRecord:
+    def _new_record(self, state: BatchState) -> PlanRecord:
         return PlanRecord(
-            elapsed_s=situation.elapsed_s,
-            context=situation.context,
-            batch=situation.batch,
+            elapsed_s=state.elapsed_s,
+            context=state.context,
+            batch=state.batch,
             plan=self._plan,
             reason=self._reason,
             estimated_acceptance=self._acceptance,

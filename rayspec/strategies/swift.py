@@ -15,7 +15,7 @@ from rayspec.config import SpeculationOptions, SwiftOptions
 from rayspec.decode.drafting.skip_draft import KeepDrafting
 from rayspec.decode.questions import Answer, Found, Trial
 from rayspec.decode.rounds import RoundResult
-from rayspec.decode.selection.base import Search, Situation
+from rayspec.decode.selection.base import BatchState, Search
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.stopping import DraftWhileSure
 from rayspec.strategies.current_plan import CurrentPlan
@@ -98,16 +98,16 @@ class Swift:
     def wants_taps(self) -> bool:
         return self._search.end is None
 
-    def plan(self, situation: Situation) -> Plan:
+    def plan(self, state: BatchState) -> Plan:
         return self._current.plan
 
-    def keep_drafting(self, situation: Situation) -> KeepDrafting | None:
+    def keep_drafting(self, state: BatchState) -> KeepDrafting | None:
         return DraftWhileSure(threshold=self._options.threshold)
 
-    def observe(self, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
-        self._current.observe(situation, plan, result, num_tokens, seconds)
+    def observe(self, state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
+        self._current.observe(state, plan, result, num_tokens, seconds)
 
-    def improve(self, situation: Situation, search: Search) -> PlanRecord | None:
+    def improve(self, state: BatchState, search: Search) -> PlanRecord | None:
         """Begin a trial, or conclude the one under way."""
         if self._search.end is not None:
             return None
@@ -124,9 +124,9 @@ class Swift:
             return None
         found = under_way.result()
         assert isinstance(found, Found)
-        return self._learn(situation, found)
+        return self._learn(state, found)
 
-    def _learn(self, situation: Situation, found: Found) -> PlanRecord | None:
+    def _learn(self, state: BatchState, found: Found) -> PlanRecord | None:
         (draft,), self._trying = found.drafts, None
         self._spent_s += found.seconds
         gained = self._search.observe(draft.keep, draft.num_agreed / found.num_tokens)
@@ -135,7 +135,7 @@ class Swift:
             return None
         spent_s, self._spent_s = self._spent_s, 0.0
         return self._current.take(
-            situation,
+            state,
             self._search.best,
             self._max_draft_tokens,
             acceptance=self._search.best_score,

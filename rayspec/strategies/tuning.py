@@ -21,7 +21,7 @@ from rayspec.decode.drafting.skip_draft import KeepDrafting
 from rayspec.decode.engine import Engine
 from rayspec.decode.questions import Answer, Feature, Features
 from rayspec.decode.rounds import RoundResult
-from rayspec.decode.selection.base import Search, Selector, Situation
+from rayspec.decode.selection.base import BatchState, Search, Selector
 from rayspec.decode.selection.knapspec import KnapSpec
 from rayspec.strategies.anchors import radius, representatives
 from rayspec.strategies.mask_search import Keep, MaskSearch
@@ -243,16 +243,16 @@ class _Look:
     def wants_taps(self) -> bool:
         return self._asked is None
 
-    def plan(self, situation: Situation) -> Plan:
+    def plan(self, state: BatchState) -> Plan:
         return self._plan
 
-    def keep_drafting(self, situation: Situation) -> KeepDrafting | None:
+    def keep_drafting(self, state: BatchState) -> KeepDrafting | None:
         return None
 
-    def observe(self, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
+    def observe(self, state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
         pass
 
-    def improve(self, situation: Situation, search: Search) -> PlanRecord | None:
+    def improve(self, state: BatchState, search: Search) -> PlanRecord | None:
         if self._asked is None:
             self._asked = search(Feature(num_tokens=1))
         return None

@@ -102,7 +102,7 @@ def kill_engine(_engine: AsyncEngine) -> None:
 
 
 def kill_stage(name: str, engine: AsyncEngine) -> None:
-    actor = engine.llm.engine._stages.replica.processes[name].actor  # type: ignore[attr-defined]
+    actor = engine.llm.engine.stages.replica.processes[name].actor  # type: ignore[attr-defined]
     ray.kill(actor)
 
 

@@ -142,9 +142,9 @@ def test_plans_count_from_when_it_was_warm(plain: Engine) -> None:
 
 def test_to_forget_is_to_begin_with_a_new_selector(plain: Engine) -> None:
     contender = Ours(like(plain, "knapspec"))
-    before = contender.engine._selector
+    before = contender.engine._planner.selector
     contender.forget()
-    after = contender.engine._selector
+    after = contender.engine._planner.selector
     assert type(after) is type(before)
     assert after is not before
     fixed = Ours(plain)

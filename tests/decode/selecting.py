@@ -9,7 +9,7 @@ from rayspec.decode.drafting.skip_draft import Draft
 from rayspec.decode.head import Committed
 from rayspec.decode.questions import Answer, Question
 from rayspec.decode.rounds import RoundResult
-from rayspec.decode.selection.base import Selector, Situation
+from rayspec.decode.selection.base import BatchState, Selector
 from rayspec.planning.latency import Curve, LatencyModel
 from rayspec.types import Plan, PlanRecord
 
@@ -30,8 +30,8 @@ def latency_model(
     )
 
 
-def situation(batch: int = 1, *, context: int = 100) -> Situation:
-    return Situation(context=context, batch=batch, elapsed_s=1.0, num_outstanding_tokens=1000)
+def state(batch: int = 1, *, context: int = 100) -> BatchState:
+    return BatchState(context=context, batch=batch, elapsed_s=1.0, num_outstanding_tokens=1000)
 
 
 def round_of(plan: Plan, num_accepted: int = 0, *, batch: int = 1) -> RoundResult:
@@ -65,7 +65,7 @@ def turn(
     seconds: Callable[[Plan], float] = lambda plan: 1.0,
 ) -> PlanRecord | None:
     """One round, as the engine goes about it."""
-    here = situation(batch)
+    here = state(batch)
     plan = selector.plan(here)
     accepted = min(num_accepted, plan.num_draft_tokens)
     result = round_of(plan, accepted, batch=batch)

@@ -16,7 +16,7 @@ from rayspec.decode.profile import measure
 from rayspec.decode.questions import Answer, Question
 from rayspec.decode.rounds import RoundResult
 from rayspec.decode.selection.auto import Auto
-from rayspec.decode.selection.base import Situation
+from rayspec.decode.selection.base import BatchState
 from rayspec.decode.selection.knapspec import _FIRST_SEARCH_SHARE, KnapSpec
 from rayspec.planning.acceptance import DraftWhileWorth
 from rayspec.planning.calibration import CalibrationCurve
@@ -47,10 +47,10 @@ class World:
     def play(self, proposals: Sequence[Proposal]) -> float:
         """One round; tokens per second."""
         batch = len(proposals)
-        situation = Situation(
+        state = BatchState(
             context=1024, batch=batch, elapsed_s=1.0, num_outstanding_tokens=1000, proposals=lambda: proposals
         )
-        plan = self.auto.plan(situation)
+        plan = self.auto.plan(state)
         self.plans.append(plan)
         drafts, committed, accepted = [], [], []
         for proposal in proposals:
@@ -63,7 +63,7 @@ class World:
         verify_s *= self.row_factor if rows > batch else 1.0
         result = RoundResult(committed, drafts, accepted, 0, 0.0, verify_s)
         num_tokens = sum(len(one.token_ids) for one in committed)
-        self.auto.observe(situation, plan, result, num_tokens, verify_s + 50e-6)
+        self.auto.observe(state, plan, result, num_tokens, verify_s + 50e-6)
         return num_tokens / verify_s
 
     def _is_right(self) -> bool:
@@ -111,7 +111,7 @@ def test_rows_that_cost_more_than_they_earn_are_not_verified(right: float) -> No
 def test_no_proposal_is_knapspecs_business() -> None:
     there = world(right=1.0)
     there.play([NOTHING, NOTHING])
-    assert there.plans == [there.auto._knapspec.plan(_situation())]
+    assert there.plans == [there.auto._knapspec.plan(_batch_state())]
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_a_search_must_pay_in_the_rounds_that_lookup_leaves(proposal: Proposal, 
 
     for _ in range(40):
         there.play([proposal])
-        there.auto.improve(replace(_situation(), num_outstanding_tokens=20_000), search)
+        there.auto.improve(replace(_batch_state(), num_outstanding_tokens=20_000), search)
     assert bool(asked) == searches
 
 
@@ -136,8 +136,8 @@ def test_it_is_tokens_that_lookup_leaves_and_not_rounds(between: Proposal, searc
     enough."""
     there, asked = world(right=1.0), []
     step_s = there.latency.decode_step_s(context=1024, batch=1)
-    needed_s = there.auto._knapspec._search_cost_s(_situation()) / _FIRST_SEARCH_SHARE
-    situation = replace(_situation(), num_outstanding_tokens=round(4 * needed_s / step_s))
+    needed_s = there.auto._knapspec._search_cost_s(_batch_state()) / _FIRST_SEARCH_SHARE
+    state = replace(_batch_state(), num_outstanding_tokens=round(4 * needed_s / step_s))
 
     def search(question: Question, sequence_id: str | None = None) -> Future[Answer]:
         asked.append(question)
@@ -146,16 +146,16 @@ def test_it_is_tokens_that_lookup_leaves_and_not_rounds(between: Proposal, searc
     for _ in range(20):
         there.play([between])
         there.play([NOTHING])
-        there.auto.improve(situation, search)
+        there.auto.improve(state, search)
     assert bool(asked) == searches
 
 
 def test_a_search_that_waits_for_tokens_is_given_up_when_copying_leaves_it_none() -> None:
-    there, situation = world(right=1.0), replace(_situation(), num_outstanding_tokens=20_000)
+    there, state = world(right=1.0), replace(_batch_state(), num_outstanding_tokens=20_000)
     for proposal, is_wanted in ((NOTHING, True), (FOUND, False), (NOTHING, True)):
         for _ in range(30):
             there.play([proposal])
-            there.auto.improve(situation, lambda question, sequence_id=None: None)  # too few are tapped
+            there.auto.improve(state, lambda question, sequence_id=None: None)  # too few are tapped
         assert there.auto.wants_taps == is_wanted
 
 
@@ -174,7 +174,7 @@ def test_what_went_on_a_draft_teaches_lookup_and_the_plan_hears_of_its_own(num_a
     auto._knapspec.observe = lambda *told: heard.append(told)  # type: ignore[method-assign]
     before = auto._lookup.by_class
     auto.observe(
-        replace(_situation(), proposals=lambda: [NOTHING]), plan, _continued(num_accepted), num_accepted + 1, 0.04
+        replace(_batch_state(), proposals=lambda: [NOTHING]), plan, _continued(num_accepted), num_accepted + 1, 0.04
     )
     [(_, _, own, num_tokens, seconds)] = heard
     assert own.num_accepted == [min(2, num_accepted)]
@@ -192,16 +192,16 @@ def test_what_drafts_gain_is_seen_after_their_trial_and_one_bad_round_is_not_all
 ) -> None:
     monkeypatch.setattr(KnapSpec, "on_trial", on_trial)
     hoped_tpt = 2 / model().decode_step_s(context=1024, batch=1)
-    monkeypatch.setattr(KnapSpec, "hoped_tpt", lambda knapspec, situation: hoped_tpt)
+    monkeypatch.setattr(KnapSpec, "hoped_tpt", lambda knapspec, state: hoped_tpt)
     there = world(right=1.0)
     auto, plan = there.auto, Plan(keep=(False,) * 8, num_draft_tokens=8, source="x")
-    assert auto._gain(_situation()) == pytest.approx(2.0)
-    plain_s = 1 / auto._plain_rate(_situation())
+    assert auto._gain(_batch_state()) == pytest.approx(2.0)
+    plain_s = 1 / auto._plain_rate(_batch_state())
     slow = replace(_continued(0), draft_s=7 * plain_s, verify_s=plain_s)
     gains = []
     for _ in range(40):
-        auto.observe(replace(_situation(), proposals=lambda: [NOTHING]), plan, slow, 1, 8 * plain_s)
-        gains.append(auto._gain(_situation()))
+        auto.observe(replace(_batch_state(), proposals=lambda: [NOTHING]), plan, slow, 1, 8 * plain_s)
+        gains.append(auto._gain(_batch_state()))
     if on_trial:
         assert gains == pytest.approx([2.0] * 40)
     else:
@@ -211,15 +211,15 @@ def test_what_drafts_gain_is_seen_after_their_trial_and_one_bad_round_is_not_all
 
 def test_drafts_go_on_by_what_lookup_has_learned() -> None:
     there = world(right=1.0)
-    assert there.auto.keep_drafting(_situation()) is None, "the plan does not draft"
+    assert there.auto.keep_drafting(_batch_state()) is None, "the plan does not draft"
     for _ in range(20):
         there.play([FOUND])
     worth = DraftWhileWorth(
         curve=CalibrationCurve(confidence=(0.0, 1.0), excess=(0.0, 0.0)), usual=0.8, rate=1.0, step_s=0.5, row_s=0.01
     )
-    there.auto._knapspec.keep_drafting = lambda situation: worth  # type: ignore[method-assign]
+    there.auto._knapspec.keep_drafting = lambda state: worth  # type: ignore[method-assign]
     there.auto._chosen = Plan(keep=(False,) * 8, num_draft_tokens=8, source="x")
-    rule = there.auto.keep_drafting(_situation())
+    rule = there.auto.keep_drafting(_batch_state())
     assert isinstance(rule, DraftUntilFound)
     assert (rule.worth, rule.by_class) == (worth, there.auto._lookup.by_class)
     row_s = there.auto._costs.row_s(context=1024, batch=1)
@@ -227,8 +227,8 @@ def test_drafts_go_on_by_what_lookup_has_learned() -> None:
     assert rule.num_looked_up([1.0], FOUND.evidence) > 0
 
 
-def _situation() -> Situation:
-    return Situation(context=1024, batch=1, elapsed_s=1.0, num_outstanding_tokens=1000)
+def _batch_state() -> BatchState:
+    return BatchState(context=1024, batch=1, elapsed_s=1.0, num_outstanding_tokens=1000)
 
 
 @pytest.mark.parametrize("batch", few_of([1, 4], [4]))
@@ -267,6 +267,6 @@ def test_a_plan_that_may_well_be_faster_is_tried_before_lookup_is_settled_on(mon
     monkeypatch.setattr(KnapSpec, "is_open", True)
     for gain, tried in ((0.5, False), (2.0, True)):
         hoped_tpt = gain * max(looked_up_rate, 1 / step_s)
-        monkeypatch.setattr(KnapSpec, "hoped_tpt", lambda knapspec, situation, hoped_tpt=hoped_tpt: hoped_tpt)
+        monkeypatch.setattr(KnapSpec, "hoped_tpt", lambda knapspec, state, hoped_tpt=hoped_tpt: hoped_tpt)
         there.play([FOUND])
         assert (there.plans[-1].num_lookup_tokens == 0) == tried

@@ -20,7 +20,7 @@ from rayspec.config import SamplingParams
 from rayspec.decode import verify
 from rayspec.decode.noise import Stream, gumbel, uniform
 from rayspec.decode.sampling import Rows, TokenSampler, draft_tokens, target_tokens
-from rayspec.decode.verify import Round, decide, verify_coupled, verify_rejection
+from rayspec.decode.verify import RejectionBatch, decide, verify_coupled, verify_rejection
 
 EVERYTHING = SamplingParams(
     temperature=0.9,
@@ -96,14 +96,14 @@ def one_round(
         num = len(seeds)
         tokens = drawn(draft, seeds, position)
         index = torch.arange(num)
-        batch = Round(
+        batch = RejectionBatch(
             scores=torch.stack((target, after)).repeat(num, 1),
             drafts=tokens.repeat_interleave(2),
             draft_scores=target[None, :][:0] if certain else draft.expand(num, -1),
             draft_rows=torch.full((2 * num,), -1) if certain else index.repeat_interleave(2),
             seeds=seeds,
             positions=torch.full((num,), position),
-            first=2 * index,
+            first_rows=2 * index,
             lengths=kept(tokens).clamp(0, 1),
             longest=1,
         )
@@ -342,14 +342,14 @@ def reject(
     drafts = text.gather(1, (begin.unsqueeze(1) + ahead).clamp_max(text.shape[1] - 1))
     draft_rows = torch.arange(len(seeds)).unsqueeze(1) * LONGEST + ahead
     return decide(
-        Round(
+        RejectionBatch(
             scores=toy.target[histories[owned]],
             drafts=drafts[owned],
             draft_scores=draft_scores.flatten(0, 1),
             draft_rows=torch.where(ahead < lengths.unsqueeze(1), draft_rows, -1)[owned],
             seeds=seeds,
             positions=begin,
-            first=(lengths + 1).cumsum(0) - lengths - 1,
+            first_rows=(lengths + 1).cumsum(0) - lengths - 1,
             lengths=lengths,
             longest=LONGEST,
         )

@@ -11,7 +11,7 @@ import torch
 from rayspec.config import SamplingParams
 from rayspec.decode.engine import Engine
 from rayspec.decode.rounds import Prefill, Result, Round, RoundResult, Work
-from rayspec.decode.selection.base import Situation
+from rayspec.decode.selection.base import BatchState
 from rayspec.decode.stages import LocalStages, StageLostError, StagesReplacedError, done
 from rayspec.types import EngineLoad, OutOfMemoryError, Plan, RayspecError, RequestOutput
 from tests.engines import (
@@ -69,7 +69,7 @@ class _Seconds(RandomPlans):
 
     seconds = 0.0
 
-    def observe(self, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
+    def observe(self, state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
         self.seconds += seconds
 
 
@@ -105,7 +105,7 @@ class _CountsPrefill:
 
     def start(self, work: Work) -> Future[Result]:
         if isinstance(work, Prefill):
-            self.num_tokens += sum(len(piece.token_ids) for piece in work.pieces)
+            self.num_tokens += sum(len(chunk.token_ids) for chunk in work.chunks)
         return self._stages.start(work)
 
 
@@ -113,7 +113,7 @@ def test_nothing_is_computed_twice_unless_preempted() -> None:
     for kv_cache_tokens in (4096, 150):
         engine = _engine(wrap=_CountsPrefill, kv_cache_tokens=kv_cache_tokens, max_num_batched_tokens=16)
         assert tokens_of(complete(engine, KNOWN.prompts)) == KNOWN.expected
-        num_prefilled = engine._stages.num_tokens  # type: ignore[attr-defined]
+        num_prefilled = engine.stages.num_tokens  # type: ignore[attr-defined]
         assert (num_prefilled == sum(LENGTHS)) == (engine.stats.num_preemptions == 0) == (kv_cache_tokens == 4096)
 
 

@@ -28,7 +28,7 @@ def demo_latency() -> LatencyModel:
 
 
 def _latency(engine: Engine) -> LatencyModel:
-    runner: Runner = engine._stages.runner  # type: ignore[attr-defined]
+    runner: Runner = engine.stages.runner  # type: ignore[attr-defined]
     return measure(runner)
 
 
@@ -83,10 +83,10 @@ def test_the_gate_stops_a_plan_that_only_looked_good(demo_latency: LatencyModel)
     """Predictions say that sublayers take all the time; in truth drafting is made slow."""
 
     class _SlowDrafts(KnapSpec):
-        def keep_drafting(self, situation: Any) -> Any:
-            if self._plan.drafts and self.plan(situation).drafts:
+        def keep_drafting(self, state: Any) -> Any:
+            if self._plan.drafts and self.plan(state).drafts:
                 time.sleep(0.05)
-            return super().keep_drafting(situation)
+            return super().keep_drafting(state)
 
     options = SpeculationOptions(optimise_share=1.0, knapsack={"num_tap_tokens": 6})
     engine = engine_with(demo_parts(), _SlowDrafts(options, demo_latency), max_draft_tokens=16)

@@ -15,11 +15,12 @@ from rayspec import LLM, demo
 from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
 from rayspec.decode.engine import Engine
 from rayspec.decode.loading import least_needed, load_weights, offload_weights
-from rayspec.decode.runner import RowSpan, Runner
+from rayspec.decode.runner import Runner
 from rayspec.decode.selection.knapspec import KnapSpec
 from rayspec.local_engine import load_engine
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.kv_arena import KVArena
+from rayspec.model.rows import RowSpan
 from rayspec.planning.latency import LatencyModel
 from rayspec.types import ConfigError
 from tests.demo_model import EOS, demo_parts, demo_prompts

@@ -10,8 +10,7 @@ import torch
 
 from rayspec.config import SamplingParams
 from rayspec.decode.plan_search import PlanSearch
-from rayspec.decode.runner import RowSpan
-from rayspec.decode.scheduler import held
+from rayspec.decode.scheduler import span_of
 from rayspec.decode.selection.base import FixedPlan
 from rayspec.model.architecture import Decomposition
 from rayspec.planning.knapsack import solve
@@ -34,9 +33,9 @@ def _search(parts: Decomposition, prompts: list[list[int]], plan: Plan, num_step
         engine.add(request)
     for _ in range(num_steps):
         engine.step()
-    stages: Any = engine._stages
-    starts = {sequence.sequence_id: held(sequence).start for sequence in engine._scheduler.running}
-    tokens = engine._taps.tokens[-6:]
+    stages: Any = engine.stages
+    starts = {sequence.sequence_id: span_of(sequence).start for sequence in engine._scheduler.running}
+    tokens = engine._planner.taps.tokens[-6:]
     return stages.plan_search(tokens, [starts[token.sequence_id] for token in tokens]), stages.runner
 
 
@@ -60,16 +59,17 @@ def test_a_branch_is_what_a_draft_of_one_token_computes(family: str) -> None:
     states = [_branch(search, keep) for keep in keeps]
     inputs = search.start()[:, 0]
     with torch.inference_mode():
-        for at, (start, position) in enumerate(search._tokens):
+        for at, row in enumerate(search.tokens):
+            slot = row.arena_start + row.context
             for keep, state in zip(keeps, states, strict=True):
-                batch = runner.batch([RowSpan(start, position, 1)])
-                saved = {k: v[:, start + position].clone() for k, v in runner.arena.keys.items()}
-                values = {k: v[:, start + position].clone() for k, v in runner.arena.values.items()}
+                batch = runner.batch([row])
+                saved = {k: v[:, slot].clone() for k, v in runner.arena.keys.items()}
+                values = {k: v[:, slot].clone() for k, v in runner.arena.values.items()}
                 drafted = runner.run(batch, inputs[at][None, None], keep=keep)
                 torch.testing.assert_close(state[at, 0], drafted[0, 0], atol=1e-4, rtol=1e-4)
                 for layer, key in saved.items():
-                    runner.arena.keys[layer][:, start + position] = key
-                    runner.arena.values[layer][:, start + position] = values[layer]
+                    runner.arena.keys[layer][:, slot] = key
+                    runner.arena.values[layer][:, slot] = values[layer]
 
 
 def test_many_branches_at_once_are_the_branches_one_by_one() -> None:

@@ -5,8 +5,9 @@ import random
 import pytest
 import torch
 
-from rayspec.decode.runner import RowSpan, Runner
+from rayspec.decode.runner import Runner
 from rayspec.model.kv_arena import KVArena
+from rayspec.model.rows import RowSpan
 from rayspec.types import Plan
 from tests.families import MATRIX, checkpoint, parts_of
 
@@ -36,11 +37,11 @@ def test_buckets_give_what_one_batch_gives(family: str) -> None:
         batch = runner.batch(SPANS)
         assert batch.num_rows == NUM_ROWS
         taps: dict[int, list[torch.Tensor]] = {}
-        hidden = runner.run(batch, runner.embed(TOKENS), last=3, keep=keep)
+        hidden = runner.run(batch, runner.embed(TOKENS), end=3, keep=keep)
         hidden = runner.run(
             batch,
             hidden,
-            first=3,
+            begin=3,
             keep=keep,
             tap=lambda i, h, t=taps: t.setdefault(i, []).append(h),  # type: ignore[misc]
         )
@@ -54,7 +55,7 @@ def test_buckets_give_what_one_batch_gives(family: str) -> None:
         torch.testing.assert_close(cut_taps[index], states, atol=1e-4, rtol=1e-4)
     for layer, keys in whole.arena.keys.items():
         for span in SPANS:
-            written = slice(span.start, span.start + span.num_rows)
+            written = slice(span.arena_start, span.arena_start + span.num_rows)
             torch.testing.assert_close(cut.arena.keys[layer][:, written], keys[:, written], atol=1e-4, rtol=1e-4)
 
 

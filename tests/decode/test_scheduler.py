@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayspec.config import SamplingParams
-from rayspec.decode.scheduler import Scheduler, Step, held
+from rayspec.decode.scheduler import Scheduler, Step, span_of
 from rayspec.decode.sequence import SequenceState
 from rayspec.types import RequestMetrics
 
@@ -51,14 +51,19 @@ class _World:
             moved = self.slots[move.source : move.source + move.length]
             self.slots[move.destination : move.destination + move.length] = moved
         self._check_spans()
-        assert not {id(chunk.sequence) for chunk in step.chunks} & {id(sequence) for sequence in step.decode}
-        for chunk in step.chunks:
-            sequence = chunk.sequence
-            assert chunk.first == sequence.num_computed
-            assert 0 < chunk.num_tokens <= sequence.num_tokens - chunk.first
-            self._write(sequence, chunk.first, chunk.first + chunk.num_tokens)
-            sequence.num_computed += chunk.num_tokens
-            if chunk.completes:
+        assert not {id(sequence) for sequence in step.prefill} & {id(sequence) for sequence in step.decode}
+        for sequence, chunk in zip(step.prefill, step.chunks, strict=True):
+            first, num_tokens = chunk.rows.context, chunk.rows.num_rows
+            assert chunk.sequence_id == sequence.sequence_id
+            assert chunk.rows.arena_start == span_of(sequence).start
+            assert first == sequence.num_computed
+            assert 0 < num_tokens <= sequence.num_tokens - first
+            assert chunk.token_ids == sequence.token_ids[first : first + num_tokens]
+            assert chunk.replay == (first >= sequence.num_prompt_tokens)
+            self._write(sequence, first, first + num_tokens)
+            sequence.num_computed += num_tokens
+            assert chunk.sample == (sequence.num_computed == sequence.num_tokens)
+            if chunk.sample:
                 self._commit(sequence, 1)
         for sequence in step.decode:
             self._require_cached(sequence, sequence.num_tokens - 1)
@@ -77,21 +82,21 @@ class _World:
             assert all(sequence.num_computed == 0 or sequence.span for sequence in step.preempted)
 
     def _check_spans(self) -> None:
-        spans = [held(sequence) for sequence in self.scheduler.running]
+        spans = [span_of(sequence) for sequence in self.scheduler.running]
         taken = [slot for span in spans for slot in range(span.start, span.end)]
         assert len(taken) == len(set(taken))
         assert self.scheduler.allocator.num_free == len(self.slots) - len(taken)
         assert all(sequence.span is None for sequence in self.scheduler.waiting)
 
     def _write(self, sequence: SequenceState, first: int, end: int) -> None:
-        span = held(sequence)
+        span = span_of(sequence)
         assert end <= span.capacity, "a round writes behind its span"
         self._require_cached(sequence, first)
         for position in range(first, end):
             self.slots[span.start + position] = (sequence.sequence_id, position)
 
     def _require_cached(self, sequence: SequenceState, count: int) -> None:
-        start = held(sequence).start
+        start = span_of(sequence).start
         expected = [(sequence.sequence_id, position) for position in range(count)]
         assert self.slots[start : start + count] == expected
 
@@ -146,7 +151,7 @@ def test_everyone_finishes_and_nobody_writes_elsewhere(
             world.finished.append(aborted.sequence_id)
         step = world.step()
         assert len(scheduler.running) <= max_num_seqs
-        assert sum(chunk.num_tokens for chunk in step.chunks) <= max_prefill
+        assert sum(len(chunk.token_ids) for chunk in step.chunks) <= max_prefill
         if on_grid:
             _check_grid(step, max_prefill)
         if not arriving and not scheduler.has_work:
@@ -157,11 +162,11 @@ def test_everyone_finishes_and_nobody_writes_elsewhere(
 
 def _check_grid(step: Step, grid: int) -> None:
     assert len(step.chunks) <= 1
-    for chunk in step.chunks:
-        num_prompt, end = chunk.sequence.num_prompt_tokens, chunk.first + chunk.num_tokens
-        if chunk.first < num_prompt:
-            assert chunk.first % grid == 0
-            assert end == min(chunk.first + grid, num_prompt)
+    for sequence, chunk in zip(step.prefill, step.chunks, strict=True):
+        num_prompt, first = sequence.num_prompt_tokens, chunk.rows.context
+        if first < num_prompt:
+            assert first % grid == 0
+            assert first + chunk.rows.num_rows == min(first + grid, num_prompt)
 
 
 def test_it_does_preempt_and_replays_what_was_generated() -> None:
@@ -191,7 +196,7 @@ def test_first_come_first_served() -> None:
     scheduler.add(_sequence(1, 80, 5))
     scheduler.add(small)
     step = scheduler.schedule()
-    assert [chunk.sequence for chunk in step.chunks] == [large]
+    assert step.prefill == [large]
     assert small in scheduler.waiting, "a later one does not overtake one that waits for room"
 
 
@@ -202,7 +207,7 @@ def test_prefill_goes_on_while_others_decode() -> None:
     world.step()
     world.add(_sequence(1, 100, 5))
     step = world.step()
-    assert [chunk.num_tokens for chunk in step.chunks] == [16]
+    assert [chunk.rows.num_rows for chunk in step.chunks] == [16]
     assert [sequence.sequence_id for sequence in step.decode] == ["0"]
 
 

@@ -197,11 +197,11 @@ def _streamed(tokens: list[int], pieces: list[int], **params: Any) -> tuple[Sequ
         now, tokens = tokens[:num_tokens], tokens[num_tokens:]
         rows = [{token: Logprob(logprob=-float(token), rank=1)} for token in now]
         sequence.commit(now, rows if params.get("logprobs") is not None else ())
-        told += filter(None, [sequence.news()])
+        told += filter(None, [sequence.take_new_output()])
     if not sequence.finished:
         sequence.finish_reason = "length"
-        told += filter(None, [sequence.news()])
-    assert sequence.news() is None, "after the end there is nothing new"
+        told += filter(None, [sequence.take_new_output()])
+    assert sequence.take_new_output() is None, "after the end there is nothing new"
     return sequence, told
 
 
@@ -237,11 +237,11 @@ def test_only_what_a_stop_string_may_begin_with_is_held_back() -> None:
     sequence = _sequence(stream=True, stop=["three days"])
     for token in tokens:
         sequence.commit([token])
-        news = sequence.news()
+        news = sequence.take_new_output()
         assert news is not None
     assert sequence.output().text == "one two three"
     assert news.text != "three"
     sequence.commit(_encode(" weeks"))
-    rest = sequence.news()
+    rest = sequence.take_new_output()
     assert rest is not None
     assert rest.text.startswith("three w")

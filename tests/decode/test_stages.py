@@ -6,14 +6,16 @@ import pytest
 import torch
 
 from rayspec.config import SamplingParams
-from rayspec.decode.drafting.skip_draft import Turn
-from rayspec.decode.head import Opening
+from rayspec.decode.drafting.skip_draft import RoundEntry
+from rayspec.decode.head import SamplerSpec
 from rayspec.decode.passes import TapsGoneError
 from rayspec.decode.plan_search import TappedToken
-from rayspec.decode.rounds import Piece, Prefill, Round
+from rayspec.decode.rounds import Prefill, Round
 from rayspec.decode.runner import Runner
+from rayspec.decode.scheduler import Chunk
 from rayspec.decode.stages import LocalStages
 from rayspec.model.kv_arena import KVArena
+from rayspec.model.rows import RowSpan
 from rayspec.types import Plan
 from tests.families import VOCAB_SIZE, cases, checkpoint, parts_of
 
@@ -29,7 +31,7 @@ def _stages(num_tap_tokens: int = 8) -> LocalStages:
     stages = LocalStages(runner, vocab_size=VOCAB_SIZE, verification="coupled", num_tap_tokens=num_tap_tokens)
     for name, prompt in enumerate(KNOWN.prompts):
         stages.open(
-            Opening(
+            SamplerSpec(
                 sequence_id=str(name),
                 params=SamplingParams(temperature=0, max_tokens=24),
                 seed=0,
@@ -41,27 +43,31 @@ def _stages(num_tap_tokens: int = 8) -> LocalStages:
     return stages
 
 
-def _prefill(stages: LocalStages, pieces: list[Piece]) -> Any:
-    return stages.start(Prefill(id=1, pieces=pieces)).result().committed
+def _prefill(stages: LocalStages, chunks: list[Chunk]) -> Any:
+    return stages.start(Prefill(id=1, chunks=chunks)).result().committed
 
 
-def _round(stages: LocalStages, turns: list[Turn], plan: Plan, keep: Any = None, num_taps: int = 0) -> Any:
-    return stages.start(Round(id=2, turns=turns, plan=plan, keep_drafting=keep, num_taps=num_taps)).result()
+def _chunk(name: int, tokens: list[int], context: int = 0, sample: bool = True) -> Chunk:
+    return Chunk(str(name), RowSpan(STARTS[name], context, len(tokens)), tokens, sample=sample)
+
+
+def _round(stages: LocalStages, entries: list[RoundEntry], plan: Plan, keep: Any = None, num_taps: int = 0) -> Any:
+    return stages.start(Round(id=2, entries=entries, plan=plan, keep_drafting=keep, num_taps=num_taps)).result()
 
 
 def _prefilled(num_tap_tokens: int = 8) -> LocalStages:
     stages = _stages(num_tap_tokens)
-    pieces = [Piece(str(name), STARTS[name], 0, prompt, sample=True) for name, prompt in enumerate(KNOWN.prompts)]
-    committed = _prefill(stages, pieces)
+    chunks = [_chunk(name, prompt) for name, prompt in enumerate(KNOWN.prompts)]
+    committed = _prefill(stages, chunks)
     assert [tuple(one.token_ids) for one in committed if one] == [tokens[:1] for tokens in KNOWN.expected]
     return stages
 
 
-def _turns(lengths: tuple[int, ...] = (4, 0, 6), **options: Any) -> list[Turn]:
+def _entries(lengths: tuple[int, ...] = (4, 0, 6), **options: Any) -> list[RoundEntry]:
     return [
-        Turn(
+        RoundEntry(
             sequence_id=str(name),
-            start=STARTS[name],
+            arena_start=STARTS[name],
             length=len(prompt) + 1,
             last_token=KNOWN.expected[name][0],
             max_draft_tokens=lengths[name],
@@ -75,15 +81,13 @@ def _plan(*skip: int) -> Plan:
     return Plan(keep=tuple(index not in skip for index in range(8)), num_draft_tokens=6, source="test")
 
 
-def test_only_pieces_that_sample_give_a_token() -> None:
+def test_only_chunks_that_sample_give_a_token() -> None:
     stages = _stages()
     prompt = KNOWN.prompts[0]
-    first, other = _prefill(
-        stages, [Piece("0", 100, 0, prompt[:11], sample=False), Piece("1", 0, 0, KNOWN.prompts[1], sample=True)]
-    )
+    first, other = _prefill(stages, [_chunk(0, prompt[:11], sample=False), _chunk(1, KNOWN.prompts[1])])
     assert first is None
     assert other is not None
-    (last,) = _prefill(stages, [Piece("0", 100, 11, prompt[11:], sample=True)])
+    (last,) = _prefill(stages, [_chunk(0, prompt[11:], context=11)])
     assert last is not None
     assert tuple(last.token_ids) == KNOWN.expected[0][:1]
 
@@ -91,7 +95,7 @@ def test_only_pieces_that_sample_give_a_token() -> None:
 @pytest.mark.parametrize("num_taps", [0, 2])
 @pytest.mark.parametrize("skip", [(), (0,), (3,), (2, 5, 6), tuple(range(8)), (7,)])
 def test_a_round_commits_what_is_accepted_and_one_more(skip: tuple[int, ...], num_taps: int) -> None:
-    result = _round(_prefilled(), _turns(), _plan(*skip), None, num_taps)
+    result = _round(_prefilled(), _entries(), _plan(*skip), None, num_taps)
     assert [len(one.token_ids) for one in result.drafts] == [4, 0, 6]
     assert result.num_draft_steps == 6
     for name, (committed, drafted, accepted) in enumerate(
@@ -109,7 +113,7 @@ def test_a_round_commits_what_is_accepted_and_one_more(skip: tuple[int, ...], nu
 
 def test_a_draft_ends_at_an_end_token_and_when_it_is_told_to() -> None:
     end = KNOWN.expected[2][3]
-    result = _round(_prefilled(), _turns(end_tokens=(end,)), _plan())
+    result = _round(_prefilled(), _entries(end_tokens=(end,)), _plan())
     assert result.drafts[2].token_ids == list(KNOWN.expected[2][1:4])
     asked: list[list[int]] = []
 
@@ -117,13 +121,13 @@ def test_a_draft_ends_at_an_end_token_and_when_it_is_told_to() -> None:
         asked.append([len(one) for one in confidences])
         return [len(one) < 2 for one in confidences]
 
-    result = _round(_prefilled(), _turns(), _plan(), keep)
+    result = _round(_prefilled(), _entries(), _plan(), keep)
     assert [len(one.token_ids) for one in result.drafts] == [2, 0, 2]
     assert asked == [[1, 1], [2, 2]]
 
 
 def test_without_a_draft_nothing_is_drafted() -> None:
-    result = _round(_prefilled(), _turns((0, 0, 0)), _plan(2))
+    result = _round(_prefilled(), _entries((0, 0, 0)), _plan(2))
     assert result.num_draft_steps == 0
     assert [tuple(one.token_ids) for one in result.committed] == [tokens[1:2] for tokens in KNOWN.expected]
 
@@ -131,7 +135,7 @@ def test_without_a_draft_nothing_is_drafted() -> None:
 @pytest.mark.parametrize("num_drafted", [0, 6])
 def test_taps_are_the_targets_states_of_newest_tokens(num_drafted: int) -> None:
     stages = _prefilled()
-    _round(stages, _turns((num_drafted,) * 3), _plan(2), num_taps=2)
+    _round(stages, _entries((num_drafted,) * 3), _plan(2), num_taps=2)
     tokens = [TappedToken(str(name), len(KNOWN.prompts[name])) for name in range(2)]
     search = stages.plan_search(tokens, STARTS[:2])
     states = search.start()
@@ -147,7 +151,7 @@ def test_taps_are_the_targets_states_of_newest_tokens(num_drafted: int) -> None:
 
 def test_taps_of_long_ago_are_gone() -> None:
     stages = _prefilled(num_tap_tokens=2)
-    _round(stages, _turns((0, 0, 0)), _plan(), num_taps=3)
+    _round(stages, _entries((0, 0, 0)), _plan(), num_taps=3)
     kept = [TappedToken(str(name), len(KNOWN.prompts[name])) for name in (1, 2)]
     assert stages.plan_search(kept, STARTS[1:]).num_tokens == 2
     with pytest.raises(TapsGoneError):

@@ -11,9 +11,11 @@ import torch
 
 from rayspec.config import SamplingParams
 from rayspec.decode.drafting.skip_draft import SURENESS, Draft, _siblings
-from rayspec.decode.engine import Engine, _moves_to_path
-from rayspec.decode.runner import RowSpan, Runner
+from rayspec.decode.engine import Engine
+from rayspec.decode.runner import Runner
+from rayspec.decode.scheduler import moves_to_path
 from rayspec.model.kv_arena import KVArena
+from rayspec.model.rows import RowSpan
 from rayspec.types import Plan, RequestOutput, no_draft
 from tests.engines import RandomPlans, complete, engine_with, plant_trees, tokens_of
 from tests.families import MATRIX, VOCAB_SIZE, Cases, cases, checkpoint, parts_of
@@ -38,7 +40,7 @@ def greedy_names(known: Cases) -> dict[tuple[str, int], Sequence[int]]:
 
 def test_paths_of_a_tree() -> None:
     """Row 0 hangs on the last filled slot, row 3 on the one before that."""
-    paths = RowSpan(100, 7, 5, [-1, 0, 0, -2, 2]).paths()
+    paths = RowSpan(100, 7, 5, (-1, 0, 0, -2, 2)).paths()
     assert [(path.shared, path.own) for path in paths] == [
         (7, (7,)), (7, (7, 8)), (7, (7, 9)), (6, (10,)), (7, (7, 9, 11)),
     ]  # fmt: skip
@@ -66,7 +68,7 @@ def test_every_row_of_a_tree_is_the_end_of_a_chain(family: str, bucket_rows: int
     parents = [-1, *(rng.randrange(row) for row in range(1, 12)), -3, 12]
     runner = _runner(family, bucket_rows)
     _logits(runner, RowSpan(30, 0, 20), prompt)
-    logits = _logits(runner, RowSpan(30, 20, 14, parents), tokens)
+    logits = _logits(runner, RowSpan(30, 20, 14, tuple(parents)), tokens)
     for row in range(14):
         path, at = [], row
         while at >= 0:
@@ -84,7 +86,7 @@ def test_in_buckets_a_row_of_a_tree_is_that_of_a_chain_to_the_bit() -> None:
     tree, chain = _runner("gemma2", 8), _runner("gemma2", 8)
     for runner in (tree, chain):
         _logits(runner, RowSpan(30, 0, 20), prompt)
-    first = _logits(tree, RowSpan(30, 20, 6, [-1, 0, 0, 1, 2, 4]), [5, 6, 7, 8, 9, 10])
+    first = _logits(tree, RowSpan(30, 20, 6, (-1, 0, 0, 1, 2, 4)), [5, 6, 7, 8, 9, 10])
     alone = _logits(chain, RowSpan(30, 20, 4), [5, 7, 9, 10])
     assert torch.equal(first[[0, 2, 4, 5]], alone)
 
@@ -94,10 +96,10 @@ def test_moves_bring_a_path_together() -> None:
     for _ in range(300):
         path = sorted(rng.sample(range(1, 15), rng.randint(0, 14)))
         slots = list(range(40))
-        for move in _moves_to_path(20, path):
+        for move in moves_to_path(20, path):
             slots[move.destination : move.destination + move.length] = slots[move.source : move.source + move.length]
         assert slots[: 21 + len(path)] == [*range(21), *(20 + row for row in path)]
-    assert [move.length for move in _moves_to_path(0, [1, 2, 5, 6, 9])] == [2, 1]
+    assert [move.length for move in moves_to_path(0, [1, 2, 5, 6, 9])] == [2, 1]
 
 
 @pytest.mark.parametrize("verification", ["coupled", "rejection"])

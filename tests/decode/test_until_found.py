@@ -11,7 +11,7 @@ from rayspec import demo
 from rayspec.config import SamplingParams
 from rayspec.decode.drafting.skip_draft import Draft
 from rayspec.decode.rounds import RoundResult
-from rayspec.decode.selection.base import Situation
+from rayspec.decode.selection.base import BatchState
 from rayspec.planning.lookup import DraftUntilFound, LookupRecord
 from rayspec.types import Plan
 from tests.demo_model import EOS, demo_parts, demo_prompts
@@ -32,7 +32,7 @@ class LookingUp(TravellingPlans):
         self.continued: list[Draft] = []
         self.num_right = 0
 
-    def keep_drafting(self, situation: Situation) -> Any:
+    def keep_drafting(self, state: BatchState) -> Any:
         draft_while = replace(WORTH, rate=self._rng.random(), step_s=0.1)
         if self._rng.random() < 0.2:
             return draft_while
@@ -45,8 +45,8 @@ class LookingUp(TravellingPlans):
             drafting_gain=1.0,
         )
 
-    def observe(self, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
-        super().observe(situation, plan, result, num_tokens, seconds)
+    def observe(self, state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
+        super().observe(state, plan, result, num_tokens, seconds)
         for one, num_accepted in zip(result.drafts, result.num_accepted, strict=True):
             if one.evidence:
                 self.continued.append(one)

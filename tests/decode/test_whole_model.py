@@ -26,13 +26,13 @@ def test_a_family_that_does_not_split_decodes_plainly_and_says_so(
     known = cases(checkpoint(family), LENGTHS, 20)
     with caplog.at_level(logging.WARNING):
         engine = load_engine(_config(family, kv_cache_tokens=200, max_num_batched_tokens=32), with_tokenizer=False)
-    assert isinstance(engine._stages, WholeModelStages)
+    assert isinstance(engine.stages, WholeModelStages)
     assert "speculation is off" in caplog.text
     assert family in caplog.text
     outputs = complete(engine, known.prompts, SamplingParams(temperature=0, max_tokens=20))
     assert tokens_of(outputs) == known.expected
     assert engine.stats.num_draft_tokens == 0
-    assert not engine._stages._caches
+    assert not engine.stages._caches
 
 
 def test_preempted_sequences_start_again() -> None:

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rayspec.model.attention import Path, pack, pack_branches, packed_attention
+from rayspec.model.attention import pack, pack_branches, packed_attention
 from rayspec.model.kv_arena import KVArena, LayerShape
+from rayspec.model.rows import Path, RowSpan
 
 CPU = torch.device("cpu")
 HEADS, DIM, VALUE_DIM, SLOTS = 4, 8, 6, 96
@@ -57,8 +58,9 @@ def _arena(kv_heads: int, num_spare: int = 0) -> KVArena:
 @pytest.mark.parametrize("options", OPTIONS)
 def test_ragged_rows_attend_to_their_own_sequence_only(kv_heads: int, options: dict[str, Any]) -> None:
     arena = _arena(kv_heads, num_spare=4)
-    spans = [(60, 0, 1), (0, 17, 1), (20, 3, 36), (70, 9, 6)]  # one is longer than what is folded into rows
-    num_rows = sum(count for _, _, count in spans)
+    spans = [RowSpan(60, 0, 1), RowSpan(0, 17, 1), RowSpan(20, 3, 36), RowSpan(70, 9, 6)]
+    assert spans[2].num_rows > 32, "more than what is folded into rows"
+    num_rows = sum(span.num_rows for span in spans)
     rows = pack(arena, spans, device=CPU, pad_to=num_rows + 2)
     query = torch.randn(1, HEADS, num_rows + 2, DIM)
     key, value = torch.randn(1, kv_heads, num_rows + 2, DIM), torch.randn(1, kv_heads, num_rows + 2, VALUE_DIM)
@@ -66,9 +68,9 @@ def test_ragged_rows_attend_to_their_own_sequence_only(kv_heads: int, options: d
     output, _ = packed_attention(MODULE, query, key, value, None, packed=rows, **options)
     assert output.shape == (1, num_rows + 2, HEADS, VALUE_DIM)
     at, written = 0, set()
-    for start, context, count in spans:
-        for offset in range(count):
-            position = context + offset
+    for span in spans:
+        start = span.arena_start
+        for position in range(span.context, span.context + span.num_rows):
             assert torch.equal(arena.keys[3][:, start + position], key[0, :, at])
             written.add(start + position)
             keys, values = arena.keys[3][:, start:SLOTS], arena.values[3][:, start:SLOTS]
@@ -87,10 +89,10 @@ def test_ragged_rows_attend_to_their_own_sequence_only(kv_heads: int, options: d
 def test_rows_of_a_tree_see_their_ancestors_only(kv_heads: int, options: dict[str, Any], single: bool) -> None:
     """Two trees, one too long to be folded into rows, and a chain between them. One by one: each row is a group."""
     arena, rng = _arena(kv_heads), random.Random(kv_heads)
-    spans = [(60, 9, 12), (82, 6, 3), (2, 11, 40)]
+    spans = [RowSpan(60, 9, 12), RowSpan(82, 6, 3), RowSpan(2, 11, 40)]
     paths: list[list[Path]] = [_random_paths(rng, 9, 12), [], _random_paths(rng, 11, 40)]
     if single:
-        cut = [(start, first + row, 1) for start, first, count in spans for row in range(count)]
+        cut = [RowSpan(span.arena_start, span.context + row, 1) for span in spans for row in range(span.num_rows)]
         rows = pack(arena, cut, device=CPU, paths=[[one] for tree in (paths[0], CHAIN, paths[2]) for one in tree])
     else:
         rows = pack(arena, spans, device=CPU, paths=paths)
@@ -98,9 +100,10 @@ def test_rows_of_a_tree_see_their_ancestors_only(kv_heads: int, options: dict[st
     key, value = torch.randn(1, kv_heads, 55, DIM), torch.randn(1, kv_heads, 55, VALUE_DIM)
     output, _ = packed_attention(MODULE, query, key, value, None, packed=rows, **options)
     at = 0
-    for (start, first, count), tree in zip(spans, (paths[0], CHAIN, paths[2]), strict=True):
-        for row in range(count):
-            assert torch.equal(arena.keys[3][:, start + first + row], key[0, :, at])
+    for span, tree in zip(spans, (paths[0], CHAIN, paths[2]), strict=True):
+        start = span.arena_start
+        for row in range(span.num_rows):
+            assert torch.equal(arena.keys[3][:, start + span.context + row], key[0, :, at])
             seen = [start + slot for slot in (*range(tree[row].shared), *tree[row].own)]
             assert rows.positions[at] == len(seen) - 1
             keys, values = arena.keys[3][:, seen], arena.values[3][:, seen]
@@ -126,9 +129,9 @@ def _random_paths(rng: random.Random, first: int, num_rows: int) -> list[Path]:
 @pytest.mark.parametrize("options", OPTIONS)
 def test_branches_see_the_context_and_themselves(kv_heads: int, options: dict[str, Any]) -> None:
     arena = _arena(kv_heads)
-    tokens, num_branches = [(0, 7), (40, 21), (70, 0)], 5
+    tokens, num_branches = [RowSpan(0, 7, 1), RowSpan(40, 21, 1), RowSpan(70, 0, 1)], 5
     num_rows = len(tokens) * num_branches
-    positions = torch.tensor([position for _, position in tokens]).repeat_interleave(num_branches)
+    positions = torch.tensor([token.context for token in tokens]).repeat_interleave(num_branches)
     rows = pack_branches(arena, tokens, num_branches, positions)
     query = torch.randn(1, HEADS, num_rows, DIM)
     key, value = torch.randn(1, kv_heads, num_rows, DIM), torch.randn(1, kv_heads, num_rows, VALUE_DIM)
@@ -137,7 +140,8 @@ def test_branches_see_the_context_and_themselves(kv_heads: int, options: dict[st
     assert torch.equal(arena.keys[3], keys_before)
     assert torch.equal(arena.values[3], values_before)
     for at in range(num_rows):
-        start, position = tokens[at // num_branches]
+        token = tokens[at // num_branches]
+        start, position = token.arena_start, token.context
         keys = torch.cat([keys_before[:, start : start + position], key[0, :, at : at + 1]], 1)
         values = torch.cat([values_before[:, start : start + position], value[0, :, at : at + 1]], 1)
         expected = _expected(query[0, :, at], keys, values, position, **options)
@@ -149,7 +153,7 @@ def test_what_another_sequence_left_behind_is_not_seen() -> None:
     arena.keys[3].fill_(float("nan"))
     arena.values[3].fill_(float("nan"))
     for context, count in ((0, 5), (5, 1), (6, 40)):
-        rows = pack(arena, [(8, context, count)], device=CPU)
+        rows = pack(arena, [RowSpan(8, context, count)], device=CPU)
         parts = [torch.randn(1, heads, count, dim) for heads, dim in ((HEADS, DIM), (2, DIM), (2, VALUE_DIM))]
         for window in (None, 3):
             output, _ = packed_attention(MODULE, *parts, None, packed=rows, sliding_window=window)

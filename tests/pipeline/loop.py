@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from rayspec.config import EngineConfig, ParallelOptions
-from rayspec.decode.engine import Engine, Vocabulary
+from rayspec.decode.engine import Engine
 from rayspec.decode.passes import Pass
+from rayspec.decode.requests import Vocabulary
 from rayspec.decode.scheduler import Scheduler
-from rayspec.decode.selection.base import FixedPlan, Selector, Situation
+from rayspec.decode.selection.base import BatchState, FixedPlan, Selector
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.weights import load_model
 from rayspec.pipeline import post as post_module
@@ -64,7 +65,7 @@ def cut(num_stages: int, num_layers: int = NUM_LAYERS) -> tuple[tuple[int, int],
 class TravellingPlans(RandomPlans):
     """`RandomPlans` whose rule of drafting can be sent to another process."""
 
-    def keep_drafting(self, situation: Situation) -> DraftWhileWorth | None:
+    def keep_drafting(self, state: BatchState) -> DraftWhileWorth | None:
         if self._rng.random() < 0.5:
             return None
         curve = CalibrationCurve(confidence=(0.0, 1.0), excess=(0.0, 0.0))
@@ -320,12 +321,12 @@ class LoopEngine:
     def require_clean(self, given_up: int = 0) -> None:
         """Nothing is kept for sequences or rounds that are over, but for rows of rounds that were given up."""
         last = self.replica.parts[stage_name(self.replica.num_stages - 1)]
-        unsaid = self.engine._stages._closings  # said with the next work
+        unsaid = self.engine.stages._closed  # said with the next work
         assert last.head.num_open == len(unsaid)
-        assert not self.engine._stages._work
+        assert not self.engine.stages._work
         for shard in self.replica.parts.values():
             assert not shard._worker._scripts
-            assert len(shard.span._held) <= given_up
+            assert len(shard.span._saved) <= given_up
 
     def passes_seen(self, stage: int) -> list[Pass]:
         return [

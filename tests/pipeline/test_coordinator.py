@@ -25,9 +25,10 @@ from rayspec.decode.questions import (
     answer,
 )
 from rayspec.decode.runner import Runner
-from rayspec.decode.scheduler import held
+from rayspec.decode.scheduler import span_of
 from rayspec.decode.selection.base import FixedPlan
 from rayspec.model.kv_arena import KVArena
+from rayspec.model.rows import RowSpan
 from rayspec.pipeline.messages import Searched, Ship
 from rayspec.pipeline.post import COORDINATOR
 from rayspec.pipeline.stage_worker import stage_name
@@ -62,21 +63,21 @@ def generate(run: LoopEngine, path: str) -> None:
         run.engine.add(request)
     for _ in range(12):
         run.engine.step()
-    while run.engine._flights:  # as each lands nothing new is begun, so that arenas stay as they are
-        run.engine._stages.wait()
+    while not run.engine._cohorts.is_idle:  # as each lands nothing new is begun, so that arenas stay as they are
+        run.engine.stages.wait()
         run.engine._take_finished()
-    assert len(run.engine._taps.tokens) >= 6
+    assert len(run.engine._planner.taps.tokens) >= 6
 
 
 def places(run: LoopEngine, count: int) -> tuple[list[TappedToken], list[int]]:
-    starts = {sequence.sequence_id: held(sequence).start for sequence in run.engine._scheduler.running}
-    tokens = run.engine._taps.tokens[-count:]
+    starts = {sequence.sequence_id: span_of(sequence).start for sequence in run.engine._scheduler.running}
+    tokens = run.engine._planner.taps.tokens[-count:]
     return tokens, [starts[token.sequence_id] for token in tokens]
 
 
 def wait_for(run: LoopEngine, *futures: Future[Answer]) -> None:
     for _ in range(1000):
-        run.engine._stages.wait()
+        run.engine.stages.wait()
         if all(future.done() for future in futures):
             return
     raise AssertionError("a search has no end")
@@ -89,7 +90,7 @@ def drafts_of(future: Future[Answer]) -> Sequence[FoundDraft]:
 
 
 def answer_here(
-    run: LoopEngine, path: str, tokens: Sequence[TappedToken], starts: Sequence[int], question: Question
+    run: LoopEngine, path: str, tokens: Sequence[TappedToken], arena_starts: Sequence[int], question: Question
 ) -> Answer:
     """The same question answered in one process, on the shards' keys, values and taps."""
     parts = parts_of(path)
@@ -104,7 +105,7 @@ def answer_here(
     search = PlanSearch(
         Runner(parts, arena, device=CPU, bucket_rows=None),
         boundaries,
-        [(start, token.position) for start, token in zip(starts, tokens, strict=True)],
+        [RowSpan(start, token.position, 1) for start, token in zip(arena_starts, tokens, strict=True)],
         shards[-1].head.next_tokens(tokens),
     )
     return answer(question, search, num_sublayers=2 * NUM_LAYERS, started=0.0)
@@ -117,14 +118,14 @@ def test_stages_find_what_one_process_finds(family: str, num_stages: int) -> Non
     with loop_engine(path, num_stages, Tapping(), seed=num_stages, kv_cache_tokens=NUM_SLOTS) as run:
         generate(run, path)
         tokens, starts = places(run, 6)
-        future = run.engine._stages.search(tokens, starts, knapsack())
+        future = run.engine.stages.search(tokens, starts, knapsack())
         wait_for(run, future)
         expected = answer_here(run, path, tokens, starts, knapsack())
         assert isinstance(expected, Found)
         assert drafts_of(future) == expected.drafts
         assert len(expected.drafts) >= 4
         assert len({draft.keep for draft in expected.drafts}) == len(expected.drafts)
-        run.engine._stages.wait()
+        run.engine.stages.wait()
         for shard in run.replica.parts.values():
             assert shard._worker._seeking is None
 
@@ -153,12 +154,12 @@ def test_stages_answer_as_one_process_does(question: Question, num_stages: int) 
     with loop_engine(path, num_stages, Tapping(), seed=num_stages, kv_cache_tokens=NUM_SLOTS) as run:
         generate(run, path)
         tokens, starts = places(run, 6)
-        future = run.engine._stages.search(tokens, starts, question)
+        future = run.engine.stages.search(tokens, starts, question)
         wait_for(run, future)
         answered = future.result()
         assert 0 < answered.seconds < 30
         assert answered == replace(answer_here(run, path, tokens, starts, question), seconds=answered.seconds)
-        run.engine._stages.wait()
+        run.engine.stages.wait()
         for shard in run.replica.parts.values():
             assert shard._worker._seeking is None
 
@@ -188,7 +189,7 @@ def test_a_trial_leaves_no_states_behind_on_its_way_through_a_stage() -> None:
 
             worker._expand = watched  # type: ignore[method-assign]
         exits = [tuple(index < end for index in range(8)) for end in (2, 4, 6)]
-        wait_for(run, run.engine._stages.search(*places(run, 6), Trial(num_tokens=6, keeps=exits)))
+        wait_for(run, run.engine.stages.search(*places(run, 6), Trial(num_tokens=6, keeps=exits)))
         assert 0 < most <= 4
 
 
@@ -207,7 +208,7 @@ def test_states_travel_once_a_stage_and_are_dropped_when_nobody_needs_them() -> 
             return expand(*arguments)
 
         worker._expand = watched  # type: ignore[method-assign]
-        future = run.engine._stages.search(*places(run, 6), knapsack())
+        future = run.engine.stages.search(*places(run, 6), knapsack())
         wait_for(run, future)
         shipped = [op for _, m in run.loop.delivered for op in getattr(m, "operations", ()) if isinstance(op, Ship)]
         assert [op.peer for op in shipped] == ["stage-1", "stage-2"]
@@ -219,7 +220,7 @@ def test_a_search_that_comes_while_another_is_under_way_has_its_turn() -> None:
     with loop_engine(path, 3, Tapping(), kv_cache_tokens=NUM_SLOTS) as run:
         generate(run, path)
         tokens, starts = places(run, 6)
-        futures = [run.engine._stages.search(tokens, starts, knapsack()) for _ in range(3)]
+        futures = [run.engine.stages.search(tokens, starts, knapsack()) for _ in range(3)]
         wait_for(run, *futures)
         assert drafts_of(futures[0]) == drafts_of(futures[1]) == drafts_of(futures[2])
         versions = [message.version for _, message in run.loop.delivered if isinstance(message, Searched)]
@@ -231,9 +232,9 @@ def test_a_cancelled_search_does_no_harm() -> None:
     with loop_engine(path, 2, Tapping(), kv_cache_tokens=NUM_SLOTS) as run:
         generate(run, path)
         tokens, starts = places(run, 6)
-        first = run.engine._stages.search(tokens, starts, knapsack())
+        first = run.engine.stages.search(tokens, starts, knapsack())
         first.cancel()
-        second = run.engine._stages.search(tokens, starts, knapsack())
+        second = run.engine.stages.search(tokens, starts, knapsack())
         wait_for(run, second)
         assert drafts_of(second)
         assert first.cancelled()
@@ -244,8 +245,8 @@ def test_a_search_over_tokens_that_nobody_remembers_fails_and_the_next_does_not(
     with loop_engine(path, 3, Tapping(), kv_cache_tokens=NUM_SLOTS) as run:
         generate(run, path)
         tokens, starts = places(run, 6)
-        lost = run.engine._stages.search([TappedToken("nobody", 3)] * 6, starts, knapsack())
-        again = run.engine._stages.search(tokens, starts, knapsack())
+        lost = run.engine.stages.search([TappedToken("nobody", 3)] * 6, starts, knapsack())
+        again = run.engine.stages.search(tokens, starts, knapsack())
         wait_for(run, lost, again)
         with pytest.raises(RayspecError, match="has no states of some tapped tokens"):
             lost.result()
@@ -258,14 +259,14 @@ def test_a_search_fails_at_once_when_the_coordinator_dies_and_works_with_the_nex
         generate(run, path)
         tokens, starts = places(run, 6)
         run.replica.kill(COORDINATOR)
-        lost = run.engine._stages.search(tokens, starts, knapsack())
-        run.engine._stages._check()
+        lost = run.engine.stages.search(tokens, starts, knapsack())
+        run.engine.stages._check()
         with pytest.raises(RayspecError, match="coordinator was killed"):
             lost.result(timeout=0)
         with pytest.raises(RayspecError, match="being replaced"):
-            run.engine._stages.search(tokens, starts, knapsack()).result(timeout=0)
-        run.engine._stages.wait()
-        again = run.engine._stages.search(tokens, starts, knapsack())
+            run.engine.stages.search(tokens, starts, knapsack()).result(timeout=0)
+        run.engine.stages.wait()
+        again = run.engine.stages.search(tokens, starts, knapsack())
         wait_for(run, again)
         assert drafts_of(again)
 
@@ -275,8 +276,8 @@ def test_a_coordinator_that_dies_again_and_again_is_given_up_and_generation_goes
     with loop_engine(checkpoint("llama"), 2, Tapping(), max_restarts=2) as run:
         for _ in range(3):
             run.replica.kill(COORDINATOR)
-            run.engine._stages.wait()
-            run.engine._stages.wait()
+            run.engine.stages.wait()
+            run.engine.stages.wait()
         assert run.replica.coordinator is None
         assert [tuple(o.outputs[0].token_ids) for o in complete(run.engine, known.prompts)] == [
             tokens[:24] for tokens in known.expected
@@ -288,7 +289,7 @@ def test_sublayers_are_asked_of_the_stage_that_has_them() -> None:
     with loop_engine(path, 4, Tapping(), kv_cache_tokens=NUM_SLOTS) as run:
         generate(run, path)
         run.loop.delivered.clear()
-        wait_for(run, run.engine._stages.search(*places(run, 6), knapsack()))
+        wait_for(run, run.engine.stages.search(*places(run, 6), knapsack()))
         asked = {
             (name, op.sublayer)
             for name, message in run.loop.delivered
@@ -300,7 +301,7 @@ def test_sublayers_are_asked_of_the_stage_that_has_them() -> None:
 
 def test_whoever_waits_for_a_coordinator_that_ends_is_told() -> None:
     with loop_engine(checkpoint("llama"), 2, Tapping(), kv_cache_tokens=NUM_SLOTS) as run:
-        stages = run.engine._stages
+        stages = run.engine.stages
         run.loop.chaos = lambda: run.replica.kill(COORDINATOR)
         with pytest.raises(RayspecError, match="the coordinator ended before its Profiled came"):
             stages.measure()

@@ -42,14 +42,14 @@ class SlowRunner(Runner):
         batch: Batch,
         hidden: Tensor,
         *,
-        first: int | None = None,
-        last: int | None = None,
+        begin: int | None = None,
+        end: int | None = None,
         keep: Sequence[bool] | None = None,
         tap: Tap | None = None,
     ) -> Tensor:
         for _ in range(NUM_TIMES - 1):
-            super().run(batch, hidden, first=first, last=last, keep=keep)
-        return super().run(batch, hidden, first=first, last=last, keep=keep, tap=tap)
+            super().run(batch, hidden, begin=begin, end=end, keep=keep)
+        return super().run(batch, hidden, begin=begin, end=end, keep=keep, tap=tap)
 
 
 class UnevenShard(Shard):

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from rayspec.config import SamplingParams
-from rayspec.decode.drafting.skip_draft import Draft, Turn
-from rayspec.decode.head import Committed, Opening
-from rayspec.decode.passes import Join, Pass
+from rayspec.decode.drafting.skip_draft import Draft, RoundEntry
+from rayspec.decode.head import Committed, SamplerSpec
+from rayspec.decode.passes import Merge, Pass
 from rayspec.decode.plan_search import TappedToken
 from rayspec.decode.questions import (
     Answer,
@@ -28,10 +28,10 @@ from rayspec.decode.questions import (
     Steady,
     Trial,
 )
-from rayspec.decode.rounds import Piece, Prefill, PrefillResult, Round, RoundResult
-from rayspec.decode.runner import RowSpan
-from rayspec.decode.scheduler import Move
+from rayspec.decode.rounds import Prefill, PrefillResult, Round, RoundResult
+from rayspec.decode.scheduler import Chunk, Move
 from rayspec.errors import TransportError
+from rayspec.model.rows import RowSpan
 from rayspec.pipeline.messages import (
     Agreement,
     Begin,
@@ -72,9 +72,9 @@ INT64 = some.integers(-(2**63), 2**63 - 1)
 RULE = DraftWhileWorth(
     curve=CalibrationCurve(confidence=(0.0, 1.0), excess=(0.1, -0.1)), usual=0.8, rate=100.0, step_s=1e-3, row_s=1e-5
 )
-TURN = Turn(
+ENTRY = RoundEntry(
     sequence_id="1/a/0",
-    start=64,
+    arena_start=64,
     length=9,
     last_token=7,
     max_draft_tokens=4,
@@ -85,14 +85,14 @@ TURN = Turn(
     max_tree_tokens=40,
 )
 PLAN = Plan(keep=(True, False), num_draft_tokens=4, source="x", tree_widths=(1, 3, 5, 10), lookahead=True)
-ROUND = Round(id=3, turns=[TURN], plan=PLAN, keep_drafting=RULE, num_taps=2)
+ROUND = Round(id=3, entries=[ENTRY], plan=PLAN, keep_drafting=RULE, num_taps=2)
 PASS = Pass(
     round_id=3,
     token_ids=[1, 2],
-    rows=[RowSpan(64, 8, 3, [-1, 0, 0])],
+    rows=[RowSpan(64, 8, 3, (-1, 0, 0))],
     keep=(True, False),
-    hold_at=1,
-    join=Join(at=1, order=[1, 0], rows=[RowSpan(64, 8, 2)]),
+    save_at=1,
+    merge=Merge(at=1, order=[1, 0], rows=[RowSpan(64, 8, 2)]),
     taps=[(0, TappedToken("1/a/0", 8))],
     fixed_shape=False,
 )
@@ -111,7 +111,7 @@ ANSWERS: list[Answer] = [
 MESSAGES: list[Message] = [
     Connect(epoch=2, peers={"engine": "tcp://127.0.0.1:1"}, link="127.0.0.1:2"),
     Forward(epoch=1, work=PASS),
-    Failed(epoch=1, work_id=3, reason="full", begin=Begin(epoch=1, work_id=3, closings=["2/b/0"])),
+    Failed(epoch=1, work_id=3, reason="full", begin=Begin(epoch=1, work_id=3, closed=["2/b/0"])),
     Broken(epoch=1, reason="x", ended=False),
     Done(
         epoch=1,
@@ -143,7 +143,7 @@ MESSAGES: list[Message] = [
         epoch=1,
         search_id=1,
         tokens=[TappedToken("1/a/0", 8)],
-        starts=[64],
+        arena_starts=[64],
         question=ask(QUESTIONS[0]),
     ),
     Searched(epoch=1, search_id=1, version=2, answer=tell(ANSWERS[0])),
@@ -205,15 +205,15 @@ def test_an_opening_travels_with_the_first_work(
     params = SamplingParams(
         temperature=temperature, logit_bias=logit_bias, stop=tuple(stop), logprobs=logprobs, seed=seed
     )
-    opening = Opening(
+    spec = SamplerSpec(
         sequence_id="é/0", params=params, seed=seed, prompt_token_ids=prompt, output_token_ids=[3], eos_token_ids=[2]
     )
-    work = Prefill(id=1, pieces=[Piece("é/0", 0, 0, prompt, sample=True, replay=True)])
-    arrived = decode(encode(Begin.of(5, work, [opening], ["gone"])))
+    work = Prefill(id=1, chunks=[Chunk("é/0", RowSpan(0, 0, len(prompt)), prompt, sample=True, replay=True)])
+    arrived = decode(encode(Begin.of(5, work, [spec], ["gone"])))
     assert isinstance(arrived, Begin)
-    assert (arrived.epoch, list(arrived.closings)) == (5, ["gone"])
+    assert (arrived.epoch, list(arrived.closed)) == (5, ["gone"])
     assert arrived.work == work
-    assert arrived.openings[0].opening() == opening
+    assert arrived.opened[0] == spec
 
 
 def test_a_round_arrives_with_its_rule_of_drafting() -> None:
@@ -246,7 +246,7 @@ def test_a_round_arrives_with_what_goes_on_its_drafts() -> None:
 
 @pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: type(question).__name__)
 def test_questions_arrive_as_what_they_are(question: Question) -> None:
-    arrived = decode(encode(Search(epoch=1, search_id=1, tokens=[], starts=[], question=ask(question))))
+    arrived = decode(encode(Search(epoch=1, search_id=1, tokens=[], arena_starts=[], question=ask(question))))
     assert isinstance(arrived, Search)
     assert arrived.question.value == question
 
@@ -260,7 +260,7 @@ def test_answers_arrive_as_what_they_are(answer: Answer) -> None:
 
 
 def test_a_rule_of_drafting_that_cannot_travel_is_refused() -> None:
-    work = Round(id=1, turns=[TURN], plan=ROUND.plan, keep_drafting=lambda confidences: [True])
+    work = Round(id=1, entries=[ENTRY], plan=ROUND.plan, keep_drafting=lambda confidences: [True])
     with pytest.raises(TypeError, match="DraftWhileWorth"):
         Begin.of(1, work, [], [])
 

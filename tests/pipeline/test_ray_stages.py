@@ -72,19 +72,19 @@ def load(
 
 
 def stages_of(engine: Engine) -> RayStages:
-    assert isinstance(engine._stages, RayStages)
-    return engine._stages
+    assert isinstance(engine.stages, RayStages)
+    return engine.stages
 
 
 @contextmanager
 def plans_of(engine: Engine, selector: Selector) -> Iterator[None]:
     """Other plans for a while. The scheduler must know how far drafts may reach."""
-    before, lookahead = engine._selector, engine._scheduler._lookahead
-    engine._selector, engine._scheduler._lookahead = selector, 6
+    before, lookahead = engine._planner.selector, engine._scheduler._lookahead
+    engine._planner.selector, engine._scheduler._lookahead = selector, 6
     try:
         yield
     finally:
-        engine._selector, engine._scheduler._lookahead = before, lookahead
+        engine._planner.selector, engine._scheduler._lookahead = before, lookahead
 
 
 def process_ids(engine: Engine) -> dict[str, int]:

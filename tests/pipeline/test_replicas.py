@@ -11,7 +11,7 @@ import pytest
 
 from rayspec import LLM, SamplingParams, demo
 from rayspec.decode.engine import Engine
-from rayspec.decode.head import Opening
+from rayspec.decode.head import SamplerSpec
 from rayspec.decode.rounds import Result, Work
 from rayspec.decode.stages import LocalStages, StageLostError
 from rayspec.pipeline.replicas import Replicas, merged_stats
@@ -55,10 +55,10 @@ class FailingStages(LocalStages):
 
         return wrap
 
-    def open(self, opening: Opening) -> None:
+    def open(self, spec: SamplerSpec) -> None:
         if self.num_starts_left <= 0:
             raise self.error
-        super().open(opening)
+        super().open(spec)
 
     def start(self, work: Work) -> Future[Result]:
         self.num_starts_left -= 1

@@ -11,10 +11,11 @@ import torch
 
 from rayspec.config import EngineConfig
 from rayspec.decode.passes import Pass, SpanRunner
-from rayspec.decode.rounds import Piece, Prefill, Round
-from rayspec.decode.runner import RowSpan, Runner
-from rayspec.decode.scheduler import Move
+from rayspec.decode.rounds import Prefill, Round
+from rayspec.decode.runner import Runner
+from rayspec.decode.scheduler import Chunk, Move
 from rayspec.model.kv_arena import KVArena
+from rayspec.model.rows import RowSpan
 from rayspec.pipeline import ranks
 from rayspec.pipeline import shard as shard_module
 from rayspec.pipeline.messages import (
@@ -36,8 +37,8 @@ from rayspec.types import no_draft
 from tests.families import VOCAB_SIZE, checkpoint, parts_of
 
 SECRET = Secret.generate()
-PREFILL = Begin.of(1, Prefill(id=1, pieces=[Piece("a", 0, 0, [1], sample=True)]), [], [])
-ROUND = Begin.of(1, Round(id=2, turns=[], plan=no_draft(8, "test")), [], [])
+PREFILL = Begin.of(1, Prefill(id=1, chunks=[Chunk("a", RowSpan(0, 0, 1), [1], sample=True)]), [], [])
+ROUND = Begin.of(1, Round(id=2, entries=[], plan=no_draft(8, "test")), [], [])
 
 
 def a_pass(*, fixed_shape: bool, round_id: int = 1) -> Pass:
@@ -61,7 +62,7 @@ def test_rounds_come_before_prefills_and_those_before_searches() -> None:
     at_once = [ROUND, Forward(epoch=1, work=a_pass(fixed_shape=True)), Moves(epoch=1, moves=[]), Follow(epoch=1)]
     at_once += [Usage(epoch=1), Shipped(epoch=1, search_id=1, batch=1)]
     prefills = [PREFILL, Forward(epoch=1, work=a_pass(fixed_shape=False))]
-    searches = [Seek(epoch=1, search_id=1, tokens=[], starts=[]), Expand(epoch=1, search_id=1, operations=[])]
+    searches = [Seek(epoch=1, search_id=1, tokens=[], arena_starts=[]), Expand(epoch=1, search_id=1, operations=[])]
     assert {_patience_s(message) for message in at_once} == {0.0}
     (of_prefills,) = {_patience_s(message) for message in prefills}
     (of_searches,) = {_patience_s(message) for message in searches}
@@ -91,9 +92,9 @@ class _Clock:
 def test_nobody_waits_for_ever_and_equals_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = _Clock()
     monkeypatch.setattr(shard_module, "time", clock)
-    later = Begin.of(1, Round(id=3, turns=[], plan=no_draft(8, "test")), [], [])
-    last = Begin.of(1, Round(id=4, turns=[], plan=no_draft(8, "test")), [], [])
-    seek = Seek(epoch=1, search_id=1, tokens=[], starts=[])
+    later = Begin.of(1, Round(id=3, entries=[], plan=no_draft(8, "test")), [], [])
+    last = Begin.of(1, Round(id=4, entries=[], plan=no_draft(8, "test")), [], [])
+    seek = Seek(epoch=1, search_id=1, tokens=[], arena_starts=[])
     letters = [(0.0, seek), (0.0, PREFILL), (0.0, ROUND), (0.0, later), (0.05, last), (0.2, ROUND)]
     one = Shard(spec())
     one._collect(_Letters(clock, letters))  # type: ignore[arg-type]
@@ -155,20 +156,20 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> tuple[LeadingSpan, SpanRunner]:
 
 def test_what_the_leader_runs_moves_and_forgets_the_others_do_too(pair: Any) -> None:
     leader, follower = pair
-    held = Pass(round_id=5, token_ids=[3, 4], rows=[RowSpan(0, 0, 2)], hold_at=2)
-    leader.run(held)
+    saved = Pass(round_id=5, token_ids=[3, 4], rows=[RowSpan(0, 0, 2)], save_at=2)
+    leader.run(saved)
     leader.move([Move(0, 32, 2)])
     for message in leader.announced:
         follow(follower, message, lambda: None)
     for layer, keys in leader.runner.arena.keys.items():
         assert torch.equal(keys, follower.runner.arena.keys[layer])
         assert keys[:, 32:34].abs().sum() > 0
-    assert list(leader._held) == list(follower._held) == [5]
+    assert list(leader._saved) == list(follower._saved) == [5]
     leader.forget()
-    assert list(leader._held) == []
-    assert list(follower._held) == [5]
+    assert list(leader._saved) == []
+    assert list(follower._saved) == [5]
     follow(follower, leader.announced[-1], lambda: None)
-    assert list(follower._held) == []
+    assert list(follower._saved) == []
     assert {message.epoch for message in leader.announced} == {7}
 
 

@@ -125,8 +125,8 @@ def test_requests_come_late_and_are_aborted_in_flight() -> None:
         while waiting or run.engine.has_unfinished:
             if waiting:
                 run.engine.add(waiting.pop(0))
-            if rng.random() < 0.2 and victims & run.engine._live.keys():
-                victim = rng.choice(sorted(victims & run.engine._live.keys()))
+            if rng.random() < 0.2 and victims & set(run.engine._requests.ids):
+                victim = rng.choice(sorted(victims & set(run.engine._requests.ids)))
                 aborted = run.engine.abort(victim)
                 assert aborted is not None
                 assert aborted.outputs[0].finish_reason == "abort"
@@ -148,7 +148,7 @@ def test_a_stage_with_nothing_to_do_in_a_draft_is_passed_by(skipped: int) -> Non
     plan = Plan(keep=keep, num_draft_tokens=4, source="test")
 
     class One(TravellingPlans):
-        def plan(self, situation: Any) -> Plan:
+        def plan(self, state: Any) -> Plan:
             return plan
 
     with loop_engine(checkpoint("llama"), 4, One(0, NUM_SUBLAYERS)) as run:
@@ -191,9 +191,9 @@ def _run_out_of_memory(run: LoopEngine, stage: int, wanted: Any, count: int = 1)
 
 
 OUT_OF_MEMORY = {
-    "prefill": lambda work: work.keep is None and len(work.rows) > 0 and work.rows[0].first == 0,
+    "prefill": lambda work: work.keep is None and len(work.rows) > 0 and work.rows[0].context == 0,
     "draft": lambda work: work.keep is not None,
-    "verify": lambda work: work.keep is None and work.fixed_shape is not False and work.rows[0].first > 0,
+    "verify": lambda work: work.keep is None and work.fixed_shape is not False and work.rows[0].context > 0,
 }
 
 

@@ -15,7 +15,7 @@ from rayspec.decode.selection.base import Selector
 from rayspec.decode.stages import LocalStages, Stages
 from rayspec.local_engine import load_engine
 from rayspec.strategies.by_name import make_selector
-from rayspec.strategies.gated import Gated
+from rayspec.strategies.only_if_faster import OnlyIfFaster
 from tests.decode.selecting import latency_model
 from tests.demo_model import EOS, demo_prompts
 from tests.engines import complete, engine_with, tokens_of
@@ -70,7 +70,7 @@ def test_a_batch_has_the_tokens_of_plain_decoding(strategy: str, family: str) ->
 def test_so_has_one_behind_the_gate(strategy: str) -> None:
     known = cases(checkpoint("granite"), LENGTHS, NUM_TOKENS)
     chosen = selector(strategy, gate=True)
-    assert isinstance(chosen, Gated)
+    assert isinstance(chosen, OnlyIfFaster)
     engine = engine_with(parts_of(checkpoint("granite")), chosen, max_num_seqs=5)
     outputs = complete(engine, known.prompts, SamplingParams(temperature=0, max_tokens=NUM_TOKENS))
     assert tokens_of(outputs) == known.expected

@@ -10,7 +10,7 @@ from rayspec.decode.questions import Answer, Found, FoundDraft, LayerKnapsack, Q
 from rayspec.planning.stopping import DraftWhileSure
 from rayspec.strategies.clasp import CLaSp
 from rayspec.types import ConfigError
-from tests.decode.selecting import Asker, latency_model, situation, turn, turns
+from tests.decode.selecting import Asker, latency_model, state, turn, turns
 
 
 def _clasp(num_layers: int = 6, **options: Any) -> CLaSp:
@@ -32,10 +32,10 @@ def _found(question: Question) -> Answer:
 
 def test_the_newest_token_is_asked_and_the_draft_that_skips_most_is_taken() -> None:
     asker, clasp = Asker(_found), _clasp(num_skipped_layers=4)
-    assert not clasp.plan(situation()).drafts
+    assert not clasp.plan(state()).drafts
     (record,) = turns(clasp, asker, 5)
     assert asker.asked == [LayerKnapsack(num_tokens=1, num_skipped=4)]
-    plan = clasp.plan(situation())
+    plan = clasp.plan(state())
     assert plan.keep == (False,) * 8 + (True,) * 4
     assert (plan.num_draft_tokens, plan.source) == (10, "clasp")
     assert record.plan is plan
@@ -61,8 +61,8 @@ def test_it_searches_again_at_its_interval_of_tokens_of_one_sequence() -> None:
 
 
 def test_drafts_end_at_the_confidence_of_the_options() -> None:
-    assert _clasp().keep_drafting(situation()) == DraftWhileSure(threshold=0.7)
-    rule = _clasp(exit_threshold=0.4).keep_drafting(situation())
+    assert _clasp().keep_drafting(state()) == DraftWhileSure(threshold=0.7)
+    rule = _clasp(exit_threshold=0.4).keep_drafting(state())
     assert rule is not None
     assert rule([[0.1, 0.5], [0.9, 0.3], [0.4]]) == [True, False, True]
 

@@ -11,7 +11,7 @@ from rayspec.decode.questions import Answer, Found, FoundDraft, Question, Trial
 from rayspec.planning.stopping import DraftWhileSure
 from rayspec.strategies.dynamic_exit import DEL, ExitRecord, early_exits, tokens_per_layer
 from rayspec.types import ConfigError
-from tests.decode.selecting import Asker, latency_model, situation, turns
+from tests.decode.selecting import Asker, latency_model, state, turns
 
 NUM_LAYERS = 6
 
@@ -68,7 +68,7 @@ def test_by_layers_the_exit_and_length_are_the_best_of_all(seed: int) -> None:
         for length in range(1, 9)
     }
     best = max(ways.values())
-    plan = chooser.plan(situation())
+    plan = chooser.plan(state())
     assert ways[(sum(plan.keep) // 2 if plan.drafts else 0, plan.num_draft_tokens)] == pytest.approx(best)
 
 
@@ -96,7 +96,7 @@ def test_looking_every_round_costs_the_rows_that_the_verify_could_have_reused() 
         options = SpeculationOptions(strategy="del", max_draft_tokens=4, dynamic_exit={"interval": interval})
         chooser = DEL(options, latency_model(NUM_LAYERS, row_s=0.5))
         records = turns(chooser, Asker(_replies(shares)), 9)
-        assert chooser.plan(situation()).drafts == drafts
+        assert chooser.plan(state()).drafts == drafts
         if drafts:
             assert records[0].predicted_tpt == pytest.approx(5 / 56)
 
@@ -105,8 +105,8 @@ def test_looking_every_round_costs_the_rows_that_the_verify_could_have_reused() 
 def test_where_no_exit_pays_it_does_not_draft(cost: str) -> None:
     chooser = _del(cost=cost)
     assert turns(chooser, Asker(_replies([0.0, 0.125, 0.25, 0.25, 0.375])), 12) == []
-    assert not chooser.plan(situation()).drafts
-    assert chooser.keep_drafting(situation()) is None
+    assert not chooser.plan(state()).drafts
+    assert chooser.keep_drafting(state()) is None
 
 
 def test_it_first_looks_at_some_tokens_and_then_at_the_newest_of_each_sequence() -> None:
@@ -141,8 +141,8 @@ def test_the_record_fades_look_by_look() -> None:
 def test_drafts_end_between_the_confidence_of_matches_and_misses() -> None:
     chooser = _del(num_tap_tokens=8)
     turns(chooser, Asker(_replies([0.0, 0.875, 0.875, 0.875, 0.875], confidence=0.9, doubt=0.3)), 9)
-    assert chooser.plan(situation()).drafts
-    rule = chooser.keep_drafting(situation())
+    assert chooser.plan(state()).drafts
+    rule = chooser.keep_drafting(state())
     assert isinstance(rule, DraftWhileSure)
     assert rule.threshold == pytest.approx(0.6)
 
@@ -150,7 +150,7 @@ def test_drafts_end_between_the_confidence_of_matches_and_misses() -> None:
 def test_the_same_choice_again_is_the_same_plan() -> None:
     chooser, asker = _del(num_tap_tokens=1), Asker(_replies([0.0, 1.0, 1.0, 1.0, 1.0]))
     (record,) = turns(chooser, asker, 20)
-    assert record.plan is chooser.plan(situation())
+    assert record.plan is chooser.plan(state())
     assert record.num_tokens > 10
     assert np.sum(record.plan.keep) == 4
 

@@ -14,7 +14,7 @@ import pytest
 
 from rayspec.config import EngineConfig, LayerSkipOptions, SamplingParams, SpeculationOptions, Strategy
 from rayspec.decode.rounds import RoundResult
-from rayspec.decode.selection.base import Selector, Situation, lookup_plan, static_plan
+from rayspec.decode.selection.base import BatchState, Selector, lookup_plan, static_plan
 from rayspec.strategies.by_name import make_selector
 from rayspec.strategies.layerskip import early_exit_plan
 from rayspec.strategies.lookahead import lookahead_plan
@@ -102,7 +102,7 @@ class PlansOfAKind(TravellingPlans):
         super().__init__(seed, NUM_SUBLAYERS, MAX_DRAFT_TOKENS)
         self._draw = draw
 
-    def plan(self, situation: Situation) -> Plan:
+    def plan(self, state: BatchState) -> Plan:
         self.plans.append(self._draw(self._rng))
         return self.plans[-1]
 
@@ -168,7 +168,7 @@ def rounds_of(strategy: str) -> list[tuple[Plan, RoundResult]]:
     """The plan of each round and what came of it."""
     selector, rounds = selector_of(strategy), []
 
-    def observe(situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
+    def observe(state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
         rounds.append((plan, result))
 
     selector.observe = observe  # type: ignore[method-assign]

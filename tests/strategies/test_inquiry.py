@@ -7,7 +7,7 @@ import pytest
 from rayspec.decode.questions import Answer, Question, Steadiness, Steady
 from rayspec.strategies.inquiry import Inquiry
 from rayspec.types import RayspecError
-from tests.decode.selecting import situation
+from tests.decode.selecting import state
 
 QUESTION = Steadiness(num_tokens=4)
 ANSWER = Steady([0.5], 0.1)
@@ -27,7 +27,7 @@ class _Search:
 def _after(inquiry: Inquiry, search: _Search, *, num_tokens: float = 1.0, batch: int = 1) -> Answer | None:
     """A round."""
     inquiry.observe(num_tokens)
-    return inquiry.advance(situation(batch), search, QUESTION)
+    return inquiry.advance(state(batch), search, QUESTION)
 
 
 @pytest.mark.parametrize(("batch", "num_rounds"), [(1, 4), (2, 2), (3, 2), (8, 1)])
@@ -68,7 +68,7 @@ def test_an_interval_of_one_token_asks_in_every_round() -> None:
 
     for _ in range(10):
         inquiry.observe(1.0)
-        answers += inquiry.advance(situation(4), at_once, QUESTION) is ANSWER
+        answers += inquiry.advance(state(4), at_once, QUESTION) is ANSWER
     assert answers == 9
 
 
@@ -92,5 +92,5 @@ def test_a_cancelled_question_is_asked_again_and_a_failed_one_is_not() -> None:
 def test_while_there_are_too_few_tokens_it_goes_on_tapping() -> None:
     inquiry = Inquiry(100)
     for _ in range(3):
-        inquiry.advance(situation(4), lambda question: None, QUESTION)
+        inquiry.advance(state(4), lambda question: None, QUESTION)
         assert inquiry.wants_taps

@@ -18,7 +18,7 @@ from rayspec.types import ConfigError, Plan, PlanRecord, RayspecError
 from tests.engines import complete, engine_with, requests_for, tokens_of
 from tests.families import cases, checkpoint, parts_of
 from tests.pipeline.loop import loop_engine
-from tests.strategy_cases import LENGTHS, latency, result, saved_plan, situation
+from tests.strategy_cases import LENGTHS, latency, result, saved_plan, state
 
 LAW = saved_plan("law", [2, 3, 4, 5], anchors=((1.0, 0.0), (0.8, 0.6)), radius=0.1)
 CODE = saved_plan("code", [5], anchors=((0.0, 1.0),), radius=0.02)
@@ -68,7 +68,7 @@ def _round(
 ) -> tuple[list[int], bool, PlanRecord | None]:
     """A round of these sequences, as the engine goes about it: sublayers that its draft skips, whether it was tapped,
     what was told afterwards."""
-    here = situation(batch=len(names), sequence_ids=names)
+    here = state(batch=len(names), sequence_ids=names)
     plan = knn.plan(here)
     knn.keep_drafting(here)
     tapped, length = knn.wants_taps, plan.num_draft_tokens
@@ -104,7 +104,7 @@ def test_a_texts_first_round_is_looked_at_and_its_second_drafts_by_the_plan_of_i
     skipped, tapped, record = _round(knn, texts, "a")
     assert (skipped, tapped) == ([2, 3, 4, 5], False)
     assert knn.domain_of("a") == "law"
-    here = situation(sequence_ids=("a",))
+    here = state(sequence_ids=("a",))
     assert knn.plan(here).num_draft_tokens == 5
     assert knn.keep_drafting(here) == DraftWhileSure(threshold=0.8)
     assert record is not None
@@ -121,7 +121,7 @@ def test_the_confidence_at_which_drafts_end_is_fixed() -> None:
     knn, texts = _knn(LAW, threshold=0.3), _Texts({"a": NEAR_LAW})
     for _ in range(30):
         _round(knn, texts, "a")
-    assert knn.keep_drafting(situation(sequence_ids=("a",))) == DraftWhileSure(threshold=0.3)
+    assert knn.keep_drafting(state(sequence_ids=("a",))) == DraftWhileSure(threshold=0.3)
 
 
 def test_the_next_text_is_looked_at_at_once() -> None:

@@ -8,7 +8,7 @@ from rayspec.strategies.layerskip import early_exit_plan
 from rayspec.types import ConfigError
 from tests.engines import complete, engine_with
 from tests.families import checkpoint, parts_of, ragged_prompts
-from tests.strategy_cases import require_lossless, situation
+from tests.strategy_cases import require_lossless, state
 
 
 def test_the_draft_runs_both_sublayers_of_the_layers_before_the_exit() -> None:
@@ -36,7 +36,7 @@ def test_drafts_longer_than_there_is_room_for_are_refused() -> None:
 
 def test_every_draft_has_the_same_length_however_unsure() -> None:
     plan = early_exit_plan(LayerSkipOptions(exit_layer=1, num_draft_tokens=4), 8)
-    assert FixedPlan(plan).keep_drafting(situation()) is None
+    assert FixedPlan(plan).keep_drafting(state()) is None
     engine = engine_with(parts_of(checkpoint("llama")), FixedPlan(plan))
     output = complete(engine, ragged_prompts([20]))[0]
     at_the_end = 4 + 3 + 2 + 1  # fewer can be drafted where fewer are wanted

@@ -10,7 +10,7 @@ from rayspec.decode.selection.base import FixedPlan
 from rayspec.strategies.by_name import make_selector
 from rayspec.strategies.lookahead import lookahead_plan
 from rayspec.types import ConfigError
-from tests.decode.selecting import latency_model, situation
+from tests.decode.selecting import latency_model, state
 from tests.demo_model import EOS, demo_parts, demo_prompts
 from tests.engines import complete, engine_with, tokens_of
 from tests.exhaustive import few_of
@@ -109,7 +109,7 @@ def test_text_that_repeats_itself_takes_fewer_rounds() -> None:
 def test_the_strategy_makes_room_for_its_tree() -> None:
     config = EngineConfig(model=demo.model_path(), speculation=SpeculationOptions(strategy="lookahead", gate=False))
     assert make_scheduler(config, 1000)._num_beside == 64
-    plan = make_selector(config, 8, latency_model(4)).plan(situation())
+    plan = make_selector(config, 8, latency_model(4)).plan(state())
     assert plan == PLAN
     assert plan.drafts
     assert all(plan.keep)

@@ -20,7 +20,7 @@ from rayspec.strategies.saved_plans import (
 from rayspec.types import ConfigError, Plan, PlanRecord
 from tests.engines import complete, tokens_of
 from tests.families import cases, checkpoint
-from tests.strategy_cases import latency, result, saved_plan, situation
+from tests.strategy_cases import latency, result, saved_plan, state
 
 MODEL = ModelIdentity(name="llama-a", weights="00ff", family="llama", num_sublayers=8)
 
@@ -184,7 +184,7 @@ def test_knapspec_drafts_by_a_saved_plan_after_the_first_round_and_learns_from_t
     known = known_candidates(_plans(saved_plan("slow", [0], acceptance=0.1), saved_plan("fast", [2, 3, 4, 5, 6])))
     assert [candidate.num_tested for candidate in known] == [60.0, 60.0]
     options = SpeculationOptions(optimise_share=0.0, gate=False)
-    knapspec, here = KnapSpec(options, latency(), known=known), situation()
+    knapspec, here = KnapSpec(options, latency(), known=known), state()
     assert not knapspec.plan(here).drafts
     knapspec.observe(here, knapspec.plan(here), result([0], [0]), 1, 0.01)
     record = knapspec.improve(here, lambda question: None)
@@ -199,7 +199,7 @@ def test_knapspec_drafts_by_a_saved_plan_after_the_first_round_and_learns_from_t
 
 
 def test_without_saved_plans_knapspec_has_none() -> None:
-    knapspec, here = KnapSpec(SpeculationOptions(optimise_share=0.0, gate=False), latency()), situation()
+    knapspec, here = KnapSpec(SpeculationOptions(optimise_share=0.0, gate=False), latency()), state()
     knapspec.observe(here, knapspec.plan(here), result([0], [0]), 1, 0.01)
     assert knapspec.improve(here, lambda question: None) is None
 

@@ -5,7 +5,7 @@ import pytest
 from rayspec.config import SpeculationOptions
 from rayspec.planning.stopping import DraftWhileSure
 from rayspec.strategies.self_sd import DraftThreshold, SelfSD
-from tests.strategy_cases import require_lossless, result, saved_plan, situation
+from tests.strategy_cases import require_lossless, result, saved_plan, state
 
 
 def _options(**options: object) -> SpeculationOptions:
@@ -49,7 +49,7 @@ def test_a_fixed_one_stays_and_rounds_without_drafts_teach_nothing() -> None:
 
 def test_a_batch_is_one_verify() -> None:
     selector = SelfSD.of(saved_plan(), _options(), 8)
-    here = situation(batch=3)
+    here = state(batch=3)
     plan = selector.plan(here)
     alone = DraftThreshold(0.7, target=0.9)
     selector.observe(here, plan, result([5, 2, 0], [5, 1, 0]), 9, 0.1)
@@ -63,7 +63,7 @@ def test_a_batch_is_one_verify() -> None:
 
 def test_the_saved_plan_is_what_drafts() -> None:
     selector = SelfSD.of(saved_plan(skip=[1, 6], num_draft_tokens=40), _options(), 8)
-    here = situation()
+    here = state()
     plan = selector.plan(here)
     assert plan.keep == (True, False, True, True, True, True, False, True)
     assert plan.num_draft_tokens == 16, "no more than max_draft_tokens"
@@ -92,5 +92,5 @@ def test_greedy_tokens_stay_the_same_and_the_threshold_outlives_requests() -> No
     for one, selector in zip(require_lossless(make), made, strict=True):
         assert one.num_draft_tokens > 0
         assert one.num_accepted_tokens > 0
-        assert [record.plan.keep for record in one.plans] == [selector.plan(situation()).keep]
+        assert [record.plan.keep for record in one.plans] == [selector.plan(state()).keep]
         assert selector.threshold.value != 0.05

@@ -18,7 +18,7 @@ from tests.demo_model import EOS, demo_prompts
 from tests.engines import complete, tokens_of
 from tests.exhaustive import few_of
 from tests.families import greedy
-from tests.strategy_cases import answered, latency, require_lossless, result, situation
+from tests.strategy_cases import answered, latency, require_lossless, result, state
 
 WINDOW = 32
 
@@ -106,7 +106,7 @@ def test_one_set_a_round_is_tried_and_the_best_drafts() -> None:
         assert isinstance(question, Trial)
         return _found(question.keeps[0], next(agreed))
 
-    here = situation()
+    here = state()
     assert not swift.plan(here).drafts
     records = []
     for number in range(4):
@@ -144,7 +144,7 @@ def test_a_trial_that_was_cancelled_is_made_again_and_one_that_failed_too() -> N
         futures.append(Future())
         return futures[-1]
 
-    here = situation()
+    here = state()
     swift.improve(here, answered(lambda question: _found(odd_layers_skipped(8), 10)))
     assert swift.improve(here, lambda question: None) is None, "too few tokens yet"
     assert swift.improve(here, search) is None

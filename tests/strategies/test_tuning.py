@@ -13,7 +13,7 @@ import torch
 from rayspec.config import EngineConfig, SamplingParams, TuningOptions
 from rayspec.decode.engine import Engine
 from rayspec.decode.rounds import RoundResult
-from rayspec.decode.selection.base import FixedPlan, Situation
+from rayspec.decode.selection.base import BatchState, FixedPlan
 from rayspec.local_engine import load_engine
 from rayspec.strategies.saved_plans import ModelIdentity, SavedPlans
 from rayspec.strategies.self_sd import SelfSD
@@ -38,9 +38,9 @@ def _priced(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[Plan], float]) -
     """A token of a sequence takes what the plan is said to cost; which plans were measured, round by round."""
     plans, real = [], SelfSD.observe
 
-    def observe(self: SelfSD, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, _: float) -> None:
+    def observe(self: SelfSD, state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, _: float) -> None:
         plans.append(plan)
-        real(self, situation, plan, result, num_tokens, num_tokens * seconds(plan) / situation.batch)
+        real(self, state, plan, result, num_tokens, num_tokens * seconds(plan) / state.batch)
 
     monkeypatch.setattr(SelfSD, "observe", observe)
     return plans
@@ -50,7 +50,7 @@ def test_it_finds_the_fastest_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = (True, False, True, True, False, False, True, True)
     seen = _priced(monkeypatch, lambda plan: 1.0 + sum(np.not_equal(plan.keep, wanted)) if plan.drafts else 1.5)
     engine = _engine()
-    before = engine._selector
+    before = engine._planner.selector
     plan = tune_plan(engine, PROMPTS, TuningOptions(num_tries=40, max_tokens=4), domain="law")
     assert plan.keep(8) == wanted
     assert plan.domain == "law"
@@ -60,7 +60,7 @@ def test_it_finds_the_fastest_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan.provenance.method == "the fastest of 40 plans by trials"
     assert plan.provenance.calibration == "3 prompts, 4 tokens generated from each"
     assert len({one.keep for one in seen if one.drafts}) == 40
-    assert engine._selector is before
+    assert engine._planner.selector is before
     require_idle(engine)
 
 
@@ -106,17 +106,17 @@ def test_an_engine_that_never_drafts_has_no_room_for_drafts() -> None:
 
 def test_what_fails_in_the_middle_leaves_the_engine_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, real = _engine(), SelfSD.observe
-    before = engine._selector
+    before = engine._planner.selector
 
-    def observe(self: SelfSD, situation: Situation, plan: Plan, *others: Any) -> None:
+    def observe(self: SelfSD, state: BatchState, plan: Plan, *others: Any) -> None:
         if plan.drafts:
             raise KeyboardInterrupt
-        real(self, situation, plan, *others)
+        real(self, state, plan, *others)
 
     monkeypatch.setattr(SelfSD, "observe", observe)
     with pytest.raises(KeyboardInterrupt):
         tune_plan(engine, PROMPTS, FAST)
-    assert engine._selector is before
+    assert engine._planner.selector is before
     require_idle(engine)
 
 

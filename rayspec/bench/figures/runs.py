@@ -14,7 +14,7 @@ from rayspec.config import SamplingParams
 from rayspec.decode.drafting.skip_draft import KeepDrafting
 from rayspec.decode.engine import Engine
 from rayspec.decode.rounds import RoundResult
-from rayspec.decode.selection.base import Search, Selector, Situation
+from rayspec.decode.selection.base import BatchState, Search, Selector
 from rayspec.planning.latency import LatencyModel
 from rayspec.strategies.in_use import Tested
 from rayspec.strategies.tuning import selecting
@@ -84,24 +84,24 @@ class Contender:
     def gate_reason(self) -> str:
         return self._selector.gate_reason
 
-    def plan(self, situation: Situation) -> Plan:
-        return self._selector.plan(self._own(situation))
+    def plan(self, state: BatchState) -> Plan:
+        return self._selector.plan(self._own(state))
 
-    def keep_drafting(self, situation: Situation) -> KeepDrafting | None:
-        return self._selector.keep_drafting(self._own(situation))
+    def keep_drafting(self, state: BatchState) -> KeepDrafting | None:
+        return self._selector.keep_drafting(self._own(state))
 
-    def observe(self, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
+    def observe(self, state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
         self.num_tested += Tested.of(plan, result).num_tested
-        self._selector.observe(self._own(situation), plan, result, num_tokens, seconds)
+        self._selector.observe(self._own(state), plan, result, num_tokens, seconds)
 
-    def improve(self, situation: Situation, search: Search) -> PlanRecord | None:
-        record = self._selector.improve(self._own(situation), search)
+    def improve(self, state: BatchState, search: Search) -> PlanRecord | None:
+        record = self._selector.improve(self._own(state), search)
         if record is not None:
             self.records.append(record)
         return record
 
-    def _own(self, situation: Situation) -> Situation:
-        return replace(situation, elapsed_s=situation.elapsed_s - self._away_s)
+    def _own(self, state: BatchState) -> BatchState:
+        return replace(state, elapsed_s=state.elapsed_s - self._away_s)
 
 
 def take_turns(

@@ -27,7 +27,7 @@ from rayspec.bench.figures.runs import (
 from rayspec.decode.drafting.skip_draft import KeepDrafting
 from rayspec.decode.questions import Answer, Found, Question, Trial
 from rayspec.decode.rounds import RoundResult
-from rayspec.decode.selection.base import FixedPlan, Search, Situation
+from rayspec.decode.selection.base import BatchState, FixedPlan, Search
 from rayspec.decode.selection.knapspec import Candidate, KnapSpec
 from rayspec.planning.acceptance import tokens_per_time
 from rayspec.planning.latency import LatencyModel
@@ -175,19 +175,19 @@ class _Survey:
         self._under_way: Future[Answer] | None = None
         self._num_new_tokens = 0
 
-    def plan(self, situation: Situation) -> Plan:
+    def plan(self, state: BatchState) -> Plan:
         return self._plan
 
-    def keep_drafting(self, situation: Situation) -> KeepDrafting | None:
+    def keep_drafting(self, state: BatchState) -> KeepDrafting | None:
         return None
 
-    def observe(self, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
+    def observe(self, state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
         self._num_new_tokens += num_tokens
 
-    def improve(self, situation: Situation, search: Search) -> PlanRecord | None:
+    def improve(self, state: BatchState, search: Search) -> PlanRecord | None:
         if self._under_way is not None and self._under_way.done():
             self._take(self._under_way)
-        question = self._question(situation)
+        question = self._question(state)
         if self._under_way is None and self._num_new_tokens >= question.num_tokens:
             self._under_way = search(question)
             self._num_new_tokens = 0
@@ -202,8 +202,8 @@ class _Survey:
             for one in tried
         )
 
-    def _question(self, situation: Situation) -> Question:
-        knapsack = self._strategy.question(situation)
+    def _question(self, state: BatchState) -> Question:
+        knapsack = self._strategy.question(state)
         return Trial(num_tokens=knapsack.num_tokens, keeps=tuple(self.origins)) if self.origins else knapsack
 
     def _take(self, search: Future[Answer]) -> None:

@@ -20,7 +20,7 @@ from rayspec.config import LookaheadOptions
 
 @dataclass(slots=True)
 class Guess:
-    """A tree of tokens after the newest one. parents, and the `num_probes` tokens at the end: see `Turn`."""
+    """A tree of tokens after the newest one. parents, and the `num_probes` tokens at the end: see `RoundEntry`."""
 
     token_ids: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)

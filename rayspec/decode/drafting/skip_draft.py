@@ -15,8 +15,8 @@ from torch import Tensor
 
 from rayspec.decode.head import Head
 from rayspec.decode.passes import Pass
-from rayspec.decode.runner import RowSpan
 from rayspec.decode.sampling import Drafts, Rows, depths_of, draft_tokens
+from rayspec.model.rows import RowSpan
 from rayspec.planning.lookup import DraftUntilFound
 from rayspec.types import Plan
 
@@ -29,7 +29,7 @@ SURENESS = (0.95, 0.8, 0.5)
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class RoundEntry:
     """One sequence's part in a round: its newest token sits at position `length` - 1 and is not in the arena yet.
 
     `end_tokens`: a draft that reaches one of them (end of sequence) ends. `looked_up`: the draft, where it was found
@@ -39,7 +39,7 @@ class Turn:
     """
 
     sequence_id: str
-    start: int
+    arena_start: int
     length: int
     last_token: int
     max_draft_tokens: int
@@ -57,8 +57,8 @@ class Turn:
 
 @dataclass(slots=True)
 class Draft:
-    """What was drafted for one turn. confidences: of each token of the spine that the model has drafted; these come
-    first. parents: see `Turn`; a chain has none. evidence: for the others, where they were looked up behind these."""
+    """What was drafted for one entry. confidences: of each token of the spine that the model has drafted; these come
+    first. parents: see `RoundEntry`; a chain has none. evidence: for the others, where they were looked up behind."""
 
     token_ids: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
@@ -90,9 +90,9 @@ class Draft:
 
 @dataclass(slots=True)
 class DraftRound:
-    """Drafts by turn. Where rows are held for verify, the r-th row held is one of turn `owners[r]`.
+    """Drafts by entry. Where rows are saved for verify, the r-th saved row is one of entry `owners[r]`.
 
-    logits: processed, of each turn's tokens that the model has drafted, [V] each; kept for rejection verification only.
+    logits: processed, of each entry's tokens that the model has drafted, [V] each; kept for rejection only.
     """
 
     drafts: list[Draft]
@@ -102,48 +102,53 @@ class DraftRound:
 
 
 def draft_pass(
-    round_id: int, turns: Sequence[Turn], drafts: Sequence[Draft], active: Sequence[int], plan: Plan, hold_at: int
+    round_id: int,
+    entries: Sequence[RoundEntry],
+    drafts: Sequence[Draft],
+    active: Sequence[int],
+    plan: Plan,
+    save_at: int,
 ) -> Pass:
-    """The next step of the active turns' drafts: one row each."""
-    chosen = [(turns[index], drafts[index].token_ids) for index in active]
+    """The next step of the active entries' drafts: one row each."""
+    chosen = [(entries[index], drafts[index].token_ids) for index in active]
     return Pass(
         round_id=round_id,
-        token_ids=[tokens[-1] if tokens else turn.last_token for turn, tokens in chosen],
-        rows=[RowSpan(turn.start, turn.length - 1 + len(tokens), 1) for turn, tokens in chosen],
+        token_ids=[tokens[-1] if tokens else entry.last_token for entry, tokens in chosen],
+        rows=[RowSpan(entry.arena_start, entry.length - 1 + len(tokens), 1) for entry, tokens in chosen],
         keep=plan.keep,
-        hold_at=hold_at,
+        save_at=save_at,
     )
 
 
-def drafting_turns(turns: Sequence[Turn]) -> list[int]:
-    """For which turns the model drafts."""
-    return [index for index, turn in enumerate(turns) if turn.max_draft_tokens > 0 and not turn.looked_up]
+def drafting_entries(entries: Sequence[RoundEntry]) -> list[int]:
+    """For which entries the model drafts."""
+    return [index for index, entry in enumerate(entries) if entry.max_draft_tokens > 0 and not entry.looked_up]
 
 
 def draft(
     head: Head,
     round_id: int,
-    turns: Sequence[Turn],
+    entries: Sequence[RoundEntry],
     plan: Plan,
     keep_drafting: KeepDrafting | None,
-    hold_at: int,
+    save_at: int,
 ) -> Generator[Pass, Tensor, DraftRound]:
-    """Draft for every turn until its length is reached, it drafts a stop token, or `keep_drafting` ends it, be it that
+    """Draft for every entry until its length is reached, it drafts a stop token, or `keep_drafting` ends it, be it that
     what follows is looked up. What was looked up before is a draft already.
 
     Yields passes and is sent the states before the head. Keys and values of drafted rows go to the positions that
     verify overwrites. One host synchronisation a step.
     """
-    result = DraftRound([turn.draft() for turn in turns], [[] for _ in turns])
-    siblings: list[list[list[int]]] = [[] for _ in turns]  # of each turn's drafted tokens
-    active = drafting_turns(turns)
+    result = DraftRound([entry.draft() for entry in entries], [[] for _ in entries])
+    siblings: list[list[list[int]]] = [[] for _ in entries]  # of each entry's drafted tokens
+    active = drafting_entries(entries)
     while active:
-        logits = head.logits((yield draft_pass(round_id, turns, result.drafts, active, plan, hold_at)))
+        logits = head.logits((yield draft_pass(round_id, entries, result.drafts, active, plan, save_at)))
         result.owners.extend(active)
         result.num_steps += 1
         drafts = [result.drafts[index] for index in active]
         rows = [
-            Rows(head.sampler(turns[index].sequence_id), at, one.token_ids)
+            Rows(head.sampler(entries[index].sequence_id), at, one.token_ids)
             for at, (index, one) in enumerate(zip(active, drafts, strict=True))
         ]
         drawn = draft_tokens(logits, rows, head.verification, num_ranked=max(plan.tree_widths, default=0))
@@ -153,14 +158,14 @@ def draft(
                 result.logits[index].append(row)
         for index, best in zip(active, ranked, strict=True):
             siblings[index].append(best)
-        active = _unfinished(active, turns, result.drafts)
+        active = _unfinished(active, entries, result.drafts)
         if isinstance(keep_drafting, DraftUntilFound):
-            active = _look_up(head, active, turns, result.drafts, keep_drafting)
+            active = _look_up(head, active, entries, result.drafts, keep_drafting)
         active = _worth_drafting(active, result.drafts, keep_drafting)
     if plan.tree_widths:
-        for turn, one, others in zip(turns, result.drafts, siblings, strict=True):
-            if others and (head.verification == "coupled" or head.sampler(turn.sequence_id).greedy):
-                one.branch(_siblings(one, others, plan.tree_widths, turn.max_tree_tokens))
+        for entry, one, others in zip(entries, result.drafts, siblings, strict=True):
+            if others and (head.verification == "coupled" or head.sampler(entry.sequence_id).greedy):
+                one.branch(_siblings(one, others, plan.tree_widths, entry.max_tree_tokens))
     return result
 
 
@@ -191,26 +196,26 @@ def _siblings(spine: Draft, ranked: Sequence[Sequence[int]], widths: Sequence[in
     return siblings
 
 
-def _unfinished(active: Sequence[int], turns: Sequence[Turn], drafts: Sequence[Draft]) -> list[int]:
+def _unfinished(active: Sequence[int], entries: Sequence[RoundEntry], drafts: Sequence[Draft]) -> list[int]:
     """Which may have one more token."""
     return [
         index
         for index in active
-        if len(drafts[index].token_ids) < turns[index].max_draft_tokens
-        and drafts[index].token_ids[-1] not in turns[index].end_tokens
+        if len(drafts[index].token_ids) < entries[index].max_draft_tokens
+        and drafts[index].token_ids[-1] not in entries[index].end_tokens
     ]
 
 
 def _look_up(
-    head: Head, active: Sequence[int], turns: Sequence[Turn], drafts: Sequence[Draft], rule: DraftUntilFound
+    head: Head, active: Sequence[int], entries: Sequence[RoundEntry], drafts: Sequence[Draft], rule: DraftUntilFound
 ) -> list[int]:
     """Goes on with what followed the drafted tokens before, where that is worth more than to draft on; returns those
     that draft on."""
     drafting = []
     for index in active:
-        turn, one = turns[index], drafts[index]
-        num_left = turn.max_draft_tokens - len(one.token_ids)
-        found = head.lookup(turn.sequence_id, rule.ngram, rule.shortest).propose(num_left, one.token_ids)
+        entry, one = entries[index], drafts[index]
+        num_left = entry.max_draft_tokens - len(one.token_ids)
+        found = head.lookup(entry.sequence_id, rule.ngram, rule.shortest).propose(num_left, one.token_ids)
         num_taken = rule.num_looked_up(one.confidences, found.evidence)
         if num_taken:
             one.token_ids.extend(found.token_ids[:num_taken])

@@ -10,7 +10,7 @@ from rayspec.config import SpeculationOptions
 from rayspec.decode.drafting.lookup import SHORTEST_MATCH
 from rayspec.decode.drafting.skip_draft import KeepDrafting
 from rayspec.decode.rounds import RoundResult
-from rayspec.decode.selection.base import Search, Situation
+from rayspec.decode.selection.base import BatchState, Search
 from rayspec.decode.selection.knapspec import Candidate, KnapSpec
 from rayspec.planning.acceptance import DraftWhileWorth
 from rayspec.planning.latency import LatencyModel
@@ -96,66 +96,66 @@ class Auto:
         share = self._num_looked_up / max(1, self._num_rounds)
         return f"{self._knapspec.gate_reason}; {share:.0%} of the rounds verified looked-up tokens"
 
-    def plan(self, situation: Situation) -> Plan:
-        self._chosen = self._best(situation)
+    def plan(self, state: BatchState) -> Plan:
+        self._chosen = self._best(state)
         return self._chosen
 
-    def keep_drafting(self, situation: Situation) -> KeepDrafting | None:
+    def keep_drafting(self, state: BatchState) -> KeepDrafting | None:
         """As KnapSpec has it; but where the drafted tokens stand in the text already, what followed them there may go
         on the draft, and ends it."""
         if not self._chosen.num_draft_tokens:
             return None
-        worth = self._knapspec.keep_drafting(situation)
+        worth = self._knapspec.keep_drafting(state)
         if not isinstance(worth, DraftWhileWorth):
             return worth
-        gain = self._gain(situation)
-        rate = max(gain * self._plain_rate(situation), self._lookup_rounds.value)
+        gain = self._gain(state)
+        rate = max(gain * self._plain_rate(state), self._lookup_rounds.value)
         return DraftUntilFound(
             worth=worth,
             ngram=self._ngram,
             shortest=SHORTEST_MATCH,
             by_class=self._lookup.by_class,
-            min_survival=rate * self._costs.row_s(context=situation.context, batch=situation.batch),
+            min_survival=rate * self._costs.row_s(context=state.context, batch=state.batch),
             drafting_gain=gain,
         )
 
-    def observe(self, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
-        self._learn_lookup(situation, result)
-        shape = _shape_of(situation, plan, result)
+    def observe(self, state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
+        self._learn_lookup(state, result)
+        shape = _shape_of(state, plan, result)
         self._costs.observe(shape, draft_s=result.draft_s, verify_s=result.verify_s, seconds=seconds)
         self._num_rounds += 1
         self._num_looked_up += any(len(one.token_ids) > one.num_drafted for one in result.drafts)
         if plan.num_lookup_tokens and not result.num_draft_steps:
             self._lookup_rounds.observe(num_tokens, seconds)
-        copies = self._lookup_rounds.value > _MOST_OF_PLANS * self._plain_rate(situation)
-        self._open_share.observe(num_tokens / situation.batch, is_open=not (plan.num_lookup_tokens and copies))
+        copies = self._lookup_rounds.value > _MOST_OF_PLANS * self._plain_rate(state)
+        self._open_share.observe(num_tokens / state.batch, is_open=not (plan.num_lookup_tokens and copies))
         if plan.num_lookup_tokens:
-            self._knapspec.pass_over(situation, num_tokens, seconds)
+            self._knapspec.pass_over(state, num_tokens, seconds)
             return
         own = _of_the_model(result)
         num_added = sum(result.num_accepted) - sum(own.num_accepted)
         saved_s = min(self._lookup_rounds.seconds(num_added), _MOST_SAVED * seconds)
         if result.num_draft_steps and not self._knapspec.on_trial:  # trials are judged by the gate
             self._skip_rounds.observe(own, num_tokens - num_added)
-            self._skip_rounds.gain.observe(num_tokens, seconds * self._plain_rate(situation))
-        self._knapspec.observe(situation, plan, own, num_tokens - num_added, seconds - saved_s)
+            self._skip_rounds.gain.observe(num_tokens, seconds * self._plain_rate(state))
+        self._knapspec.observe(state, plan, own, num_tokens - num_added, seconds - saved_s)
 
-    def improve(self, situation: Situation, search: Search) -> PlanRecord | None:
+    def improve(self, state: BatchState, search: Search) -> PlanRecord | None:
         """A search is for the rounds that a plan could make faster: only their time pays for it."""
-        return self._knapspec.improve(situation, search, share=self._open_share.value)
+        return self._knapspec.improve(state, search, share=self._open_share.value)
 
-    def _best(self, situation: Situation) -> Plan:
-        base = self._knapspec.plan(situation)
-        if not any(proposal.token_ids for proposal in situation.proposals()):
+    def _best(self, state: BatchState) -> Plan:
+        base = self._knapspec.plan(state)
+        if not any(proposal.token_ids for proposal in state.proposals()):
             return base
-        ways = [(self._base_rate(situation, base) * _MARGIN, base), self._looked_up(situation, self._lookup_plan)]
+        ways = [(self._base_rate(state, base) * _MARGIN, base), self._looked_up(state, self._lookup_plan)]
         if base.drafts and self._skip_rounds.committed.known:
-            ways.append(self._looked_up(situation, base))
+            ways.append(self._looked_up(state, base))
         return max(ways, key=itemgetter(0))[1]
 
-    def _learn_lookup(self, situation: Situation, result: RoundResult) -> None:
+    def _learn_lookup(self, state: BatchState, result: RoundResult) -> None:
         """From what could have been looked up before the round, and from what was while it drafted."""
-        for proposal, committed in zip(situation.proposals(), result.committed, strict=True):
+        for proposal, committed in zip(state.proposals(), result.committed, strict=True):
             if proposal.token_ids:
                 self._lookup.observe(proposal.evidence, proposal.token_ids, committed.token_ids)
         for one, committed, num_accepted in zip(result.drafts, result.committed, result.num_accepted, strict=True):
@@ -163,26 +163,26 @@ class Auto:
                 added, came = one.token_ids[one.num_drafted :], committed.token_ids[one.num_drafted :]
                 self._lookup.observe(one.evidence, added, came)
 
-    def _base_rate(self, situation: Situation, base: Plan) -> float:
+    def _base_rate(self, state: BatchState, base: Plan) -> float:
         """Tokens per second of KnapSpec's own round. One without a draft, that its gate needs to compare a plan with,
         counts as that plan's: it is what a trial takes."""
         drafts = base.drafts or self._knapspec.is_open
-        return self._plain_rate(situation) * (self._gain(situation) if drafts else 1.0)
+        return self._plain_rate(state) * (self._gain(state) if drafts else 1.0)
 
-    def _plain_rate(self, situation: Situation) -> float:
-        context, batch = situation.context, situation.batch
+    def _plain_rate(self, state: BatchState) -> float:
+        context, batch = state.context, state.batch
         return batch / self._costs.seconds(RoundShape(rows=batch, context=context, batch=batch))
 
-    def _gain(self, situation: Situation) -> float:
+    def _gain(self, state: BatchState) -> float:
         """Of drafting over plain decoding: what may be hoped of the plan, until rounds have shown what it makes. Were
         it what is promised, which is on the low side, lookup would keep a plan from ever being tried."""
-        step_s = self._latency.decode_step_s(context=situation.context, batch=situation.batch)
-        return self._skip_rounds.gain.with_prior(self._knapspec.hoped_tpt(situation) * step_s, _PROMISE_S)
+        step_s = self._latency.decode_step_s(context=state.context, batch=state.batch)
+        return self._skip_rounds.gain.with_prior(self._knapspec.hoped_tpt(state) * step_s, _PROMISE_S)
 
-    def _looked_up(self, situation: Situation, base: Plan) -> tuple[float, Plan]:
+    def _looked_up(self, state: BatchState, base: Plan) -> tuple[float, Plan]:
         """The best number of looked-up tokens, and tokens per second, where the others go on by `base`."""
-        context, batch, rounds = situation.context, situation.batch, self._skip_rounds
-        proposals = situation.proposals()
+        context, batch, rounds = state.context, state.batch, self._skip_rounds
+        proposals = state.proposals()
         by_class = self._lookup.by_class
         survivals = [survival(by_class, one.evidence) for one in proposals]
         num_others = survivals.count([]) if base.drafts else 0
@@ -204,14 +204,14 @@ class Auto:
         return found.rate, replace(base, num_lookup_tokens=found.num_tokens)
 
 
-def _shape_of(situation: Situation, plan: Plan, result: RoundResult) -> RoundShape:
+def _shape_of(state: BatchState, plan: Plan, result: RoundResult) -> RoundShape:
     return RoundShape(
         keep=plan.keep,
         num_draft_steps=result.num_draft_steps,
         num_drafting=sum(not one.looked_up for one in result.drafts),
-        rows=situation.batch + sum(len(one.token_ids) for one in result.drafts),
-        context=situation.context,
-        batch=situation.batch,
+        rows=state.batch + sum(len(one.token_ids) for one in result.drafts),
+        context=state.context,
+        batch=state.batch,
     )
 
 

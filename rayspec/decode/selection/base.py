@@ -15,7 +15,7 @@ from rayspec.types import Plan, PlanRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Situation:
+class BatchState:
     """What a plan is chosen for. context: mean tokens a sequence holds; elapsed_s: engine time so far;
     num_outstanding_tokens: tokens that running and waiting requests may still want. sequence_ids: the batch, each the
     same as long as it lives. proposals: what can be looked up for each sequence; found when it is asked for."""
@@ -39,7 +39,7 @@ class Selector(Protocol):
     """`plan` is pure bookkeeping and costs nothing; `improve` may have time spent, within the selector's budget.
 
     Of each round it is asked `plan`, `keep_drafting` and `wants_taps`, in this order, and told the end by `observe` and
-    `improve`, with the same situation. Meanwhile it may be asked of rounds of other sequences, never of these.
+    `improve`, with the same state. Meanwhile it may be asked of rounds of other sequences, never of these.
     """
 
     @property
@@ -48,15 +48,13 @@ class Selector(Protocol):
     @property
     def gate_reason(self) -> str: ...
 
-    def plan(self, situation: Situation) -> Plan: ...
+    def plan(self, state: BatchState) -> Plan: ...
 
-    def keep_drafting(self, situation: Situation) -> KeepDrafting | None: ...
+    def keep_drafting(self, state: BatchState) -> KeepDrafting | None: ...
 
-    def observe(
-        self, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float
-    ) -> None: ...
+    def observe(self, state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None: ...
 
-    def improve(self, situation: Situation, search: Search) -> PlanRecord | None: ...
+    def improve(self, state: BatchState, search: Search) -> PlanRecord | None: ...
 
 
 class FixedPlan:
@@ -68,16 +66,16 @@ class FixedPlan:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
 
-    def plan(self, situation: Situation) -> Plan:
+    def plan(self, state: BatchState) -> Plan:
         return self._plan
 
-    def keep_drafting(self, situation: Situation) -> KeepDrafting | None:
+    def keep_drafting(self, state: BatchState) -> KeepDrafting | None:
         return None
 
-    def observe(self, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
+    def observe(self, state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
         pass
 
-    def improve(self, situation: Situation, search: Search) -> PlanRecord | None:
+    def improve(self, state: BatchState, search: Search) -> PlanRecord | None:
         return None
 
 

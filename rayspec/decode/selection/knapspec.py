@@ -14,8 +14,8 @@ from rayspec.config import SpeculationOptions
 from rayspec.decode.drafting.skip_draft import KeepDrafting
 from rayspec.decode.questions import Answer, Found, Knapsack
 from rayspec.decode.rounds import RoundResult
-from rayspec.decode.selection.base import Search, Situation
-from rayspec.decode.selection.plan_gate import PlanGate
+from rayspec.decode.selection.base import BatchState, Search
+from rayspec.decode.selection.plan_limiter import PlanLimiter
 from rayspec.planning.acceptance import Choice, DraftWhileWorth, Estimate, best_choice, shrink, tokens_per_time
 from rayspec.planning.budget import Budget, Trigger
 from rayspec.planning.calibration import Calibration, Correction
@@ -98,7 +98,7 @@ class KnapSpec:
         self._rounds_to_review = 0 if known else _ROUNDS_TO_REVIEW
         self._budget = Budget(options.optimise_share)
         self._trigger = trigger or Trigger()
-        self._gate = PlanGate(latency, "knapspec: no draft")
+        self._gate = PlanLimiter(latency, "knapspec: no draft")
         self._plan = self._gate.no_draft
         self._correction = Correction(prior_offset=_OPTIMISM)
         self._calibration = Calibration()
@@ -131,34 +131,34 @@ class KnapSpec:
         """Tokens per second of one sequence that the plan was chosen for; 0 without one."""
         return self._choice.tpt if self._choice is not None else 0.0
 
-    def hoped_tpt(self, situation: Situation) -> float:
+    def hoped_tpt(self, state: BatchState) -> float:
         """As `promised_tpt`, on the high side: what the plan may well make, for all that is known."""
         candidate = self._in_use
         if candidate is None:
             return self.promised_tpt
-        key = (candidate.keep, candidate.num_tested, situation.context // _CONTEXT_GRID, situation.batch)
+        key = (candidate.keep, candidate.num_tested, state.context // _CONTEXT_GRID, state.batch)
         if self._hoped is None or self._hoped[0] != key:
             rates = tokens_per_time(
                 [candidate.keep],
                 [candidate.hope],
                 self._latency,
-                context=situation.context,
-                batch=situation.batch,
+                context=state.context,
+                batch=state.batch,
                 max_draft_tokens=self._options.max_draft_tokens,
                 stop_rule=self._stops.rule if self._options.confidence_stop else NEVER,
             )
             self._hoped = key, float(rates.max())
         return max(self._hoped[1], self.promised_tpt)
 
-    def plan(self, situation: Situation) -> Plan:
-        return self._gate.pass_on(situation, self._plan) if self._options.gate else self._plan
+    def plan(self, state: BatchState) -> Plan:
+        return self._gate.pass_on(state, self._plan) if self._options.gate else self._plan
 
-    def keep_drafting(self, situation: Situation) -> KeepDrafting | None:
+    def keep_drafting(self, state: BatchState) -> KeepDrafting | None:
         """Draft on while the next token is expected to earn more than its time costs at the predicted rate."""
         candidate = self._in_use
         if not self._options.confidence_stop or candidate is None or self._choice is None:
             return None
-        context, batch = situation.context, situation.batch
+        context, batch = state.context, state.batch
         step_s = self._latency.draft_step_s(self._plan.keep, context=context, batch=batch)
         row_s = (
             self._latency.verify_s(rows=8 * batch, context=context, batch=batch)
@@ -172,50 +172,50 @@ class KnapSpec:
             row_s=row_s,
         )
 
-    def observe(self, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
+    def observe(self, state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
         num_accepted, num_tested = self._learn(plan, result)
         drafted = any(one.token_ids for one in result.drafts)
         if drafted or not plan.drafts:
-            self._gate.observe(situation, num_tokens, seconds, drafted=drafted)
-        self._trigger.observe(num_tokens=num_tokens / situation.batch, num_accepted=num_accepted, num_tested=num_tested)
+            self._gate.observe(state, num_tokens, seconds, drafted=drafted)
+        self._trigger.observe(num_tokens=num_tokens / state.batch, num_accepted=num_accepted, num_tested=num_tested)
         if self._record is not None and self._gate.before_passing(plan) is self._record.plan:
             self._record.num_tokens += num_tokens
-            self._record.sequence_s += seconds * situation.batch
+            self._record.sequence_s += seconds * state.batch
             self._record.num_accepted_tokens += num_accepted
             self._record.num_tested_tokens += num_tested
         self._rounds_to_review -= 1
 
-    def pass_over(self, situation: Situation, num_tokens: int, seconds: float) -> None:
+    def pass_over(self, state: BatchState, num_tokens: int, seconds: float) -> None:
         """A round that went by no plan of this selector. The next trial of one that has lost comes nearer."""
-        self._gate.pass_over(situation, num_tokens, seconds)
+        self._gate.pass_over(state, num_tokens, seconds)
 
-    def improve(self, situation: Situation, search: Search, *, share: float = 1.0) -> PlanRecord | None:
+    def improve(self, state: BatchState, search: Search, *, share: float = 1.0) -> PlanRecord | None:
         """Search when there is a reason and the budget allows; else, now and then, review the known candidates.
 
         share: of the time, that goes into rounds which a plan could make faster. The budget is of that.
         """
         if self._under_way is None:
             known = self._reason is not None
-            self._reason = self._affordable_reason(situation, share)
+            self._reason = self._affordable_reason(state, share)
             if known and self._reason is not None:
-                self._under_way = search(self.question(situation))
+                self._under_way = search(self.question(state))
         if self._under_way is not None and self._under_way.done():
-            return self._conclude(situation, self._under_way)
+            return self._conclude(state, self._under_way)
         if self._rounds_to_review <= 0 and self._candidates:
-            return self._review(situation)
+            return self._review(state)
         return None
 
-    def _affordable_reason(self, situation: Situation, share: float) -> str | None:
+    def _affordable_reason(self, state: BatchState, share: float) -> str | None:
         """Why a search is wanted, if the budget allows one. Asked again only after a few rounds, also while tokens are
         tapped for it: pricing a search costs a good part of a small model's step."""
         self._rounds_to_price -= 1
         if self._rounds_to_price > 0:
             return self._reason
-        reason = self._trigger.reason(context=situation.context, batch=situation.batch)
+        reason = self._trigger.reason(context=state.context, batch=state.batch)
         if reason is None:
             return None
         self._rounds_to_price = _ROUNDS_TO_PRICE
-        return reason if self._affordable(situation, share) else None
+        return reason if self._affordable(state, share) else None
 
     @property
     def _in_use(self) -> Candidate | None:
@@ -250,57 +250,55 @@ class KnapSpec:
             for one, prior in zip(candidates, corrected, strict=True)
         ]
 
-    def _affordable(self, situation: Situation, share: float) -> bool:
-        step_s = self._latency.decode_step_s(context=situation.context, batch=situation.batch)
-        remaining_s = share * situation.num_outstanding_tokens * step_s / situation.batch
-        cost_s = self._search_cost_s(situation)
+    def _affordable(self, state: BatchState, share: float) -> bool:
+        step_s = self._latency.decode_step_s(context=state.context, batch=state.batch)
+        remaining_s = share * state.num_outstanding_tokens * step_s / state.batch
+        cost_s = self._search_cost_s(state)
         if (
             self._budget.spent_s == 0
             and self._options.optimise_share > 0
             and cost_s <= _FIRST_SEARCH_SHARE * remaining_s
         ):
             return True
-        return self._budget.allows(cost_s, elapsed_s=share * situation.elapsed_s, expected_remaining_s=remaining_s)
+        return self._budget.allows(cost_s, elapsed_s=share * state.elapsed_s, expected_remaining_s=remaining_s)
 
-    def _search_cost_s(self, situation: Situation) -> float:
-        options, weights = self._options.knapsack, self._weights(situation)
-        num_states = count_rows(weights, max_weight=self._max_weight(situation, weights), max_states=options.max_states)
+    def _search_cost_s(self, state: BatchState) -> float:
+        options, weights = self._options.knapsack, self._weights(state)
+        num_states = count_rows(weights, max_weight=self._max_weight(state, weights), max_states=options.max_states)
         rows = np.asarray(num_states) * options.num_tap_tokens
         return float(
             sum(
-                self._latency.sublayer_s(
-                    index, rows=int(count), context=situation.context, batch=options.num_tap_tokens
-                )
+                self._latency.sublayer_s(index, rows=int(count), context=state.context, batch=options.num_tap_tokens)
                 for index, count in enumerate(rows)
             )
         )
 
-    def _weights(self, situation: Situation) -> list[int]:
-        return quantize(self._seconds(situation).tolist(), self._options.knapsack.resolution)
+    def _weights(self, state: BatchState) -> list[int]:
+        return quantize(self._seconds(state).tolist(), self._options.knapsack.resolution)
 
-    def _max_weight(self, situation: Situation, weights: Sequence[int]) -> int:
+    def _max_weight(self, state: BatchState, weights: Sequence[int]) -> int:
         """All that is spent on fetching weights, and `max_skipped_share` of what is spent on computing."""
-        total_s = float(self._seconds(situation).sum())
+        total_s = float(self._seconds(state).sum())
         computing_share = 1 - sum(self._latency.transfer_s) / total_s
         least_share = computing_share * (1 - self._options.knapsack.max_skipped_share)
         return sum(weights) - int(sum(weights) * least_share)
 
-    def _seconds(self, situation: Situation) -> NDArray[np.float64]:
+    def _seconds(self, state: BatchState) -> NDArray[np.float64]:
         """[num_sublayers]: of each in a draft step."""
-        return self._latency.sublayers_s(rows=situation.batch, context=situation.context, batch=situation.batch)
+        return self._latency.sublayers_s(rows=state.batch, context=state.context, batch=state.batch)
 
-    def question(self, situation: Situation) -> Knapsack:
+    def question(self, state: BatchState) -> Knapsack:
         """What a search asks."""
-        options, weights = self._options.knapsack, self._weights(situation)
+        options, weights = self._options.knapsack, self._weights(state)
         return Knapsack(
             num_tokens=options.num_tap_tokens,
             weights=weights,
-            max_weight=self._max_weight(situation, weights),
+            max_weight=self._max_weight(state, weights),
             min_similarity=options.min_cosine,
             max_states=options.max_states,
         )
 
-    def _conclude(self, situation: Situation, search: Future[Answer]) -> PlanRecord | None:
+    def _conclude(self, state: BatchState, search: Future[Answer]) -> PlanRecord | None:
         """What came of a search. A cancelled one is begun again; one that failed counts as having changed nothing."""
         self._under_way = None
         if search.cancelled():
@@ -308,13 +306,13 @@ class KnapSpec:
         reason, self._reason = self._reason or "", None
         if (error := search.exception()) is not None:
             logger.warning("a plan search failed, the plan stays: %s", error)
-            self._planned(situation, changed=False)
+            self._planned(state, changed=False)
             return None
         found = search.result()
         assert isinstance(found, Found)
-        return self._take(situation, found, reason)
+        return self._take(state, found, reason)
 
-    def _take(self, situation: Situation, found: Found, reason: str) -> PlanRecord:
+    def _take(self, state: BatchState, found: Found, reason: str) -> PlanRecord:
         """Make what a search has found the known candidates, and decide among them."""
         previous = self._in_use
         self._candidates = [
@@ -326,32 +324,32 @@ class KnapSpec:
         if previous is not None and all(one.keep != previous.keep for one in self._candidates):
             self._candidates.append(previous)
         self._budget.spend(found.seconds)
-        return self._decide(situation, reason, found.seconds)
+        return self._decide(state, reason, found.seconds)
 
-    def _review(self, situation: Situation) -> PlanRecord | None:
+    def _review(self, state: BatchState) -> PlanRecord | None:
         """Another known candidate, or another length, if it has become clearly better than the one in use."""
         self._rounds_to_review = _ROUNDS_TO_REVIEW
-        choice = self._best(situation)
+        choice = self._best(state)
         in_use = self._choice.candidate if self._choice else None
         if choice.candidate == in_use:
             self._choice = choice
             return None
-        return self._decide(situation, "what was observed favours another candidate", 0.0)
+        return self._decide(state, "what was observed favours another candidate", 0.0)
 
-    def _best(self, situation: Situation) -> Choice:
+    def _best(self, state: BatchState) -> Choice:
         return best_choice(
             [candidate.keep for candidate in self._candidates],
             self.acceptance_of(self._candidates),
             self._latency,
-            context=situation.context,
-            batch=situation.batch,
+            context=state.context,
+            batch=state.batch,
             max_draft_tokens=self._options.max_draft_tokens,
             stop_rule=self._stops.rule if self._options.confidence_stop else NEVER,
         )
 
-    def _decide(self, situation: Situation, reason: str, spent_s: float) -> PlanRecord:
+    def _decide(self, state: BatchState, reason: str, spent_s: float) -> PlanRecord:
         before = self._plan.keep if self._plan.drafts else None
-        self._choice = choice = self._best(situation)
+        self._choice = choice = self._best(state)
         candidate = self._in_use
         expected = self.acceptance_of([candidate])[0] if candidate else 0.0
         if candidate is None:
@@ -361,12 +359,12 @@ class KnapSpec:
             self._plan = Plan(keep=candidate.keep, num_draft_tokens=length, source="knapspec")
         after = self._plan.keep if self._plan.drafts else None
         self._gate.new_plan(choice.predicted_gain)
-        self._planned(situation, changed=after != before)
+        self._planned(state, changed=after != before)
         self._rounds_to_review = _ROUNDS_TO_REVIEW
         self._record = PlanRecord(
-            elapsed_s=situation.elapsed_s,
-            context=situation.context,
-            batch=situation.batch,
+            elapsed_s=state.elapsed_s,
+            context=state.context,
+            batch=state.batch,
             plan=self._plan,
             reason=reason,
             estimated_acceptance=expected,
@@ -376,11 +374,11 @@ class KnapSpec:
         )
         return self._record
 
-    def _planned(self, situation: Situation, *, changed: bool) -> None:
+    def _planned(self, state: BatchState, *, changed: bool) -> None:
         candidate = self._in_use
         self._trigger.planned(
             changed=changed,
-            context=situation.context,
-            batch=situation.batch,
+            context=state.context,
+            batch=state.batch,
             expected_acceptance=self.acceptance_of([candidate])[0] if candidate else None,
         )

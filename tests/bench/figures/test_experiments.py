@@ -13,7 +13,7 @@ from rayspec.bench.figures.runs import Contender, Gain, Spread, gain_of, latency
 from rayspec.bench.figures.skips import every, free_knapspec, run_skips
 from rayspec.bench.figures.sweeps import run_intervals, run_thresholds
 from rayspec.bench.figures.tpt import Estimates, context_of, estimate_plans, predict, run_tpt
-from rayspec.decode.selection.base import FixedPlan, Situation
+from rayspec.decode.selection.base import BatchState, FixedPlan
 from rayspec.decode.selection.knapspec import Candidate, KnapSpec
 from rayspec.types import ConfigError, EngineStats, Plan, PromptTooLongError, no_draft
 from tests.demo_model import demo_prompts
@@ -48,12 +48,12 @@ def given(*keeps: tuple[bool, ...], num_agreed: int = 12) -> Estimates:
 
 def test_contenders_take_turns_and_write_the_same(llm: rayspec.LLM, prompts: list[list[int]]) -> None:
     engine, seen = local_engine(llm), []
-    before = engine._selector
+    before = engine._planner.selector
     contenders = {"plain": fixed(ALL, 0), "all": fixed(ALL), "early": fixed(EARLY), "most": fixed(MOST)}
     for name, contender in contenders.items():
         real = contender.plan
 
-        def plan(at: Situation, name: str = name, real: Any = real) -> Plan:
+        def plan(at: BatchState, name: str = name, real: Any = real) -> Plan:
             seen.append((name, at.context))
             return real(at)  # type: ignore[no-any-return]
 
@@ -62,7 +62,7 @@ def test_contenders_take_turns_and_write_the_same(llm: rayspec.LLM, prompts: lis
     runs = [name for index, (name, _) in enumerate(seen) if index == 0 or seen[index - 1][0] != name]
     assert sorted(runs[:4]) == sorted(contenders), "all write after the first prompt before any goes on"
     assert len(runs) in (7, 8)
-    assert engine._selector is before
+    assert engine._planner.selector is before
     require_idle(engine)
     for name, (first, second) in found.items():
         assert first.num_tokens == second.num_tokens == 19
@@ -88,9 +88,9 @@ def test_a_contender_knows_its_own_time_only() -> None:
     class Spy(FixedPlan):
         elapsed: list[float]
 
-        def plan(self, situation: Situation) -> Plan:
-            self.elapsed.append(situation.elapsed_s)
-            return super().plan(situation)
+        def plan(self, state: BatchState) -> Plan:
+            self.elapsed.append(state.elapsed_s)
+            return super().plan(state)
 
     spy = Spy(no_draft(2, "test"))
     spy.elapsed = []
@@ -99,7 +99,7 @@ def test_a_contender_knows_its_own_time_only() -> None:
         stats.total_s = start
         with contender.taking_its_turn(stats):
             for now in (start, end):
-                contender.plan(Situation(context=1, batch=1, elapsed_s=now, num_outstanding_tokens=1))
+                contender.plan(BatchState(context=1, batch=1, elapsed_s=now, num_outstanding_tokens=1))
             stats.total_s = end
     assert spy.elapsed == pytest.approx([0.0, 3.0, 3.0, 4.0, 4.0, 5.0])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import replace
 
-from rayspec.decode.selection.base import Situation
+from rayspec.decode.selection.base import BatchState
 from rayspec.planning.gate import Gate
 from rayspec.planning.latency import LatencyModel
 from rayspec.types import Plan, no_draft
@@ -14,9 +14,9 @@ from rayspec.types import Plan, no_draft
 _MOST_UNDER_WAY = 64
 
 
-class PlanGate:
-    """Plans pass, or no draft does. While drafts are on trial they are no longer than a trial may cost: with nothing of
-    it accepted, one long draft would cost a short answer several per cent of its time.
+class PlanLimiter:
+    """The gate's limits on plans: they pass, or no draft does. While drafts are on trial they are no longer than a
+    trial may cost: with nothing of it accepted, one long draft would cost a short answer several per cent of its time.
 
     source: of the plan not to draft.
     """
@@ -50,16 +50,16 @@ class PlanGate:
         """See `Gate.new_plan`."""
         self._gate.new_plan(predicted_gain)
 
-    def pass_on(self, situation: Situation, plan: Plan) -> Plan:
+    def pass_on(self, state: BatchState, plan: Plan) -> Plan:
         """What the next round goes by where the strategy would go by `plan`."""
         if not self.drafts:
             return self.no_draft
         spare = self._gate.spare_tokens
         if spare is None or not plan.num_draft_tokens:
             return plan
-        context, batch = situation.context, situation.batch
+        context, batch = state.context, state.batch
         draft_s = self._latency.draft_step_s(plan.keep, context=context, batch=batch)
-        longest = max(1, int(spare / batch * self._plain_s(situation) / draft_s))
+        longest = max(1, int(spare / batch * self._plain_s(state) / draft_s))
         if plan.num_draft_tokens <= longest:
             return plan
         self._shortened.append((replace(plan, num_draft_tokens=longest), plan))
@@ -69,23 +69,23 @@ class PlanGate:
         """The strategy's own plan, of which `pass_on` made this one."""
         return next((own for short, own in self._shortened if short is plan), plan)
 
-    def observe(self, situation: Situation, num_tokens: int, seconds: float, *, drafted: bool) -> None:
+    def observe(self, state: BatchState, num_tokens: int, seconds: float, *, drafted: bool) -> None:
         """A round that told drafting from not drafting."""
         self._gate.observe(
             "draft" if drafted else "plain",
             num_tokens,
             seconds,
-            reference_rate=situation.batch / self._plain_s(situation),
-            num_outstanding_tokens=situation.num_outstanding_tokens - num_tokens,
+            reference_rate=state.batch / self._plain_s(state),
+            num_outstanding_tokens=state.num_outstanding_tokens - num_tokens,
         )
 
-    def pass_over(self, situation: Situation, num_tokens: int, seconds: float) -> None:
+    def pass_over(self, state: BatchState, num_tokens: int, seconds: float) -> None:
         """Another round, which tells nothing of either."""
         self._gate.pass_over(
             seconds,
-            reference_rate=situation.batch / self._plain_s(situation),
-            num_outstanding_tokens=situation.num_outstanding_tokens - num_tokens,
+            reference_rate=state.batch / self._plain_s(state),
+            num_outstanding_tokens=state.num_outstanding_tokens - num_tokens,
         )
 
-    def _plain_s(self, situation: Situation) -> float:
-        return self._latency.decode_step_s(context=situation.context, batch=situation.batch)
+    def _plain_s(self, state: BatchState) -> float:
+        return self._latency.decode_step_s(context=state.context, batch=state.batch)

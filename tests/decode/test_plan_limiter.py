@@ -4,19 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-from rayspec.decode.selection.base import Situation
-from rayspec.decode.selection.plan_gate import PlanGate
+from rayspec.decode.selection.base import BatchState
+from rayspec.decode.selection.plan_limiter import PlanLimiter
 from rayspec.types import Plan
-from tests.decode.selecting import latency_model, situation
+from tests.decode.selecting import latency_model, state
 
 LATENCY = latency_model(4)  # a step takes 8 s
 HALF = Plan(keep=(True, False) * 4, num_draft_tokens=16, source="test")
 LOOKUP = Plan(keep=(True,) * 8, num_draft_tokens=0, source="test", num_lookup_tokens=10)
 
 
-def on_trial(now: Situation, step_s: float = 8.0) -> PlanGate:
+def on_trial(now: BatchState, step_s: float = 8.0) -> PlanLimiter:
     """After so many plain rounds as it takes."""
-    gate = PlanGate(LATENCY, "test: no draft")
+    gate = PlanLimiter(LATENCY, "test: no draft")
     gate.new_plan(1.1)
     for _ in range(4):
         assert gate.pass_on(now, HALF) is gate.no_draft
@@ -30,7 +30,7 @@ def on_trial(now: Situation, step_s: float = 8.0) -> PlanGate:
 )
 def test_a_draft_on_trial_is_no_longer_than_the_work_allows(num_outstanding: int, longest: int) -> None:
     """Of 1 % of 104 rounds, and 0.75 % of those that were, a draft step of half a round fits twice."""
-    now = replace(situation(), num_outstanding_tokens=num_outstanding + 1)
+    now = replace(state(), num_outstanding_tokens=num_outstanding + 1)
     gate = on_trial(now)
     plan = gate.pass_on(now, HALF)
     assert plan.keep == HALF.keep
@@ -40,12 +40,12 @@ def test_a_draft_on_trial_is_no_longer_than_the_work_allows(num_outstanding: int
 
 def test_the_batch_and_the_pace_do_not_change_that() -> None:
     for batch, step_s in ((1, 4.0), (4, 8.0)):
-        now = replace(situation(batch), num_outstanding_tokens=101 * batch)
+        now = replace(state(batch), num_outstanding_tokens=101 * batch)
         assert on_trial(now, step_s).pass_on(now, HALF).num_draft_tokens == 2
 
 
 def test_what_a_trial_has_lost_shortens_the_next_draft_down_to_one_token() -> None:
-    now = replace(situation(), num_outstanding_tokens=301)
+    now = replace(state(), num_outstanding_tokens=301)
     gate = on_trial(now)
     lengths = []
     while gate.drafts:
@@ -57,7 +57,7 @@ def test_what_a_trial_has_lost_shortens_the_next_draft_down_to_one_token() -> No
 
 
 def test_once_it_pays_drafts_have_their_length() -> None:
-    now = replace(situation(), num_outstanding_tokens=301)
+    now = replace(state(), num_outstanding_tokens=301)
     gate = on_trial(now)
     for _ in range(40):
         plan = gate.pass_on(now, HALF)
@@ -68,5 +68,5 @@ def test_once_it_pays_drafts_have_their_length() -> None:
 
 
 def test_what_the_model_does_not_draft_is_not_shortened() -> None:
-    now = replace(situation(), num_outstanding_tokens=101)
+    now = replace(state(), num_outstanding_tokens=101)
     assert on_trial(now).pass_on(now, LOOKUP) is LOOKUP

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from rayspec.decode.questions import Steady
-from rayspec.decode.selection.base import FixedPlan, Situation
-from rayspec.strategies.gated import Gated
+from rayspec.decode.selection.base import BatchState, FixedPlan
+from rayspec.strategies.only_if_faster import OnlyIfFaster
 from rayspec.types import Plan
-from tests.decode.selecting import Asker, latency_model, round_of, situation, turn
+from tests.decode.selecting import Asker, latency_model, round_of, state, turn
 
 PLAN = Plan(keep=(True, False, True, True), num_draft_tokens=4, source="test")
 LATENCY = latency_model(2)
@@ -27,7 +27,7 @@ class _Strategy(FixedPlan):
         self.num_improved = 0
         self.seen: list[Plan] = []
 
-    def observe(self, situation: Situation, plan: Plan, *rest: Any) -> None:
+    def observe(self, state: BatchState, plan: Plan, *rest: Any) -> None:
         self.seen.append(plan)
 
     def improve(self, *arguments: Any) -> None:
@@ -35,12 +35,14 @@ class _Strategy(FixedPlan):
         self.now += self.choosing_s
 
 
-def _run(strategy: _Strategy, *, num_accepted: int, draft_s: float, num_rounds: int = 600) -> tuple[Gated, list[bool]]:
+def _run(
+    strategy: _Strategy, *, num_accepted: int, draft_s: float, num_rounds: int = 600
+) -> tuple[OnlyIfFaster, list[bool]]:
     """Plain rounds take a second. Returns which rounds drafted."""
-    gated = Gated(strategy, LATENCY, clock=lambda: strategy.now)
+    gated = OnlyIfFaster(strategy, LATENCY, clock=lambda: strategy.now)
     drafted = []
     for _ in range(num_rounds):
-        drafted.append(gated.plan(situation()).drafts)
+        drafted.append(gated.plan(state()).drafts)
         turn(gated, ASKER, num_accepted=num_accepted, seconds=lambda plan: draft_s if plan.drafts else 1.0)
     return gated, drafted
 
@@ -68,17 +70,17 @@ def test_the_time_of_choosing_is_the_strategys() -> None:
 
 def test_a_strategy_that_would_rather_not_draft_pays_for_finding_out() -> None:
     strategy = _Strategy(Plan(keep=(True,) * 4, num_draft_tokens=0, source="none"))
-    gated = Gated(strategy, LATENCY, clock=lambda: strategy.now)
+    gated = OnlyIfFaster(strategy, LATENCY, clock=lambda: strategy.now)
     strategy._plan = PLAN
     for _ in range(50):
         turn(gated, ASKER, num_accepted=4, seconds=lambda plan: 1.0)
-    assert gated.plan(situation()) is PLAN
+    assert gated.plan(state()) is PLAN
     strategy._plan = Plan(keep=(True,) * 4, num_draft_tokens=0, source="none")
     strategy.choosing_s = 1.0
     for _ in range(200):
         turn(gated, ASKER, seconds=lambda plan: 1.0)
     assert strategy.num_improved < 200
-    assert gated.plan(situation()) is not strategy._plan
+    assert gated.plan(state()) is not strategy._plan
 
 
 def test_while_plain_decoding_pays_the_strategy_chooses_nothing() -> None:
@@ -92,29 +94,29 @@ def test_while_plain_decoding_pays_the_strategy_chooses_nothing() -> None:
 
 def test_until_there_is_a_plan_the_strategy_looks_for_one() -> None:
     strategy = _Strategy(Plan(keep=(True,) * 4, num_draft_tokens=0, source="none"))
-    gated = Gated(strategy, LATENCY, clock=lambda: strategy.now)
+    gated = OnlyIfFaster(strategy, LATENCY, clock=lambda: strategy.now)
     for number in range(20):
         assert gated.wants_taps
         turn(gated, ASKER)
         assert strategy.num_improved == number + 1
-    assert not gated.plan(situation()).drafts
+    assert not gated.plan(state()).drafts
 
 
 def test_rounds_in_which_nobody_may_draft_say_nothing() -> None:
     """Sequences that are one token from their end."""
     strategy = _Strategy()
-    gated = Gated(strategy, LATENCY, clock=lambda: strategy.now)
+    gated = OnlyIfFaster(strategy, LATENCY, clock=lambda: strategy.now)
     for _ in range(40):
         turn(gated, ASKER, num_accepted=3, seconds=lambda plan: 2.0 if plan.drafts else 1.0)
     reason = gated.gate_reason
     none = round_of(Plan(keep=PLAN.keep, num_draft_tokens=0, source=""))
     for _ in range(100):
-        gated.observe(situation(), PLAN, none, 1, 50.0)
+        gated.observe(state(), PLAN, none, 1, 50.0)
     assert gated.gate_reason == reason
 
 
 @pytest.mark.parametrize("threshold", [0.5, None])
 def test_the_rule_of_drafting_is_the_strategys(threshold: float | None) -> None:
     strategy = _Strategy()
-    strategy.keep_drafting = lambda situation: threshold  # type: ignore[assignment, method-assign, return-value]
-    assert Gated(strategy, LATENCY).keep_drafting(situation()) == threshold
+    strategy.keep_drafting = lambda state: threshold  # type: ignore[assignment, method-assign, return-value]
+    assert OnlyIfFaster(strategy, LATENCY).keep_drafting(state()) == threshold

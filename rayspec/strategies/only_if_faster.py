@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from rayspec.decode.drafting.skip_draft import KeepDrafting
 from rayspec.decode.rounds import RoundResult
-from rayspec.decode.selection.base import Search, Selector, Situation
-from rayspec.decode.selection.plan_gate import PlanGate
+from rayspec.decode.selection.base import BatchState, Search, Selector
+from rayspec.decode.selection.plan_limiter import PlanLimiter
 from rayspec.planning.latency import LatencyModel
 from rayspec.types import Plan, PlanRecord
 
@@ -17,7 +17,7 @@ from rayspec.types import Plan, PlanRecord
 _LEAST_GAIN = math.nextafter(1.0, 2.0)
 
 
-class Gated:
+class OnlyIfFaster:
     """Selector. The strategy's rounds, where they are measured to be faster than plain decoding, else plain ones.
 
     The gate judges the strategy and not each of its plans, which may be another every round, and not to draft one of
@@ -32,7 +32,7 @@ class Gated:
     ) -> None:
         self._strategy = strategy
         self._clock = clock
-        self._gate = PlanGate(latency, "the gate: no draft")
+        self._gate = PlanLimiter(latency, "the gate: no draft")
         self._on_trial = False
         self._choosing_s = 0.0  # that no round was charged with yet
 
@@ -44,30 +44,30 @@ class Gated:
     def gate_reason(self) -> str:
         return self._gate.reason
 
-    def plan(self, situation: Situation) -> Plan:
+    def plan(self, state: BatchState) -> Plan:
         if not self._gate.drafts:
             return self._gate.no_draft
-        return self._gate.pass_on(situation, self._strategy.plan(situation))
+        return self._gate.pass_on(state, self._strategy.plan(state))
 
-    def keep_drafting(self, situation: Situation) -> KeepDrafting | None:
-        return self._strategy.keep_drafting(situation)
+    def keep_drafting(self, state: BatchState) -> KeepDrafting | None:
+        return self._strategy.keep_drafting(state)
 
-    def observe(self, situation: Situation, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
+    def observe(self, state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
         own = self._gate.before_passing(plan)
-        self._strategy.observe(situation, own, result, num_tokens, seconds)
+        self._strategy.observe(state, own, result, num_tokens, seconds)
         if plan.drafts and not any(one.token_ids for one in result.drafts) and not any(result.probed):
             return  # of sequences that may have one more token only
         drafted = plan is not self._gate.no_draft
         if drafted:
             seconds, self._choosing_s = seconds + self._choosing_s, 0.0
-        self._gate.observe(situation, num_tokens, seconds, drafted=drafted)
+        self._gate.observe(state, num_tokens, seconds, drafted=drafted)
 
-    def improve(self, situation: Situation, search: Search) -> PlanRecord | None:
+    def improve(self, state: BatchState, search: Search) -> PlanRecord | None:
         if not self._active:
             return None
         started = self._clock()
-        record = self._strategy.improve(situation, search)
-        if not self._on_trial and self._strategy.plan(situation).drafts:
+        record = self._strategy.improve(state, search)
+        if not self._on_trial and self._strategy.plan(state).drafts:
             self._on_trial = True
             self._gate.new_plan(max(_gain(record), _LEAST_GAIN))
         self._choosing_s += self._clock() - started

@@ -1,0 +1,245 @@
+"""The cohorts of an engine and the work under way for them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+
+from rayspec.decode.head import Committed, SamplerSpec
+from rayspec.decode.round_planner import PlannedRound, RoundPlanner
+from rayspec.decode.rounds import Prefill, PrefillResult, Result, RoundResult, Work
+from rayspec.decode.scheduler import Move, Scheduler, Step, moves_to_path
+from rayspec.decode.sequence import SequenceState
+from rayspec.decode.stages import StageLostError, Stages
+from rayspec.decode.time_shares import TimeShares
+from rayspec.types import EngineStats, NonFiniteLogitsError, OutOfMemoryError, RayspecError
+
+
+@dataclass(slots=True)
+class _StartedWork:
+    """Work under way for a cohort, and what to do when it is done. share_s: its seconds, when it is done."""
+
+    cohort: int
+    work_id: int
+    future: Future[Result]
+    commit: Callable[[_StartedWork], None]
+    share_s: float | None = None
+
+
+class Cohorts:
+    """Starts the scheduler's steps on the stages, and commits their results to the sequences."""
+
+    def __init__(
+        self,
+        *,
+        stages: Stages,
+        scheduler: Scheduler,
+        planner: RoundPlanner,
+        stats: EngineStats,
+        clock: Callable[[], float],
+    ) -> None:
+        self._stages = stages
+        self._scheduler = scheduler
+        self._planner = planner
+        self._stats = stats
+        self._clock = clock
+        self._under_way: list[_StartedWork] = []
+        self._time_shares = TimeShares(clock)
+        self._work_ids = itertools.count(1)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is under way."""
+        return not self._under_way
+
+    def add(self, sequence: SequenceState) -> None:
+        self._open(sequence)
+        self._scheduler.add(sequence)
+
+    def retire(self, sequence: SequenceState) -> None:
+        """A finished sequence frees what it holds: now, or when its cohort's work is done, for rows that are under way
+        write into its span."""
+        sequence.metrics.finished_s = self._clock()
+        self._planner.forget(sequence)
+        if sequence.span is None or not self._is_busy(sequence.cohort):
+            self._release(sequence)
+
+    def start(self) -> None:
+        """The next step of every cohort that is at rest."""
+        for cohort in range(self._stages.num_cohorts):
+            if not self._is_busy(cohort):
+                busy = {started.cohort for started in self._under_way}
+                self._start(cohort, self._scheduler.schedule(cohort, busy))
+
+    def commit_done(self) -> None:
+        """Commit what the work that is done has given."""
+        for started in [started for started in self._under_way if self._end_if_done(started)]:
+            self._under_way.remove(started)
+            started.commit(started)
+            if not self._is_busy(started.cohort):
+                for sequence in self._scheduler.members(started.cohort):
+                    if sequence.finished:
+                        self._release(sequence)
+
+    def replay(self) -> None:
+        """The stages hold nothing any more: open every sequence again; it is prefilled with its committed tokens."""
+        lost = self._sequences()
+        self._clear()
+        self._scheduler.restart()
+        self._planner.forget_all()
+        for sequence in lost:
+            if sequence.finished:
+                self._scheduler.remove(sequence)
+            else:
+                self._open(sequence)
+                sequence.metrics.num_replays += 1
+        self._stats.num_replays += 1
+
+    def fail_all(self, error: StageLostError) -> None:
+        self._clear()
+        for sequence in self._sequences():
+            if not sequence.finished:
+                sequence.fail(error)
+            self._scheduler.remove(sequence)
+            sequence.metrics.finished_s = self._clock()
+
+    def _sequences(self) -> list[SequenceState]:
+        return [*self._scheduler.running, *self._scheduler.waiting]
+
+    def _clear(self) -> None:
+        self._under_way.clear()
+        self._time_shares.clear()
+
+    def _is_busy(self, cohort: int) -> bool:
+        return any(started.cohort == cohort for started in self._under_way)
+
+    def _start(self, cohort: int, step: Step) -> None:
+        self._stats.num_preemptions += len(step.preempted)
+        for sequence in step.preempted:
+            self._planner.forget(sequence)
+        if step.moves:
+            self._planner.cancel_search()
+            self._stages.move(step.moves)
+        if step.chunks:
+            prefill = Prefill(id=next(self._work_ids), chunks=step.chunks)
+            self._submit(cohort, prefill, partial(self._commit_prefill, step.prefill, prefill))
+        if step.decode:
+            planned = self._planner.plan(next(self._work_ids), step.decode)
+            self._submit(cohort, planned.work, partial(self._commit_round, planned))
+
+    def _submit(self, cohort: int, work: Work, commit: Callable[[_StartedWork], None]) -> None:
+        """In one process the work is done at once: its time ends here, before the next work begins."""
+        self._time_shares.begin(work.id)
+        started = _StartedWork(cohort, work.id, self._stages.start(work), commit)
+        self._under_way.append(started)
+        self._end_if_done(started)
+
+    def _end_if_done(self, started: _StartedWork) -> bool:
+        if started.share_s is None and started.future.done():
+            started.share_s = self._time_shares.end(started.work_id)
+        return started.share_s is not None
+
+    def _commit_prefill(self, sequences: Sequence[SequenceState], work: Prefill, started: _StartedWork) -> None:
+        result = self._result(started.future, sequences)
+        if isinstance(result, PrefillResult):
+            for sequence, chunk, committed in zip(sequences, work.chunks, result.committed, strict=True):
+                sequence.num_computed += chunk.rows.num_rows
+                if committed is not None:
+                    self._commit(sequence, committed)
+        self._stats.prefill_s += started.share_s or 0.0
+
+    def _commit_round(self, planned: PlannedRound, started: _StartedWork) -> None:
+        sequences = planned.sequences
+        result = self._result(started.future, sequences[-1:])
+        if not isinstance(result, RoundResult):
+            return
+        num_tokens = 0
+        for sequence, committed, drafted, num_accepted in zip(
+            sequences, result.committed, result.drafts, result.num_accepted, strict=True
+        ):
+            self._count(sequence, len(drafted.token_ids), num_accepted)
+            num_tokens += self._commit(sequence, committed)
+        self._stats.draft_s += result.draft_s
+        self._stats.verify_s += result.verify_s
+        self._stats.prefill_s += result.queued_s
+        self._keep_branches(planned, result)
+        self._planner.learn(planned, result, num_tokens)
+        self._planner.improve(planned.state)
+
+    def _keep_branches(self, planned: PlannedRound, result: RoundResult) -> None:
+        """Keys and values of accepted branches go where their positions are; windows get the probed tokens."""
+        moves: list[Move] = []
+        for sequence, entry, path in zip(planned.sequences, planned.work.entries, result.paths, strict=False):
+            if not sequence.finished:
+                moves.extend(moves_to_path(entry.arena_start + entry.length - 1, path))
+        if planned.work.plan.lookahead:
+            for sequence, probed in zip(planned.sequences, result.probed, strict=False):
+                if sequence.lookahead is not None:
+                    sequence.lookahead.observe(probed)
+        if moves:
+            self._stages.move(moves)
+
+    def _result(self, future: Future[Result], victims: Sequence[SequenceState]) -> Result | None:
+        """What the work gave. Run out of memory: the victims fail, the engine goes on."""
+        try:
+            return future.result()
+        except OutOfMemoryError as error:
+            for sequence in victims:
+                self._fail(sequence, error)
+        return None
+
+    def _commit(self, sequence: SequenceState, committed: Committed) -> int:
+        """Make the target's tokens the sequence's; returns how many counted."""
+        if sequence.finish_reason == "abort":  # while it was under way
+            return 0
+        if not committed.finite:
+            self._fail(
+                sequence,
+                NonFiniteLogitsError(
+                    f"the model gave NaN or infinite logits after {sequence.num_tokens} tokens: "
+                    "the weights are damaged or overflow in this dtype; try bfloat16 or float32"
+                ),
+            )
+            return 0
+        num_tokens = sequence.commit(committed.token_ids, committed.logprobs)
+        self._stats.num_generated_tokens += num_tokens
+        if sequence.metrics.first_token_s is None:
+            sequence.metrics.first_token_s = self._clock()
+        sequence.num_computed = sequence.num_tokens - 1
+        if sequence.finished:
+            self.retire(sequence)
+        return num_tokens
+
+    def _count(self, sequence: SequenceState, num_draft_tokens: int, num_accepted: int) -> None:
+        for counts in (sequence.metrics, self._stats):
+            counts.num_rounds += 1
+            counts.num_draft_tokens += num_draft_tokens
+            counts.num_accepted_tokens += num_accepted
+            counts.num_plain_rounds += num_draft_tokens == 0
+        if num_draft_tokens:
+            lengths = self._stats.accepted_lengths
+            lengths[num_accepted] = lengths.get(num_accepted, 0) + 1
+
+    def _open(self, sequence: SequenceState) -> None:
+        self._stages.open(
+            SamplerSpec(
+                sequence_id=sequence.sequence_id,
+                params=sequence.params,
+                seed=sequence.seed,
+                prompt_token_ids=sequence.token_ids[: sequence.num_prompt_tokens],
+                output_token_ids=sequence.output_token_ids,
+                eos_token_ids=tuple(sequence.eos_token_ids),
+            )
+        )
+
+    def _fail(self, sequence: SequenceState, error: RayspecError) -> None:
+        if not sequence.finished:
+            sequence.fail(error)
+            self.retire(sequence)
+
+    def _release(self, sequence: SequenceState) -> None:
+        self._scheduler.remove(sequence)
+        self._stages.close(sequence.sequence_id)

@@ -1,0 +1,176 @@
+"""The requests in work: the sequences that they become, and their outputs."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from transformers import PreTrainedTokenizerBase
+
+from rayspec.decode.admission import admitted_tokens
+from rayspec.decode.sequence import Detokenizer, SequenceState
+from rayspec.decode.token_texts import TokenTexts
+from rayspec.types import CompletionOutput, OutOfMemoryError, Request, RequestError, RequestMetrics, RequestOutput
+
+_SEED_STRIDE = 0x9E3779B97F4A7C15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """What the engine must know of the model's tokens."""
+
+    size: int
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class LiveRequest:
+    """A request in work and its sequences (params.n of them)."""
+
+    request: Request
+    prompt_token_ids: list[int]
+    sequences: list[SequenceState] = field(default_factory=list)
+
+    @property
+    def finished(self) -> bool:
+        return all(sequence.finished for sequence in self.sequences)
+
+
+class Requests:
+    """Requests from admission to their last output, by id.
+
+    fits: whether the KV cache can hold a sequence to its end.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocabulary: Vocabulary,
+        max_model_len: int,
+        tokenizer: PreTrainedTokenizerBase | None,
+        fits: Callable[[SequenceState], bool],
+        clock: Callable[[], float],
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._max_model_len = max_model_len
+        self._tokenizer = tokenizer
+        self._fits = fits
+        self._clock = clock
+        self._texts = TokenTexts(tokenizer) if tokenizer is not None else None
+        self._live: dict[str, LiveRequest] = {}
+        self._sequence_ids = itertools.count(1)
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._live
+
+    def __getitem__(self, request_id: str) -> LiveRequest:
+        return self._live[request_id]
+
+    @property
+    def ids(self) -> list[str]:
+        return list(self._live)
+
+    def admit(self, request: Request) -> LiveRequest:
+        """The request with its sequences, for `add`. Raises RequestError: the id is in use, or the prompt is none,
+        empty, too long, or has foreign tokens."""
+        if request.request_id in self:
+            raise RequestError(f"request id {request.request_id!r} is in use: give each request its own")
+        token_ids = admitted_tokens(
+            request, self._tokenizer, vocab_size=self._vocabulary.size, max_model_len=self._max_model_len
+        )
+        live = LiveRequest(request, token_ids)
+        for index in range(request.params.n):
+            live.sequences.append(self._new_sequence(live, index))
+        return live
+
+    def add(self, live: LiveRequest) -> None:
+        self._live[live.request.request_id] = live
+
+    def outputs(self) -> list[RequestOutput]:
+        """Of the requests that are finished, which are forgotten, and of those that stream what is new."""
+        outputs = []
+        for live in list(self._live.values()):
+            if live.finished:
+                outputs.append(self.finish(live))
+            elif live.request.stream and (new := _new_outputs(live)):
+                outputs.append(self._output(live, new))
+        return outputs
+
+    def finish(self, live: LiveRequest) -> RequestOutput:
+        """The last output. The request is forgotten."""
+        del self._live[live.request.request_id]
+        streams = live.request.stream
+        return self._output(live, _new_outputs(live) if streams else [one.output() for one in live.sequences])
+
+    def _output(self, live: LiveRequest, outputs: Sequence[CompletionOutput]) -> RequestOutput:
+        return RequestOutput(
+            request_id=live.request.request_id,
+            prompt=live.request.prompt,
+            prompt_token_ids=tuple(live.prompt_token_ids),
+            outputs=[self._with_texts(one) for one in outputs],
+            finished=live.finished,
+            metrics=_summed([sequence.metrics for sequence in live.sequences]),
+            error=next((sequence.error for sequence in live.sequences if sequence.error), None),
+        )
+
+    def _with_texts(self, output: CompletionOutput) -> CompletionOutput:
+        """Its log-probabilities with the texts of their tokens."""
+        texts = self._texts
+        if texts is None or output.logprobs is None:
+            return output
+        rows = [
+            {token_id: replace(one, decoded_token=texts.text(token_id)) for token_id, one in row.items()}
+            for row in output.logprobs
+        ]
+        return replace(output, logprobs=rows)
+
+    def _new_sequence(self, live: LiveRequest, index: int) -> SequenceState:
+        params = live.request.params
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        sequence = SequenceState(
+            sequence_id=f"{next(self._sequence_ids)}/{live.request.request_id}/{index}",
+            index=index,
+            params=params,
+            seed=_signed(seed + index * _SEED_STRIDE),
+            token_ids=list(live.prompt_token_ids),
+            num_prompt_tokens=len(live.prompt_token_ids),
+            max_total_tokens=min(len(live.prompt_token_ids) + params.max_tokens, self._max_model_len),
+            eos_token_ids=self._vocabulary.eos_token_ids,
+            detokenizer=Detokenizer(self._tokenizer, params, stream=live.request.stream) if self._tokenizer else None,
+            metrics=RequestMetrics(arrival_s=self._clock()),
+        )
+        if not self._fits(sequence):
+            raise OutOfMemoryError(
+                f"the request may need {sequence.max_total_tokens} tokens of KV cache, more than there are: "
+                "raise kv_cache_tokens or lower max_tokens"
+            )
+        return sequence
+
+
+def _new_outputs(live: LiveRequest) -> list[CompletionOutput]:
+    return [new for sequence in live.sequences if (new := sequence.take_new_output()) is not None]
+
+
+def _signed(seed: int) -> int:
+    """Wrapped into the signed 64-bit range."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+def _summed(metrics: Sequence[RequestMetrics]) -> RequestMetrics:
+    first_tokens = [m.first_token_s for m in metrics if m.first_token_s is not None]
+    return RequestMetrics(
+        num_rounds=sum(m.num_rounds for m in metrics),
+        num_plain_rounds=sum(m.num_plain_rounds for m in metrics),
+        num_draft_tokens=sum(m.num_draft_tokens for m in metrics),
+        num_accepted_tokens=sum(m.num_accepted_tokens for m in metrics),
+        num_preemptions=sum(m.num_preemptions for m in metrics),
+        num_replays=sum(m.num_replays for m in metrics),
+        arrival_s=min(m.arrival_s for m in metrics),
+        first_token_s=min(first_tokens, default=None),
+        finished_s=max((m.finished_s or 0.0 for m in metrics), default=None),
+    )

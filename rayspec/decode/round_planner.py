@@ -1,0 +1,155 @@
+"""What the rounds of an engine are to do: the selector is asked, and told the outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import cache, partial
+
+from rayspec.config import SpeculationOptions
+from rayspec.decode.drafting.lookahead import Guess
+from rayspec.decode.drafting.lookup import NOTHING, Proposal, shortest_match
+from rayspec.decode.drafting.skip_draft import RoundEntry
+from rayspec.decode.questions import Answer, Question
+from rayspec.decode.rounds import Round, RoundResult
+from rayspec.decode.scheduler import Scheduler, span_of
+from rayspec.decode.selection.base import BatchState, Selector
+from rayspec.decode.sequence import SequenceState
+from rayspec.decode.stages import Stages
+from rayspec.decode.taps import TapLog
+from rayspec.types import EngineStats, Plan
+
+_MAX_PLAN_RECORDS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRound:
+    """A round, the state that its plan was chosen for, and when that began, in seconds of the planner's clock."""
+
+    work: Round
+    sequences: Sequence[SequenceState]
+    state: BatchState
+    started: float
+
+
+class RoundPlanner:
+    """A selector, the tokens that are tapped for it, and the search among them that is under way."""
+
+    def __init__(
+        self,
+        selector: Selector,
+        *,
+        options: SpeculationOptions,
+        num_tap_tokens: int,
+        stages: Stages,
+        scheduler: Scheduler,
+        stats: EngineStats,
+        clock: Callable[[], float],
+    ) -> None:
+        self.selector = selector
+        self.taps = TapLog(num_tap_tokens)
+        self._options = options
+        self._stages = stages
+        self._scheduler = scheduler
+        self._stats = stats
+        self._clock = clock
+        self._searching: Future[Answer] | None = None
+        self._searched_s = 0.0  # that no round was charged with yet
+
+    def plan(self, work_id: int, sequences: Sequence[SequenceState]) -> PlannedRound:
+        started = self._clock()
+        state = self._batch_state(sequences)
+        plan = self.selector.plan(state)
+        proposals = state.proposals() if plan.num_lookup_tokens else [NOTHING] * len(sequences)
+        work = Round(
+            id=work_id,
+            entries=[self._entry(*each, plan) for each in zip(sequences, proposals, strict=True)],
+            plan=plan,
+            keep_drafting=self.selector.keep_drafting(state),
+            num_taps=self.taps.capacity if self.selector.wants_taps else 0,
+        )
+        return PlannedRound(work, sequences, state, started)
+
+    def learn(self, planned: PlannedRound, result: RoundResult, num_tokens: int) -> None:
+        """A round has ended and `num_tokens` were committed. Before any of its sequences moves."""
+        self.taps.add(planned.work.taps)
+        for sequence in planned.sequences:
+            if sequence.finished:
+                self.taps.drop(sequence.sequence_id)
+        if num_tokens or not all(committed.finite for committed in result.committed):
+            seconds = self._clock() - planned.started - result.queued_s
+            self.selector.observe(planned.state, planned.work.plan, result, num_tokens, seconds)
+
+    def improve(self, state: BatchState) -> None:
+        started = self._clock()
+        record = self.selector.improve(state, self._search)
+        if record is not None:
+            self._stats.plans = [*self._stats.plans[-_MAX_PLAN_RECORDS + 1 :], record]
+        if record is not None or self._searched_s:
+            self._stats.optimise_s += max(self._searched_s, self._clock() - started)
+            self._searched_s = 0.0
+        self._stats.gate_reason = self.selector.gate_reason
+
+    def forget(self, sequence: SequenceState) -> None:
+        """The sequence leaves its place in the arena."""
+        self.taps.drop(sequence.sequence_id)
+        self.cancel_search()
+
+    def forget_all(self) -> None:
+        self.taps.clear()
+        self.cancel_search()
+
+    def cancel_search(self) -> None:
+        if self._searching is not None:
+            self._searching.cancel()
+
+    def _search(self, question: Question, sequence_id: str | None = None) -> Future[Answer] | None:
+        """Over the tokens tapped last, of sequences that may not move until it is done."""
+        tokens = [token for token in self.taps.tokens if sequence_id in (None, token.sequence_id)]
+        if len(tokens) < question.num_tokens:
+            return None
+        starts = {s.sequence_id: span_of(s).start for s in self._scheduler.running}
+        chosen = tokens[-question.num_tokens :]
+        self._searching = self._stages.search(chosen, [starts[token.sequence_id] for token in chosen], question)
+        self._searching.add_done_callback(self._count_search)
+        return self._searching
+
+    def _count_search(self, search: Future[Answer]) -> None:
+        if not search.cancelled() and search.exception() is None:
+            self._searched_s += search.result().seconds
+
+    def _batch_state(self, sequences: Sequence[SequenceState]) -> BatchState:
+        outstanding = sum(s.num_remaining for s in (*self._scheduler.running, *self._scheduler.waiting))
+        return BatchState(
+            context=sum(sequence.num_tokens for sequence in sequences) // len(sequences),
+            batch=len(sequences),
+            elapsed_s=self._stats.total_s,
+            num_outstanding_tokens=outstanding,
+            sequence_ids=[sequence.sequence_id for sequence in sequences],
+            proposals=cache(partial(self._proposals, sequences)),
+        )
+
+    def _proposals(self, sequences: Sequence[SequenceState]) -> list[Proposal]:
+        options = self._options
+        shortest = shortest_match(options)
+        return [sequence.proposal(options.lookup_ngram, options.max_draft_tokens, shortest) for sequence in sequences]
+
+    def _entry(self, sequence: SequenceState, proposal: Proposal, plan: Plan) -> RoundEntry:
+        num_free = span_of(sequence).capacity - sequence.num_tokens
+        max_tree_tokens = min(self._options.max_tree_tokens, num_free)
+        guess = Guess(list(proposal.token_ids[: plan.num_lookup_tokens]))
+        if plan.lookahead:
+            guess = sequence.guess(self._options.lookahead, max_tree_tokens)
+        return RoundEntry(
+            sequence_id=sequence.sequence_id,
+            arena_start=span_of(sequence).start,
+            length=sequence.num_tokens,
+            last_token=sequence.token_ids[-1],
+            max_draft_tokens=min(plan.num_draft_tokens, sequence.num_remaining - 1),
+            end_tokens=() if sequence.params.ignore_eos else sequence.eos_token_ids,
+            looked_up=guess.token_ids,
+            parents=guess.parents,
+            num_probes=guess.num_probes,
+            max_tree_tokens=max_tree_tokens,
+        )
