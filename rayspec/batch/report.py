@@ -13,7 +13,7 @@ from typing import Any
 from markdown_it import MarkdownIt
 
 from rayspec.batch.plots import plot_plans
-from rayspec.batch.results import ResultRow
+from rayspec.batch.rows import Row
 from rayspec.batch.tally import Tally
 from rayspec.demo import exact_lines
 from rayspec.types import EngineStats, PlanRecord
@@ -55,11 +55,11 @@ class RunReport:
     num_exact_lines: int = 0
     num_reference_lines: int = 0
 
-    def add(self, row: ResultRow) -> None:
+    def add(self, row: Row) -> None:
         self.tally.add(row)
         self._list(row)
 
-    def add_earlier(self, num_rows: int, errors: Counter[str], rows: Callable[..., Iterable[ResultRow]]) -> None:
+    def add_earlier(self, num_rows: int, errors: Counter[str], rows: Callable[..., Iterable[Row]]) -> None:
         """Rows of a run before this one, which do not count as this one's speed.
 
         rows: gives them, `with_text` or without. Only as many are read as the report needs.
@@ -68,7 +68,7 @@ class RunReport:
         for row in rows(with_text=True) if self.references else islice(rows(with_text=False), _MAX_LISTED):
             self._list(row)
 
-    def _list(self, row: ResultRow) -> None:
+    def _list(self, row: Row) -> None:
         exact = self._compare(row)
         if row.error_kind is not None:
             self.examples.setdefault(row.error_kind, row.error or "")
@@ -86,7 +86,7 @@ class RunReport:
                 )
             )
 
-    def _compare(self, row: ResultRow) -> tuple[int, int] | None:
+    def _compare(self, row: Row) -> tuple[int, int] | None:
         reference = self.references.get(row.id)
         if reference is None or row.text is None:
             return None
@@ -171,7 +171,7 @@ def shares(stats: EngineStats) -> dict[str, float | None]:
     return {name: part / total if total else None for name, part in seconds.items()}
 
 
-def _rate(row: ResultRow) -> float | None:
+def _rate(row: Row) -> float | None:
     """Tokens per second after the first one."""
     return (row.num_output_tokens - 1) / row.decode_s if row.decode_s and row.num_output_tokens > 1 else None
 

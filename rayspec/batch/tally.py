@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rayspec.command.exit_codes import EXIT_FAILED, EXIT_OK, EXIT_SOME_FAILED
 
 if TYPE_CHECKING:
-    from rayspec.batch.results import ResultRow
+    from rayspec.batch.rows import Row
 
 _MAX_KINDS = 4
 
@@ -39,7 +39,7 @@ class Tally:
         self.num_earlier += num_rows
         self.errors.update(errors)
 
-    def add(self, row: ResultRow) -> None:
+    def add(self, row: Row) -> None:
         self.num_rows += 1
         if row.error_kind is not None:
             self.errors[row.error_kind] += 1
