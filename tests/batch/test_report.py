@@ -82,7 +82,7 @@ def test_tables_have_as_many_cells_as_headings(tmp_path: Path) -> None:
         cells = line.replace("\\|", "").count("|") - 1 if line.startswith("|") else None
         assert width is None or cells is None or cells == width
         width = cells
-    assert all(len(cells) == len(DOCUMENT_HEADINGS) for cells in report.document_cells())
+    assert all(len(cells) == len(DOCUMENT_HEADINGS) for cells in report.listed)
 
 
 def test_a_report_of_many_rows_lists_the_first_and_counts_all(tmp_path: Path) -> None:
