@@ -135,12 +135,21 @@ def complete_dataset(documents: ray.data.Dataset, engine: Any, *, num_wanted: in
     engine: an EngineSupervisor's actor, or an EngineWorker's. num_wanted: rows that keep the engine busy.
     """
     num_blocks = -(-max(num_wanted, _MIN_ROWS_IN_FLIGHT) // _ROWS_PER_BLOCK)
+    return through_client(documents, EngineClient, [engine], rows_per_block=_ROWS_PER_BLOCK, num_blocks=num_blocks)
+
+
+def through_client(
+    rows: ray.data.Dataset, client: Any, arguments: Sequence[Any], *, rows_per_block: int, num_blocks: int
+) -> ray.data.Dataset:
+    """The rows as an asynchronous client returns them, which is made in one actor and waits for many rows at a time.
+
+    client: a class whose instances are called with a row. num_blocks: that are under way at a time.
+    """
     pool = ray.data.ActorPoolStrategy(
         size=1, max_tasks_in_flight_per_actor=num_blocks, max_concurrent_calls_per_actor=num_blocks
     )
-    blocks = documents.repartition(target_num_rows_per_block=_ROWS_PER_BLOCK)
-    client: Any = EngineClient  # Ray's annotations do not know of async classes
-    return blocks.map(client, fn_constructor_args=[engine], compute=pool, num_cpus=_CLIENT_CPUS)
+    blocks = rows.repartition(target_num_rows_per_block=rows_per_block)
+    return blocks.map(client, fn_constructor_args=list(arguments), compute=pool, num_cpus=_CLIENT_CPUS)
 
 
 def completed_rows(results: ray.data.Dataset) -> Generator[Row]:

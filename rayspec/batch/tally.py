@@ -6,12 +6,9 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from rayspec.batch.rows import Row
 from rayspec.command.exit_codes import EXIT_FAILED, EXIT_OK, EXIT_SOME_FAILED
-
-if TYPE_CHECKING:
-    from rayspec.batch.rows import Row
 
 _MAX_KINDS = 4
 

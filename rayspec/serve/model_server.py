@@ -177,7 +177,7 @@ def _own_id() -> str:
 
 
 def _failure(error: Exception, name: str) -> ApiError:
-    """As the client is told; what it is not to blame for is logged."""
+    """For the client. An error that is not the client's fault is logged."""
     if isinstance(error, RequestError):
         return ApiError.of(error)
     _logger.error("request %s failed", name, exc_info=error)
