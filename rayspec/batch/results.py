@@ -7,14 +7,13 @@ import os
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
-from typing_extensions import Self
 
 from rayspec.batch.rows import OUTPUT_COLUMNS, Row
 from rayspec.types import ConfigError, RayspecError
@@ -138,40 +137,26 @@ def _read_parquet(file: IO[bytes], left_out: Collection[str]) -> Iterator[dict[s
             yield from batch.to_pylist()
 
 
-class ResultWriter:
-    """Writes rows to a hidden file beside `path` and moves it there when closed, whatever ends the `with` block: an
-    interrupted run leaves the rows it had. `text_column` names the column of the generated text."""
-
-    def __init__(self, path: Path, text_column: str) -> None:
-        self.path = path
-        self.partial_path = path.with_name(f".{path.name}.partial")
-        self._file = self.partial_path.open("wb")
-        self._encoder = _ENCODERS[_FORMATS[path.suffix.lower()]](self._file, text_column)
-
-    def write(self, row: Row) -> None:
-        self._encoder.write(row)
-
-    def close(self) -> None:
-        self._encoder.finish()
-        self._file.close()
-        os.replace(self.partial_path, self.path)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
 _FORMATS: dict[str, FileFormat] = {".jsonl": "jsonl", ".parquet": "parquet"}
 
 
-def open_writer(path: Path, *, text_column: str) -> ResultWriter:
-    """The writer for the suffix of `path`, which check_output has accepted."""
+@contextmanager
+def open_writer(path: Path, *, text_column: str) -> Iterator[RowEncoder]:
+    """Writes rows to a hidden file beside `path` and moves it there in the end, whatever ends the `with` block: an
+    interrupted run leaves the rows it had.
+
+    path: accepted by check_output. text_column: name of the column of the generated text.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    return ResultWriter(path, text_column)
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("wb") as file:
+        encoder = _ENCODERS[_FORMATS[path.suffix.lower()]](file, text_column)
+        try:
+            yield encoder
+        finally:
+            encoder.finish()
+            file.close()
+            os.replace(partial, path)
 
 
 def check_output(path: Path, *, overwrite: bool) -> None:

@@ -98,7 +98,7 @@ def test_parquet_is_written_in_row_groups(tmp_path: Path) -> None:
 def test_json_lines_are_on_disk_as_they_come(tmp_path: Path) -> None:
     with open_writer(tmp_path / "out.jsonl", text_column="text") as writer:
         writer.write(ROWS[0])
-        assert json.loads(writer.partial_path.read_text(encoding="utf-8"))["id"] == "a"
+        assert json.loads((tmp_path / ".out.jsonl.partial").read_text(encoding="utf-8"))["id"] == "a"
 
 
 def test_an_existing_output_is_not_replaced_unasked(tmp_path: Path) -> None:
