@@ -38,7 +38,7 @@ def openai_batch(
     """Answer the requests of an OpenAI batch file on Ray."""
     with clean_exit():
         settings = asked.settings()
-        documents, refused = read_requests(batch)
+        requests, refused = read_requests(batch)
         job = Job(
             task=BatchTask(settings=settings, served=served_model_name or settings.engine.model),
             output=output,
@@ -49,10 +49,10 @@ def openai_batch(
             changed=check_changed(changed),
             max_engine_restarts=max_engine_restarts,
             drain_s=drain_s,
-            export=BatchFiles(documents),
+            export=BatchFiles(requests),
             export_names=(OUTPUT_NAME, ERRORS_NAME),
         )
-        report = job.run(Source(documents=documents, refused=refused))
+        report = job.run(Source(rows=requests, refused=refused))
         output_console().print(f"{report.tally}\n{OUTPUT_NAME} and {ERRORS_NAME} are in {output}", soft_wrap=True)
     raise typer.Exit(report.tally.exit_code)
 

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from rayspec.batch.document_task import DocumentTask
+from rayspec.batch.document_task import DEMO, SUMMARY_SAMPLING, DocumentTask, summary_prompt
 from rayspec.batch.documents import Columns
 from rayspec.batch.input_files import found_inputs
 from rayspec.batch.job import Job, Source
@@ -37,8 +37,7 @@ from rayspec.batch.job_options import (
     long_options,
     show_report,
 )
-from rayspec.batch.prompts import DEMO, SUMMARY_SAMPLING, summary_prompt
-from rayspec.batch.samples import as_documents, bundled_documents, references
+from rayspec.batch.samples import as_rows, bundled_documents, references
 from rayspec.batch.survey import check_changed
 from rayspec.command.options import Asked, with_settings
 from rayspec.command.terminal import clean_exit
@@ -93,7 +92,7 @@ def summarize(
         source = Source(
             inputs=found_inputs(inputs or (), output=output),
             columns=Columns(text=text_column, id=id_column),
-            documents=as_documents(samples),
+            rows=as_rows(samples),
             limit=limit,
             sample=sample,
             references=references(samples),

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 import rayspec
 from rayspec.config import SamplingParams
+from rayspec.decode.chat import conversation_tokens
 from rayspec.decode.engine import Engine
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.pipeline.ray_stages import RayStages, StageUse
@@ -74,9 +75,13 @@ class AsyncEngine:
         there is no template."""
         if isinstance(prompt, str):
             return list(self.tokenizer(prompt)["input_ids"])
+        return self.chat_tokens(prompt)
+
+    def chat_tokens(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Prompt tokens of a conversation. Raises InvalidMessagesError, and ConfigError when there is no template."""
         if not self.has_chat:
             raise ConfigError(f"the tokenizer of {self.llm.config.model!r} has no chat template: give it plain prompts")
-        return self.llm.chat_tokens(prompt)
+        return conversation_tokens(messages, self.tokenizer, self.tokenizer.get_chat_template())
 
     async def run(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> RequestOutput:
         """The finished output; what is wrong with the request is in its `error`. Raises EngineDeadError. Cancelling the

@@ -12,13 +12,14 @@ from typing import Annotated
 import typer
 
 import rayspec
-from rayspec.batch.documents import Columns, Document, read_documents
+from rayspec.batch.document_task import SUMMARY_SAMPLING, PromptBuilder, fitting_prompt_tokens, summary_prompt
+from rayspec.batch.documents import Columns, read_documents
 from rayspec.batch.in_process import complete
 from rayspec.batch.input_files import KNOWN_TYPES, found_inputs
 from rayspec.batch.progress import showing_progress
-from rayspec.batch.prompts import SUMMARY_SAMPLING, PromptBuilder, fitting_prompt_tokens, summary_prompt
 from rayspec.batch.report import RunReport
 from rayspec.batch.results import check_output, open_writer, save_config
+from rayspec.batch.rows import Row
 from rayspec.bench.commands import app as bench_app
 from rayspec.command.loading import load_llm
 from rayspec.command.options import Asked, with_settings
@@ -215,7 +216,7 @@ def serve(
 ) -> None:
     """Answer OpenAI requests over HTTP, with Ray Serve, until SIGTERM or Ctrl-C. Prints the URL when it is ready."""
     # They bring ray, which others wait for.
-    from rayspec.serve.asked import asked_options  # noqa: PLC0415
+    from rayspec.serve.command_line import asked_options  # noqa: PLC0415
     from rayspec.serve.run import Address, run_endpoint  # noqa: PLC0415
 
     with clean_exit():
@@ -266,11 +267,11 @@ class _Job:
             exit_on_sigterm()
             room = fitting_prompt_tokens(llm.engine.max_model_len, sampling) if truncate else None
             prompts = PromptBuilder(llm=llm, params=sampling, template=template, chat=chat, max_prompt_tokens=room)
-            documents = itertools.islice(read_documents(self._inputs, columns), limit)
+            rows = itertools.islice(read_documents(self._inputs, columns), limit)
             config = self._settings.resolved(llm.config)
             report = RunReport()
             try:
-                self._write_rows(llm, documents, prompts, report)
+                self._write_rows(llm, rows, prompts, report)
             finally:
                 save_config(self._output.with_suffix(".config.yaml"), config)
                 if self._report_folder is not None:
@@ -278,16 +279,14 @@ class _Job:
                     report.write(self._report_folder, stats=llm.stats, config=config, title="rayspec run")
         raise typer.Exit(report.tally.exit_code)
 
-    def _write_rows(
-        self, llm: rayspec.LLM, documents: Iterable[Document], prompts: PromptBuilder, report: RunReport
-    ) -> None:
+    def _write_rows(self, llm: rayspec.LLM, rows: Iterable[Row], prompts: PromptBuilder, report: RunReport) -> None:
         console = error_console()
         try:
             with (
                 open_writer(self._output, text_column=self._text_column) as writer,
                 showing_progress(report.tally, console) as show,
             ):
-                for row in complete(llm, documents, prompts):
+                for row in complete(llm, rows, prompts):
                     writer.write(row)
                     report.add(row)
                     show()

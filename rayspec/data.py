@@ -1,4 +1,4 @@
-"""The door for Ray Data users: `build_processor(ProcessorConfig(...))(dataset)`, as in `ray.data.llm`."""
+"""For Ray Data users: `build_processor(ProcessorConfig(...))(dataset)`, as in `ray.data.llm`."""
 
 from rayspec.batch.processor import Processor, ProcessorConfig, build_processor
 

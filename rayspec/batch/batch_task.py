@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rayspec.async_engine import AsyncEngine
-from rayspec.batch.documents import Document
+from rayspec.batch.documents import input_row
 from rayspec.batch.engine_actor import Handler
-from rayspec.batch.results import ResultRow
+from rayspec.batch.rows import Row
 from rayspec.command.locations import Location
 from rayspec.command.settings import Settings
 from rayspec.decode.engine_loop import EngineDeadError
@@ -39,39 +39,38 @@ class BatchTask:
     def handler(self, engine: AsyncEngine) -> Handler:
         served = (self.served, engine.llm.config.model)
 
-        async def complete(document: Document) -> ResultRow:
-            line = BatchLine(**json.loads(document.text or ""))
+        async def complete(row: Row) -> Row:
+            line = BatchLine(**json.loads(row.document or ""))
             try:
-                return batch_row(await answer(line, engine, served), source=document.source)
+                return answered(row, await answer(line, engine, served))
             except StageLostError as error:
                 raise EngineDeadError(f"the engine has failed a row and cannot go on: {error}") from error
 
         return complete
 
 
-def read_requests(path: str) -> tuple[list[Document], list[ResultRow]]:
+def read_requests(path: str) -> tuple[list[Row], list[Row]]:
     """Of a batch file the lines to be answered, and the rows of those that are no request. Raises ConfigError."""
-    documents, refused = [], []
+    requests, refused = [], []
     try:
         location = Location.parse(path)
         with location.open() as file:
             for line in read_batch(file, source=location.file_name):
                 if isinstance(line, BatchResult):
-                    refused.append(batch_row(line, source=line.id))
+                    refused.append(answered(Row(id=line.id, source=line.id), line))
                 else:
                     row_id = line.result(200, {}).id
-                    documents.append(Document(id=row_id, source=row_id, text=json.dumps(asdict(line))))
+                    requests.append(input_row(row_id, source=row_id, text=json.dumps(asdict(line))))
     except OSError as error:
         raise ConfigError(f"batch file {path!r} could not be read: {error}") from error
-    return documents, refused
+    return requests, refused
 
 
-def batch_row(result: BatchResult, *, source: str) -> ResultRow:
-    """A result as a row of the job: its text is the line that will be in a file."""
+def answered(row: Row, result: BatchResult) -> Row:
+    """The row with a result: its text is the line that will be in a file."""
     usage = result.response.body.get("usage", {}) if result.response is not None and not result.failed else {}
-    return ResultRow(
-        id=result.id,
-        source=source,
+    return replace(
+        row.without_input(),
         text=result.json_line(),
         num_prompt_tokens=usage.get("prompt_tokens", 0),
         num_output_tokens=usage.get("completion_tokens", 0),
@@ -85,14 +84,13 @@ def batch_row(result: BatchResult, *, source: str) -> ResultRow:
 class BatchFiles:
     """Writes output.jsonl with the responses and errors.jsonl with the lines that failed, as OpenAI's API gives them.
 
-    requests: the documents that were asked about; of those that have no answer, what the engine died of, the line is
-    made here.
+    requests: the rows of the requests. For a request without an answer, the line of its error is made here.
     """
 
-    requests: Sequence[Document]
+    requests: Sequence[Row]
 
-    def __call__(self, rows: Callable[[], Iterable[ResultRow]], folder: Location) -> None:
-        custom_ids = {one.id: json.loads(one.text or "{}").get("custom_id") for one in self.requests}
+    def __call__(self, rows: Callable[[], Iterable[Row]], folder: Location) -> None:
+        custom_ids = {one.id: json.loads(one.document or "{}").get("custom_id") for one in self.requests}
         for name, failed in ((OUTPUT_NAME, False), (ERRORS_NAME, True)):
             with folder.join(name).writing() as file:
                 for row in rows():
@@ -101,7 +99,7 @@ class BatchFiles:
                         file.write(line.encode())
 
 
-def _unanswered(row: ResultRow, custom_id: str | None) -> str:
+def _unanswered(row: Row, custom_id: str | None) -> str:
     error = BatchError(code=row.error_kind or "", message=row.error or "", param=None, line=None)
     return BatchResult(id=row.id, custom_id=custom_id, response=None, error=error).json_line()
 

@@ -5,24 +5,23 @@ The engine is never placed by Ray Data: its actor exists before the dataset runs
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any
 
 import ray.data
 from ray.exceptions import RayActorError
 
-from rayspec.batch.documents import Columns, Document, DuplicateCheck, duplicate_id, expand, read_file
+from rayspec.batch.documents import Columns, DuplicateCheck, as_duplicate, expand, read_file
 from rayspec.batch.engine_actor import answer
 from rayspec.batch.quarantine import EngineKilledError
-from rayspec.batch.results import ResultRow
+from rayspec.batch.rows import Row
 from rayspec.batch.supervisor import DrainingError
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.types import RayspecError
@@ -34,7 +33,6 @@ _ROWS_PER_TASK = 32
 _ROWS_PER_BLOCK = 4  # a block leaves a client when its last row is done: small blocks keep results coming
 _MIN_ROWS_IN_FLIGHT = 32
 _ROWS_SEEN_AT_ONCE = 4096
-_BY_ENGINE = "by_engine"
 _READER_THREADS = ("StreamingExecutor-", "ray-data-metadata-prefetch", "iter_threaded")  # Ray Data's, in this process
 _READERS_END_WITHIN_S = 10.0
 
@@ -42,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 def read_dataset(inputs: Sequence[str], columns: Columns, *, limit: int | None = None) -> ray.data.Dataset:
-    """Documents of files, folders and patterns as rows id, source, text, messages, input_hash, error_kind, error.
+    """The rows of files, folders and patterns; in Ray Data a row is a dict with the fields of `Row`.
 
     Relative paths are those of this process: where a task runs, the current folder is another one.
     """
@@ -55,10 +53,10 @@ def read_dataset(inputs: Sequence[str], columns: Columns, *, limit: int | None =
     return rows.limit(limit)
 
 
-def dataset_of(documents: Sequence[Document]) -> ray.data.Dataset:
-    """Documents that are here, as rows that `read_dataset` would give."""
-    num_blocks = max(1, min(len(documents) // _ROWS_PER_TASK, _MAX_READ_TASKS))
-    return ray.data.from_items([_row(document) for document in documents], override_num_blocks=num_blocks)
+def dataset_of(rows: Sequence[Row]) -> ray.data.Dataset:
+    """Rows that are here, as `read_dataset` would give them."""
+    num_blocks = max(1, min(len(rows) // _ROWS_PER_TASK, _MAX_READ_TASKS))
+    return ray.data.from_items([asdict(row) for row in rows], override_num_blocks=num_blocks)
 
 
 def quieten() -> None:
@@ -89,8 +87,8 @@ def reader_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith(_READER_THREADS)]
 
 
-def seen_rows(documents: ray.data.Dataset) -> Generator[ResultRow]:
-    """What is known of the rows without an engine, in input order: id, source, input hash, error."""
+def seen_rows(documents: ray.data.Dataset) -> Generator[Row]:
+    """The rows without their documents and messages, in input order."""
     options = ray.data.DataContext.get_current().execution_options
     before, options.preserve_order = options.preserve_order, True
     try:
@@ -98,14 +96,9 @@ def seen_rows(documents: ray.data.Dataset) -> Generator[ResultRow]:
         with closing(iter(rows.iter_batches(batch_size=_ROWS_SEEN_AT_ONCE, batch_format="pyarrow"))) as batches:  # type: ignore[type-var]
             batch: Any
             for batch in batches:
-                yield from map(_seen, batch.to_pylist())
+                yield from (Row(**fields) for fields in batch.to_pylist())
     finally:
         options.preserve_order = before
-
-
-def seen_row(document: Document) -> ResultRow:
-    """The same of a document that is here."""
-    return _seen(_row(document))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,15 +111,14 @@ class Remaining:
     sources: Mapping[str, str | None] = field(default_factory=dict)
     refused: AbstractSet[tuple[str, str | None]] = frozenset()
 
-    def of(self, row: dict[str, Any]) -> dict[str, Any] | None:
+    def of(self, row: Row) -> Row | None:
         """The row, as it is or as an error row. None if there is nothing left to do for the row."""
-        row_id, source = row["id"], row["source"]
-        if not self.takes(row_id) or (row_id, source) in self.refused:
+        if not self.takes(row.id) or (row.id, row.source) in self.refused:
             return None
-        if row_id not in self.sources or row["error_kind"] is not None:
+        if row.id not in self.sources or row.error_kind is not None:
             return row
-        first = self.sources[row_id]
-        return None if first in (None, source) else row | _as_duplicate(row_id, source, first)
+        first = self.sources[row.id]
+        return None if first in (None, row.source) else as_duplicate(row, first)
 
 
 def remaining_rows(documents: ray.data.Dataset, remaining: Remaining) -> ray.data.Dataset:
@@ -138,33 +130,33 @@ def remaining_rows(documents: ray.data.Dataset, remaining: Remaining) -> ray.dat
 
 
 def complete_dataset(documents: ray.data.Dataset, engine: Any, *, num_wanted: int = 0) -> ray.data.Dataset:
-    """The rows of `documents` completed by an actor, as `arrivals` reads them, in no particular order.
+    """The rows of `documents` completed by an actor, as `completed_rows` reads them, in no particular order.
 
     engine: an EngineSupervisor's actor, or an EngineWorker's. num_wanted: rows that keep the engine busy.
     """
     num_blocks = -(-max(num_wanted, _MIN_ROWS_IN_FLIGHT) // _ROWS_PER_BLOCK)
+    return through_client(documents, EngineClient, [engine], rows_per_block=_ROWS_PER_BLOCK, num_blocks=num_blocks)
+
+
+def through_client(
+    rows: ray.data.Dataset, client: Any, arguments: Sequence[Any], *, rows_per_block: int, num_blocks: int
+) -> ray.data.Dataset:
+    """The rows as an asynchronous client returns them, which is made in one actor and waits for many rows at a time.
+
+    client: a class whose instances are called with a row. num_blocks: that are under way at a time.
+    """
     pool = ray.data.ActorPoolStrategy(
         size=1, max_tasks_in_flight_per_actor=num_blocks, max_concurrent_calls_per_actor=num_blocks
     )
-    blocks = documents.repartition(target_num_rows_per_block=_ROWS_PER_BLOCK)
-    client: Any = EngineClient  # Ray's annotations do not know of async classes
-    return blocks.map(client, fn_constructor_args=[engine], compute=pool, num_cpus=_CLIENT_CPUS)
+    blocks = rows.repartition(target_num_rows_per_block=rows_per_block)
+    return blocks.map(client, fn_constructor_args=list(arguments), compute=pool, num_cpus=_CLIENT_CPUS)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrival:
-    """A row that has come through a dataset. by_engine: an engine was given the row, and the result is final."""
-
-    row: ResultRow
-    by_engine: bool
-
-
-def arrivals(results: ray.data.Dataset) -> Generator[Arrival]:
+def completed_rows(results: ray.data.Dataset) -> Generator[Row]:
     """Runs the dataset until it is closed; rows come as their blocks finish."""
     with closing(iter(results.iter_rows())) as rows:  # type: ignore[type-var]
-        for row in rows:
-            by_engine = row.pop(_BY_ENGINE)
-            yield Arrival(row=ResultRow(**row), by_engine=by_engine)
+        for fields in rows:
+            yield Row(**fields)
 
 
 class EngineClient:
@@ -179,75 +171,34 @@ class EngineClient:
         self._engine = engine
         self._check = DuplicateCheck()
 
-    async def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        if row["error_kind"] is not None:
-            return _columns(_seen(row))
-        document = self._check(
-            Document(id=row["id"], source=row["source"], text=row["text"], messages=_messages(row["messages"]))
-        )
-        if document.error is not None:
-            return _columns(replace(ResultRow.of_error(document.id, document.error), source=document.source))
+    async def __call__(self, fields: dict[str, Any]) -> dict[str, Any]:
+        row = Row(**fields)
+        if row.error_kind is None:
+            row = self._check(row)
+        return asdict(row if row.error_kind is not None else await self._completed(row))
+
+    async def _completed(self, row: Row) -> Row:
         try:
-            result: ResultRow = await answer(self._engine.handle.remote(document))
-        except EngineKilledError as error:
-            result = ResultRow.of_error(document.id, error)
+            result: Row = await answer(self._engine.handle.remote(row))
+        except (EngineKilledError, DrainingError) as error:
+            return row.failed(error)
         except (RayspecError, RayActorError) as error:
-            return _columns(_with_input(_refused(document.id, error), row))
-        return _columns(_with_input(result, row)) | {_BY_ENGINE: True}
+            return row.failed(EngineDeadError(str(error)))
+        return result
 
 
-def _refused(row_id: str, error: RayspecError | RayActorError) -> ResultRow:
-    return ResultRow.of_error(row_id, error if isinstance(error, DrainingError) else EngineDeadError(str(error)))
+def _read(file: dict[str, Any], columns: Columns) -> Iterator[dict[str, Any]]:
+    yield from map(asdict, read_file(file["path"], columns, name=file["name"]))
 
 
-def _with_input(result: ResultRow, row: Mapping[str, Any]) -> ResultRow:
-    return replace(result, source=row["source"], input_hash=row["input_hash"])
+def _without_text(fields: dict[str, Any]) -> dict[str, Any]:
+    return fields | {"document": None, "messages": None}
 
 
-def _columns(row: ResultRow) -> dict[str, Any]:
-    return asdict(row) | {_BY_ENGINE: False}
-
-
-def _seen(row: Mapping[str, Any]) -> ResultRow:
-    """What is known of a row before the engine has seen it."""
-    return ResultRow(
-        id=row["id"],
-        source=row["source"],
-        input_hash=row["input_hash"],
-        finish_reason="error" if row["error_kind"] is not None else None,
-        error_kind=row["error_kind"],
-        error=row["error"],
-    )
-
-
-def _messages(column: str | None) -> list[dict[str, str]] | None:
-    return json.loads(column) if column is not None else None
-
-
-def _read(row: dict[str, Any], columns: Columns) -> Iterator[dict[str, Any]]:
-    yield from map(_row, read_file(row["path"], columns, name=row["name"]))
-
-
-def _row(document: Document) -> dict[str, Any]:
-    return {
-        "id": document.id,
-        "source": document.source,
-        "text": document.text,
-        "messages": json.dumps(document.messages) if document.messages is not None else None,
-        "input_hash": document.input_hash,
-        "error_kind": document.error.kind if document.error is not None else None,
-        "error": str(document.error) if document.error is not None else None,
-    }
-
-
-def _without_text(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if name not in ("text", "messages")}
-
-
-def _remaining(row: dict[str, Any], kept: Sequence[ray.ObjectRef[Remaining]]) -> Iterator[dict[str, Any]]:
-    left = _fetched(kept[0]).of(row)
+def _remaining(fields: dict[str, Any], kept: Sequence[ray.ObjectRef[Remaining]]) -> Iterator[dict[str, Any]]:
+    left = _fetched(kept[0]).of(Row(**fields))
     if left is not None:
-        yield left
+        yield asdict(left)
 
 
 @lru_cache(maxsize=1)
@@ -255,8 +206,3 @@ def _fetched(kept: ray.ObjectRef[Remaining]) -> Remaining:
     """Once in a process."""
     remaining: Remaining = ray.get(kept)
     return remaining
-
-
-def _as_duplicate(row_id: str, source: str, first: str | None) -> dict[str, Any]:
-    error = duplicate_id(row_id, source=source, first=str(first))
-    return {"text": None, "messages": None, "input_hash": None, "error_kind": error.kind, "error": str(error)}

@@ -1,21 +1,104 @@
-"""What is done with every document of a job: prompts are made of it, and what is answered becomes its row."""
+"""The task of a job over documents: a prompt is made of each row, and the model's answer completes the row."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from rayspec.batch.documents import Document
-from rayspec.batch.engine_actor import Handler
-from rayspec.batch.long_documents import LongDocumentOptions, LongDocuments, part_templates
-from rayspec.batch.prompts import PromptBuilder
-from rayspec.batch.results import ResultRow, is_final
+from jinja2 import TemplateError
+
+from rayspec.batch.long_documents import Completes, LongDocumentOptions, LongDocuments, PartTemplates, part_templates
+from rayspec.batch.rows import Row
 from rayspec.command.settings import Settings
+from rayspec.config import SamplingParams
 from rayspec.decode.engine_loop import EngineDeadError
+from rayspec.types import ConfigError, InvalidMessagesError, Request, RequestError
 
-if TYPE_CHECKING:  # torch and transformers, which the driver and the supervisor do not need
+if TYPE_CHECKING:  # torch, transformers and ray, which others do not need
     from rayspec.async_engine import AsyncEngine
+    from rayspec.batch.engine_actor import Handler
+
+SUMMARY_SAMPLING = SamplingParams(temperature=0.0, max_tokens=256)
+_PLACE = "{text}"
+_SUMMARY_PROMPT = f"Summarize the following document.\n\n{_PLACE}"
+DEMO = "demo"
+
+
+def summary_prompt(model: str) -> str:
+    """What a document is wrapped in when nothing else is asked for. The bundled model needs no instruction."""
+    return _PLACE if model == DEMO else _SUMMARY_PROMPT
+
+
+def fitting_prompt_tokens(max_model_len: int, params: SamplingParams) -> int:
+    """The longest prompt that leaves room for a whole output."""
+    return max(1, max_model_len - params.max_tokens)
+
+
+class Tokenizes(Protocol):
+    """What is asked of an LLM or AsyncEngine to make prompts. `tokenizer` is a transformers tokenizer."""
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    def chat_tokens(self, messages: Sequence[Mapping[str, Any]]) -> list[int]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptBuilder:
+    """Makes requests of rows.
+
+    template: "{text}" in it stands for the document. chat: text becomes a user's message where the tokenizer has a chat
+    template; otherwise it is the prompt as it is. max_prompt_tokens: longer documents are cut at their end to fit; None
+    leaves them whole, and the engine refuses those that do not fit.
+    """
+
+    llm: Tokenizes
+    params: SamplingParams
+    template: str = _PLACE
+    chat: bool = True
+    max_prompt_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if _PLACE not in self.template:
+            raise ConfigError(f"option 'prompt' is {self.template!r}: it must hold {_PLACE}, where the document goes")
+
+    def request(self, request_id: str, row: Row) -> Request:
+        """Raises InvalidMessagesError."""
+        return Request(request_id=request_id, params=self.params, prompt_token_ids=self.tokens(row))
+
+    def tokens(self, row: Row) -> list[int]:
+        """Of the prompt. Raises InvalidMessagesError for messages that the chat template refuses."""
+        if row.messages is not None:
+            return self._chat_tokens(json.loads(row.messages))
+        return self.fitting_tokens(row.document or "")
+
+    def fitting_tokens(self, text: str) -> list[int]:
+        """Of the prompt for a text."""
+        token_ids = self._text_tokens(text)
+        limit = self.max_prompt_tokens
+        if limit is None or len(token_ids) <= limit:
+            return token_ids
+        body = list(self.llm.tokenizer(text, add_special_tokens=False)["input_ids"])
+        while len(token_ids) > limit and body:
+            body = body[: max(0, len(body) - (len(token_ids) - limit))]
+            token_ids = self._text_tokens(self.llm.tokenizer.decode(body).rstrip("\ufffd"))
+        return token_ids
+
+    def _text_tokens(self, text: str) -> list[int]:
+        content = self.template.replace(_PLACE, text)
+        if self.chat and self.llm.tokenizer.chat_template:
+            return self._chat_tokens([{"role": "user", "content": content}])
+        return list(self.llm.tokenizer(content)["input_ids"])
+
+    def _chat_tokens(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        try:
+            return self.llm.chat_tokens(messages)
+        except RequestError:
+            raise
+        except (TemplateError, ValueError) as error:
+            raise InvalidMessagesError(f"the messages cannot be made a prompt: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,16 +123,46 @@ class DocumentTask:
 
     def handler(self, engine: AsyncEngine) -> Handler:
         """Raises ConfigError for a template without a place for the document, and options that cannot work."""
-        prompts = PromptBuilder(llm=engine.llm, params=self.settings.sampling, template=self.template, chat=self.chat)
+        prompts = PromptBuilder(llm=engine, params=self.settings.sampling, template=self.template, chat=self.chat)
         templates = part_templates(self.template, instruct=self.instruct)
-        documents = LongDocuments(engine=engine, prompts=prompts, templates=templates, options=self.long)
+        return DocumentHandler(engine=engine, prompts=prompts, templates=templates, options=self.long)
 
-        async def complete(document: Document) -> ResultRow:
-            outcome = await documents.complete(document)
-            row = outcome.row(document.id)
-            if not is_final(row):
-                raise EngineDeadError(f"the engine has failed a row and cannot go on: {row.error}")
-            tree = [node.as_dict() for node in outcome.roots]
-            return replace(row, tree=json.dumps(tree) if tree else None)
 
-        return complete
+class DocumentHandler:
+    """Completes documents of any length through one engine.
+
+    prompts: makes the prompts of documents that fit; its `max_prompt_tokens` does not count here. templates: for the
+    parts of longer documents. Raises ConfigError for options that cannot work with this context.
+    """
+
+    def __init__(
+        self, *, engine: Completes, prompts: PromptBuilder, templates: PartTemplates, options: LongDocumentOptions
+    ) -> None:
+        self._engine, self._params = engine, prompts.params
+        self._fitting = fitting_prompt_tokens(engine.max_model_len, prompts.params)
+        self._prompts = replace(prompts, max_prompt_tokens=self._fitting if options.mode == "truncate" else None)
+        self._parts: LongDocuments | None = None
+        if options.in_parts:
+            self._parts = LongDocuments(
+                engine=engine,
+                tokenizer=prompts.llm.tokenizer,
+                tokens=replace(prompts, template=_PLACE, max_prompt_tokens=None).fitting_tokens,
+                params=prompts.params,
+                templates=templates,
+                options=options,
+            )
+
+    async def __call__(self, row: Row) -> Row:
+        """The row completed; what is wrong with it is in the row. Raises EngineDeadError. Cancelling the wait aborts
+        all requests for the row. A conversation is never cut."""
+        try:
+            tokens = self._prompts.tokens(row)
+        except RequestError as error:
+            return row.failed(error)
+        if self._parts is None or row.document is None or len(tokens) <= self._fitting:
+            done = row.completed(await self._engine.run(tokens, self._params))
+        else:
+            done = await self._parts.complete(row)
+        if not done.is_final:
+            raise EngineDeadError(f"the engine has failed a row and cannot go on: {done.error}")
+        return done

@@ -1,11 +1,19 @@
-"""Reading the input: text, JSON lines and Parquet files, row by row. A bad row or file becomes an error row."""
+"""Reading the input: text, JSON lines and Parquet files, row by row. A bad row or file becomes an error row.
+
+Text is in UTF-8, or in UTF-16 or UTF-32 with a byte-order mark.
+"""
 
 from __future__ import annotations
 
+import codecs
+import gzip
 import hashlib
+import io
 import json
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,12 +28,24 @@ from rayspec.batch.input_files import (
     file_type,
     find_files,
 )
-from rayspec.batch.plain_text import UndecodableError, decode, lines, opened
+from rayspec.batch.rows import Row
 from rayspec.command.locations import Location, UnreadableFileError, error_detail
 from rayspec.types import InputFileError
 
 _ROWS_PER_READ = 16  # long documents: a batch of rows must stay small
 _DEFAULT_ID_COLUMN = "id"
+
+# The mark of little-endian UTF-32 begins with that of UTF-16.
+_MARKS = (
+    (codecs.BOM_UTF32_LE, "UTF-32"),
+    (codecs.BOM_UTF32_BE, "UTF-32"),
+    (codecs.BOM_UTF16_LE, "UTF-16"),
+    (codecs.BOM_UTF16_BE, "UTF-16"),
+)
+_UTF_8 = "UTF-8"
+_BEGINNING = 4  # bytes that tell the encoding
+
+ByteFile = io.BufferedReader | gzip.GzipFile
 
 
 class EmptyFileError(InputFileError):
@@ -71,37 +91,27 @@ class Columns:
         return [name for name in (self.id or _DEFAULT_ID_COLUMN, self.text, self.messages) if name is not None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Document:
-    """One row of the input: its text or its chat messages, or the reason why it has neither.
-
-    source: the file's name (`InputFile.name`) and the row's number.
-    """
-
-    id: str
-    source: str
-    text: str | None = None
-    messages: Sequence[Mapping[str, str]] | None = None
-    error: InputFileError | None = None
-
-    @property
-    def input_hash(self) -> str | None:
-        """64 bits of the text or messages, in hexadecimal. None for a row that could not be read."""
-        if self.text is None and self.messages is None:
-            return None
-        content = self.text if self.text is not None else json.dumps(self.messages)
-        return hashlib.blake2b(content.encode(errors="surrogatepass"), digest_size=8).hexdigest()
+class UndecodableError(ValueError):
+    """Bytes that are no text in the encoding that they should have."""
 
 
-def read_documents(inputs: Iterable[str], columns: Columns) -> Iterator[Document]:
+def input_row(row_id: str, *, source: str, text: str | None = None, messages: Sequence[Any] | None = None) -> Row:
+    """A row with a text or chat messages, whichever is given."""
+    encoded = json.dumps(messages) if messages is not None else None
+    content = text if text is not None else encoded or ""
+    digest = hashlib.blake2b(content.encode(errors="surrogatepass"), digest_size=8).hexdigest()
+    return Row(id=row_id, source=source, document=text, messages=encoded, input_hash=digest)
+
+
+def read_documents(inputs: Iterable[str], columns: Columns) -> Iterator[Row]:
     """The rows of files, folders and glob patterns, read as they are asked for.
 
     Never raises for what a file holds. Raises ConfigError as `find_files` does.
     """
     check = DuplicateCheck()
     for file in expand(inputs).files:
-        for document in read_file(file.path, columns, name=file.name):
-            yield check(document)
+        for row in read_file(file.path, columns, name=file.name):
+            yield check(row)
 
 
 def expand(inputs: Iterable[str]) -> InputFiles:
@@ -109,7 +119,7 @@ def expand(inputs: Iterable[str]) -> InputFiles:
     return inputs if isinstance(inputs, InputFiles) else find_files(inputs)
 
 
-def read_file(path: str, columns: Columns, *, name: str | None = None) -> Iterator[Document]:
+def read_file(path: str, columns: Columns, *, name: str | None = None) -> Iterator[Row]:
     """The rows of one file. A file that cannot be read, or ends early, yields an error row in place of the rest.
 
     path: a path or URI. name: what rows and errors call the file; its path where None. Raises ConfigError for a URI of
@@ -126,7 +136,7 @@ def read_file(path: str, columns: Columns, *, name: str | None = None) -> Iterat
     try:
         for source, row in reader(location, name, columns):
             num_rows += 1
-            yield _document(row, source, columns)
+            yield _row_of(row, source, columns)
     except (OSError, pa.ArrowException) as error:
         where = f"after {num_rows} rows " if num_rows else ""
         yield _failed(name, UnreadableFileError(f"{name}: could not be read {where}({error_detail(error)})"))
@@ -141,21 +151,18 @@ class DuplicateCheck:
     def __init__(self) -> None:
         self._sources: dict[str, str] = {}
 
-    def __call__(self, document: Document) -> Document:
-        first = self._sources.setdefault(document.id, document.source)
-        if document.error is not None or first == document.source:
-            return document
-        error = duplicate_id(document.id, source=document.source, first=first)
-        return replace(document, text=None, messages=None, error=error)
+    def __call__(self, row: Row) -> Row:
+        first = self._sources.setdefault(row.id, str(row.source))
+        return row if row.error_kind is not None or first == row.source else as_duplicate(row, first)
 
 
-def duplicate_id(row_id: str, *, source: str, first: str) -> DuplicateIdError:
-    """Of the row at `source`, whose id is that of the row at `first`."""
-    return DuplicateIdError(f"{source}: id {row_id!r} is that of {first} too; ids must be unique")
+def as_duplicate(row: Row, first: str | None) -> Row:
+    """The error row of a row whose id is that of the row at `first`."""
+    return row.refused(DuplicateIdError(f"{row.source}: id {row.id!r} is that of {first} too; ids must be unique"))
 
 
-_Row = Mapping[str, Any] | InputFileError
-_Reader = Callable[[Location, str, Columns], Iterator[tuple[str, _Row]]]
+_Fields = Mapping[str, Any] | InputFileError
+_Reader = Callable[[Location, str, Columns], Iterator[tuple[str, _Fields]]]
 
 
 def _reader(location: Location, name: str) -> _Reader:
@@ -171,7 +178,7 @@ def _reader(location: Location, name: str) -> _Reader:
     return partial(_read_text if kind.suffix in TEXT_SUFFIXES else _read_jsonl, is_zipped=kind.is_zipped)
 
 
-def _read_text(location: Location, name: str, columns: Columns, *, is_zipped: bool) -> Iterator[tuple[str, _Row]]:
+def _read_text(location: Location, name: str, columns: Columns, *, is_zipped: bool) -> Iterator[tuple[str, _Fields]]:
     """One document: the whole file."""
     with opened(location, is_zipped=is_zipped) as file:
         content = file.read()
@@ -181,7 +188,7 @@ def _read_text(location: Location, name: str, columns: Columns, *, is_zipped: bo
         yield name, text if isinstance(text, InputFileError) else row
 
 
-def _read_jsonl(location: Location, name: str, _columns: Columns, *, is_zipped: bool) -> Iterator[tuple[str, _Row]]:
+def _read_jsonl(location: Location, name: str, _columns: Columns, *, is_zipped: bool) -> Iterator[tuple[str, _Fields]]:
     number = 0
     try:
         with opened(location, is_zipped=is_zipped) as file:
@@ -194,7 +201,7 @@ def _read_jsonl(location: Location, name: str, _columns: Columns, *, is_zipped: 
         yield source, NotUtf8Error(f"{source}: {error}; convert the file")
 
 
-def _parse_line(line: bytes, source: str) -> _Row:
+def _parse_line(line: bytes, source: str) -> _Fields:
     text = _decode(line, source)
     if isinstance(text, InputFileError):
         return text
@@ -217,7 +224,7 @@ def _is_unicode(row: object) -> bool:
     return True
 
 
-def _read_parquet(location: Location, name: str, columns: Columns) -> Iterator[tuple[str, _Row]]:
+def _read_parquet(location: Location, name: str, columns: Columns) -> Iterator[tuple[str, _Fields]]:
     number = 0
     with location.open() as content, pq.ParquetFile(content) as file:
         wanted = [column for column in columns.names if column in file.schema_arrow.names]
@@ -228,7 +235,7 @@ def _read_parquet(location: Location, name: str, columns: Columns) -> Iterator[t
                 yield source, _parquet_row(batch, index, source)
 
 
-def _parquet_row(batch: pa.RecordBatch, index: int, source: str) -> _Row:
+def _parquet_row(batch: pa.RecordBatch, index: int, source: str) -> _Fields:
     try:
         return {name: batch.column(name)[index].as_py() for name in batch.schema.names}
     except UnicodeDecodeError as error:
@@ -242,23 +249,21 @@ def _decode(content: bytes, source: str) -> str | InputFileError:
         return NotUtf8Error(f"{source}: {error}; convert the file to UTF-8")
 
 
-def _failed(source: str, error: InputFileError, row_id: str | None = None) -> Document:
-    return Document(id=row_id or source, source=source, error=error)
+def _failed(source: str, error: InputFileError, row_id: str | None = None) -> Row:
+    return Row(id=row_id or source, source=source).refused(error)
 
 
-def _document(row: _Row, source: str, columns: Columns) -> Document:
-    if isinstance(row, InputFileError):
-        return _failed(source, row)
+def _row_of(fields: _Fields, source: str, columns: Columns) -> Row:
+    if isinstance(fields, InputFileError):
+        return _failed(source, fields)
+    row_id = None
     try:
-        row_id = _row_id(row, source, columns)
-    except InputFileError as error:
-        return _failed(source, error)
-    try:
-        messages = _messages(row, source, columns)
-        text = _text(row, source, columns) if messages is None else None
+        row_id = _row_id(fields, source, columns)
+        messages = _messages(fields, source, columns)
+        text = _text(fields, source, columns) if messages is None else None
     except InputFileError as error:
         return _failed(source, error, row_id)
-    return Document(id=row_id, source=source, text=text, messages=messages)
+    return input_row(row_id, source=source, text=text, messages=messages)
 
 
 def _row_id(row: Mapping[str, Any], source: str, columns: Columns) -> str:
@@ -302,3 +307,53 @@ def _is_message(value: object) -> bool:
 
 def _present(row: Mapping[str, Any]) -> str:
     return f"the row has {', '.join(map(repr, row)) or 'none that were asked for'}"
+
+
+def decode(content: bytes) -> str:
+    """Without its byte-order mark. Raises UndecodableError."""
+    encoding = _encoding(content)
+    try:
+        return content.removeprefix(codecs.BOM_UTF8).decode(encoding)
+    except UnicodeDecodeError as error:
+        raise UndecodableError(f"not {encoding} at byte {error.start}: {error.reason}") from error
+
+
+def lines(file: ByteFile) -> Iterator[bytes]:
+    """The lines of a file as UTF-8. Raises UndecodableError where UTF-16 or UTF-32 is damaged.
+
+    Lines of a file in UTF-8 come as they are: each may be damaged by itself.
+    """
+    encoding = _encoding(file.peek(_BEGINNING)[:_BEGINNING], may_lack_mark=True)
+    if encoding == _UTF_8:
+        yield from file
+        return
+    try:
+        for line in io.TextIOWrapper(file, encoding=encoding, errors="surrogatepass", newline="\n"):
+            yield line.encode(errors="surrogatepass")
+    except UnicodeDecodeError as error:
+        raise UndecodableError(f"not {encoding}: {error.reason}") from error
+
+
+@contextmanager
+def opened(location: Location, *, is_zipped: bool) -> Iterator[ByteFile]:
+    """The file's content, unzipped. Raises OSError, also where the block reads damaged gzip data."""
+    with location.open() as file:
+        if not is_zipped:
+            yield file
+            return
+        try:
+            with gzip.GzipFile(fileobj=file, mode="rb") as unzipped:
+                yield unzipped
+        except EOFError as error:
+            raise OSError("its gzip data is cut short") from error
+        except zlib.error as error:
+            raise OSError(f"its gzip data is damaged: {error}") from error
+
+
+def _encoding(beginning: bytes, *, may_lack_mark: bool = False) -> str:
+    for mark, encoding in _MARKS:
+        if beginning.startswith(mark):
+            return encoding
+    if b"\0" in beginning[:_BEGINNING] and not may_lack_mark:
+        raise UndecodableError("not UTF-8, but like UTF-16 or UTF-32 without a byte-order mark")
+    return _UTF_8

@@ -10,7 +10,7 @@ from rayspec.command.exit_codes import EXIT_TERMINATED
 
 
 class Drain:
-    """Whether the process has been told to end. The second signal, or the end of the grace period, ends it at once."""
+    """Whether the process has received SIGTERM. The second signal, or the end of the grace period, ends it at once."""
 
     def __init__(self, grace_s: float) -> None:
         self.requested = False

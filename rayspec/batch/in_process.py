@@ -1,14 +1,14 @@
-"""Documents in, result rows out: one engine, in this process."""
+"""Rows of a command: completed by one engine, in this process."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Protocol
 
-from rayspec.batch.documents import Document
-from rayspec.batch.prompts import PromptBuilder
-from rayspec.batch.results import ResultRow
+from rayspec.batch.document_task import PromptBuilder
+from rayspec.batch.rows import Row
 from rayspec.types import Request, RequestError, RequestOutput
 
 
@@ -18,27 +18,32 @@ class Streams(Protocol):
     def stream(self, requests: Iterable[Request]) -> Iterator[RequestOutput]: ...
 
 
-def complete(llm: Streams, documents: Iterable[Document], prompts: PromptBuilder) -> Iterator[ResultRow]:
-    """One row a document, as they finish. Documents are read as the engine has room for them."""
-    names: dict[str, str] = {}
-    failed: deque[ResultRow] = deque()
+def complete(llm: Streams, rows: Iterable[Row], prompts: PromptBuilder) -> Iterator[Row]:
+    """The rows completed, as they finish. Rows are read as the engine has room for them. The results of a command do
+    not say where their rows are."""
+    under_way: dict[str, Row] = {}
+    failed: deque[Row] = deque()
 
     def requests() -> Iterator[Request]:
-        for number, document in enumerate(documents):
-            try:
-                request = prompts.request(str(number), document)
-            except RequestError as error:
-                failed.append(ResultRow.of_error(document.id, error))
+        for number, row in enumerate(rows):
+            placeless = replace(row.without_input(), source=None, input_hash=None)
+            if row.error_kind is not None:
+                failed.append(placeless)
                 continue
-            names[request.request_id] = document.id
+            try:
+                request = prompts.request(str(number), row)
+            except RequestError as error:
+                failed.append(placeless.failed(error))
+                continue
+            under_way[request.request_id] = placeless
             yield request
 
     for output in llm.stream(requests()):
         yield from _drain(failed)
-        yield ResultRow.of_output(names.pop(output.request_id), output)
+        yield under_way.pop(output.request_id).completed(output)
     yield from _drain(failed)
 
 
-def _drain(rows: deque[ResultRow]) -> Iterator[ResultRow]:
+def _drain(rows: deque[Row]) -> Iterator[Row]:
     while rows:
         yield rows.popleft()

@@ -17,24 +17,23 @@ import yaml
 from ray.exceptions import RayError
 
 from rayspec.batch.data import (
-    Arrival,
     Remaining,
-    arrivals,
     complete_dataset,
+    completed_rows,
     dataset_of,
     quieten,
     read_dataset,
     reading,
     remaining_rows,
-    seen_row,
     seen_rows,
 )
-from rayspec.batch.documents import Columns, Document
+from rayspec.batch.documents import Columns
 from rayspec.batch.drain import Drain
 from rayspec.batch.engine_actor import Recipe, call
 from rayspec.batch.progress import showing_progress
 from rayspec.batch.report import PLOT_NAME, RunReport
-from rayspec.batch.results import FileFormat, ResultRow, is_final
+from rayspec.batch.results import FileFormat
+from rayspec.batch.rows import Row
 from rayspec.batch.run_folder import RunFolder
 from rayspec.batch.supervisor import start_supervisor
 from rayspec.batch.survey import Changed, survey
@@ -64,13 +63,13 @@ class Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """The documents of a job: those in the files `inputs`, or else `documents`. refused: rows that failed before they
-    became documents. limit: only so many rows, the first. sample: the share of these that is taken."""
+    """The rows of a job: those in the files `inputs`, or else `rows`. refused: rows that failed before they could be
+    read. limit: only so many rows, the first. sample: the share of these that is taken."""
 
     inputs: Sequence[str] = ()
     columns: Columns = field(default_factory=Columns)
-    documents: Sequence[Document] = ()
-    refused: Sequence[ResultRow] = ()
+    rows: Sequence[Row] = ()
+    refused: Sequence[Row] = ()
     limit: int | None = None
     sample: float | None = None
     references: Mapping[str, str] = field(default_factory=dict)
@@ -87,12 +86,12 @@ class Source:
     def dataset(self) -> ray.data.Dataset:
         """Of all rows, or the first ones."""
         if not self.inputs:
-            return dataset_of(self.documents[: self.limit])
+            return dataset_of(self.rows[: self.limit])
         return read_dataset(self.inputs, self.columns, limit=self.limit)
 
-    def seen(self) -> Iterator[ResultRow]:
-        """What is known of the wanted rows without an engine, in order."""
-        rows = seen_rows(self.dataset()) if self.inputs else map(seen_row, self.documents[: self.limit])
+    def seen(self) -> Iterator[Row]:
+        """The wanted rows without their documents and messages, in order."""
+        rows = seen_rows(self.dataset()) if self.inputs else (row.without_input() for row in self.rows[: self.limit])
         return (row for row in rows if self.share(row.id))
 
 
@@ -106,7 +105,7 @@ class JobTask(Recipe, Protocol):
 
 
 # Writes files of its own from the rows, which it may ask for more than once, into the output folder.
-Export = Callable[[Callable[[], Iterable[ResultRow]], Location], None]
+Export = Callable[[Callable[[], Iterable[Row]], Location], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,9 +211,9 @@ class _Run:
         if failure is not None:
             raise EngineDeadError(str(failure.error))
 
-    def _started(self, loading: Any) -> Generator[Arrival]:
+    def _started(self, loading: Any) -> Generator[Row]:
         """The rows as they come. Ray Data starts its workers while the engine is loading; the first row waits."""
-        with contextlib.closing(arrivals(self._results())) as rows:
+        with contextlib.closing(completed_rows(self._results())) as rows:
             first = list(itertools.islice(rows, 1))
             self._config = call(loading)
             self._folder.location.join(CONFIG_NAME).write(yaml.safe_dump(self._config, sort_keys=False).encode())
@@ -230,29 +229,29 @@ class _Run:
             num_wanted=2 * engine.max_num_seqs * num_replicas,
         )
 
-    def _take_rows(self, rows: Iterator[Arrival]) -> ResultRow | None:
+    def _take_rows(self, rows: Iterator[Row]) -> Row | None:
         """Takes all rows. Once no more are begun, ends when every row that an engine was given is here, and returns a
         row that says why."""
         num_from_engine, num_to_come, failure = 0, None, None
         with showing_progress(self._report.tally, error_console()) as show:
-            for arrival in rows:
-                num_from_engine += arrival.by_engine
-                if is_final(arrival.row):
-                    self._take(arrival.row)
+            for row in rows:
+                num_from_engine += row.is_from_engine
+                if row.is_final:
+                    self._take(row)
                     show()
                 else:
-                    failure, num_to_come = arrival.row, call(self._supervisor.num_given.remote())
+                    failure, num_to_come = row, call(self._supervisor.num_given.remote())
                 if num_from_engine == num_to_come:
                     break
         return failure
 
-    def _refuse(self, rows: Sequence[ResultRow]) -> None:
+    def _refuse(self, rows: Sequence[Row]) -> None:
         """Takes rows that no engine is asked about."""
         self._refused = frozenset((row.id, row.source) for row in rows)
         for row in rows:
             self._take(row)
 
-    def _take(self, row: ResultRow) -> None:
+    def _take(self, row: Row) -> None:
         self._folder.add(row)
         self._report.add(row)
 

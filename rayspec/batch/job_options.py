@@ -57,7 +57,7 @@ def show_report(report: RunReport, output: str) -> None:
     for heading in DOCUMENT_HEADINGS:
         text = heading in {"id", "error"}
         table.add_column(heading, justify="left" if text else "right", no_wrap=text)
-    for cells in report.document_cells():
+    for cells in report.listed:
         table.add_row(*cells)
     console = output_console()
     console.print(table)

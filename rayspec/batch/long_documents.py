@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -18,11 +19,9 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from pydantic import Field, field_validator
 
-from rayspec.batch.documents import Document
-from rayspec.batch.prompts import PromptBuilder, fitting_prompt_tokens
-from rayspec.batch.results import ResultRow
+from rayspec.batch.rows import Row, Usage
 from rayspec.config import Options, SamplingParams
-from rayspec.types import ConfigError, RayspecError, RequestError, RequestMetrics, RequestOutput
+from rayspec.types import ConfigError, RayspecError, RequestError, RequestOutput
 
 Mode = Literal["fail", "truncate", "map-reduce", "refine"]
 
@@ -71,6 +70,11 @@ class LongDocumentOptions(Options):
         if min(budgets, default=1) < 1:
             raise ValueError("each level needs 1 token or more")
         return budgets
+
+    @property
+    def in_parts(self) -> bool:
+        """Documents that do not fit are read in parts."""
+        return self.mode in {"map-reduce", "refine"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,87 +217,6 @@ class Node:
     text: str
     children: tuple[Node, ...] = ()
 
-    def as_dict(self) -> dict[str, Any]:
-        """As plain values, children included."""
-        return asdict(self)
-
-
-@dataclass(slots=True, kw_only=True)
-class Usage:
-    """Of all calls for a document. `decode_s` adds up calls that ran at the same time; the times are None where no
-    call came so far."""
-
-    num_calls: int = 0
-    num_prompt_tokens: int = 0
-    num_output_tokens: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    decode_s: float | None = None
-    arrival_s: float | None = None
-    finished_s: float | None = None
-
-    def add(self, output: RequestOutput) -> None:
-        metrics = output.metrics
-        self.num_calls += 1
-        self.num_prompt_tokens += len(output.prompt_token_ids)
-        self.num_output_tokens += sum(len(completion.token_ids) for completion in output.outputs)
-        self.num_draft_tokens += metrics.num_draft_tokens
-        self.num_accepted_tokens += metrics.num_accepted_tokens
-        if metrics.finished_s is not None:
-            self._add_times(metrics, metrics.finished_s)
-
-    def _add_times(self, metrics: RequestMetrics, finished_s: float) -> None:
-        if metrics.first_token_s is not None:
-            self.decode_s = (self.decode_s or 0.0) + finished_s - metrics.first_token_s
-        self.arrival_s = metrics.arrival_s if self.arrival_s is None else min(self.arrival_s, metrics.arrival_s)
-        self.finished_s = finished_s if self.finished_s is None else max(self.finished_s, finished_s)
-
-    @property
-    def acceptance_rate(self) -> float | None:
-        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
-
-    @property
-    def latency_s(self) -> float | None:
-        """From the first call's arrival to the last one's end."""
-        if self.arrival_s is None or self.finished_s is None:
-            return None
-        return self.finished_s - self.arrival_s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What became of a document.
-
-    roots: the tree of a document read in parts: one node, or, where a part failed, what was finished, in the order of
-    the document. Empty for a document that was run whole. failed_part: which one has the error.
-    """
-
-    usage: Usage
-    text: str | None = None
-    finish_reason: str | None = None
-    error: RayspecError | None = None
-    failed_part: str = ""
-    roots: tuple[Node, ...] = ()
-
-    def row(self, row_id: str) -> ResultRow:
-        """Counts are of all calls."""
-        usage, error = self.usage, self.error
-        where = f"{self.failed_part}: " if self.failed_part else ""
-        return ResultRow(
-            id=row_id,
-            text=self.text,
-            num_prompt_tokens=usage.num_prompt_tokens,
-            num_output_tokens=usage.num_output_tokens,
-            finish_reason="error" if error is not None else self.finish_reason,
-            error_kind=error.kind if error is not None else None,
-            error=f"{where}{error}" if error is not None else None,
-            num_draft_tokens=usage.num_draft_tokens,
-            num_accepted_tokens=usage.num_accepted_tokens,
-            acceptance_rate=usage.acceptance_rate,
-            latency_s=usage.latency_s,
-            decode_s=usage.decode_s,
-        )
-
 
 class Completes(Protocol):
     """What is asked of an AsyncEngine."""
@@ -344,67 +267,61 @@ class _Progress:
             del self.by_start[child.start]
         self.by_start[node.start] = node
 
-    def finished(self) -> Outcome:
+    def finished(self, row: Row) -> Row:
         (root,) = self.nodes
-        return Outcome(usage=self.usage, text=root.text, finish_reason=self.finish_reason, roots=(root,))
+        return replace(self._counted(row), text=root.text, finish_reason=self.finish_reason)
 
-    def failed(self, error: RayspecError, part: str = "") -> Outcome:
-        return Outcome(usage=self.usage, error=error, failed_part=part, roots=self.nodes)
+    def failed(self, row: Row, error: RayspecError, part: str = "") -> Row:
+        return self._counted(row).failed(error, part=part)
+
+    def _counted(self, row: Row) -> Row:
+        tree = [asdict(node) for node in self.nodes]
+        return replace(row.counted(self.usage), tree=json.dumps(tree) if tree else None)
 
 
 class LongDocuments:
-    """Completes documents of any length through one engine.
+    """Completes documents in parts through one engine.
 
-    prompts: makes the prompts of documents that fit, which run as they would without this class; its `params` are those
-    of the answer about a whole document, and its `max_prompt_tokens` does not count here. With a seed, every part has a
-    seed made from it, so that the tree depends on the document, the options and the model only. A conversation is never
-    cut.
+    tokens: of the prompt that a part's text becomes. params: of the answer about a whole document. With a seed, every
+    part has a seed made from it, so that the tree depends on the document, the options and the model only.
     Raises ConfigError for options that cannot work with this context.
     """
 
     def __init__(
-        self, *, engine: Completes, prompts: PromptBuilder, templates: PartTemplates, options: LongDocumentOptions
+        self,
+        *,
+        engine: Completes,
+        tokenizer: Any,
+        tokens: Callable[[str], list[int]],
+        params: SamplingParams,
+        templates: PartTemplates,
+        options: LongDocumentOptions,
     ) -> None:
-        params = prompts.params
         self._engine = engine
-        self._options = options
-        self._templates = templates
-        self._params = params
+        self._tokenizer, self._tokens = tokenizer, tokens
+        self._params, self._templates, self._options = params, templates, options
         self._budgets = options.level_output_tokens or (params.max_tokens,)
-        self._fitting = fitting_prompt_tokens(engine.max_model_len, params)
-        self._whole = replace(prompts, max_prompt_tokens=self._fitting if options.mode == "truncate" else None)
-        self._bare = replace(prompts, template=_TEXT, max_prompt_tokens=None)
         self._max_prompt_tokens = engine.max_model_len - max(*self._budgets, params.max_tokens)
-        if self._in_parts:
-            self._between_tokens = self._num_tokens(_BETWEEN)
-            self._chunk_tokens = self._checked_chunk_tokens()
+        self._between_tokens = self._num_tokens(_BETWEEN)
+        self._chunk_tokens = self._checked_chunk_tokens()
 
-    async def complete(self, document: Document) -> Outcome:
-        """What is wrong with the document is in the outcome. Raises EngineDeadError. Cancelling the wait aborts
-        everything that the document has in the engine."""
-        try:
-            tokens = self._whole.tokens(document)
-        except RequestError as error:
-            return Outcome(usage=Usage(), error=error)
-        if document.text is None or not self._in_parts or len(tokens) <= self._fitting:
-            return _outcome_of_whole(await self._engine.run(tokens, self._params))
-        text = TokenizedText(self._bare.llm.tokenizer, document.text)
+    async def complete(self, row: Row) -> Row:
+        """What is wrong with the document is in the row, and so is its tree: one root, or, where a part failed, what
+        was finished, in the order of the document. Raises EngineDeadError. Cancelling the wait aborts everything that
+        the document has in the engine."""
+        text = TokenizedText(self._tokenizer, row.document or "")
         progress = _Progress()
         try:
             await (self._refine if self._refines else self._map_reduce)(text, progress)
         except _PartFailedError as failure:
-            return progress.failed(failure.error, failure.part)
+            return progress.failed(row, failure.error, failure.part)
         except RequestError as error:
-            return progress.failed(error)
-        return progress.finished()
+            return progress.failed(row, error)
+        return progress.finished(row)
 
     @property
     def _refines(self) -> bool:
         return self._options.mode == "refine"
-
-    @property
-    def _in_parts(self) -> bool:
-        return self._options.mode in {"map-reduce", "refine"}
 
     async def _map_reduce(self, text: TokenizedText, progress: _Progress) -> None:
         chunks, level = self._chunks(text), 1
@@ -554,11 +471,8 @@ class LongDocuments:
     def _overhead(self, template: str) -> int:
         return len(self._tokens(filled(template, text="", number=_ANY_NUMBER, count=_ANY_NUMBER)))
 
-    def _tokens(self, text: str) -> list[int]:
-        return self._bare.tokens(Document(id="", source="", text=text))
-
     def _num_tokens(self, text: str) -> int:
-        return len(self._bare.llm.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _does_not_fit(self, num_tokens: int) -> DoesNotShrinkError:
         return DoesNotShrinkError(
@@ -576,7 +490,7 @@ class LongDocuments:
 
     def _checked_chunk_tokens(self) -> int:
         options, room, limit = self._options, self._chunk_room, self._max_prompt_tokens
-        if not self._bare.llm.tokenizer.is_fast:
+        if not self._tokenizer.is_fast:
             raise ConfigError(f"option 'mode' is {options.mode!r}: it needs a fast tokenizer, which knows where in the "
                               "text its tokens are; use 'truncate'")  # fmt: skip
         chunk = room if options.chunk_tokens is None else options.chunk_tokens
@@ -595,14 +509,3 @@ class LongDocuments:
                 "tokens; lower it or max_tokens, or raise max_model_len"
             )
         return chunk
-
-
-def _outcome_of_whole(output: RequestOutput) -> Outcome:
-    usage, completion = Usage(), output.outputs[0] if output.outputs else None
-    usage.add(output)
-    return Outcome(
-        usage=usage,
-        text=completion.text if completion is not None else None,
-        finish_reason=completion.finish_reason if completion is not None else None,
-        error=output.error,
-    )

@@ -16,6 +16,7 @@ from pydantic import Field
 from ray.exceptions import RayActorError, RayError
 from typing_extensions import Self
 
+from rayspec.batch.data import through_client
 from rayspec.batch.engine_actor import Handler, answer, call
 from rayspec.batch.supervisor import start_supervisor
 from rayspec.command.plain_values import plain_values
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from rayspec.async_engine import AsyncEngine
 
 ERROR_COLUMN = "__inference_error__"
-_CLIENT_CPUS = 0.0  # it only waits; and on one CPU there must be a whole one for Ray Data's own tasks
 _MAX_ROWS_OF_A_BATCH = 16  # Ray Data gives a client no more rows of one block at a time
 _MIN_BATCHES = 8
 _SHUTDOWN_TIMEOUT_S = 15.0
@@ -111,14 +111,12 @@ class Processor:
         """Raises CheckpointError, PlacementError and EngineDeadError when the engine cannot be started."""
         if self._supervisor is None:
             self._supervisor = self._started()
-        num_batches = self._config.num_concurrent_batches
-        pool = ray.data.ActorPoolStrategy(
-            size=1, max_tasks_in_flight_per_actor=num_batches, max_concurrent_calls_per_actor=num_batches
-        )
-        blocks = dataset.repartition(target_num_rows_per_block=self._config.batch_size)
-        client: Any = RowClient  # Ray's annotations do not know of async classes
-        return blocks.map(
-            client, fn_constructor_args=[self._supervisor, self._functions], compute=pool, num_cpus=_CLIENT_CPUS
+        return through_client(
+            dataset,
+            RowClient,
+            [self._supervisor, self._functions],
+            rows_per_block=self._config.batch_size,
+            num_blocks=self._config.num_concurrent_batches,
         )
 
     def _started(self) -> Any:

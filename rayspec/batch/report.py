@@ -13,7 +13,7 @@ from typing import Any
 from markdown_it import MarkdownIt
 
 from rayspec.batch.plots import plot_plans
-from rayspec.batch.results import ResultRow
+from rayspec.batch.rows import Row
 from rayspec.batch.tally import Tally
 from rayspec.demo import exact_lines
 from rayspec.types import EngineStats, PlanRecord
@@ -26,40 +26,26 @@ _STYLE = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowDigest:
-    """What a report says of one row."""
-
-    id: str
-    num_prompt_tokens: int
-    num_output_tokens: int
-    tokens_per_s: float | None
-    acceptance_rate: float | None
-    exact: tuple[int, int] | None
-    error_kind: str | None
-    error: str | None
-
-
 @dataclass(slots=True, kw_only=True)
 class RunReport:
     """Collects rows as they come and writes `report.md` and the picture in the end.
 
-    references: the one right text of a row, by id, where there is one; its lines are compared. Keeps the first rows and
-    an example of every kind of error, not all rows.
+    references: the one right text of a row, by id, where there is one; its lines are compared. listed: the
+    table of the first rows, under DOCUMENT_HEADINGS. examples: an error of every kind.
     """
 
     references: Mapping[str, str] = field(default_factory=dict)
     tally: Tally = field(default_factory=Tally)
-    rows: list[RowDigest] = field(default_factory=list)
+    listed: list[tuple[str, ...]] = field(default_factory=list)
     examples: dict[str, str] = field(default_factory=dict)
     num_exact_lines: int = 0
     num_reference_lines: int = 0
 
-    def add(self, row: ResultRow) -> None:
+    def add(self, row: Row) -> None:
         self.tally.add(row)
         self._list(row)
 
-    def add_earlier(self, num_rows: int, errors: Counter[str], rows: Callable[..., Iterable[ResultRow]]) -> None:
+    def add_earlier(self, num_rows: int, errors: Counter[str], rows: Callable[..., Iterable[Row]]) -> None:
         """Rows of a run before this one, which do not count as this one's speed.
 
         rows: gives them, `with_text` or without. Only as many are read as the report needs.
@@ -68,25 +54,14 @@ class RunReport:
         for row in rows(with_text=True) if self.references else islice(rows(with_text=False), _MAX_LISTED):
             self._list(row)
 
-    def _list(self, row: ResultRow) -> None:
+    def _list(self, row: Row) -> None:
         exact = self._compare(row)
         if row.error_kind is not None:
             self.examples.setdefault(row.error_kind, row.error or "")
-        if len(self.rows) < _MAX_LISTED:
-            self.rows.append(
-                RowDigest(
-                    id=row.id,
-                    num_prompt_tokens=row.num_prompt_tokens,
-                    num_output_tokens=row.num_output_tokens,
-                    tokens_per_s=_rate(row),
-                    acceptance_rate=row.acceptance_rate,
-                    exact=exact,
-                    error_kind=row.error_kind,
-                    error=row.error,
-                )
-            )
+        if len(self.listed) < _MAX_LISTED:
+            self.listed.append(_document_cells(row, exact))
 
-    def _compare(self, row: ResultRow) -> tuple[int, int] | None:
+    def _compare(self, row: Row) -> tuple[int, int] | None:
         reference = self.references.get(row.id)
         if reference is None or row.text is None:
             return None
@@ -146,14 +121,9 @@ class RunReport:
         return ["## Failed rows", _table(("kind", "rows", "for example"), rows)]
 
     def _documents(self) -> list[str]:
-        rows = [_document_cells(row) for row in self.rows]
-        more = self.tally.num_rows - len(rows)
+        more = self.tally.num_rows - len(self.listed)
         note = [f"{more} more rows are in the output file."] if more else []
-        return ["## Documents", _table(DOCUMENT_HEADINGS, rows), *note]
-
-    def document_cells(self) -> Iterable[tuple[str, ...]]:
-        """The table of rows, for a terminal; headings are DOCUMENT_HEADINGS."""
-        return map(_document_cells, self.rows)
+        return ["## Documents", _table(DOCUMENT_HEADINGS, self.listed), *note]
 
 
 DOCUMENT_HEADINGS = ("id", "prompt tokens", "output tokens", "tokens/s", "acceptance", "exact lines", "error")
@@ -171,19 +141,19 @@ def shares(stats: EngineStats) -> dict[str, float | None]:
     return {name: part / total if total else None for name, part in seconds.items()}
 
 
-def _rate(row: ResultRow) -> float | None:
+def _rate(row: Row) -> float | None:
     """Tokens per second after the first one."""
     return (row.num_output_tokens - 1) / row.decode_s if row.decode_s and row.num_output_tokens > 1 else None
 
 
-def _document_cells(row: RowDigest) -> tuple[str, ...]:
+def _document_cells(row: Row, exact: tuple[int, int] | None) -> tuple[str, ...]:
     return (
         row.id,
         str(row.num_prompt_tokens or "-"),
         str(row.num_output_tokens or "-"),
-        _number(row.tokens_per_s),
+        _number(_rate(row)),
         _share(row.acceptance_rate),
-        "-" if row.exact is None else f"{row.exact[0]} of {row.exact[1]}",
+        "-" if exact is None else f"{exact[0]} of {exact[1]}",
         row.error_kind or "",
     )
 

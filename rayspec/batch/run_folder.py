@@ -23,13 +23,14 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from types import TracebackType
 from typing import Any, Final, Literal, NamedTuple, Protocol
 
 from typing_extensions import Self
 
-from rayspec.batch.results import DamagedRowsError, FileFormat, ResultRow, is_final, read_rows, write_rows
+from rayspec.batch.results import DamagedRowsError, FileFormat, read_rows, write_rows
+from rayspec.batch.rows import OUTPUT_COLUMNS, Row
 from rayspec.command.locations import PARTIAL_SUFFIX, Location, UnreadableFileError, error_detail
 from rayspec.types import ConfigError, RayspecError
 
@@ -137,9 +138,9 @@ class RowIndex:
         self._places: dict[tuple[str, str | None], _Place] = {}
         self.done: dict[str, str | None] = {}
 
-    def add(self, row: ResultRow, *, part: int, number: int) -> None:
+    def add(self, row: Row, *, part: int, number: int) -> None:
         """`row` has this number in this part. Parts are numbered in their order."""
-        key, is_done = _key(row), is_final(row)
+        key, is_done = _key(row), row.is_final
         before = self._places.get(key)
         if before is not None and before.is_done and not is_done:
             return
@@ -152,7 +153,7 @@ class RowIndex:
         del self.done[row_id]
         self._places[row_id, None] = self._places[row_id, None]._replace(is_done=False)
 
-    def counts(self, row: ResultRow, *, part: int, number: int) -> bool:
+    def counts(self, row: Row, *, part: int, number: int) -> bool:
         """Whether the row there is the one that counts."""
         place = self._places.get(_key(row))
         return place is not None and place[:2] == (part, number)
@@ -186,7 +187,7 @@ class RowCounts:
         }
 
 
-def _key(row: ResultRow) -> tuple[str, str | None]:
+def _key(row: Row) -> tuple[str, str | None]:
     return row.id, (row.source or "") if row.is_input_error else None
 
 
@@ -252,7 +253,7 @@ class RunFolder:
         self._lock, self._name, self._start_timer = lock, name, start_timer
         self._manifest = replace(before, status="running", sessions=(*before.sessions, _new_session()))
         self._guard = threading.RLock()
-        self._buffer: list[ResultRow] = []
+        self._buffer: list[Row] = []
         self._timer: _Timer | None = None
         self._is_overdue = False
         self._parts = _parts_of(location)
@@ -336,7 +337,7 @@ class RunFolder:
             self._index.reopen(row_id)
             self._is_merged = False
 
-    def add(self, row: ResultRow) -> None:
+    def add(self, row: Row) -> None:
         """Raises OutputError where rows cannot be committed; they are kept, and committed with the next ones."""
         with self._guard:
             self._buffer.append(row)
@@ -363,7 +364,7 @@ class RunFolder:
             self._buffer.clear()
             self._is_overdue = False
 
-    def rows(self, *, with_text: bool = True) -> Iterator[ResultRow]:
+    def rows(self, *, with_text: bool = True) -> Iterator[Row]:
         """The committed rows, each id once. Raises DamagedOutputError."""
         for part, row, number in self._all_rows(with_text=with_text):
             if self._index.counts(row, part=part, number=number):
@@ -454,7 +455,7 @@ class RunFolder:
             if error.errno != errno.ENOSPC or not _rewrite(location, self._manifest.encoded()):
                 raise
 
-    def _all_rows(self, *, with_text: bool) -> Iterator[tuple[int, ResultRow, int]]:
+    def _all_rows(self, *, with_text: bool) -> Iterator[tuple[int, Row, int]]:
         """Number of the part, row, number of the row in it."""
         for part_number, part in enumerate(self._parts):
             number = -1
@@ -463,7 +464,7 @@ class RunFolder:
             if number < 0:
                 raise _damaged(part, "it is empty, which no part is")
 
-    def _rows_of(self, part: Location, *, with_text: bool) -> Iterator[ResultRow]:
+    def _rows_of(self, part: Location, *, with_text: bool) -> Iterator[Row]:
         column = self._manifest.text_column
         try:
             with part.open() as file:
@@ -477,7 +478,7 @@ def _damaged(part: Location, reason: str) -> DamagedOutputError:
 
 
 def _check_text_column(text_column: str) -> None:
-    if text_column in {column.name for column in fields(ResultRow)} - {"text"}:
+    if text_column in set(OUTPUT_COLUMNS) - {"text"}:
         raise ConfigError(f"text_column is {text_column!r}, which is another column of the output: choose another name")
 
 

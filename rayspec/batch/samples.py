@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rayspec.batch.documents import Document
+from rayspec.batch.documents import input_row
+from rayspec.batch.rows import Row
 from rayspec.demo import SampleDocument, python_documents, sample_documents
 
 _REPORT_SENTENCES = (12, 16, 20, 24, 28, 32, 36, 40, 48, 56, 64, 80, 96, 112, 128, 144)
@@ -22,9 +23,9 @@ def bundled_documents() -> list[SampleDocument]:
     return [*reports, *python_documents(_NUM_PYTHON_DOCUMENTS)[::_PYTHON_STEP]]
 
 
-def as_documents(samples: Iterable[SampleDocument]) -> list[Document]:
+def as_rows(samples: Iterable[SampleDocument]) -> list[Row]:
     """As a job takes them."""
-    return [Document(id=sample.id, source=sample.id, text=sample.text) for sample in samples]
+    return [input_row(sample.id, source=sample.id, text=sample.text) for sample in samples]
 
 
 def references(samples: Iterable[SampleDocument]) -> dict[str, str]:

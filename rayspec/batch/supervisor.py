@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
@@ -89,7 +89,7 @@ class EngineSupervisor:
         self._restarts = RestartBudget(max_restarts)
         self._trials = RestartBudget(max_restarts)
         self._delay_s = 0.0
-        self._quarantine = Quarantine()
+        self._quarantine: Quarantine | None = None  # from the first death on
         self._numbers = itertools.count()
         self._engine: Engine | None = None
         self._config: dict[str, Any] = {}
@@ -184,16 +184,23 @@ class EngineSupervisor:
                 self._ensure_starting()
             return
         num_free = None if self._max_rows is None else max(0, self._max_rows - len(self._under_way))
-        for number in self._quarantine.admitted(self._waiting, self._under_way)[:num_free]:
+        for number in self._admitted()[:num_free]:
             turn = self._waiting.pop(number)
             if not turn.done():
                 self._under_way[number] = self._clock()
                 turn.set_result(self._engine)
 
+    def _admitted(self) -> list[int]:
+        """The waiting rows that the engine may get now."""
+        if self._quarantine is None:
+            return list(self._waiting)
+        return self._quarantine.admitted(self._waiting, self._under_way)
+
     def _leave(self, number: int) -> None:
         self._under_way.pop(number, None)
         self._condemned.pop(number, None)
-        self._quarantine.forget(number)
+        if self._quarantine is not None:
+            self._quarantine.forget(number)
         self._dispatch()
 
     # --- engines ---
@@ -208,7 +215,7 @@ class EngineSupervisor:
         lived_s = self._clock() - min(under_way.values(), default=0.0)
         self._watch_s = min(_WATCH_SHARE * lived_s, _LONGEST_WATCH_S) if len(under_way) == 1 else 0.0
         is_evidence = not isinstance(error, NodeLostError)
-        verdict = self._quarantine.died(under_way.keys(), lived_s) if is_evidence else Verdict()
+        verdict = self._died(under_way.keys(), lived_s) if is_evidence else Verdict()
         if verdict.is_guilty and verdict.suspect is not None:
             message = f"engines died of this row, also where it was the only row, the last time so: {error}"
             self._condemned[verdict.suspect] = EngineKilledError(message)
@@ -218,6 +225,11 @@ class EngineSupervisor:
             return
         self._delay_s = delay_s
         logger.warning("%s; another engine gets the %s rows that it had", error, len(under_way))
+
+    def _died(self, under_way: Collection[int], lived_s: float = 0.0) -> Verdict:
+        if self._quarantine is None:
+            self._quarantine = Quarantine()
+        return self._quarantine.died(under_way, lived_s)
 
     def _delay_after_death(self, verdict: Verdict) -> float | None:
         """None: engines died too often."""
@@ -240,7 +252,7 @@ class EngineSupervisor:
             try:
                 self._engine = await self._load_engine()
             except Exception as error:  # noqa: BLE001 - reported to everyone who waits
-                self._quarantine.died(())
+                self._died(())
                 next_delay_s = self._delay_after(error)
             else:
                 break
@@ -262,7 +274,8 @@ class EngineSupervisor:
             engine.end()
             raise
         finally:
-            self._quarantine.idled(self._clock() - started_s)
+            if self._quarantine is not None:
+                self._quarantine.idled(self._clock() - started_s)
         return engine
 
     def _delay_after(self, error: Exception) -> float | None:

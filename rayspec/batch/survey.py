@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from rayspec.batch.documents import duplicate_id
-from rayspec.batch.results import ResultRow
+from rayspec.batch.documents import as_duplicate
+from rayspec.batch.rows import Row
 from rayspec.types import ConfigError
 
 Changed = Literal["keep", "redo", "fail"]
@@ -23,7 +23,7 @@ class Survey:
     rows that are not done."""
 
     sources: dict[str, str | None] = field(default_factory=dict)
-    errors: list[ResultRow] = field(default_factory=list)
+    errors: list[Row] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
     num_left: int = 0
@@ -53,7 +53,7 @@ def check_changed(value: str) -> Changed:
     raise ConfigError(f"option 'changed' is {value!r}: give {', '.join(get_args(Changed))}")
 
 
-def survey(seen: Iterable[ResultRow], done: Mapping[str, str | None], *, is_whole: bool = True) -> Survey:
+def survey(seen: Iterable[Row], done: Mapping[str, str | None], *, is_whole: bool = True) -> Survey:
     """Compares an input with the rows that are done.
 
     seen: the input's rows in order, see `data.seen_rows`. done: input hash by id, None where it is not known. is_whole:
@@ -71,18 +71,13 @@ def survey(seen: Iterable[ResultRow], done: Mapping[str, str | None], *, is_whol
         elif row.source != result.sources[row.id]:
             loser = row
             if row.id in done and row.input_hash == done[row.id] != hashes[row.id]:
-                loser = ResultRow(id=row.id, source=result.sources[row.id])
+                loser = Row(id=row.id, source=result.sources[row.id])
                 hashes[row.id], result.sources[row.id] = row.input_hash, row.source
-            result.errors.append(_duplicate(loser, result.sources[row.id]))
+            result.errors.append(as_duplicate(loser, result.sources[row.id]))
     result.changed = [row_id for row_id, now in hashes.items() if done.get(row_id) not in (None, now)]
     result.absent = [row_id for row_id in done if row_id not in hashes] if is_whole else []
     result.num_left = sum(row_id not in done for row_id in hashes)
     return result
-
-
-def _duplicate(row: ResultRow, first: str | None) -> ResultRow:
-    error = duplicate_id(row.id, source=str(row.source), first=str(first))
-    return ResultRow(id=row.id, source=row.source, finish_reason="error", error_kind=error.kind, error=str(error))
 
 
 def _named(ids: list[str]) -> str:

@@ -6,12 +6,9 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from rayspec.batch.rows import Row
 from rayspec.command.exit_codes import EXIT_FAILED, EXIT_OK, EXIT_SOME_FAILED
-
-if TYPE_CHECKING:
-    from rayspec.batch.results import ResultRow
 
 _MAX_KINDS = 4
 
@@ -39,7 +36,7 @@ class Tally:
         self.num_earlier += num_rows
         self.errors.update(errors)
 
-    def add(self, row: ResultRow) -> None:
+    def add(self, row: Row) -> None:
         self.num_rows += 1
         if row.error_kind is not None:
             self.errors[row.error_kind] += 1

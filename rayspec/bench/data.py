@@ -18,14 +18,13 @@ from typing import Any
 import ray
 
 import rayspec
-from rayspec.batch.data import arrivals, complete_dataset, dataset_of, quieten, reading
-from rayspec.batch.document_task import DocumentTask
-from rayspec.batch.documents import Document
+from rayspec.batch.data import complete_dataset, completed_rows, dataset_of, quieten, reading
+from rayspec.batch.document_task import DocumentTask, PromptBuilder, summary_prompt
+from rayspec.batch.documents import input_row
 from rayspec.batch.engine_actor import call
 from rayspec.batch.in_process import complete
 from rayspec.batch.long_documents import LongDocumentOptions
-from rayspec.batch.prompts import PromptBuilder, summary_prompt
-from rayspec.batch.results import ResultRow
+from rayspec.batch.rows import Row
 from rayspec.batch.supervisor import start_supervisor
 from rayspec.bench.options import BenchOptions
 from rayspec.bench.run import engine_config, model_folder
@@ -115,7 +114,7 @@ def _measured(options: BenchOptions, config: EngineConfig, say: Callable[[str], 
     return {name: each[1:] for name, each in samples.items()}
 
 
-def _documents(prompts: PromptBuilder, options: WorkloadOptions) -> list[Document]:
+def _documents(prompts: PromptBuilder, options: WorkloadOptions) -> list[Row]:
     """The bundled ones as long as fit the context, so that nothing of them is cut; or those of a file."""
     (name,), (context,) = options.inputs, options.contexts
     if name != "demo":
@@ -123,10 +122,10 @@ def _documents(prompts: PromptBuilder, options: WorkloadOptions) -> list[Documen
     whole = replace(prompts, max_prompt_tokens=None)
 
     def num_tokens(task: Task) -> int:
-        return len(whole.tokens(Document(id="", source="demo", text=task.document)))
+        return len(whole.fitting_tokens(task.document))
 
     tasks = fitting_tasks("summary", num_tokens, context=context, num_tasks=options.num_prompts, seed=options.seed)
-    return [Document(id=f"report-{index}", source="demo", text=task.document) for index, task in enumerate(tasks)]
+    return [input_row(f"report-{index}", source="demo", text=task.document) for index, task in enumerate(tasks)]
 
 
 @contextmanager
@@ -148,7 +147,7 @@ class _Bare:
     def __init__(self, llm: rayspec.LLM, prompts: PromptBuilder) -> None:
         self._llm, self._prompts = llm, prompts
 
-    def run(self, documents: Sequence[Document]) -> DataSample:
+    def run(self, documents: Sequence[Row]) -> DataSample:
         watch = _Watch()
         for row in complete(self._llm, documents, self._prompts):
             watch.take(row)
@@ -161,12 +160,12 @@ class _RayData:
     def __init__(self, engine: Any, num_wanted: int) -> None:
         self._engine, self._num_wanted = engine, num_wanted
 
-    def run(self, documents: Sequence[Document]) -> DataSample:
+    def run(self, documents: Sequence[Row]) -> DataSample:
         watch = _Watch()
         dataset = complete_dataset(dataset_of(documents), self._engine, num_wanted=self._num_wanted)
-        with closing(arrivals(dataset)) as rows:
-            for arrival in rows:
-                watch.take(arrival.row)
+        with closing(completed_rows(dataset)) as rows:
+            for row in rows:
+                watch.take(row)
         return watch.sample()
 
 
@@ -179,7 +178,7 @@ class _Watch:
         self._num_tokens = 0
         self._texts: dict[str, str | None] = {}
 
-    def take(self, row: ResultRow) -> None:
+    def take(self, row: Row) -> None:
         if row.error_kind is not None:
             raise ConfigError(f"row {row.id!r} failed, and only rows that succeed can be measured: {row.error}")
         if self._first_s is None:

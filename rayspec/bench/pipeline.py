@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 import rayspec
-from rayspec.batch.prompts import summary_prompt
+from rayspec.batch.document_task import summary_prompt
 from rayspec.bench.options import BenchOptions
 from rayspec.bench.pipeline_result import Case, HopTimes, PipelineRun, Stretch, pipeline_rows
 from rayspec.bench.result import BASELINE

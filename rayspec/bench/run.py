@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 import rayspec
 from rayspec import demo
-from rayspec.batch.prompts import summary_prompt
+from rayspec.batch.document_task import summary_prompt
 from rayspec.bench.clock import measured
 from rayspec.bench.contenders import Contender, Ours, next_piece
 from rayspec.bench.hf import HfGenerate

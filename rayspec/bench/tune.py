@@ -12,7 +12,7 @@ import msgspec
 from rich.table import Table
 
 import rayspec
-from rayspec.batch.prompts import summary_prompt
+from rayspec.batch.document_task import summary_prompt
 from rayspec.bench.run import model_folder
 from rayspec.bench.workloads import WorkloadOptions, make_workloads
 from rayspec.command.loading import load_llm

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import rayspec
 from rayspec import demo
-from rayspec.batch.documents import Columns, Document, read_documents
-from rayspec.batch.prompts import PromptBuilder
+from rayspec.batch.document_task import PromptBuilder
+from rayspec.batch.documents import Columns, read_documents
+from rayspec.batch.rows import Row
 from rayspec.bench.spec_bench import is_question_file, read_questions
 from rayspec.config import SamplingParams
 from rayspec.demo import Task
-from rayspec.types import ConfigError
+from rayspec.types import ConfigError, InputFileError
 
 _TOKENS_PER_UNIT = 15
 _MIN_SIZE = 2
@@ -155,12 +156,12 @@ def fitting_tasks(
         size = max(_MIN_SIZE, min(size - 1, size * context // longest))
 
 
-def file_documents(name: str, num_documents: int) -> list[Document]:
+def file_documents(name: str, num_documents: int) -> list[Row]:
     """The first ones of a file, folder or pattern. Raises what is wrong with any."""
     documents = list(itertools.islice(read_documents([name], Columns()), num_documents))
     for document in documents:
         if document.error is not None:
-            raise document.error
+            raise InputFileError(document.error)
     return documents
 
 
@@ -174,8 +175,7 @@ def _task_encoder(llm: rayspec.LLM) -> Callable[[Task], list[int]]:
 
 def _text_encoder(llm: rayspec.LLM) -> Callable[[str], list[int]]:
     """As a user's message, where the tokenizer has a chat template."""
-    builder = PromptBuilder(llm=llm, params=SamplingParams())
-    return lambda text: builder.tokens(Document(id="", source="", text=text))
+    return PromptBuilder(llm=llm, params=SamplingParams()).fitting_tokens
 
 
 def _of_input(llm: rayspec.LLM, name: str, context: int, options: WorkloadOptions, template: str) -> Iterator[Workload]:

@@ -1,4 +1,4 @@
-"""What is wrong with a request, and how HTTP tells it."""
+"""Errors of requests, and their form in HTTP."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class ApiError:
 
     @classmethod
     def of(cls, error: RayspecError) -> ApiError:
-        """400 for what the request is to blame for, 500 for what failed on it, 503 for an engine that is gone. What is
-        wrong with the server itself is not told to its clients."""
+        """400 for an invalid request, 500 for a request that made the model fail, 503 for an engine that is gone.
+        Errors of the server itself are hidden from clients."""
         if not isinstance(error, RequestError):
             message = "The engine cannot serve this request now. Please try again later."
             return cls(status=503, message=message, type="server_error", param=None, code=error.kind)

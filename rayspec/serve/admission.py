@@ -1,16 +1,26 @@
-"""How many requests an endpoint takes at once. The others get 429 at once, instead of a wait without end."""
+"""What a request passes before it comes to a route: limits, hosts, origins, keys."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rayspec.openai.errors import ApiError
-from rayspec.serve.replies import BUSY, Refused
+from rayspec.serve.access import ApiKeys, allowed_host, allowed_origin
+from rayspec.serve.replies import BUSY, ENDING, UNAUTHORIZED, WRONG_HOST, WRONG_ORIGIN, Refused, Reply
+
+_REQUEST_HEADERS = ("authorization", "content-type", "x-request-id")
+_RESPONSE_HEADERS = ("retry-after", "x-request-id")
 
 
 class Admission:
-    """Counts what is under way. most: how much may be before the next is refused; None: no limit.
+    """Counts the requests under way. most: how many may be before the next is refused with 429; None: no limit.
 
     A request is admitted while less than `most` is under way, whatever the request itself weighs: so a large request is
     refused no more often than a small one.
@@ -30,3 +40,77 @@ class Admission:
             yield
         finally:
             self.under_way -= weight
+
+
+@dataclass(slots=True, kw_only=True)
+class Entry:
+    """Who may enter. hosts: names by which the endpoint may be called, see `allowed_host`. origins: of pages that may
+    make models work, see `allowed_origin`. posts: requests that make models work; they alone can be too many. draining:
+    nobody may enter any more."""
+
+    keys: ApiKeys
+    hosts: Collection[str]
+    origins: Collection[str]
+    posts: Admission
+    others: Admission = field(default_factory=Admission)
+    draining: bool = False
+
+    @property
+    def num_under_way(self) -> int:
+        return self.posts.under_way + self.others.under_way
+
+    def refusal(self, headers: Headers, *, costs: bool, needs_key: bool) -> Response | None:
+        if not allowed_host(headers.get("host"), self.hosts):
+            return error_response(WRONG_HOST)
+        if costs and not allowed_origin(headers, self.origins):
+            return error_response(WRONG_ORIGIN)
+        if needs_key and not self.keys.admit(headers.get("authorization")):
+            return error_response(UNAUTHORIZED, {"www-authenticate": "Bearer"})
+        return error_response(ENDING) if self.draining else None
+
+
+class AdmissionControl:
+    """ASGI middleware: what may not enter is answered here. open_paths: need no key."""
+
+    def __init__(self, app: ASGIApp, *, entry: Entry, open_paths: Collection[str]) -> None:
+        self._app, self._entry, self._open_paths = app, entry, open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        costs, needs_key = scope["method"] == "POST", scope["path"] not in self._open_paths
+        try:
+            with (self._entry.posts if costs else self._entry.others).admit():
+                refusal = self._entry.refusal(Headers(scope=scope), costs=costs, needs_key=needs_key)
+                await (refusal or self._app)(scope, receive, send)
+        except Refused as refused:
+            await error_response(refused.error)(scope, receive, send)
+
+
+class Cors(CORSMiddleware):
+    """Lets web pages of these origins use the endpoint; to browsers, the others may not."""
+
+    def __init__(self, app: ASGIApp, *, origins: Sequence[str]) -> None:
+        super().__init__(
+            app,
+            allow_origins=origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=_REQUEST_HEADERS,
+            expose_headers=_RESPONSE_HEADERS,
+        )
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        response = super().preflight_response(request_headers)
+        return response if response.status_code == 200 else error_response(WRONG_ORIGIN, {"vary": "Origin"})
+
+
+def error_response(error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
+    return response_of(Reply.failed(error), headers)
+
+
+def response_of(reply: Reply, headers: Mapping[str, str] | None = None) -> Response:
+    waits = {} if reply.retry_after_s is None else {"retry-after": str(reply.retry_after_s)}
+    return Response(
+        reply.body, status_code=reply.status, media_type="application/json", headers={**waits, **(headers or {})}
+    )

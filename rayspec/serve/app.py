@@ -13,8 +13,7 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig
 
 from rayspec.pipeline.placement import wants_gpu
-from rayspec.serve.auth import ApiKeys
-from rayspec.serve.hosts import ANY
+from rayspec.serve.access import ANY, ApiKeys
 from rayspec.serve.ingress import Ingress, IngressSettings, ModelSettings
 from rayspec.serve.model_server import ModelServer
 from rayspec.serve.options import DeploymentOptions, LLMConfig, ServeOptions, serve_options

@@ -1,4 +1,4 @@
-"""Calls of the ingress to a model, with a deadline, and what becomes of those that Serve cannot carry out."""
+"""Calls of the ingress to a model, with a deadline; failures of Serve become errors for the client."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Deadline:
         return await asyncio.wait_for(awaitable, max(0.0, self._end_s - time.monotonic()))
 
     def failure(self, error: BaseException) -> ApiError:
-        """What the client is told of a call that was not carried out."""
+        """The error for the client of a call that failed."""
         if isinstance(error, BackPressureError):
             return BUSY
         if isinstance(error, asyncio.TimeoutError):

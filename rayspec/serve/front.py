@@ -19,7 +19,7 @@ from ray.util.metrics import Counter
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rayspec.serve.door import error_response
+from rayspec.serve.admission import error_response
 from rayspec.serve.http_connection import connections
 from rayspec.serve.replies import MALFORMED
 

@@ -31,12 +31,11 @@ from rayspec.openai.tokenizing import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from rayspec.serve.admission import Admission
-from rayspec.serve.auth import ApiKeys
+from rayspec.serve.access import ApiKeys
+from rayspec.serve.admission import Admission, AdmissionControl, Cors, Entry, error_response, response_of
 from rayspec.serve.bodies import read_body
 from rayspec.serve.calls import Relay, call, fetch
 from rayspec.serve.description import answers, body, describe, errors
-from rayspec.serve.door import Cors, Door, Entry, error_response, response_of
 from rayspec.serve.replies import BUSY, INTERNAL, OVERRUN, STARTING, Refused, Reply, invalid, unable
 from rayspec.serve.scrape import CONTENT_TYPE, scrape
 from rayspec.serve.status import EndpointStatus
@@ -175,7 +174,7 @@ def build_app(ingress: Ingress) -> FastAPI:
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_failure)
-    app.add_middleware(Door, entry=ingress.entry, open_paths=open_paths)
+    app.add_middleware(AdmissionControl, entry=ingress.entry, open_paths=open_paths)
     if settings.cors:
         app.add_middleware(Cors, origins=settings.cors)
     describe(app, open_paths=open_paths, has_keys=bool(settings.keys.digests))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Literal, get_args
 
 Kind = Literal["counter", "gauge", "histogram"]
 
@@ -26,13 +27,13 @@ _REQUEST_S = (
 _NUM_TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class MetricSpec:
     """One metric. label: what tells its series apart besides COMMON_LABELS, if anything. boundaries: upper ends of a
     histogram's buckets, in the metric's unit."""
 
-    name: str
     kind: Kind
+    name: str
     unit: str
     meaning: str
     label: str = ""
@@ -48,176 +49,112 @@ class MetricSpec:
         return f"ray_{self.name}_total" if self.kind == "counter" else f"ray_{self.name}"
 
 
+_counter, _gauge, _histogram = (partial(MetricSpec, kind) for kind in get_args(Kind))
+
 METRICS = (
     # The load at this moment.
-    MetricSpec(
-        name="rayspec_num_requests_running",
-        kind="gauge",
-        unit="sequences",
-        meaning="Sequences being computed.",
-    ),
-    MetricSpec(
-        name="rayspec_num_requests_waiting", kind="gauge", unit="sequences", meaning="Sequences that wait for room."
-    ),
-    MetricSpec(
-        name="rayspec_kv_cache_usage_perc", kind="gauge", unit="share", meaning="KV arena in use; 1 means all of it."
-    ),
+    _gauge("rayspec_num_requests_running", "sequences", "Sequences being computed."),
+    _gauge("rayspec_num_requests_waiting", "sequences", "Sequences that wait for room."),
+    _gauge("rayspec_kv_cache_usage_perc", "share", "KV arena in use; 1 means all of it."),
     # What the engine has done.
-    MetricSpec(
-        name="rayspec_prompt_tokens", kind="counter", unit="tokens", meaning="Prompt tokens of the requests taken."
+    _counter("rayspec_prompt_tokens", "tokens", "Prompt tokens of the requests taken."),
+    _counter("rayspec_generation_tokens", "tokens", "Tokens generated."),
+    _counter(
+        "rayspec_num_preemptions",
+        "sequences",
+        "Sequences that lost their place in the KV arena and are computed again.",
     ),
-    MetricSpec(name="rayspec_generation_tokens", kind="counter", unit="tokens", meaning="Tokens generated."),
-    MetricSpec(
-        name="rayspec_num_preemptions",
-        kind="counter",
-        unit="sequences",
-        meaning="Sequences that lost their place in the KV arena and are computed again.",
+    _counter(
+        "rayspec_replays", "times", "How often the model's processes were brought back and all sequences replayed."
     ),
-    MetricSpec(
-        name="rayspec_replays",
-        kind="counter",
-        unit="times",
-        meaning="How often the model's processes were brought back and all sequences replayed.",
-    ),
-    MetricSpec(
-        name="rayspec_engine_time_seconds",
-        kind="counter",
-        unit="seconds",
-        label="phase",
-        meaning="Time of the engine by phase: prefill, draft, verify, optimise (plan search) and total. In a "
+    _counter(
+        "rayspec_engine_time_seconds",
+        "seconds",
+        "Time of the engine by phase: prefill, draft, verify, optimise (plan search) and total. In a "
         "pipeline, drafts and verifies that overlap add up.",
+        label="phase",
     ),
     # Speculation.
-    MetricSpec(
-        name="rayspec_spec_decode_num_drafts", kind="counter", unit="rounds", meaning="Rounds that verified a draft."
-    ),
-    MetricSpec(name="rayspec_spec_decode_num_draft_tokens", kind="counter", unit="tokens", meaning="Tokens drafted."),
-    MetricSpec(
-        name="rayspec_spec_decode_num_accepted_tokens", kind="counter", unit="tokens", meaning="Draft tokens accepted."
-    ),
-    MetricSpec(
-        name="rayspec_spec_decode_num_accepted_tokens_per_pos",
-        kind="counter",
-        unit="tokens",
+    _counter("rayspec_spec_decode_num_drafts", "rounds", "Rounds that verified a draft."),
+    _counter("rayspec_spec_decode_num_draft_tokens", "tokens", "Tokens drafted."),
+    _counter("rayspec_spec_decode_num_accepted_tokens", "tokens", "Draft tokens accepted."),
+    _counter(
+        "rayspec_spec_decode_num_accepted_tokens_per_pos",
+        "tokens",
+        "Draft tokens accepted, by their position in the draft; 0 is the first.",
         label="position",
-        meaning="Draft tokens accepted, by their position in the draft; 0 is the first.",
     ),
-    MetricSpec(
-        name="rayspec_num_plain_rounds", kind="counter", unit="rounds", meaning="Rounds of a sequence without a draft."
-    ),
+    _counter("rayspec_num_plain_rounds", "rounds", "Rounds of a sequence without a draft."),
     # Requests, when they end.
-    MetricSpec(
-        name="rayspec_request_success",
-        kind="counter",
-        unit="requests",
+    _counter(
+        "rayspec_request_success",
+        "requests",
+        "Requests that ended without an error: stop, length, or abort (the client left).",
         label="finished_reason",
-        meaning="Requests that ended without an error: stop, length, or abort (the client left).",
     ),
-    MetricSpec(
-        name="rayspec_request_errors",
-        kind="counter",
-        unit="requests",
-        label="kind",
-        meaning="Requests that ended with an error, by its kind.",
-    ),
-    MetricSpec(
-        name="rayspec_time_to_first_token_seconds",
-        kind="histogram",
-        unit="seconds",
+    _counter("rayspec_request_errors", "requests", "Requests that ended with an error, by its kind.", label="kind"),
+    _histogram(
+        "rayspec_time_to_first_token_seconds",
+        "seconds",
+        "From the arrival of a request at the engine to its first token.",
         boundaries=_FIRST_TOKEN_S,
-        meaning="From the arrival of a request at the engine to its first token.",
     ),
-    MetricSpec(
-        name="rayspec_inter_token_latency_seconds",
-        kind="histogram",
-        unit="seconds",
+    _histogram(
+        "rayspec_inter_token_latency_seconds",
+        "seconds",
+        "Between two pieces of a streamed text, as they were taken; a piece holds all tokens of a round.",
         boundaries=_TOKEN_S,
-        meaning="Between two pieces of a streamed text, as they were taken; a piece holds all tokens of a round.",
     ),
-    MetricSpec(
-        name="rayspec_request_time_per_output_token_seconds",
-        kind="histogram",
-        unit="seconds",
+    _histogram(
+        "rayspec_request_time_per_output_token_seconds",
+        "seconds",
+        "From the first token to the end, a token of the longest text of the request.",
         boundaries=_TOKEN_S,
-        meaning="From the first token to the end, a token of the longest text of the request.",
     ),
-    MetricSpec(
-        name="rayspec_e2e_request_latency_seconds",
-        kind="histogram",
-        unit="seconds",
+    _histogram(
+        "rayspec_e2e_request_latency_seconds",
+        "seconds",
+        "From the arrival of a request at the engine to its end.",
         boundaries=_REQUEST_S,
-        meaning="From the arrival of a request at the engine to its end.",
     ),
-    MetricSpec(
-        name="rayspec_request_prompt_tokens",
-        kind="histogram",
-        unit="tokens",
+    _histogram("rayspec_request_prompt_tokens", "tokens", "Prompt tokens of a request.", boundaries=_NUM_TOKENS),
+    _histogram(
+        "rayspec_request_generation_tokens",
+        "tokens",
+        "Tokens generated for a request, all its texts together.",
         boundaries=_NUM_TOKENS,
-        meaning="Prompt tokens of a request.",
-    ),
-    MetricSpec(
-        name="rayspec_request_generation_tokens",
-        kind="histogram",
-        unit="tokens",
-        boundaries=_NUM_TOKENS,
-        meaning="Tokens generated for a request, all its texts together.",
     ),
     # The plan in force and its gate. Nothing is exported where the strategy makes no plans.
-    MetricSpec(
-        name="rayspec_plan_num_draft_tokens",
-        kind="gauge",
-        unit="tokens",
-        meaning="Most tokens of a draft; 0: the plan is not to draft.",
+    _gauge("rayspec_plan_num_draft_tokens", "tokens", "Most tokens of a draft; 0: the plan is not to draft."),
+    _gauge(
+        "rayspec_plan_skipped_share", "share", "Sublayers of a kind (attention, mlp) that drafts skip.", label="kind"
     ),
-    MetricSpec(
-        name="rayspec_plan_skipped_share",
-        kind="gauge",
-        unit="share",
-        label="kind",
-        meaning="Sublayers of a kind (attention, mlp) that drafts skip.",
+    _gauge(
+        "rayspec_plan_estimated_acceptance_rate",
+        "share",
+        "Draft tokens that were expected to be accepted when the plan was chosen.",
     ),
-    MetricSpec(
-        name="rayspec_plan_estimated_acceptance_rate",
-        kind="gauge",
-        unit="share",
-        meaning="Draft tokens that were expected to be accepted when the plan was chosen.",
+    _gauge(
+        "rayspec_plan_predicted_tokens_per_second", "tokens per second", "Speed of one sequence that the plan promised."
     ),
-    MetricSpec(
-        name="rayspec_plan_predicted_tokens_per_second",
-        kind="gauge",
-        unit="tokens per second",
-        meaning="Speed of one sequence that the plan promised.",
+    _gauge(
+        "rayspec_plan_plain_tokens_per_second",
+        "tokens per second",
+        "Speed of one sequence that was predicted without a draft.",
     ),
-    MetricSpec(
-        name="rayspec_plan_plain_tokens_per_second",
-        kind="gauge",
-        unit="tokens per second",
-        meaning="Speed of one sequence that was predicted without a draft.",
+    _gauge(
+        "rayspec_plan_measured_tokens_per_second",
+        "tokens per second",
+        "Speed of one sequence under the plan so far; 0 until it has been used.",
     ),
-    MetricSpec(
-        name="rayspec_plan_measured_tokens_per_second",
-        kind="gauge",
-        unit="tokens per second",
-        meaning="Speed of one sequence under the plan so far; 0 until it has been used.",
-    ),
-    MetricSpec(
-        name="rayspec_gate_open",
-        kind="gauge",
-        unit="0 or 1",
-        meaning="1 while drafting is what pays; nothing where the strategy has no gate.",
-    ),
-    MetricSpec(
-        name="rayspec_gate_info",
-        kind="gauge",
-        unit="0 or 1",
+    _gauge("rayspec_gate_open", "0 or 1", "1 while drafting is what pays; nothing where the strategy has no gate."),
+    _gauge(
+        "rayspec_gate_info",
+        "0 or 1",
+        "1 for what the gate says now, numbers left out; 0 for what it said before.",
         label="reason",
-        meaning="1 for what the gate says now, numbers left out; 0 for what it said before.",
     ),
-    MetricSpec(
-        name="rayspec_stage_idle_share",
-        kind="gauge",
-        unit="share",
-        label="stage",
-        meaning="Time in which a pipeline stage had nothing to do, lately.",
+    _gauge(
+        "rayspec_stage_idle_share", "share", "Time in which a pipeline stage had nothing to do, lately.", label="stage"
     ),
 )

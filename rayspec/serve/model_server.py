@@ -61,18 +61,19 @@ class ModelServer:
         if engine.parallel is None:
             # Ray sets OMP_NUM_THREADS to the replica's num_cpus, a reservation and not what the engine should use.
             engine = engine.replace(num_threads=engine.num_threads or os.cpu_count() or 1)
-        self._engine = AsyncEngine(load_llm(engine))
-        self._answers: AsyncEngine | MeteredEngine = self._engine
+        llm = load_llm(engine)
+        if config.log_engine_metrics:
+            metrics = EngineMetrics.to_ray(model=self._served[0], replica=_own_id())
+            self._engine: AsyncEngine = MeteredEngine(llm, metrics)
+            self._keep(keep_updated(metrics, self._engine))
+        else:
+            self._engine = AsyncEngine(llm)
         self._num_sublayers = 2 * num_layers(load_config(self._engine.llm.config))
         self._heartbeat = Heartbeat(self._engine.ping)
         self._rates = RecentRates()
         self._created = int(time.time())
         self._keep(self._sample())
         self._keep(self._heartbeat.keep())
-        if config.log_engine_metrics:
-            metrics = EngineMetrics.to_ray(model=self._served[0], replica=_own_id())
-            self._answers = MeteredEngine(self._engine, metrics)
-            self._keep(keep_updated(metrics, self._engine))
 
     async def respond(self, request: Request, name: str) -> Reply:
         """The whole answer. name: what its id ends in."""
@@ -96,7 +97,7 @@ class ModelServer:
         first. What goes wrong later is an event too. Closing it ends the request."""
         created = int(time.time())
         begun = False
-        async with aclosing(stream(request, self._answers, self._served, name=name, created=created)) as chunks:
+        async with aclosing(stream(request, self._engine, self._served, name=name, created=created)) as chunks:
             try:
                 async for chunk in chunks:
                     yield event(chunk) if begun else Reply(status=200, body=event(chunk))
@@ -147,7 +148,7 @@ class ModelServer:
         return "no answer" if self._heartbeat.silent_s > self._engine_timeout_s else "ready"
 
     async def _respond(self, request: Request, name: str) -> Response:
-        return await respond(request, self._answers, self._served, name=name, created=int(time.time()))
+        return await respond(request, self._engine, self._served, name=name, created=int(time.time()))
 
     def _tokenize(self, request: TokenizeRequest | DetokenizeRequest) -> bytes:
         if isinstance(request, TokenizeRequest):
@@ -176,7 +177,7 @@ def _own_id() -> str:
 
 
 def _failure(error: Exception, name: str) -> ApiError:
-    """As the client is told; what it is not to blame for is logged."""
+    """For the client. An error that is not the client's fault is logged."""
     if isinstance(error, RequestError):
         return ApiError.of(error)
     _logger.error("request %s failed", name, exc_info=error)

@@ -1,4 +1,4 @@
-"""An endpoint on this machine, from its start until it is told to end."""
+"""An endpoint on this machine, from its start until SIGTERM or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ray.serve.handle import DeploymentHandle
 from rayspec.command.terminal import exit_on_sigterm
 from rayspec.model.weights import load_config
 from rayspec.pipeline.session import ray_session
+from rayspec.serve.access import ANY, is_loopback
 from rayspec.serve.app import bind_models, ingress_settings
 from rayspec.serve.front import http_server
-from rayspec.serve.hosts import ANY, is_loopback
 from rayspec.serve.ingress import Ingress, build_app
 from rayspec.serve.options import ServeOptions
 from rayspec.types import ConfigError, RayspecError

@@ -73,7 +73,7 @@ class Sightings:
             self.replicas[name] = _Sighting()
 
     def passed(self, seconds: float) -> None:
-        """Time, in which none of the known replicas answered but those of which `answered` was told since."""
+        """Time, in which no known replica answered, except those for which `answered` is called later."""
         for sighting in self.replicas.values():
             sighting.silent_s += min(seconds, 2 * PERIOD_S)
 
@@ -158,7 +158,7 @@ class Watch:
             start_s = self._clock()
             try:
                 await self.look()
-            except Exception as error:  # noqa: BLE001 - told, and tried again
+            except Exception as error:  # noqa: BLE001 - logged, and tried again
                 logger.warning("the replicas cannot be watched now: %s", _first_line(error))
             await asyncio.sleep(PERIOD_S)
             for sightings in self.sightings.values():

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from rayspec.batch.batch_task import BatchFiles, BatchTask, batch_row, read_requests
-from rayspec.batch.documents import Document
-from rayspec.batch.results import ResultRow
+from rayspec.batch.batch_task import BatchFiles, BatchTask, answered, read_requests
+from rayspec.batch.documents import input_row
+from rayspec.batch.rows import Row
 from rayspec.command.locations import Location
 from rayspec.command.settings import make_settings
 from rayspec.openai.batch import BatchLine
@@ -30,7 +30,7 @@ def test_a_file_becomes_documents_and_rows_that_failed_with_ids_that_stay(tmp_pa
     path = tmp_path / "batch.jsonl"
     path.write_bytes(b"\n".join([line_of("a"), b"no json", line_of("b"), line_of("a")]))
     documents, refused = read_requests(str(path))
-    lines = [BatchLine(**json.loads(document.text or "")) for document in documents]
+    lines = [BatchLine(**json.loads(document.document or "")) for document in documents]
     assert [line.custom_id for line in lines] == ["a", "b"]
     assert [document.id for document in documents] == [line.result(200, {}).id for line in lines]
     assert [(row.error_kind, row.num_output_tokens) for row in refused] == [
@@ -46,14 +46,14 @@ def test_a_file_that_cannot_be_read_is_told_by_name(tmp_path: Path) -> None:
 
 
 def test_answers_and_failures_go_to_their_files(tmp_path: Path) -> None:
+    asked = input_row("x", source="x", text=json.dumps({"custom_id": "c"}))
     line = BatchLine(digest="d", custom_id="a", url="/v1/completions", body={})
     usage = {"usage": {"prompt_tokens": 5, "completion_tokens": 7}}
-    good = batch_row(line.result(200, usage), source="f")
-    bad = batch_row(line.result(400, {"error": {"code": None, "type": "invalid_request_error"}}), source="f")
-    gone = ResultRow(id="x", finish_reason="error", error_kind="stage_lost", error="gone")
+    good = answered(asked, line.result(200, usage))
+    bad = answered(asked, line.result(400, {"error": {"code": None, "type": "invalid_request_error"}}))
+    gone = Row(id="x", finish_reason="error", error_kind="stage_lost", error="gone")
     assert (good.num_prompt_tokens, good.num_output_tokens, good.finish_reason, good.error_kind) == (5, 7, "stop", None)
     assert (bad.num_prompt_tokens, bad.finish_reason, bad.error_kind) == (0, "error", "invalid_request_error")
-    asked = Document(id="x", source="x", text=json.dumps({"custom_id": "c"}))
     BatchFiles([asked])(lambda: iter([bad, good, gone]), Location.parse(str(tmp_path)))
     (answer,) = (tmp_path / "output.jsonl").read_text(encoding="utf-8").splitlines()
     failure, unanswered = (tmp_path / "errors.jsonl").read_text(encoding="utf-8").splitlines()

@@ -7,6 +7,7 @@ import json
 import operator
 import threading
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,19 +19,18 @@ from rayspec.batch import data
 from rayspec.batch.data import (
     _READER_THREADS,
     Remaining,
-    arrivals,
     complete_dataset,
+    completed_rows,
     dataset_of,
     read_dataset,
     reader_threads,
     reading,
     remaining_rows,
-    seen_row,
     seen_rows,
 )
-from rayspec.batch.documents import Columns, Document
+from rayspec.batch.documents import Columns, input_row
 from rayspec.batch.quarantine import EngineKilledError
-from rayspec.batch.results import ResultRow
+from rayspec.batch.rows import Row
 from rayspec.batch.supervisor import DrainingError
 from rayspec.decode.engine_loop import EngineDeadError
 
@@ -49,15 +49,15 @@ class Echo:
         self.num_inside = 0
         self.enough = asyncio.Event()
 
-    async def handle(self, document: Document) -> ResultRow:
-        if document.text == "late":
+    async def handle(self, document: Row) -> Row:
+        if document.document == "late":
             raise DrainingError("the job was told to end")
         self.num_inside += 1
         if self.num_inside >= self.num_together:
             self.enough.set()
         await asyncio.wait_for(self.enough.wait(), timeout=30)
         self.num_inside -= 1
-        return ResultRow(id=document.id, text=document.text, num_output_tokens=3, acceptance_rate=None)
+        return replace(document.without_input(), text=document.document, num_output_tokens=3)
 
 
 def echo(num_together: int = 1) -> Any:
@@ -70,10 +70,10 @@ def test_rows_pass_through_the_engine_together_and_bad_ones_around_it(tmp_path: 
     (tmp_path / "b.txt").write_text("a text", encoding="utf-8")
     (tmp_path / "c.parquet").write_bytes(b"no parquet")
     dataset = complete_dataset(read_dataset([str(tmp_path)], Columns()), echo(NUM_TOGETHER))
-    results = list(arrivals(dataset))
-    rows = {arrival.row.id: arrival.row for arrival in results}
+    results = list(completed_rows(dataset))
+    rows = {row.id: row for row in results}
     assert len(results) == len(rows) == 63
-    assert {arrival.row.error_kind for arrival in results if not arrival.by_engine} == {
+    assert {row.error_kind for row in results if not row.is_from_engine} == {
         "malformed_row",
         "unreadable_file",
     }
@@ -87,40 +87,40 @@ def test_rows_pass_through_the_engine_together_and_bad_ones_around_it(tmp_path: 
 @pytest.mark.exhaustive
 def test_rows_that_come_too_late_never_were_the_engines() -> None:
     texts = {"a": "early", "b": "late"}
-    rows = dataset_of([Document(id=row_id, source=row_id, text=text) for row_id, text in texts.items()])
-    results = {come.row.id: (come.row.error_kind, come.by_engine) for come in arrivals(complete_dataset(rows, echo()))}
+    rows = dataset_of([input_row(row_id, source=row_id, text=text) for row_id, text in texts.items()])
+    results = {row.id: (row.error_kind, row.is_from_engine) for row in completed_rows(complete_dataset(rows, echo()))}
     assert results == {"a": (None, True), "b": ("aborted", False)}
 
 
 class Failing:
     """What a supervisor says of rows: "deadly" ones are condemned, and no engine can be started for the others."""
 
-    async def handle(self, document: Document) -> ResultRow:
-        if document.text == "deadly":
+    async def handle(self, document: Row) -> Row:
+        if document.document == "deadly":
             raise EngineKilledError("engines died of this row")
-        if document.text == "quick":
-            return ResultRow(id=document.id, text="done")
+        if document.document == "quick":
+            return replace(document.without_input(), text="done")
         raise EngineDeadError("engines died too often")
 
 
 def test_rows_that_no_engine_can_do_say_why_and_those_beside_them_are_not_lost() -> None:
     texts = {"a": "slow", "b": "quick", "c": "deadly", "d": "quick", "e": "slow"}
-    rows = dataset_of([Document(id=row_id, source=f"of {row_id}", text=text) for row_id, text in texts.items()])
+    rows = dataset_of([input_row(row_id, source=f"of {row_id}", text=text) for row_id, text in texts.items()])
     engine = ray.remote(Failing).options(max_concurrency=100, num_cpus=0).remote()
-    results = {come.row.id: come for come in arrivals(complete_dataset(rows, engine))}
-    assert {row_id: (come.row.error_kind, come.by_engine) for row_id, come in results.items()} == {
+    results = {row.id: row for row in completed_rows(complete_dataset(rows, engine))}
+    assert {row_id: (row.error_kind, row.is_from_engine) for row_id, row in results.items()} == {
         "a": ("engine_dead", False),
         "b": (None, True),
         "c": ("engine_killed", True),
         "d": (None, True),
         "e": ("engine_dead", False),
     }
-    assert {come.row.source for come in results.values()} == {f"of {row_id}" for row_id in texts}
-    assert not any(come.row.is_input_error for come in results.values())
+    assert {row.source for row in results.values()} == {f"of {row_id}" for row_id in texts}
+    assert not any(row.is_input_error for row in results.values())
 
 
 def test_rows_that_are_done_are_left_out_and_others_with_their_ids_fail() -> None:
-    documents = [Document(id=row_id, source=source, text="t") for row_id, source in ("a1", "b2", "b3", "b4", "c5")]
+    documents = [input_row(row_id, source=source, text="t") for row_id, source in ("a1", "b2", "b3", "b4", "c5")]
     rows = dataset_of(documents)
     done = Remaining(takes=always, sources={"a": "1", "b": "2", "c": None}, refused=frozenset({("b", "3")}))
     assert [(row["id"], row["source"], row["error_kind"]) for row in remaining_rows(rows, done).take_all()] == [
@@ -131,14 +131,14 @@ def test_rows_that_are_done_are_left_out_and_others_with_their_ids_fail() -> Non
 
 
 def test_of_rows_with_one_id_the_first_is_done_and_the_others_fail() -> None:
-    rows = dataset_of([Document(id="x", source=str(number), text=f"text {number}") for number in range(9)])
-    results = [(come.row.error_kind, come.by_engine) for come in arrivals(complete_dataset(rows, echo()))]
+    rows = dataset_of([input_row("x", source=str(number), text=f"text {number}") for number in range(9)])
+    results = [(row.error_kind, row.is_from_engine) for row in completed_rows(complete_dataset(rows, echo()))]
     assert sorted(results, key=str) == [("duplicate_id", False)] * 8 + [(None, True)]
 
 
 def test_results_carry_where_their_rows_are_and_the_hash_of_what_was_asked() -> None:
-    document = Document(id="a", source="f:1", text="t")
-    (result,) = (come.row for come in arrivals(complete_dataset(dataset_of([document]), echo())))
+    document = input_row("a", source="f:1", text="t")
+    (result,) = completed_rows(complete_dataset(dataset_of([document]), echo()))
     assert (result.source, result.input_hash) == ("f:1", document.input_hash)
 
 
@@ -150,8 +150,8 @@ def test_what_is_seen_of_an_input_is_in_order_and_without_its_texts(tmp_path: Pa
     seen = list(seen_rows(read_dataset([str(tmp_path)], Columns())))
     assert [row.id for row in seen if row.error_kind is None] == [f"{name}{n}" for name in "abc" for n in range(50)]
     assert [row.id for row in seen if row.error_kind is not None] == ["a.jsonl:51", "b.jsonl:51", "c.jsonl:51", "d.txt"]
-    assert seen[0] == seen_row(Document(id="a0", source="a.jsonl:1", text="t"))
-    assert (seen[0].input_hash, seen[0].text) == (Document(id="a", source="", text="t").input_hash, None)
+    assert seen[0] == input_row("a0", source="a.jsonl:1", text="t").without_input()
+    assert (seen[0].input_hash, seen[0].text) == (input_row("a", source="", text="t").input_hash, None)
 
 
 def always(_row_id: str) -> bool:
@@ -167,8 +167,8 @@ def test_a_limit_reads_no_further(tmp_path: Path) -> None:
 
 def test_a_dataset_that_is_not_read_to_its_end_leaves_no_thread_that_could_come_to_ray() -> None:
     """One that does while Ray is shut down ends the process with a code of its own."""
-    rows = dataset_of([Document(id=str(number), source="s", text="t") for number in range(2000)])
-    with reading(), closing(arrivals(complete_dataset(rows, echo()))) as read:
+    rows = dataset_of([input_row(str(number), source="s", text="t") for number in range(2000)])
+    with reading(), closing(completed_rows(complete_dataset(rows, echo()))) as read:
         next(read)
         names = {thread.name for thread in reader_threads()}
         assert all(any(name.startswith(kind) for name in names) for kind in _READER_THREADS), "Ray has renamed them"

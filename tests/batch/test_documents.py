@@ -12,7 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow import fs
 
-from rayspec.batch.documents import Columns, Document, DuplicateCheck, expand, read_documents, read_file
+from rayspec.batch.documents import Columns, DuplicateCheck, expand, input_row, read_documents, read_file
+from rayspec.batch.rows import Row
 from rayspec.types import ConfigError
 
 TEXT = Columns()
@@ -24,18 +25,18 @@ def write_lines(path: Path, *rows: Any) -> str:
     return str(path)
 
 
-def read(*inputs: str | Path, columns: Columns = TEXT) -> list[Document]:
+def read(*inputs: str | Path, columns: Columns = TEXT) -> list[Row]:
     return list(read_documents(map(str, inputs), columns))
 
 
-def outcome(document: Document) -> str | None:
-    return document.error.kind if document.error is not None else document.text
+def outcome(document: Row) -> str | None:
+    return document.error_kind or document.document
 
 
 def test_a_text_file_is_one_document(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("Grüße,\n世界", encoding="utf-8")
-    assert read(path) == [Document(id="a.txt", source="a.txt", text="Grüße,\n世界")]
+    assert read(path) == [input_row("a.txt", source="a.txt", text="Grüße,\n世界")]
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "absent.txt", "empty.txt"])
@@ -52,19 +53,19 @@ def test_a_file_can_go_by_another_name(tmp_path: Path, name: str) -> None:
 def test_a_byte_order_mark_is_not_text(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"\xef\xbb\xbfhello")
-    assert read(path)[0].text == "hello"
+    assert read(path)[0].document == "hello"
 
 
 def test_json_lines_have_ids_or_get_them_from_their_place(tmp_path: Path) -> None:
     path = write_lines(
         tmp_path / "a.jsonl", {"id": "x", "text": "one"}, b"", {"text": "two"}, {"id": 7, "text": "three"}
     )
-    assert [(d.id, d.text) for d in read(path)] == [("x", "one"), ("a.jsonl:3", "two"), ("7", "three")]
+    assert [(d.id, d.document) for d in read(path)] == [("x", "one"), ("a.jsonl:3", "two"), ("7", "three")]
 
 
 def test_columns_can_have_other_names(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", {"key": "x", "body": "one", "id": "no", "text": "no"})
-    assert [(d.id, d.text) for d in read(path, columns=Columns(id="key", text="body"))] == [("x", "one")]
+    assert [(d.id, d.document) for d in read(path, columns=Columns(id="key", text="body"))] == [("x", "one")]
 
 
 def test_parquet_gives_the_same_documents_as_json_lines(tmp_path: Path) -> None:
@@ -165,7 +166,7 @@ def test_parquet_text_that_is_not_utf8_is_one_bad_row(tmp_path: Path) -> None:
 def test_parquet_text_may_be_large_or_dictionary_coded(tmp_path: Path) -> None:
     columns = {"id": pa.array(["x"]).dictionary_encode(), "text": pa.array(["fine"], pa.large_string())}
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
-    assert [(d.id, d.text) for d in read(tmp_path / "a.parquet")] == [("x", "fine")]
+    assert [(d.id, d.document) for d in read(tmp_path / "a.parquet")] == [("x", "fine")]
 
 
 def test_a_file_that_is_no_parquet_is_one_error(tmp_path: Path) -> None:
@@ -272,13 +273,17 @@ def test_files_of_one_name_have_ids_of_their_own(tmp_path: Path) -> None:
 
 def test_the_hash_is_of_what_is_asked() -> None:
     def hashed(**content: Any) -> str | None:
-        return Document(id="x", source="s", **content).input_hash
+        return input_row("x", source="s", **content).input_hash
 
     assert hashed(text="one") == hashed(text="one") != hashed(text="two")
     assert hashed(messages=[{"role": "user", "content": "one"}]) != hashed(
         messages=[{"role": "system", "content": "one"}]
     )
-    assert hashed() is None
+
+
+def test_a_row_that_could_not_be_read_has_no_hash(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", {"id": "good", "text": "fine"}, {"id": "bad", "text": None})
+    assert [(d.error_kind is None, d.input_hash is None) for d in read(path)] == [(True, False), (False, True)]
 
 
 def test_ids_are_unique_across_files(tmp_path: Path) -> None:
@@ -290,7 +295,7 @@ def test_ids_are_unique_across_files(tmp_path: Path) -> None:
 
 
 def test_a_row_that_is_read_again_is_no_duplicate() -> None:
-    check, document = DuplicateCheck(), Document(id="x", source="a.jsonl:1", text="one")
+    check, document = DuplicateCheck(), input_row("x", source="a.jsonl:1", text="one")
     assert check(document) == check(document) == document
 
 
@@ -311,7 +316,7 @@ def test_messages_stand_in_for_the_text(tmp_path: Path) -> None:
         {"messages": "hello"},
     )
     documents = list(read_file(path, Columns(text="prompt", messages="messages")))
-    assert documents[0].messages == [{"role": "user", "content": "hello"}]
+    assert json.loads(documents[0].messages or "") == [{"role": "user", "content": "hello"}]
     assert [outcome(d) for d in documents[1:]] == ["no chat", "invalid_value", "invalid_value", "invalid_value"]
 
 
@@ -419,7 +424,7 @@ def test_a_name_that_is_no_text_goes_by_a_uri(tmp_path: Path) -> None:
     (tmp_path / os.fsdecode(b"caf\xe9 100%.txt")).write_text("fine", encoding="utf-8")
     for place in (tmp_path, f"file://{tmp_path}"):
         (document,) = read(place)
-        assert (document.text, document.source) == ("fine", r"caf\xe9 100%.txt")
+        assert (document.document, document.source) == ("fine", r"caf\xe9 100%.txt")
         (given,) = expand([str(place)])
         assert given == f"file://{tmp_path}/caf%E9 100%25.txt"
         assert [outcome(d) for d in read(given)] == ["fine"]

@@ -11,7 +11,7 @@ import ray
 
 from rayspec import LLM, SamplingParams, demo
 from rayspec.batch.document_task import DocumentTask
-from rayspec.batch.documents import Document
+from rayspec.batch.documents import input_row
 from rayspec.batch.engine_actor import call, cpus_to_reserve, death_of, start_engine
 from rayspec.command.settings import make_settings
 from rayspec.decode.engine_loop import EngineDeadError
@@ -37,8 +37,8 @@ def engine(ray_cluster: None) -> Any:
 
 def test_documents_of_many_callers_are_completed_as_by_an_llm(engine: Any) -> None:
     samples = demo.sample_documents(5, num_sentences=8)
-    documents = [Document(id=sample.id, source=sample.id, text=sample.text) for sample in samples]
-    long = Document(id="long", source="long", text="word " * 2000)
+    documents = [input_row(sample.id, source=sample.id, text=sample.text) for sample in samples]
+    long = input_row("long", source="long", text="word " * 2000)
     rows = ray.get([engine.handle.remote(document) for document in (*documents, long, documents[0])])
     with LLM(**task(strategy="ar").settings.engine.model_dump()) as llm:
         chats = [[{"role": "user", "content": sample.text}] for sample in samples]
@@ -55,13 +55,13 @@ def test_a_model_that_cannot_be_loaded_is_our_own_error() -> None:
         call(worker.load.remote())
     assert death_of(worker) is None  # its process is there, and nothing that could have died
     with pytest.raises(EngineDeadError, match="could not be loaded"):
-        call(worker.handle.remote(Document(id="any", source="s", text="word")))
+        call(worker.handle.remote(input_row("any", source="s", text="word")))
 
 
 @pytest.mark.exhaustive
 def test_rows_that_come_while_the_engine_is_loading_wait_for_it() -> None:
     worker = start_engine(task(strategy="ar"))
-    early = worker.handle.remote(Document(id="early", source="s", text="The annual review."))
+    early = worker.handle.remote(input_row("early", source="s", text="The annual review."))
     loading = worker.load.remote()
     assert call(early).error_kind is None
     assert call(loading)["model"] == "demo"
@@ -77,6 +77,6 @@ def test_a_stopped_engine_says_so_and_a_killed_one_too(engine: Any) -> None:
     call(engine.stop.remote())
     assert "it was stopped" in str(death_of(engine))
     with pytest.raises(EngineDeadError, match="it was stopped"):
-        call(engine.handle.remote(Document(id="late", source="late", text="word")))
+        call(engine.handle.remote(input_row("late", source="late", text="word")))
     os.kill(call(engine.process_id.remote()), signal.SIGKILL)
     assert "the engine's process has ended" in str(death_of(engine))

@@ -4,9 +4,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from rayspec.batch.documents import Document, EmptyFileError
+from rayspec.batch.document_task import PromptBuilder
+from rayspec.batch.documents import EmptyFileError, input_row
 from rayspec.batch.in_process import complete
-from rayspec.batch.prompts import PromptBuilder
+from rayspec.batch.rows import Row
 from rayspec.config import SamplingParams
 from rayspec.types import CompletionOutput, PromptTooLongError, Request, RequestOutput
 
@@ -46,8 +47,8 @@ class EchoLLM:
         )
 
 
-def chat(name: str, text: str) -> Document:
-    return Document(id=name, source=name, messages=[{"role": "user", "content": text}])
+def chat(name: str, text: str) -> Row:
+    return input_row(name, source=name, messages=[{"role": "user", "content": text}])
 
 
 def builder(llm: EchoLLM) -> PromptBuilder:
@@ -57,12 +58,12 @@ def builder(llm: EchoLLM) -> PromptBuilder:
 def test_every_document_has_one_row_whatever_becomes_of_it() -> None:
     llm = EchoLLM()
     documents = [
-        Document(id="bad first", source="s", error=EmptyFileError("empty")),
+        Row(id="bad first", source="s").refused(EmptyFileError("empty")),
         chat("a", "alpha"),
         chat("long", "a" * 11),
-        Document(id="bad", source="s", error=EmptyFileError("empty")),
+        Row(id="bad", source="s").refused(EmptyFileError("empty")),
         chat("b", "beta"),
-        Document(id="bad last", source="s", error=EmptyFileError("empty")),
+        Row(id="bad last", source="s").refused(EmptyFileError("empty")),
     ]
     rows = {row.id: row for row in complete(llm, documents, builder(llm))}
     assert rows.keys() == {document.id for document in documents}
@@ -83,7 +84,7 @@ def test_two_documents_of_one_id_have_a_row_each() -> None:
 
 def test_only_errors_make_rows_too() -> None:
     llm = EchoLLM()
-    bad = Document(id="bad", source="s", error=EmptyFileError("empty"))
+    bad = Row(id="bad", source="s").refused(EmptyFileError("empty"))
     assert [row.error_kind for row in complete(llm, [bad], builder(llm))] == ["empty_file"]
 
 

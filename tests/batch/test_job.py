@@ -28,10 +28,10 @@ import ray
 from rayspec import LLM, SamplingParams, demo
 from rayspec.async_engine import AsyncEngine
 from rayspec.batch.document_task import DocumentTask
-from rayspec.batch.documents import Document
+from rayspec.batch.documents import input_row
 from rayspec.batch.engine_actor import Handler
 from rayspec.batch.job import Job, Share, Source
-from rayspec.batch.results import ResultRow
+from rayspec.batch.rows import Row
 from rayspec.command.settings import Settings, make_settings
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.types import CheckpointError, ConfigError
@@ -71,13 +71,13 @@ class NotedTask:
         self.note("nodes", ray.get_runtime_context().get_node_id())
         num_ended = 0
 
-        async def complete(document: Document) -> ResultRow:
+        async def complete(document: Row) -> Row:
             nonlocal num_ended
             self.note("begun", document.id)
             if document.id in self.deadly:
                 await asyncio.sleep(0.2)  # so that others are under way as well
                 os._exit(1)
-            row: ResultRow = await handle(document)
+            row: Row = await handle(document)
             self.note("ended", document.id)
             num_ended += 1
             if self.deed is not None and num_ended == self.after and not (self.once and self.read("done")):
@@ -133,9 +133,9 @@ def noted(
     return NotedTask(task=task, notes=notes, deed=deed, after=after, once=once, deadly=deadly)
 
 
-def documents(num_rows: int = NUM_ROWS) -> list[Document]:
+def documents(num_rows: int = NUM_ROWS) -> list[Row]:
     samples = demo.sample_documents(num_rows, num_sentences=4)
-    return [Document(id=sample.id, source=sample.id, text=sample.text) for sample in samples]
+    return [input_row(sample.id, source=sample.id, text=sample.text) for sample in samples]
 
 
 def job(task: NotedTask, output: Path | str, **options: Any) -> Job:
@@ -167,7 +167,7 @@ def manifest_of(folder: Path) -> dict[str, Any]:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The texts of an engine that nothing happens to."""
     settings = noted(tmp_path_factory.mktemp("undisturbed")).settings
-    chats = [[{"role": "user", "content": document.text or ""}] for document in documents()]
+    chats = [[{"role": "user", "content": document.document or ""}] for document in documents()]
     with LLM(**settings.engine.model_dump()) as llm:
         outputs = llm.chat(chats, settings.sampling)
     return {document.id: output.outputs[0].text for document, output in zip(documents(), outputs, strict=True)}
@@ -177,7 +177,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @on_ray
 def test_a_run_that_nothing_happens_to_does_every_row_once(tmp_path: Path, undisturbed: dict[str, str]) -> None:
     task = noted(tmp_path)
-    report = job(task, tmp_path / "out").run(Source(documents=documents()))
+    report = job(task, tmp_path / "out").run(Source(rows=documents()))
     assert (report.tally.num_rows, report.tally.exit_code) == (NUM_ROWS, 0)
     assert sorted(task.read("begun")) == sorted(document.id for document in documents())
     assert texts_of(tmp_path / "out") == undisturbed
@@ -186,7 +186,7 @@ def test_a_run_that_nothing_happens_to_does_every_row_once(tmp_path: Path, undis
 @on_ray
 def test_an_engine_that_is_killed_is_started_again_and_goes_on(tmp_path: Path, undisturbed: dict[str, str]) -> None:
     task = noted(tmp_path, kill_engine, after=50)
-    report = job(task, tmp_path / "out").run(Source(documents=documents()))
+    report = job(task, tmp_path / "out").run(Source(rows=documents()))
     assert (report.tally.num_rows, report.tally.num_failed) == (NUM_ROWS, 0)
     assert texts_of(tmp_path / "out") == undisturbed
     assert len(task.read("done")) == 1
@@ -200,7 +200,7 @@ def test_an_engine_that_is_killed_is_started_again_and_goes_on(tmp_path: Path, u
 def test_only_the_row_that_the_engine_dies_of_fails(tmp_path: Path, undisturbed: dict[str, str]) -> None:
     deadly = documents()[30].id
     task = noted(tmp_path, deadly=frozenset({deadly}))
-    report = job(task, tmp_path / "out").run(Source(documents=documents()))
+    report = job(task, tmp_path / "out").run(Source(rows=documents()))
     assert (report.tally.num_rows, dict(report.tally.errors), report.tally.exit_code) == (
         NUM_ROWS,
         {"engine_killed": 1},
@@ -214,7 +214,7 @@ def test_only_the_row_that_the_engine_dies_of_fails(tmp_path: Path, undisturbed:
     assert task.read("begun").count(deadly) >= 4
 
     before = len(task.read("begun"))
-    again = job(task, tmp_path / "out").run(Source(documents=documents()))
+    again = job(task, tmp_path / "out").run(Source(rows=documents()))
     assert (again.tally.num_earlier, again.tally.exit_code, len(task.read("begun"))) == (NUM_ROWS, 3, before)
 
 
@@ -242,7 +242,7 @@ def test_a_node_that_is_lost_with_the_engine(
 def test_an_engine_that_cannot_be_loaded_is_our_own_error_and_holds_nothing(tmp_path: Path) -> None:
     task = noted(tmp_path, model="no/such-model")
     with pytest.raises(CheckpointError, match="no/such-model") as kept:
-        job(task, tmp_path / "out").run(Source(documents=documents(3)))
+        job(task, tmp_path / "out").run(Source(rows=documents(3)))
     assert kept.value  # with its traceback, in which the run is
     wanted = ray.cluster_resources()["CPU"]
     deadline = time.monotonic() + 10
@@ -257,7 +257,7 @@ def test_an_engine_that_cannot_be_loaded_is_our_own_error_and_holds_nothing(tmp_
 @pytest.mark.parametrize("num_cpus", [1, 2])
 def test_a_cluster_of_few_cpus_is_enough(tmp_path: Path, num_cpus: int) -> None:
     """Nothing may wait for a CPU that something else of the same job holds."""
-    lines = ({"id": document.id, "text": document.text} for document in documents(40))
+    lines = ({"id": document.id, "text": document.document} for document in documents(40))
     write_lines(tmp_path / "a.jsonl", *lines)
     code = (
         f"import ray; ray.init(address='local', num_cpus={num_cpus}, include_dashboard=False)\n"
@@ -279,7 +279,7 @@ def test_a_cluster_of_few_cpus_is_enough(tmp_path: Path, num_cpus: int) -> None:
 def test_an_engine_that_dies_again_and_again_ends_the_job_which_keeps_its_rows(tmp_path: Path) -> None:
     task = noted(tmp_path, kill_engine, after=40, once=False)
     with pytest.raises(EngineDeadError, match="the engine's process has ended"):
-        job(task, tmp_path / "out", max_engine_restarts=0).run(Source(documents=documents()))
+        job(task, tmp_path / "out", max_engine_restarts=0).run(Source(rows=documents()))
     committed = [row_id for part in parts_of(tmp_path / "out") for row_id in part]
     assert 0 < len(committed) < 40
     assert set(committed) <= set(task.read("ended"))
@@ -294,7 +294,7 @@ def test_a_shard_that_is_killed_is_replaced(tmp_path: Path, undisturbed: dict[st
         after=20,
         parallel={"stages": 2, "cpus_per_shard": 0.25, "layers": None},
     )
-    report = job(task, tmp_path / "out").run(Source(documents=documents()))
+    report = job(task, tmp_path / "out").run(Source(rows=documents()))
     assert (report.tally.num_rows, report.tally.num_failed) == (NUM_ROWS, 0)
     assert task.read("done")
     assert texts_of(tmp_path / "out") == undisturbed
@@ -306,7 +306,7 @@ def test_a_shard_that_is_killed_is_replaced(tmp_path: Path, undisturbed: dict[st
 def test_a_replica_that_is_killed_is_replaced(tmp_path: Path, undisturbed: dict[str, str]) -> None:
     parallel = {"stages": 1, "replicas": 2, "cpus_per_shard": 0.25, "layers": None}
     task = noted(tmp_path, kill_replica, after=20, parallel=parallel)
-    report = job(task, tmp_path / "out").run(Source(documents=documents()))
+    report = job(task, tmp_path / "out").run(Source(rows=documents()))
     assert (report.tally.num_rows, report.tally.num_failed) == (NUM_ROWS, 0)
     assert task.read("done")
     assert texts_of(tmp_path / "out") == undisturbed
@@ -318,14 +318,14 @@ def test_sigterm_ends_what_is_under_way_and_the_next_run_does_the_rest(
 ) -> None:
     task = noted(tmp_path, partial(terminate, os.getpid()), after=30)
     with pytest.raises(SystemExit) as exit_:
-        job(task, tmp_path / "out", drain_s=30).run(Source(documents=documents()))
+        job(task, tmp_path / "out", drain_s=30).run(Source(rows=documents()))
     assert exit_.value.code == 143
     committed = [row_id for part in parts_of(tmp_path / "out") for row_id in part]
     assert sorted(committed) == sorted(task.read("begun")) == sorted(task.read("ended"))
     assert 30 <= len(committed) < NUM_ROWS
     assert manifest_of(tmp_path / "out")["status"] == "interrupted"
 
-    report = job(task, tmp_path / "out").run(Source(documents=documents()))
+    report = job(task, tmp_path / "out").run(Source(rows=documents()))
     assert (report.tally.num_rows, report.tally.num_earlier) == (NUM_ROWS, len(committed))
     assert sorted(task.read("begun")) == sorted(undisturbed)
     assert texts_of(tmp_path / "out") == undisturbed
@@ -337,7 +337,7 @@ def test_sigterm_ends_what_is_under_way_and_the_next_run_does_the_rest(
 def test_rows_under_way_longer_than_the_grace_period_are_given_up(tmp_path: Path) -> None:
     task = noted(tmp_path, partial(terminate, os.getpid()), after=30)
     with pytest.raises(SystemExit) as exit_:
-        job(task, tmp_path / "out", drain_s=0).run(Source(documents=documents()))
+        job(task, tmp_path / "out", drain_s=0).run(Source(rows=documents()))
     assert exit_.value.code == 143
     assert sum(map(len, parts_of(tmp_path / "out"))) < len(task.read("begun"))
 
@@ -387,17 +387,17 @@ def test_a_limited_run_is_taken_further_and_a_share_is_the_same_every_time(tmp_p
 @exhaustive
 @on_ray
 def test_other_options_are_refused_before_anything_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job(noted(tmp_path), tmp_path / "out").run(Source(documents=documents(1)))
+    job(noted(tmp_path), tmp_path / "out").run(Source(rows=documents(1)))
     monkeypatch.setattr("rayspec.batch.job.start_supervisor", pytest.fail)
     with pytest.raises(ConfigError, match=r"engine\.max_model_len was 256 and is 128: choose another folder"):
-        job(noted(tmp_path, max_model_len=128), tmp_path / "out").run(Source(documents=documents(1)))
+        job(noted(tmp_path, max_model_len=128), tmp_path / "out").run(Source(rows=documents(1)))
 
 
 @exhaustive
 @on_ray
 def test_rows_in_json_lines_at_a_uri(tmp_path: Path) -> None:
     output = f"file://{tmp_path / 'out'}"
-    report = job(noted(tmp_path), output, file_format="jsonl").run(Source(documents=documents(3)))
+    report = job(noted(tmp_path), output, file_format="jsonl").run(Source(rows=documents(3)))
     assert report.tally.exit_code == 0
     lines = (tmp_path / "out" / "summaries.jsonl").read_text(encoding="utf-8").splitlines()
     assert sorted(json.loads(line)["id"] for line in lines) == sorted(document.id for document in documents(3))

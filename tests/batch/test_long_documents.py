@@ -18,12 +18,11 @@ from hypothesis import strategies as st
 
 from rayspec import LLM, demo
 from rayspec.async_engine import AsyncEngine
-from rayspec.batch.documents import Document, EmptyFileError
+from rayspec.batch.document_task import DocumentHandler, PromptBuilder
+from rayspec.batch.documents import input_row
 from rayspec.batch.long_documents import (
     LongDocumentOptions,
-    LongDocuments,
     Node,
-    Outcome,
     PartTemplates,
     TokenizedText,
     cut,
@@ -33,8 +32,7 @@ from rayspec.batch.long_documents import (
     part_seed,
     part_templates,
 )
-from rayspec.batch.prompts import PromptBuilder
-from rayspec.batch.results import ResultRow
+from rayspec.batch.rows import Row
 from rayspec.config import SamplingParams
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.types import (
@@ -230,13 +228,13 @@ def long_documents(
     llm: Any = None,
     template: str = "{text}",
     **options: Any,
-) -> LongDocuments:
+) -> DocumentHandler:
     prompts = PromptBuilder(llm=llm or Tokens(), params=params, template=template)
-    return LongDocuments(engine=engine, prompts=prompts, templates=templates, options=LongDocumentOptions(**options))
+    return DocumentHandler(engine=engine, prompts=prompts, templates=templates, options=LongDocumentOptions(**options))
 
 
-def document(text: str) -> Document:
-    return Document(id="d", source="d", text=text)
+def document(text: str) -> Row:
+    return input_row("d", source="d", text=text)
 
 
 def reports(count: int, num_sentences: int = 40) -> str:
@@ -247,46 +245,52 @@ def leaves(node: Node) -> list[Node]:
     return [leaf for child in node.children for leaf in leaves(child)] if node.children else [node]
 
 
-def completed(coroutine: Coroutine[Any, Any, Outcome]) -> Outcome:
+def completed(coroutine: Coroutine[Any, Any, Row]) -> Row:
     return asyncio.run(asyncio.wait_for(coroutine, timeout=60))
+
+
+def roots(row: Row) -> tuple[Node, ...]:
+    """Of the tree of parts."""
+    return tuple(map(node_of, json.loads(row.tree or "[]")))
+
+
+def node_of(fields: dict[str, Any]) -> Node:
+    return Node(**fields | {"children": tuple(map(node_of, fields["children"]))})
 
 
 @pytest.mark.parametrize("mode", ["fail", "truncate", "map-reduce", "refine"])
 def test_a_document_that_fits_runs_as_it_always_did(mode: str) -> None:
     engine, text = RecordingEngine(), reports(1, 10)
-    outcome = completed(long_documents(engine, mode=mode, template="Sum up: {text}").complete(document(text)))
+    outcome = completed(long_documents(engine, mode=mode, template="Sum up: {text}")(document(text)))
     assert engine.prompts == [f"Sum up: {text}"]
     assert engine.params == [GREEDY]
     tokens = PromptBuilder(llm=Tokens(), params=GREEDY, template="Sum up: {text}").tokens(document(text))
     output = engine._output("", tokens, demo_tokenizer().decode(tokens), GREEDY)
-    assert outcome.row("d") == ResultRow.of_output("d", output)
-    assert outcome.roots == ()
+    assert outcome == document(text).completed(output)
+    assert roots(outcome) == ()
 
 
 def test_a_long_document_fails_or_is_truncated_as_before() -> None:
     engine, text = RecordingEngine(), reports(2)
-    completed(long_documents(engine, mode="truncate").complete(document(text)))
+    completed(long_documents(engine, mode="truncate")(document(text)))
     builder = PromptBuilder(llm=Tokens(), params=GREEDY, max_prompt_tokens=CONTEXT - 40)
     assert engine.prompts == [demo_tokenizer().decode(builder.tokens(document(text))[1:-1])]
     with pytest.raises(AssertionError):  # the whole prompt reaches the engine, which refuses it
-        completed(long_documents(engine, mode="fail").complete(document(text)))
+        completed(long_documents(engine, mode="fail")(document(text)))
 
 
-def test_what_is_no_document_and_conversations_are_left_alone() -> None:
+def test_conversations_are_left_alone() -> None:
     engine = RecordingEngine()
     long = long_documents(engine, mode="map-reduce")
-    bad = Document(id="d", source="d", error=EmptyFileError("it is empty"))
-    assert completed(long.complete(bad)).row("d") == ResultRow.of_error("d", EmptyFileError("it is empty"))
-    chat = Document(id="d", source="d", messages=[{"role": "user", "content": "word " * 100}])
-    completed(long.complete(chat))
+    completed(long(input_row("d", source="d", messages=[{"role": "user", "content": "word " * 100}])))
     assert [prompt.split() for prompt in engine.prompts] == [["word"] * 100]
 
 
 def test_map_reduce_makes_a_tree_of_the_whole_document() -> None:
     engine, text = RecordingEngine(answer=" ".join(["word"] * 30)), reports(7)
     long = long_documents(engine, mode="map-reduce", overlap_tokens=20, max_parts_in_flight=3)
-    outcome = completed(long.complete(document(text)))
-    (root,) = outcome.roots
+    outcome = completed(long(document(text)))
+    (root,) = roots(outcome)
     chunks, tokenized = leaves(root), TokenizedText(demo_tokenizer(), text)
     assert (root.start, root.end, chunks[0].start, chunks[-1].end) == (0, len(tokenized), 0, len(tokenized))
     assert all(after.start == before.end - 20 for before, after in itertools.pairwise(chunks))
@@ -297,13 +301,12 @@ def test_map_reduce_makes_a_tree_of_the_whole_document() -> None:
     assert engine.prompts[-1] == "\n\n".join(child.text for child in root.children)
     assert engine.most_running == 3
     calls = len(engine.prompts)
-    row = outcome.row("d")
+    row = outcome
     assert (row.text, row.finish_reason, row.error, row.latency_s) == (root.text, "stop", None, 3.0)
     assert (row.num_output_tokens, row.num_draft_tokens, row.acceptance_rate) == (7 * calls, 4 * calls, 0.75)
     assert row.decode_s == 2.0 * calls
-    assert outcome.usage.num_calls == calls == count_nodes(root)
+    assert calls == count_nodes(root)
     assert row.num_prompt_tokens == sum_prompts(root)
-    assert json.loads(json.dumps(root.as_dict()))["children"][0]["end"] == root.children[0].end
 
 
 def count_nodes(node: Node) -> int:
@@ -321,7 +324,7 @@ def test_the_tree_does_not_depend_on_the_order_in_which_parts_finish(mode: str) 
     for order in range(4):
         engine = RecordingEngine(order)
         long = long_documents(engine, params=params, mode=mode, level_output_tokens=(20,))
-        trees.append(completed(long.complete(document(reports(5)))).roots)
+        trees.append(completed(long(document(reports(5)))).tree)
         assert len({params.seed for params in engine.params}) == len(engine.params)
         assert [params.max_tokens for params in engine.params] == [20] * (len(engine.params) - 1) + [40]
         assert {params.min_tokens for params in engine.params} == {20, 30}
@@ -331,8 +334,8 @@ def test_the_tree_does_not_depend_on_the_order_in_which_parts_finish(mode: str) 
 def test_refine_carries_its_answer_along() -> None:
     engine, text = RecordingEngine(), reports(4)
     long = long_documents(engine, mode="refine", templates=part_templates("Sum up: {text}", instruct=True))
-    outcome = completed(long.complete(document(text)))
-    (root,) = outcome.roots
+    outcome = completed(long(document(text)))
+    (root,) = roots(outcome)
     tokenized, answers = TokenizedText(demo_tokenizer(), text), [*root.children, root]
     count = len(answers)
     assert len(engine.prompts) == count > 3
@@ -352,18 +355,18 @@ def test_a_failing_part_fails_the_document_and_keeps_what_was_finished(mode: str
     text = reports(5)
     tokenized = TokenizedText(demo_tokenizer(), text)
     good = RecordingEngine()
-    completed(long_documents(good, mode=mode, max_parts_in_flight=1).complete(document(text)))
+    completed(long_documents(good, mode=mode, max_parts_in_flight=1)(document(text)))
     third = good.prompts[2].split("\n", 1)[-1] if mode == "refine" else good.prompts[2]
     engine = RecordingEngine(fail=lambda prompt: NonFiniteLogitsError("NaN") if third[-90:] in prompt else None)
-    outcome = completed(long_documents(engine, mode=mode, max_parts_in_flight=1).complete(document(text)))
-    row = outcome.row("d")
+    outcome = completed(long_documents(engine, mode=mode, max_parts_in_flight=1)(document(text)))
+    row = outcome
     assert (row.error_kind, row.finish_reason, row.text) == ("non_finite_logits", "error", None)
     assert row.error is not None
     assert row.error.startswith("part 3 of ")
     assert row.error.endswith("): NaN")
-    assert [node.level for node in outcome.roots] == [1, 1]
-    assert outcome.roots[0].start == 0
-    assert outcome.roots[1].end < len(tokenized)
+    assert [node.level for node in roots(outcome)] == [1, 1]
+    assert roots(outcome)[0].start == 0
+    assert roots(outcome)[1].end < len(tokenized)
     assert row.num_output_tokens == 14
     assert len(engine.prompts) == 3
 
@@ -371,7 +374,7 @@ def test_a_failing_part_fails_the_document_and_keeps_what_was_finished(mode: str
 def test_the_other_parts_of_a_failed_document_are_cancelled() -> None:
     engine = RecordingEngine(fail=lambda prompt: NonFiniteLogitsError("NaN"))
     engine.frozen_from = 1
-    outcome = completed(long_documents(engine, mode="map-reduce", max_parts_in_flight=4).complete(document(reports(5))))
+    outcome = completed(long_documents(engine, mode="map-reduce", max_parts_in_flight=4)(document(reports(5))))
     assert outcome.error is not None
     assert (len(engine.prompts), engine.num_cancelled, engine.num_running) == (4, 3, 0)
 
@@ -383,7 +386,7 @@ def test_cancelling_a_document_cancels_all_that_it_has_in_the_engine(mode: str, 
 
     async def cancel() -> None:
         long = long_documents(engine, mode=mode, max_parts_in_flight=4)
-        task = asyncio.ensure_future(long.complete(document(reports(5))))
+        task = asyncio.ensure_future(long(document(reports(5))))
         while engine.num_running < num_running:
             await asyncio.sleep(0)
         task.cancel()
@@ -401,17 +404,17 @@ def test_a_dead_engine_is_not_the_documents_fault() -> None:
             raise EngineDeadError("gone")
 
     with pytest.raises(EngineDeadError, match="gone"):
-        completed(long_documents(Dead(), mode="map-reduce").complete(document(reports(5))))
+        completed(long_documents(Dead(), mode="map-reduce")(document(reports(5))))
 
 
 def test_answers_that_do_not_shrink_end_the_document() -> None:
     engine = RecordingEngine(answer="\ufffd" * 200)  # far more tokens when read again than an answer may have
-    outcome = completed(long_documents(engine, mode="map-reduce").complete(document(reports(5))))
-    row = outcome.row("d")
+    outcome = completed(long_documents(engine, mode="map-reduce")(document(reports(5))))
+    row = outcome
     assert row.error_kind == "does_not_shrink"
     assert "lower level_output_tokens" in str(row.error)
-    assert len(outcome.roots) == len(engine.prompts) > 4
-    refined = completed(long_documents(engine, mode="refine").complete(document(reports(5)))).row("d")
+    assert len(roots(outcome)) == len(engine.prompts) > 4
+    refined = completed(long_documents(engine, mode="refine")(document(reports(5))))
     assert refined.error_kind == "does_not_shrink"
     assert str(refined.error).startswith("part 2 of ")
 
@@ -419,7 +422,7 @@ def test_answers_that_do_not_shrink_end_the_document() -> None:
 def test_too_many_levels_are_refused_before_any_call() -> None:
     engine = RecordingEngine()
     long = long_documents(engine, mode="map-reduce", max_levels=2, level_output_tokens=(150,))
-    row = completed(long.complete(document(reports(5)))).row("d")
+    row = completed(long(document(reports(5))))
     assert (row.error_kind, engine.prompts) == ("does_not_shrink", [])
     assert re.search(r"chunks may need [3-9] levels, max_levels is 2", str(row.error))
 
@@ -427,8 +430,8 @@ def test_too_many_levels_are_refused_before_any_call() -> None:
 def test_chunks_and_groups_whose_prompts_are_longer_than_they_are_made_smaller() -> None:
     engine, text = RecordingEngine(), reports(3)
     twice = PartTemplates(part="{text} {text}", merge="{text} {text}", refine="{summary} {text} {text}")
-    outcome = completed(long_documents(engine, mode="map-reduce", templates=twice).complete(document(text)))
-    (root,) = outcome.roots
+    outcome = completed(long_documents(engine, mode="map-reduce", templates=twice)(document(text)))
+    (root,) = roots(outcome)
     assert max(leaf.num_prompt_tokens for leaf in leaves(root)) <= CONTEXT - 40
     assert sum(leaf.num_prompt_tokens for leaf in leaves(root)) > 2 * root.end
 
@@ -486,9 +489,9 @@ def test_the_bundled_model_answers_parts_as_it_answers_documents(demo_engine: As
     params = SamplingParams(temperature=0.0, max_tokens=24)
     text = reports(3)
     long = long_documents(demo_engine, llm=demo_engine.llm, params=params, mode=mode)
-    outcome = completed(long.complete(document(text)))
+    outcome = completed(long(document(text)))
     assert outcome.error is None
-    (root,) = outcome.roots
+    (root,) = roots(outcome)
     first = leaves(root)[0]
     prompt = TokenizedText(demo_tokenizer(), text).text(range(first.start, first.end))
     tokens = demo_engine.tokens([{"role": "user", "content": prompt}])
@@ -503,15 +506,15 @@ import asyncio, json
 import psutil, torch
 from rayspec import LLM, SamplingParams, demo
 from rayspec.async_engine import AsyncEngine
-from rayspec.batch.documents import Document
-from rayspec.batch.long_documents import LongDocumentOptions, LongDocuments, part_templates
-from rayspec.batch.prompts import PromptBuilder
+from rayspec.batch.documents import input_row
+from rayspec.batch.document_task import DocumentHandler, PromptBuilder
+from rayspec.batch.long_documents import LongDocumentOptions, part_templates
 
 torch.set_num_threads(1)
 llm = LLM("demo", device="cpu", dtype="float32", num_threads=1, max_model_len=4096, max_num_seqs=4,
           speculation={"strategy": "ar"})
 engine = AsyncEngine(llm)
-long = LongDocuments(
+long = DocumentHandler(
     engine=engine,
     prompts=PromptBuilder(llm=llm, params=SamplingParams(temperature=0.0, max_tokens=8)),
     templates=part_templates("{text}", instruct=False),
@@ -522,14 +525,14 @@ def text(count):
     return "\\n\\n".join(one.text for one in demo.sample_documents(count, num_sentences=60, seed=7))
 
 def peak(count):
-    outcome = asyncio.run(long.complete(Document(id="d", source="d", text=text(count))))
-    (root,) = outcome.roots
+    row = asyncio.run(long(input_row("d", source="d", text=text(count))))
+    (root,) = json.loads(row.tree)
     return root, psutil.Process().memory_info().rss
 
 _, before = peak(6)
 root, after = peak(65)
 engine.stop()
-print(json.dumps({"root": root.as_dict(), "growth": after - before}))
+print(json.dumps({"root": root, "growth": after - before}))
 """
 
 

@@ -8,7 +8,7 @@ import fsspec
 import pytest
 from pyarrow import fs
 
-from rayspec.batch.plain_text import UndecodableError, decode, lines, opened
+from rayspec.batch.documents import UndecodableError, decode, lines, opened
 from rayspec.command.locations import Location, Store
 
 

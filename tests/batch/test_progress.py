@@ -7,10 +7,10 @@ from rich.console import Console
 
 from rayspec.batch import progress
 from rayspec.batch.progress import showing_progress
-from rayspec.batch.results import ResultRow
+from rayspec.batch.rows import Row
 from rayspec.batch.tally import Tally
 
-ROW = ResultRow(id="a", num_output_tokens=30, num_draft_tokens=20, num_accepted_tokens=15)
+ROW = Row(id="a", num_output_tokens=30, num_draft_tokens=20, num_accepted_tokens=15)
 
 
 def shown(*, terminal: bool) -> str:

@@ -7,8 +7,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from rayspec import demo
-from rayspec.batch.documents import Document, EmptyFileError
-from rayspec.batch.prompts import PromptBuilder, fitting_prompt_tokens, summary_prompt
+from rayspec.batch.document_task import PromptBuilder, fitting_prompt_tokens, summary_prompt
+from rayspec.batch.documents import input_row
+from rayspec.batch.rows import Row
 from rayspec.config import SamplingParams
 from rayspec.types import ConfigError, InvalidMessagesError
 
@@ -31,11 +32,11 @@ def llm() -> DemoTokens:
     return DemoTokens()
 
 
-def document(text: str) -> Document:
-    return Document(id="d", source="d", text=text)
+def document(text: str) -> Row:
+    return input_row("d", source="d", text=text)
 
 
-def prompt_of(builder: PromptBuilder, document: Document) -> str:
+def prompt_of(builder: PromptBuilder, document: Row) -> str:
     tokenizer = builder.llm.tokenizer
     return str(tokenizer.decode(list(builder.request("r", document).prompt_token_ids or ())))
 
@@ -63,22 +64,16 @@ def test_without_a_chat_template_the_text_is_the_prompt() -> None:
 
 def test_messages_go_through_the_chat_template(llm: DemoTokens) -> None:
     messages = [{"role": "user", "content": "Hello"}]
-    chat = Document(id="d", source="d", messages=messages)
+    chat = input_row("d", source="d", messages=messages)
     assert prompt_of(PromptBuilder(llm=llm, params=PARAMS, chat=False), chat) == "<|document|>Hello<|summary|>"
 
 
 def test_messages_the_template_refuses_are_one_bad_row() -> None:
     llm = DemoTokens()
     llm.tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    chat = Document(id="d", source="d", messages=[{"role": "user", "content": "Hello"}])
+    chat = input_row("d", source="d", messages=[{"role": "user", "content": "Hello"}])
     with pytest.raises(InvalidMessagesError, match="roles must alternate"):
         PromptBuilder(llm=llm, params=PARAMS).request("r", chat)
-
-
-def test_a_document_that_is_none_raises_its_error(llm: DemoTokens) -> None:
-    bad = Document(id="d", source="d", error=EmptyFileError("empty"))
-    with pytest.raises(EmptyFileError):
-        PromptBuilder(llm=llm, params=PARAMS).request("r", bad)
 
 
 @pytest.mark.parametrize("limit", [3, 50, 51, 400])

@@ -8,7 +8,7 @@ from PIL import Image
 
 from rayspec.batch.plots import plot_plans
 from rayspec.batch.report import DOCUMENT_HEADINGS, PLOT_NAME, RunReport
-from rayspec.batch.results import ResultRow
+from rayspec.batch.rows import Row
 from rayspec.types import EngineStats, Plan, PlanRecord, PromptTooLongError, no_draft
 
 CONFIG = {"model": "demo", "dtype": "float32", "speculation": {"strategy": "knapspec"}}
@@ -37,9 +37,9 @@ def stats_of(records: list[PlanRecord]) -> EngineStats:
     return EngineStats(total_s=10.0, draft_s=2.0, verify_s=5.0, optimise_s=0.1, gate_reason="none pays", plans=records)
 
 
-def rows() -> list[ResultRow]:
-    good = ResultRow(id="good", text="a\nB", num_prompt_tokens=100, num_output_tokens=21, decode_s=2.0)
-    return [good, ResultRow.of_error("bad|id", PromptTooLongError("too\nlong")), ResultRow(id="other", text="x")]
+def rows() -> list[Row]:
+    good = Row(id="good", text="a\nB", num_prompt_tokens=100, num_output_tokens=21, decode_s=2.0)
+    return [good, Row(id="bad|id").failed(PromptTooLongError("too\nlong")), Row(id="other", text="x")]
 
 
 @pytest.mark.parametrize("num_records", [0, 1, 7, 300])
@@ -82,13 +82,13 @@ def test_tables_have_as_many_cells_as_headings(tmp_path: Path) -> None:
         cells = line.replace("\\|", "").count("|") - 1 if line.startswith("|") else None
         assert width is None or cells is None or cells == width
         width = cells
-    assert all(len(cells) == len(DOCUMENT_HEADINGS) for cells in report.document_cells())
+    assert all(len(cells) == len(DOCUMENT_HEADINGS) for cells in report.listed)
 
 
 def test_a_report_of_many_rows_lists_the_first_and_counts_all(tmp_path: Path) -> None:
     report = RunReport()
     for number in range(200):
-        report.add(ResultRow(id=f"row-{number}", num_output_tokens=1))
+        report.add(Row(id=f"row-{number}", num_output_tokens=1))
     text = report.write(tmp_path, stats=EngineStats(), config=CONFIG, title="Run").read_text(encoding="utf-8")
     assert "| rows | 200, 0 failed |" in text
     assert "row-49" in text

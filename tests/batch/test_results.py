@@ -12,13 +12,13 @@ import yaml
 
 from rayspec.batch.results import (
     DamagedRowsError,
-    ResultRow,
     check_output,
     open_writer,
     read_rows,
     save_config,
     write_rows,
 )
+from rayspec.batch.rows import Row
 from rayspec.types import (
     CompletionOutput,
     ConfigError,
@@ -29,10 +29,10 @@ from rayspec.types import (
 )
 
 ROWS = [
-    ResultRow(id="a", text="Ein Satz — 世界\nzwei", num_prompt_tokens=9, num_output_tokens=3, finish_reason="stop"),
-    ResultRow.of_error("b", EmptyPromptError("nothing there")),
-    ResultRow(id="c", text="", num_draft_tokens=8, num_accepted_tokens=6, acceptance_rate=0.75, latency_s=1.5),
-    ResultRow(id="d", text="of parts", tree='{"text": "of parts", "parts": []}', source="a.jsonl:4"),
+    Row(id="a", text="Ein Satz — 世界\nzwei", num_prompt_tokens=9, num_output_tokens=3, finish_reason="stop"),
+    Row(id="b").failed(EmptyPromptError("nothing there")),
+    Row(id="c", text="", num_draft_tokens=8, num_accepted_tokens=6, acceptance_rate=0.75, latency_s=1.5),
+    Row(id="d", text="of parts", tree='{"text": "of parts", "parts": []}', source="a.jsonl:4"),
 ]
 
 
@@ -69,7 +69,7 @@ def test_an_interrupted_run_leaves_a_valid_file_with_the_rows_it_had(tmp_path: P
     def write_until_interrupted() -> None:
         with open_writer(path, text_column="text") as writer:
             for number in range(1000):
-                writer.write(ResultRow(id=str(number)))
+                writer.write(Row(id=str(number)))
                 if number == 149:
                     raise KeyboardInterrupt
 
@@ -90,7 +90,7 @@ def test_parquet_is_written_in_row_groups(tmp_path: Path) -> None:
     path = tmp_path / "out.parquet"
     with open_writer(path, text_column="text") as writer:
         for number in range(150):
-            writer.write(ResultRow(id=str(number)))
+            writer.write(Row(id=str(number)))
     with pq.ParquetFile(path) as file:
         assert [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)] == [64, 64, 22]
 
@@ -98,7 +98,7 @@ def test_parquet_is_written_in_row_groups(tmp_path: Path) -> None:
 def test_json_lines_are_on_disk_as_they_come(tmp_path: Path) -> None:
     with open_writer(tmp_path / "out.jsonl", text_column="text") as writer:
         writer.write(ROWS[0])
-        assert json.loads(writer.partial_path.read_text(encoding="utf-8"))["id"] == "a"
+        assert json.loads((tmp_path / ".out.jsonl.partial").read_text(encoding="utf-8"))["id"] == "a"
 
 
 def test_an_existing_output_is_not_replaced_unasked(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_rows_are_read_as_they_were_written(file_format: str) -> None:
 
 def test_columns_that_a_file_has_not_are_at_their_defaults() -> None:
     file = io.BytesIO(b'{"id": "a", "summary": "short"}\n')
-    assert list(read_rows(file, text_column="summary", file_format="jsonl")) == [ResultRow(id="a", text="short")]
+    assert list(read_rows(file, text_column="summary", file_format="jsonl")) == [Row(id="a", text="short")]
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_an_output_becomes_a_row() -> None:
             num_draft_tokens=4, num_accepted_tokens=1, arrival_s=10.0, first_token_s=11.0, finished_s=13.0
         ),
     )
-    assert ResultRow.of_output("doc", output) == ResultRow(
+    assert Row(id="doc").completed(output) == Row(
         id="doc",
         text="done",
         num_prompt_tokens=3,
@@ -195,7 +195,7 @@ def test_a_failed_output_keeps_what_it_had() -> None:
         finished=True,
         error=NonFiniteLogitsError("NaN"),
     )
-    row = ResultRow.of_output("doc", output)
+    row = Row(id="doc").completed(output)
     assert (row.text, row.finish_reason, row.error_kind) == ("half", "error", "non_finite_logits")
 
 

@@ -14,7 +14,8 @@ import fsspec
 import pytest
 from pyarrow import fs
 
-from rayspec.batch.results import ResultRow, is_final, read_rows
+from rayspec.batch.results import read_rows
+from rayspec.batch.rows import Row
 from rayspec.batch.run_folder import DamagedOutputError, OutputError, RowIndex, RunFolder
 from rayspec.command.locations import Location, Store
 from rayspec.types import ConfigError
@@ -62,17 +63,15 @@ def parts_of(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "rows").iterdir())
 
 
-def done(row_id: str, text: str = "a summary") -> ResultRow:
-    return ResultRow(id=row_id, text=text, finish_reason="stop")
+def done(row_id: str, text: str = "a summary") -> Row:
+    return Row(id=row_id, text=text, finish_reason="stop")
 
 
-def failed(row_id: str, kind: str, source: str | None = None, input_hash: str | None = "0f") -> ResultRow:
-    return ResultRow(
-        id=row_id, finish_reason="error", error_kind=kind, error="why", source=source, input_hash=input_hash
-    )
+def failed(row_id: str, kind: str, source: str | None = None, input_hash: str | None = "0f") -> Row:
+    return Row(id=row_id, finish_reason="error", error_kind=kind, error="why", source=source, input_hash=input_hash)
 
 
-def unread(row_id: str, kind: str, source: str) -> ResultRow:
+def unread(row_id: str, kind: str, source: str) -> Row:
     """A row that never reached an engine."""
     return failed(row_id, kind, source, input_hash=None)
 
@@ -195,8 +194,8 @@ def test_rows_that_failed_for_no_fault_of_theirs_are_done_again(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("row", "final"), [(done("a"), True), (failed("a", "stage_lost"), False)])
-def test_what_is_final(row: ResultRow, final: bool) -> None:
-    assert is_final(row) is final
+def test_what_is_final(row: Row, final: bool) -> None:
+    assert row.is_final is final
 
 
 def test_of_an_id_the_last_row_counts_but_no_transient_one_after_a_final_one() -> None:
@@ -470,14 +469,14 @@ def test_two_drivers_in_a_remote_store_do_not_overwrite_each_other(bucket: Locat
 _WRITER = """
 import sys
 from rayspec.command.locations import Location
-from rayspec.batch.results import ResultRow
+from rayspec.batch.rows import Row
 from rayspec.batch.run_folder import RunFolder
 
 location, file_format, num_rows = Location.parse(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 with RunFolder.open(location, identity={}, overwrite=False, text_column="text", file_format=file_format) as folder:
     for number in range(num_rows):
         if str(number) not in folder.done:
-            folder.add(ResultRow(id=str(number), text=f"text {number} " * 20))
+            folder.add(Row(id=str(number), text=f"text {number} " * 20))
             if number % 3 == 0:
                 folder.commit()
                 print(number, flush=True)

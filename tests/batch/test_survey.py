@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from rayspec.batch.results import ResultRow
+from rayspec.batch.rows import Row
 from rayspec.batch.survey import Survey, check_changed, survey
 from rayspec.types import ConfigError
 
 
-def seen(row_id: str, source: str, input_hash: str = "h") -> ResultRow:
-    return ResultRow(id=row_id, source=source, input_hash=input_hash)
+def seen(row_id: str, source: str, input_hash: str = "h") -> Row:
+    return Row(id=row_id, source=source, input_hash=input_hash)
 
 
 def errors_of(found: Survey) -> list[tuple[str, str | None, str | None]]:
@@ -54,7 +54,7 @@ def test_the_row_that_was_done_keeps_its_id_before_the_first() -> None:
 
 
 def test_rows_that_cannot_be_read_are_errors() -> None:
-    bad = ResultRow(id="f:1", source="f:1", error_kind="malformed_row", error="why")
+    bad = Row(id="f:1", source="f:1", error_kind="malformed_row", error="why")
     found = survey([bad, seen("a", "f:2")], {})
     assert (found.errors, found.num_left) == ([bad], 1)
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from rayspec.batch.results import ResultRow
+from rayspec.batch.rows import Row
 from rayspec.batch.tally import Tally
 from rayspec.types import PromptTooLongError
 
-GOOD = ResultRow(id="a", num_prompt_tokens=100, num_output_tokens=30, num_draft_tokens=20, num_accepted_tokens=15)
-BAD = ResultRow.of_error("b", PromptTooLongError("too long"))
+GOOD = Row(id="a", num_prompt_tokens=100, num_output_tokens=30, num_draft_tokens=20, num_accepted_tokens=15)
+BAD = Row(id="b").failed(PromptTooLongError("too long"))
 
 
 def test_rows_add_up() -> None:
@@ -41,7 +41,7 @@ def test_without_drafts_there_is_no_acceptance() -> None:
 
 
 @pytest.mark.parametrize(("rows", "code"), [([GOOD], 0), ([GOOD, BAD], 3), ([BAD, BAD], 1), ([], 1)])
-def test_the_exit_code_says_how_many_failed(rows: list[ResultRow], code: int) -> None:
+def test_the_exit_code_says_how_many_failed(rows: list[Row], code: int) -> None:
     tally = Tally()
     for row in rows:
         tally.add(row)

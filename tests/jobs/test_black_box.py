@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from rayspec import LLM, demo
-from rayspec.batch.document_task import DocumentTask
-from rayspec.batch.documents import Columns, Document, read_documents
+from rayspec.batch.document_task import DocumentTask, PromptBuilder, summary_prompt
+from rayspec.batch.documents import Columns, input_row, read_documents
 from rayspec.batch.in_process import complete
-from rayspec.batch.prompts import PromptBuilder, summary_prompt
-from rayspec.batch.results import ResultRow
+from rayspec.batch.rows import Row
 from rayspec.batch.run_folder import RunFolder
 from rayspec.command.locations import Location
 from rayspec.command.settings import make_settings
@@ -112,7 +111,7 @@ def documents(num_rows: int, seed: int = 0) -> list[dict[str, str]]:
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[str, str]:
     """The texts of the rows by an engine in this process."""
-    rows = [Document(id=row["id"], source=row["id"], text=row["text"]) for row in documents(160)]
+    rows = [input_row(row["id"], source=row["id"], text=row["text"]) for row in documents(160)]
     params = SamplingParams(temperature=0.0, max_tokens=8)
     with LLM(
         model="demo", dtype="float32", device="cpu", num_threads=1, max_model_len=256, speculation={"strategy": "ar"}
@@ -248,10 +247,8 @@ FAST_NAMES = ("model", "dtype", "device", "num_threads", "strategy", "max_model_
 FAST_VALUES: tuple[Any, ...] = ("demo", "float32", "cpu", 1, "ar", 256, 8, 0.0)
 
 
-def _done(document: Document) -> ResultRow:
-    return ResultRow(
-        id=document.id, text="a summary", finish_reason="stop", source=document.source, input_hash=document.input_hash
-    )
+def _done(document: Row) -> Row:
+    return replace(document.without_input(), text="a summary", finish_reason="stop")
 
 
 def num_committed_after(folder: Path, num_rows: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rayspec.serve.auth import ApiKeys
+from rayspec.serve.access import ApiKeys
 
 KEYS = ApiKeys.of(["first-key", "second-key"])
 

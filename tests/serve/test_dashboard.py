@@ -12,7 +12,6 @@ from typing import Any
 import promql_parser
 import pytest
 
-from rayspec.serve.dashboard import as_json
 from rayspec.serve.metric_table import METRICS
 
 PATH = Path(__file__).parents[2] / "k8s" / "grafana" / "rayspec.json"
@@ -61,10 +60,6 @@ def labels_in(expr: str) -> set[str]:
     """All that it filters, groups or joins by."""
     named = {label for node in parsed(expr) for label in getattr(getattr(node, "modifier", None), "labels", None) or ()}
     return named | {matcher.name for one in selectors(expr) for matcher in one.matchers.matchers}
-
-
-def test_the_file_is_what_the_module_makes() -> None:
-    assert PATH.read_text(encoding="utf-8") == as_json(), "run python -m rayspec.serve.dashboard again"
 
 
 def test_it_belongs_to_no_grafana_in_particular() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rayspec.serve.hosts import ANY, allowed_host, allowed_origin
+from rayspec.serve.access import ANY, allowed_host, allowed_origin
 
 
 @pytest.mark.parametrize(

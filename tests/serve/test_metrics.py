@@ -15,7 +15,6 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from rayspec import SamplingParams
-from rayspec.async_engine import AsyncEngine
 from rayspec.command.loading import load_llm
 from rayspec.command.settings import make_settings
 from rayspec.pipeline.ray_stages import StageUse
@@ -415,9 +414,8 @@ async def serve_some(metrics: EngineMetrics) -> tuple[list[RequestOutput], int, 
     """Four requests at once, one that is refused, and one that is left."""
     common = {"model": "demo", "dtype": "float32", "device": "cpu", "num_threads": 1, "max_model_len": 512}
     speculation = {"strategy": "static", "skip": [2, 5], "max_draft_tokens": 3}
-    engine = AsyncEngine(load_llm(make_settings(flags=common | speculation).engine))
-    metered = MeteredEngine(engine, metrics)
-    updating = asyncio.create_task(keep_updated(metrics, engine, every_s=0.05))
+    metered = MeteredEngine(load_llm(make_settings(flags=common | speculation).engine), metrics)
+    updating = asyncio.create_task(keep_updated(metrics, metered, every_s=0.05))
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     try:
         prompts = [metered.tokens(f"The report of the year {year} says") for year in range(4)]
@@ -429,14 +427,14 @@ async def serve_some(metrics: EngineMetrics) -> tuple[list[RequestOutput], int, 
         await anext(leaving)
         await leaving.aclose()
         deadline = time.monotonic() + 10
-        while engine.load.num_running:
+        while metered.load.num_running:
             assert time.monotonic() < deadline, "a request that was left goes on"
             await asyncio.sleep(0.01)
     finally:
-        engine.stop()
+        metered.stop()
         updating.cancel()
         await asyncio.gather(updating, return_exceptions=True)
-    return outputs, sum(bool(piece.outputs[0].token_ids) for piece in pieces if piece.outputs), engine.stats
+    return outputs, sum(bool(piece.outputs[0].token_ids) for piece in pieces if piece.outputs), metered.stats
 
 
 async def scrape_until(total_s: float, deadline_s: float) -> dict[str, Metric]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rayspec.command.options import Asked
-from rayspec.serve.asked import asked_options
+from rayspec.serve.command_line import asked_options
 from rayspec.serve.options import ServeOptions
 from rayspec.types import ConfigError
 

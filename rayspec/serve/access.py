@@ -1,4 +1,4 @@
-"""Whether a request means this endpoint, by its Host header, and comes from a page that may send it, by its Origin.
+"""Who may use the endpoint: bearers of one of its keys, who call the endpoint by an allowed host.
 
 A web page can have its own name resolve to loopback, and then talk to servers of the visitor's machine as if they were
 the page's own (DNS rebinding). The Host header still has the page's name.
@@ -6,10 +6,40 @@ the page's own (DNS rebinding). The Host header still has the page's name.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import hashlib
+import hmac
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from ipaddress import ip_address
 
+from typing_extensions import Self
+
 ANY = "*"
+_SCHEME = "bearer"
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKeys:
+    """SHA-256 digests, compared in constant time; with none, everyone may."""
+
+    digests: tuple[bytes, ...]
+
+    @classmethod
+    def of(cls, keys: Iterable[str]) -> Self:
+        return cls(tuple(map(_digest, keys)))
+
+    def admit(self, authorization: str | None) -> bool:
+        """By the value of the header, "Bearer KEY". How long it takes does not tell which key came close."""
+        if not self.digests:
+            return True
+        scheme, _, key = (authorization or "").partition(" ")
+        given = _digest(key.strip())
+        matches = [hmac.compare_digest(given, digest) for digest in self.digests]
+        return scheme.lower() == _SCHEME and any(matches)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 def allowed_host(header: str | None, names: Collection[str]) -> bool:

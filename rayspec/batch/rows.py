@@ -1,0 +1,132 @@
+"""The row of a job: the reader makes it, a task completes it, the writer writes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Final
+
+from rayspec.types import RayspecError, RequestMetrics, RequestOutput
+
+_TRANSIENT_KINDS: Final = frozenset({"aborted", "engine_dead", "stage_lost", "stages_replaced", "transport"})
+"""Errors of the engine and not of the row, which is done again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """An input row and its result.
+
+    The reader sets `source` (file and row number), `document` (the input text) or `messages` (chat messages as JSON),
+    and `input_hash` (64 bits of these); or else an error and no hash. The task sets the other fields and drops
+    `document` and `messages`, which are not written.
+
+    text: generated. error_kind: stable; None for a row that succeeded. latency_s: from the first request's arrival at
+    the engine to the last token. decode_s: without the prompts. tree: the parts of a hierarchical summary, as JSON.
+    """
+
+    id: str
+    text: str | None = None
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    finish_reason: str | None = None
+    error_kind: str | None = None
+    error: str | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    acceptance_rate: float | None = None
+    latency_s: float | None = None
+    decode_s: float | None = None
+    tree: str | None = None
+    source: str | None = None
+    input_hash: str | None = None
+    document: str | None = None
+    messages: str | None = None
+
+    @property
+    def is_input_error(self) -> bool:
+        """The row could not be read, or has the id of another row."""
+        return self.error_kind is not None and self.input_hash is None
+
+    @property
+    def is_final(self) -> bool:
+        """The row would be the same if it were done again."""
+        return self.error_kind not in _TRANSIENT_KINDS and self.finish_reason != "abort"
+
+    @property
+    def is_from_engine(self) -> bool:
+        """An engine was given the row, and the result is final."""
+        return self.input_hash is not None and self.is_final
+
+    def without_input(self) -> Row:
+        return replace(self, document=None, messages=None)
+
+    def completed(self, output: RequestOutput) -> Row:
+        """With the first completion of a finished request. A failed request keeps its text so far."""
+        usage, completion = Usage(), output.outputs[0] if output.outputs else None
+        usage.add(output)
+        row = replace(
+            self.counted(usage),
+            text=completion.text if completion is not None else None,
+            finish_reason=completion.finish_reason if completion is not None else None,
+        )
+        return row if output.error is None else row.failed(output.error)
+
+    def failed(self, error: RayspecError, *, part: str = "") -> Row:
+        """part: of the document, that the error is about."""
+        message = f"{part}: {error}" if part else str(error)
+        return replace(self.without_input(), finish_reason="error", error_kind=error.kind, error=message)
+
+    def refused(self, error: RayspecError) -> Row:
+        """An error of the input: no engine is asked."""
+        return replace(self.failed(error), input_hash=None)
+
+    def counted(self, usage: Usage) -> Row:
+        """Without the input, with the counts of all its requests."""
+        return replace(
+            self.without_input(),
+            num_prompt_tokens=usage.num_prompt_tokens,
+            num_output_tokens=usage.num_output_tokens,
+            num_draft_tokens=usage.num_draft_tokens,
+            num_accepted_tokens=usage.num_accepted_tokens,
+            acceptance_rate=usage.num_accepted_tokens / usage.num_draft_tokens if usage.num_draft_tokens else None,
+            latency_s=usage.latency_s,
+            decode_s=usage.decode_s,
+        )
+
+
+OUTPUT_COLUMNS = tuple(field.name for field in fields(Row) if field.name not in {"document", "messages"})
+
+
+@dataclass(slots=True, kw_only=True)
+class Usage:
+    """Of all requests for a row. `decode_s` adds up requests that ran at the same time; the times are None until a
+    request has finished."""
+
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    decode_s: float | None = None
+    arrival_s: float | None = None
+    finished_s: float | None = None
+
+    def add(self, output: RequestOutput) -> None:
+        metrics = output.metrics
+        self.num_prompt_tokens += len(output.prompt_token_ids)
+        self.num_output_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+        self.num_draft_tokens += metrics.num_draft_tokens
+        self.num_accepted_tokens += metrics.num_accepted_tokens
+        if metrics.finished_s is not None:
+            self._add_times(metrics, metrics.finished_s)
+
+    def _add_times(self, metrics: RequestMetrics, finished_s: float) -> None:
+        if metrics.first_token_s is not None:
+            self.decode_s = (self.decode_s or 0.0) + finished_s - metrics.first_token_s
+        self.arrival_s = metrics.arrival_s if self.arrival_s is None else min(self.arrival_s, metrics.arrival_s)
+        self.finished_s = finished_s if self.finished_s is None else max(self.finished_s, finished_s)
+
+    @property
+    def latency_s(self) -> float | None:
+        """From the first request's arrival to the last one's end."""
+        if self.arrival_s is None or self.finished_s is None:
+            return None
+        return self.finished_s - self.arrival_s
