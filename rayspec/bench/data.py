@@ -27,6 +27,7 @@ from rayspec.batch.long_documents import LongDocumentOptions
 from rayspec.batch.prompts import PromptBuilder, summary_prompt
 from rayspec.batch.results import ResultRow
 from rayspec.batch.supervisor import start_supervisor
+from rayspec.bench.markdown import markdown_table
 from rayspec.bench.options import BenchOptions
 from rayspec.bench.run import engine_config, model_folder
 from rayspec.bench.workloads import WorkloadOptions, file_documents, fitting_tasks
@@ -92,7 +93,7 @@ def run_data_bench(options: BenchOptions, say: Callable[[str], None]) -> dict[st
         say("loading")
         samples = _measured(options, config, say)
     rows = [asdict(row) for row in data_rows(samples)]
-    return {"environment": describe_environment(), "options": options.plain(), "results": rows}
+    return {"environment": describe_environment(), "options": options.as_json(), "results": rows}
 
 
 def _measured(options: BenchOptions, config: EngineConfig, say: Callable[[str], None]) -> dict[str, list[DataSample]]:
@@ -233,17 +234,18 @@ def data_markdown(result: dict[str, Any]) -> str:
         f"{workloads['contexts'][0]} tokens, {options['max_tokens']} output tokens, {options['strategies'][0]}, batch "
         f"{options['batch']}, {options['repeats']} repeats"
     )
-    table = [
-        "| way | tokens/s | min to max | seconds | first row, s | of bare | min to max | identical |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
-        *map(_cells, result["results"]),
+    headings = ("way", "tokens/s", "min to max", "seconds", "first row, s", "of bare", "min to max", "identical")
+    return f"{heading}\n\n{markdown_table(headings, map(_cells, result['results']), num_left=1)}"
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    return [
+        row["way"],
+        f"{row['tokens_per_s']:.1f}",
+        f"{row['min_tokens_per_s']:.1f} to {row['max_tokens_per_s']:.1f}",
+        f"{row['seconds']:.1f}",
+        f"{row['first_row_s']:.1f}",
+        f"{row['ratio']:.3f}",
+        f"{row['min_ratio']:.3f} to {row['max_ratio']:.3f}",
+        f"{row['identical']} of {row['total']}",
     ]
-    return "\n".join([heading, "", *table])
-
-
-def _cells(row: dict[str, Any]) -> str:
-    return (
-        f"| {row['way']} | {row['tokens_per_s']:.1f} | {row['min_tokens_per_s']:.1f} to "
-        f"{row['max_tokens_per_s']:.1f} | {row['seconds']:.1f} | {row['first_row_s']:.1f} | {row['ratio']:.3f} | "
-        f"{row['min_ratio']:.3f} to {row['max_ratio']:.3f} | {row['identical']} of {row['total']} |"
-    )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from rayspec.bench.data import BARE, RAY_DATA, DataSample, data_markdown, data_rows, run_data_bench
+from rayspec.batch.results import ResultRow
+from rayspec.bench.data import BARE, RAY_DATA, DataSample, _Watch, data_markdown, data_rows, run_data_bench
 from rayspec.bench.options import BenchOptions
 from rayspec.bench.workloads import WorkloadOptions
 from rayspec.cli import app
@@ -42,6 +44,9 @@ def test_texts_that_differ_or_are_missing_are_counted() -> None:
     assert [(row.identical, row.total) for row in data_rows(lost)] == [(2, 2), (1, 2)]
 
 
+ROW = ResultRow(id="a", text="text", num_output_tokens=3)
+
+
 def options(*, input_: str = "demo", **changes: Any) -> BenchOptions:
     values = {
         "engine": EngineConfig(model="demo", dtype="float32", device="cpu", num_threads=1),
@@ -70,8 +75,17 @@ def test_a_real_one_is_measured(ray_cluster: None) -> None:
     assert data_markdown(result).count("12 of 12") == 2
 
 
+def test_a_row_that_fails_cannot_be_measured() -> None:
+    watch = _Watch()
+    with pytest.raises(ConfigError, match="row 'a' failed, and only rows that succeed can be measured: it is gone"):
+        watch.take(replace(ROW, error="it is gone", error_kind="engine"))
+    watch.take(ROW)
+    assert watch.sample().texts == {"a": "text"}
+
+
 @pytest.mark.ray
-def test_rows_that_fail_cannot_be_measured(ray_cluster: None, tmp_path: Path) -> None:
+@pytest.mark.exhaustive
+def test_documents_that_cannot_be_read_end_the_measurement(ray_cluster: None, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n', encoding="utf-8")
     with pytest.raises(Exception, match="there is nothing to work on"):
         run_data_bench(options(input_=str(tmp_path / "a.jsonl")), lambda line: None)
