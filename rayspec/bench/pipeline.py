@@ -16,9 +16,8 @@ import copy
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -80,7 +79,7 @@ def run_pipeline_bench(options: BenchOptions, cases: Sequence[Case], say: Callab
         for number, case in enumerate(places):
             for strategy in strategies:
                 say(f"loading {case.name if case else 'one process'}, {strategy}")
-                with _loaded(options, folder, strategy, case) as llm:
+                with load_llm(case_config(options, folder, strategy, case)) as llm:
                     prompts = prompts or _prompts(llm, options)
                     bench = _Measured(_engine_of(llm), options, case)
                     samples = bench.run(prompts)
@@ -113,12 +112,6 @@ def case_config(options: BenchOptions, folder: str, strategy: str, case: Case | 
         kv_cache_tokens=config.kv_cache_tokens or num_seqs * per_sequence,
         parallel=parallel,
     )
-
-
-@contextmanager
-def _loaded(options: BenchOptions, folder: str, strategy: str, case: Case | None) -> Iterator[rayspec.LLM]:
-    with load_llm(case_config(options, folder, strategy, case)) as llm:
-        yield llm
 
 
 def _prompts(llm: rayspec.LLM, options: BenchOptions) -> list[list[int]]:
@@ -193,7 +186,7 @@ class _Measured:
         outputs, part = self._timed()
         while engine.has_unfinished:
             outputs += engine.step()
-        return part.with_tokens(_tokens(requests, outputs))
+        return replace(part, token_ids=_tokens(requests, outputs))
 
     def _timed(self) -> tuple[list[RequestOutput], TimedPart]:
         """Steps until something is finished."""

@@ -57,9 +57,6 @@ class TimedPart:
         """Between stages: every pass comes to a stage from another one, but for the first of a round."""
         return sum(self.num_passes) - self.num_rounds if len(self.num_passes) > 1 else 0.0
 
-    def with_tokens(self, token_ids: tuple[tuple[int, ...], ...]) -> TimedPart:
-        return replace(self, token_ids=token_ids)
-
     @classmethod
     def total(cls, parts: Sequence[TimedPart]) -> TimedPart:
         return cls(

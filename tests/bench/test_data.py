@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rayspec.batch.results import ResultRow
-from rayspec.bench.data import BARE, RAY_DATA, DataSample, _Watch, data_markdown, data_rows, run_data_bench
+from rayspec.bench.data import BARE, RAY_DATA, DataSample, data_markdown, data_rows, run_data_bench, timed
 from rayspec.bench.options import BenchOptions
 from rayspec.bench.workloads import WorkloadOptions
 from rayspec.cli import app
@@ -76,11 +78,20 @@ def test_a_real_one_is_measured(ray_cluster: None) -> None:
 
 
 def test_a_row_that_fails_cannot_be_measured() -> None:
-    watch = _Watch()
+    failed = replace(ROW, error="it is gone", error_kind="engine")
     with pytest.raises(ConfigError, match="row 'a' failed, and only rows that succeed can be measured: it is gone"):
-        watch.take(replace(ROW, error="it is gone", error_kind="engine"))
-    watch.take(ROW)
-    assert watch.sample().texts == {"a": "text"}
+        timed(lambda: [ROW, failed])
+
+
+def test_a_sample_is_of_all_rows_from_the_start_to_the_last() -> None:
+    def rows() -> Iterator[ResultRow]:
+        yield ROW
+        time.sleep(0.05)
+        yield replace(ROW, id="b")
+
+    sample = timed(rows)
+    assert (sample.num_tokens, sample.texts) == (6, {"a": "text", "b": "text"})
+    assert sample.first_row_s < 0.05 <= sample.seconds
 
 
 @pytest.mark.ray

@@ -6,10 +6,11 @@ import itertools
 import logging
 import secrets
 import socket
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -63,21 +64,21 @@ def cluster_findings(address: str, model: str | None) -> list[Finding]:
 
 def alive_nodes() -> list[Node]:
     """Named by address, with a number where several have the same one. Ray must be initialised."""
-    found = sorted(
-        ((str(each["NodeManagerAddress"]), each) for each in _ray_nodes() if each["Alive"]), key=lambda p: p[0]
-    )
-    nodes = []
-    for address, group in itertools.groupby(found, key=lambda pair: pair[0]):
-        members = [each for _, each in group]
-        for number, each in enumerate(members):
-            nodes.append(
-                Node(
-                    node_id=str(each["NodeID"]),
-                    name=address if len(members) == 1 else f"{address}#{number}",
-                    num_gpus=int(each["Resources"].get("GPU", 0)),
-                )
-            )
-    return nodes
+    alive = sorted((each for each in _ray_nodes() if each["Alive"]), key=itemgetter("NodeManagerAddress"))
+    num_alike = Counter(each["NodeManagerAddress"] for each in alive)
+    numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
+
+    def name(address: str) -> str:
+        return address if num_alike[address] == 1 else f"{address}#{next(numbers[address])}"
+
+    return [
+        Node(
+            node_id=str(each["NodeID"]),
+            name=name(str(each["NodeManagerAddress"])),
+            num_gpus=int(each["Resources"].get("GPU", 0)),
+        )
+        for each in alive
+    ]
 
 
 def _ray_nodes() -> list[dict[str, Any]]:
@@ -89,9 +90,7 @@ def check_agreement(facts: Mapping[str, NodeFacts]) -> list[Finding]:
     """By node: the same Python, Ray, torch, transformers and rayspec everywhere."""
     findings = []
     for package in sorted({name for one in facts.values() for name in one.versions}):
-        where: dict[str, list[str]] = defaultdict(list)
-        for node, one in facts.items():
-            where[one.versions.get(package, "-")].append(node)
+        where = _nodes_by({node: one.versions.get(package, "-") for node, one in facts.items()})
         name = f"{package} on all nodes"
         if len(where) == 1:
             findings.append(ok(name, next(iter(where))))
@@ -117,9 +116,7 @@ def check_counted_gpus(node: Node, facts: NodeFacts) -> Finding:
 
 def check_fingerprints(facts: Mapping[str, NodeFacts]) -> Finding:
     """That all nodes have the same weights."""
-    where: dict[str, list[str]] = defaultdict(list)
-    for node, one in facts.items():
-        where[one.fingerprint].append(node)
+    where = _nodes_by({node: one.fingerprint for node, one in facts.items()})
     name = "model on all nodes"
     if not any(where):
         return skipped(name, "no node has its files")
@@ -127,6 +124,14 @@ def check_fingerprints(facts: Mapping[str, NodeFacts]) -> Finding:
         return ok(name, f"fingerprint {next(iter(where))}")
     found = "; ".join(f"{print_ or 'none'} on {', '.join(nodes)}" for print_, nodes in sorted(where.items()))
     return problem(name, found, "put the same files on every node, or the model on a volume that all of them mount")
+
+
+def _nodes_by(values: Mapping[str, str]) -> dict[str, list[str]]:
+    """The nodes that have each value. values: of each node."""
+    where: dict[str, list[str]] = defaultdict(list)
+    for node, value in values.items():
+        where[value].append(node)
+    return where
 
 
 def check_reach(nodes: Sequence[Node]) -> Finding:

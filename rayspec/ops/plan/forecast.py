@@ -153,7 +153,7 @@ class Forecaster:
             [acceptance],
             latency,
             context=options.context,
-            batch=math.ceil(group.concurrency / _num_cohorts(group)),
+            batch=math.ceil(group.concurrency / _num_cohorts(group, group.concurrency)),
             max_draft_tokens=options.max_draft_tokens,
             min_gain=-1.0,
         )
@@ -177,43 +177,31 @@ class Forecaster:
         options, group = self._options, case.group
         num_stages = len(group.placement.stages)
         num_tokens = min(options.output_tokens, max(_MIN_TOKENS, _TOKENS_TIMES_STAGES // num_stages))
-        return self._simulated(
-            case,
-            Workload(
-                prompt_tokens=options.context - options.output_tokens,
-                output_tokens=options.output_tokens,
-                concurrency=group.concurrency,
-                chunk_tokens=options.max_num_batched_tokens,
-            ),
-            cohorts=_num_cohorts(group),
-            num_tokens=num_tokens * group.concurrency,
-        )
+        return self._simulated(case, options.output_tokens, num_tokens * group.concurrency, group.concurrency)
 
     def _alone(self, case: _Case) -> Simulated:
-        return self._simulated(case, self._alone_work(None), cohorts=1, num_tokens=_ALONE_TOKENS)
+        return self._simulated(case, None, _ALONE_TOKENS)
 
     def _alone_first_token_s(self, case: _Case) -> float:
         """Of one request after the other whose answers are single tokens."""
-        return self._simulated(case, self._alone_work(1), cohorts=1, num_tokens=2).first_token_s[0]
+        return self._simulated(case, 1, 2).first_token_s[0]
 
-    def _alone_work(self, output_tokens: int | None) -> Workload:
+    def _simulated(self, case: _Case, output_tokens: int | None, num_tokens: int, concurrency: int = 1) -> Simulated:
+        """output_tokens: of an answer. num_tokens: after which the simulation ends."""
         options = self._options
-        return Workload(
-            prompt_tokens=options.context - options.output_tokens,
-            output_tokens=output_tokens,
-            concurrency=1,
-            chunk_tokens=options.max_num_batched_tokens,
-        )
-
-    def _simulated(self, case: _Case, work: Workload, *, cohorts: int, num_tokens: int) -> Simulated:
         return simulate(
             case.predicted.decode,
-            work,
-            cohorts=cohorts,
+            Workload(
+                prompt_tokens=options.context - options.output_tokens,
+                output_tokens=output_tokens,
+                concurrency=concurrency,
+                chunk_tokens=options.max_num_batched_tokens,
+            ),
+            cohorts=_num_cohorts(case.group, concurrency),
             drafting=case.drafting,
             prefill=case.predicted.prefill,
             num_tokens=num_tokens,
-            seed=self._options.seed,
+            seed=options.seed,
         )
 
 
@@ -225,7 +213,7 @@ def evenly_kept(num_layers: int, skip: float) -> tuple[bool, ...]:
     return tuple(layer in kept for layer in range(num_layers) for _ in range(2))
 
 
-def _num_cohorts(group: ReplicaGroup) -> int:
+def _num_cohorts(group: ReplicaGroup, concurrency: int) -> int:
     """As `ParallelOptions` has them, as far as there are sequences for them."""
     num_stages = len(group.placement.stages)
-    return min(group.concurrency, 2 * num_stages if num_stages > 1 else 1)
+    return min(concurrency, 2 * num_stages if num_stages > 1 else 1)
