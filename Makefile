@@ -47,7 +47,7 @@ figures: setup ## KnapSpec's experiments on the widened demo model, with what `r
 	$(BIN)/rayspec figures --model demo --widen 8 --dtype bfloat16 --threads 2 --output $(FIGURES_OUT) \
 	  $(if $(BENCH),--bench $(BENCH))
 
-k8s: setup ## render the manifests of k8s/overlays again
+k8s: setup ## render the manifests of k8s/overlays
 	$(BIN)/rayspec k8s overlays k8s/overlays
 
 clean: ## remove what the targets made, except .venv

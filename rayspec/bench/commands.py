@@ -133,11 +133,7 @@ def bench_pipeline(
             widen=widen,
         )
         result = run_pipeline_bench(options, parsed, say)
-        output_console().print(pipeline_markdown(result), markup=False, highlight=False, soft_wrap=True)
-        if json is not None:
-            save_bench(result, json)
-    if any(row["identical"] < row["total"] for row in result["results"]):
-        raise typer.Exit(EXIT_FAILED)
+        _tell(result, pipeline_markdown(result), json)
 
 
 @app.command()
@@ -173,11 +169,7 @@ def bench_data(
             widen=widen,
         )
         result = run_data_bench(options, say)
-        output_console().print(data_markdown(result), markup=False, highlight=False, soft_wrap=True)
-        if json is not None:
-            save_bench(result, json)
-    if any(row["identical"] < row["total"] for row in result["results"]):
-        raise typer.Exit(EXIT_FAILED)
+        _tell(result, data_markdown(result), json)
 
 
 @app.command()
@@ -276,6 +268,15 @@ def figures(
             seed=seed,
         )
         output_console().print(run_figures(options, say), highlight=False, soft_wrap=True)
+
+
+def _tell(result: dict[str, Any], text: str, file: Path | None) -> None:
+    """Raises typer.Exit with the code of failure where outputs differ."""
+    output_console().print(text, markup=False, highlight=False, soft_wrap=True)
+    if file is not None:
+        save_bench(result, file)
+    if any(row["identical"] < row["total"] for row in result["results"]):
+        raise typer.Exit(EXIT_FAILED)
 
 
 def _keep_bench(result: dict[str, Any], folder: Path | None, file: Path | None) -> None:

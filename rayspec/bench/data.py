@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, TypeAlias
 
 import ray
 
-import rayspec
 from rayspec.batch.data import complete_dataset, completed_rows, dataset_of, quieten, reading
 from rayspec.batch.document_task import DocumentTask, PromptBuilder, summary_prompt
 from rayspec.batch.documents import input_row
@@ -26,6 +26,7 @@ from rayspec.batch.in_process import complete
 from rayspec.batch.long_documents import LongDocumentOptions
 from rayspec.batch.rows import Row
 from rayspec.batch.supervisor import start_supervisor
+from rayspec.bench.markdown import markdown_table
 from rayspec.bench.options import BenchOptions
 from rayspec.bench.run import engine_config, model_folder
 from rayspec.bench.workloads import WorkloadOptions, file_documents, fitting_tasks
@@ -37,6 +38,8 @@ from rayspec.config import EngineConfig, SamplingParams
 from rayspec.demo import Task
 from rayspec.pipeline.session import ray_session
 from rayspec.types import ConfigError
+
+_Way: TypeAlias = Callable[[Sequence[Row]], Iterable[Row]]
 
 BARE, RAY_DATA = "bare engine", "ray data"
 
@@ -91,7 +94,7 @@ def run_data_bench(options: BenchOptions, say: Callable[[str], None]) -> dict[st
         say("loading")
         samples = _measured(options, config, say)
     rows = [asdict(row) for row in data_rows(samples)]
-    return {"environment": describe_environment(), "options": options.plain(), "results": rows}
+    return {"environment": describe_environment(), "options": options.as_json(), "results": rows}
 
 
 def _measured(options: BenchOptions, config: EngineConfig, say: Callable[[str], None]) -> dict[str, list[DataSample]]:
@@ -101,14 +104,14 @@ def _measured(options: BenchOptions, config: EngineConfig, say: Callable[[str], 
         (context,) = options.workloads.contexts
         prompts = PromptBuilder(llm=llm, params=params, template=template, max_prompt_tokens=context)
         documents = _documents(prompts, options.workloads)
-        ways: dict[str, _Bare | _RayData] = {
-            BARE: _Bare(llm, prompts),
-            RAY_DATA: _RayData(engine, num_wanted=2 * config.max_num_seqs),
+        ways: dict[str, _Way] = {
+            BARE: partial(complete, llm, prompts=prompts),
+            RAY_DATA: partial(_through_ray_data, engine, num_wanted=2 * config.max_num_seqs),
         }
         samples: dict[str, list[DataSample]] = {way: [] for way in ways}
         for repeat in range(1 + options.repeats):
             for name, way in ways.items():
-                sample = way.run(documents)
+                sample = timed(partial(way, documents))
                 samples[name].append(sample)
                 say(f"{f'repeat {repeat}' if repeat else 'warming up'}: {name} {sample.tokens_per_s:.1f} tokens/s")
     return {name: each[1:] for name, each in samples.items()}
@@ -122,7 +125,7 @@ def _documents(prompts: PromptBuilder, options: WorkloadOptions) -> list[Row]:
     whole = replace(prompts, max_prompt_tokens=None)
 
     def num_tokens(task: Task) -> int:
-        return len(whole.fitting_tokens(task.document))
+        return len(whole.tokens(input_row("", source="demo", text=task.document)))
 
     tasks = fitting_tasks("summary", num_tokens, context=context, num_tasks=options.num_prompts, seed=options.seed)
     return [input_row(f"report-{index}", source="demo", text=task.document) for index, task in enumerate(tasks)]
@@ -141,59 +144,30 @@ def _loaded_actor(config: EngineConfig, params: SamplingParams, template: str) -
         ray.kill(supervisor)
 
 
-class _Bare:
-    """An engine in this process."""
-
-    def __init__(self, llm: rayspec.LLM, prompts: PromptBuilder) -> None:
-        self._llm, self._prompts = llm, prompts
-
-    def run(self, documents: Sequence[Row]) -> DataSample:
-        watch = _Watch()
-        for row in complete(self._llm, documents, self._prompts):
-            watch.take(row)
-        return watch.sample()
+def _through_ray_data(engine: Any, documents: Sequence[Row], num_wanted: int) -> Iterator[Row]:
+    """Through an engine's actor, whose rows Ray Data brings, as in a job."""
+    dataset = complete_dataset(dataset_of(documents), engine, num_wanted=num_wanted)
+    with closing(completed_rows(dataset)) as rows:
+        yield from rows
 
 
-class _RayData:
-    """An engine's actor, whose rows Ray Data brings, as in a job."""
-
-    def __init__(self, engine: Any, num_wanted: int) -> None:
-        self._engine, self._num_wanted = engine, num_wanted
-
-    def run(self, documents: Sequence[Row]) -> DataSample:
-        watch = _Watch()
-        dataset = complete_dataset(dataset_of(documents), self._engine, num_wanted=self._num_wanted)
-        with closing(completed_rows(dataset)) as rows:
-            for row in rows:
-                watch.take(row)
-        return watch.sample()
-
-
-class _Watch:
-    """Takes the rows of one repeat."""
-
-    def __init__(self) -> None:
-        self._start_s = time.perf_counter()
-        self._first_s: float | None = None
-        self._num_tokens = 0
-        self._texts: dict[str, str | None] = {}
-
-    def take(self, row: Row) -> None:
+def timed(complete_all: Callable[[], Iterable[Row]]) -> DataSample:
+    """One repeat, from its start to its last row. Raises ConfigError for a row that failed."""
+    start_s = time.perf_counter()
+    first_row_s, rows = None, []
+    for row in complete_all():
         if row.error_kind is not None:
             raise ConfigError(f"row {row.id!r} failed, and only rows that succeed can be measured: {row.error}")
-        if self._first_s is None:
-            self._first_s = time.perf_counter()
-        self._num_tokens += row.num_output_tokens
-        self._texts[row.id] = row.text
-
-    def sample(self) -> DataSample:
-        now_s = time.perf_counter()
-        return DataSample(
-            seconds=now_s - self._start_s,
-            first_row_s=(now_s if self._first_s is None else self._first_s) - self._start_s,
-            num_tokens=self._num_tokens,
-            texts=self._texts,
-        )
+        if first_row_s is None:
+            first_row_s = time.perf_counter() - start_s
+        rows.append(row)
+    seconds = time.perf_counter() - start_s
+    return DataSample(
+        seconds=seconds,
+        first_row_s=seconds if first_row_s is None else first_row_s,
+        num_tokens=sum(row.num_output_tokens for row in rows),
+        texts={row.id: row.text for row in rows},
+    )
 
 
 def data_rows(samples: dict[str, list[DataSample]]) -> list[DataRow]:
@@ -232,17 +206,18 @@ def data_markdown(result: dict[str, Any]) -> str:
         f"{workloads['contexts'][0]} tokens, {options['max_tokens']} output tokens, {options['strategies'][0]}, batch "
         f"{options['batch']}, {options['repeats']} repeats"
     )
-    table = [
-        "| way | tokens/s | min to max | seconds | first row, s | of bare | min to max | identical |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
-        *map(_cells, result["results"]),
+    headings = ("way", "tokens/s", "min to max", "seconds", "first row, s", "of bare", "min to max", "identical")
+    return f"{heading}\n\n{markdown_table(headings, map(_cells, result['results']), num_left=1)}"
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    return [
+        row["way"],
+        f"{row['tokens_per_s']:.1f}",
+        f"{row['min_tokens_per_s']:.1f} to {row['max_tokens_per_s']:.1f}",
+        f"{row['seconds']:.1f}",
+        f"{row['first_row_s']:.1f}",
+        f"{row['ratio']:.3f}",
+        f"{row['min_ratio']:.3f} to {row['max_ratio']:.3f}",
+        f"{row['identical']} of {row['total']}",
     ]
-    return "\n".join([heading, "", *table])
-
-
-def _cells(row: dict[str, Any]) -> str:
-    return (
-        f"| {row['way']} | {row['tokens_per_s']:.1f} | {row['min_tokens_per_s']:.1f} to "
-        f"{row['max_tokens_per_s']:.1f} | {row['seconds']:.1f} | {row['first_row_s']:.1f} | {row['ratio']:.3f} | "
-        f"{row['min_ratio']:.3f} to {row['max_ratio']:.3f} | {row['identical']} of {row['total']} |"
-    )

@@ -73,7 +73,7 @@ class BenchOptions:
     plans: Mapping[str, str] = field(default_factory=dict)
     hf: bool = False
 
-    def plain(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """As it stands in results."""
         return asdict(self) | {"engine": self.engine.model_dump(mode="json")}
 

@@ -16,9 +16,8 @@ import copy
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ import numpy as np
 import rayspec
 from rayspec.batch.document_task import summary_prompt
 from rayspec.bench.options import BenchOptions
-from rayspec.bench.pipeline_result import Case, HopTimes, PipelineRun, Stretch, pipeline_rows
+from rayspec.bench.pipeline_result import Case, HopTimes, PipelineRun, TimedPart, pipeline_rows
 from rayspec.bench.result import BASELINE
 from rayspec.bench.run import engine_config, model_folder
 from rayspec.bench.workloads import make_workloads
@@ -80,7 +79,7 @@ def run_pipeline_bench(options: BenchOptions, cases: Sequence[Case], say: Callab
         for number, case in enumerate(places):
             for strategy in strategies:
                 say(f"loading {case.name if case else 'one process'}, {strategy}")
-                with _loaded(options, folder, strategy, case) as llm:
+                with load_llm(case_config(options, folder, strategy, case)) as llm:
                     prompts = prompts or _prompts(llm, options)
                     bench = _Measured(_engine_of(llm), options, case)
                     samples = bench.run(prompts)
@@ -89,7 +88,7 @@ def run_pipeline_bench(options: BenchOptions, cases: Sequence[Case], say: Callab
                 say(f"{number + 1} of {len(places)}: {strategy} {samples[-1].tokens_per_s:.1f} tokens/s")
     return {
         "environment": describe_environment(),
-        "options": options.plain() | {"cases": [one.name for one in cases]},
+        "options": options.as_json() | {"cases": [one.name for one in cases]},
         "prompt_tokens": [len(prompt) for prompt in prompts],
         "hop_bytes": _HOP_BYTES,
         "hops": [asdict(one) for one in hops],
@@ -113,12 +112,6 @@ def case_config(options: BenchOptions, folder: str, strategy: str, case: Case | 
         kv_cache_tokens=config.kv_cache_tokens or num_seqs * per_sequence,
         parallel=parallel,
     )
-
-
-@contextmanager
-def _loaded(options: BenchOptions, folder: str, strategy: str, case: Case | None) -> Iterator[rayspec.LLM]:
-    with load_llm(case_config(options, folder, strategy, case)) as llm:
-        yield llm
 
 
 def _prompts(llm: rayspec.LLM, options: BenchOptions) -> list[list[int]]:
@@ -155,7 +148,7 @@ class _Measured:
         spans = self._stages.replica.spans if self._stages is not None else ()
         return tuple((last - first) // 2 for first, last in spans)
 
-    def run(self, prompts: Sequence[Sequence[int]]) -> list[Stretch]:
+    def run(self, prompts: Sequence[Sequence[int]]) -> list[TimedPart]:
         """Once to warm up, then repeat by repeat."""
         return [self._repeat(prompts) for _ in range(1 + self._options.repeats)][1:]
 
@@ -174,11 +167,11 @@ class _Measured:
             for stage, seconds in enumerate(self._stages.hops_s(_HOP_BYTES, _NUM_HOPS))
         ]
 
-    def _repeat(self, prompts: Sequence[Sequence[int]]) -> Stretch:
+    def _repeat(self, prompts: Sequence[Sequence[int]]) -> TimedPart:
         size = self._options.batch * (self._case.cohorts if self._case else 1)
-        return Stretch.total([self._group(prompts[at : at + size]) for at in range(0, len(prompts), size)])
+        return TimedPart.total([self._group(prompts[at : at + size]) for at in range(0, len(prompts), size)])
 
-    def _group(self, prompts: Sequence[Sequence[int]]) -> Stretch:
+    def _group(self, prompts: Sequence[Sequence[int]]) -> TimedPart:
         """All at once, from the first prompt to the last token; timed in between, see the head of this file."""
         engine, start = self._engine, copy.copy(self._engine.stats)
         requests = [self._request(prompt) for prompt in prompts]
@@ -190,12 +183,12 @@ class _Measured:
                     f"option 'max_tokens' is {self._options.max_tokens}: the first output is finished before the last "
                     "prompt is read: raise it, or shorten the prompts with 'context'"
                 )
-        outputs, stretch = self._timed()
+        outputs, part = self._timed()
         while engine.has_unfinished:
             outputs += engine.step()
-        return stretch.with_tokens(_tokens(requests, outputs))
+        return replace(part, token_ids=_tokens(requests, outputs))
 
-    def _timed(self) -> tuple[list[RequestOutput], Stretch]:
+    def _timed(self) -> tuple[list[RequestOutput], TimedPart]:
         """Steps until something is finished."""
         engine, outputs = self._engine, list[RequestOutput]()
         if self._stages is not None:
@@ -204,14 +197,14 @@ class _Measured:
         while not outputs:
             outputs = engine.step()
         usage = self._stages.usage() if self._stages is not None else []
-        stretch = Stretch(
+        part = TimedPart(
             seconds=engine.stats.total_s - before.total_s,
             num_tokens=engine.stats.num_generated_tokens - before.num_generated_tokens,
             num_rounds=(engine.stats.num_rounds - before.num_rounds) / self._options.batch,
             busy_s=tuple(use.busy_s for use in usage),
             num_passes=tuple(use.num_passes for use in usage),
         )
-        return outputs, stretch
+        return outputs, part
 
     def _request(self, prompt: Sequence[int]) -> Request:
         params = SamplingParams(temperature=0.0, max_tokens=self._options.max_tokens, ignore_eos=True)

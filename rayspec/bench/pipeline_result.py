@@ -8,6 +8,8 @@ from itertools import chain
 from statistics import median
 from typing import Any
 
+from rayspec.bench.markdown import markdown_table
+
 ONE_PROCESS = "one process"
 
 
@@ -35,7 +37,7 @@ class HopTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
+class TimedPart:
     """The timed part of one run. num_rounds: of a whole cohort each; busy_s, num_passes: by stage, none in one process;
     token_ids: of all outputs, from their first token to their last."""
 
@@ -55,11 +57,8 @@ class Stretch:
         """Between stages: every pass comes to a stage from another one, but for the first of a round."""
         return sum(self.num_passes) - self.num_rounds if len(self.num_passes) > 1 else 0.0
 
-    def with_tokens(self, token_ids: tuple[tuple[int, ...], ...]) -> Stretch:
-        return replace(self, token_ids=token_ids)
-
     @classmethod
-    def total(cls, parts: Sequence[Stretch]) -> Stretch:
+    def total(cls, parts: Sequence[TimedPart]) -> TimedPart:
         return cls(
             seconds=sum(part.seconds for part in parts),
             num_tokens=sum(part.num_tokens for part in parts),
@@ -76,7 +75,7 @@ class PipelineRun:
 
     case: Case | None
     strategy: str
-    samples: tuple[Stretch, ...]
+    samples: tuple[TimedPart, ...]
     layers: tuple[int, ...] = ()
 
 
@@ -130,7 +129,7 @@ def _row(
 ) -> PipelineRow:
     case, samples = run.case, run.samples
     speeds = [sample.tokens_per_s for sample in samples]
-    total = Stretch.total(samples)
+    total = TimedPart.total(samples)
     cohorts = case.cohorts if case else 1
     round_ms = 1000 * total.seconds * cohorts / total.num_rounds
     busy_ms = tuple(1000 * busy_s / total.num_rounds for busy_s in total.busy_s)
@@ -169,11 +168,7 @@ def pipeline_markdown(result: dict[str, Any]) -> str:
         f"tokens, {options['max_tokens']} tokens each, {options['batch']} sequences a cohort, "
         f"{options['repeats']} repeats"
     )
-    parts = [
-        heading,
-        _speed_table(rows),
-        _round_table(rows),
-    ]
+    parts = [heading, _speed_table(rows), _round_table(rows)]
     if result["hops"]:
         parts.append(_hop_table(result["hops"], result["hop_bytes"]))
     verdict = "all" if identical == total else "ONLY"
@@ -182,7 +177,7 @@ def pipeline_markdown(result: dict[str, Any]) -> str:
 
 
 def _speed_table(rows: Sequence[dict[str, Any]]) -> str:
-    return _markdown(
+    return markdown_table(
         ("stages x cohorts", "strategy", "tokens/s", "min to max", "vs one process", "ms a round", "idle", "identical"),
         [
             (
@@ -202,7 +197,7 @@ def _speed_table(rows: Sequence[dict[str, Any]]) -> str:
 
 def _round_table(rows: Sequence[dict[str, Any]]) -> str:
     """Of what goes through shards."""
-    return _markdown(
+    return markdown_table(
         ("a round of", "strategy", "layers", "passes", "busy ms", "hops", "hops ms", "rest ms"),
         [
             (
@@ -223,7 +218,7 @@ def _round_table(rows: Sequence[dict[str, Any]]) -> str:
 
 def _hop_table(hops: Sequence[dict[str, Any]], num_bytes: int) -> str:
     headings = ("a hop in", "between stages", f"p50 us of {num_bytes // 1024} KiB", "p99 us", "samples")
-    return _markdown(
+    return markdown_table(
         headings,
         [
             (
@@ -240,8 +235,3 @@ def _hop_table(hops: Sequence[dict[str, Any]], num_bytes: int) -> str:
 
 def _each(values: Sequence[float], pattern: str) -> str:
     return " / ".join(map(pattern.format, values)) or "-"
-
-
-def _markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

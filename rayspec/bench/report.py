@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Group
 from rich.table import Table
 
+from rayspec.bench.markdown import markdown_table
 from rayspec.bench.result import save_bench
 
 _Row = Mapping[str, Any]
@@ -51,13 +52,15 @@ def bench_markdown(result: dict[str, Any]) -> str:
         "",
         "Median over the repeats, with least and most; the best of each workload in bold.",
         "",
-        *_markdown_table(("strategy", *(workload["name"] for workload in workloads)), _speedup_rows(workloads)),
+        markdown_table(
+            ("strategy", *(workload["name"] for workload in workloads)), _speedup_rows(workloads), num_left=1
+        ),
     ]
     for workload in workloads:
         results = workload["results"]
         lines += ["", f"## {workload['name']}", "", f"{_prompts(workload)}.", ""]
-        lines += [*_markdown_table(_SPEED, map(_speed_cells, results)), ""]
-        lines += _markdown_table(_WORK, map(_work_cells, results))
+        lines += [markdown_table(_SPEED, map(_speed_cells, results), num_left=1), ""]
+        lines.append(markdown_table(_WORK, map(_work_cells, results), num_left=1))
     return "\n".join([*lines, "", f"{_NOTE}.", ""])
 
 
@@ -110,7 +113,7 @@ def _work_cells(row: _Row) -> list[str]:
     return [
         row["strategy"],
         _percent(row["acceptance_rate"]),
-        *(_plain(row[key]) for key in ("mean_accepted_length", "predicted_tpt", "measured_tpt")),
+        *(_one_decimal(row[key]) for key in ("mean_accepted_length", "predicted_tpt", "measured_tpt")),
         *(_percent(row[key]) for key in ("draft_share", "verify_share", "optimise_share", "quiet_share")),
     ]
 
@@ -124,11 +127,6 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     return table
 
 
-def _markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    rules = ["---", *["---:"] * (len(headings) - 1)]
-    return [f"| {' | '.join(cells)} |" for cells in (headings, rules, *rows)]
-
-
 def _times(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}x"
 
@@ -137,5 +135,5 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f} %"
 
 
-def _plain(value: float | None) -> str:
+def _one_decimal(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}"

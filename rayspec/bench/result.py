@@ -186,7 +186,7 @@ def _has_cost(own: Sequence[Sample], plain: Sequence[Sample]) -> bool:
 
 
 def _ratios(own: Sequence[Sample], other: Sequence[Sample] | None, rate: Callable[[Sample], float]) -> list[float]:
-    """Within each repeat, whose runs shared the machine's mood. None where there is nothing to compare with."""
+    """Within each repeat, whose runs were under the same load. None where there is nothing to compare with."""
     return [rate(a) / max(_LEAST_S, rate(b)) for a, b in zip(own, other, strict=True)] if other is not None else []
 
 
@@ -211,7 +211,7 @@ def _share(seconds: float, stats: EngineStats) -> float | None:
 
 
 def _predicted_tpt(records: Sequence[PlanRecord]) -> float | None:
-    """Tokens per second of one sequence, had every plan in use kept its promise."""
+    """Tokens per second of one sequence, if every plan in use had reached its predicted speed."""
     used = [record for record in records if record.num_tokens and record.predicted_tpt > 0]
     seconds = sum(record.num_tokens / record.predicted_tpt for record in used)
     return sum(record.num_tokens for record in used) / seconds if seconds else None

@@ -48,7 +48,7 @@ def run_bench(
     hide_progress_bars()
     exit_on_sigterm()  # so that the folder of a widened model does not stay
     found: list[dict[str, Any]] = []
-    result: dict[str, Any] = {"environment": {}, "options": options.plain(), "workloads": found}
+    result: dict[str, Any] = {"environment": {}, "options": options.as_json(), "workloads": found}
     with model_folder(options.engine, options.widen) as folder, ExitStack() as stack:
         say("loading")
         baseline = stack.enter_context(load_llm(engine_config(options, folder, BASELINE)))
@@ -174,7 +174,7 @@ def _side_by_side(
 ) -> dict[str, Sample]:
     """Piece by piece, one that has written least before the others: all are at the same place of the text at the same
     time, so that a machine that changes its pace within seconds does so for all of them. Which one of several is left
-    to chance: what the one before leaves in the caches is nobody's own luck."""
+    to chance: what the contender before leaves in the caches favours no contender."""
     writings = {name: contender.write(workload.prompts, max_tokens) for name, contender in contenders.items()}
     num_written = dict.fromkeys(contenders, 0)
     costs: dict[str, list[Cost]] = {name: [] for name in contenders}

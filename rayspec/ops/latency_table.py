@@ -34,8 +34,8 @@ def latency_table(latency: LatencyModel, *, max_context: int) -> Table:
 
 def stage_table(latency: LatencyModel) -> Table:
     """What each stage of a pipeline costs, what a hop between them does, and that a stage begins after a pause."""
-    waking = f", a pause before it {1000 * latency.wake_s:.3f} ms more" if latency.wake_s else ""
-    table = Table(title=f"stages; a hop takes {1000 * latency.hop_s:.3f} ms{waking}", title_justify="left")
+    pause = f", a pause before it {1000 * latency.wake_s:.3f} ms more" if latency.wake_s else ""
+    table = Table(title=f"stages; a hop takes {1000 * latency.hop_s:.3f} ms{pause}", title_justify="left")
     for heading in ("stage", "sublayers", "attention ms", "MLP ms", "8 rows ms", "weight transfer ms"):
         table.add_column(heading, justify="right")
     one, eight = (latency.sublayers_s(rows=rows, context=1024, batch=1) for rows in (1, 8))

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import Field, field_validator
 from rich.console import Group
 from rich.table import Table
 from transformers import PretrainedConfig
 
-from rayspec.config import DType, Options
-from rayspec.model.sizes import ModelSizes, Quantization, model_sizes
+from rayspec.config import DType
+from rayspec.model.sizes import ModelSizes, model_sizes
 from rayspec.ops.gpus import RESERVED_BYTES, RESERVED_SHARE, Gpu, parse_gpus
+from rayspec.ops.plan.options import PlacementOptions
 from rayspec.planning.partition import (
     Device,
     LayerCost,
@@ -34,36 +34,6 @@ from rayspec.planning.partition import (
 from rayspec.types import ConfigError
 
 _GB, _GIB = 10**9, 2**30
-
-
-class PlacementOptions(Options):
-    """What is to be placed where. `context` and `concurrency` are the KV cache that is planned for.
-
-    stages, tensor, layers: where none of them is named, `rayspec plan` chooses.
-    """
-
-    gpus: str
-    stages: int | None = Field(None, ge=1)
-    tensor: int | None = Field(None, ge=1)
-    context: int = Field(16384, ge=1)
-    concurrency: int = Field(32, ge=1)
-    quantization: Quantization | None = None
-    dtype: DType = "auto"
-    layers: tuple[int, ...] | None = None
-
-    @field_validator("layers", mode="before")
-    @classmethod
-    def _numbers_with_commas(cls, value: Any) -> Any:
-        return value.split(",") if isinstance(value, str) else value
-
-    @property
-    def names_layout(self) -> bool:
-        return (self.stages, self.tensor, self.layers) != (None, None, None)
-
-    @property
-    def num_ranks(self) -> int:
-        """GPUs that share each stage."""
-        return self.tensor or 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,12 +134,12 @@ def save_placements(placements: Sequence[Placement], path: Path) -> None:
     """For machines: options, stages and totals in JSON. Bytes, seconds, and numbers of the first and last layer.
 
     Copies on other GPUs than those of the first copy are under `unlike_copies`."""
-    first, *others = map(_plain, placements)
+    first, *others = map(_as_json, placements)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**first, "unlike_copies": others}, indent=2) + "\n", encoding="utf-8")
 
 
-def _plain(placement: Placement) -> dict[str, Any]:
+def _as_json(placement: Placement) -> dict[str, Any]:
     stages = [
         asdict(stage)
         | {

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -33,20 +36,23 @@ def test_sleep_is_no_cpu_time() -> None:
     assert cost.cpu_s < 0.1
 
 
-_TWO_ON_ONE_CORE = """
-import os, subprocess, sys
-from tests.bench.test_clock import CPU, busy, measured
-os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-try:
-    print(measured(lambda: busy(0.5), CPU)[1].quiet_share)
-finally:
-    other.kill()
-    other.wait()
-"""
+@contextmanager
+def two_on_one_core() -> Iterator[None]:
+    """This thread shares its core with another process."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        other.kill()
+        other.wait()
+        os.sched_setaffinity(0, cores)
 
 
 @pytest.mark.skipif(waited_seconds() is None, reason="the system does not say how long threads wait for a core")
 def test_waiting_for_a_core_is_seen() -> None:
-    done = subprocess.run([sys.executable, "-c", _TWO_ON_ONE_CORE], check=True, capture_output=True, text=True)
-    assert 0 < float(done.stdout) < 0.8
+    with two_on_one_core():
+        _, cost = measured(lambda: busy(0.5), CPU)
+    assert cost.quiet_share is not None
+    assert 0 < cost.quiet_share < 0.8

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from rayspec.bench.data import BARE, RAY_DATA, DataSample, data_markdown, data_rows, run_data_bench
+from rayspec.batch.results import ResultRow
+from rayspec.bench.data import BARE, RAY_DATA, DataSample, data_markdown, data_rows, run_data_bench, timed
 from rayspec.bench.options import BenchOptions
 from rayspec.bench.workloads import WorkloadOptions
 from rayspec.cli import app
@@ -42,6 +46,9 @@ def test_texts_that_differ_or_are_missing_are_counted() -> None:
     assert [(row.identical, row.total) for row in data_rows(lost)] == [(2, 2), (1, 2)]
 
 
+ROW = ResultRow(id="a", text="text", num_output_tokens=3)
+
+
 def options(*, input_: str = "demo", **changes: Any) -> BenchOptions:
     values = {
         "engine": EngineConfig(model="demo", dtype="float32", device="cpu", num_threads=1),
@@ -70,8 +77,26 @@ def test_a_real_one_is_measured(ray_cluster: None) -> None:
     assert data_markdown(result).count("12 of 12") == 2
 
 
+def test_a_row_that_fails_cannot_be_measured() -> None:
+    failed = replace(ROW, error="it is gone", error_kind="engine")
+    with pytest.raises(ConfigError, match="row 'a' failed, and only rows that succeed can be measured: it is gone"):
+        timed(lambda: [ROW, failed])
+
+
+def test_a_sample_is_of_all_rows_from_the_start_to_the_last() -> None:
+    def rows() -> Iterator[ResultRow]:
+        yield ROW
+        time.sleep(0.05)
+        yield replace(ROW, id="b")
+
+    sample = timed(rows)
+    assert (sample.num_tokens, sample.texts) == (6, {"a": "text", "b": "text"})
+    assert sample.first_row_s < 0.05 <= sample.seconds
+
+
 @pytest.mark.ray
-def test_rows_that_fail_cannot_be_measured(ray_cluster: None, tmp_path: Path) -> None:
+@pytest.mark.exhaustive
+def test_documents_that_cannot_be_read_end_the_measurement(ray_cluster: None, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n', encoding="utf-8")
     with pytest.raises(Exception, match="there is nothing to work on"):
         run_data_bench(options(input_=str(tmp_path / "a.jsonl")), lambda line: None)

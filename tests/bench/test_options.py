@@ -73,6 +73,6 @@ def test_streams_are_not_for_batches() -> None:
 
 
 def test_options_stand_in_results_as_plain_values() -> None:
-    plain = json.loads(json.dumps(bench(workloads=workloads(mix_ratios="0,1")).plain()))
+    plain = json.loads(json.dumps(bench(workloads=workloads(mix_ratios="0,1")).as_json()))
     assert plain["engine"]["model"] == "demo"
     assert plain["workloads"]["mix_ratios"] == [0.0, 1.0]

@@ -14,7 +14,7 @@ from rayspec.bench.pipeline import (
     parse_cases,
     run_pipeline_bench,
 )
-from rayspec.bench.pipeline_result import Case, HopTimes, PipelineRun, Stretch, pipeline_markdown, pipeline_rows
+from rayspec.bench.pipeline_result import Case, HopTimes, PipelineRun, TimedPart, pipeline_markdown, pipeline_rows
 from rayspec.bench.workloads import WorkloadOptions
 from rayspec.cli import app
 from rayspec.config import EngineConfig, SamplingParams
@@ -36,25 +36,25 @@ def options(*, num_prompts: int = 2, **changes: Any) -> BenchOptions:
     return BenchOptions(**(values | changes))
 
 
-def stretch(seconds: float, tokens: str, *, rounds: float = 10, **changes: Any) -> Stretch:
-    return Stretch(
+def part(seconds: float, tokens: str, *, rounds: float = 10, **changes: Any) -> TimedPart:
+    return TimedPart(
         seconds=seconds, num_tokens=100, num_rounds=rounds, token_ids=tuple((ord(one),) for one in tokens), **changes
     )
 
 
 TWO = Case(stages=2, cohorts=3)
 RUNS = [
-    PipelineRun(case=None, strategy="ar", samples=(stretch(2.0, "ab"),)),
+    PipelineRun(case=None, strategy="ar", samples=(part(2.0, "ab"),)),
     PipelineRun(
         case=TWO,
         strategy="ar",
         layers=(3, 5),
         samples=(
-            stretch(1.0, "ab", busy_s=(0.2, 0.5), num_passes=(12, 18)),
-            stretch(3.0, "ac", busy_s=(0.2, 1.5), num_passes=(12, 18)),
+            part(1.0, "ab", busy_s=(0.2, 0.5), num_passes=(12, 18)),
+            part(3.0, "ac", busy_s=(0.2, 1.5), num_passes=(12, 18)),
         ),
     ),
-    PipelineRun(case=None, strategy="ar", samples=(stretch(4.0, "ab"),)),
+    PipelineRun(case=None, strategy="ar", samples=(part(4.0, "ab"),)),
 ]
 HOPS = [
     HopTimes(case="2x3", link=link, p50_s=p50_s, p99_s=0.5, num_samples=9) for link, p50_s in (("x", 0.01), ("y", 0.03))
@@ -115,7 +115,7 @@ def test_outputs_that_differ_are_counted_and_said() -> None:
 
 
 def test_a_single_shard_has_no_hops() -> None:
-    assert stretch(1.0, "a", busy_s=(0.5,), num_passes=(30,)).num_hops == 0
+    assert part(1.0, "a", busy_s=(0.5,), num_passes=(30,)).num_hops == 0
 
 
 def test_tables_are_markdown() -> None:
@@ -167,6 +167,7 @@ def _num_begun(engine: Any) -> int:
     return done + sum(sequence.metrics.first_token_s is not None for sequence in live)
 
 
+@pytest.mark.ray
 def test_a_real_pipeline_is_measured(ray_cluster: None) -> None:
     said: list[str] = []
     result = run_pipeline_bench(options(), [Case(stages=2, cohorts=2)], said.append)
@@ -183,6 +184,7 @@ def test_a_real_pipeline_is_measured(ray_cluster: None) -> None:
     assert all(1e-5 < one["p50_s"] <= one["p99_s"] < 0.1 for one in result["hops"])
 
 
+@pytest.mark.ray
 def test_too_few_tokens_to_measure_are_refused(ray_cluster: None) -> None:
     with pytest.raises(ConfigError, match="option 'max_tokens' is 2"):
         run_pipeline_bench(options(max_tokens=2, num_prompts=12, batch=12), [], lambda line: None)

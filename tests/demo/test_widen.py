@@ -81,9 +81,8 @@ def test_the_widened_bundled_model_writes_the_same_text(k: int) -> None:
     inputs = tokenizer(prompt, return_tensors="pt")
     with torch.inference_mode():
         torch.testing.assert_close(wide(**inputs).logits, model(**inputs).logits, atol=1e-4, rtol=0)
-    assert complete(wide, tokenizer, [prompt], max_new_tokens=40) == complete(
-        model, tokenizer, [prompt], max_new_tokens=40
-    )
+    texts = [complete(one, tokenizer, [prompt], max_new_tokens=12) for one in (wide, model)]
+    assert texts[0] == texts[1]
 
 
 def test_bfloat16_weights_stay_exact_for_powers_of_two() -> None:

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from rayspec.cli import app
 from rayspec.ops.gpus import Gpu
-from rayspec.ops.placement_report import Placement, PlacementOptions, place
+from rayspec.ops.placement_report import Placement, place
+from rayspec.ops.plan.options import PlacementOptions
 from rayspec.types import ConfigError
 from tests.families import checkpoint
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -14,7 +15,7 @@ from matplotlib.patches import Patch
 from rayspec.batch.plots import ATTENTION, INK, MLP, PLAIN, SKIPPED
 from rayspec.bench.figures.bench import BenchSpeedUps, SpeedUp
 from rayspec.bench.figures.skips import SkipExperiment, skip_frequency
-from rayspec.bench.figures.sweeps import IntervalSweep, Setting, Sweep, ThresholdSweep
+from rayspec.bench.figures.sweeps import IntervalSweep, Sweep, ThresholdSweep
 from rayspec.bench.figures.tpt import PlanPoint, TptExperiment
 
 _DPI = 200
@@ -57,25 +58,20 @@ def _draw_speed_ups(axes: Axes, speed_ups: Sequence[SpeedUp], colors: Mapping[st
     for index, (strategy, color) in enumerate(colors.items()):
         line = [one for one in speed_ups if one.strategy == strategy]
         if line:
-            below, above = ([max(0.0, gap) for gap in gaps] for gaps in zip(*map(_gaps, line), strict=True))
-            axes.errorbar(
-                [one.at for one in line],
-                [one.median for one in line],
-                yerr=[below, above],
-                color=color,
-                marker=_MARKERS[index % len(_MARKERS)],
-                markersize=5,
-                linewidth=1.6,
-                elinewidth=0.8,
-                capsize=2,
-                label=strategy,
-            )
+            marker = _MARKERS[index % len(_MARKERS)]
+            ranges = [(one.median, one.least, one.most) for one in line]
+            _draw_ranges(axes, [one.at for one in line], ranges, color=color, marker=marker, label=strategy)
     axes.grid(axis="y", color=SKIPPED)
     axes.set_ylim(bottom=0)
 
 
-def _gaps(one: SpeedUp) -> tuple[float, float]:
-    return one.median - one.least, one.most - one.median
+def _draw_ranges(
+    axes: Axes, across: Sequence[float], ranges: Sequence[tuple[float, float, float]], **style: Any
+) -> None:
+    """A line of values with bars to the least and the most. ranges: value, least and most of each point."""
+    middle, least, most = np.array(ranges).T
+    gaps = np.maximum(0.0, [middle - least, most - middle])
+    axes.errorbar(across, middle, yerr=gaps, markersize=5, linewidth=1.6, elinewidth=0.8, capsize=2, **style)
 
 
 def _colors(speed_ups: Sequence[SpeedUp]) -> dict[str, str]:
@@ -241,23 +237,10 @@ def _draw_sweep(axes: Axes, sweep: Sweep, across: Sequence[float]) -> None:
     axes.set_title("Speed-up", fontsize=_LARGE, color=INK)
     axes.axhline(1.0, color=PLAIN, linewidth=1, linestyle="--")
     axes.axhline(sweep.own.speedup.overall, color=INK, linewidth=1.2, linestyle=":", label="KnapSpec's own way")
-    axes.errorbar(
-        across,
-        [one.speedup.overall for one in settings],
-        yerr=np.array([_setting_gaps(one) for one in settings]).T,
-        color=ATTENTION,
-        marker="o",
-        linewidth=1.8,
-        elinewidth=0.8,
-        capsize=2,
-        label="speed-up overall, and range over prompts",
-    )
+    ranges = [(one.speedup.overall, one.speedup.least, one.speedup.most) for one in settings]
+    label = "speed-up overall, and range over prompts"
+    _draw_ranges(axes, across, ranges, color=ATTENTION, marker="o", label=label)
     axes.set_ylim(bottom=0)
-
-
-def _setting_gaps(one: Setting) -> tuple[float, float]:
-    overall = one.speedup.overall
-    return max(0.0, overall - one.speedup.least), max(0.0, one.speedup.most - overall)
 
 
 @contextmanager

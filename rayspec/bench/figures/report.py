@@ -92,7 +92,7 @@ def skip_ratio_text(experiment: SkipExperiment) -> str:
 
 def _skips(one: ContextSkips) -> str:
     if one.attention_skipped is None or one.mlp_skipped is None:
-        return f"At {one.context} tokens of context no plan promised to pay."
+        return f"At {one.context} tokens of context no plan was predicted to pay."
     return (
         f"At {one.context} tokens of context, plans skipped {_percent(one.attention_skipped)} of the attention and "
         f"{_percent(one.mlp_skipped)} of the MLP sublayers ({len(one.plans)} plans)."

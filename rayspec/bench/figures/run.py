@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,6 @@ class _Workshop:
         self.llm = llm
         self.options = options
         self.album = album
-        self._estimates: Estimates | None = None
 
     def prompts(self, context: int, *, num_sets: int = 1, other: bool = False) -> list[list[int]]:
         """`num_prompts` times `num_sets`, of the domains in turn. other: text that no experiment measures on."""
@@ -169,19 +169,13 @@ class _Workshop:
         ]
         return [prompt for together in zip(*of_domains, strict=True) for prompt in together][:num_prompts]
 
-    @property
+    @cached_property
     def estimates(self) -> Estimates:
-        """From other text; made once."""
-        if self._estimates is None:
-            options = self.options
-            self._estimates = estimate_plans(
-                self.llm,
-                self.prompts(options.context, other=True),
-                num_plans=options.num_plans,
-                max_tokens=options.max_tokens,
-                seed=options.seed,
-            )
-        return self._estimates
+        """From other text."""
+        options, prompts = self.options, self.prompts(self.options.context, other=True)
+        return estimate_plans(
+            self.llm, prompts, num_plans=options.num_plans, max_tokens=options.max_tokens, seed=options.seed
+        )
 
 
 def _draw_bench(album: _Album, path: Path) -> None:

@@ -24,7 +24,7 @@ Prompt = Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
+class Passage:
     """What one contender wrote after one prompt. num_tokens: after the first one, which the prompt's forward gives.
     seconds: of decoding, without the prompt; of it `search_s` went into plan searches. num_tested: draft tokens up to
     and with the first rejected one of each draft."""
@@ -58,7 +58,7 @@ class Spread:
         return f"{self.median:.2f} ({self.least:.2f} to {self.most:.2f})"
 
 
-class Contender:
+class TimedSelector:
     """A selector that takes turns with others in one engine. Its clock stands still while they run, so that its budget
     is of its own time; what its rounds did is counted, and the records of its plans are kept.
     """
@@ -105,21 +105,26 @@ class Contender:
 
 
 def take_turns(
-    llm: rayspec.LLM, contenders: Mapping[str, Contender], prompts: Sequence[Prompt], *, max_tokens: int, seed: int = 0
-) -> dict[str, list[Stretch]]:
-    """By contender, a stretch for each prompt. All of them write after a prompt, in random order, before the next one;
+    llm: rayspec.LLM,
+    contenders: Mapping[str, TimedSelector],
+    prompts: Sequence[Prompt],
+    *,
+    max_tokens: int,
+    seed: int = 0,
+) -> dict[str, list[Passage]]:
+    """By contender, a passage for each prompt. All of them write after a prompt, in random order, before the next one;
     a contender goes on with the next prompt where it stood. Raises ConfigError, and what a prompt failed with."""
     rng = random.Random(seed)
-    stretches: dict[str, list[Stretch]] = {name: [] for name in contenders}
+    passages: dict[str, list[Passage]] = {name: [] for name in contenders}
     for prompt in prompts:
         order = list(contenders)
         rng.shuffle(order)
         for name in order:
-            stretches[name].append(write(llm, contenders[name], prompt, max_tokens=max_tokens))
-    return stretches
+            passages[name].append(write(llm, contenders[name], prompt, max_tokens=max_tokens))
+    return passages
 
 
-def write(llm: rayspec.LLM, contender: Contender, prompt: Prompt, *, max_tokens: int) -> Stretch:
+def write(llm: rayspec.LLM, contender: TimedSelector, prompt: Prompt, *, max_tokens: int) -> Passage:
     """Greedily, up to the end of the text or `max_tokens`. Raises what the prompt failed with."""
     engine = local_engine(llm)
     before, num_tested = copy.copy(engine.stats), contender.num_tested
@@ -129,7 +134,7 @@ def write(llm: rayspec.LLM, contender: Contender, prompt: Prompt, *, max_tokens:
     if output.error is not None:
         raise output.error
     now = engine.stats
-    return Stretch(
+    return Passage(
         num_tokens=len(output.outputs[0].token_ids) - 1,
         seconds=(now.total_s - before.total_s) - (now.prefill_s - before.prefill_s),
         search_s=now.optimise_s - before.optimise_s,
@@ -167,11 +172,11 @@ class Gain:
         return f"{self.overall:.2f} ({self.least:.2f} to {self.most:.2f})"
 
 
-def gain_of(own: Sequence[Stretch], plain: Sequence[Stretch]) -> Gain:
+def gain_of(own: Sequence[Passage], plain: Sequence[Passage]) -> Gain:
     """Both after the same prompts."""
     ratios = [one.tokens_per_s / max(other.tokens_per_s, 1e-9) for one, other in zip(own, plain, strict=True)]
     return Gain(overall=_rate(own) / max(_rate(plain), 1e-9), least=min(ratios), most=max(ratios))
 
 
-def _rate(stretches: Sequence[Stretch]) -> float:
-    return sum(one.num_tokens for one in stretches) / max(sum(one.seconds for one in stretches), 1e-9)
+def _rate(passages: Sequence[Passage]) -> float:
+    return sum(one.num_tokens for one in passages) / max(sum(one.seconds for one in passages), 1e-9)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import rayspec
-from rayspec.bench.figures.runs import Contender, Prompt, latency_of, take_turns
+from rayspec.bench.figures.runs import Prompt, TimedSelector, latency_of, take_turns
 from rayspec.decode.selection.knapspec import KnapSpec
 from rayspec.planning.budget import Trigger
 from rayspec.planning.latency import LatencyModel
@@ -70,7 +70,7 @@ def run_skips(
     by_context = []
     for context in contexts:
         prompts = prompts_of(context)
-        contender = Contender(free_knapspec(llm, interval))
+        contender = TimedSelector(free_knapspec(llm, interval))
         written = take_turns(llm, {"knapspec": contender}, prompts, max_tokens=max_tokens)["knapspec"]
         plans = [
             PlanUse(keep=record.plan.keep, num_tokens=record.num_tokens)

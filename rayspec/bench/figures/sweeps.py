@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import rayspec
 from rayspec.bench.figures.runs import (
-    Contender,
     Gain,
+    Passage,
     Prompt,
     Spread,
-    Stretch,
+    TimedSelector,
     gain_of,
     latency_of,
     take_turns,
@@ -72,8 +72,8 @@ class IntervalSweep:
 def run_thresholds(
     llm: rayspec.LLM, estimates: Estimates, prompts: Sequence[Prompt], *, thresholds: Sequence[float], max_tokens: int
 ) -> ThresholdSweep:
-    """The plan that promises most, with drafts that end at a token less likely than a threshold, and with drafts that
-    end where KnapSpec ends them. Raises ConfigError, and what a prompt failed with."""
+    """The plan with the highest predicted TPT, with drafts that end at a token less likely than a threshold, and with
+    drafts that end where KnapSpec ends them. Raises ConfigError, and what a prompt failed with."""
     latency, options = latency_of(llm), llm.config.speculation
     length = options.max_draft_tokens
     prediction = predict(llm, estimates.candidates, context=context_of(prompts, max_tokens), max_draft_tokens=length)
@@ -120,19 +120,19 @@ def _measure(
     llm: rayspec.LLM, cases: Sequence[_Case], prompts: Sequence[Prompt], max_tokens: int
 ) -> tuple[list[Setting], Spread]:
     """A setting a case, in their order, and tokens per second of plain decoding."""
-    plain = Contender(FixedPlan(no_draft(len(latency_of(llm).sublayers), "plain")))
+    plain = TimedSelector(FixedPlan(no_draft(len(latency_of(llm).sublayers), "plain")))
     write(llm, plain, prompts[0], max_tokens=max_tokens)  # so that all is warm
-    contenders = {str(index): Contender(case.selector) for index, case in enumerate(cases)}
-    stretches = take_turns(llm, contenders | {"plain": plain}, prompts, max_tokens=max_tokens)
+    contenders = {str(index): TimedSelector(case.selector) for index, case in enumerate(cases)}
+    passages = take_turns(llm, contenders | {"plain": plain}, prompts, max_tokens=max_tokens)
     settings = [
-        _setting(case.value, contender, stretches[name], stretches["plain"])
+        _setting(case.value, contender, passages[name], passages["plain"])
         for case, (name, contender) in zip(cases, contenders.items(), strict=True)
     ]
-    return settings, Spread.of([one.tokens_per_s for one in stretches["plain"]])
+    return settings, Spread.of([one.tokens_per_s for one in passages["plain"]])
 
 
 def _setting(
-    value: float | None, contender: Contender, written: Sequence[Stretch], plain: Sequence[Stretch]
+    value: float | None, contender: TimedSelector, written: Sequence[Passage], plain: Sequence[Passage]
 ) -> Setting:
     num_drafted = sum(one.num_drafted for one in written)
     return Setting(

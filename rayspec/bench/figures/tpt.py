@@ -16,10 +16,10 @@ from numpy.typing import ArrayLike, NDArray
 
 import rayspec
 from rayspec.bench.figures.runs import (
-    Contender,
+    Passage,
     Prompt,
     Spread,
-    Stretch,
+    TimedSelector,
     latency_of,
     take_turns,
     write,
@@ -152,7 +152,7 @@ def estimate_plans(
     strategy = KnapSpec(llm.config.speculation, latency)
     survey = _Survey(strategy, len(latency.sublayers), num_plans=num_plans, seed=seed)
     for prompt in prompts:
-        write(llm, Contender(survey), prompt, max_tokens=max_tokens)
+        write(llm, TimedSelector(survey), prompt, max_tokens=max_tokens)
     if not survey.trials:
         raise ConfigError(f"option 'max_tokens' is {max_tokens}: the text ends before plans can be tried, raise it")
     return Estimates(candidates=survey.candidates(), origins=survey.origins)
@@ -234,20 +234,22 @@ def plan_spread(found: Sequence[Keep], num_sublayers: int, num_plans: int, rng: 
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
+class PlanPredictions:
     """Of each candidate; tpt is [num_candidates, max_draft_tokens]."""
 
     acceptance: Sequence[float]
     tpt: NDArray[np.float64]
 
 
-def predict(llm: rayspec.LLM, candidates: Sequence[Candidate], *, context: int, max_draft_tokens: int) -> Prediction:
+def predict(
+    llm: rayspec.LLM, candidates: Sequence[Candidate], *, context: int, max_draft_tokens: int
+) -> PlanPredictions:
     """KnapSpec's own, as it has it before it has observed anything, of drafts that reach their length."""
     latency = latency_of(llm)
     acceptance = KnapSpec(llm.config.speculation, latency).acceptance_of(candidates)
     keeps = [candidate.keep for candidate in candidates]
     tpt = tokens_per_time(keeps, acceptance, latency, context=context, batch=1, max_draft_tokens=max_draft_tokens)
-    return Prediction(acceptance, tpt)
+    return PlanPredictions(acceptance, tpt)
 
 
 def run_tpt(
@@ -273,18 +275,18 @@ def run_tpt(
         f"{index}, {length} tokens": Plan(keep=candidates[index].keep, num_draft_tokens=length, source="figures")
         for index, length in kinds
     }
-    contenders = {name: Contender(FixedPlan(plan)) for name, plan in (plans | controls).items()}
+    contenders = {name: TimedSelector(FixedPlan(plan)) for name, plan in (plans | controls).items()}
     write(llm, contenders["plain 0"], prompts[0], max_tokens=max_tokens)  # so that all is warm
-    stretches = take_turns(llm, contenders, prompts, max_tokens=max_tokens, seed=seed)
+    passages = take_turns(llm, contenders, prompts, max_tokens=max_tokens, seed=seed)
     points = [
-        _point(latency, plan, estimates, prediction, index, stretches[name], context)
+        _point(latency, plan, estimates, prediction, index, passages[name], context)
         for (name, plan), (index, _) in zip(plans.items(), kinds, strict=True)
     ]
     return TptExperiment(
         context=context,
         num_tapped_tokens=candidates[0].num_tapped,
         plain_tpt=1 / latency.decode_step_s(context=context, batch=1),
-        plain=Spread.of([one.tokens_per_s for name in controls for one in stretches[name]]),
+        plain=Spread.of([one.tokens_per_s for name in controls for one in passages[name]]),
         points=tuple(points),
     )
 
@@ -298,9 +300,9 @@ def _point(
     latency: LatencyModel,
     plan: Plan,
     estimates: Estimates,
-    prediction: Prediction,
+    prediction: PlanPredictions,
     index: int,
-    written: Sequence[Stretch],
+    written: Sequence[Passage],
     context: int,
 ) -> PlanPoint:
     num_tested = sum(one.num_tested for one in written)

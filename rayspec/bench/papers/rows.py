@@ -110,7 +110,7 @@ def _row(row: Published) -> PaperRow:
         context=context,
         skip_ratio=skip_ratio,
         ideal=_ideal_prediction(row, ideal, skip_ratio, context),
-        reference=None if reference is None else _layers_prediction(row, reference, skip_ratio, context),
+        reference=_layers_prediction(row, reference, skip_ratio, context),
         needed_cost=_needed_cost(row),
         most_cost=cost_if_all_accepted(row.speedup, max_draft_tokens(row)),
         tpt_cost=tpt_cost,
@@ -135,15 +135,15 @@ def _ideal_prediction(
     row: Published, latency: LatencyModel | None, skip_ratio: float | None, context: int
 ) -> Prediction | None:
     """Of a model without a shape, c is the share that is kept: its LM head is not known."""
-    if latency is None:
-        return None if skip_ratio is None else _predict_at_cost(row, 1 - skip_ratio)
+    if latency is None and skip_ratio is not None:
+        return _predict_at_cost(row, 1 - skip_ratio)
     return _layers_prediction(row, latency, skip_ratio, context)
 
 
 def _layers_prediction(
-    row: Published, latency: LatencyModel, skip_ratio: float | None, context: int
+    row: Published, latency: LatencyModel | None, skip_ratio: float | None, context: int
 ) -> Prediction | None:
-    if skip_ratio is None:
+    if latency is None or skip_ratio is None:
         return None
     return _prediction(row, latency, keep_layers(len(latency.sublayers) // 2, 1 - skip_ratio), context)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from json import dumps
 from operator import attrgetter
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import rayspec
+from rayspec.bench.markdown import markdown_table
 from rayspec.bench.papers.rows import (
     BUDGETS,
     DEFAULT_ACCELERATOR,
@@ -115,7 +116,7 @@ def _predicted_table(rows: Sequence[PaperRow]) -> str:
         "model", "task", "a", "c, ideal / reference", "predicted, ideal", "predicted, reference", "published",
         "residual, ideal / reference", "c needed at a", "drafted a round that would explain it",
     )  # fmt: skip
-    return _table(
+    return markdown_table(
         headings,
         (
             (
@@ -140,7 +141,7 @@ def _needs_table(rows: Sequence[PaperRow]) -> str:
         "method", "model", "task", "published", "a", "skipped", "c = break-even acceptance", "acceptance needed",
         "most c", "note",
     )  # fmt: skip
-    return _table(
+    return markdown_table(
         headings,
         (
             (
@@ -163,7 +164,7 @@ def _needs_table(rows: Sequence[PaperRow]) -> str:
 def _tpt_table(rows: Sequence[PaperRow]) -> str:
     headings = ("model", "task", "TPT ratio", "c from it", "c of the half", "published", "a", "predicted at c from it",
                 "acceptance needed there")  # fmt: skip
-    return _table(
+    return markdown_table(
         headings,
         (
             (
@@ -183,7 +184,7 @@ def _tpt_table(rows: Sequence[PaperRow]) -> str:
 
 
 def _step_table(rows: Sequence[PaperRow]) -> str:
-    return _table(
+    return markdown_table(
         ("paper", "model", "task", "published, ms", "ideal, ms", "reference, ms"),
         (
             (
@@ -212,8 +213,3 @@ def _predicted(prediction: Prediction | None) -> str:
     if prediction is None or prediction.gain is None:
         return "-"
     return f"{prediction.gain:.2f} ({prediction.num_draft_tokens} tokens) to {number(prediction.oracle)}"
-
-
-def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

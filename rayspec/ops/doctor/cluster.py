@@ -6,10 +6,11 @@ import itertools
 import logging
 import secrets
 import socket
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,7 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rayspec.ops.doctor.findings import Finding, ok, problem, skipped, warning
 from rayspec.ops.doctor.gpus import check_gpus, check_nccl
 from rayspec.ops.doctor.model_files import check_model
-from rayspec.ops.doctor.nodes import NodeFacts, tell_of_node
+from rayspec.ops.doctor.nodes import NodeFacts, describe_node
 from rayspec.ops.doctor.peers import Peer
 from rayspec.ops.doctor.ranks import Rank
 from rayspec.pipeline.placement import discard
@@ -41,7 +42,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Silent:
+class NoAnswer:
     """Why a node, or something on it, gave no answer."""
 
     reason: str
@@ -63,21 +64,21 @@ def cluster_findings(address: str, model: str | None) -> list[Finding]:
 
 def alive_nodes() -> list[Node]:
     """Named by address, with a number where several have the same one. Ray must be initialised."""
-    found = sorted(
-        ((str(each["NodeManagerAddress"]), each) for each in _ray_nodes() if each["Alive"]), key=lambda p: p[0]
-    )
-    nodes = []
-    for address, group in itertools.groupby(found, key=lambda pair: pair[0]):
-        members = [each for _, each in group]
-        for number, each in enumerate(members):
-            nodes.append(
-                Node(
-                    node_id=str(each["NodeID"]),
-                    name=address if len(members) == 1 else f"{address}#{number}",
-                    num_gpus=int(each["Resources"].get("GPU", 0)),
-                )
-            )
-    return nodes
+    alive = sorted((each for each in _ray_nodes() if each["Alive"]), key=itemgetter("NodeManagerAddress"))
+    num_alike = Counter(each["NodeManagerAddress"] for each in alive)
+    numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
+
+    def name(address: str) -> str:
+        return address if num_alike[address] == 1 else f"{address}#{next(numbers[address])}"
+
+    return [
+        Node(
+            node_id=str(each["NodeID"]),
+            name=name(str(each["NodeManagerAddress"])),
+            num_gpus=int(each["Resources"].get("GPU", 0)),
+        )
+        for each in alive
+    ]
 
 
 def _ray_nodes() -> list[dict[str, Any]]:
@@ -89,9 +90,7 @@ def check_agreement(facts: Mapping[str, NodeFacts]) -> list[Finding]:
     """By node: the same Python, Ray, torch, transformers and rayspec everywhere."""
     findings = []
     for package in sorted({name for one in facts.values() for name in one.versions}):
-        where: dict[str, list[str]] = defaultdict(list)
-        for node, one in facts.items():
-            where[one.versions.get(package, "-")].append(node)
+        where = _nodes_by({node: one.versions.get(package, "-") for node, one in facts.items()})
         name = f"{package} on all nodes"
         if len(where) == 1:
             findings.append(ok(name, next(iter(where))))
@@ -117,9 +116,7 @@ def check_counted_gpus(node: Node, facts: NodeFacts) -> Finding:
 
 def check_fingerprints(facts: Mapping[str, NodeFacts]) -> Finding:
     """That all nodes have the same weights."""
-    where: dict[str, list[str]] = defaultdict(list)
-    for node, one in facts.items():
-        where[one.fingerprint].append(node)
+    where = _nodes_by({node: one.fingerprint for node, one in facts.items()})
     name = "model on all nodes"
     if not any(where):
         return skipped(name, "no node has its files")
@@ -127,6 +124,14 @@ def check_fingerprints(facts: Mapping[str, NodeFacts]) -> Finding:
         return ok(name, f"fingerprint {next(iter(where))}")
     found = "; ".join(f"{print_ or 'none'} on {', '.join(nodes)}" for print_, nodes in sorted(where.items()))
     return problem(name, found, "put the same files on every node, or the model on a volume that all of them mount")
+
+
+def _nodes_by(values: Mapping[str, str]) -> dict[str, list[str]]:
+    """The nodes that have each value. values: of each node."""
+    where: dict[str, list[str]] = defaultdict(list)
+    for node, value in values.items():
+        where[value].append(node)
+    return where
 
 
 def check_reach(nodes: Sequence[Node]) -> Finding:
@@ -141,15 +146,15 @@ def check_reach(nodes: Sequence[Node]) -> Finding:
         calls = {
             (here, there): peers[here].call.remote(place)
             for here, there in itertools.permutations(peers, 2)
-            if not isinstance(places[here], Silent) and not isinstance(place := places[there], Silent)
+            if not isinstance(places[here], NoAnswer) and not isinstance(place := places[there], NoAnswer)
         }
         took = _answers(calls)
     finally:
         for peer in peers.values():
             discard(peer)
-    failed = [f"{node}: {silent.reason}" for node, silent in places.items() if isinstance(silent, Silent)]
+    failed = [f"{node}: {silent.reason}" for node, silent in places.items() if isinstance(silent, NoAnswer)]
     failed += [
-        f"{here} to {there}: {answer.reason if isinstance(answer, Silent) else answer}"
+        f"{here} to {there}: {answer.reason if isinstance(answer, NoAnswer) else answer}"
         for (here, there), answer in took.items()
         if not isinstance(answer, float)
     ]
@@ -173,7 +178,7 @@ def check_all_reduce(nodes: Sequence[Node], *, device: str = "cuda") -> Finding:
     ranks = [_pinned(Rank, node, num_gpus=num_gpus) for node in having]
     try:
         (place,) = _answers({"place": ranks[0].meeting_place.remote()}).values()
-        if isinstance(place, Silent):
+        if isinstance(place, NoAnswer):
             return warning(name, f"{having[0].name}: {place.reason}", "try again when its GPUs are free")
         size = len(ranks)
         sums = _answers(
@@ -186,7 +191,7 @@ def check_all_reduce(nodes: Sequence[Node], *, device: str = "cuda") -> Finding:
         for rank in ranks:
             discard(rank)
     wrong = [
-        f"{node}: {answer.reason if isinstance(answer, Silent) else f'the sum is {answer}'}"
+        f"{node}: {answer.reason if isinstance(answer, NoAnswer) else f'the sum is {answer}'}"
         for node, answer in sums.items()
         if answer != size * (size + 1) / 2
     ]
@@ -197,12 +202,12 @@ def check_all_reduce(nodes: Sequence[Node], *, device: str = "cuda") -> Finding:
 
 
 def _findings(nodes: Sequence[Node], model: str | None) -> list[Finding]:
-    told = _answers({node.name: _task(tell_of_node, node, model) for node in nodes})
-    facts = {name: one for name, one in told.items() if not isinstance(one, Silent)}
+    received = _answers({node.name: _task(describe_node, node, model) for node in nodes})
+    facts = {name: one for name, one in received.items() if not isinstance(one, NoAnswer)}
     findings = [ok("cluster", f"{len(nodes)} nodes, {sum(node.num_gpus for node in nodes)} GPUs")]
     for node in nodes:
-        one = told[node.name]
-        if isinstance(one, Silent):
+        one = received[node.name]
+        if isinstance(one, NoAnswer):
             remedy = "is rayspec installed there, in the environment that Ray was started in?"
             findings.append(problem(node.name, one.reason, remedy))
         else:
@@ -261,18 +266,18 @@ def _pinned(kind: type, node: Node, *arguments: object, num_gpus: float = 0.0) -
 
 
 def _answers(references: Mapping[Any, Any]) -> dict[Any, Any]:
-    """What has come in time, by the same keys; `Silent` for the rest."""
+    """What has come in time, by the same keys; `NoAnswer` for the rest."""
     waiting = list(references.values())
     arrived = set(ray.wait(waiting, num_returns=len(waiting), timeout=_NODE_TIMEOUT_S)[0]) if waiting else set()
     found: dict[Any, Any] = {}
     for key, reference in references.items():
         if reference not in arrived:
-            found[key] = Silent(f"no answer within {_NODE_TIMEOUT_S:.0f} s")
+            found[key] = NoAnswer(f"no answer within {_NODE_TIMEOUT_S:.0f} s")
             continue
         try:
             found[key] = ray.get(reference)
         except RayError as error:
-            found[key] = Silent(_first_line(getattr(error, "cause", None) or error))
+            found[key] = NoAnswer(_first_line(getattr(error, "cause", None) or error))
     return found
 
 

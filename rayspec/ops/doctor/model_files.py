@@ -1,4 +1,4 @@
-"""Whether the files of a model are there and whole, told from their headers."""
+"""Whether the files of a model are present and complete, by their headers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node of a cluster tells of itself."""
+"""What a node of a cluster reports about itself."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class NodeFacts:
     fingerprint: str
 
 
-def tell_of_node(model: str | None) -> NodeFacts:
+def describe_node(model: str | None) -> NodeFacts:
     """On the node itself."""
     files = look_at_model(model) if model is not None else None
     return NodeFacts(

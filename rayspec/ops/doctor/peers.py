@@ -19,7 +19,7 @@ _NUM_CALLS = 3
 class Peer:
     """Listens at its node's address, at a port that the system chooses, and calls others.
 
-    It says again what it is told by whoever knows the secret, so that nothing else is taken for a peer.
+    It echoes what a peer with the secret sends, so that nothing else is taken for a peer.
     """
 
     def __init__(self, secret: bytes, host: str | None = None) -> None:
@@ -59,9 +59,9 @@ class Peer:
             line, _ = self._listener.accept()
             with line, contextlib.suppress(OSError):
                 line.settimeout(_CALL_TIMEOUT_S)
-                told = _receive(line, len(self._secret) + _NONCE_BYTES)
-                if secrets.compare_digest(told[: len(self._secret)], self._secret):
-                    line.sendall(told[len(self._secret) :])
+                received = _receive(line, len(self._secret) + _NONCE_BYTES)
+                if secrets.compare_digest(received[: len(self._secret)], self._secret):
+                    line.sendall(received[len(self._secret) :])
 
 
 def _family(host: str) -> socket.AddressFamily:

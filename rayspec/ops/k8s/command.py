@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated
 
 import typer
-from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from rayspec.command.exit_codes import EXIT_FAILED
 from rayspec.command.terminal import clean_exit, error_console
 from rayspec.ops.k8s.options import RenderOptions, read_render_options
+from rayspec.ops.option_flags import GivenFlags, with_flags
 
 app = typer.Typer(
     help="Manifests for Kubernetes with KubeRay, computed from where a model's layers go.",
@@ -36,49 +32,20 @@ does not fit.
 """
 
 
-def _render(**asked: Any) -> None:
+@app.command(help=_RENDER_HELP)
+@with_flags(RenderOptions, from_file=True)
+def render(
+    *,
+    config: Annotated[Path | None, typer.Option(help="YAML file with any of these options; flags win over it")] = None,
+    asked: GivenFlags,
+    inputs: Annotated[
+        list[str] | None, typer.Argument(metavar="INPUT...", help=RenderOptions.model_fields["inputs"].description)
+    ] = None,
+) -> None:
     from rayspec.ops.k8s.render import render  # noqa: PLC0415 - brings torch, which others wait for
 
     with clean_exit():
-        file = asked.pop("config")
-        asked["inputs"] = tuple(asked["inputs"]) if asked["inputs"] else None
-        print(render(read_render_options(file, asked)), end="")  # noqa: T201 - a command's output
-
-
-def _parameters() -> Iterator[inspect.Parameter]:
-    yield _parameter("config", Path | None, typer.Option(help="YAML file with any of these options; flags win over it"))
-    for name, info in RenderOptions.model_fields.items():
-        if name == "inputs":
-            yield _parameter(name, list[str] | None, typer.Argument(metavar="INPUT...", help=info.description))
-        else:
-            yield _parameter(name, _flag_type(info.annotation), typer.Option(help=_help(info)))
-
-
-def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option])
-
-
-def _flag_type(annotation: Any) -> Any:
-    """What the command line takes; values are checked by the options."""
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin in (Union, UnionType):
-        return _flag_type(next(one for one in arguments if one is not type(None)))
-    if origin is Literal:
-        return str | None
-    return (list[str] | None) if origin is dict else annotation | None
-
-
-def _help(info: FieldInfo) -> str:
-    literals = [one for one in (info.annotation, *get_args(info.annotation)) if get_origin(one) is Literal]
-    choices = ", ".join(get_args(literals[0])) if literals else ""
-    repeatable = "LABEL=VALUE, repeatable" if get_origin(info.annotation) is dict else ""
-    default = info.default if info.default not in (None, False, (), PydanticUndefined) else None
-    shown = f"[default: {default}]" if default is not None and info.default_factory is None else ""
-    return f"{'; '.join(part for part in (info.description, choices, repeatable) if part)} {shown}".strip()
-
-
-_render.__signature__ = inspect.Signature(list(_parameters()))  # type: ignore[attr-defined]
-app.command(name="render", help=_RENDER_HELP)(_render)
+        print(render(read_render_options(config, asked | {"inputs": tuple(inputs or ()) or None})), end="")  # noqa: T201 - a command's output
 
 
 @app.command()

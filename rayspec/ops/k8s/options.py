@@ -12,6 +12,7 @@ from typing_extensions import Self
 
 from rayspec.config import DType, Options
 from rayspec.ops.gpus import gpus_of_a_node
+from rayspec.ops.plan.options import Quantization
 from rayspec.serve.options import read_options_file
 from rayspec.types import ConfigError
 
@@ -61,10 +62,8 @@ class RenderOptions(Options):
     )
     context: int = Field(16384, ge=2, description="tokens of a sequence, prompt and output")
     concurrency: int = Field(32, ge=1, description="sequences at once, of what gpus are of")
-    quantization: Literal["fp8", "int8", "int4"] | None = Field(
-        None, description="of the checkpoint's linears, for their sizes"
-    )
-    dtype: DType = "auto"
+    quantization: Quantization | None = Field(None, description="of the checkpoint's linears, for their sizes")
+    dtype: DType = Field("auto", description="of the weights")
     replicas: int | None = Field(
         None, ge=1, description="copies of the model; none: 1, without a named layout as rayspec plan has it"
     )

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from transformers import PretrainedConfig
 
-from rayspec.ops.placement_report import Placement, PlacementOptions, place
-from rayspec.ops.plan.forecast import Candidate, Forecaster
+from rayspec.ops.placement_report import Placement, place
+from rayspec.ops.plan.forecast import Forecast, Forecaster
 from rayspec.ops.plan.layouts import Layout, layouts
-from rayspec.ops.plan.options import Goal, PlanOptions
+from rayspec.ops.plan.options import Goal, PlacementOptions, PlanOptions
 from rayspec.planning.latency import LatencyModel
 
 
@@ -18,7 +18,7 @@ from rayspec.planning.latency import LatencyModel
 class Ranking:
     """candidates: layouts that fit, the best first. others: layouts that do not fit, the one that lacks least first."""
 
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[Forecast, ...]
     others: tuple[Layout, ...]
 
     @property
@@ -80,7 +80,7 @@ def _plan_options(options: PlacementOptions, gpus_per_node: int | None) -> PlanO
     )
 
 
-def _rank(candidate: Candidate, goal: Goal) -> tuple[float, int]:
+def _rank(candidate: Forecast, goal: Goal) -> tuple[float, int]:
     """Less is better; of equals, fewer GPUs."""
     best, num_gpus = candidate.best, candidate.layout.num_gpus
     by_goal: dict[Goal, Callable[[], float]] = {

@@ -11,7 +11,7 @@ import torch
 from transformers import PretrainedConfig
 
 from rayspec.ops.plan.latency import Cut, Predicted, profiled, roofline
-from rayspec.ops.plan.layouts import Group, Layout
+from rayspec.ops.plan.layouts import Layout, ReplicaGroup
 from rayspec.ops.plan.options import PlanOptions
 from rayspec.planning.acceptance import best_choice
 from rayspec.planning.latency import LatencyModel
@@ -27,7 +27,7 @@ _ALONE_TOKENS = 48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
+class Range:
     """A prediction with its range."""
 
     low: float
@@ -44,7 +44,7 @@ class Outcome:
     """
 
     num_draft_tokens: int
-    tokens_per_s: Spread
+    tokens_per_s: Range
     first_token_s: float | None
     alone_first_token_s: float
     alone_token_s: float
@@ -56,7 +56,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class Forecast:
     """drafted: None where the layers do not split into sublayers, so that there is nothing to leave out."""
 
     layout: Layout
@@ -81,7 +81,7 @@ class Candidate:
 class _Case:
     """A group of replicas with what its passes cost and how it drafts."""
 
-    group: Group
+    group: ReplicaGroup
     predicted: Predicted
     drafting: Drafting | None
 
@@ -93,21 +93,21 @@ class Forecaster:
         """profile: of the model on one GPU; None: rooflines."""
         self._config, self._options, self._profile = config, options, profile
 
-    def candidate(self, layout: Layout) -> Candidate:
-        """By what is likely. The range of throughput is left open: see `with_spread`."""
+    def candidate(self, layout: Layout) -> Forecast:
+        """By what is likely. The range of throughput is left open: see `with_ranges`."""
         plain = self._cases(layout, 1, drafts=False)
         drafted = self._outcome(layout, self._cases(layout, 1, drafts=True)) if layout.sizes.splits else None
-        return Candidate(layout=layout, plain=self._outcome(layout, plain), drafted=drafted)
+        return Forecast(layout=layout, plain=self._outcome(layout, plain), drafted=drafted)
 
-    def with_spread(self, candidate: Candidate) -> Candidate:
+    def with_ranges(self, candidate: Forecast) -> Forecast:
         """With the lower and the upper end of bandwidth, or of the profile's error, and of acceptance."""
         return replace(
             candidate,
-            plain=self._spread(candidate.layout, candidate.plain),
-            drafted=self._spread(candidate.layout, candidate.drafted) if candidate.drafted else None,
+            plain=self._ranged(candidate.layout, candidate.plain),
+            drafted=self._ranged(candidate.layout, candidate.drafted) if candidate.drafted else None,
         )
 
-    def _spread(self, layout: Layout, outcome: Outcome) -> Outcome:
+    def _ranged(self, layout: Layout, outcome: Outcome) -> Outcome:
         drafts = outcome.num_draft_tokens > 0
         rates = [
             sum(case.group.count * self._loaded(case).tokens_per_s for case in self._cases(layout, end, drafts=drafts))
@@ -116,7 +116,7 @@ class Forecaster:
         if self._profile is not None:
             rates = [rates[0] / (1 + PROFILE_ERROR), rates[1] / (1 - PROFILE_ERROR)]
         middle = outcome.tokens_per_s.middle
-        return replace(outcome, tokens_per_s=Spread(low=min(middle, *rates), middle=middle, high=max(middle, *rates)))
+        return replace(outcome, tokens_per_s=Range(low=min(middle, *rates), middle=middle, high=max(middle, *rates)))
 
     def _cases(self, layout: Layout, end: int, *, drafts: bool) -> list[_Case]:
         """end: of the ranges: 0 low, 1 middle, 2 high."""
@@ -127,7 +127,7 @@ class Forecaster:
             cases.append(_Case(group, predicted, drafting))
         return cases
 
-    def _predicted(self, layout: Layout, group: Group, end: int) -> Predicted:
+    def _predicted(self, layout: Layout, group: ReplicaGroup, end: int) -> Predicted:
         options, size = self._options, layout.tensor
         ranks = [group.gpus[first : first + size] for first in range(0, len(group.gpus), size)]
         cut = Cut(
@@ -144,7 +144,7 @@ class Forecaster:
         )
         return profiled(cut, self._profile) if self._profile else roofline(cut, efficiency=EFFICIENCIES[end])
 
-    def _drafting(self, group: Group, latency: LatencyModel, acceptance: float) -> Drafting:
+    def _drafting(self, group: ReplicaGroup, latency: LatencyModel, acceptance: float) -> Drafting:
         """Layers left out evenly, and the draft length that is best for a cohort by itself."""
         options = self._options
         keep = evenly_kept(len(latency.sublayers) // 2, options.skip)
@@ -153,7 +153,7 @@ class Forecaster:
             [acceptance],
             latency,
             context=options.context,
-            batch=math.ceil(group.concurrency / _num_cohorts(group)),
+            batch=math.ceil(group.concurrency / _num_cohorts(group, group.concurrency)),
             max_draft_tokens=options.max_draft_tokens,
             min_gain=-1.0,
         )
@@ -166,7 +166,7 @@ class Forecaster:
         drafting = cases[0].drafting
         return Outcome(
             num_draft_tokens=drafting.num_draft_tokens if drafting else 0,
-            tokens_per_s=Spread(low=rate, middle=rate, high=rate),
+            tokens_per_s=Range(low=rate, middle=rate, high=rate),
             first_token_s=median(waits) if waits else None,
             alone_first_token_s=self._alone_first_token_s(cases[0]),
             alone_token_s=1 / self._alone(cases[0]).tokens_per_s,
@@ -177,43 +177,31 @@ class Forecaster:
         options, group = self._options, case.group
         num_stages = len(group.placement.stages)
         num_tokens = min(options.output_tokens, max(_MIN_TOKENS, _TOKENS_TIMES_STAGES // num_stages))
-        return self._simulated(
-            case,
-            Workload(
-                prompt_tokens=options.context - options.output_tokens,
-                output_tokens=options.output_tokens,
-                concurrency=group.concurrency,
-                chunk_tokens=options.max_num_batched_tokens,
-            ),
-            cohorts=_num_cohorts(group),
-            num_tokens=num_tokens * group.concurrency,
-        )
+        return self._simulated(case, options.output_tokens, num_tokens * group.concurrency, group.concurrency)
 
     def _alone(self, case: _Case) -> Simulated:
-        return self._simulated(case, self._alone_work(None), cohorts=1, num_tokens=_ALONE_TOKENS)
+        return self._simulated(case, None, _ALONE_TOKENS)
 
     def _alone_first_token_s(self, case: _Case) -> float:
         """Of one request after the other whose answers are single tokens."""
-        return self._simulated(case, self._alone_work(1), cohorts=1, num_tokens=2).first_token_s[0]
+        return self._simulated(case, 1, 2).first_token_s[0]
 
-    def _alone_work(self, output_tokens: int | None) -> Workload:
+    def _simulated(self, case: _Case, output_tokens: int | None, num_tokens: int, concurrency: int = 1) -> Simulated:
+        """output_tokens: of an answer. num_tokens: after which the simulation ends."""
         options = self._options
-        return Workload(
-            prompt_tokens=options.context - options.output_tokens,
-            output_tokens=output_tokens,
-            concurrency=1,
-            chunk_tokens=options.max_num_batched_tokens,
-        )
-
-    def _simulated(self, case: _Case, work: Workload, *, cohorts: int, num_tokens: int) -> Simulated:
         return simulate(
             case.predicted.decode,
-            work,
-            cohorts=cohorts,
+            Workload(
+                prompt_tokens=options.context - options.output_tokens,
+                output_tokens=output_tokens,
+                concurrency=concurrency,
+                chunk_tokens=options.max_num_batched_tokens,
+            ),
+            cohorts=_num_cohorts(case.group, concurrency),
             drafting=case.drafting,
             prefill=case.predicted.prefill,
             num_tokens=num_tokens,
-            seed=self._options.seed,
+            seed=options.seed,
         )
 
 
@@ -225,7 +213,7 @@ def evenly_kept(num_layers: int, skip: float) -> tuple[bool, ...]:
     return tuple(layer in kept for layer in range(num_layers) for _ in range(2))
 
 
-def _num_cohorts(group: Group) -> int:
+def _num_cohorts(group: ReplicaGroup, concurrency: int) -> int:
     """As `ParallelOptions` has them, as far as there are sequences for them."""
     num_stages = len(group.placement.stages)
-    return min(group.concurrency, 2 * num_stages if num_stages > 1 else 1)
+    return min(concurrency, 2 * num_stages if num_stages > 1 else 1)

@@ -13,12 +13,12 @@ from transformers import PretrainedConfig
 
 from rayspec.model.sizes import ModelSizes, model_sizes
 from rayspec.ops.gpus import Gpu, are_ranks_alike, gpus_spec, parse_gpus
-from rayspec.ops.placement_report import Placement, PlacementOptions, place_sizes, placed_dtype
-from rayspec.ops.plan.options import PlanOptions
+from rayspec.ops.placement_report import Placement, place_sizes, placed_dtype
+from rayspec.ops.plan.options import PlacementOptions, PlanOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class ReplicaGroup:
     """`count` replicas on GPUs that are alike. gpus: of one of them, in order. concurrency: sequences of each."""
 
     placement: Placement
@@ -39,7 +39,7 @@ class Layout:
     stages: int
     tensor: int
     replicas: int
-    groups: tuple[Group, ...]
+    groups: tuple[ReplicaGroup, ...]
     sizes: ModelSizes
 
     @property
@@ -124,7 +124,9 @@ class _Maker:
         size, concurrency = stages * self.tensor, math.ceil(self.options.concurrency / replicas)
         alike = Counter(tuple(self.gpus[first * size : (first + 1) * size]) for first in range(replicas))
         groups = [
-            Group(placement=self._placed(gpus, stages, concurrency), gpus=gpus, count=count, concurrency=concurrency)
+            ReplicaGroup(
+                placement=self._placed(gpus, stages, concurrency), gpus=gpus, count=count, concurrency=concurrency
+            )
             for gpus, count in alike.items()
         ]
         return Layout(stages=stages, tensor=self.tensor, replicas=replicas, groups=tuple(groups), sizes=self.sizes)

@@ -1,21 +1,62 @@
-"""What is asked of `rayspec plan`."""
+"""What is asked of `rayspec placement` and `rayspec plan`. No ray, no torch."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
 
 from rayspec.config import DType, Options
-from rayspec.model.sizes import Quantization
 from rayspec.ops.gpus import gpus_of_a_node
 
 Goal = Literal["throughput", "latency", "cost"]
+Quantization = Literal["fp8", "int8", "int4"]
+_GPUS_HELP = "in order, as 8xH100-80G, 2x8xH100 (two nodes), 4xH200,4xA100-80G or 2xNEW-96G@4000 (GB/s)"
+_QUANTIZATION_HELP = "of the layers' linears"
+_DTYPE_HELP = "of the weights"
 
 # Of published self-speculative decoders that leave out about half of the sublayers, KnapSpec's at its best .94 to .97.
 PUBLISHED_ACCEPTANCE = (0.85, 0.90, 0.95)
+
+
+class PlacementOptions(Options):
+    """What is to be placed where. `context` and `concurrency` are the KV cache that is planned for.
+
+    stages, tensor, layers: where none of them is named, `rayspec plan` chooses.
+    """
+
+    gpus: str = Field(description=_GPUS_HELP)
+    stages: int | None = Field(
+        None,
+        ge=1,
+        description="pipeline stages; without stages, tensor and layers: as rayspec plan recommends",
+    )
+    tensor: int | None = Field(None, ge=1, description="GPUs that share each stage")
+    context: int = Field(16384, ge=1, description="tokens of a sequence, for the KV cache")
+    concurrency: int = Field(
+        32,
+        ge=1,
+        description="sequences at once, for the KV cache; over all copies that rayspec plan recommends",
+    )
+    quantization: Quantization | None = Field(None, description=_QUANTIZATION_HELP)
+    dtype: DType = Field("auto", description=_DTYPE_HELP)
+    layers: tuple[int, ...] | None = Field(None, description="layers of each stage, as 20,30,30")
+
+    @field_validator("layers", mode="before")
+    @classmethod
+    def _numbers_with_commas(cls, value: Any) -> Any:
+        return value.split(",") if isinstance(value, str) else value
+
+    @property
+    def names_layout(self) -> bool:
+        return (self.stages, self.tensor, self.layers) != (None, None, None)
+
+    @property
+    def num_ranks(self) -> int:
+        """GPUs that share each stage."""
+        return self.tensor or 1
 
 
 class PlanOptions(Options):
@@ -27,22 +68,26 @@ class PlanOptions(Options):
     tensor-parallel ranks; None: as `gpus` names nodes, else 8.
     """
 
-    gpus: str
-    context: int = Field(16384, ge=2)
-    output_tokens: int = Field(256, ge=1)
-    concurrency: int = Field(32, ge=1)
-    quantization: Quantization | None = None
-    dtype: DType = "auto"
-    goal: Goal = "throughput"
-    price: float | None = Field(None, gt=0)
-    acceptance: float | None = Field(None, ge=0, le=1)
-    skip: float = Field(0.5, gt=0, lt=1)
+    gpus: str = Field(description=_GPUS_HELP)
+    context: int = Field(16384, ge=2, description="tokens of a sequence in the end")
+    output_tokens: int = Field(256, ge=1, description="of these, the answer's")
+    concurrency: int = Field(32, ge=1, description="sequences at once, over all replicas")
+    goal: Goal = Field("throughput", description="what counts; latency is of a request alone")
+    quantization: Quantization | None = Field(None, description=_QUANTIZATION_HELP)
+    dtype: DType = Field("auto", description=_DTYPE_HELP)
+    profile: Path | None = Field(None, description="measured on one such GPU, as `rayspec profile` has saved it")
+    acceptance: float | None = Field(
+        None, ge=0, le=1, description="of draft tokens; without it, the range that others have published"
+    )
+    skip: float = Field(0.5, gt=0, lt=1, description="share of the layers that drafts leave out")
     max_draft_tokens: int = Field(16, ge=1, le=127)
-    profile: Path | None = None
-    max_num_batched_tokens: int = Field(1024, ge=16)
-    hop_us: float = Field(200.0, ge=0)
-    all_reduce_us: float = Field(10.0, ge=0)
-    gpus_per_node: int | None = Field(None, ge=1)
+    price: float | None = Field(None, gt=0, description="dollars per GPU hour")
+    max_num_batched_tokens: int = Field(1024, ge=16, description="prompt tokens run between two decode rounds")
+    hop_us: float = Field(200.0, ge=0, description="microseconds from a stage to the next one")
+    all_reduce_us: float = Field(10.0, ge=0, description="microseconds between tensor-parallel ranks, a sublayer")
+    gpus_per_node: int | None = Field(
+        None, ge=1, description="the most tensor-parallel ranks; without it, as --gpus names nodes, else 8"
+    )
     seed: int = 0
 
     @model_validator(mode="after")

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 from rayspec.ops.plan.choice import rank_layouts
 from rayspec.ops.plan.flags import flags_of
-from rayspec.ops.plan.forecast import EFFICIENCIES, PROFILE_ERROR, Candidate, Forecaster, Outcome, Spread
+from rayspec.ops.plan.forecast import EFFICIENCIES, PROFILE_ERROR, Forecast, Forecaster, Outcome, Range
 from rayspec.ops.plan.latency import load_profile
 from rayspec.ops.plan.layouts import Layout
 from rayspec.ops.plan.options import PlanOptions
@@ -30,7 +30,7 @@ class PlanReport:
     measured_on: the profile's device, None for rooflines."""
 
     options: PlanOptions
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[Forecast, ...]
     others: tuple[Layout, ...]
     measured_on: str | None
 
@@ -51,7 +51,7 @@ def make_plan(config: PretrainedConfig, options: PlanOptions) -> PlanReport:
     forecaster = Forecaster(config, options, profile)
     return PlanReport(
         options=options,
-        candidates=tuple(map(forecaster.with_spread, ranking.candidates[:_NUM_SHOWN])),
+        candidates=tuple(map(forecaster.with_ranges, ranking.candidates[:_NUM_SHOWN])),
         others=ranking.others,
         measured_on=str(key.get("device", "an unknown device")) if profile else None,
     )
@@ -75,7 +75,7 @@ def save_plan(report: PlanReport, path: Path) -> None:
         "num_layouts_that_do_not_fit": len(report.others),
         "missing_bytes": report.missing_bytes,
         "flags": asdict(flags_of(report.candidates[0].layout, report.options)) if report.fits else None,
-        "candidates": [_plain(candidate, report.options.price) for candidate in report.candidates],
+        "candidates": [_as_json(candidate, report.options.price) for candidate in report.candidates],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -101,7 +101,7 @@ def _table(report: PlanReport) -> Table:
     return table
 
 
-def _cells(candidate: Candidate, price: float | None) -> list[str]:
+def _cells(candidate: Forecast, price: float | None) -> list[str]:
     layout, plain, drafted, best = candidate.layout, candidate.plain, candidate.drafted, candidate.best
     cells = [layout.name, str(layout.num_gpus), f"{layout.bytes_left / _GIB:.1f}", _range(plain.tokens_per_s)]
     cells += [
@@ -115,7 +115,7 @@ def _cells(candidate: Candidate, price: float | None) -> list[str]:
     return [*cells, f"{best.dollars(layout.num_gpus, price):.2f}"] if price else cells
 
 
-def _range(spread: Spread) -> str:
+def _range(spread: Range) -> str:
     return f"{spread.middle:.0f} ({spread.low:.0f}-{spread.high:.0f})"
 
 
@@ -170,7 +170,7 @@ def _certainty(measured_on: str | None) -> str:
     )
 
 
-def _plain(candidate: Candidate, price: float | None) -> dict[str, Any]:
+def _as_json(candidate: Forecast, price: float | None) -> dict[str, Any]:
     layout = candidate.layout
 
     def outcome(found: Outcome) -> dict[str, Any]:

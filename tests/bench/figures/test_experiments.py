@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import rayspec
-from rayspec.bench.figures.runs import Contender, Gain, Spread, gain_of, latency_of, local_engine, take_turns, write
+from rayspec.bench.figures.runs import Gain, Spread, TimedSelector, gain_of, latency_of, local_engine, take_turns, write
 from rayspec.bench.figures.skips import every, free_knapspec, run_skips
 from rayspec.bench.figures.sweeps import run_intervals, run_thresholds
 from rayspec.bench.figures.tpt import Estimates, context_of, estimate_plans, predict, run_tpt
@@ -37,8 +37,8 @@ def prompts() -> list[list[int]]:
     return demo_prompts(2, 5)
 
 
-def fixed(keep: tuple[bool, ...], length: int = 4) -> Contender:
-    return Contender(FixedPlan(Plan(keep=keep, num_draft_tokens=length, source="test")))
+def fixed(keep: tuple[bool, ...], length: int = 4) -> TimedSelector:
+    return TimedSelector(FixedPlan(Plan(keep=keep, num_draft_tokens=length, source="test")))
 
 
 def given(*keeps: tuple[bool, ...], num_agreed: int = 12) -> Estimates:
@@ -78,10 +78,10 @@ def test_contenders_take_turns_and_write_the_same(llm: rayspec.LLM, prompts: lis
 def test_prefill_is_no_part_of_a_stretch(llm: rayspec.LLM) -> None:
     engine = local_engine(llm)
     total_s, prefill_s = engine.stats.total_s, engine.stats.prefill_s
-    stretch = write(llm, fixed(ALL, 0), demo_prompts(1, 40)[0], max_tokens=2)
-    assert stretch.seconds == pytest.approx(engine.stats.total_s - total_s - (engine.stats.prefill_s - prefill_s))
-    assert stretch.seconds < engine.stats.prefill_s - prefill_s
-    assert stretch.tokens_per_s == pytest.approx(1 / stretch.seconds)
+    passage = write(llm, fixed(ALL, 0), demo_prompts(1, 40)[0], max_tokens=2)
+    assert passage.seconds == pytest.approx(engine.stats.total_s - total_s - (engine.stats.prefill_s - prefill_s))
+    assert passage.seconds < engine.stats.prefill_s - prefill_s
+    assert passage.tokens_per_s == pytest.approx(1 / passage.seconds)
 
 
 def test_a_contender_knows_its_own_time_only() -> None:
@@ -94,7 +94,7 @@ def test_a_contender_knows_its_own_time_only() -> None:
 
     spy = Spy(no_draft(2, "test"))
     spy.elapsed = []
-    contender, stats = Contender(spy), EngineStats(total_s=100.0)
+    contender, stats = TimedSelector(spy), EngineStats(total_s=100.0)
     for start, end in ((100.0, 103.0), (150.0, 151.0), (151.0, 152.0)):
         stats.total_s = start
         with contender.taking_its_turn(stats):
@@ -205,7 +205,7 @@ def test_a_free_knapspec_searches_at_its_interval(llm: rayspec.LLM) -> None:
 def test_drafts_get_shorter_with_the_threshold(llm: rayspec.LLM, prompts: list[list[int]]) -> None:
     found = run_thresholds(llm, given(EARLY, MOST, num_agreed=16), prompts, thresholds=(1.0, 0.0, 0.6), max_tokens=30)
     settings = found.thresholds.settings
-    assert found.keep == EARLY, "with equal acceptance the one that skips more promises more"
+    assert found.keep == EARLY, "with equal acceptance the plan that skips more has the higher predicted TPT"
     assert [one.value for one in settings] == [0.0, 0.6, 1.0]
     lengths = [one.mean_draft_length for one in settings]
     assert 5 < lengths[0] <= 6
@@ -219,7 +219,7 @@ def test_drafts_get_shorter_with_the_threshold(llm: rayspec.LLM, prompts: list[l
 
 
 def test_searches_are_as_many_as_the_schedule_lets(llm: rayspec.LLM, prompts: list[list[int]]) -> None:
-    found = run_intervals(llm, prompts, intervals=(500, 2), shares=(1.0, 0.0), max_tokens=48)
+    found = run_intervals(llm, prompts, intervals=(500, 2), shares=(1.0, 0.0), max_tokens=32)
     often, rarely = found.intervals.settings
     none, any_ = found.shares.settings
     assert (often.value, rarely.value, none.value, any_.value) == (2, 500, 0.0, 1.0)
@@ -232,11 +232,11 @@ def test_searches_are_as_many_as_the_schedule_lets(llm: rayspec.LLM, prompts: li
 
 
 def test_speed_ups_are_of_the_same_prompt(llm: rayspec.LLM, prompts: list[list[int]]) -> None:
-    stretches = take_turns(llm, {"a": fixed(ALL, 0), "b": fixed(MOST)}, prompts, max_tokens=12)
-    ratios = [b.tokens_per_s / a.tokens_per_s for a, b in zip(stretches["a"], stretches["b"], strict=True)]
-    found = gain_of(stretches["b"], stretches["a"])
+    passages = take_turns(llm, {"a": fixed(ALL, 0), "b": fixed(MOST)}, prompts, max_tokens=12)
+    ratios = [b.tokens_per_s / a.tokens_per_s for a, b in zip(passages["a"], passages["b"], strict=True)]
+    found = gain_of(passages["b"], passages["a"])
     assert (found.least, found.most) == (min(ratios), max(ratios))
-    seconds = {name: sum(one.seconds for one in each) for name, each in stretches.items()}
+    seconds = {name: sum(one.seconds for one in each) for name, each in passages.items()}
     assert found.overall == pytest.approx(seconds["a"] / seconds["b"])
     assert str(Gain(overall=1.5, least=1.0, most=1.75)) == "1.50 (1.00 to 1.75)"
     assert str(Spread.of([3.0, 1.0, 2.0])) == "2.00 (1.00 to 3.00)"

@@ -17,7 +17,13 @@ from rayspec.bench.figures.sweeps import IntervalSweep, Setting, Sweep, Threshol
 from rayspec.bench.figures.tpt import PlanPoint, TptExperiment
 
 RNG = random.Random(0)
+DPI = 50  # a quarter of the pictures' own, which rayspec figures is tested with
 SPREAD = Spread(median=20.0, least=18.0, most=23.5)
+
+
+@pytest.fixture(autouse=True)
+def small_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plots, "_DPI", DPI)
 
 
 def speed_ups(*strategies: str, contexts: tuple[int, ...] = (512, 2048)) -> tuple[SpeedUp, ...]:
@@ -97,12 +103,12 @@ def intervals() -> IntervalSweep:
 
 def require_picture(path: Path) -> None:
     with Image.open(path) as image:
-        assert image.width == 1600
-        assert image.height > 600
+        assert image.width == 8 * DPI
+        assert image.height > 3 * DPI
         assert len(image.convert("RGB").getcolors(2**24) or ()) > 30
 
 
-@pytest.mark.parametrize("num_domains", [1, 4, 5])
+@pytest.mark.parametrize("num_domains", [1, 5])
 def test_a_panel_a_domain(tmp_path: Path, num_domains: int) -> None:
     by_context = {f"domain {index}": speed_ups("swift", "knapspec") for index in range(num_domains)}
     by_context["domain 0"] = speed_ups(*(f"s{index}" for index in range(12)), contexts=(512,))
@@ -113,7 +119,7 @@ def test_a_panel_a_domain(tmp_path: Path, num_domains: int) -> None:
     require_picture(tmp_path / "mix.png")
 
 
-@pytest.mark.parametrize("count", [1, 2, 30])
+@pytest.mark.parametrize("count", [1, 30])
 def test_points(tmp_path: Path, count: int) -> None:
     plots.plot_tpt(tpt(count), tmp_path / "p.png")
     require_picture(tmp_path / "p.png")
@@ -170,7 +176,9 @@ def test_words_of_skips() -> None:
     )
     assert "At 2048 tokens" in text
     assert "from 800 tokens of context on" in text
-    assert "no plan promised to pay. Attention never" in report.skip_ratio_text(skips(1, drafts=False, crossing=None))
+    assert "no plan was predicted to pay. Attention never" in report.skip_ratio_text(
+        skips(1, drafts=False, crossing=None)
+    )
     text = report.skip_distribution_text(skips(1))
     assert text.startswith("2 plans, over the 40 tokens")
     assert "most: MLP of layer 1 (100 %), MLP of layer 3 (100 %), attention of layer 0 (75 %)" in text

@@ -76,6 +76,7 @@ def test_one_command_makes_all_figures(tmp_path: Path) -> None:
         assert f"]({name})" in text
         with Image.open(out / name) as image:
             assert image.width == 1600
+            assert image.height > 600
     numbers = json.loads((out / "figures.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
     assert list(numbers["figures"]) == ["speedup", "tpt", "skips", "thresholds", "intervals"]
     assert numbers["options"]["draft_lengths"] == [3]

@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -24,6 +24,7 @@ from rayspec.planning.latency import Curve, LatencyModel
 VALUES = st.lists(st.integers(-3, 3), min_size=3, max_size=20)
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_correlations_are_those_of_scipy(data: st.DataObject) -> None:
     first = data.draw(VALUES)

@@ -21,7 +21,7 @@ from rayspec.ops.doctor.cluster import (
     cluster_findings,
 )
 from rayspec.ops.doctor.gpus import Gpus
-from rayspec.ops.doctor.nodes import NodeFacts, tell_of_node
+from rayspec.ops.doctor.nodes import NodeFacts, describe_node
 from rayspec.ops.doctor.peers import Peer
 from tests.families import checkpoint
 
@@ -83,14 +83,14 @@ def test_peers_answer_those_that_know_the_secret() -> None:
 
 
 def test_a_node_tells_of_itself(tmp_path: Path) -> None:
-    facts = tell_of_node(checkpoint("llama"))
+    facts = describe_node(checkpoint("llama"))
     assert len(facts.fingerprint) == 16
     assert facts.versions["python"].startswith("3.")
     broken = tmp_path / "broken"
     shutil.copytree(checkpoint("llama"), broken)
     (broken / "model.safetensors").unlink()
-    assert tell_of_node(str(broken)).fingerprint == ""
-    assert tell_of_node(None).model is None
+    assert describe_node(str(broken)).fingerprint == ""
+    assert describe_node(None).model is None
 
 
 def test_the_command_is_quick_and_says_what_it_found(tmp_path: Path) -> None:
@@ -132,8 +132,8 @@ def test_the_nodes_of_a_real_cluster_are_looked_at(ray_environment: None, tmp_pa
     """In a process of its own, which starts a cluster of three nodes and attaches to it."""
     script, report = Path(__file__).parent / "three_nodes.py", tmp_path / "report.json"
     subprocess.run([sys.executable, script, report], check=True, timeout=550)
-    told: dict[str, Any] = json.loads(report.read_text())
-    statuses = {each["name"]: each["status"] for each in told["findings"]}
+    received: dict[str, Any] = json.loads(report.read_text())
+    statuses = {each["name"]: each["status"] for each in received["findings"]}
     assert statuses["cluster"] == "ok"
     assert statuses["model on all nodes"] == "ok"
     assert statuses["nodes reach one another"] in ("ok", "warning")  # slow where others use the machine
@@ -141,5 +141,5 @@ def test_the_nodes_of_a_real_cluster_are_looked_at(ray_environment: None, tmp_pa
     assert {"ray on all nodes", "torch on all nodes", "rayspec on all nodes"} <= set(statuses)
     assert "problem" not in statuses.values()
     assert sum(name.endswith("model files") for name in statuses) == 3
-    assert told["all_reduce"]["status"] == "ok"
-    assert "3 nodes" in told["all_reduce"]["found"]
+    assert received["all_reduce"]["status"] == "ok"
+    assert "3 nodes" in received["all_reduce"]["found"]

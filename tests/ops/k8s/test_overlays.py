@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import shlex
 import shutil
 import subprocess
@@ -29,13 +30,31 @@ from tests.ops.k8s.schemas import has_ray_schemas, problems
 
 ROOT = Path(__file__).parents[3]
 K8S = ROOT / "k8s"
-OVERLAYS = sorted(file.parent for file in (K8S / "overlays").rglob("kustomization.yaml"))
-NAMES = [str(folder.relative_to(K8S / "overlays")) for folder in OVERLAYS]
+NAMES = [str(file.parent.relative_to(K8S / "overlays")) for file in sorted(K8S.glob("overlays/*/*/options.yaml"))]
+IN_THE_TREE = re.findall(r"^!/k8s/overlays/(.*)/manifest.yaml$", (ROOT / ".gitignore").read_text("utf-8"), re.MULTILINE)
 RAY_KINDS = {"RayCluster", "RayJob", "RayService"}
 
-overlay = pytest.mark.parametrize("folder", OVERLAYS, ids=NAMES)
 needs_ray_schemas = pytest.mark.skipif(not has_ray_schemas(), reason="no KubeRay definitions: set KUBERAY_CRDS")
 Manifest = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def overlays(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """k8s/overlays as `make k8s` leaves it, from the options alone, in a copy of k8s/."""
+    copied = tmp_path_factory.mktemp("k8s") / "k8s"
+    shutil.copytree(K8S, copied, ignore=shutil.ignore_patterns("manifest.yaml"))
+    for path, text in stale_overlays(copied / "overlays").items():
+        path.write_text(text, encoding="utf-8")
+    return copied / "overlays"
+
+
+@pytest.fixture(params=NAMES)
+def folder(overlays: Path, request: pytest.FixtureRequest) -> Path:
+    return overlays / request.param
+
+
+def only(kind: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("folder", [name for name in NAMES if Path(name).name == kind], indirect=True)
 
 
 @cache
@@ -57,19 +76,26 @@ def test_there_is_an_overlay_of_every_kind() -> None:
     assert {Path(name).parent.name for name in NAMES} == {"cpu-demo", "gpu-8", "gpu-2x8", "spot"}
 
 
-def test_manifests_are_what_their_options_give() -> None:
-    assert stale_overlays(K8S / "overlays") == {}
+def test_manifests_in_the_tree_are_what_their_options_give(overlays: Path) -> None:
+    for name in IN_THE_TREE:
+        in_the_tree = K8S / "overlays" / name / "manifest.yaml"
+        assert in_the_tree.read_text("utf-8") == (overlays / name / "manifest.yaml").read_text("utf-8")
 
 
-def test_a_number_edited_by_hand_is_found(tmp_path: Path) -> None:
-    shutil.copytree(K8S / "overlays" / "cpu-demo", tmp_path / "cpu-demo")
-    path = tmp_path / "cpu-demo" / "job" / "manifest.yaml"
+def test_one_manifest_of_each_kind_is_in_the_tree_and_the_readme_applies_only_those() -> None:
+    assert sorted(Path(name).name for name in IN_THE_TREE) == ["cluster", "job", "service"]
+    applied = re.findall(r"^kubectl apply -k k8s/overlays/(\S+)$", (K8S / "README.md").read_text("utf-8"), re.MULTILINE)
+    assert sorted(applied) == sorted(IN_THE_TREE)
+
+
+def test_a_number_edited_by_hand_is_found(overlays: Path, tmp_path: Path) -> None:
+    shutil.copytree(overlays / "cpu-demo" / "job", tmp_path / "job")
+    path = tmp_path / "job" / "manifest.yaml"
     text = path.read_text(encoding="utf-8")
     path.write_text(text.replace("maxReplicas: 1", "maxReplicas: 2"), encoding="utf-8")
     assert stale_overlays(tmp_path) == {path: text}
 
 
-@overlay
 @needs_ray_schemas
 def test_every_field_is_one_that_kubernetes_and_kuberay_know(folder: Path) -> None:
     found = {f"{one['kind']} {one['metadata']['name']}": problems(one) for one in built(folder)}
@@ -79,12 +105,10 @@ def test_every_field_is_one_that_kubernetes_and_kuberay_know(folder: Path) -> No
     assert len(kinds & RAY_KINDS) == 1
 
 
-@overlay
 def test_the_operator_takes_it(folder: Path) -> None:
     assert violations(ray_resource(folder)) == []
 
 
-@overlay
 def test_pods_find_what_they_name(folder: Path) -> None:
     """Claims and service accounts of the same build, volumes of the same pod, the image of the kustomization."""
     names = {(one["kind"], one["metadata"]["name"]) for one in built(folder)}
@@ -100,7 +124,6 @@ def test_pods_find_what_they_name(folder: Path) -> None:
             assert ("ServiceAccount", pod["serviceAccountName"]) in names
 
 
-@overlay
 def test_the_network_policy_is_about_its_pods(folder: Path) -> None:
     resource = ray_resource(folder)
     [policy] = [
@@ -118,7 +141,6 @@ def test_the_network_policy_is_about_its_pods(folder: Path) -> None:
     assert open_rules(policy) == []
 
 
-@overlay
 def test_only_the_autoscaler_may_ask_kubernetes(folder: Path) -> None:
     spec = cluster_spec(ray_resource(folder))
     head, *others = pod_templates(ray_resource(folder))
@@ -127,7 +149,6 @@ def test_only_the_autoscaler_may_ask_kubernetes(folder: Path) -> None:
     assert spec["authOptions"] == {"mode": "token"}
 
 
-@overlay
 def test_workers_have_what_the_engine_asks_for(folder: Path) -> None:
     """CPUs and GPUs of all workers, when all are there, against bundles of shards, engines and ingress."""
     resource = ray_resource(folder)
@@ -147,7 +168,7 @@ def test_workers_have_what_the_engine_asks_for(folder: Path) -> None:
     assert gpus == 0 or engine.engine.max_model_len == 16384
 
 
-@pytest.mark.parametrize("folder", [one for one in OVERLAYS if one.name == "service"], ids=lambda one: one.parent.name)
+@only("service")
 def test_the_serve_config_is_one_that_ray_and_we_read(folder: Path) -> None:
     config = yaml.safe_load(ray_resource(folder)["spec"]["serveConfigV2"])
     schema = ServeDeploySchema.model_validate(config)
@@ -159,7 +180,7 @@ def test_the_serve_config_is_one_that_ray_and_we_read(folder: Path) -> None:
     assert schema.http_options.port == 8000
 
 
-@pytest.mark.parametrize("folder", [one for one in OVERLAYS if one.name == "job"], ids=lambda one: one.parent.name)
+@only("job")
 def test_the_entrypoint_is_a_job_that_takes_these_options(folder: Path) -> None:
     entrypoint = ray_resource(folder)["spec"]["entrypoint"]
     assert shlex.join(shlex.split(entrypoint)) == entrypoint, "two shells read it"
@@ -169,7 +190,6 @@ def test_the_entrypoint_is_a_job_that_takes_these_options(folder: Path) -> None:
     assert _settings(entrypoint).engine.max_model_len
 
 
-@overlay
 def test_what_kustomize_makes_is_what_the_reader_here_does(folder: Path) -> None:
     if shutil.which("kubectl") is None:
         pytest.skip("no kubectl")
@@ -178,12 +198,12 @@ def test_what_kustomize_makes_is_what_the_reader_here_does(folder: Path) -> None
     assert {(one["kind"], one["metadata"]["name"]): one for one in built(folder)} == expected
 
 
-def test_metrics_and_dashboard(tmp_path: Path) -> None:
+def test_metrics_and_dashboard(overlays: Path) -> None:
     found = {one["kind"]: one for one in kustomization.build(K8S / "grafana")}
     assert found.keys() == {"PodMonitor", "ConfigMap"}
     assert {kind: problems(one) for kind, one in found.items()} == {"PodMonitor": [], "ConfigMap": []}
     monitored = found["PodMonitor"]["spec"]
-    pods = [template for folder in OVERLAYS for template in pod_templates(ray_resource(folder))[:2]]
+    pods = [template for name in NAMES for template in pod_templates(ray_resource(overlays / name))[:2]]
     assert all(monitored["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items() for pod in pods)
     ports = {port["name"] for pod in pods for port in pod["spec"]["containers"][0]["ports"]}
     assert {endpoint["port"] for endpoint in monitored["podMetricsEndpoints"]} <= ports
@@ -227,8 +247,8 @@ WORKERS = "spec.rayClusterConfig.workerGroupSpecs.0"
         _set("apiVersion", "ray.io/v1alpha2"),
     ],
 )
-def test_a_planted_typo_is_found_by_the_schema(planted: Callable[[Manifest], None]) -> None:
-    manifest = ray_resource(K8S / "overlays" / "gpu-8" / "service")
+def test_a_planted_typo_is_found_by_the_schema(overlays: Path, planted: Callable[[Manifest], None]) -> None:
+    manifest = ray_resource(overlays / "gpu-8" / "service")
     assert problems(manifest) == []
     planted(manifest)
     assert problems(manifest)
@@ -245,8 +265,8 @@ def test_a_planted_typo_is_found_by_the_schema(planted: Callable[[Manifest], Non
         ("Namespace", _set("metadata.labels", [])),
     ],
 )
-def test_a_planted_typo_in_a_core_kind_is_found(kind: str, planted: Callable[[Manifest], None]) -> None:
-    manifest = next(one for one in built(K8S / "overlays" / "gpu-8" / "service") if one["kind"] == kind)
+def test_a_planted_typo_in_a_core_kind_is_found(overlays: Path, kind: str, planted: Callable[[Manifest], None]) -> None:
+    manifest = next(one for one in built(overlays / "gpu-8" / "service") if one["kind"] == kind)
     assert problems(manifest) == []
     planted(manifest)
     assert problems(manifest)
@@ -269,8 +289,8 @@ def test_a_planted_typo_in_a_core_kind_is_found(kind: str, planted: Callable[[Ma
         _set(f"{HEAD}.initContainers.0.securityContext", {}),
     ],
 )
-def test_what_the_operator_or_the_namespace_would_refuse_is_found(planted: Callable[[Manifest], None]) -> None:
-    manifest = ray_resource(K8S / "overlays" / "gpu-8" / "service")
+def test_what_operator_or_namespace_would_refuse_is_found(overlays: Path, planted: Callable[[Manifest], None]) -> None:
+    manifest = ray_resource(overlays / "gpu-8" / "service")
     planted(manifest)
     assert violations(manifest)
 
@@ -286,8 +306,8 @@ def test_what_the_operator_or_the_namespace_would_refuse_is_found(planted: Calla
         _set("spec.submitterPodTemplate.spec.securityContext", {}),
     ],
 )
-def test_what_the_operator_would_refuse_of_a_job_is_found(planted: Callable[[Manifest], None]) -> None:
-    manifest = ray_resource(K8S / "overlays" / "gpu-8" / "job")
+def test_what_the_operator_would_refuse_of_a_job_is_found(overlays: Path, planted: Callable[[Manifest], None]) -> None:
+    manifest = ray_resource(overlays / "gpu-8" / "job")
     planted(manifest)
     assert violations(manifest)
 

@@ -25,6 +25,7 @@ LLAMA_70B = {"model": "meta-llama/Llama-3.1-70B-Instruct", "sizes_from": str(MOD
 LLAMA_405B = {"model": "meta-llama/Llama-3.1-405B-Instruct", "sizes_from": str(MODELS / "llama-3.1-405b.json")}
 BUCKET = {"inputs": ("s3://bucket/documents",), "output": "s3://bucket/out"}
 DEMO = {"model": "demo", "cpus": 2, "context": 1024}
+EIGHT_RANKS = {"gpus": "8xH100-80G", "stages": 1, "tensor": 8}  # named: the planner is tested elsewhere
 Manifest = dict[str, Any]
 
 
@@ -138,7 +139,7 @@ def test_a_service_scales_pods_and_replicas_alike() -> None:
 def test_a_large_model_has_time_to_load() -> None:
     parallel = llm_config(**LLAMA_405B, gpus="16xH100-80G", stages=16, concurrency=16)["engine_kwargs"]["parallel"]
     assert 3000 < parallel["start_timeout_s"] < 3600  # 812 GB at 250 MB/s
-    assert llm_config(**LLAMA_70B, gpus="8xH100-80G")["engine_kwargs"]["parallel"]["start_timeout_s"] == 600
+    assert llm_config(**LLAMA_70B, **EIGHT_RANKS)["engine_kwargs"]["parallel"]["start_timeout_s"] == 600
 
 
 def test_one_gpu_needs_no_shards() -> None:
@@ -160,7 +161,7 @@ def test_a_cluster_to_work_on_begins_empty() -> None:
 
 
 def test_spot_workers_and_a_head_that_stays() -> None:
-    made = resource(RenderOptions(kind="job", **BUCKET, **LLAMA_70B, gpus="8xH100-80G", spot=True))
+    made = resource(RenderOptions(kind="job", **BUCKET, **LLAMA_70B, **EIGHT_RANKS, spot=True))
     head = cluster_spec(made)["headGroupSpec"]["template"]["spec"]
     [worker] = [group["template"]["spec"] for group in workers(made)]
     terms = [
@@ -175,7 +176,7 @@ def test_spot_workers_and_a_head_that_stays() -> None:
 
 
 def test_the_claim_has_room_for_the_model() -> None:
-    options = service(**LLAMA_70B, gpus="8xH100-80G", storage_class="shared", namespace="elsewhere")
+    options = service(**LLAMA_70B, **EIGHT_RANKS, storage_class="shared", namespace="elsewhere")
     made = {one["kind"]: one for one in manifests(options, plan_cluster(options))}
     assert made["PersistentVolumeClaim"]["spec"] == {
         "accessModes": ["ReadWriteMany"],
@@ -210,7 +211,7 @@ def test_pods_reach_redis_where_it_is(address: str, peer: Manifest) -> None:
 
 
 def test_a_claim_that_exists_is_used() -> None:
-    options = service(**LLAMA_70B, gpus="8xH100-80G", models_claim="shared-models")
+    options = service(**LLAMA_70B, **EIGHT_RANKS, models_claim="shared-models")
     made = manifests(options, plan_cluster(options))
     assert "PersistentVolumeClaim" not in {one["kind"] for one in made}
     volumes = workers(made[-1])[0]["template"]["spec"]["volumes"]
@@ -224,7 +225,9 @@ def test_a_claim_that_exists_is_used() -> None:
         service(**LLAMA_70B, gpus="2xH200-141G,4xA100-80G", stages=6, node_selector={"pool": "gpus"}),
         service(**DEMO, replicas=2, image="registry.example/rayspec:1", namespace="other"),
         RenderOptions(kind="cluster", **DEMO, redis_address="redis:6379"),
-        RenderOptions(kind="job", **LLAMA_70B, **BUCKET, gpus="16xNEW-96G@4000", spot=True, gpus_per_node=4),
+        RenderOptions(
+            kind="job", **LLAMA_70B, **BUCKET, gpus="16xNEW-96G@4000", stages=4, tensor=4, spot=True, gpus_per_node=4
+        ),
     ],
     ids=["mixed", "replicas", "state", "unknown-gpu"],
 )
