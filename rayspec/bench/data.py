@@ -125,7 +125,7 @@ def _documents(prompts: PromptBuilder, options: WorkloadOptions) -> list[Row]:
     whole = replace(prompts, max_prompt_tokens=None)
 
     def num_tokens(task: Task) -> int:
-        return len(whole.tokens(input_row("", source="demo", text=task.document)))
+        return len(whole.fitting_tokens(task.document))
 
     tasks = fitting_tasks("summary", num_tokens, context=context, num_tasks=options.num_prompts, seed=options.seed)
     return [input_row(f"report-{index}", source="demo", text=task.document) for index, task in enumerate(tasks)]
