@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from rayspec.batch.results import ResultRow
+from rayspec.batch.rows import Row
 from rayspec.bench.data import BARE, RAY_DATA, DataSample, data_markdown, data_rows, run_data_bench, timed
 from rayspec.bench.options import BenchOptions
 from rayspec.bench.workloads import WorkloadOptions
@@ -46,7 +46,7 @@ def test_texts_that_differ_or_are_missing_are_counted() -> None:
     assert [(row.identical, row.total) for row in data_rows(lost)] == [(2, 2), (1, 2)]
 
 
-ROW = ResultRow(id="a", text="text", num_output_tokens=3)
+ROW = Row(id="a", text="text", num_output_tokens=3)
 
 
 def options(*, input_: str = "demo", **changes: Any) -> BenchOptions:
