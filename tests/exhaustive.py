@@ -9,5 +9,9 @@ import pytest
 
 
 def few_of(values: Iterable[Any], few: Collection[Any]) -> list[Any]:
-    """All values as parameters of a test; those that are not among the few are for `make test-all`."""
-    return [value if value in few else pytest.param(value, marks=pytest.mark.exhaustive) for value in values]
+    """Parameters of a test: all values, of which those that are not among the few are for `make test-all`."""
+    beyond = pytest.mark.exhaustive
+    return [
+        value if value in few else pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=beyond)
+        for value in values
+    ]

@@ -84,7 +84,7 @@ def test_a_row_that_fails_cannot_be_measured() -> None:
 
 
 def test_a_sample_is_of_all_rows_from_the_start_to_the_last() -> None:
-    def rows() -> Iterator[ResultRow]:
+    def rows() -> Iterator[Row]:
         yield ROW
         time.sleep(0.05)
         yield replace(ROW, id="b")
