@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -27,7 +26,7 @@ from rayspec.decode.whole_model import WholeModelStages
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.offload import OffloadedWeights
-from rayspec.model.weights import load_tokenizer, resolve_device
+from rayspec.model.weights import eos_token_ids, load_tokenizer, resolve_device, vocab_size
 from rayspec.strategies.by_name import make_selector, needs_latency
 from rayspec.types import ConfigError, UnsupportedModelError, no_draft
 
@@ -45,7 +44,7 @@ def load_engine(config: EngineConfig, *, with_tokenizer: bool = True) -> Engine:
     tokenizer = load_tokenizer(config) if with_tokenizer else None
     model = load_weights(config)
     max_model_len = resolve_max_model_len(config, model.config)
-    vocabulary = Vocabulary(size=_vocab_size(model), eos_token_ids=_eos_token_ids(model))
+    vocabulary = Vocabulary(size=vocab_size(model.config), eos_token_ids=eos_token_ids(config))
     try:
         parts = decompose(model)
     except UnsupportedModelError as error:
@@ -128,15 +127,3 @@ def _plain_engine(
         max_model_len=max_model_len,
         tokenizer=tokenizer,
     )
-
-
-def _vocab_size(model: PreTrainedModel) -> int:
-    return int(model.get_output_embeddings().weight.shape[0])  # type: ignore[no-untyped-call]
-
-
-def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    generation = getattr(model, "generation_config", None)
-    eos: int | Sequence[int] | None = getattr(generation, "eos_token_id", None)
-    if eos is None:
-        eos = getattr(model.config, "eos_token_id", None)
-    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)

@@ -122,6 +122,13 @@ class PlanRecord:
     num_accepted_tokens: int = 0
     num_tested_tokens: int = 0
 
+    def add_round(self, *, num_tokens: int, sequence_s: float, num_accepted: int, num_tested: int) -> None:
+        """A round that went by the plan."""
+        self.num_tokens += num_tokens
+        self.sequence_s += sequence_s
+        self.num_accepted_tokens += num_accepted
+        self.num_tested_tokens += num_tested
+
     @property
     def measured_tpt(self) -> float | None:
         return self.num_tokens / self.sequence_s if self.sequence_s else None

@@ -31,6 +31,7 @@ from rayspec.pipeline.messages import (
     Measure,
     Measured,
     Message,
+    Named,
     Operation,
     Profile,
     Profiled,
@@ -45,7 +46,6 @@ from rayspec.pipeline.messages import (
     TargetSteadiness,
     TimedHops,
     TimeHops,
-    tell,
 )
 from rayspec.pipeline.post import COORDINATOR, ENGINE, Letter, NewEpoch, Post, Stopped
 from rayspec.pipeline.stage_worker import stage_name
@@ -134,7 +134,7 @@ class Coordinator:
                 epoch=post.epoch, search_id=message.search_id, version=self._num_answers, answer=None, reason=str(error)
             )
         self._num_answers += 1
-        return Searched(epoch=post.epoch, search_id=message.search_id, version=self._num_answers, answer=tell(answer))
+        return Searched(epoch=post.epoch, search_id=message.search_id, version=self._num_answers, answer=Named(answer))
 
     def _profile(self, post: Post) -> Profiled:
         """One stage after the other, so that shards on the same machine do not disturb one another."""

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import msgspec
 
 from rayspec.config import SamplingParams
-from rayspec.decode.drafting.skip_draft import KeepDrafting, RoundEntry
+from rayspec.decode.drafting.skip_draft import RoundEntry
 from rayspec.decode.head import SamplerSpec
 from rayspec.decode.passes import Pass
 from rayspec.decode.plan_search import TappedToken
@@ -41,10 +41,17 @@ from rayspec.types import Plan
 T = TypeVar("T")
 
 
-class _One(msgspec.Struct, Generic[T], frozen=True, tag=True, forbid_unknown_fields=True):
-    """One of several types that are told apart on the wire by the name of the subclass."""
+class Named(Generic[T]):
+    """A value of one of several types, which travels with the name of its type."""
 
-    value: T
+    def __init__(self, value: T) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Named) and bool(self.value == other.value)
+
+    def __hash__(self) -> int:
+        return hash(self.value)
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -71,40 +78,10 @@ class Connected(Message, frozen=True, kw_only=True):
     pass
 
 
-class WhileWorth(_One[DraftWhileWorth], frozen=True):
-    pass
-
-
-class UntilFound(_One[DraftUntilFound], frozen=True):
-    pass
-
-
-class WhileSure(_One[DraftWhileSure], frozen=True):
-    pass
-
-
-Rule: TypeAlias = WhileWorth | UntilFound | WhileSure
-
-
-def _rule(keep_drafting: KeepDrafting) -> Rule:
-    """As it travels. Raises TypeError for one that cannot."""
-    match keep_drafting:
-        case DraftWhileWorth():
-            return WhileWorth(keep_drafting)
-        case DraftUntilFound():
-            return UntilFound(keep_drafting)
-        case DraftWhileSure():
-            return WhileSure(keep_drafting)
-    raise TypeError(
-        f"{keep_drafting!r} cannot be sent to the stage that drafts: use DraftWhileWorth, DraftUntilFound or "
-        "DraftWhileSure"
-    )
-
-
 class WireRound(msgspec.Struct, frozen=True, kw_only=True):
     entries: Sequence[RoundEntry]
     plan: Plan
-    keep_drafting: Rule | None
+    keep_drafting: Named[Any] | None
     num_taps: int
 
 
@@ -124,10 +101,15 @@ class Begin(Message, frozen=True, kw_only=True):
         if isinstance(work, Prefill):
             return cls(epoch=epoch, work_id=work.id, chunks=work.chunks, opened=opened, closed=closed)
         rule = work.keep_drafting
+        if rule is not None and not isinstance(rule, _RULES):
+            raise TypeError(
+                f"{rule!r} cannot be sent to the stage that drafts: use DraftWhileWorth, DraftUntilFound or "
+                "DraftWhileSure"
+            )
         sent = WireRound(
             entries=work.entries,
             plan=work.plan,
-            keep_drafting=None if rule is None else _rule(rule),
+            keep_drafting=None if rule is None else Named(rule),
             num_taps=work.num_taps,
         )
         return cls(epoch=epoch, work_id=work.id, round=sent, opened=opened, closed=closed)
@@ -252,77 +234,13 @@ class TimedHops(Message, frozen=True, kw_only=True):
     hops_s: Sequence[Sequence[float]]
 
 
-class AskKnapsack(_One[Knapsack], frozen=True):
-    pass
-
-
-class AskLayerKnapsack(_One[LayerKnapsack], frozen=True):
-    pass
-
-
-class AskTrial(_One[Trial], frozen=True):
-    pass
-
-
-class AskSteadiness(_One[Steadiness], frozen=True):
-    pass
-
-
-class AskFeature(_One[Feature], frozen=True):
-    pass
-
-
-Asked: TypeAlias = AskKnapsack | AskLayerKnapsack | AskTrial | AskSteadiness | AskFeature
-
-
-def ask(question: Question) -> Asked:
-    """As it travels."""
-    match question:
-        case Knapsack():
-            return AskKnapsack(question)
-        case LayerKnapsack():
-            return AskLayerKnapsack(question)
-        case Trial():
-            return AskTrial(question)
-        case Steadiness():
-            return AskSteadiness(question)
-        case Feature():
-            return AskFeature(question)
-
-
-class AnswerFound(_One[Found], frozen=True):
-    pass
-
-
-class AnswerSteady(_One[Steady], frozen=True):
-    pass
-
-
-class AnswerFeatures(_One[Features], frozen=True):
-    pass
-
-
-Answered: TypeAlias = AnswerFound | AnswerSteady | AnswerFeatures
-
-
-def tell(answer: Answer) -> Answered:
-    """As it travels."""
-    match answer:
-        case Found():
-            return AnswerFound(answer)
-        case Steady():
-            return AnswerSteady(answer)
-        case Features():
-            return AnswerFeatures(answer)
-
-
 class Search(Message, frozen=True, kw_only=True):
     """Engine to the coordinator: ask tapped tokens."""
 
     search_id: int
     tokens: Sequence[TappedToken]
     arena_starts: Sequence[int]
-    question: Asked
+    question: Named[Question]
 
 
 class Searched(Message, frozen=True, kw_only=True):
@@ -330,7 +248,7 @@ class Searched(Message, frozen=True, kw_only=True):
 
     search_id: int
     version: int
-    answer: Answered | None
+    answer: Named[Answer] | None
     reason: str = ""
 
 
@@ -438,18 +356,31 @@ AnyMessage: TypeAlias = (
 )  # fmt: skip
 
 
-def _fields(value: Any) -> dict[str, Any]:
-    """Of the one type that msgspec does not know."""
-    assert isinstance(value, SamplingParams)
-    return value.model_dump(exclude_defaults=True)
+_RULES = (DraftWhileWorth, DraftUntilFound, DraftWhileSure)
+_QUESTIONS = (Knapsack, LayerKnapsack, Trial, Steadiness, Feature)
+_ANSWERS = (Found, Steady, Features)
+_NAMED: dict[str, Any] = {kind.__name__: kind for kind in (*_RULES, *_QUESTIONS, *_ANSWERS)}
 
 
-def _params(_: type, fields: Any) -> SamplingParams:
-    return SamplingParams(**fields)
+def _to_wire(value: Any) -> Any:
+    """Of types that msgspec does not know."""
+    if isinstance(value, SamplingParams):
+        return value.model_dump(exclude_defaults=True)
+    assert isinstance(value, Named)
+    return type(value.value).__name__, value.value
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_fields)
-_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage, dec_hook=_params)
+def _from_wire(kind: type, value: Any) -> Any:
+    if kind is SamplingParams:
+        return SamplingParams(**value)
+    name, fields = value
+    if name not in _NAMED:
+        raise ValueError(f"there is no {name!r}")
+    return Named(msgspec.convert(fields, _NAMED[name]))
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_to_wire)
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage, dec_hook=_from_wire)
 
 
 def encode(message: Message) -> bytes:

@@ -30,6 +30,7 @@ from rayspec.pipeline.messages import (
     Message,
     Moved,
     Moves,
+    Named,
     Peers,
     Ping,
     Profile,
@@ -40,7 +41,6 @@ from rayspec.pipeline.messages import (
     TimeHops,
     Usage,
     Used,
-    ask,
     decode,
     encode,
 )
@@ -158,9 +158,8 @@ class RayStages:
             return future
         search_id = next(self._search_ids)
         self._searches[search_id] = _Searching(future, time.monotonic() + _SEARCH_TIMEOUT_S)
-        asked = ask(question)
         search = Search(
-            epoch=self._epoch, search_id=search_id, tokens=tokens, arena_starts=arena_starts, question=asked
+            epoch=self._epoch, search_id=search_id, tokens=tokens, arena_starts=arena_starts, question=Named(question)
         )
         self._send(COORDINATOR, search)
         return future

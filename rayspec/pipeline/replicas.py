@@ -40,7 +40,7 @@ class _Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _Update:
     """What is new of a request; None: its future is done."""
 
     request: Request
@@ -58,7 +58,7 @@ class Replicas:
         self._engines = list(engines)
         self._loops = [EngineLoop(engine) for engine in engines]
         self._placed: dict[str, _Placed] = {}
-        self._pieces: queue.SimpleQueue[_Piece] = queue.SimpleQueue()
+        self._updates: queue.SimpleQueue[_Update] = queue.SimpleQueue()
         self._lost: set[int] = set()
 
     @property
@@ -130,12 +130,12 @@ class Replicas:
         """Waits a moment for something to finish, or for something new of what streams; returns what has come."""
         if not self._placed:
             return []
-        pieces: list[_Piece] = []
+        updates: list[_Update] = []
         with suppress(queue.Empty):
-            pieces.append(self._pieces.get(timeout=_POLL_S))
+            updates.append(self._updates.get(timeout=_POLL_S))
             while True:
-                pieces.append(self._pieces.get_nowait())
-        return [output for piece in pieces if (output := self._take(piece)) is not None]
+                updates.append(self._updates.get_nowait())
+        return [output for update in updates if (output := self._take(update)) is not None]
 
     def ping(self) -> Future[None]:
         """Done when all replicas that are not lost have answered; fails when there are none."""
@@ -165,13 +165,13 @@ class Replicas:
         load = [placed.replica for placed in self._placed.values()]
         chosen = min(alive, key=load.count)
         try:
-            future = self._loops[chosen].submit(request, lambda output: self._pieces.put(_Piece(request, output)))
+            future = self._loops[chosen].submit(request, lambda output: self._updates.put(_Update(request, output)))
         except EngineDeadError as death:
             self._lose(chosen, death)
             self._place(request, num_moves, retelling)
             return
         self._placed[request.request_id] = _Placed(request, chosen, future, num_moves, retelling or Retelling())
-        future.add_done_callback(lambda _: self._pieces.put(_Piece(request, None)))
+        future.add_done_callback(lambda _: self._updates.put(_Update(request, None)))
 
     def _lose(self, replica: int, error: RayspecError) -> None:
         if replica not in self._lost:
@@ -183,14 +183,14 @@ class Replicas:
                 error,
             )
 
-    def _take(self, piece: _Piece) -> RequestOutput | None:
+    def _take(self, update: _Update) -> RequestOutput | None:
         """What callers are to know of it; nothing of a request that was aborted."""
-        placed = self._placed.get(piece.request.request_id)
-        if placed is None or placed.request is not piece.request:
+        placed = self._placed.get(update.request.request_id)
+        if placed is None or placed.request is not update.request:
             return None
-        return self._land(placed) if piece.output is None else placed.retelling.new_part(piece.output)
+        return self._finish(placed) if update.output is None else placed.retelling.new_part(update.output)
 
-    def _land(self, placed: _Placed) -> RequestOutput | None:
+    def _finish(self, placed: _Placed) -> RequestOutput | None:
         """The last output of a request; None if its replica was lost and it begins anew on another."""
         del self._placed[placed.request.request_id]
         error: RayspecError | None = None
@@ -218,7 +218,7 @@ def _when_all(parts: Sequence[Future[None]], whole: Future[None]) -> None:
     left = set(parts)
     lock = threading.Lock()
 
-    def land(part: Future[None]) -> None:
+    def on_done(part: Future[None]) -> None:
         with lock:
             left.discard(part)
             if whole.done():
@@ -229,7 +229,7 @@ def _when_all(parts: Sequence[Future[None]], whole: Future[None]) -> None:
                 whole.set_result(None)
 
     for part in parts:
-        part.add_done_callback(land)
+        part.add_done_callback(on_done)
 
 
 def merged_stats(parts: Sequence[EngineStats]) -> EngineStats:

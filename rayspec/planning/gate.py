@@ -26,6 +26,12 @@ FIRST_SHARE = 0.01  # and at most this share of the time that all known work tak
 PROMISED_SHARE = 0.08  # or this one of the time that the plan promises to save, if that is more
 TYPICAL_ROUNDS = 4  # what a round took in the last probe counts as this many, where it is decided what an outlier is
 PRIOR_ROUNDS = 8  # what is known of a mode's spread counts as this many rounds
+PROBE_EVERY, MAX_PROBE_EVERY = 64, 256  # rounds between probes; doubled after each that changes nothing
+BURST, MIN_BURST = 32, 4  # most and fewest rounds of a probe; a new plan's first trial takes twice the fewest
+WINDOW = 96  # rounds by which the incumbent is judged
+HYSTERESIS = 0.03  # by how much the other mode must be faster to take over
+MAX_LOSS_SHARE = 0.0075  # of all time, that probes may cost
+WINNING_ERRORS, LOSING_ERRORS = 2.0, 1.0  # standard errors of a difference that end a probe early
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,48 +106,18 @@ class _Rounds:
 
 
 class Gate:
-    """Says which mode the next round should use. Feed it every round; it keeps no clock.
+    """Says which mode the next round should use. Feed it every round; it keeps no clock."""
 
-    probe_every: rounds between probes; doubles with each that changes nothing, up to `max_probe_every`.
-    burst: most rounds of a probe; min_burst: fewest; a new plan's first trial takes twice the fewest.
-    hysteresis: by how much the other mode must be faster to take over. max_loss_share: of all time, that probes may
-    cost. winning_errors, losing_errors: standard errors of a difference that end a burst early.
-    """
-
-    def __init__(
-        self,
-        *,
-        probe_every: int = 64,
-        max_probe_every: int = 256,
-        burst: int = 32,
-        min_burst: int = 4,
-        window: int = 96,
-        hysteresis: float = 0.03,
-        max_loss_share: float = 0.0075,
-        winning_errors: float = 2.0,
-        losing_errors: float = 1.0,
-    ) -> None:
-        if not 1 <= min_burst <= burst or not 1 <= probe_every <= max_probe_every or window < burst:
-            raise ValueError("need 1 <= min_burst <= burst <= window and 1 <= probe_every <= max_probe_every")
-        self._probe_every = probe_every
-        self._max_probe_every = max_probe_every
-        self._burst = burst
-        self._min_burst = min_burst
-        self._window = window
-        self._hysteresis = hysteresis
-        self._max_loss_share = max_loss_share
-        self._winning_errors = winning_errors
-        self._losing_errors = losing_errors
-
+    def __init__(self) -> None:
         self._may_draft = False
         self._incumbent: Mode = "plain"
         self._variance: dict[Mode, float] = {"draft": 0.25, "plain": 0.01}  # of one round; learned from probes
         self._typical_s: dict[Mode, float] = {}  # of one round, in the last probe
-        self._recent = self._rounds("plain", window)  # of the incumbent
+        self._recent = self._rounds("plain", WINDOW)  # of the incumbent
         self._rival: _Rate | None = None  # the other mode, when last probed
         self._probe: _Rounds | None = None
-        self._probe_min = min_burst
-        self._interval = probe_every
+        self._probe_min = MIN_BURST
+        self._interval = PROBE_EVERY
         self._rounds_to_probe = 0
         self._elapsed_s = 0.0
         self._lost_s = 0.0
@@ -209,16 +185,16 @@ class Gate:
         else:
             if not self._may_draft:
                 self._incumbent, self._rival = "plain", None
-            self._recent = self._rounds(self._incumbent, self._window)
-        self._interval = self._probe_every
+            self._recent = self._rounds(self._incumbent, WINDOW)
+        self._interval = PROBE_EVERY
         self._rounds_to_probe = self._interval if self._incumbent == "draft" else 0
-        self._probe_min = min(2 * self._min_burst, self._burst)
+        self._probe_min = min(2 * MIN_BURST, BURST)
         self._begin_due_probe()
 
     @property
     def is_open(self) -> bool:
         """Whether drafts go on or are tried, or will be as soon as there are plain rounds to compare with."""
-        waits = self._rival is None and len(self._recent) < self._min_burst
+        waits = self._rival is None and len(self._recent) < MIN_BURST
         return self._may_draft and (self._incumbent == "draft" or self._probe is not None or waits)
 
     @property
@@ -249,7 +225,7 @@ class Gate:
         doing = "drafting" if self._incumbent == "draft" else "not drafting"
         if self._probe is not None:
             other = "plain decoding" if self._incumbent == "draft" else "the draft"
-            return f"{doing}, but trying {other} for up to {self._burst} rounds"
+            return f"{doing}, but trying {other} for up to {BURST} rounds"
         if self._rival is None or not len(self._recent):
             return f"{doing}: the plan promises x{self._predicted_gain:.2f} and has not been tried yet"
         rates = {self._incumbent: self._recent.rate().mean, _other(self._incumbent): self._rival.mean}
@@ -259,15 +235,15 @@ class Gate:
     def _begin_due_probe(self) -> None:
         if self._probe is None and self._should_probe():
             rival = _other(self._incumbent)
-            self._probe = _Rounds(self._burst, self._variance[rival], self._typical_s.get(rival))
+            self._probe = _Rounds(BURST, self._variance[rival], self._typical_s.get(rival))
             self._reason = None
 
     def _should_probe(self) -> bool:
-        if not self._may_draft or len(self._recent) < self._min_burst:
+        if not self._may_draft or len(self._recent) < MIN_BURST:
             return False
         due = self._rounds_to_probe <= 0
         if not due and self._rival is not None and self._rounds_to_probe % LOOK_EVERY == 0:
-            due = self._recent.rate().clearly_below(self._rival, self._losing_errors)
+            due = self._recent.rate().clearly_below(self._rival, LOSING_ERRORS)
         return due and self._lost_s <= self._allowance_s
 
     def _observe_probe(self, probe: _Rounds, num_tokens: int, relative_s: float) -> None:
@@ -275,15 +251,15 @@ class Gate:
         rival, recent = probe.rate(), self._recent.rate()
         loss_s = max(probe.loss_s(recent.mean), 0.0)
         too_dear = self._lost_s + loss_s * (1 + 1 / len(probe)) > self._allowance_s  # with one more round like these
-        if len(probe) < self._min_burst and not too_dear:
+        if len(probe) < MIN_BURST and not too_dear:
             return
         self._variance[_other(self._incumbent)] = rival.variance
         judged = len(probe) >= self._probe_min
-        wins = rival.mean > recent.mean * (1 + self._hysteresis)
-        enough = self._winning_errors if len(probe) < self._burst else self._losing_errors
+        wins = rival.mean > recent.mean * (1 + HYSTERESIS)
+        enough = WINNING_ERRORS if len(probe) < BURST else LOSING_ERRORS
         if judged and wins and rival.clearly_above(recent, enough):
             self._take_over(probe, recent)
-        elif len(probe) >= self._burst or (judged and rival.clearly_below(recent, self._losing_errors)) or too_dear:
+        elif len(probe) >= BURST or (judged and rival.clearly_below(recent, LOSING_ERRORS)) or too_dear:
             self._end_probe(probe, rival, loss_s)
 
     def _rounds(self, mode: Mode, length: int) -> _Rounds:
@@ -291,19 +267,19 @@ class Gate:
 
     def _take_over(self, probe: _Rounds, recent: _Rate) -> None:
         self._incumbent, self._rival = _other(self._incumbent), recent
-        self._recent = self._rounds(self._incumbent, self._window)
+        self._recent = self._rounds(self._incumbent, WINDOW)
         self._recent.extend(probe)
-        self._probe, self._interval, self._reason = None, self._probe_every, None
+        self._probe, self._interval, self._reason = None, PROBE_EVERY, None
         self._rounds_to_probe = self._interval
-        self._probe_min = self._min_burst
+        self._probe_min = MIN_BURST
 
     def _end_probe(self, probe: _Rounds, rival: _Rate, loss_s: float) -> None:
         self._typical_s[_other(self._incumbent)] = probe.median_s
         self._rival, self._probe, self._reason = rival, None, None
         self._lost_s += loss_s
-        self._interval = min(2 * self._interval, self._max_probe_every)
+        self._interval = min(2 * self._interval, MAX_PROBE_EVERY)
         self._rounds_to_probe = self._interval
-        self._probe_min = self._min_burst
+        self._probe_min = MIN_BURST
 
     @property
     def _allowance_s(self) -> float:
@@ -313,7 +289,7 @@ class Gate:
         if self._num_outstanding is not None and rate > 0:
             share = max(FIRST_SHARE, PROMISED_SHARE * (1 - 1 / max(self._predicted_gain, 1.0)))
             start_s = min(start_s, share * (self._elapsed_s + self._num_outstanding / rate))
-        return self._max_loss_share * self._elapsed_s + start_s
+        return MAX_LOSS_SHARE * self._elapsed_s + start_s
 
 
 def _other(mode: Mode) -> Mode:

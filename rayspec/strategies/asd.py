@@ -17,9 +17,9 @@ from rayspec.decode.rounds import RoundResult
 from rayspec.decode.selection.base import BatchState
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.stopping import DraftWhileSure
-from rayspec.strategies.in_use import Tested
 from rayspec.strategies.inquiring import Inquiring
 from rayspec.strategies.self_sd import DraftThreshold
+from rayspec.strategies.tested_tokens import Tested
 from rayspec.types import Plan, PlanRecord
 
 

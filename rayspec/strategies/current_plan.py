@@ -7,7 +7,7 @@ from rayspec.decode.rounds import RoundResult
 from rayspec.decode.selection.base import BatchState
 from rayspec.planning.acceptance import best_choice, shrink
 from rayspec.planning.latency import LatencyModel
-from rayspec.strategies.in_use import Tested, tell
+from rayspec.strategies.tested_tokens import Tested
 from rayspec.types import Plan, PlanRecord, no_draft
 
 
@@ -27,7 +27,7 @@ class CurrentPlan:
     def observe(self, state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
         """A round; those by other plans say nothing of this one."""
         if self._record is not None and plan is self._record.plan:
-            tell(self._record, state, Tested.of(plan, result), num_tokens=num_tokens, seconds=seconds)
+            Tested.of(plan, result).add_to(self._record, num_tokens, seconds * state.batch)
 
     def take(
         self,

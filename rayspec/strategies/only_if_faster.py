@@ -32,7 +32,7 @@ class OnlyIfFaster:
     ) -> None:
         self._strategy = strategy
         self._clock = clock
-        self._gate = PlanLimiter(latency, "the gate: no draft")
+        self._limiter = PlanLimiter(latency, "the gate: no draft")
         self._on_trial = False
         self._choosing_s = 0.0  # that no round was charged with yet
 
@@ -42,25 +42,25 @@ class OnlyIfFaster:
 
     @property
     def gate_reason(self) -> str:
-        return self._gate.reason
+        return self._limiter.gate.reason
 
     def plan(self, state: BatchState) -> Plan:
-        if not self._gate.drafts:
-            return self._gate.no_draft
-        return self._gate.pass_on(state, self._strategy.plan(state))
+        if not self._limiter.drafts:
+            return self._limiter.no_draft
+        return self._limiter.pass_on(state, self._strategy.plan(state))
 
     def keep_drafting(self, state: BatchState) -> KeepDrafting | None:
         return self._strategy.keep_drafting(state)
 
     def observe(self, state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
-        own = self._gate.before_passing(plan)
+        own = self._limiter.before_passing(plan)
         self._strategy.observe(state, own, result, num_tokens, seconds)
         if plan.drafts and not any(one.token_ids for one in result.drafts) and not any(result.probed):
             return  # of sequences that may have one more token only
-        drafted = plan is not self._gate.no_draft
+        drafted = plan is not self._limiter.no_draft
         if drafted:
             seconds, self._choosing_s = seconds + self._choosing_s, 0.0
-        self._gate.observe(state, num_tokens, seconds, drafted=drafted)
+        self._limiter.observe(state, num_tokens, seconds, drafted=drafted)
 
     def improve(self, state: BatchState, search: Search) -> PlanRecord | None:
         if not self._active:
@@ -69,14 +69,14 @@ class OnlyIfFaster:
         record = self._strategy.improve(state, search)
         if not self._on_trial and self._strategy.plan(state).drafts:
             self._on_trial = True
-            self._gate.new_plan(max(_gain(record), _LEAST_GAIN))
+            self._limiter.gate.new_plan(max(_gain(record), _LEAST_GAIN))
         self._choosing_s += self._clock() - started
         return record
 
     @property
     def _active(self) -> bool:
         """Whether the strategy may choose: it drafts, or has never had a plan to draft by."""
-        return not self._on_trial or self._gate.drafts
+        return not self._on_trial or self._limiter.drafts
 
 
 def _gain(record: PlanRecord | None) -> float:

@@ -11,8 +11,8 @@ from rayspec.decode.drafting.skip_draft import KeepDrafting
 from rayspec.decode.rounds import RoundResult
 from rayspec.decode.selection.base import BatchState, Search
 from rayspec.planning.stopping import DraftWhileSure
-from rayspec.strategies.in_use import Tested, tell
 from rayspec.strategies.saved_plans import SavedPlan
+from rayspec.strategies.tested_tokens import Tested
 from rayspec.types import Plan, PlanRecord
 
 # Constants of the published code.
@@ -98,7 +98,7 @@ class SelfSD:
             self.record = self._new_record(state)
         if plan is self._plan:
             tested = Tested.of(plan, result)
-            tell(self.record, state, tested, num_tokens=num_tokens, seconds=seconds)
+            tested.add_to(self.record, num_tokens, seconds * state.batch)
             self.threshold.observe(
                 num_accepted=tested.num_accepted, num_drafted=tested.num_drafted, reached_length=tested.reached_length
             )

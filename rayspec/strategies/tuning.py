@@ -17,11 +17,9 @@ from typing import TypeAlias
 import msgspec
 
 from rayspec.config import SamplingParams, SelfSDOptions, TuningOptions
-from rayspec.decode.drafting.skip_draft import KeepDrafting
 from rayspec.decode.engine import Engine
 from rayspec.decode.questions import Answer, Feature, Features
-from rayspec.decode.rounds import RoundResult
-from rayspec.decode.selection.base import BatchState, Search, Selector
+from rayspec.decode.selection.base import BatchState, FixedPlan, Search, Selector
 from rayspec.decode.selection.knapspec import KnapSpec
 from rayspec.strategies.anchors import radius, representatives
 from rayspec.strategies.mask_search import Keep, MaskSearch
@@ -230,31 +228,20 @@ def _require_prompts(prompts: Sequence[Prompt]) -> None:
         raise ConfigError("there are no calibration prompts: give some that are like the text to come")
 
 
-class _Look:
+class _Look(FixedPlan):
     """Selector of plain decoding that asks, after the first round, for the feature of the token it began with."""
 
     gate_reason = "plain decoding"
 
     def __init__(self, num_sublayers: int) -> None:
-        self._plan = no_draft(num_sublayers, "features")
+        super().__init__(no_draft(num_sublayers, "features"))
+        self.wants_taps = True
         self._asked: Future[Answer] | None = None
-
-    @property
-    def wants_taps(self) -> bool:
-        return self._asked is None
-
-    def plan(self, state: BatchState) -> Plan:
-        return self._plan
-
-    def keep_drafting(self, state: BatchState) -> KeepDrafting | None:
-        return None
-
-    def observe(self, state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
-        pass
 
     def improve(self, state: BatchState, search: Search) -> PlanRecord | None:
         if self._asked is None:
             self._asked = search(Feature(num_tokens=1))
+            self.wants_taps = self._asked is None
         return None
 
     @property

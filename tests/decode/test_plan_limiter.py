@@ -16,12 +16,12 @@ LOOKUP = Plan(keep=(True,) * 8, num_draft_tokens=0, source="test", num_lookup_to
 
 def on_trial(now: BatchState, step_s: float = 8.0) -> PlanLimiter:
     """After so many plain rounds as it takes."""
-    gate = PlanLimiter(LATENCY, "test: no draft")
-    gate.new_plan(1.1)
+    limiter = PlanLimiter(LATENCY, "test: no draft")
+    limiter.gate.new_plan(1.1)
     for _ in range(4):
-        assert gate.pass_on(now, HALF) is gate.no_draft
-        gate.observe(now, now.batch, step_s, drafted=False)
-    return gate
+        assert limiter.pass_on(now, HALF) is limiter.no_draft
+        limiter.observe(now, now.batch, step_s, drafted=False)
+    return limiter
 
 
 @pytest.mark.parametrize(
@@ -31,11 +31,11 @@ def on_trial(now: BatchState, step_s: float = 8.0) -> PlanLimiter:
 def test_a_draft_on_trial_is_no_longer_than_the_work_allows(num_outstanding: int, longest: int) -> None:
     """Of 1 % of 104 rounds, and 0.75 % of those that were, a draft step of half a round fits twice."""
     now = replace(state(), num_outstanding_tokens=num_outstanding + 1)
-    gate = on_trial(now)
-    plan = gate.pass_on(now, HALF)
+    limiter = on_trial(now)
+    plan = limiter.pass_on(now, HALF)
     assert plan.keep == HALF.keep
     assert plan.num_draft_tokens == longest
-    assert gate.before_passing(plan) is HALF
+    assert limiter.before_passing(plan) is HALF
 
 
 def test_the_batch_and_the_pace_do_not_change_that() -> None:
@@ -46,25 +46,25 @@ def test_the_batch_and_the_pace_do_not_change_that() -> None:
 
 def test_what_a_trial_has_lost_shortens_the_next_draft_down_to_one_token() -> None:
     now = replace(state(), num_outstanding_tokens=301)
-    gate = on_trial(now)
+    limiter = on_trial(now)
     lengths = []
-    while gate.drafts:
-        lengths.append(gate.pass_on(now, HALF).num_draft_tokens)
-        gate.observe(now, 1, 8.0 + 4.0 * min(lengths[-1], 2), drafted=True)
+    while limiter.drafts:
+        lengths.append(limiter.pass_on(now, HALF).num_draft_tokens)
+        limiter.observe(now, 1, 8.0 + 4.0 * min(lengths[-1], 2), drafted=True)
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[0] > lengths[-1] >= 1
-    assert gate.pass_on(now, HALF) is gate.no_draft
+    assert limiter.pass_on(now, HALF) is limiter.no_draft
 
 
 def test_once_it_pays_drafts_have_their_length() -> None:
     now = replace(state(), num_outstanding_tokens=301)
-    gate = on_trial(now)
+    limiter = on_trial(now)
     for _ in range(40):
-        plan = gate.pass_on(now, HALF)
-        gate.observe(now, 4, 16.0, drafted=plan.drafts)
-    assert gate.pass_on(now, HALF) is HALF
-    assert gate.before_passing(HALF) is HALF
-    assert gate.reason.startswith("drafting")
+        plan = limiter.pass_on(now, HALF)
+        limiter.observe(now, 4, 16.0, drafted=plan.drafts)
+    assert limiter.pass_on(now, HALF) is HALF
+    assert limiter.before_passing(HALF) is HALF
+    assert limiter.gate.reason.startswith("drafting")
 
 
 def test_what_the_model_does_not_draft_is_not_shortened() -> None:

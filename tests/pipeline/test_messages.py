@@ -47,6 +47,7 @@ from rayspec.pipeline.messages import (
     Measured,
     Message,
     Moves,
+    Named,
     Profiled,
     RunSublayer,
     Search,
@@ -56,10 +57,8 @@ from rayspec.pipeline.messages import (
     Sought,
     TargetFeature,
     TargetSteadiness,
-    ask,
     decode,
     encode,
-    tell,
 )
 from rayspec.planning.acceptance import DraftWhileWorth
 from rayspec.planning.calibration import CalibrationCurve
@@ -144,9 +143,9 @@ MESSAGES: list[Message] = [
         search_id=1,
         tokens=[TappedToken("1/a/0", 8)],
         arena_starts=[64],
-        question=ask(QUESTIONS[0]),
+        question=Named(QUESTIONS[0]),
     ),
-    Searched(epoch=1, search_id=1, version=2, answer=tell(ANSWERS[0])),
+    Searched(epoch=1, search_id=1, version=2, answer=Named(ANSWERS[0])),
     Expand(
         epoch=1,
         search_id=1,
@@ -246,14 +245,14 @@ def test_a_round_arrives_with_what_goes_on_its_drafts() -> None:
 
 @pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: type(question).__name__)
 def test_questions_arrive_as_what_they_are(question: Question) -> None:
-    arrived = decode(encode(Search(epoch=1, search_id=1, tokens=[], arena_starts=[], question=ask(question))))
+    arrived = decode(encode(Search(epoch=1, search_id=1, tokens=[], arena_starts=[], question=Named(question))))
     assert isinstance(arrived, Search)
     assert arrived.question.value == question
 
 
 @pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: type(answer).__name__)
 def test_answers_arrive_as_what_they_are(answer: Answer) -> None:
-    arrived = decode(encode(Searched(epoch=1, search_id=1, version=1, answer=tell(answer))))
+    arrived = decode(encode(Searched(epoch=1, search_id=1, version=1, answer=Named(answer))))
     assert isinstance(arrived, Searched)
     assert arrived.answer is not None
     assert arrived.answer.value == answer

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rayspec.config import SamplingParams
-from rayspec.pipeline.messages import Begin, Searched, WhileSure
+from rayspec.pipeline.messages import Begin, Searched
+from rayspec.planning.stopping import DraftWhileSure
 from tests.engines import complete, tokens_of
 from tests.families import cases, checkpoint
 from tests.pipeline.loop import loop_engine
@@ -23,6 +24,6 @@ def test_two_stages_have_the_tokens_of_plain_decoding(strategy: str) -> None:
         answers = [message for _, message in run.loop.delivered if isinstance(message, Searched)]
         assert any(message.answer is not None for message in answers)
         begins = [message for _, message in run.loop.delivered if isinstance(message, Begin)]
-        rules = [begin.round.keep_drafting for begin in begins if begin.round is not None]
-        assert any(isinstance(rule, WhileSure) for rule in rules)
+        rules = [begin.round.keep_drafting for begin in begins if begin.round and begin.round.keep_drafting]
+        assert any(isinstance(rule.value, DraftWhileSure) for rule in rules)
         run.require_clean()

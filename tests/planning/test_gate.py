@@ -177,6 +177,4 @@ def test_a_shrinking_batch_is_not_taken_for_a_slower_mode() -> None:
 
 def test_impossible_arguments() -> None:
     with pytest.raises(ValueError):
-        Gate(min_burst=8, burst=4)
-    with pytest.raises(ValueError):
         Gate().observe("plain", 1, 0.0)

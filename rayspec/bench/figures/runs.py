@@ -16,7 +16,7 @@ from rayspec.decode.engine import Engine
 from rayspec.decode.rounds import RoundResult
 from rayspec.decode.selection.base import BatchState, Search, Selector
 from rayspec.planning.latency import LatencyModel
-from rayspec.strategies.in_use import Tested
+from rayspec.strategies.tested_tokens import Tested
 from rayspec.strategies.tuning import selecting
 from rayspec.types import ConfigError, EngineStats, Plan, PlanRecord
 

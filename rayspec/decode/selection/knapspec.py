@@ -98,8 +98,8 @@ class KnapSpec:
         self._rounds_to_review = 0 if known else _ROUNDS_TO_REVIEW
         self._budget = Budget(options.optimise_share)
         self._trigger = trigger or Trigger()
-        self._gate = PlanLimiter(latency, "knapspec: no draft")
-        self._plan = self._gate.no_draft
+        self._limiter = PlanLimiter(latency, "knapspec: no draft")
+        self._plan = self._limiter.no_draft
         self._correction = Correction(prior_offset=_OPTIMISM)
         self._calibration = Calibration()
         self._stops = StopRecord()
@@ -114,17 +114,17 @@ class KnapSpec:
 
     @property
     def gate_reason(self) -> str:
-        return self._gate.reason if self._options.gate else "the gate is off"
+        return self._limiter.gate.reason if self._options.gate else "the gate is off"
 
     @property
     def on_trial(self) -> bool:
         """Whether the gate is finding out about the plan: drafts are short then."""
-        return self._options.gate and self._gate.on_trial
+        return self._options.gate and self._limiter.gate.on_trial
 
     @property
     def is_open(self) -> bool:
         """Whether there is a plan that drafts, or will as soon as its gate has rounds without one to compare with."""
-        return self._plan.drafts and (self._gate.is_open or not self._options.gate)
+        return self._plan.drafts and (self._limiter.gate.is_open or not self._options.gate)
 
     @property
     def promised_tpt(self) -> float:
@@ -151,7 +151,7 @@ class KnapSpec:
         return max(self._hoped[1], self.promised_tpt)
 
     def plan(self, state: BatchState) -> Plan:
-        return self._gate.pass_on(state, self._plan) if self._options.gate else self._plan
+        return self._limiter.pass_on(state, self._plan) if self._options.gate else self._plan
 
     def keep_drafting(self, state: BatchState) -> KeepDrafting | None:
         """Draft on while the next token is expected to earn more than its time costs at the predicted rate."""
@@ -176,18 +176,20 @@ class KnapSpec:
         num_accepted, num_tested = self._learn(plan, result)
         drafted = any(one.token_ids for one in result.drafts)
         if drafted or not plan.drafts:
-            self._gate.observe(state, num_tokens, seconds, drafted=drafted)
+            self._limiter.observe(state, num_tokens, seconds, drafted=drafted)
         self._trigger.observe(num_tokens=num_tokens / state.batch, num_accepted=num_accepted, num_tested=num_tested)
-        if self._record is not None and self._gate.before_passing(plan) is self._record.plan:
-            self._record.num_tokens += num_tokens
-            self._record.sequence_s += seconds * state.batch
-            self._record.num_accepted_tokens += num_accepted
-            self._record.num_tested_tokens += num_tested
+        if self._record is not None and self._limiter.before_passing(plan) is self._record.plan:
+            self._record.add_round(
+                num_tokens=num_tokens,
+                sequence_s=seconds * state.batch,
+                num_accepted=num_accepted,
+                num_tested=num_tested,
+            )
         self._rounds_to_review -= 1
 
     def pass_over(self, state: BatchState, num_tokens: int, seconds: float) -> None:
         """A round that went by no plan of this selector. The next trial of one that has lost comes nearer."""
-        self._gate.pass_over(state, num_tokens, seconds)
+        self._limiter.pass_over(state, num_tokens, seconds)
 
     def improve(self, state: BatchState, search: Search, *, share: float = 1.0) -> PlanRecord | None:
         """Search when there is a reason and the budget allows; else, now and then, review the known candidates.
@@ -353,12 +355,12 @@ class KnapSpec:
         candidate = self._in_use
         expected = self.acceptance_of([candidate])[0] if candidate else 0.0
         if candidate is None:
-            self._plan = self._gate.no_draft
+            self._plan = self._limiter.no_draft
         else:
             length = self._options.max_draft_tokens if self._options.confidence_stop else choice.num_draft_tokens
             self._plan = Plan(keep=candidate.keep, num_draft_tokens=length, source="knapspec")
         after = self._plan.keep if self._plan.drafts else None
-        self._gate.new_plan(choice.predicted_gain)
+        self._limiter.gate.new_plan(choice.predicted_gain)
         self._planned(state, changed=after != before)
         self._rounds_to_review = _ROUNDS_TO_REVIEW
         self._record = PlanRecord(

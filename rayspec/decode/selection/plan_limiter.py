@@ -24,37 +24,19 @@ class PlanLimiter:
     def __init__(self, latency: LatencyModel, source: str) -> None:
         self.no_draft = no_draft(len(latency.sublayers), source)
         self._latency = latency
-        self._gate = Gate()
+        self.gate = Gate()
         self._shortened: deque[tuple[Plan, Plan]] = deque(maxlen=_MOST_UNDER_WAY)  # each with the one it was made of
 
     @property
     def drafts(self) -> bool:
         """Whether the next round may draft."""
-        return self._gate.choose() == "draft"
-
-    @property
-    def is_open(self) -> bool:
-        """See `Gate.is_open`."""
-        return self._gate.is_open
-
-    @property
-    def on_trial(self) -> bool:
-        """See `Gate.on_trial`."""
-        return self._gate.on_trial
-
-    @property
-    def reason(self) -> str:
-        return self._gate.reason
-
-    def new_plan(self, predicted_gain: float) -> None:
-        """See `Gate.new_plan`."""
-        self._gate.new_plan(predicted_gain)
+        return self.gate.choose() == "draft"
 
     def pass_on(self, state: BatchState, plan: Plan) -> Plan:
         """What the next round goes by where the strategy would go by `plan`."""
         if not self.drafts:
             return self.no_draft
-        spare = self._gate.spare_tokens
+        spare = self.gate.spare_tokens
         if spare is None or not plan.num_draft_tokens:
             return plan
         context, batch = state.context, state.batch
@@ -71,7 +53,7 @@ class PlanLimiter:
 
     def observe(self, state: BatchState, num_tokens: int, seconds: float, *, drafted: bool) -> None:
         """A round that told drafting from not drafting."""
-        self._gate.observe(
+        self.gate.observe(
             "draft" if drafted else "plain",
             num_tokens,
             seconds,
@@ -81,7 +63,7 @@ class PlanLimiter:
 
     def pass_over(self, state: BatchState, num_tokens: int, seconds: float) -> None:
         """Another round, which tells nothing of either."""
-        self._gate.pass_over(
+        self.gate.pass_over(
             seconds,
             reference_rate=state.batch / self._plain_s(state),
             num_outstanding_tokens=state.num_outstanding_tokens - num_tokens,

@@ -1,11 +1,10 @@
-"""What rounds say of the plan they drafted by: told to its record, which reports show."""
+"""Which draft tokens a round has tested."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from rayspec.decode.rounds import RoundResult
-from rayspec.decode.selection.base import BatchState
 from rayspec.types import Plan, PlanRecord
 
 
@@ -32,10 +31,11 @@ class Tested:
             reached_length=all(length == plan.num_draft_tokens for length in lengths if length),
         )
 
-
-def tell(record: PlanRecord, state: BatchState, tested: Tested, *, num_tokens: int, seconds: float) -> None:
-    """Add a round under the record's plan."""
-    record.num_tokens += num_tokens
-    record.sequence_s += seconds * state.batch
-    record.num_accepted_tokens += tested.num_accepted
-    record.num_tested_tokens += tested.num_tested
+    def add_to(self, record: PlanRecord, num_tokens: int, sequence_s: float) -> None:
+        """A round by the record's plan, which committed `num_tokens`."""
+        record.add_round(
+            num_tokens=num_tokens,
+            sequence_s=sequence_s,
+            num_accepted=self.num_accepted,
+            num_tested=self.num_tested,
+        )
