@@ -26,12 +26,9 @@ class AsyncEngine:
 
     def __init__(self, llm: rayspec.LLM) -> None:
         self.llm = llm
+        self.tokenizer: PreTrainedTokenizerBase = llm.tokenizer
         self._loop = llm.loop
         self._numbers = itertools.count()
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        return self.llm.tokenizer
 
     @property
     def max_model_len(self) -> int:

@@ -14,7 +14,7 @@ from msgspec import UNSET, UnsetType
 from rayspec.config import SamplingParams
 from rayspec.decode.token_texts import TokenTexts
 from rayspec.openai.chunks import Chunk, chunks_of, has_end
-from rayspec.openai.limits import DEFAULT_LIMITS, Limits
+from rayspec.openai.limits import DEFAULT_LIMITS
 from rayspec.openai.models import check_served
 from rayspec.openai.requests import ChatRequest, Request
 from rayspec.openai.responses import ChatCompletion, Completion, Response, Stamp
@@ -52,7 +52,6 @@ async def respond(
     *,
     name: str,
     created: int,
-    limits: Limits = DEFAULT_LIMITS,
 ) -> Response:
     """Run a request's prompts together.
 
@@ -60,7 +59,7 @@ async def respond(
     created: Unix seconds. Raises RequestError; the first prompt that fails fails the request and ends the others.
     Raises what else an output's error is, and EngineDeadError, where the engine is gone. Cancelling ends all prompts.
     """
-    outputs = await _run_together(engine, await _jobs(request, engine, served, limits))
+    outputs = await _run_together(engine, await _jobs(request, engine, served))
     texts, stamp = TokenTexts(engine.tokenizer), _stamp(request, name, created, served)
     if isinstance(request, ChatRequest):
         return ChatCompletion.of(request, outputs[0], texts, stamp)
@@ -74,14 +73,13 @@ async def stream(
     *,
     name: str,
     created: int,
-    limits: Limits = DEFAULT_LIMITS,
 ) -> AsyncGenerator[Chunk, None]:
     """`respond` in chunks, as they come. There is at least one.
 
     What is wrong with the request is raised before the first chunk; what goes wrong later, after the chunks before it.
     Closing it, and cancelling the wait for a chunk, end all prompts.
     """
-    jobs = await _jobs(request, engine, served, limits)
+    jobs = await _jobs(request, engine, served)
     chunks = chunks_of(request, TokenTexts(engine.tokenizer), _stamp(request, name, created, served))
     tally = UsageTally()
     async with aclosing(_stream_together(engine, jobs)) as pieces:
@@ -93,10 +91,10 @@ async def stream(
         yield chunks.end(tally)
 
 
-async def _jobs(request: Request, engine: Tokenizes, served: Sequence[str], limits: Limits) -> list[_Job]:
+async def _jobs(request: Request, engine: Tokenizes, served: Sequence[str]) -> list[_Job]:
     """Raises RequestError for whatever can be known to be wrong before the engine is asked."""
     check_served(request.model, served)
-    limits.check(request)
+    DEFAULT_LIMITS.check(request)
     tokenize = partial(request.prompts, partial(prompt_tokens, engine))
     prompts = await beside_the_loop(tokenize, request.num_characters)
     return [_job(token_ids, request, engine) for token_ids in prompts]

@@ -32,6 +32,7 @@ _EVENT = {
     "required": ["data"],
 }
 _EVENTS = {"text/event-stream": {"schema": _EVENT}}
+_GENERATION_ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 503, 504)
 _MEANINGS = {
     400: "The request is at fault; `param` names the field.",
     401: "No valid API key.",
@@ -72,10 +73,12 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": ErrorBody, "description": _MEANINGS[status]} for status in statuses}
 
 
-def body(model: type[pydantic.BaseModel]) -> dict[str, Any]:
-    """For the `openapi_extra` of a route that reads such a body itself."""
-    schema = {"$ref": _SCHEMAS + model.__name__}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+def generation(request: type[pydantic.BaseModel], answer: type, *, streamed: bool = False) -> dict[str, Any]:
+    """The options of a route that reads such a body itself, and has a model answer it."""
+    schema = {"$ref": _SCHEMAS + request.__name__}
+    body = {"required": True, "content": {"application/json": {"schema": schema}}}
+    responses = answers(answer, streamed=streamed) | errors(*_GENERATION_ERRORS)
+    return {"responses": responses, "openapi_extra": {"requestBody": body}}
 
 
 def describe(app: FastAPI, *, open_paths: frozenset[str], has_keys: bool) -> None:

@@ -35,7 +35,7 @@ from rayspec.serve.access import ApiKeys
 from rayspec.serve.admission import Admission, AdmissionControl, Cors, Entry, error_response, response_of
 from rayspec.serve.bodies import read_body
 from rayspec.serve.calls import Relay, call, fetch
-from rayspec.serve.description import answers, body, describe, errors
+from rayspec.serve.description import answers, describe, errors, generation
 from rayspec.serve.replies import BUSY, INTERNAL, OVERRUN, STARTING, Refused, Reply, invalid, unable
 from rayspec.serve.scrape import CONTENT_TYPE, scrape
 from rayspec.serve.status import EndpointStatus
@@ -189,25 +189,18 @@ async def _lifespan(ingress: Ingress, _: FastAPI) -> AsyncIterator[None]:
 
 
 _METRICS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
-_GENERATION_ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 503, 504)
 
 
 def _add_openai_routes(app: FastAPI, ingress: Ingress) -> None:
     @app.post(
         "/v1/chat/completions",
-        responses=answers(ChatCompletion, streamed=True) | errors(*_GENERATION_ERRORS),
-        openapi_extra=body(ChatRequest),
         summary="Answer a conversation",
+        **generation(ChatRequest, ChatCompletion, streamed=True),
     )
     async def chat_completions(request: Request) -> Response:
         return await ingress.generate(request, ChatRequest)
 
-    @app.post(
-        "/v1/completions",
-        responses=answers(Completion, streamed=True) | errors(*_GENERATION_ERRORS),
-        openapi_extra=body(CompletionRequest),
-        summary="Complete prompts",
-    )
+    @app.post("/v1/completions", summary="Complete prompts", **generation(CompletionRequest, Completion, streamed=True))
     async def completions(request: Request) -> Response:
         return await ingress.generate(request, CompletionRequest)
 
@@ -222,20 +215,12 @@ def _add_openai_routes(app: FastAPI, ingress: Ingress) -> None:
 
 def _add_vllm_routes(app: FastAPI, ingress: Ingress) -> None:
     @app.post(
-        "/tokenize",
-        responses=answers(TokenizeResponse) | errors(*_GENERATION_ERRORS),
-        openapi_extra=body(TokenizeRequest),
-        summary="The tokens of a text or a conversation",
+        "/tokenize", summary="The tokens of a text or a conversation", **generation(TokenizeRequest, TokenizeResponse)
     )
     async def tokenize(request: Request) -> Response:
         return await ingress.tokenize(request, TokenizeRequest)
 
-    @app.post(
-        "/detokenize",
-        responses=answers(DetokenizeResponse) | errors(*_GENERATION_ERRORS),
-        openapi_extra=body(DetokenizeRequest),
-        summary="The text of tokens",
-    )
+    @app.post("/detokenize", summary="The text of tokens", **generation(DetokenizeRequest, DetokenizeResponse))
     async def detokenize(request: Request) -> Response:
         return await ingress.tokenize(request, DetokenizeRequest)
 

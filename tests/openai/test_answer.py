@@ -18,7 +18,6 @@ from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.openai.answer import respond, stream
 from rayspec.openai.encoding import plain_body
 from rayspec.openai.errors import ApiError
-from rayspec.openai.limits import Limits
 from rayspec.openai.requests import ChatRequest, CompletionRequest, Request
 from rayspec.types import CompletionOutput, NonFiniteLogitsError, RayspecError, RequestError, RequestOutput
 from tests.demo_model import demo_tokenizer
@@ -244,12 +243,12 @@ def test_what_is_wrong_with_a_request_is_told_before_anything_runs(
     assert engine.stats.num_prompt_tokens == before
 
 
-def test_limits_are_the_callers(engine: AsyncEngine) -> None:
-    request = parsed(TEXT, n=3, temperature=1, max_tokens=1)
+def test_limits_hold_for_both_ways_to_answer(engine: AsyncEngine) -> None:
+    request = parsed(TEXT, n=129, temperature=1, max_tokens=1)
     for answer in (respond, lambda *args, **options: anext(stream(*args, **options))):
-        with pytest.raises(RequestError, match="at most 2"):
-            run(answer(request, engine, SERVED, **STAMP, limits=Limits(max_n=2)))
-    assert len(run(respond(request, engine, SERVED, **STAMP)).choices) == 3
+        with pytest.raises(RequestError, match="at most 128"):
+            run(answer(request, engine, SERVED, **STAMP))
+    assert len(run(respond(request.model_copy(update={"n": 3}), engine, SERVED, **STAMP)).choices) == 3
 
 
 LONG = TEXT | {"prompt": ["Fee 5", "In May", "The report"], "n": 2, "max_tokens": 400, "ignore_eos": True, **SAMPLED}
