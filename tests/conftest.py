@@ -23,7 +23,7 @@ hypothesis.settings.register_profile("many", max_examples=200, deadline=None)
 hypothesis.settings.load_profile("few")
 
 # They share an endpoint, whose start takes longer than most of their tests.
-_ENDPOINT_FILES = {f"tests/serve/test_{name}.py" for name in ("clients", "fuzz", "load")}
+_ENDPOINT_FILES = {f"tests/serve/test_{name}.py" for name in ("clients", "failures", "fuzz", "load")}
 
 
 class _ByFile(LoadScopeScheduling):  # type: ignore[misc]

@@ -238,6 +238,7 @@ def test_a_node_that_is_lost_with_the_engine(
     assert manifest_of(tmp_path / "out")["status"] == "complete"
 
 
+@pytest.mark.exhaustive
 @on_ray
 def test_an_engine_that_cannot_be_loaded_is_our_own_error_and_holds_nothing(tmp_path: Path) -> None:
     task = noted(tmp_path, model="no/such-model")

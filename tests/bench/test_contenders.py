@@ -148,9 +148,9 @@ def test_to_forget_is_to_begin_with_a_new_selector(plain: Engine) -> None:
     assert type(after) is type(before)
     assert after is not before
     fixed = Ours(plain)
-    selector = plain._selector
+    selector = plain._planner.selector
     fixed.forget()
-    assert plain._selector is selector
+    assert plain._planner.selector is selector
 
 
 def test_a_prompt_that_fails_is_raised(plain: Engine) -> None:

@@ -167,6 +167,7 @@ def _num_begun(engine: Any) -> int:
     return done + sum(sequence.metrics.first_token_s is not None for sequence in live)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.ray
 def test_a_real_pipeline_is_measured(ray_cluster: None) -> None:
     said: list[str] = []

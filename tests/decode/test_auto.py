@@ -233,7 +233,7 @@ def _batch_state() -> BatchState:
 
 @pytest.mark.parametrize("batch", few_of([1, 4], [4]))
 def test_on_the_demo_model_it_drafts_both_ways_and_changes_no_token(batch: int) -> None:
-    runner: Any = engine_with(demo_parts())._stages.runner  # type: ignore[attr-defined]
+    runner: Any = engine_with(demo_parts()).stages.runner  # type: ignore[attr-defined]
     options = SpeculationOptions(
         strategy="auto", gate=False, optimise_share=1.0, knapsack={"num_tap_tokens": 6}  # type: ignore[arg-type]
     )  # fmt: skip

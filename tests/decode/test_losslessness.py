@@ -12,6 +12,7 @@ from rayspec.config import SamplingParams
 from rayspec.types import Plan
 from tests.demo_model import EOS, demo_parts, demo_prompts, demo_tokenizer
 from tests.engines import GREEDY, RandomPlans, complete, engine_with, random_plan, requests_for, tokens_of
+from tests.exhaustive import few_of
 from tests.families import FAMILIES, MATRIX, Cases, cases, checkpoint, greedy, parts_of
 
 LENGTHS = (1, 600, 37, 3, 150, 12, 70)
@@ -112,7 +113,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", SAMPLING)
-@pytest.mark.parametrize("family", ["qwen2", "mixtral"])
+@pytest.mark.parametrize("family", few_of(["qwen2", "mixtral"], ["qwen2"]))
 def test_with_a_seed_the_text_does_not_depend_on_speculation(family: str, name: str) -> None:
     parts = parts_of(checkpoint(family))
     prompts = _cases(family).prompts[-4:]
@@ -191,7 +192,7 @@ DEMO_MODES = [
 ]
 
 
-@pytest.mark.parametrize("verification", ["coupled", "rejection"])
+@pytest.mark.parametrize("verification", few_of(["coupled", "rejection"], ["coupled"]))
 @pytest.mark.parametrize(("options", "params"), DEMO_MODES)
 def test_the_demo_model_in_every_mode(options: dict[str, Any], params: SamplingParams, verification: str) -> None:
     parts, prompts = demo_parts(), demo_prompts(4, 8)

@@ -61,6 +61,7 @@ def test_documents_become_summaries_and_a_report(
     assert ray.is_initialized()
 
 
+@pytest.mark.exhaustive
 def test_a_job_that_is_killed_goes_on_with_the_rows_that_are_left(
     tmp_path: Path, ray_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,6 +114,7 @@ def test_a_document_beyond_the_context_is_summarized_by_its_parts(
     assert row["num_prompt_tokens"] > 8000
 
 
+@pytest.mark.exhaustive
 def test_other_options_are_refused_and_other_speeds_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_cluster: None
 ) -> None:

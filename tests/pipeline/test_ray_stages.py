@@ -136,6 +136,7 @@ def require_known_tokens(engine: Engine, known: Cases) -> None:
     assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("stages", "tensor"), few_of([(4, 1), (1, 2)], [(1, 2)]))
 def test_greedy_equals_generate(stages: int, tensor: int) -> None:
     engine = load(checkpoint("llama"), stages=stages, tensor=tensor, layers=even(stages))
@@ -295,6 +296,7 @@ def test_a_ping_finds_a_shard_that_froze_while_idle(engine: Engine, expected: An
     assert tokens_of(complete(engine, prompts, LONG)) == tokens
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("death", few_of([signal.SIGKILL, signal.SIGSTOP], [signal.SIGKILL]))
 def test_without_coordinator_generation_goes_on(engine: Engine, expected: Any, death: signal.Signals) -> None:
     prompts, tokens = expected

@@ -99,6 +99,7 @@ STARTING = """
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.ray
 @pytest.mark.parametrize("number", few_of([signal.SIGTERM, signal.SIGINT], [signal.SIGTERM]))
 def test_a_signal_while_ray_starts_ends_with_its_code_and_leaves_no_processes(

@@ -151,16 +151,16 @@ def until_served(endpoint: EndpointProcess) -> float:
 
 
 class TestReplicas:
-    def test_a_killed_one_is_replaced(self, simple: EndpointProcess) -> None:
-        assert post(simple).status_code == 200
-        logged = simple.errors.read_text(encoding="utf-8")
-        (replica,) = simple.pids(REPLICA)
+    def test_a_killed_one_is_replaced(self, demo_endpoint: EndpointProcess) -> None:
+        assert post(demo_endpoint).status_code == 200
+        logged = demo_endpoint.errors.read_text(encoding="utf-8")
+        (replica,) = demo_endpoint.pids(REPLICA)
         os.kill(replica, signal.SIGKILL)
-        wait_until(lambda: simple.health() == 503, 4 * BAD_S)
-        took_s = until_served(simple)
+        wait_until(lambda: demo_endpoint.health() == 503, 4 * BAD_S)
+        took_s = until_served(demo_endpoint)
         print(f"served again after {took_s:.1f} s, load {os.getloadavg()[0]:.1f}")
-        assert simple.health() == 200
-        new = simple.errors.read_text(encoding="utf-8").removeprefix(logged).splitlines()
+        assert demo_endpoint.health() == 200
+        new = demo_endpoint.errors.read_text(encoding="utf-8").removeprefix(logged).splitlines()
         assert len(new) <= 5, new
 
     @pytest.mark.exhaustive
