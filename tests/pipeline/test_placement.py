@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import ray
-from ray.util.placement_group import placement_group_table
+from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
 from rayspec.config import ParallelOptions
 from rayspec.pipeline.placement import Bundles, remove_orphaned_groups
@@ -53,3 +53,4 @@ def test_the_group_of_a_named_actor_that_was_killed_is_removed_and_no_other() ->
     assert soon(lambda: Bundles(ParallelOptions(cpus_per_shard=0.01), num_gpus=0.0, timeout_s=60.0).close() is None)
     assert soon(lambda: states(groups[1]) == ["REMOVED"])
     here.close()
+    remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(groups[2]))))  # nobody else does

@@ -22,6 +22,15 @@ def test_the_last_place_may_be_taken_by_a_large_request_and_then_there_is_none()
     assert admission.under_way == 0
 
 
+def test_exactly_so_many_are_admitted() -> None:
+    admission = Admission(2)
+    with ExitStack() as under_way:
+        for _ in range(2):
+            under_way.enter_context(admission.admit())
+        with pytest.raises(Refused), admission.admit():
+            pass
+
+
 def test_a_failure_gives_the_place_back() -> None:
     admission = Admission(1)
     with pytest.raises(OSError, match="lost"), admission.admit():
