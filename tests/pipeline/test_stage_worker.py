@@ -122,6 +122,7 @@ def test_requests_come_late_and_are_aborted_in_flight() -> None:
     with loop_engine(checkpoint("llama"), 3, plans(11), max_num_seqs=3, max_num_batched_tokens=32) as run:
         waiting, outputs = requests_for(known.prompts * 2), {}
         victims = {"1", "6", "9", "13"}
+        num_aborted_tokens = 0
         while waiting or run.engine.has_unfinished:
             if waiting:
                 run.engine.add(waiting.pop(0))
@@ -130,10 +131,14 @@ def test_requests_come_late_and_are_aborted_in_flight() -> None:
                 aborted = run.engine.abort(victim)
                 assert aborted is not None
                 assert aborted.outputs[0].finish_reason == "abort"
+                num_aborted_tokens += len(aborted.outputs[0].token_ids)
                 victims.discard(victim)
             outputs |= {output.request_id: output for output in run.engine.step()}
         require_idle(run.engine)
         assert len(outputs) + 4 - len(victims) == 14
+        # What was under way for an aborted request is not committed.
+        num_finished_tokens = sum(map(len, tokens_of(outputs.values())))
+        assert run.engine.stats.num_generated_tokens == num_finished_tokens + num_aborted_tokens
         for name, output in outputs.items():
             assert tokens_of([output]) == [known.expected[int(name) % 7]]
         # What was aborted is said with the next work.
