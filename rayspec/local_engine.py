@@ -24,7 +24,7 @@ from rayspec.decode.selection.base import FixedPlan
 from rayspec.decode.stages import LocalStages, Stages
 from rayspec.decode.whole_model import WholeModelStages
 from rayspec.model.architecture import Decomposition, decompose
-from rayspec.model.kv_arena import KVArena
+from rayspec.model.kv_arena import KVArena, whole_pages
 from rayspec.model.offload import OffloadedWeights
 from rayspec.model.weights import eos_token_ids, load_tokenizer, resolve_device, vocab_size
 from rayspec.strategies.by_name import make_selector, needs_latency
@@ -73,7 +73,9 @@ def _local_engine(
     offloaded: OffloadedWeights | None = None,
 ) -> Engine:
     device = resolve_device(config.device)
-    num_slots = config.kv_cache_tokens or min(config.max_num_seqs * max_model_len, affordable_slots(parts, device))
+    num_slots = whole_pages(
+        config.kv_cache_tokens or min(config.max_num_seqs * max_model_len, affordable_slots(parts, device))
+    )
     rows = bucket_rows(parts) if config.deterministic else None
     arena = KVArena(parts.shapes, num_slots, dtype=parts.dtype, device=device, num_spare=rows or 0)
     runner = Runner(parts, arena, device=device, bucket_rows=rows)
@@ -117,7 +119,8 @@ def _plain_engine(
         raise ConfigError(f"option 'offload' needs a model that splits into sublayers: {reason}")
     logger.warning("speculation is off for this model, which decodes plainly: %s", reason)
     stages: Stages = WholeModelStages(model, vocab_size=vocabulary.size)
-    num_slots = config.kv_cache_tokens or config.max_num_seqs * max_model_len
+    num_slots = whole_pages(config.kv_cache_tokens or config.max_num_seqs * max_model_len)
+    config = config.replace(enable_prefix_caching=False)  # each sequence has a cache of its own
     return Engine(
         config.replace(max_model_len=max_model_len, kv_cache_tokens=num_slots),
         stages=stages,

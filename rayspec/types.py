@@ -142,7 +142,8 @@ class PlanRecord:
 @dataclass(slots=True, kw_only=True)
 class EngineStats:
     """What an engine has done since it was made. num_replays: how often the stages had to be brought back.
-    num_lost_replicas: replicas that are lost for good.
+    num_lost_replicas: replicas that are lost for good. num_prefilled_tokens: computed as parts of prompts, or
+    again after a preemption or a replay. num_cached_tokens: those that were found in the KV cache instead.
 
     Times are wall time in seconds. In one process `prefill_s`, `draft_s`, `verify_s` and `optimise_s` count no second
     twice. In a pipeline `prefill_s` is the share of the prompts: works under way at the same time divide it evenly.
@@ -150,6 +151,8 @@ class EngineStats:
     """
 
     num_prompt_tokens: int = 0
+    num_prefilled_tokens: int = 0
+    num_cached_tokens: int = 0
     num_generated_tokens: int = 0
     num_rounds: int = 0
     num_plain_rounds: int = 0
@@ -170,6 +173,12 @@ class EngineStats:
     @property
     def acceptance_rate(self) -> float | None:
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
+
+    @property
+    def cache_hit_rate(self) -> float | None:
+        """Share of the tokens to be prefilled that were found in the KV cache."""
+        num_tokens = self.num_prefilled_tokens + self.num_cached_tokens
+        return self.num_cached_tokens / num_tokens if num_tokens else None
 
     @property
     def mean_accepted_length(self) -> float | None:
@@ -224,7 +233,7 @@ class Request:
 @dataclass(slots=True, kw_only=True)
 class RequestMetrics:
     """Counts and times of one request. A *round* is one verify; rounds without a draft count too, and
-    are the *plain* ones."""
+    are the *plain* ones. num_cached_tokens: of the prompt, that were found in the KV cache."""
 
     num_rounds: int = 0
     num_plain_rounds: int = 0
@@ -232,6 +241,7 @@ class RequestMetrics:
     num_accepted_tokens: int = 0
     num_preemptions: int = 0
     num_replays: int = 0
+    num_cached_tokens: int = 0
     arrival_s: float = 0.0
     first_token_s: float | None = None
     finished_s: float | None = None

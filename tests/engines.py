@@ -247,7 +247,7 @@ def streaming(requests: Iterable[Request]) -> list[Request]:
 
 def require_idle(engine: Engine) -> None:
     scheduler = engine._scheduler
-    assert scheduler.allocator.num_free == scheduler.allocator.num_slots
+    assert scheduler.num_used_slots == 0
     assert not scheduler.has_work
     assert engine._cohorts.is_idle
     head = getattr(engine.stages, "head", None)

@@ -15,6 +15,7 @@ from rayspec.decode.scheduler import Move, Scheduler, Step, moves_to_path
 from rayspec.decode.sequence import SequenceState
 from rayspec.decode.stages import StageLostError, Stages
 from rayspec.decode.time_shares import TimeShares
+from rayspec.model.rows import slots_between
 from rayspec.types import EngineStats, NonFiniteLogitsError, OutOfMemoryError, RayspecError
 
 
@@ -61,10 +62,10 @@ class Cohorts:
 
     def retire(self, sequence: SequenceState) -> None:
         """A finished sequence frees what it holds: now, or when its cohort's work is done, for rows that are under way
-        write into its span."""
+        write into its pages."""
         sequence.metrics.finished_s = self._clock()
         self._planner.forget(sequence)
-        if sequence.span is None or not self._is_busy(sequence.cohort):
+        if not sequence.table.pages or not self._is_busy(sequence.cohort):
             self._release(sequence)
 
     def start(self) -> None:
@@ -120,9 +121,10 @@ class Cohorts:
         self._stats.num_preemptions += len(step.preempted)
         for sequence in step.preempted:
             self._planner.forget(sequence)
-        if step.moves:
-            self._planner.cancel_search()
-            self._stages.move(step.moves)
+        for sequence in step.admitted:
+            self._stats.num_cached_tokens += sequence.num_computed
+            if sequence.metrics.num_preemptions == sequence.metrics.num_replays == 0:
+                sequence.metrics.num_cached_tokens = sequence.num_computed
         if step.chunks:
             prefill = Prefill(id=next(self._work_ids), chunks=step.chunks)
             self._submit(cohort, prefill, partial(self._commit_prefill, step.prefill, prefill))
@@ -147,6 +149,7 @@ class Cohorts:
         if isinstance(result, PrefillResult):
             for sequence, chunk, committed in zip(sequences, work.chunks, result.committed, strict=True):
                 sequence.num_computed += chunk.rows.num_rows
+                self._stats.num_prefilled_tokens += chunk.rows.num_rows
                 if committed is not None:
                     self._commit(sequence, committed)
         self._stats.prefill_s += started.share_s or 0.0
@@ -172,9 +175,10 @@ class Cohorts:
     def _keep_branches(self, planned: PlannedRound, result: RoundResult) -> None:
         """Keys and values of accepted branches go where their positions are; windows get the probed tokens."""
         moves: list[Move] = []
-        for sequence, entry, path in zip(planned.sequences, planned.work.entries, result.paths, strict=False):
-            if not sequence.finished:
-                moves.extend(moves_to_path(entry.arena_start + entry.length - 1, path))
+        for entry, path in zip(planned.work.entries, result.paths, strict=False):
+            if path:
+                slots = slots_between(entry.runs, entry.length - 1, entry.length + max(path))
+                moves.extend(moves_to_path(slots, path))
         if planned.work.plan.lookahead:
             for sequence, probed in zip(planned.sequences, result.probed, strict=False):
                 if sequence.lookahead is not None:

@@ -83,12 +83,11 @@ class Engine:
     def load(self) -> EngineLoad:
         """May be asked from any thread."""
         scheduler = self._scheduler
-        num_slots = scheduler.allocator.num_slots
         return EngineLoad(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
-            kv_used_tokens=num_slots - scheduler.allocator.num_free,
-            kv_total_tokens=num_slots,
+            kv_used_tokens=scheduler.num_used_slots,
+            kv_total_tokens=scheduler.num_slots,
         )
 
     @property

@@ -79,6 +79,7 @@ def make_scheduler(config: EngineConfig, num_slots: int, num_cohorts: int = 1) -
         num_beside=config.speculation.num_branch_tokens,
         chunk_grid=config.max_num_batched_tokens if config.deterministic else None,
         num_cohorts=num_cohorts,
+        shares_pages=config.enable_prefix_caching,
     )
 
 

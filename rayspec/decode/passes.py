@@ -11,7 +11,7 @@ from torch import Tensor
 from rayspec.decode.plan_search import PlanSearch, TappedToken
 from rayspec.decode.runner import Batch, Runner
 from rayspec.decode.scheduler import Move
-from rayspec.model.rows import RowSpan
+from rayspec.model.rows import RowSpan, Runs
 from rayspec.types import RayspecError
 
 _MAX_ROUNDS_SAVED = 256
@@ -92,7 +92,7 @@ class SpanRunner:
 
     @torch.inference_mode()
     def move(self, moves: Sequence[Move]) -> None:
-        """Copy keys and values in the arena."""
+        """Copy keys and values in the KV cache."""
         for move in moves:
             self.runner.arena.move(move.source, move.destination, move.length)
 
@@ -101,14 +101,12 @@ class SpanRunner:
         self._saved.clear()
         self._taps.clear()
 
-    def search(
-        self, tokens: Sequence[TappedToken], arena_starts: Sequence[int], next_tokens: Tensor | None
-    ) -> PlanSearch:
-        """The plan search's states in this span. Raises TapsGoneError."""
+    def search(self, tokens: Sequence[TappedToken], places: Sequence[Runs], next_tokens: Tensor | None) -> PlanSearch:
+        """The plan search's states in this span. places: where each token's sequence lies. Raises TapsGoneError."""
         if any(token not in self._taps for token in tokens):
             raise TapsGoneError("the states of some tapped tokens are not kept any more")
         states = torch.stack([self._taps[token] for token in tokens], 1)
-        rows = [RowSpan(start, token.position, 1) for start, token in zip(arena_starts, tokens, strict=True)]
+        rows = [RowSpan(runs, token.position, 1) for runs, token in zip(places, tokens, strict=True)]
         return PlanSearch(self.runner, states, rows, next_tokens)
 
     def _batch(self, work: Pass, rows: Sequence[RowSpan]) -> Batch:

@@ -22,7 +22,7 @@ import transformers
 from rayspec.decode.runner import Runner
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.offload import OffloadedWeights
-from rayspec.model.rows import RowSpan
+from rayspec.model.rows import RowSpan, one_run
 from rayspec.planning.latency import HEAD, OVERHEAD, WAKE, LatencyModel, Measurement, StaleProfileError
 
 logger = logging.getLogger(__name__)
@@ -140,7 +140,8 @@ def _works(runner: Runner, device: str) -> Iterator[tuple[Measurement, Callable[
     names, cells = runner.parts.curve_names, _grid(runner.arena.num_slots)
     for rows, context, batch_size in cells:
         each = rows // batch_size
-        batch = runner.batch([RowSpan(index * (context + each), context, each) for index in range(batch_size)])
+        length = context + each
+        batch = runner.batch([RowSpan(one_run(at * length, length), context, each) for at in range(batch_size)])
         hidden = _random_states(runner, rows)
         for name in dict.fromkeys(names):
             mine = [own == name for own in names]
@@ -153,12 +154,16 @@ def _works(runner: Runner, device: str) -> Iterator[tuple[Measurement, Callable[
             head = Measurement(kind=HEAD, rows=rows, context=0, batch=1, seconds=1, device=device)
             yield head, partial(runner.head, hidden)
     fixed = Measurement(kind=OVERHEAD, rows=1, context=0, batch=1, seconds=1, device=device)
-    yield fixed, partial(runner.batch, [RowSpan(0, 0, 1)])
+    yield fixed, partial(runner.batch, [RowSpan(one_run(0, 1), 0, 1)])
 
 
 def _wake_seconds(runner: Runner, clock: Callable[[], float]) -> float:
     """Of one row through all sublayers, after a pause and with cold caches, beyond what it takes without."""
-    batch, hidden, others = runner.batch([RowSpan(0, 0, 1)]), _random_states(runner, 1), bytearray(_CACHE_BYTES)
+    batch, hidden, others = (
+        runner.batch([RowSpan(one_run(0, 1), 0, 1)]),
+        _random_states(runner, 1),
+        bytearray(_CACHE_BYTES),
+    )
     keep = [False] * runner.first_sublayer + [True] * len(runner.parts.curve_names)
 
     def pause() -> None:

@@ -13,7 +13,7 @@ from rayspec.decode.drafting.lookup import NOTHING, Proposal, shortest_match
 from rayspec.decode.drafting.skip_draft import RoundEntry
 from rayspec.decode.questions import Answer, Question
 from rayspec.decode.rounds import Round, RoundResult
-from rayspec.decode.scheduler import Scheduler, span_of
+from rayspec.decode.scheduler import Scheduler
 from rayspec.decode.selection.base import BatchState, Selector
 from rayspec.decode.sequence import SequenceState
 from rayspec.decode.stages import Stages
@@ -92,7 +92,7 @@ class RoundPlanner:
         self._stats.gate_reason = self.selector.gate_reason
 
     def forget(self, sequence: SequenceState) -> None:
-        """The sequence leaves its place in the arena."""
+        """The sequence leaves its place in the KV cache."""
         self.taps.drop(sequence.sequence_id)
         self.cancel_search()
 
@@ -109,9 +109,9 @@ class RoundPlanner:
         tokens = [token for token in self.taps.tokens if sequence_id in (None, token.sequence_id)]
         if len(tokens) < question.num_tokens:
             return None
-        starts = {s.sequence_id: span_of(s).start for s in self._scheduler.running}
+        runs = {s.sequence_id: s.table.runs for s in self._scheduler.running}
         chosen = tokens[-question.num_tokens :]
-        self._searching = self._stages.search(chosen, [starts[token.sequence_id] for token in chosen], question)
+        self._searching = self._stages.search(chosen, [runs[token.sequence_id] for token in chosen], question)
         self._searching.add_done_callback(self._count_search)
         return self._searching
 
@@ -136,14 +136,14 @@ class RoundPlanner:
         return [sequence.proposal(options.lookup_ngram, options.max_draft_tokens, shortest) for sequence in sequences]
 
     def _entry(self, sequence: SequenceState, proposal: Proposal, plan: Plan) -> RoundEntry:
-        num_free = span_of(sequence).capacity - sequence.num_tokens
+        num_free = sequence.table.capacity - sequence.num_tokens
         max_tree_tokens = min(self._options.max_tree_tokens, num_free)
         guess = Guess(list(proposal.token_ids[: plan.num_lookup_tokens]))
         if plan.lookahead:
             guess = sequence.guess(self._options.lookahead, max_tree_tokens)
         return RoundEntry(
             sequence_id=sequence.sequence_id,
-            arena_start=span_of(sequence).start,
+            runs=sequence.table.runs,
             length=sequence.num_tokens,
             last_token=sequence.token_ids[-1],
             max_draft_tokens=min(plan.num_draft_tokens, sequence.num_remaining - 1),

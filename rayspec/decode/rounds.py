@@ -186,7 +186,7 @@ def _verify_pass(work: Round, drafts: Sequence[Draft], owners: Sequence[int]) ->
     tokens = [[entry.last_token, *one.token_ids, *_probes(entry)] for entry, one in pairs]
     parents = [_parents(entry, one) for entry, one in pairs]
     rows = [
-        RowSpan(entry.arena_start, entry.length - 1, len(each), tree)
+        RowSpan(entry.runs, entry.length - 1, len(each), tree)
         for entry, each, tree in zip(work.entries, tokens, parents, strict=True)
     ]
     if owners and work.save_at:

@@ -52,13 +52,17 @@ class Runner:
         """Pack rows for `embed`, `run` and `head`. `fixed_shape=False`: a prefill chunk, whose shape is its own."""
         size = self.bucket_rows if fixed_shape else None
         if size is None:
-            packs = [pack(self.arena, spans, device=self.device)]
+            by_run = self.bucket_rows is None
+            packs = [pack(self.arena, spans, device=self.device, by_run=by_run)]
         else:
             single, paths = _row_by_row(spans)
             packs = [
-                pack(self.arena, single[at : at + size], pad_to=size, device=self.device, paths=paths[at : at + size])
+                pack(
+                    self.arena, single[at : at + size], pad_to=size, device=self.device, paths=paths[at : at + size],
+                    by_run=False,
+                )
                 for at in range(0, len(single), size)
-            ]
+            ]  # fmt: skip
         for rows in packs:
             self.parts.rotate(self._like_hidden, rows)
         return Batch(tuple((sum(span.num_rows for span in rows.spans), rows) for rows in packs))
@@ -101,7 +105,7 @@ def _row_by_row(spans: Sequence[RowSpan]) -> tuple[list[RowSpan], list[Sequence[
     rows: list[RowSpan] = []
     paths: list[Sequence[Path]] = []
     for span in spans:
-        rows.extend(RowSpan(span.arena_start, span.context + row, 1) for row in range(span.num_rows))
+        rows.extend(RowSpan(span.runs, span.context + row, 1) for row in range(span.num_rows))
         tree = span.paths()
         paths.extend([() if path.is_straight else (path,) for path in tree] if tree else [()] * span.num_rows)
     return rows, paths

@@ -6,14 +6,19 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
+from rayspec.decode.pages import PagePool
+from rayspec.decode.prefix_cache import PrefixCache
 from rayspec.decode.sequence import SequenceState
-from rayspec.model.kv_arena import Span, SpanAllocator
+from rayspec.model.kv_arena import PAGE_SIZE
 from rayspec.model.rows import RowSpan
+
+# Of the pages, that stay free when a sequence comes in beside others; as vLLM does.
+_SPARE_SHARE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Copy `length` arena slots before anything else happens in the step."""
+    """Copy `length` slots of the KV cache."""
 
     source: int
     destination: int
@@ -34,9 +39,9 @@ class Chunk:
 
 @dataclass(slots=True)
 class Step:
-    """What to do, in this order. prefill: the sequences of the `chunks`."""
+    """What to do. prefill: the sequences of the `chunks`. admitted: those that were waiting."""
 
-    moves: list[Move] = field(default_factory=list)
+    admitted: list[SequenceState] = field(default_factory=list)
     prefill: list[SequenceState] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     decode: list[SequenceState] = field(default_factory=list)
@@ -44,13 +49,17 @@ class Step:
 
 
 class Scheduler:
-    """Continuous batching over one arena: first come, first served; when it is full the youngest is preempted.
+    """Continuous batching over the pages of one KV cache: first come, first served; when no page is left the youngest
+    sequence is preempted.
 
     Running sequences are dealt to `num_cohorts` cohorts, which are scheduled one at a time and travel independently: a
     cohort in flight is left alone. `lookahead` is how many tokens beyond its newest one a sequence may write in a
     round, and `num_beside` how many rows more, behind them, whatever its length: branches of a tree. For these there
-    may be less room where the arena has no more. With `chunk_grid` a sequence's prompt is cut at multiples of it and
+    may be less room where no more pages are left. With `chunk_grid` a sequence's prompt is cut at multiples of it and
     chunks run alone, so that their shapes do not depend on other sequences.
+
+    With `shares_pages` sequences that begin alike share the full pages of what is alike. Of several that are to begin
+    at the same time one computes the pages and the others wait for it.
     """
 
     def __init__(
@@ -63,35 +72,49 @@ class Scheduler:
         num_beside: int = 0,
         chunk_grid: int | None = None,
         num_cohorts: int = 1,
+        shares_pages: bool = True,
     ) -> None:
-        self.allocator = SpanAllocator(num_slots)
+        self.pool = PagePool(num_slots // PAGE_SIZE)
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []
-        self._fair_share = num_slots // max_num_seqs
         self._max_num_seqs = max_num_seqs
         self._max_prefill_tokens = max_prefill_tokens
         self._lookahead = lookahead
         self._num_beside = num_beside
         self._chunk_grid = chunk_grid
         self._max_cohort_seqs = -(-max_num_seqs // num_cohorts)
+        self._prefixes = PrefixCache(self.pool, enabled=shares_pages, chunk_grid=chunk_grid)
 
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
+    @property
+    def num_slots(self) -> int:
+        return self.pool.num_pages * PAGE_SIZE
+
+    @property
+    def num_used_slots(self) -> int:
+        """Of pages that sequences have; others may be full of tokens, too."""
+        return self.num_slots - self.pool.num_free * PAGE_SIZE
+
     def fits(self, sequence: SequenceState) -> bool:
-        """Whether the arena can hold the sequence to its end when it is alone."""
-        return sequence.max_total_tokens <= self.allocator.num_slots
+        """Whether the cache can hold the sequence to its end when it is alone."""
+        return sequence.max_total_tokens <= self.num_slots
 
     def add(self, sequence: SequenceState) -> None:
         self.waiting.append(sequence)
 
     def remove(self, sequence: SequenceState) -> None:
-        """Forget a finished or aborted sequence and free its span."""
+        """Forget a finished or aborted sequence and free its pages. What a failed one holds is of no use to others."""
         if sequence in self.running:
             self.running.remove(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+        if sequence.error is not None:
+            self.pool.forget(sequence.table.pages)
+        else:
+            self._prefixes.register(sequence)
         self._release(sequence)
 
     def members(self, cohort: int) -> list[SequenceState]:
@@ -100,35 +123,58 @@ class Scheduler:
     def schedule(self, cohort: int = 0, in_flight: Collection[int] = ()) -> Step:
         """The next step of a cohort, while those `in_flight` are under way."""
         step = Step()
+        for sequence in self.running:
+            self._prefixes.register(sequence)
         self._make_room(cohort, in_flight, step)
-        self._admit(cohort)
+        self._admit(cohort, step)
         members = self.members(cohort)
         self._cut_chunks(members, step)
         step.decode = [sequence for sequence in members if sequence.prefilled]
         return step
 
     def restart(self) -> None:
-        """Nothing is in the arena any more: every running sequence is computed again from its committed tokens."""
+        """Nothing is in the cache any more: every running sequence is computed again from its committed tokens."""
         for sequence in self.running:
-            sequence.num_computed = 0
+            self._release(sequence)
+        self.pool.forget_all()
+        self.waiting.extendleft(reversed(self.running))
+        self.running.clear()
 
     def _make_room(self, cohort: int, in_flight: Collection[int], step: Step) -> None:
-        """Every sequence of the cohort gets the slots of its next round, at the cost of the youngest ones at rest."""
+        """Every sequence of the cohort gets the pages of its next round, at the cost of the youngest ones at rest."""
         for sequence in self.members(cohort):
-            while sequence.span is not None and not self._grow(sequence, step):
+            while sequence in self.running and not self._grow(sequence):
                 self._preempt(next(s for s in reversed(self.running) if s.cohort not in in_flight), step)
 
-    def _admit(self, cohort: int) -> None:
+    def _admit(self, cohort: int, step: Step) -> None:
+        """Who waits for pages that another one is filling lets others pass."""
         num_members = len(self.members(cohort))
-        while self.waiting and len(self.running) < self._max_num_seqs and num_members < self._max_cohort_seqs:
-            sequence = self.waiting[0]
-            wanted = max(self._needed(sequence), min(sequence.max_total_tokens, self._fair_share))
-            span = self.allocator.allocate(wanted)
-            if span is None:
+        for sequence in list(self.waiting):
+            if len(self.running) >= self._max_num_seqs or num_members >= self._max_cohort_seqs:
                 return
-            sequence.span, sequence.cohort = span, cohort
-            self.running.append(self.waiting.popleft())
+            if self._prefixes.is_in_work(sequence):
+                continue
+            pages = self._prefixes.find(sequence)
+            if not self._has_room(sequence, pages):
+                return
+            self._begin(sequence, pages)
+            sequence.cohort = cohort
             num_members += 1
+            step.admitted.append(sequence)
+
+    def _has_room(self, sequence: SequenceState, shared: Sequence[int]) -> bool:
+        """For its next round; and, beside others, a few more, for who has just come in would be the first to go."""
+        num_new = self._num_pages_needed(sequence) - len(shared)
+        num_spare = int(_SPARE_SHARE * self.pool.num_pages) if self.running else 0
+        return num_new + num_spare <= self.pool.num_free_without(shared)
+
+    def _begin(self, sequence: SequenceState, shared: Sequence[int]) -> None:
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
+        self.pool.share(sequence.table, shared)
+        sequence.num_computed = sequence.table.capacity
+        self._grow(sequence)
+        self._prefixes.begin(sequence)
 
     def _cut_chunks(self, members: Sequence[SequenceState], step: Step) -> None:
         budget = self._max_prefill_tokens
@@ -155,64 +201,56 @@ class Scheduler:
             return min(num_prompt_left, self._chunk_grid - sequence.num_computed % self._chunk_grid)
         return min(num_left, self._chunk_grid)
 
-    def _needed(self, sequence: SequenceState) -> int:
+    def _num_pages_needed(self, sequence: SequenceState) -> int:
+        """For its next round."""
         num_tokens = min(sequence.num_tokens + self._lookahead, sequence.max_total_tokens)
-        return min(num_tokens + self._num_beside, self.allocator.num_slots)
+        return min(_num_pages(num_tokens + self._num_beside), self.pool.num_pages)
 
-    def _grow(self, sequence: SequenceState, step: Step) -> bool:
-        span, needed = sequence.span, self._needed(sequence)
-        assert span is not None
-        if needed <= span.capacity:
-            return True
-        for capacity in (max(needed, min(2 * span.capacity, sequence.max_total_tokens)), needed):
-            grown = self.allocator.extend(span, capacity)
-            if grown is None and (grown := self.allocator.allocate(capacity)) is not None:
-                step.moves.append(Move(span.start, grown.start, sequence.num_computed))
-                self.allocator.release(span)
-            if grown is not None:
-                sequence.span = grown
-                return True
-        return False
+    def _grow(self, sequence: SequenceState) -> bool:
+        room = min(_num_pages(sequence.max_total_tokens + self._num_beside), self.pool.num_pages)
+        return self.pool.grow(sequence.table, self._num_pages_needed(sequence), room)
 
     def _preempt(self, sequence: SequenceState, step: Step) -> None:
         self._release(sequence)
-        sequence.num_computed = 0
         sequence.metrics.num_preemptions += 1
         self.running.remove(sequence)
         self.waiting.appendleft(sequence)
         step.preempted.append(sequence)
 
     def _release(self, sequence: SequenceState) -> None:
-        if sequence.span is not None:
-            self.allocator.release(sequence.span)
-            sequence.span = None
+        self._prefixes.end(sequence)
+        self.pool.release(sequence.table)
+        sequence.num_computed = 0
 
 
-def moves_to_path(first: int, path: Sequence[int]) -> list[Move]:
-    """Bring rows `path` behind the newest token's, in whose slot `first` the rows begin: a move for each run of rows
-    that lie side by side. In this order nothing is overwritten that is yet to be moved, for no row moves up."""
+def moves_to_path(slots: Sequence[int], path: Sequence[int]) -> list[Move]:
+    """Bring rows `path` behind the newest token's. slots: of the rows, the newest token's first. A move for each run of
+    rows that lie side by side. In this order nothing is overwritten that is yet to be moved, for no row moves up."""
     moves: list[Move] = []
     for at, row in enumerate(path, 1):
-        if moves and moves[-1].source + moves[-1].length == first + row:
+        source, destination = slots[row], slots[at]
+        if moves and _goes_on(moves[-1], source, destination):
             moves[-1] = replace(moves[-1], length=moves[-1].length + 1)
         else:
-            moves.append(Move(first + row, first + at, 1))
+            moves.append(Move(source, destination, 1))
     return [move for move in moves if move.source != move.destination]
 
 
+def _goes_on(move: Move, source: int, destination: int) -> bool:
+    return (move.source + move.length, move.destination + move.length) == (source, destination)
+
+
+def _num_pages(num_tokens: int) -> int:
+    return -(-num_tokens // PAGE_SIZE)
+
+
 def _chunk(sequence: SequenceState, num_tokens: int) -> Chunk:
-    """The next tokens that are not in the arena yet."""
+    """The next tokens that are not in the cache yet."""
     first = sequence.num_computed
     return Chunk(
         sequence_id=sequence.sequence_id,
-        rows=RowSpan(span_of(sequence).start, first, num_tokens),
+        rows=RowSpan(sequence.table.runs, first, num_tokens),
         token_ids=sequence.token_ids[first : first + num_tokens],
         sample=first + num_tokens == sequence.num_tokens,
         replay=first >= sequence.num_prompt_tokens,
     )
-
-
-def span_of(sequence: SequenceState) -> Span:
-    """The span of a running sequence."""
-    assert sequence.span is not None
-    return sequence.span

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from rayspec.config import LookaheadOptions, SamplingParams
 from rayspec.decode.drafting.lookahead import Guess, Lookahead
 from rayspec.decode.drafting.lookup import NOTHING, LookupIndex, Proposal
-from rayspec.model.kv_arena import Span
+from rayspec.decode.pages import PageHash, PageTable
 from rayspec.types import CompletionOutput, FinishReason, Logprob, RayspecError, RequestMetrics
 
 
@@ -95,7 +95,8 @@ class SequenceState:
     detokenizer: Detokenizer | None
     num_computed: int = 0
     cohort: int = 0
-    span: Span | None = None
+    table: PageTable = field(default_factory=PageTable)
+    page_hashes: list[PageHash] = field(default_factory=list)  # of its first pages, as far as they were asked for
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: RayspecError | None = None

@@ -18,6 +18,7 @@ from rayspec.decode.rounds import Result, Work, script
 from rayspec.decode.runner import Runner
 from rayspec.decode.scheduler import Move
 from rayspec.decode.stopwatch import Stopwatch
+from rayspec.model.rows import Runs
 from rayspec.types import OutOfMemoryError, RayspecError
 
 T = TypeVar("T")
@@ -66,8 +67,8 @@ class Stages(Protocol):
     def check(self) -> None:
         """Returns when all that the model runs on has answered. Only while nothing is in flight."""
 
-    def search(self, tokens: Sequence[TappedToken], arena_starts: Sequence[int], question: Question) -> Future[Answer]:
-        """Ask tapped tokens of sequences at those arena arena_starts, which must stay there."""
+    def search(self, tokens: Sequence[TappedToken], places: Sequence[Runs], question: Question) -> Future[Answer]:
+        """Ask tapped tokens of sequences that lie in these places and must stay there."""
 
     def shutdown(self) -> None: ...
 
@@ -139,17 +140,17 @@ class LocalStages:
     def check(self) -> None:
         """There is nobody to ask."""
 
-    def search(self, tokens: Sequence[TappedToken], arena_starts: Sequence[int], question: Question) -> Future[Answer]:
+    def search(self, tokens: Sequence[TappedToken], places: Sequence[Runs], question: Question) -> Future[Answer]:
         started = time.perf_counter()
         return done(
             lambda: answer(
-                question, self.plan_search(tokens, arena_starts), num_sublayers=self.num_sublayers, started=started
+                question, self.plan_search(tokens, places), num_sublayers=self.num_sublayers, started=started
             )
         )
 
-    def plan_search(self, tokens: Sequence[TappedToken], arena_starts: Sequence[int]) -> PlanSearch:
+    def plan_search(self, tokens: Sequence[TappedToken], places: Sequence[Runs]) -> PlanSearch:
         """Raises TapsGoneError."""
-        return self.span.search(tokens, arena_starts, self.head.next_tokens(tokens))
+        return self.span.search(tokens, places, self.head.next_tokens(tokens))
 
     def shutdown(self) -> None:
         """There is nothing to end."""

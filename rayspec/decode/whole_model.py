@@ -18,6 +18,7 @@ from rayspec.decode.sampling import Rows, TokenSampler, finite_rows, target_toke
 from rayspec.decode.scheduler import Move
 from rayspec.decode.stages import done
 from rayspec.decode.stopwatch import Stopwatch, queued_s, seconds
+from rayspec.model.rows import Runs
 from rayspec.types import Logprob
 
 
@@ -56,7 +57,7 @@ class WholeModelStages:
     def check(self) -> None:
         """There is nobody to ask."""
 
-    def search(self, tokens: Sequence[TappedToken], arena_starts: Sequence[int], question: Question) -> Future[Answer]:
+    def search(self, tokens: Sequence[TappedToken], places: Sequence[Runs], question: Question) -> Future[Answer]:
         raise NotImplementedError("a model that does not split into sublayers has no plans")
 
     def shutdown(self) -> None:

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rayspec.model.attention import IMPLEMENTATION, PackedRows, pack
 from rayspec.model.kv_arena import KVArena, LayerShape
-from rayspec.model.rows import RowSpan
+from rayspec.model.rows import RowSpan, one_run
 from rayspec.model.sublayers import Sublayer, run
 from rayspec.types import CheckpointError, UnsupportedModelError
 
@@ -246,7 +246,7 @@ def _check_layers(model: PreTrainedModel, layers: Mapping[int, Any], parts: Deco
     device = parts.device
     arena = KVArena(parts.shapes, _NUM_CHECK_TOKENS, dtype=parts.dtype, device=device)
     hidden = _random_hidden(parts)
-    rows = pack(arena, [RowSpan(0, 0, _NUM_CHECK_TOKENS)], device=device)
+    rows = pack(arena, [RowSpan(one_run(0, _NUM_CHECK_TOKENS), 0, _NUM_CHECK_TOKENS)], device=device)
     parts.rotate(hidden, rows)
     for number in _distinct_layers(layers, model.config):
         attention, mlp = (sublayer for sublayer in parts.sublayers if sublayer.layer == number)

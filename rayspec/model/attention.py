@@ -1,11 +1,16 @@
-"""Packed ragged attention over the arena, registered with transformers' attention interface as "rayspec".
+"""Packed ragged attention over the KV cache, registered with transformers' attention interface as "rayspec".
 
-Rows of many sequences lie side by side; each sequence's rows attend to its own span. No padding, no mask in decode.
-Rows may form a tree, whose branches are alternatives: a row sees its ancestors and not its cousins.
+Rows of many sequences lie side by side; each row looks at the keys of its own sequence, wherever they lie. No padding,
+no mask in decode. Rows may form a tree, whose branches are alternatives: a row sees its ancestors and not its cousins.
+
+A sequence whose keys are one run is looked at where it lies. Where it is several, or a chunk of a prompt looks at what
+came before, rows look at pieces and what they saw is merged by the log-sum-exp of their scores; a piece that sequences
+share is read once for all of them. Where pieces cannot be merged, keys are gathered.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,11 +21,35 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from rayspec.model.kv_arena import KVArena
-from rayspec.model.rows import Path, RowSpan
+from rayspec.model.rows import Path, RowSpan, Run, runs_between, slots_between
 
 IMPLEMENTATION = "rayspec"
 # Up to here the query heads that share a key head are folded into rows, so that keys are read once, not once a head.
 _MAX_FOLDED_ROWS = 32
+# A run of so many slots is looked at where it lies; shorter ones are gathered, which costs less than a call for each.
+_LONG_RUN = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """Some rows of the batch, and keys that they look at.
+
+    slots: of the keys, a slice where they lie side by side; None: the rows' own keys. mask: [rows, keys], 0 where a row
+    may look and -inf elsewhere; None: everywhere, or, with `causal`, up to its own.
+    """
+
+    rows: slice | Tensor
+    slots: slice | Tensor | None
+    mask: Tensor | None = None
+    causal: bool = False
+
+
+@dataclass(slots=True)
+class _Looks:
+    """Of a batch. whole: of rows that look once. pieces: of rows that look several times, to be merged."""
+
+    whole: list[_Look] = field(default_factory=list)
+    pieces: list[_Look] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -29,7 +58,8 @@ class PackedRows:
 
     positions: [N] int64; slots: [N] int64 where keys and values go. paths: by span, what each of its rows sees where
     the rows are a tree; empty where they see one another causally. Where `slots` is None the rows leave no trace: those
-    of a span are alternatives for the one position behind its context, and each sees the context and itself.
+    of a span are alternatives for the one position behind its context, and each sees the context and itself. by_run:
+    the runs of a sequence may decide how its keys are read, and with it how sums round.
     """
 
     arena: KVArena
@@ -37,9 +67,9 @@ class PackedRows:
     slots: Tensor | None
     spans: Sequence[RowSpan]
     paths: Sequence[Sequence[Path]]
+    by_run: bool = True
     rope: dict[str, Any] = field(default_factory=dict)
-    masks: dict[tuple[int, int | None, int], Tensor] = field(default_factory=dict)
-    views: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
+    looks: dict[int | None, _Looks] = field(default_factory=dict)  # by sliding window: layers share them
 
 
 def pack(
@@ -49,8 +79,9 @@ def pack(
     device: torch.device,
     pad_to: int = 0,
     paths: Sequence[Sequence[Path]] | None = None,
+    by_run: bool = True,
 ) -> PackedRows:
-    """Rows that extend sequences. paths: see `PackedRows`; by default what the spans say.
+    """Rows that extend sequences. paths, by_run: see `PackedRows`; paths are by default what the spans say.
 
     Rows up to `pad_to` are added that attend to nothing and write to the arena's spare slots.
     """
@@ -58,19 +89,18 @@ def pack(
     positions: list[int] = []
     slots: list[int] = []
     for span, tree in zip(spans, paths, strict=True):
-        end = span.context + span.num_rows
-        positions.extend([path.position for path in tree] if tree else range(span.context, end))
-        slots.extend(range(span.arena_start + span.context, span.arena_start + end))
+        positions.extend([path.position for path in tree] if tree else range(span.context, span.end))
+        slots.extend(slots_between(span.runs, span.context, span.end))
     num_padding = max(0, pad_to - len(slots))
     positions.extend([0] * num_padding)
     slots.extend(range(arena.num_slots, arena.num_slots + num_padding))
     where = torch.tensor([positions, slots], device=device)
-    return PackedRows(arena, where[0], where[1], spans, paths)
+    return PackedRows(arena, where[0], where[1], spans, paths, by_run)
 
 
 def pack_branches(arena: KVArena, tokens: Sequence[RowSpan], num_branches: int, positions: Tensor) -> PackedRows:
     """`num_branches` alternatives for each of some single rows. positions: [tokens * branches]."""
-    spans = [RowSpan(token.arena_start, token.context, num_branches) for token in tokens]
+    spans = [RowSpan(token.runs, token.context, num_branches) for token in tokens]
     return PackedRows(arena, positions, None, spans, [()] * len(spans))
 
 
@@ -89,106 +119,246 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention signature. query: [1, H, N, D]; key, value: [1, H_kv, N, D]; returns [1, N, H, D_v]."""
     layer: int = module.layer_idx  # type: ignore[assignment]
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    keys, values = packed.arena.keys[layer], packed.arena.values[layer]
-    if packed.slots is not None:
-        packed.arena.write(layer, packed.slots, key[0], value[0])
-    output = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
-    end = 0
-    for span, paths in zip(packed.spans, packed.paths, strict=True):
-        at, end = end, end + span.num_rows
-        rows = slice(at, end)
+    attention = _Attention(
+        rows=packed,
+        query=query[0],
+        own=(key[0], value[0]),
+        cached=(packed.arena.keys[layer], packed.arena.values[layer]),
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window=sliding_window,
+        softcap=softcap,
+    )
+    if packed.slots is None:
+        return attention.of_branches()[None], None
+    packed.arena.write(layer, packed.slots, key[0], value[0])
+    return attention.of_rows()[None], None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Attention:
+    """One layer's attention over a packed batch of N rows.
+
+    query: [H, N, D]. own: keys [H_kv, N, D] and values [H_kv, N, D_v] of the rows; cached: those of all slots.
+    """
+
+    rows: PackedRows
+    query: Tensor
+    own: tuple[Tensor, Tensor]
+    cached: tuple[Tensor, Tensor]
+    scaling: float
+    sliding_window: int | None
+    softcap: float | None
+
+    def of_rows(self) -> Tensor:
+        """[N, H, D_v]."""
+        if self.sliding_window not in self.rows.looks:
+            self.rows.looks[self.sliding_window] = self._find_looks()
+        looks = self.rows.looks[self.sliding_window]
+        output = self._merged(looks.pieces) if looks.pieces else self._zeros(self.query.dtype)
+        for look in looks.whole:
+            output[look.rows] = self._seen(look).transpose(0, 1)
+        return output
+
+    def of_branches(self) -> Tensor:
+        """[N, H, D_v]."""
+        output, end = self._zeros(self.query.dtype), 0
+        for span in self.rows.spans:
+            at, end = end, end + span.num_rows
+            keys, values = self._context_of(span)
+            output[at:end] = _branches(
+                self.query[:, at:end], self.own[0][:, at:end], self.own[1][:, at:end], keys, values,
+                self.scaling, self.softcap,
+            ).transpose(0, 1)  # fmt: skip
+        return output
+
+    def _find_looks(self) -> _Looks:
+        looks, end = _Looks(), 0
+        views: dict[Run, list[slice]] = defaultdict(list)  # the rows that look at a run as a piece
+        for span, paths in zip(self.rows.spans, self.rows.paths, strict=True):
+            rows, end = slice(end, end + span.num_rows), end + span.num_rows
+            pieces = self._pieces(span, paths)
+            for run in pieces:
+                if self._is_long(run):
+                    views[run].append(rows)
+            if scattered := [run for run in pieces if not self._is_long(run)]:
+                looks.pieces.append(_Look(rows, self._slots(scattered)))
+            last = self._last_look(rows, span, paths, sum(run.length for run in pieces))
+            (looks.pieces if pieces else looks.whole).append(last)
+        looks.pieces += [_Look(self._together(rows), self._slots([run])) for run, rows in views.items()]
+        return looks
+
+    def _pieces(self, span: RowSpan, paths: Sequence[Path]) -> list[Run]:
+        """Of the context, from its beginning, what the rows look at apart from the rest; all of them see all of it."""
+        if not self._merges or self._is_windowed(span) or any(path.shared < span.context for path in paths):
+            return []
+        context = runs_between(span.runs, 0, span.context)
+        if _is_chunk(span, paths):
+            return context
+        is_worth_it = self.rows.by_run and any(run.length >= _LONG_RUN for run in context)
+        return context[:-1] if is_worth_it else []
+
+    def _last_look(self, rows: slice, span: RowSpan, paths: Sequence[Path], num_seen: int) -> _Look:
+        """At the rows' own keys, and at those of the context behind the first `num_seen`."""
+        if num_seen == span.context and _is_chunk(span, paths) and not self._is_windowed(span) and not self.softcap:
+            return _Look(rows, None, causal=True)
+        if paths and span.num_rows == 1:
+            return _Look(rows, self._slots_of_path(span, paths[0]))
         lowest = min(path.position for path in paths) if paths else span.context
-        past = max(0, lowest + 1 - sliding_window) if sliding_window else 0
-        seen = slice(span.arena_start + past, span.arena_start + span.context + span.num_rows)
-        if packed.slots is None:
-            context = slice(seen.start, span.arena_start + span.context)
-            mixed = _branches(
-                query[0, :, rows], key[0, :, rows], value[0, :, rows], keys[:, context], values[:, context],
-                scaling, softcap,
-            )  # fmt: skip
-        elif paths and span.num_rows == 1:
-            view = _view(packed, at, span, paths[0], sliding_window)
-            mixed = _causal(query[0, :, rows], keys[:, view], values[:, view], None, scaling, softcap)
-        else:
-            mask = _mask(packed, at, span, paths, sliding_window, past, query.dtype) if span.num_rows > 1 else None
-            mixed = _causal(query[0, :, rows], keys[:, seen], values[:, seen], mask, scaling, softcap)
-        output[0, rows] = mixed.transpose(0, 1)
-    return output, None
+        first = max(num_seen, lowest + 1 - self.sliding_window if self.sliding_window else 0)
+        slots = self._slots(runs_between(span.runs, first, span.end))
+        return _Look(rows, slots, self._mask(span, paths, first) if span.num_rows > 1 else None)
 
+    @property
+    def _merges(self) -> bool:
+        """torch's CPU kernel gives the log-sum-exp of its scores. It knows no softcap and only one size of heads."""
+        return self.query.device.type == "cpu" and not self.softcap and self.query.shape[-1] == self.own[1].shape[-1]
 
-def _mask(
-    packed: PackedRows,
-    at: int,
-    span: RowSpan,
-    paths: Sequence[Path],
-    sliding_window: int | None,
-    past: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Of the span whose rows begin at row `at` of the batch: [num_rows, keys], 0 where a row may look and -inf
-    elsewhere: boolean masks cost SDPA a conversion in every layer. Layers with the same window share it."""
-    name = (at, sliding_window, past)
-    if name not in packed.masks:
-        device = packed.positions.device
-        rows = torch.arange(span.context, span.context + span.num_rows, device=device)[:, None]
-        columns = torch.arange(past, span.context + span.num_rows, device=device)
+    def _is_windowed(self, span: RowSpan) -> bool:
+        """Some rows do not see all that comes before them."""
+        return self.sliding_window is not None and span.end > self.sliding_window
+
+    def _is_long(self, run: Run) -> bool:
+        return self.rows.by_run and run.length >= _LONG_RUN
+
+    def _slots(self, runs: Sequence[Run]) -> slice | Tensor:
+        if len(runs) <= 1:
+            return slice(runs[0].start, runs[0].end) if runs else slice(0)
+        return self._index([slot for run in runs for slot in run.slots])
+
+    def _slots_of_path(self, span: RowSpan, path: Path) -> Tensor:
+        """What a single row of a tree sees, in order of position: its attention is then that of a single row anywhere,
+        to the bit."""
+        lowest = max(0, path.position + 1 - self.sliding_window) if self.sliding_window else 0
+        places = slots_between(span.runs, 0, span.end)
+        own = path.own[max(0, lowest - path.shared) :]
+        return self._index([*places[lowest : path.shared], *(places[place] for place in own)])
+
+    def _together(self, rows: Sequence[slice]) -> slice | Tensor:
+        return (
+            rows[0] if len(rows) == 1 else self._index([row for each in rows for row in range(each.start, each.stop)])
+        )
+
+    def _index(self, numbers: Sequence[int]) -> Tensor:
+        return torch.tensor(numbers, device=self.query.device)
+
+    def _mask(self, span: RowSpan, paths: Sequence[Path], first: int) -> Tensor:
+        """Over the places from `first` on: boolean masks would cost a conversion in every layer."""
+        device = self.query.device
+        rows = torch.arange(span.context, span.end, device=device)[:, None]
+        columns = torch.arange(first, span.end, device=device)
         if paths:
-            seen = _seen_in_tree(paths, columns, sliding_window)
+            seen = _seen_in_tree(paths, columns, self.sliding_window)
         else:
             seen = columns <= rows
-            if sliding_window:
-                seen &= columns > rows - sliding_window
-        mask = torch.zeros(seen.shape, dtype=dtype, device=device)
-        packed.masks[name] = mask.masked_fill_(~seen, float("-inf"))
-    return packed.masks[name]
+            if self.sliding_window:
+                seen &= columns > rows - self.sliding_window
+        mask = torch.zeros(seen.shape, dtype=self.query.dtype, device=device)
+        return mask.masked_fill_(~seen, float("-inf"))
+
+    def _keys_and_values(self, look: _Look) -> tuple[Tensor, Tensor]:
+        """[H_kv, n, D] and [H_kv, n, D_v]."""
+        if look.slots is None:
+            return self.own[0][:, look.rows], self.own[1][:, look.rows]
+        if isinstance(look.slots, slice):
+            return self.cached[0][:, look.slots], self.cached[1][:, look.slots]
+        return self.cached[0].index_select(1, look.slots), self.cached[1].index_select(1, look.slots)
+
+    def _seen(self, look: _Look) -> Tensor:
+        """What rows see that look once: [H, m, D_v]."""
+        keys, values = self._keys_and_values(look)
+        query = self.query[:, look.rows]
+        if look.causal:
+            return _sdpa(query, keys, values, None, self.scaling, causal=True)
+        if query.shape[1] > _MAX_FOLDED_ROWS and not self.softcap:
+            return _sdpa(query, keys, values, look.mask, self.scaling)
+        mask = None if look.mask is None else look.mask.repeat(query.shape[0] // keys.shape[0], 1)
+        folded = _folded(query, len(keys))
+        if self.softcap:
+            mixed = _softcapped(folded, keys, values, mask, self.scaling, self.softcap)
+        else:
+            mixed = _sdpa(folded, keys, values, mask, self.scaling)
+        return mixed.reshape(*query.shape[:2], values.shape[-1])
+
+    def _merged(self, pieces: Sequence[_Look]) -> Tensor:
+        """What rows see that look several times: each look's part of the sum weighs as much as its share of the
+        softmax's denominator. [N, H, D_v], zeros for the other rows."""
+        mixed = self._zeros(torch.float32)
+        total = self.query.new_full(mixed.shape[:2], float("-inf"), dtype=torch.float32)
+        for look in pieces:
+            found, scores = self._seen_in_part(look)
+            before = total[look.rows]
+            after = torch.logaddexp(before, scores)
+            mixed[look.rows] = (
+                mixed[look.rows] * (before - after).exp()[..., None] + found * (scores - after).exp()[..., None]
+            )
+            total[look.rows] = after
+        return mixed.to(self.query.dtype)
+
+    def _seen_in_part(self, look: _Look) -> tuple[Tensor, Tensor]:
+        """[m, H, D_v], and the log-sum-exp of the scores [m, H]."""
+        keys, values = self._keys_and_values(look)
+        query, mask = self.query[:, look.rows], look.mask
+        num_heads, num_rows, size = query.shape
+        if not look.causal:
+            mask = None if mask is None else mask.repeat(num_heads // len(keys), 1)
+            query = _folded(query, len(keys))
+        found, scores = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query[None], keys[None], values[None], 0.0, look.causal, attn_mask=mask, scale=self.scaling
+        )
+        return found.reshape(num_heads, num_rows, size).transpose(0, 1), scores.reshape(num_heads, num_rows).T
+
+    def _context_of(self, span: RowSpan) -> tuple[Tensor, Tensor]:
+        """Of a row behind it."""
+        first = max(0, span.context + 1 - self.sliding_window) if self.sliding_window else 0
+        slots = self._slots(runs_between(span.runs, first, span.context))
+        return self._keys_and_values(_Look(slice(0), slots))
+
+    def _zeros(self, dtype: torch.dtype) -> Tensor:
+        return self.query.new_zeros(self.query.shape[1], len(self.query), self.own[1].shape[-1], dtype=dtype)
+
+
+def _is_chunk(span: RowSpan, paths: Sequence[Path]) -> bool:
+    """Rows enough for a kernel that knows by itself which rows see which."""
+    return span.num_rows > _MAX_FOLDED_ROWS and not paths
+
+
+def _folded(query: Tensor, num_kv_heads: int) -> Tensor:
+    """[H, m, D] -> [H_kv, H / H_kv * m, D]: rows that look at the same keys."""
+    return query.reshape(num_kv_heads, -1, query.shape[-1])
+
+
+def _sdpa(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float, *, causal: bool = False
+) -> Tensor:
+    return scaled_dot_product_attention(
+        query[None], keys[None], values[None], mask, is_causal=causal, scale=scaling,
+        enable_gqa=len(query) > len(keys),
+    )[0]  # fmt: skip
+
+
+def _softcapped(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float, softcap: float
+) -> Tensor:
+    scores = torch.tanh(query @ keys.transpose(1, 2) * (scaling / softcap)) * softcap
+    scores = scores if mask is None else scores + mask
+    return torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype) @ values
 
 
 def _seen_in_tree(paths: Sequence[Path], columns: Tensor, sliding_window: int | None) -> Tensor:
-    """Which slots of the span, `columns`, each row sees: bool [num_rows, len(columns)]. Windows count positions, which
-    are the slots' numbers only in the shared part of a path."""
-    device, past = columns.device, int(columns[0])
+    """Which places of the sequence, `columns`, each row sees: bool [num_rows, len(columns)]. Windows count positions,
+    which are the places' numbers only in the shared part of a path."""
+    device, first = columns.device, int(columns[0])
     lowest = [path.position + 1 - sliding_window if sliding_window else 0 for path in paths]
     bounds = torch.tensor([[path.shared for path in paths], lowest], device=device)[:, :, None]
     seen = (columns < bounds[0]) & (columns >= bounds[1])
     own = [
-        (row, slot - past) for row, path in enumerate(paths) for slot in path.own[max(0, lowest[row] - path.shared) :]
+        (row, place - first)
+        for row, path in enumerate(paths)
+        for place in path.own[max(0, lowest[row] - path.shared) :]
     ]
     where = torch.tensor(own, device=device).T
     seen[where[0], where[1]] = True
     return seen
-
-
-def _view(packed: PackedRows, at: int, span: RowSpan, path: Path, sliding_window: int | None) -> Tensor:
-    """The slots that a single row of a tree, row `at` of the batch, sees, in order of position: int64. Its attention is
-    then that of a single row anywhere, to the bit. Layers with the same window share it."""
-    name = (at, sliding_window)
-    if name not in packed.views:
-        lowest = max(0, path.position + 1 - sliding_window) if sliding_window else 0
-        seen = [*range(lowest, path.shared), *path.own[max(0, lowest - path.shared) :]]
-        packed.views[name] = torch.tensor(seen, device=packed.positions.device) + span.arena_start
-    return packed.views[name]
-
-
-def _causal(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
-) -> Tensor:
-    """query: [H, m, D]; keys, values: [H_kv, n, D]; mask: [m, n] or None; returns [H, m, D_v]."""
-    num_heads, num_rows, dim = query.shape
-    num_shared = num_heads // keys.shape[0]
-    if num_rows <= _MAX_FOLDED_ROWS or softcap:
-        query = query.reshape(keys.shape[0], num_shared * num_rows, dim)
-        mask = mask.repeat(num_shared, 1) if mask is not None else None
-        if softcap:
-            scores = torch.tanh(query @ keys.transpose(1, 2) * (scaling / softcap)) * softcap
-            scores = scores if mask is None else scores + mask
-            mixed = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype) @ values
-        else:
-            mixed = scaled_dot_product_attention(query[None], keys[None], values[None], mask, scale=scaling)[0]
-        return mixed.reshape(num_heads, num_rows, values.shape[-1])
-    return scaled_dot_product_attention(
-        query[None], keys[None], values[None], mask, scale=scaling, enable_gqa=num_shared > 1
-    )[0]
 
 
 def _branches(

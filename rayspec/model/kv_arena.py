@@ -1,66 +1,15 @@
-"""One preallocated arena of keys and values. A sequence owns a span of it; rejecting a draft moves a length."""
+"""The KV cache of one process: keys and values of its attention layers, in pages of equal size."""
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Slots `start` .. `start + capacity` of the arena: position p of its sequence lives in slot `start + p`."""
-
-    start: int
-    capacity: int
-
-    @property
-    def end(self) -> int:
-        return self.start + self.capacity
-
-
-class SpanAllocator:
-    """First-fit bookkeeping of spans, no tensors. Moving a span's content is the caller's work."""
-
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
-        self._free: list[tuple[int, int]] = [(0, num_slots)]
-
-    @property
-    def num_free(self) -> int:
-        return sum(end - start for start, end in self._free)
-
-    def allocate(self, capacity: int) -> Span | None:
-        """A span of `capacity` slots, or None when no hole is large enough."""
-        for index, (start, end) in enumerate(self._free):
-            if end - start >= capacity:
-                self._replace(index, start + capacity, end)
-                return Span(start, capacity)
-        return None
-
-    def extend(self, span: Span, capacity: int) -> Span | None:
-        """The same span grown in place, or None when the slots behind it are taken."""
-        for index, (start, end) in enumerate(self._free):
-            if start == span.end and end - span.start >= capacity:
-                self._replace(index, span.start + capacity, end)
-                return Span(span.start, capacity)
-        return None
-
-    def release(self, span: Span) -> None:
-        insort(self._free, (span.start, span.end))
-        merged: list[tuple[int, int]] = []
-        for start, end in self._free:
-            if merged and merged[-1][1] == start:
-                merged[-1] = (merged[-1][0], end)
-            else:
-                merged.append((start, end))
-        self._free = merged
-
-    def _replace(self, index: int, start: int, end: int) -> None:
-        self._free[index : index + 1] = [(start, end)] if start < end else []
+# Slots of a page: of one token each.
+PAGE_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +24,8 @@ class LayerShape:
 class KVArena:
     """Keys and values of the attention layers of one stage.
 
-    keys[layer]: [num_heads, num_slots + num_spare, key_dim]; values[layer] likewise. A span is a view. Spare slots take
-    what padding rows write.
+    keys[layer]: [num_heads, num_slots + num_spare, key_dim]; values[layer] likewise. Slots side by side are a view.
+    Spare slots take what padding rows write.
     """
 
     def __init__(
@@ -112,3 +61,8 @@ class KVArena:
 
 def bytes_per_slot(layers: Sequence[LayerShape], dtype: torch.dtype) -> int:
     return sum(shape.num_heads * (shape.key_dim + shape.value_dim) for shape in layers) * dtype.itemsize
+
+
+def whole_pages(num_slots: int) -> int:
+    """Slots of the pages that hold so many."""
+    return -(-num_slots // PAGE_SIZE) * PAGE_SIZE

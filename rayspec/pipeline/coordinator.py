@@ -213,7 +213,7 @@ class RemoteSearch:
                 epoch=self._post.epoch,
                 search_id=message.search_id,
                 tokens=message.tokens,
-                arena_starts=message.arena_starts,
+                places=message.places,
             )
             self._post.send(stage_name(stage), seek)
         for _ in self._spans:
@@ -222,7 +222,7 @@ class RemoteSearch:
     def end(self) -> None:
         """The shards may forget it."""
         for stage in range(len(self._spans)):
-            seek = Seek(epoch=self._post.epoch, search_id=self._message.search_id, tokens=(), arena_starts=())
+            seek = Seek(epoch=self._post.epoch, search_id=self._message.search_id, tokens=(), places=())
             self._post.send(stage_name(stage), seek)
 
     def start(self) -> RemoteBatch:

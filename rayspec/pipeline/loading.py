@@ -15,6 +15,7 @@ from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.decode.engine import Engine
 from rayspec.decode.loading import make_scheduler, resolve_max_model_len
 from rayspec.decode.requests import Vocabulary
+from rayspec.model.kv_arena import whole_pages
 from rayspec.model.sizes import Quantization, model_sizes
 from rayspec.model.weights import eos_token_ids, load_config, load_tokenizer, num_layers, vocab_size
 from rayspec.pipeline.ray_stages import RayStages
@@ -64,7 +65,7 @@ def load_pipeline(config: EngineConfig, *, with_tokenizer: bool = True, shard_ty
         costs=_costs(config, options, model, max_model_len),
         vocab_size=vocabulary.size,
         hidden_size=model.get_text_config().hidden_size,
-        num_slots=config.kv_cache_tokens or config.max_num_seqs * max_model_len,
+        num_slots=whole_pages(config.kv_cache_tokens or config.max_num_seqs * max_model_len),
         num_gpus=_gpus_per_shard(config, options),
         shard_type=shard_type,
     )

@@ -31,7 +31,7 @@ from rayspec.decode.questions import (
 from rayspec.decode.rounds import Prefill, PrefillResult, Round, RoundResult, Work
 from rayspec.decode.scheduler import Chunk, Move
 from rayspec.errors import TransportError
-from rayspec.model.rows import RowSpan
+from rayspec.model.rows import RowSpan, Runs
 from rayspec.planning.acceptance import DraftWhileWorth
 from rayspec.planning.latency import Measurement
 from rayspec.planning.lookup import DraftUntilFound
@@ -239,7 +239,7 @@ class Search(Message, frozen=True, kw_only=True):
 
     search_id: int
     tokens: Sequence[TappedToken]
-    arena_starts: Sequence[int]
+    places: Sequence[Runs]
     question: Named[Question]
 
 
@@ -258,7 +258,7 @@ class Seek(Message, frozen=True, kw_only=True):
 
     search_id: int
     tokens: Sequence[TappedToken]
-    arena_starts: Sequence[int]
+    places: Sequence[Runs]
 
 
 class RunSublayer(msgspec.Struct, frozen=True, tag="run"):

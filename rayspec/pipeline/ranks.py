@@ -15,6 +15,7 @@ from rayspec.decode.passes import Pass, SpanRunner
 from rayspec.decode.plan_search import PlanSearch, TappedToken
 from rayspec.decode.runner import Runner
 from rayspec.decode.scheduler import Move
+from rayspec.model.rows import Runs
 from rayspec.pipeline.messages import Follow
 from rayspec.types import RayspecError
 
@@ -50,10 +51,8 @@ class LeadingSpan(SpanRunner):
         self.announce(Follow(epoch=self._epoch(), forget=True))
         super().forget()
 
-    def search(
-        self, tokens: Sequence[TappedToken], arena_starts: Sequence[int], next_tokens: Tensor | None
-    ) -> PlanSearch:
-        found = super().search(tokens, arena_starts, next_tokens)
+    def search(self, tokens: Sequence[TappedToken], places: Sequence[Runs], next_tokens: Tensor | None) -> PlanSearch:
+        found = super().search(tokens, places, next_tokens)
         run, rows = found.run, found.tokens
 
         def announced(sublayer: int, states: Any) -> Tensor:

@@ -51,9 +51,10 @@ def test_greedy_equals_generate_when_preempted_and_prefilled_in_small_pieces(fam
     parts, known = parts_of(checkpoint(family)), _cases(family)
     short = [index for index, prompt in enumerate(known.prompts) if len(prompt) < 600]
     selector = RandomPlans(99, len(parts.sublayers))
-    engine = engine_with(parts, selector, kv_cache_tokens=190, max_num_seqs=6, max_num_batched_tokens=16)
-    outputs = complete(engine, [known.prompts[index] for index in short])
-    assert tokens_of(outputs) == [known.expected[index] for index in short]
+    engine = engine_with(parts, selector, kv_cache_tokens=300, max_num_seqs=6, max_num_batched_tokens=16)
+    outputs = complete(engine, [known.prompts[index] for index in short] * 2)
+    assert tokens_of(outputs) == [known.expected[index] for index in short] * 2
+    assert engine.stats.num_cached_tokens > 0
     assert engine.stats.num_preemptions > 0
     assert sum(output.metrics.num_preemptions for output in outputs) == engine.stats.num_preemptions
 

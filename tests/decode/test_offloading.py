@@ -20,7 +20,7 @@ from rayspec.decode.selection.knapspec import KnapSpec
 from rayspec.local_engine import load_engine
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.kv_arena import KVArena
-from rayspec.model.rows import RowSpan
+from rayspec.model.rows import RowSpan, one_run
 from rayspec.planning.latency import LatencyModel
 from rayspec.types import ConfigError
 from tests.demo_model import EOS, demo_parts, demo_prompts
@@ -207,7 +207,7 @@ def _through(parts: Decomposition) -> torch.Tensor:
     arena = KVArena(parts.shapes, 16, dtype=parts.dtype, device=torch.device("cpu"))
     runner = Runner(parts, arena, device=torch.device("cpu"), bucket_rows=None)
     states = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(0))
-    return runner.run(runner.batch([RowSpan(0, 0, 5)]), states)
+    return runner.run(runner.batch([RowSpan(one_run(0, 1000), 0, 5)]), states)
 
 
 @pytest.mark.exhaustive

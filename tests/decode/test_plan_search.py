@@ -10,7 +10,6 @@ import torch
 
 from rayspec.config import SamplingParams
 from rayspec.decode.plan_search import PlanSearch
-from rayspec.decode.scheduler import span_of
 from rayspec.decode.selection.base import FixedPlan
 from rayspec.model.architecture import Decomposition
 from rayspec.planning.knapsack import solve
@@ -34,7 +33,7 @@ def _search(parts: Decomposition, prompts: list[list[int]], plan: Plan, num_step
     for _ in range(num_steps):
         engine.step()
     stages: Any = engine.stages
-    starts = {sequence.sequence_id: span_of(sequence).start for sequence in engine._scheduler.running}
+    starts = {sequence.sequence_id: sequence.table.runs for sequence in engine._scheduler.running}
     tokens = engine._planner.taps.tokens[-6:]
     return stages.plan_search(tokens, [starts[token.sequence_id] for token in tokens]), stages.runner
 
@@ -60,7 +59,7 @@ def test_a_branch_is_what_a_draft_of_one_token_computes(family: str) -> None:
     inputs = search.start()[:, 0]
     with torch.inference_mode():
         for at, row in enumerate(search.tokens):
-            slot = row.arena_start + row.context
+            slot = row.runs[0].start + row.context
             for keep, state in zip(keeps, states, strict=True):
                 batch = runner.batch([row])
                 saved = {k: v[:, slot].clone() for k, v in runner.arena.keys.items()}

@@ -100,7 +100,9 @@ def test_several_sequences_have_spans_of_their_own(
     assert {(one.batch, one.context) for one in found} == expected
     assert {one.rows // one.batch for one in found} == ({1, 4} if expected else set())
     for spans in seen:
-        slots = [slot for one in spans for slot in range(one.arena_start, one.arena_start + one.context + one.num_rows)]
+        slots = [
+            slot for one in spans for slot in range(one.runs[0].start, one.runs[0].start + one.context + one.num_rows)
+        ]
         assert len(set(slots)) == len(slots)
         assert max(slots) < num_slots
 

@@ -29,7 +29,6 @@ from rayspec.decode.questions import (
     Trial,
     answer,
 )
-from rayspec.decode.scheduler import span_of
 from rayspec.decode.selection.base import FixedPlan
 from rayspec.types import Plan
 from tests.engines import engine_with, random_plan, requests_for
@@ -89,7 +88,7 @@ def asked(path: str) -> _Asked:
         engine.add(request)
     for _ in range(4):
         engine.step()
-    starts = {sequence.sequence_id: span_of(sequence).start for sequence in engine._scheduler.running}
+    starts = {sequence.sequence_id: sequence.table.runs for sequence in engine._scheduler.running}
     tokens = engine._planner.taps.tokens[-NUM_TOKENS:]
     return _Asked(engine, tokens, [starts[token.sequence_id] for token in tokens])
 

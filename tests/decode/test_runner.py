@@ -7,7 +7,7 @@ import torch
 
 from rayspec.decode.runner import Runner
 from rayspec.model.kv_arena import KVArena
-from rayspec.model.rows import RowSpan
+from rayspec.model.rows import RowSpan, one_run
 from rayspec.types import Plan
 from tests.families import MATRIX, checkpoint, parts_of
 
@@ -22,7 +22,12 @@ def _runner(family: str, bucket_rows: int | None, dtype: str = "float32") -> Run
     return Runner(parts, arena, device=CPU, bucket_rows=bucket_rows)
 
 
-SPANS = [RowSpan(80, 0, 5), RowSpan(0, 0, 13), RowSpan(30, 0, 1), RowSpan(40, 0, 3)]
+SPANS = [
+    RowSpan(one_run(80, 1000), 0, 5),
+    RowSpan(one_run(0, 1000), 0, 13),
+    RowSpan(one_run(30, 1000), 0, 1),
+    RowSpan(one_run(40, 1000), 0, 3),
+]
 NUM_ROWS = sum(span.num_rows for span in SPANS)
 TOKENS = torch.arange(3, 3 + NUM_ROWS)
 
@@ -55,7 +60,7 @@ def test_buckets_give_what_one_batch_gives(family: str) -> None:
         torch.testing.assert_close(cut_taps[index], states, atol=1e-4, rtol=1e-4)
     for layer, keys in whole.arena.keys.items():
         for span in SPANS:
-            written = slice(span.arena_start, span.arena_start + span.num_rows)
+            written = slice(span.runs[0].start, span.runs[0].start + span.num_rows)
             torch.testing.assert_close(cut.arena.keys[layer][:, written], keys[:, written], atol=1e-4, rtol=1e-4)
 
 
@@ -68,7 +73,7 @@ def test_in_buckets_a_row_is_the_same_to_the_bit_whatever_runs_beside_it(
     """Every row alone in its bucket, and all rows in shuffled company. Experts see as many rows as choose them, so
     that for a mixture of experts a bucket must be one row."""
     runner = _runner(family, bucket_rows, dtype)
-    spans = [RowSpan(10 * index, 0, 1) for index in range(11)]
+    spans = [RowSpan(one_run(10 * index, 1000), 0, 1) for index in range(11)]
     tokens = torch.arange(20, 31)
     alone = []
     for index, span in enumerate(spans):
@@ -86,7 +91,7 @@ def test_in_buckets_a_row_is_the_same_to_the_bit_whatever_runs_beside_it(
 def test_padding_rows_touch_nothing_that_is_in_use() -> None:
     runner = _runner("llama", 8)
     before = {layer: keys[:, :120].clone() for layer, keys in runner.arena.keys.items()}
-    runner.run(runner.batch([RowSpan(7, 0, 1)]), runner.embed(torch.tensor([5])))
+    runner.run(runner.batch([RowSpan(one_run(7, 1000), 0, 1)]), runner.embed(torch.tensor([5])))
     for layer, keys in runner.arena.keys.items():
         changed = (keys[:, :120] != before[layer]).any(-1).any(0).nonzero().flatten().tolist()
         assert changed == [7]

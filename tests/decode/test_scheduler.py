@@ -1,23 +1,27 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rayspec.config import SamplingParams
-from rayspec.decode.scheduler import Scheduler, Step, span_of
+from rayspec.decode.scheduler import Scheduler, Step
 from rayspec.decode.sequence import SequenceState
-from rayspec.types import RequestMetrics
+from rayspec.model.kv_arena import PAGE_SIZE
+from rayspec.model.rows import slots_between
+from rayspec.types import NonFiniteLogitsError, RequestMetrics
 
 
-def _sequence(name: int, num_prompt: int, max_tokens: int) -> SequenceState:
+def _sequence(name: int, num_prompt: int, max_tokens: int, prompt: Sequence[int] | None = None) -> SequenceState:
+    """Prompts differ from the first token on, unless said otherwise."""
     return SequenceState(
         sequence_id=str(name),
         index=0,
         params=SamplingParams(max_tokens=max_tokens),
         seed=0,
-        token_ids=[0] * num_prompt,
+        token_ids=list(prompt or [name] * num_prompt),
         num_prompt_tokens=num_prompt,
         max_total_tokens=num_prompt + max_tokens,
         eos_token_ids=(),
@@ -27,40 +31,40 @@ def _sequence(name: int, num_prompt: int, max_tokens: int) -> SequenceState:
 
 
 class _World:
-    """Carries out steps as the engine does, on a list that stands for the arena, and checks what was promised."""
+    """Carries out steps as the engine does, on a list that stands for the cache, and checks what was promised. A slot
+    holds all tokens up to its own, as keys and values depend on them."""
 
     def __init__(self, scheduler: Scheduler, lookahead: int, seed: int, num_beside: int = 0) -> None:
         self.scheduler = scheduler
-        self.slots: list[tuple[str, int] | None] = [None] * scheduler.allocator.num_slots
+        self.slots: list[tuple[int, ...] | None] = [None] * scheduler.num_slots
         self.lookahead = lookahead
         self.num_beside = num_beside
         self.rng = random.Random(seed)
         self.finished: list[str] = []
-        self.arrival: dict[str, int] = {}
         self.num_preemptions = 0
+        self.num_prefilled = 0
 
     def add(self, sequence: SequenceState) -> None:
-        self.arrival[sequence.sequence_id] = len(self.arrival)
         self.scheduler.add(sequence)
 
     def step(self) -> Step:
         before = list(self.scheduler.running)
         step = self.scheduler.schedule()
         self._check_preempted(before, step)
-        for move in step.moves:
-            moved = self.slots[move.source : move.source + move.length]
-            self.slots[move.destination : move.destination + move.length] = moved
-        self._check_spans()
+        self._check_pages()
         assert not {id(sequence) for sequence in step.prefill} & {id(sequence) for sequence in step.decode}
+        for sequence in step.admitted:
+            self._require_cached(sequence, sequence.num_computed)
         for sequence, chunk in zip(step.prefill, step.chunks, strict=True):
             first, num_tokens = chunk.rows.context, chunk.rows.num_rows
             assert chunk.sequence_id == sequence.sequence_id
-            assert chunk.rows.arena_start == span_of(sequence).start
+            assert chunk.rows.runs == sequence.table.runs
             assert first == sequence.num_computed
             assert 0 < num_tokens <= sequence.num_tokens - first
             assert chunk.token_ids == sequence.token_ids[first : first + num_tokens]
             assert chunk.replay == (first >= sequence.num_prompt_tokens)
             self._write(sequence, first, first + num_tokens)
+            self.num_prefilled += num_tokens
             sequence.num_computed += num_tokens
             assert chunk.sample == (sequence.num_computed == sequence.num_tokens)
             if chunk.sample:
@@ -70,7 +74,7 @@ class _World:
             room = min(1 + self.lookahead, sequence.num_remaining)
             first = sequence.num_tokens - 1
             num_rows = room + self.num_beside
-            self._write(sequence, first, min(first + num_rows, self.scheduler.allocator.num_slots))
+            self._write(sequence, first, min(first + num_rows, self.scheduler.num_slots))
             self._commit(sequence, self.rng.randint(1, room))
         return step
 
@@ -79,29 +83,35 @@ class _World:
         if step.preempted:
             youngest = before[len(before) - len(step.preempted) :]
             assert step.preempted == youngest[::-1], "the youngest go first"
-            assert all(sequence.num_computed == 0 or sequence.span for sequence in step.preempted)
 
-    def _check_spans(self) -> None:
-        spans = [span_of(sequence) for sequence in self.scheduler.running]
-        taken = [slot for span in spans for slot in range(span.start, span.end)]
-        assert len(taken) == len(set(taken))
-        assert self.scheduler.allocator.num_free == len(self.slots) - len(taken)
-        assert all(sequence.span is None for sequence in self.scheduler.waiting)
+    def _check_pages(self) -> None:
+        running = self.scheduler.running
+        taken = {page for sequence in running for page in sequence.table.pages}
+        assert self.scheduler.num_used_slots == len(taken) * PAGE_SIZE
+        for sequence in running:
+            own = sequence.table.pages[sequence.num_computed // PAGE_SIZE :]
+            others = {page for other in running if other is not sequence for page in other.table.pages}
+            assert not others & set(own), "what is yet to be written is nobody else's"
+        assert not any(sequence.table.pages for sequence in self.scheduler.waiting)
 
     def _write(self, sequence: SequenceState, first: int, end: int) -> None:
-        span = span_of(sequence)
-        assert end <= span.capacity, "a round writes behind its span"
+        assert end <= sequence.table.capacity, "a round writes behind its pages"
         self._require_cached(sequence, first)
-        for position in range(first, end):
-            self.slots[span.start + position] = (sequence.sequence_id, position)
+        tokens = sequence.token_ids + [-1] * end  # what is drafted
+        for position, slot in enumerate(slots_between(sequence.table.runs, first, end), first):
+            self.slots[slot] = tuple(tokens[: position + 1])
 
     def _require_cached(self, sequence: SequenceState, count: int) -> None:
-        start = span_of(sequence).start
-        expected = [(sequence.sequence_id, position) for position in range(count)]
-        assert self.slots[start : start + count] == expected
+        for position, slot in enumerate(slots_between(sequence.table.runs, 0, count)):
+            assert self.slots[slot] == tuple(sequence.token_ids[: position + 1])
 
     def _commit(self, sequence: SequenceState, count: int) -> None:
-        sequence.commit([0] * count)
+        """The round has written the keys and values of what it commits."""
+        first = sequence.num_tokens
+        sequence.commit([self.rng.randint(0, 1) for _ in range(count)])
+        slots = slots_between(sequence.table.runs, first, sequence.num_tokens - 1)
+        for position, slot in enumerate(slots, first):
+            self.slots[slot] = tuple(sequence.token_ids[: position + 1])
         sequence.num_computed = sequence.num_tokens - 1
         if sequence.finished:
             self.scheduler.remove(sequence)
@@ -113,11 +123,11 @@ SIZES = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 40)), min_size=1, 
 
 @given(
     SIZES,
-    st.integers(100, 260),
+    st.integers(112, 260),
     st.integers(1, 6),
     st.tuples(st.integers(0, 9), st.sampled_from([0, 0, 7, 64])),
     st.sampled_from([16, 24, 500]),
-    st.booleans(),
+    st.tuples(st.booleans(), st.booleans()),
     st.integers(0, 2**20),
 )
 def test_everyone_finishes_and_nobody_writes_elsewhere(
@@ -126,10 +136,11 @@ def test_everyone_finishes_and_nobody_writes_elsewhere(
     max_num_seqs: int,
     rows: tuple[int, int],
     max_prefill: int,
-    on_grid: bool,
+    how: tuple[bool, bool],
     seed: int,
 ) -> None:
-    lookahead, num_beside = rows
+    """Prompts are the beginning of one of a few texts."""
+    (lookahead, num_beside), (on_grid, shares_pages) = rows, how
     scheduler = Scheduler(
         num_slots,
         max_num_seqs=max_num_seqs,
@@ -137,9 +148,11 @@ def test_everyone_finishes_and_nobody_writes_elsewhere(
         lookahead=lookahead,
         num_beside=num_beside,
         chunk_grid=max_prefill if on_grid else None,
+        shares_pages=shares_pages,
     )
     world = _World(scheduler, lookahead, seed, num_beside)
-    arriving = [_sequence(index, *size) for index, size in enumerate(sizes)]
+    texts = [[index % 2] * 20 + [index] * 40 for index in range(3)]
+    arriving = [_sequence(index, *size, prompt=world.rng.choice(texts)[: size[0]]) for index, size in enumerate(sizes)]
     for sequence in arriving:
         assert scheduler.fits(sequence)
     for _ in range(4000):
@@ -149,6 +162,9 @@ def test_everyone_finishes_and_nobody_writes_elsewhere(
             aborted = world.rng.choice([*scheduler.running, *scheduler.waiting])
             scheduler.remove(aborted)
             world.finished.append(aborted.sequence_id)
+        elif world.rng.random() < 0.01:
+            world.slots = [None] * scheduler.num_slots
+            scheduler.restart()
         step = world.step()
         assert len(scheduler.running) <= max_num_seqs
         assert sum(len(chunk.token_ids) for chunk in step.chunks) <= max_prefill
@@ -157,7 +173,8 @@ def test_everyone_finishes_and_nobody_writes_elsewhere(
         if not arriving and not scheduler.has_work:
             break
     assert sorted(world.finished, key=int) == [str(index) for index in range(len(sizes))]
-    assert scheduler.allocator.num_free == num_slots
+    assert scheduler.num_used_slots == 0
+    assert not scheduler._prefixes._in_work
 
 
 def _check_grid(step: Step, grid: int) -> None:
@@ -170,7 +187,7 @@ def _check_grid(step: Step, grid: int) -> None:
 
 
 def test_it_does_preempt_and_replays_what_was_generated() -> None:
-    world = _World(Scheduler(60, max_num_seqs=3, max_prefill_tokens=16, lookahead=4), 4, 0)
+    world = _World(Scheduler(128, max_num_seqs=3, max_prefill_tokens=16, lookahead=4), 4, 0)
     for index in range(3):
         world.add(_sequence(index, 15, 30))
     while world.scheduler.has_work:
@@ -179,18 +196,54 @@ def test_it_does_preempt_and_replays_what_was_generated() -> None:
     assert world.finished[0] == "0", "the oldest is never preempted"
 
 
-def test_a_sequence_that_fits_its_share_is_never_preempted_or_moved() -> None:
-    world = _World(Scheduler(200, max_num_seqs=4, max_prefill_tokens=64, lookahead=8), 8, 0)
-    for index in range(12):
+def test_pages_are_dealt_side_by_side_and_stay_where_they_are() -> None:
+    scheduler = Scheduler(320, max_num_seqs=4, max_prefill_tokens=64, lookahead=8)
+    world = _World(scheduler, 8, 0)
+    for index in range(4):
         world.add(_sequence(index, 20, 30))
     while world.scheduler.has_work:
         step = world.step()
-        assert not step.moves
         assert not step.preempted
+        assert all(len(sequence.table.runs) == 1 for sequence in scheduler.running)
+
+
+def test_who_begins_like_another_computes_the_rest_only() -> None:
+    world = _World(Scheduler(400, max_num_seqs=8, max_prefill_tokens=32, lookahead=0), 0, 0)
+    for index in range(8):
+        world.add(_sequence(index, 105, 3, prompt=[7] * 100 + [index] * 5))
+    while world.scheduler.has_work:
+        world.step()
+    assert world.num_prefilled == 105 + 7 * (105 - 96)
+
+
+def test_a_preempted_sequence_finds_its_pages_again() -> None:
+    scheduler = Scheduler(128, max_num_seqs=2, max_prefill_tokens=500, lookahead=0)
+    world = _World(scheduler, 0, 0)
+    world.add(_sequence(0, 30, 40))
+    world.add(_sequence(1, 33, 60))
+    while scheduler.has_work and not world.num_preemptions:
+        world.step()
+    num_prefilled = world.num_prefilled
+    while scheduler.has_work:
+        world.step()
+    assert world.num_preemptions == 1
+    assert world.num_prefilled - num_prefilled < 33, "its pages are still there"
+
+
+def test_what_a_failed_sequence_leaves_is_not_shared() -> None:
+    scheduler = Scheduler(400, max_num_seqs=2, max_prefill_tokens=500, lookahead=0)
+    world, failed = _World(scheduler, 0, 0), _sequence(0, 100, 5)
+    world.add(failed)
+    world.step()
+    world.step()
+    failed.error = NonFiniteLogitsError("NaN")
+    scheduler.remove(failed)
+    world.add(_sequence(1, 100, 5, prompt=failed.token_ids[:100]))
+    assert world.step().chunks[0].rows.context == 0
 
 
 def test_first_come_first_served() -> None:
-    scheduler = Scheduler(100, max_num_seqs=4, max_prefill_tokens=500, lookahead=0)
+    scheduler = Scheduler(112, max_num_seqs=4, max_prefill_tokens=500, lookahead=0)
     large, small = _sequence(0, 90, 5), _sequence(2, 5, 5)
     scheduler.add(large)
     scheduler.add(_sequence(1, 80, 5))

@@ -15,13 +15,13 @@ from rayspec.decode.runner import Runner
 from rayspec.decode.scheduler import Chunk
 from rayspec.decode.stages import LocalStages
 from rayspec.model.kv_arena import KVArena
-from rayspec.model.rows import RowSpan
+from rayspec.model.rows import RowSpan, one_run
 from rayspec.types import Plan
 from tests.families import VOCAB_SIZE, cases, checkpoint, parts_of
 
 PATH = checkpoint("llama")
 KNOWN = cases(PATH, (20, 5, 33), 24)
-STARTS = (100, 0, 50)
+PLACES = tuple(one_run(start, 50) for start in (100, 0, 50))
 CPU = torch.device("cpu")
 
 
@@ -48,7 +48,7 @@ def _prefill(stages: LocalStages, chunks: list[Chunk]) -> Any:
 
 
 def _chunk(name: int, tokens: list[int], context: int = 0, sample: bool = True) -> Chunk:
-    return Chunk(str(name), RowSpan(STARTS[name], context, len(tokens)), tokens, sample=sample)
+    return Chunk(str(name), RowSpan(PLACES[name], context, len(tokens)), tokens, sample=sample)
 
 
 def _round(stages: LocalStages, entries: list[RoundEntry], plan: Plan, keep: Any = None, num_taps: int = 0) -> Any:
@@ -67,7 +67,7 @@ def _entries(lengths: tuple[int, ...] = (4, 0, 6), **options: Any) -> list[Round
     return [
         RoundEntry(
             sequence_id=str(name),
-            arena_start=STARTS[name],
+            runs=PLACES[name],
             length=len(prompt) + 1,
             last_token=KNOWN.expected[name][0],
             max_draft_tokens=lengths[name],
@@ -137,7 +137,7 @@ def test_taps_are_the_targets_states_of_newest_tokens(num_drafted: int) -> None:
     stages = _prefilled()
     _round(stages, _entries((num_drafted,) * 3), _plan(2), num_taps=2)
     tokens = [TappedToken(str(name), len(KNOWN.prompts[name])) for name in range(2)]
-    search = stages.plan_search(tokens, STARTS[:2])
+    search = stages.plan_search(tokens, PLACES[:2])
     states = search.start()
     assert states.shape == (2, 1, 64)
     newest = torch.tensor([KNOWN.expected[name][0] for name in range(2)])
@@ -153,6 +153,6 @@ def test_taps_of_long_ago_are_gone() -> None:
     stages = _prefilled(num_tap_tokens=2)
     _round(stages, _entries((0, 0, 0)), _plan(), num_taps=3)
     kept = [TappedToken(str(name), len(KNOWN.prompts[name])) for name in (1, 2)]
-    assert stages.plan_search(kept, STARTS[1:]).num_tokens == 2
+    assert stages.plan_search(kept, PLACES[1:]).num_tokens == 2
     with pytest.raises(TapsGoneError):
-        stages.plan_search([TappedToken("0", len(KNOWN.prompts[0]))], STARTS[:1])
+        stages.plan_search([TappedToken("0", len(KNOWN.prompts[0]))], PLACES[:1])

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from rayspec.model import attention
 from rayspec.model.attention import pack, pack_branches, packed_attention
 from rayspec.model.kv_arena import KVArena, LayerShape
-from rayspec.model.rows import Path, RowSpan
+from rayspec.model.rows import Path, RowSpan, Run, Runs, one_run, slots_between
 
 CPU = torch.device("cpu")
 HEADS, DIM, VALUE_DIM, SLOTS = 4, 8, 6, 96
@@ -45,9 +46,9 @@ def _expected(
     return torch.stack(rows).float()
 
 
-def _arena(kv_heads: int, num_spare: int = 0) -> KVArena:
-    shapes = {3: LayerShape(kv_heads, DIM, VALUE_DIM)}
-    arena = KVArena(shapes, SLOTS, dtype=torch.float32, device=CPU, num_spare=num_spare)
+def _arena(kv_heads: int, num_spare: int = 0, num_slots: int = SLOTS, value_dim: int = VALUE_DIM) -> KVArena:
+    shapes = {3: LayerShape(kv_heads, DIM, value_dim)}
+    arena = KVArena(shapes, num_slots, dtype=torch.float32, device=CPU, num_spare=num_spare)
     torch.manual_seed(0)
     for tensor in (arena.keys[3], arena.values[3]):
         tensor.copy_(torch.randn_like(tensor) * 2)
@@ -58,7 +59,12 @@ def _arena(kv_heads: int, num_spare: int = 0) -> KVArena:
 @pytest.mark.parametrize("options", OPTIONS)
 def test_ragged_rows_attend_to_their_own_sequence_only(kv_heads: int, options: dict[str, Any]) -> None:
     arena = _arena(kv_heads, num_spare=4)
-    spans = [RowSpan(60, 0, 1), RowSpan(0, 17, 1), RowSpan(20, 3, 36), RowSpan(70, 9, 6)]
+    spans = [
+        RowSpan(one_run(60, 1000), 0, 1),
+        RowSpan(one_run(0, 1000), 17, 1),
+        RowSpan(one_run(20, 1000), 3, 36),
+        RowSpan(one_run(70, 1000), 9, 6),
+    ]
     assert spans[2].num_rows > 32, "more than what is folded into rows"
     num_rows = sum(span.num_rows for span in spans)
     rows = pack(arena, spans, device=CPU, pad_to=num_rows + 2)
@@ -69,7 +75,7 @@ def test_ragged_rows_attend_to_their_own_sequence_only(kv_heads: int, options: d
     assert output.shape == (1, num_rows + 2, HEADS, VALUE_DIM)
     at, written = 0, set()
     for span in spans:
-        start = span.arena_start
+        start = span.runs[0].start
         for position in range(span.context, span.context + span.num_rows):
             assert torch.equal(arena.keys[3][:, start + position], key[0, :, at])
             written.add(start + position)
@@ -89,10 +95,10 @@ def test_ragged_rows_attend_to_their_own_sequence_only(kv_heads: int, options: d
 def test_rows_of_a_tree_see_their_ancestors_only(kv_heads: int, options: dict[str, Any], single: bool) -> None:
     """Two trees, one too long to be folded into rows, and a chain between them. One by one: each row is a group."""
     arena, rng = _arena(kv_heads), random.Random(kv_heads)
-    spans = [RowSpan(60, 9, 12), RowSpan(82, 6, 3), RowSpan(2, 11, 40)]
+    spans = [RowSpan(one_run(60, 1000), 9, 12), RowSpan(one_run(82, 1000), 6, 3), RowSpan(one_run(2, 1000), 11, 40)]
     paths: list[list[Path]] = [_random_paths(rng, 9, 12), [], _random_paths(rng, 11, 40)]
     if single:
-        cut = [RowSpan(span.arena_start, span.context + row, 1) for span in spans for row in range(span.num_rows)]
+        cut = [RowSpan(span.runs, span.context + row, 1) for span in spans for row in range(span.num_rows)]
         rows = pack(arena, cut, device=CPU, paths=[[one] for tree in (paths[0], CHAIN, paths[2]) for one in tree])
     else:
         rows = pack(arena, spans, device=CPU, paths=paths)
@@ -101,7 +107,7 @@ def test_rows_of_a_tree_see_their_ancestors_only(kv_heads: int, options: dict[st
     output, _ = packed_attention(MODULE, query, key, value, None, packed=rows, **options)
     at = 0
     for span, tree in zip(spans, (paths[0], CHAIN, paths[2]), strict=True):
-        start = span.arena_start
+        start = span.runs[0].start
         for row in range(span.num_rows):
             assert torch.equal(arena.keys[3][:, start + span.context + row], key[0, :, at])
             seen = [start + slot for slot in (*range(tree[row].shared), *tree[row].own)]
@@ -129,7 +135,10 @@ def _random_paths(rng: random.Random, first: int, num_rows: int) -> list[Path]:
 @pytest.mark.parametrize("options", OPTIONS)
 def test_branches_see_the_context_and_themselves(kv_heads: int, options: dict[str, Any]) -> None:
     arena = _arena(kv_heads)
-    tokens, num_branches = [RowSpan(0, 7, 1), RowSpan(40, 21, 1), RowSpan(70, 0, 1)], 5
+    tokens, num_branches = (
+        [RowSpan(one_run(0, 1000), 7, 1), RowSpan(one_run(40, 1000), 21, 1), RowSpan(one_run(70, 1000), 0, 1)],
+        5,
+    )
     num_rows = len(tokens) * num_branches
     positions = torch.tensor([token.context for token in tokens]).repeat_interleave(num_branches)
     rows = pack_branches(arena, tokens, num_branches, positions)
@@ -141,11 +150,80 @@ def test_branches_see_the_context_and_themselves(kv_heads: int, options: dict[st
     assert torch.equal(arena.values[3], values_before)
     for at in range(num_rows):
         token = tokens[at // num_branches]
-        start, position = token.arena_start, token.context
+        start, position = token.runs[0].start, token.context
         keys = torch.cat([keys_before[:, start : start + position], key[0, :, at : at + 1]], 1)
         values = torch.cat([values_before[:, start : start + position], value[0, :, at : at + 1]], 1)
         expected = _expected(query[0, :, at], keys, values, position, **options)
         torch.testing.assert_close(output[0, at], expected, atol=2e-5, rtol=2e-5)
+
+
+def _scattered(rng: random.Random, shared: Runs, first: int, num_slots: int) -> list[Runs]:
+    """Sequences that begin with `shared` and go on in runs of random lengths, in random order, from slot `first` on."""
+    runs, at = [], first
+    while at < num_slots:
+        runs.append(Run(at, min(rng.choice([2, 5, 17, 40]), num_slots - at)))
+        at = runs[-1].end
+    rng.shuffle(runs)
+    return [(*shared, *runs[index::4]) for index in range(4)]
+
+
+@pytest.mark.parametrize("by_run", [True, False])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_keys_are_found_wherever_they_lie(
+    kv_heads: int, options: dict[str, Any], by_run: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Single rows, a few rows, a chunk and a tree, of sequences that share their first keys."""
+    monkeypatch.setattr(attention, "_LONG_RUN", 16)
+    num_slots = 600
+    arena, rng = _arena(kv_heads, num_slots=num_slots, value_dim=DIM), random.Random(kv_heads)
+    shared = (Run(96, 24), Run(40, 3), Run(0, 20))
+    places = _scattered(rng, shared, 120, num_slots)
+    spans = [
+        RowSpan(places[0], 48, 1),
+        RowSpan(places[1], 60, 5),
+        RowSpan(places[2], 70, 40),
+        RowSpan(places[3], 55, 6),
+    ]
+    trees: list[list[Path]] = [[], [], [], RowSpan((), 55, 6, (-1, 0, 0, 1, 2, 2)).paths()]
+    num_rows = sum(span.num_rows for span in spans)
+    rows = pack(arena, spans, device=CPU, paths=trees, by_run=by_run)
+    query, key, value = (torch.randn(1, heads, num_rows, DIM) for heads in (HEADS, kv_heads, kv_heads))
+    output, _ = packed_attention(MODULE, query, key, value, None, packed=rows, **options)
+    at = 0
+    for span, tree in zip(spans, trees, strict=True):
+        slots = slots_between(span.runs, 0, span.end)
+        for row in range(span.num_rows):
+            seen = [*range(tree[row].shared), *tree[row].own] if tree else list(range(span.context + row + 1))
+            where = [slots[place] for place in seen]
+            assert torch.equal(arena.keys[3][:, slots[span.context + row]], key[0, :, at])
+            keys, values = arena.keys[3][:, where], arena.values[3][:, where]
+            expected = _expected(query[0, :, at], keys, values, len(seen) - 1, **options)
+            torch.testing.assert_close(output[0, at], expected, atol=2e-5, rtol=2e-5)
+            at += 1
+    looks = rows.looks[options["sliding_window"]]
+    if options["sliding_window"] is None and not options["softcap"]:
+        assert any(isinstance(look.rows, Tensor) for look in looks.pieces) == by_run, "shared keys are read once"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_by_run_false_gives_the_same_bits_wherever_keys_lie(dtype: torch.dtype) -> None:
+    num_slots, results = 1200, []
+    every_other = tuple(Run(2 * at, 1) for at in range(560))
+    layouts = (one_run(100, 560), (Run(700, 300), Run(0, 16), Run(320, 244)), every_other)
+    keys, values = torch.randn(2, 2, 560, 64, dtype=torch.float32).to(dtype)
+    query, key, value = (torch.randn(1, heads, 60, 64).to(dtype) for heads in (HEADS, 2, 2))
+    for runs in layouts:
+        arena = KVArena({3: LayerShape(2, 64, 64)}, num_slots, dtype=dtype, device=CPU)
+        arena.write(3, torch.tensor(slots_between(runs, 0, 560)), keys, values)
+        parts = []
+        for context, count in ((500, 60), (559, 1), (530, 8)):
+            rows = pack(arena, [RowSpan(runs, context, count)], device=CPU, by_run=False)
+            own = (one[:, :, :count] for one in (query, key, value))
+            parts.append(packed_attention(MODULE, *own, None, packed=rows)[0])
+        results.append(torch.cat(parts, 1))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
 
 
 def test_what_another_sequence_left_behind_is_not_seen() -> None:
@@ -153,7 +231,7 @@ def test_what_another_sequence_left_behind_is_not_seen() -> None:
     arena.keys[3].fill_(float("nan"))
     arena.values[3].fill_(float("nan"))
     for context, count in ((0, 5), (5, 1), (6, 40)):
-        rows = pack(arena, [RowSpan(8, context, count)], device=CPU)
+        rows = pack(arena, [RowSpan(one_run(8, 1000), context, count)], device=CPU)
         parts = [torch.randn(1, heads, count, dim) for heads, dim in ((HEADS, DIM), (2, DIM), (2, VALUE_DIM))]
         for window in (None, 3):
             output, _ = packed_attention(MODULE, *parts, None, packed=rows, sliding_window=window)

@@ -1,55 +1,8 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from rayspec.model.kv_arena import KVArena, LayerShape, Span, SpanAllocator, bytes_per_slot
-
-NUM_SLOTS = 64
-
-
-def _require_consistent(allocator: SpanAllocator, held: list[Span]) -> None:
-    slots = sorted(slot for span in held for slot in range(span.start, span.end))
-    assert len(slots) == len(set(slots)), "spans overlap"
-    assert not slots or 0 <= slots[0] <= slots[-1] < NUM_SLOTS
-    assert allocator.num_free == NUM_SLOTS - len(slots)
-
-
-def _largest_hole(held: list[Span]) -> int:
-    taken = {slot for span in held for slot in range(span.start, span.end)}
-    longest = run = 0
-    for slot in range(NUM_SLOTS):
-        run = 0 if slot in taken else run + 1
-        longest = max(longest, run)
-    return longest
-
-
-@given(st.lists(st.tuples(st.sampled_from(["allocate", "release", "extend"]), st.integers(1, 40), st.integers(0, 99))))
-def test_spans_never_overlap_and_holes_are_found(actions: list[tuple[str, int, int]]) -> None:
-    allocator, held = SpanAllocator(NUM_SLOTS), []
-    for action, size, which in actions:
-        if action == "allocate":
-            span = allocator.allocate(size)
-            assert (span is not None) == (_largest_hole(held) >= size)
-            if span is not None:
-                assert span.capacity == size
-                held.append(span)
-        elif held:
-            span = held.pop(which % len(held))
-            if action == "release":
-                allocator.release(span)
-            else:
-                capacity = span.capacity + size
-                grown = allocator.extend(span, capacity)
-                behind = {slot for other in held for slot in range(other.start, other.end)}
-                room = span.start + capacity <= NUM_SLOTS and behind.isdisjoint(range(span.end, span.start + capacity))
-                assert (grown == Span(span.start, capacity)) == room
-                held.append(grown or span)
-        _require_consistent(allocator, held)
-    for span in held:
-        allocator.release(span)
-    assert allocator.allocate(NUM_SLOTS) == Span(0, NUM_SLOTS), "released holes have not been merged"
+from rayspec.model.kv_arena import KVArena, LayerShape, bytes_per_slot, whole_pages
 
 
 def _arena(num_spare: int = 0) -> KVArena:
@@ -85,3 +38,7 @@ def test_bytes_of_a_slot_are_what_the_tensors_take() -> None:
     tensors = (*arena.keys.values(), *arena.values.values())
     size = bytes_per_slot([LayerShape(2, 4, 3), LayerShape(1, 2, 2)], torch.float32)
     assert sum(tensor.nbytes for tensor in tensors) == size * arena.num_slots
+
+
+def test_pages_are_whole() -> None:
+    assert [whole_pages(number) for number in (1, 16, 17, 100)] == [16, 16, 32, 112]

@@ -19,7 +19,7 @@ from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.attention import pack
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.offload import _DiskStore, offload
-from rayspec.model.rows import RowSpan
+from rayspec.model.rows import RowSpan, one_run
 from rayspec.model.sublayers import run
 from rayspec.model.weights import load_model
 from rayspec.types import CheckpointError, ConfigError, UnsupportedModelError
@@ -37,7 +37,7 @@ def _parts(family: str = "llama", dtype: Any = "float32") -> Decomposition:
 @torch.inference_mode()
 def _forward(parts: Decomposition, num_rows: int, keep: Sequence[bool] | None = None) -> Tensor:
     arena = KVArena(parts.shapes, 64, dtype=parts.dtype, device=CPU)
-    rows = pack(arena, [RowSpan(0, 0, num_rows)], device=CPU)
+    rows = pack(arena, [RowSpan(one_run(0, 1000), 0, num_rows)], device=CPU)
     hidden = parts.embed(torch.arange(5, 5 + num_rows))
     parts.rotate(hidden, rows)
     return parts.head(run(parts.sublayers, hidden, rows, keep=keep))

@@ -24,7 +24,7 @@ from rayspec.model import weights
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.attention import pack
 from rayspec.model.kv_arena import KVArena
-from rayspec.model.rows import RowSpan
+from rayspec.model.rows import RowSpan, one_run
 from rayspec.model.sublayers import run
 from rayspec.model.weights import load_model
 from rayspec.types import CheckpointError, UnsupportedModelError
@@ -109,7 +109,7 @@ def _run_in_turn(stages: list[Decomposition], prompt: list[int], pieces: list[in
     for count in pieces:
         hidden = stages[0].embed(torch.tensor(prompt[done : done + count]))
         for parts, arena in zip(stages, arenas, strict=True):
-            rows = pack(arena, [RowSpan(7, done, count)], device=CPU)
+            rows = pack(arena, [RowSpan(one_run(7, 1000), done, count)], device=CPU)
             parts.rotate(hidden, rows)
             hidden = run(parts.sublayers, hidden, rows)
         logits.append(stages[-1].head(hidden))

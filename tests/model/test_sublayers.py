@@ -5,7 +5,7 @@ import torch
 
 from rayspec.model.attention import PackedRows, pack
 from rayspec.model.kv_arena import KVArena
-from rayspec.model.rows import RowSpan
+from rayspec.model.rows import RowSpan, one_run
 from rayspec.model.sublayers import run
 from tests.families import MATRIX, checkpoint, parts_of, ragged_prompts, reference
 
@@ -35,7 +35,12 @@ def test_pieces_of_packed_sequences_give_the_logits_of_transformers(family: str)
                 spans.append((number, done, count))
                 pieces.append(torch.tensor(prompts[number][done : done + count]))
         hidden = parts.embed(torch.cat(pieces))
-        rows = _rows(family, [RowSpan(starts[number], done, count) for number, done, count in spans], arena, hidden)
+        rows = _rows(
+            family,
+            [RowSpan(one_run(starts[number], 1000), done, count) for number, done, count in spans],
+            arena,
+            hidden,
+        )
         result = parts.head(run(parts.sublayers, hidden, rows))
         for (number, _, _), one in zip(spans, result.split([count for _, _, count in spans]), strict=True):
             logits[number].append(one)
@@ -49,7 +54,7 @@ def test_a_skipped_sublayer_passes_its_input_on_and_taps_see_every_boundary() ->
     parts = parts_of(checkpoint("llama"))
     arena = KVArena(parts.shapes, 8, dtype=torch.float32, device=CPU)
     hidden = parts.embed(torch.tensor([5, 6, 7]))
-    rows = _rows("llama", [RowSpan(0, 0, 3)], arena, hidden)
+    rows = _rows("llama", [RowSpan(one_run(0, 1000), 0, 3)], arena, hidden)
     seen: dict[int, torch.Tensor] = {}
     keep = [True, False, True, True, False, False, True, True]
     output = run(parts.sublayers, hidden, rows, keep=keep, tap=seen.__setitem__)

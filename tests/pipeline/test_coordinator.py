@@ -25,10 +25,9 @@ from rayspec.decode.questions import (
     answer,
 )
 from rayspec.decode.runner import Runner
-from rayspec.decode.scheduler import span_of
 from rayspec.decode.selection.base import FixedPlan
 from rayspec.model.kv_arena import KVArena
-from rayspec.model.rows import RowSpan
+from rayspec.model.rows import RowSpan, Runs
 from rayspec.pipeline.messages import Searched, Ship
 from rayspec.pipeline.post import COORDINATOR
 from rayspec.pipeline.stage_worker import stage_name
@@ -70,7 +69,7 @@ def generate(run: LoopEngine, path: str) -> None:
 
 
 def places(run: LoopEngine, count: int) -> tuple[list[TappedToken], list[int]]:
-    starts = {sequence.sequence_id: span_of(sequence).start for sequence in run.engine._scheduler.running}
+    starts = {sequence.sequence_id: sequence.table.runs for sequence in run.engine._scheduler.running}
     tokens = run.engine._planner.taps.tokens[-count:]
     return tokens, [starts[token.sequence_id] for token in tokens]
 
@@ -90,7 +89,7 @@ def drafts_of(future: Future[Answer]) -> Sequence[FoundDraft]:
 
 
 def answer_here(
-    run: LoopEngine, path: str, tokens: Sequence[TappedToken], arena_starts: Sequence[int], question: Question
+    run: LoopEngine, path: str, tokens: Sequence[TappedToken], places: Sequence[Runs], question: Question
 ) -> Answer:
     """The same question answered in one process, on the shards' keys, values and taps."""
     parts = parts_of(path)
@@ -105,7 +104,7 @@ def answer_here(
     search = PlanSearch(
         Runner(parts, arena, device=CPU, bucket_rows=None),
         boundaries,
-        [RowSpan(start, token.position, 1) for start, token in zip(arena_starts, tokens, strict=True)],
+        [RowSpan(runs, token.position, 1) for runs, token in zip(places, tokens, strict=True)],
         shards[-1].head.next_tokens(tokens),
     )
     return answer(question, search, num_sublayers=2 * NUM_LAYERS, started=0.0)

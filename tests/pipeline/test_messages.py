@@ -31,7 +31,7 @@ from rayspec.decode.questions import (
 from rayspec.decode.rounds import Prefill, PrefillResult, Round, RoundResult
 from rayspec.decode.scheduler import Chunk, Move
 from rayspec.errors import TransportError
-from rayspec.model.rows import RowSpan
+from rayspec.model.rows import RowSpan, one_run
 from rayspec.pipeline.messages import (
     Agreement,
     Begin,
@@ -73,7 +73,7 @@ RULE = DraftWhileWorth(
 )
 ENTRY = RoundEntry(
     sequence_id="1/a/0",
-    arena_start=64,
+    runs=one_run(64, 1000),
     length=9,
     last_token=7,
     max_draft_tokens=4,
@@ -88,10 +88,10 @@ ROUND = Round(id=3, entries=[ENTRY], plan=PLAN, keep_drafting=RULE, num_taps=2)
 PASS = Pass(
     round_id=3,
     token_ids=[1, 2],
-    rows=[RowSpan(64, 8, 3, (-1, 0, 0))],
+    rows=[RowSpan(one_run(64, 1000), 8, 3, (-1, 0, 0))],
     keep=(True, False),
     save_at=1,
-    merge=Merge(at=1, order=[1, 0], rows=[RowSpan(64, 8, 2)]),
+    merge=Merge(at=1, order=[1, 0], rows=[RowSpan(one_run(64, 1000), 8, 2)]),
     taps=[(0, TappedToken("1/a/0", 8))],
     fixed_shape=False,
 )
@@ -142,7 +142,7 @@ MESSAGES: list[Message] = [
         epoch=1,
         search_id=1,
         tokens=[TappedToken("1/a/0", 8)],
-        arena_starts=[64],
+        places=[one_run(64, 1000)],
         question=Named(QUESTIONS[0]),
     ),
     Searched(epoch=1, search_id=1, version=2, answer=Named(ANSWERS[0])),
@@ -207,7 +207,9 @@ def test_an_opening_travels_with_the_first_work(
     spec = SamplerSpec(
         sequence_id="é/0", params=params, seed=seed, prompt_token_ids=prompt, output_token_ids=[3], eos_token_ids=[2]
     )
-    work = Prefill(id=1, chunks=[Chunk("é/0", RowSpan(0, 0, len(prompt)), prompt, sample=True, replay=True)])
+    work = Prefill(
+        id=1, chunks=[Chunk("é/0", RowSpan(one_run(0, 1000), 0, len(prompt)), prompt, sample=True, replay=True)]
+    )
     arrived = decode(encode(Begin.of(5, work, [spec], ["gone"])))
     assert isinstance(arrived, Begin)
     assert (arrived.epoch, list(arrived.closed)) == (5, ["gone"])
@@ -245,7 +247,7 @@ def test_a_round_arrives_with_what_goes_on_its_drafts() -> None:
 
 @pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: type(question).__name__)
 def test_questions_arrive_as_what_they_are(question: Question) -> None:
-    arrived = decode(encode(Search(epoch=1, search_id=1, tokens=[], arena_starts=[], question=Named(question))))
+    arrived = decode(encode(Search(epoch=1, search_id=1, tokens=[], places=[], question=Named(question))))
     assert isinstance(arrived, Search)
     assert arrived.question.value == question
 

@@ -15,7 +15,7 @@ from rayspec.decode.rounds import Prefill, Round
 from rayspec.decode.runner import Runner
 from rayspec.decode.scheduler import Chunk, Move
 from rayspec.model.kv_arena import KVArena
-from rayspec.model.rows import RowSpan
+from rayspec.model.rows import RowSpan, one_run
 from rayspec.pipeline import ranks
 from rayspec.pipeline import shard as shard_module
 from rayspec.pipeline.messages import (
@@ -37,12 +37,12 @@ from rayspec.types import no_draft
 from tests.families import VOCAB_SIZE, checkpoint, parts_of
 
 SECRET = Secret.generate()
-PREFILL = Begin.of(1, Prefill(id=1, chunks=[Chunk("a", RowSpan(0, 0, 1), [1], sample=True)]), [], [])
+PREFILL = Begin.of(1, Prefill(id=1, chunks=[Chunk("a", RowSpan(one_run(0, 1000), 0, 1), [1], sample=True)]), [], [])
 ROUND = Begin.of(1, Round(id=2, entries=[], plan=no_draft(8, "test")), [], [])
 
 
 def a_pass(*, fixed_shape: bool, round_id: int = 1) -> Pass:
-    return Pass(round_id=round_id, token_ids=[1], rows=[RowSpan(0, 0, 1)], fixed_shape=fixed_shape)
+    return Pass(round_id=round_id, token_ids=[1], rows=[RowSpan(one_run(0, 1000), 0, 1)], fixed_shape=fixed_shape)
 
 
 def spec(rank: int = 0, num_ranks: int = 1) -> ShardSpec:
@@ -62,7 +62,7 @@ def test_rounds_come_before_prefills_and_those_before_searches() -> None:
     at_once = [ROUND, Forward(epoch=1, work=a_pass(fixed_shape=True)), Moves(epoch=1, moves=[]), Follow(epoch=1)]
     at_once += [Usage(epoch=1), Shipped(epoch=1, search_id=1, batch=1)]
     prefills = [PREFILL, Forward(epoch=1, work=a_pass(fixed_shape=False))]
-    searches = [Seek(epoch=1, search_id=1, tokens=[], arena_starts=[]), Expand(epoch=1, search_id=1, operations=[])]
+    searches = [Seek(epoch=1, search_id=1, tokens=[], places=[]), Expand(epoch=1, search_id=1, operations=[])]
     assert {_patience_s(message) for message in at_once} == {0.0}
     (of_prefills,) = {_patience_s(message) for message in prefills}
     (of_searches,) = {_patience_s(message) for message in searches}
@@ -94,7 +94,7 @@ def test_nobody_waits_for_ever_and_equals_keep_their_order(monkeypatch: pytest.M
     monkeypatch.setattr(shard_module, "time", clock)
     later = Begin.of(1, Round(id=3, entries=[], plan=no_draft(8, "test")), [], [])
     last = Begin.of(1, Round(id=4, entries=[], plan=no_draft(8, "test")), [], [])
-    seek = Seek(epoch=1, search_id=1, tokens=[], arena_starts=[])
+    seek = Seek(epoch=1, search_id=1, tokens=[], places=[])
     letters = [(0.0, seek), (0.0, PREFILL), (0.0, ROUND), (0.0, later), (0.05, last), (0.2, ROUND)]
     one = Shard(spec())
     one._collect(_Letters(clock, letters))  # type: ignore[arg-type]
@@ -156,7 +156,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> tuple[LeadingSpan, SpanRunner]:
 
 def test_what_the_leader_runs_moves_and_forgets_the_others_do_too(pair: Any) -> None:
     leader, follower = pair
-    saved = Pass(round_id=5, token_ids=[3, 4], rows=[RowSpan(0, 0, 2)], save_at=2)
+    saved = Pass(round_id=5, token_ids=[3, 4], rows=[RowSpan(one_run(0, 1000), 0, 2)], save_at=2)
     leader.run(saved)
     leader.move([Move(0, 32, 2)])
     for message in leader.announced:

@@ -15,7 +15,18 @@ from rayspec.pipeline.messages import Failed
 from rayspec.pipeline.post import COORDINATOR, ENGINE
 from rayspec.pipeline.stage_worker import Placed, stage_name
 from rayspec.types import OutOfMemoryError, Plan
-from tests.engines import GREEDY, complete, engine_with, finish, requests_for, require_idle, tokens_of
+from tests.decode.test_trees import greedy_names
+from tests.engines import (
+    GREEDY,
+    RandomPlans,
+    complete,
+    engine_with,
+    finish,
+    plant_trees,
+    requests_for,
+    require_idle,
+    tokens_of,
+)
 from tests.exhaustive import few_of
 from tests.families import FAMILIES, Cases, cases, checkpoint, parts_of
 from tests.pipeline.loop import NUM_LAYERS, LoopEngine, TravellingPlans, cut, loop_engine
@@ -68,14 +79,12 @@ def test_preempted_and_moved_sequences_keep_their_tokens(seed: int) -> None:
 
 
 def test_moves_happen_in_every_stage() -> None:
-    """A fair share that is too small makes sequences move when they grow."""
+    """Accepted branches are moved to where their positions are."""
     known = known_cases()
-    options: dict[str, Any] = {"kv_cache_tokens": 512, "max_num_seqs": 7}
-    with loop_engine(checkpoint("llama"), 3, plans(1), **options) as run:
-        run.engine._scheduler._fair_share = 1
+    with loop_engine(checkpoint("llama"), 3, RandomPlans(1, 10), num_beside=20) as run:
+        plant_trees(run.engine, greedy_names(known), 1, max_tokens=20)
         assert tokens_of(complete(run.engine, known.prompts)) == known.expected
         moved = [name for name, message in run.loop.delivered if type(message).__name__ == "Moves"]
-        assert len(moved) > 0
         assert {stage_name(stage) for stage in range(3)} == set(moved)
 
 

@@ -25,7 +25,7 @@ from rayspec.config import EngineConfig
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.attention import pack
 from rayspec.model.kv_arena import KVArena
-from rayspec.model.rows import RowSpan
+from rayspec.model.rows import RowSpan, one_run
 from rayspec.model.sublayers import run
 from rayspec.model.weights import load_model
 from rayspec.pipeline import tensor_parallel
@@ -160,7 +160,7 @@ def _outside(path: str, parts: Decomposition) -> list[tuple[Any, Any]]:
 @torch.inference_mode()
 def _hidden(span: Decomposition) -> Tensor:
     arena = KVArena(span.shapes, 6, dtype=torch.float32, device=CPU)
-    rows = pack(arena, [RowSpan(0, 0, 6)], device=CPU)
+    rows = pack(arena, [RowSpan(one_run(0, 1000), 0, 6)], device=CPU)
     hidden = torch.randn(1, 6, span.config.hidden_size, generator=torch.Generator().manual_seed(1))
     span.rotate(hidden, rows)
     return run(span.sublayers, hidden, rows)
@@ -174,7 +174,7 @@ def _logits(parts: Decomposition) -> tuple[Tensor, Tensor]:
     keep = [index not in {1, 4, 7} for index in range(len(parts.sublayers))]
     logits, hiddens = [], []
     for start, end, kept in ((0, 10, None), (10, 11, keep), (11, 12, keep), (12, 13, keep), (13, 16, None)):
-        rows = pack(arena, [RowSpan(0, start, end - start)], device=CPU)
+        rows = pack(arena, [RowSpan(one_run(0, 1000), start, end - start)], device=CPU)
         hidden = parts.embed(tokens[start:end])
         parts.rotate(hidden, rows)
         hiddens.append(run(parts.sublayers, hidden, rows, keep=kept))

@@ -16,7 +16,7 @@ from torch import Tensor
 from rayspec.decode.head import Head
 from rayspec.decode.passes import Pass
 from rayspec.decode.sampling import Drafts, Rows, depths_of, draft_tokens
-from rayspec.model.rows import RowSpan
+from rayspec.model.rows import RowSpan, Runs
 from rayspec.planning.lookup import DraftUntilFound
 from rayspec.types import Plan
 
@@ -30,7 +30,7 @@ SURENESS = (0.95, 0.8, 0.5)
 
 @dataclass(frozen=True, slots=True)
 class RoundEntry:
-    """One sequence's part in a round: its newest token sits at position `length` - 1 and is not in the arena yet.
+    """One sequence's part in a round: its newest token sits at position `length` - 1 and is not in the KV cache yet.
 
     `end_tokens`: a draft that reaches one of them (end of sequence) ends. `looked_up`: the draft, where it was found
     elsewhere; the model then drafts nothing. parents: of each of these tokens the row that it follows, where row 0 is
@@ -39,7 +39,7 @@ class RoundEntry:
     """
 
     sequence_id: str
-    arena_start: int
+    runs: Runs
     length: int
     last_token: int
     max_draft_tokens: int
@@ -114,7 +114,7 @@ def draft_pass(
     return Pass(
         round_id=round_id,
         token_ids=[tokens[-1] if tokens else entry.last_token for entry, tokens in chosen],
-        rows=[RowSpan(entry.arena_start, entry.length - 1 + len(tokens), 1) for entry, tokens in chosen],
+        rows=[RowSpan(entry.runs, entry.length - 1 + len(tokens), 1) for entry, tokens in chosen],
         keep=plan.keep,
         save_at=save_at,
     )
