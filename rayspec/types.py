@@ -233,7 +233,8 @@ class Request:
 @dataclass(slots=True, kw_only=True)
 class RequestMetrics:
     """Counts and times of one request. A *round* is one verify; rounds without a draft count too, and
-    are the *plain* ones. num_cached_tokens: of the prompt, that were found in the KV cache."""
+    are the *plain* ones. num_cached_tokens: of the prompt, that were found in the KV cache;
+    of several sequences the one counts that computed the prompt."""
 
     num_rounds: int = 0
     num_plain_rounds: int = 0

@@ -140,6 +140,7 @@ def engine_with(
             lookahead=max_draft_tokens,
             num_beside=num_beside,
             chunk_grid=config.max_num_batched_tokens if config.deterministic else None,
+            shares_pages=config.enable_prefix_caching,
         ),
         selector=selector,
         vocabulary=Vocabulary(size=vocab_size, eos_token_ids=tuple(eos)),

@@ -85,6 +85,7 @@ class RunReport:
         lines = [
             ("rows", f"{tally.num_rows}, {tally.num_failed} failed"),
             ("prompt tokens", f"{tally.num_prompt_tokens}"),
+            ("prompt tokens found in the KV cache", _share(stats.cache_hit_rate)),
             ("output tokens", f"{tally.num_output_tokens}"),
             ("wall time", f"{tally.elapsed_s:.1f} s"),
             ("throughput", f"{tally.tokens_per_s:.1f} output tokens/s"),

@@ -170,7 +170,7 @@ def _summed(metrics: Sequence[RequestMetrics]) -> RequestMetrics:
         num_accepted_tokens=sum(m.num_accepted_tokens for m in metrics),
         num_preemptions=sum(m.num_preemptions for m in metrics),
         num_replays=sum(m.num_replays for m in metrics),
-        num_cached_tokens=sum(m.num_cached_tokens for m in metrics),
+        num_cached_tokens=min(m.num_cached_tokens for m in metrics),
         arrival_s=min(m.arrival_s for m in metrics),
         first_token_s=min(first_tokens, default=None),
         finished_s=max((m.finished_s or 0.0 for m in metrics), default=None),

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from typing_extensions import Self
 
 from rayspec.types import RequestMetrics, RequestOutput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptTokensDetails:
+    """cached_tokens: that were found in the KV cache, and not computed."""
+
+    cached_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,18 +28,26 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
     @classmethod
     def of(cls, outputs: Sequence[RequestOutput]) -> Self:
-        num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
-        return cls.counted(num_prompt, sum(_num_output_tokens(output) for output in outputs))
+        return cls.with_outputs(outputs, sum(_num_output_tokens(output) for output in outputs))
 
     @classmethod
-    def counted(cls, num_prompt_tokens: int, num_output_tokens: int) -> Self:
+    def with_outputs(cls, latest: Collection[RequestOutput], num_output_tokens: int) -> Self:
+        """latest: of each prompt, its output or the last piece of it so far."""
+        num_prompt_tokens = sum(len(output.prompt_token_ids) for output in latest)
+        num_cached_tokens = sum(output.metrics.num_cached_tokens for output in latest)
+        return cls.counted(num_prompt_tokens, num_output_tokens, num_cached_tokens)
+
+    @classmethod
+    def counted(cls, num_prompt_tokens: int, num_output_tokens: int, num_cached_tokens: int = 0) -> Self:
         return cls(
             prompt_tokens=num_prompt_tokens,
             completion_tokens=num_output_tokens,
             total_tokens=num_prompt_tokens + num_output_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached_tokens),
         )
 
 
@@ -80,8 +95,7 @@ class UsageTally:
 
     @property
     def usage(self) -> Usage:
-        num_prompt = sum(len(piece.prompt_token_ids) for piece in self._latest.values())
-        return Usage.counted(num_prompt, self._num_output_tokens)
+        return Usage.with_outputs(self._latest.values(), self._num_output_tokens)
 
     @property
     def metrics(self) -> SpecDecodeMetrics:

@@ -55,14 +55,20 @@ METRICS = (
     # The load at this moment.
     _gauge("rayspec_num_requests_running", "sequences", "Sequences being computed."),
     _gauge("rayspec_num_requests_waiting", "sequences", "Sequences that wait for room."),
-    _gauge("rayspec_kv_cache_usage_perc", "share", "KV arena in use; 1 means all of it."),
+    _gauge("rayspec_kv_cache_usage_perc", "share", "KV cache in use; 1 means all of it."),
     # What the engine has done.
     _counter("rayspec_prompt_tokens", "tokens", "Prompt tokens of the requests taken."),
+    _counter(
+        "rayspec_prefix_cache_queries",
+        "tokens",
+        "Tokens of prompts, and of sequences computed again, that were looked for.",
+    ),
+    _counter("rayspec_prefix_cache_hits", "tokens", "Of these, the tokens that were found in the KV cache."),
     _counter("rayspec_generation_tokens", "tokens", "Tokens generated."),
     _counter(
         "rayspec_num_preemptions",
         "sequences",
-        "Sequences that lost their place in the KV arena and are computed again.",
+        "Sequences that lost their place in the KV cache and are computed again.",
     ),
     _counter(
         "rayspec_replays", "times", "How often the model's processes were brought back and all sequences replayed."

@@ -203,6 +203,8 @@ class Reading:
 def counts(stats: EngineStats) -> Iterator[Reading]:
     """What an engine has done so far."""
     yield Reading("rayspec_prompt_tokens", stats.num_prompt_tokens)
+    yield Reading("rayspec_prefix_cache_queries", stats.num_prefilled_tokens + stats.num_cached_tokens)
+    yield Reading("rayspec_prefix_cache_hits", stats.num_cached_tokens)
     yield Reading("rayspec_generation_tokens", stats.num_generated_tokens)
     yield Reading("rayspec_num_preemptions", stats.num_preemptions)
     yield Reading("rayspec_replays", stats.num_replays)

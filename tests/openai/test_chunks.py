@@ -94,7 +94,12 @@ def test_offsets_go_on_over_chunks_and_over_halves_of_characters() -> None:
 def test_the_end_has_what_was_asked_for() -> None:
     tally = UsageTally()
     tally.add(0, piece(new("a", 5, 6)))
-    usage = {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4}
+    usage = {
+        "prompt_tokens": 2,
+        "completion_tokens": 2,
+        "total_tokens": 4,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
     for base, kind in ((CHAT, ChatRequest), (TEXT, CompletionRequest)):
         plain = kind.parse(base)
         with_usage = kind.parse(base | {"stream_options": {"include_usage": True}})

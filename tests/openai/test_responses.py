@@ -7,6 +7,7 @@ from typing import Any
 
 import openai.types as official
 import openai.types.chat as official_chat
+from openai.types.completion_usage import PromptTokensDetails
 
 from rayspec.decode.token_texts import TokenTexts
 from rayspec.openai.encoding import plain_body
@@ -60,7 +61,10 @@ def test_a_chat_completion_is_read_by_the_official_client() -> None:
     assert [[one.logprob for one in token.top_logprobs] for token in content] == [[-0.5, -1.5]] * len(content)
     num_tokens = len(first.token_ids) + len(second.token_ids)
     assert parsed.usage == official.CompletionUsage(
-        prompt_tokens=3, completion_tokens=num_tokens, total_tokens=3 + num_tokens
+        prompt_tokens=3,
+        completion_tokens=num_tokens,
+        total_tokens=3 + num_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=0),
     )
     assert not parsed.model_extra
     assert set(parsed.choices[0].model_extra or ()) == {"stop_reason"}

@@ -18,7 +18,6 @@ from rayspec.types import OutOfMemoryError, Plan
 from tests.decode.test_trees import greedy_names
 from tests.engines import (
     GREEDY,
-    RandomPlans,
     complete,
     engine_with,
     finish,
@@ -81,7 +80,7 @@ def test_preempted_and_moved_sequences_keep_their_tokens(seed: int) -> None:
 def test_moves_happen_in_every_stage() -> None:
     """Accepted branches are moved to where their positions are."""
     known = known_cases()
-    with loop_engine(checkpoint("llama"), 3, RandomPlans(1, 10), num_beside=20) as run:
+    with loop_engine(checkpoint("llama"), 3, TravellingPlans(1, 2 * NUM_LAYERS), num_beside=20) as run:
         plant_trees(run.engine, greedy_names(known), 1, max_tokens=20)
         assert tokens_of(complete(run.engine, known.prompts)) == known.expected
         moved = [name for name, message in run.loop.delivered if type(message).__name__ == "Moves"]

@@ -1,0 +1,190 @@
+"""Sequences that begin alike share keys and values, and no text depends on it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import pytest
+
+from rayspec.config import SamplingParams
+from rayspec.decode.rounds import Result, Work
+from rayspec.decode.scheduler import Scheduler
+from rayspec.decode.sequence import SequenceState
+from rayspec.decode.stages import LocalStages, StagesReplacedError
+from rayspec.types import Request, RequestOutput
+from tests.demo_model import demo_parts, demo_prompts
+from tests.engines import GREEDY, RandomPlans, complete, engine_with, require_idle, tokens_of
+from tests.exhaustive import few_of
+from tests.families import checkpoint, parts_of
+
+SEEDED = SamplingParams(temperature=0.9, top_p=0.95, max_tokens=24, seed=5)
+
+
+def _prompts(rng: random.Random, count: int) -> list[list[int]]:
+    """Some begin like another, up to any token."""
+    prompts = [[rng.randrange(3, 90) for _ in range(rng.randint(1, 90))]]
+    while len(prompts) < count:
+        known = rng.choice(prompts)
+        head = known[: rng.randint(0, len(known))] if rng.random() < 0.8 else []
+        prompts.append(head[:120] + [rng.randrange(3, 90) for _ in range(rng.randint(1, 40))])
+    return prompts
+
+
+def _fails_now_and_then(stages: LocalStages, rng: random.Random) -> LocalStages:
+    """Now and then all keys and values are lost."""
+    start = stages.start
+
+    def started(work: Work) -> Future[Result]:
+        if rng.random() < 0.02:
+            stages.head.forget()
+            for tensor in (*stages.runner.arena.keys.values(), *stages.runner.arena.values.values()):
+                tensor.fill_(float("nan"))
+            raise StagesReplacedError("a stage was replaced")
+        return start(work)
+
+    stages.start = started  # type: ignore[method-assign]
+    return stages
+
+
+@pytest.mark.parametrize("family", few_of(["llama", "gemma2", "mistral", "qwen3_moe"], ["llama", "gemma2"]))
+@pytest.mark.parametrize("seed", few_of(range(12), range(2)))
+def test_texts_do_not_depend_on_it(family: str, seed: int) -> None:
+    """With random plans and trees, while sequences are preempted, aborted and replayed, and pages pushed out."""
+    parts, rng = parts_of(checkpoint(family)), random.Random(seed)
+    prompts = _prompts(rng, 24)
+    params = [rng.choice([GREEDY, SEEDED, SEEDED.replace(n=3)]) for _ in prompts]
+    reference = engine_with(parts, max_num_seqs=1, enable_prefix_caching=False)
+    expected = [_tokens(output) for output in complete(reference, prompts, params)]
+    engine = engine_with(
+        parts,
+        RandomPlans(seed, len(parts.sublayers)),
+        wrap=lambda stages: _fails_now_and_then(stages, rng),
+        kv_cache_tokens=512,
+        max_num_seqs=6,
+        max_num_batched_tokens=48,
+        num_beside=20,
+    )
+    waiting = list(zip(prompts, params, range(len(prompts)), strict=True))
+    found: dict[str, RequestOutput] = {}
+    unwanted: set[str] = set()
+    while waiting or engine.has_unfinished:
+        if waiting and rng.random() < 0.5:
+            prompt, one, number = waiting.pop(0)
+            engine.add(Request(request_id=str(number), params=one, prompt_token_ids=prompt))
+            if rng.random() < 0.1:
+                unwanted.add(str(number))
+        if unwanted and rng.random() < 0.2:
+            engine.abort(unwanted.pop())
+        found |= {output.request_id: output for output in engine.step()}
+    require_idle(engine)
+    assert len(found) > 16
+    for name, output in found.items():
+        assert _tokens(output) == expected[int(name)]
+    assert engine.stats.num_cached_tokens > 100
+    assert engine.stats.num_replays > 0
+
+
+def test_to_the_bit_in_deterministic_mode() -> None:
+    prompts = [[*prompt, token] for prompt in demo_prompts(3, 3, seed=4) for token in (5, 6, 7)]
+    runs = []
+    for is_on in (False, True):
+        engine = engine_with(
+            demo_parts("bfloat16"),
+            RandomPlans(3, 32) if is_on else None,
+            deterministic=True,
+            enable_prefix_caching=is_on,
+            max_num_seqs=4,
+            max_num_batched_tokens=64,
+            kv_cache_tokens=2048,
+        )
+        outputs = complete(engine, prompts, SamplingParams(temperature=0, max_tokens=12, logprobs=2, ignore_eos=True))
+        runs.append([(tuple(one.outputs[0].token_ids), one.outputs[0].logprobs) for one in outputs])
+        assert (engine.stats.num_cached_tokens > 0) == is_on
+    assert runs[0] == runs[1]
+
+
+def test_a_prompt_with_several_completions_is_computed_once() -> None:
+    engine = engine_with(parts_of(checkpoint("llama")), max_num_seqs=4)
+    prompt = list(range(3, 83)) * 2
+    (output,) = complete(engine, [prompt], SEEDED.replace(n=4))
+    assert len({tuple(one.token_ids) for one in output.outputs}) > 1
+    assert engine.stats.num_prefilled_tokens == 160 + 3 * 16, "a sequence computes its last tokens itself"
+    assert output.metrics.num_cached_tokens == 0
+    assert engine.stats.cache_hit_rate == pytest.approx(3 * 144 / (4 * 160))
+
+
+def test_what_was_generated_is_found_by_the_next_turn_of_a_chat() -> None:
+    engine = engine_with(parts_of(checkpoint("llama")))
+    prompt = list(range(3, 60))
+    (first,) = complete(engine, [prompt], GREEDY.replace(ignore_eos=True))
+    turn = [*prompt, *first.outputs[0].token_ids, 7, 8]
+    (second,) = complete(engine, [turn])
+    assert second.metrics.num_cached_tokens == (len(turn) - 3) // 16 * 16
+    (alone,) = complete(engine_with(parts_of(checkpoint("llama")), enable_prefix_caching=False), [turn])
+    assert _tokens(second) == _tokens(alone)
+
+
+def test_it_can_be_switched_off() -> None:
+    engine = engine_with(parts_of(checkpoint("llama")), enable_prefix_caching=False)
+    prompt = list(range(3, 83))
+    assert len(set(tokens_of(complete(engine, [prompt] * 3)))) == 1
+    assert engine.stats.num_cached_tokens == 0
+    assert engine.stats.num_prefilled_tokens == 240
+
+
+@pytest.mark.parametrize("num_requests", few_of([1_000, 10_000], [1_000]))
+def test_no_page_is_lost(num_requests: int) -> None:
+    """Requests that come, are preempted, aborted and finished at random leave all pages free."""
+    rng = random.Random(num_requests)
+    scheduler = Scheduler(512, max_num_seqs=8, max_prefill_tokens=64, lookahead=4, num_beside=3)
+    texts = [[number] * 20 + [9] * 80 for number in range(5)]
+    left, num_preempted = num_requests, 0
+    while left or scheduler.has_work:
+        if left and len(scheduler.waiting) < 4:
+            scheduler.add(_sequence(left, rng.choice(texts)[: rng.randint(1, 100)], rng.randint(1, 60)))
+            left -= 1
+        if scheduler.running and rng.random() < 0.05:
+            scheduler.remove(rng.choice([*scheduler.running, *scheduler.waiting]))
+        step = scheduler.schedule()
+        num_preempted += len(step.preempted)
+        for sequence, chunk in zip(step.prefill, step.chunks, strict=True):
+            sequence.num_computed += chunk.rows.num_rows
+            _commit(scheduler, sequence, [rng.randint(0, 1)] if chunk.sample else [])
+        for sequence in step.decode:
+            _commit(scheduler, sequence, [rng.randint(0, 1) for _ in range(rng.randint(1, 5))])
+    pool = scheduler.pool
+    assert num_preempted > num_requests // 50
+    assert pool.num_free == pool.num_pages
+    assert not any(pool._num_users)
+    assert not pool._claimed.any()
+    assert len(pool._kept) + int(pool._empty.sum()) == pool.num_pages
+    assert sorted(pool._kept) == sorted(pool._hash_of) == sorted(pool._page_of.values())
+
+
+def _sequence(number: int, prompt: Sequence[int], max_tokens: int) -> SequenceState:
+    return SequenceState(
+        sequence_id=str(number),
+        index=0,
+        params=SamplingParams(max_tokens=max_tokens),
+        seed=0,
+        token_ids=list(prompt),
+        num_prompt_tokens=len(prompt),
+        max_total_tokens=len(prompt) + max_tokens,
+        eos_token_ids=(),
+        detokenizer=None,
+    )
+
+
+def _commit(scheduler: Scheduler, sequence: SequenceState, token_ids: Sequence[int]) -> None:
+    if token_ids:
+        sequence.commit(token_ids[: sequence.num_remaining])
+        sequence.num_computed = sequence.num_tokens - 1
+    if sequence.finished:
+        scheduler.remove(sequence)
+
+
+def _tokens(output: RequestOutput) -> list[tuple[int, ...]]:
+    assert output.error is None
+    return [tuple(one.token_ids) for one in output.outputs]
