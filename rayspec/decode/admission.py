@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rayspec.decode.sampling import check_tokens
+from rayspec.decode.processing import check_tokens
 from rayspec.types import EmptyPromptError, InvalidTokenError, PromptTooLongError, Request, RequestError
 
 

@@ -15,6 +15,7 @@ from rayspec.decode.round_planner import RoundPlanner
 from rayspec.decode.scheduler import Scheduler
 from rayspec.decode.selection.base import Selector
 from rayspec.decode.stages import StageLostError, Stages, StagesReplacedError
+from rayspec.decode.unread import UnreadOutput
 from rayspec.planning.latency import LatencyModel
 from rayspec.types import EngineLoad, EngineStats, Request, RequestOutput
 
@@ -103,7 +104,7 @@ class Engine:
         self._requests.add(live)
         self.stats.num_prompt_tokens += len(live.prompt_token_ids)
 
-    def abort(self, request_id: str) -> RequestOutput | None:
+    def abort(self, request_id: str) -> UnreadOutput | None:
         """End a request now and free what it holds; returns what it had become, or None when it is not here."""
         if request_id not in self._requests:
             return None
@@ -116,9 +117,13 @@ class Engine:
 
     def abort_all(self) -> list[RequestOutput]:
         """`abort` for every request."""
-        return [output for name in self._requests.ids if (output := self.abort(name)) is not None]
+        return [output.read() for name in self._requests.ids if (output := self.abort(name)) is not None]
 
     def step(self) -> list[RequestOutput]:
+        """`advance`, and make the texts."""
+        return [output.read() for output in self.advance()]
+
+    def advance(self) -> list[UnreadOutput]:
         """Start every cohort that is at rest, wait until something is done, commit it; returns the requests that
         finished, and of those that stream what is new. When the model is lost for good, every request finishes with
         StageLostError."""

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
+from rayspec.decode.delivery import Delivery
+from rayspec.decode.unread import UnreadOutput
 from rayspec.types import RayspecError, Request, RequestError, RequestOutput
 
 
@@ -28,14 +30,14 @@ class Steps(Protocol):
 
     def add(self, request: Request) -> None: ...
 
-    def abort(self, request_id: str) -> RequestOutput | None: ...
+    def abort(self, request_id: str) -> object: ...
 
-    def step(self) -> list[RequestOutput]: ...
+    def advance(self) -> list[UnreadOutput]: ...
 
     def ping(self) -> Future[None]: ...
 
 
-# Takes what is new of a streaming request. Called on the engine's thread: it must be quick and must not raise.
+# Takes what is new of a streaming request. Called on the loop's delivery thread: it must be quick and must not raise.
 Listener = Callable[[RequestOutput], None]
 
 
@@ -64,11 +66,19 @@ class _Stop:
     pass
 
 
-_Item = tuple[_Arrival, ...] | _Cancelled | _Ping | _Stop
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """Of a delivery."""
+
+    cause: BaseException
+
+
+_Item = tuple[_Arrival, ...] | _Cancelled | _Ping | _Stop | _Failure
 
 
 class EngineLoop:
-    """Steps an engine while it has work; sleeps when it has none. Its thread starts with the first request or ping.
+    """Steps an engine while it has work; sleeps when it has none. Its threads start with the first request or ping: one
+    runs the engine; the other makes texts of the tokens, and delivers them in the order in which they came.
 
     `submit` may be called from any thread, and two callers may use the same request id. The future gives the finished
     output (with `error` set where the request is at fault), of a streaming request the last piece; cancelling it aborts
@@ -86,6 +96,7 @@ class EngineLoop:
         self._death: EngineDeadError | None = None
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._delivery = Delivery()
 
     @property
     def death(self) -> EngineDeadError | None:
@@ -118,8 +129,10 @@ class EngineLoop:
                 self._death = self._death or EngineDeadError("the engine has ended: it was stopped")
                 return
         self._inbox.put(_Stop())
-        if thread is not threading.current_thread():  # a garbage collection may run on any thread
-            thread.join(timeout_s)
+        for one in (thread, self._delivery.thread):
+            if one is threading.current_thread():  # a garbage collection may run on any thread
+                return
+            one.join(timeout_s)
 
     def _arrival(self, request: Request, listener: Listener | None) -> _Arrival:
         request_id = str(next(self._request_ids))
@@ -137,6 +150,7 @@ class EngineLoop:
                 raise _another(self._death)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._supervise, name="rayspec-engine", daemon=True)
+                self._delivery.thread.start()
                 self._thread.start()
             elif not self._thread.is_alive():
                 raise EngineDeadError(
@@ -145,21 +159,19 @@ class EngineLoop:
             self._inbox.put(item)
 
     def _supervise(self) -> None:
-        cause: BaseException | None = None
         try:
             self._run()
-            reason = "it was stopped"
+            death = EngineDeadError("the engine has ended: it was stopped")
         except BaseException as error:  # noqa: BLE001 - reported to everyone who waits
-            cause, reason = error, f"{type(error).__name__}: {error}"
-        death = EngineDeadError(f"the engine has ended: {reason}")
-        death.__cause__ = cause
+            death = _death_by(error)
         with self._lock:
             self._death = death
         self._fail_all(death)
+        self._delivery.end()
 
     def _run(self) -> None:
         while self._take_items():
-            outputs = self._engine.step()
+            outputs = self._engine.advance()
             # Asked before anybody is told: whoever has all of its outputs may use the engine directly.
             self._has_work = self._engine.has_unfinished
             self._deliver(outputs)
@@ -174,6 +186,8 @@ class EngineLoop:
                     self._abort(request_id)
                 case _Ping() as ping:
                     self._answer(ping)
+                case _Failure(cause):
+                    raise cause
                 case arrivals:
                     self._admit(arrivals)
         return True
@@ -184,12 +198,12 @@ class EngineLoop:
         self._has_work = self._engine.has_unfinished
         self._deliver(refused)
 
-    def _refusal(self, arrival: _Arrival) -> RequestOutput | None:
+    def _refusal(self, arrival: _Arrival) -> UnreadOutput | None:
         """None: the engine has taken the request."""
         try:
             self._engine.add(arrival.request)
         except RequestError as error:
-            return RequestOutput.refused(arrival.request, error)
+            return UnreadOutput.of(RequestOutput.refused(arrival.request, error))
         return None
 
     def _abort(self, request_id: str) -> None:
@@ -201,20 +215,33 @@ class EngineLoop:
         self._ping = ping
         answer = self._engine.ping()
         self._ping = None
-        answer.add_done_callback(partial(_pass_on, ping.future))
+        self._delivery.put(partial(answer.add_done_callback, partial(_pass_on, ping.future)))
 
-    def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
+    def _deliver(self, outputs: Iterable[UnreadOutput]) -> None:
         for output in outputs:
             arrival = self._waiting.get(output.request_id)
             if arrival is None:
                 continue
             if output.finished:
                 del self._waiting[output.request_id]
+            self._delivery.put(partial(self._hand_over, arrival, output))
+
+    def _hand_over(self, arrival: _Arrival, unread: UnreadOutput) -> None:
+        """On the delivery's thread. What goes wrong here ends the loop."""
+        try:
+            if arrival.future.cancelled():
+                return
+            output = unread.read()
             output.request_id = arrival.name
-            if output.finished:
-                _settle(arrival.future, output)
-            elif arrival.listener is not None and not arrival.future.cancelled():
+            if not unread.finished and arrival.listener is not None:
                 arrival.listener(output)
+        except BaseException as error:  # noqa: BLE001 - the loop reports it
+            self._inbox.put(_Failure(error))
+            if unread.finished:
+                _settle(arrival.future, None, _death_by(error))
+            return
+        if unread.finished:
+            _settle(arrival.future, output)
 
     def _fail_all(self, death: EngineDeadError) -> None:
         unsettled: list[_Arrival | _Ping] = [*self._waiting.values(), *([self._ping] if self._ping else [])]
@@ -226,7 +253,13 @@ class EngineLoop:
                 case tuple() as arrivals:
                     unsettled.extend(arrivals)
         for one in unsettled:
-            _settle(one.future, None, _another(death))
+            self._delivery.put(partial(_settle, one.future, None, _another(death)))
+
+
+def _death_by(cause: BaseException) -> EngineDeadError:
+    death = EngineDeadError(f"the engine has ended: {type(cause).__name__}: {cause}")
+    death.__cause__ = cause
+    return death
 
 
 def _another(death: EngineDeadError) -> EngineDeadError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from rayspec.config import SamplingParams, Verification
 from rayspec.decode.drafting.lookup import LookupIndex
+from rayspec.decode.noise import integers
 from rayspec.decode.passes import TapsGoneError
 from rayspec.decode.plan_search import TappedToken
 from rayspec.decode.sampling import Rows, TokenSampler, top_logprobs
@@ -128,22 +130,34 @@ class Head:
         self, logits: Tensor, rows: Sequence[Rows], verdicts: Sequence[Verdict], finite: Sequence[bool]
     ) -> list[Committed]:
         """Everything is computed before the first sampler moves on."""
-        results = []
-        for row, verdict in zip(rows, verdicts, strict=True):
-            is_finite = all(finite[row.start : row.end])
-            count = row.sampler.params.logprobs
-            logprobs: Sequence[dict[int, Logprob]] = ()
-            if is_finite and count is not None:
-                logprobs = top_logprobs(_chosen_at(logits, row, verdict), verdict.token_ids, count)
-            results.append(Committed(verdict.token_ids, logprobs, is_finite))
-        for row, committed in zip(rows, results, strict=True):
-            if committed.finite:
-                row.sampler.commit(committed.token_ids)
-        return results
+        are_finite = [all(finite[row.start : row.end]) for row in rows]
+        logprobs = _logprobs(logits, rows, verdicts, are_finite)
+        for row, verdict, is_finite in zip(rows, verdicts, are_finite, strict=True):
+            if is_finite:
+                row.sampler.commit(verdict.token_ids)
+        return [
+            Committed(verdict.token_ids, each, is_finite)
+            for verdict, each, is_finite in zip(verdicts, logprobs, are_finite, strict=True)
+        ]
 
 
-def _chosen_at(logits: Tensor, row: Rows, verdict: Verdict) -> Tensor:
+def _logprobs(
+    logits: Tensor, rows: Sequence[Rows], verdicts: Sequence[Verdict], are_wanted: Sequence[bool]
+) -> list[Sequence[dict[int, Logprob]]]:
+    """Of each sequence's tokens, as many as its parameters ask for. One host synchronisation for each such number."""
+    results: list[Sequence[dict[int, Logprob]]] = [()] * len(rows)
+    asked = [row.sampler.params.logprobs if wanted else None for row, wanted in zip(rows, are_wanted, strict=True)]
+    for count in {count for count in asked if count is not None}:
+        chosen = [index for index, its_count in enumerate(asked) if its_count == count]
+        where = [at for index in chosen for at in _chosen_at(rows[index], verdicts[index])]
+        tokens = [token for index in chosen for token in verdicts[index].token_ids]
+        table = iter(top_logprobs(logits[integers(where, logits.device)], tokens, count))
+        for index in chosen:
+            results[index] = list(itertools.islice(table, len(verdicts[index].token_ids)))
+    return results
+
+
+def _chosen_at(row: Rows, verdict: Verdict) -> list[int]:
     """The rows that the verdict's tokens were chosen at."""
-    if not verdict.path:
-        return logits[row.start : row.start + len(verdict.token_ids)]
-    return logits[[row.start, *(row.start + at for at in verdict.path)]]
+    path = verdict.path or range(1, len(verdict.token_ids))
+    return [row.start, *(row.start + at for at in path)]

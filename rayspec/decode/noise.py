@@ -8,11 +8,13 @@ the last bit of their float64 logarithm.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from enum import IntEnum
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 Integers = Sequence[int] | Tensor
 
@@ -23,6 +25,7 @@ _LOW = 0xFFFFFFFF
 _NUM_WORDS = 4
 _CHUNK_BLOCKS = {"cpu": 1 << 16}  # blocks computed at once: what stays in the cache
 _CHUNK_BLOCKS_ELSEWHERE = 1 << 22  # what stays well under a GB
+_SPREAD = 27.0  # more than the largest number of Gumbel noise less the smallest, and rounding
 
 
 class Stream(IntEnum):
@@ -69,14 +72,41 @@ def gumbel(
     num_rows, num_blocks = position.shape[0], -(-vocab_size // _NUM_WORDS)
     block = torch.arange(num_blocks, device=device)
     noise = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=device)
-    limit = _CHUNK_BLOCKS.get(noise.device.type, _CHUNK_BLOCKS_ELSEWHERE)
-    step = max(1, limit // max(1, num_blocks))
+    step = max(1, _chunk_blocks(noise) // max(1, num_blocks))
     for at in range(0, num_rows, step):
         here = slice(at, at + step)
         words = philox((block, position[here], origin[here], kind[here]), [half[here] for half in key])
-        uniforms = torch.stack(words, dim=-1).flatten(1)[:, :vocab_size].to(torch.float64)
-        noise[here] = uniforms.add_(0.5).mul_(2.0**-32).log_().neg_().log_().neg_()
+        noise[here] = _gumbel_of(torch.stack(words, dim=-1).flatten(1)[:, :vocab_size])
     return noise
+
+
+def noisy(
+    scores: Tensor,
+    seeds: Integers,
+    positions: Integers,
+    stream: int | Tensor,
+    *,
+    origins: Integers | None = None,
+    winner_only: bool = True,
+) -> Tensor:
+    """New: scores [N, V], float32, plus `gumbel` of the other arguments.
+
+    winner_only: tokens that are too unlikely to have the largest sum of their row may lack their noise. One host
+    synchronisation.
+    """
+    num_rows, vocab_size = scores.shape
+    padded = pad(scores, (0, -vocab_size % _NUM_WORDS), value=-math.inf)
+    blocks = padded.view(num_rows, padded.shape[1] // _NUM_WORDS, _NUM_WORDS)
+    least = scores.amax(1, keepdim=True) - (_SPREAD if winner_only else math.inf)
+    row, block = (blocks.amax(2) > least).nonzero().unbind(1)
+    key, *counter = _columns(seeds, positions, origins, stream, scores.device)
+    step = _chunk_blocks(scores)
+    for at in range(0, len(row), step):
+        rows, chunk = row[at : at + step], block[at : at + step]
+        position, origin, kind = (column[rows, 0] for column in counter)
+        words = philox((chunk, position, origin, kind), [half[rows, 0] for half in key])
+        blocks[rows, chunk] += _gumbel_of(torch.stack(words, dim=-1))
+    return padded[:, :vocab_size]
 
 
 def uniform(
@@ -98,6 +128,16 @@ def integers(values: Integers, device: torch.device | str) -> Tensor:
     if not isinstance(values, Tensor):
         values = torch.tensor([(value + 2**63) % 2**64 - 2**63 for value in values], dtype=torch.int64)
     return values.to(device, torch.int64, non_blocking=True)
+
+
+def _gumbel_of(words: Tensor) -> Tensor:
+    """float32, of 32-bit words."""
+    uniforms = words.to(torch.float64).add_(0.5).mul_(2.0**-32)
+    return uniforms.log_().neg_().log_().neg_().to(torch.float32)
+
+
+def _chunk_blocks(like: Tensor) -> int:
+    return _CHUNK_BLOCKS.get(like.device.type, _CHUNK_BLOCKS_ELSEWHERE)
 
 
 def _columns(

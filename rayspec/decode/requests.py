@@ -6,12 +6,14 @@ import itertools
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
 from rayspec.decode.admission import admitted_tokens
 from rayspec.decode.sequence import Detokenizer, SequenceState
 from rayspec.decode.token_texts import TokenTexts
+from rayspec.decode.unread import UnreadCompletion, UnreadOutput
 from rayspec.types import CompletionOutput, OutOfMemoryError, Request, RequestError, RequestMetrics, RequestOutput
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15
@@ -91,7 +93,7 @@ class Requests:
     def add(self, live: LiveRequest) -> None:
         self._live[live.request.request_id] = live
 
-    def outputs(self) -> list[RequestOutput]:
+    def outputs(self) -> list[UnreadOutput]:
         """Of the requests that are finished, which are forgotten, and of those that stream what is new."""
         outputs = []
         for live in list(self._live.values()):
@@ -101,22 +103,26 @@ class Requests:
                 outputs.append(self._output(live, new))
         return outputs
 
-    def finish(self, live: LiveRequest) -> RequestOutput:
+    def finish(self, live: LiveRequest) -> UnreadOutput:
         """The last output. The request is forgotten."""
         del self._live[live.request.request_id]
         streams = live.request.stream
         return self._output(live, _new_outputs(live) if streams else [one.output() for one in live.sequences])
 
-    def _output(self, live: LiveRequest, outputs: Sequence[CompletionOutput]) -> RequestOutput:
-        return RequestOutput(
+    def _output(self, live: LiveRequest, completions: Sequence[UnreadCompletion]) -> UnreadOutput:
+        output = RequestOutput(
             request_id=live.request.request_id,
             prompt=live.request.prompt,
             prompt_token_ids=tuple(live.prompt_token_ids),
-            outputs=[self._with_texts(one) for one in outputs],
+            outputs=[],
             finished=live.finished,
             metrics=_summed([sequence.metrics for sequence in live.sequences]),
             error=next((sequence.error for sequence in live.sequences if sequence.error), None),
         )
+        return UnreadOutput(output.request_id, output.finished, partial(self._read, output, completions))
+
+    def _read(self, output: RequestOutput, completions: Sequence[UnreadCompletion]) -> RequestOutput:
+        return replace(output, outputs=[self._with_texts(one.read()) for one in completions])
 
     def _with_texts(self, output: CompletionOutput) -> CompletionOutput:
         """Its log-probabilities with the texts of their tokens."""
@@ -141,7 +147,7 @@ class Requests:
             num_prompt_tokens=len(live.prompt_token_ids),
             max_total_tokens=min(len(live.prompt_token_ids) + params.max_tokens, self._max_model_len),
             eos_token_ids=self._vocabulary.eos_token_ids,
-            detokenizer=Detokenizer(self._tokenizer, params, stream=live.request.stream) if self._tokenizer else None,
+            detokenizer=Detokenizer(self._tokenizer, params) if self._tokenizer else None,
             metrics=RequestMetrics(arrival_s=self._clock()),
         )
         if not self._fits(sequence):
@@ -152,7 +158,7 @@ class Requests:
         return sequence
 
 
-def _new_outputs(live: LiveRequest) -> list[CompletionOutput]:
+def _new_outputs(live: LiveRequest) -> list[UnreadCompletion]:
     return [new for sequence in live.sequences if (new := sequence.take_new_output()) is not None]
 
 

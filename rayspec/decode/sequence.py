@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
@@ -11,61 +12,79 @@ from rayspec.config import LookaheadOptions, SamplingParams
 from rayspec.decode.drafting.lookahead import Guess, Lookahead
 from rayspec.decode.drafting.lookup import NOTHING, LookupIndex, Proposal
 from rayspec.decode.pages import PageHash, PageTable
+from rayspec.decode.unread import UnreadCompletion
 from rayspec.types import CompletionOutput, FinishReason, Logprob, RayspecError, RequestMetrics
 
 
 class Detokenizer:
     """Text of a growing list of tokens, never cutting a UTF-8 character in two, and where a stop string ends it.
 
-    stream: the text is wanted as it grows, by `take`.
+    `push`, `text` and `take` are for the engine's thread. The texts that the latter two promise may be made on another
+    thread, those of `take` in their order.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, params: SamplingParams, *, stream: bool = False) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, params: SamplingParams) -> None:
         self._tokenizer = tokenizer
         self._params = params
-        self._grows = stream or bool(params.stop)
         self._token_ids: list[int] = []
         self._text = ""
+        self._num_grown = 0  # tokens that were looked at
         self._num_shown = 0  # tokens whose text is in _text
         self._window = 0  # first token that is decoded again, for the spaces between tokens
         self._num_taken = 0  # characters
 
     def push(self, token_id: int, *, may_stop: bool) -> str | None:
-        """Add a token; returns the stop string that it completed. Decodes only where the growing text is looked at."""
+        """Add a token; returns the stop string that it completed. Decodes only where there are stop strings."""
         self._token_ids.append(token_id)
-        if not self._grows:
-            return None
-        shown = self._decode(self._token_ids[self._window : self._num_shown])
-        grown = self._decode(self._token_ids[self._window :])
-        if len(grown) <= len(shown) or grown.endswith("�"):
+        if not self._params.stop:
             return None
         length = len(self._text)
-        self._text += grown[len(shown) :]
-        self._window, self._num_shown = self._num_shown, len(self._token_ids)
+        self._grow()
         starts = [(self._text.find(stop, max(0, length - len(stop) + 1)), stop) for stop in self._params.stop]
         found = [(position, stop) for position, stop in starts if position >= 0]
-        if not found or not may_stop:
+        if not found or not may_stop or len(self._text) == length:
             return None
         position, stop = min(found)
         self._text = self._text[: position + (len(stop) if self._params.include_stop_str_in_output else 0)]
         return stop
 
-    def text(self, *, stopped: bool, finished: bool) -> str:
+    def text(self, *, stopped: bool, finished: bool) -> Callable[[], str]:
         """The text so far, without a character that may be half of one; after a stop string, the text before it."""
         if stopped:
-            return self._text
-        text = self._decode(self._token_ids)
-        return text if finished else text.rstrip("\N{REPLACEMENT CHARACTER}")
+            return partial(str, self._text)
+        return partial(self._whole, len(self._token_ids), finished=finished)
 
-    def take(self, *, stopped: bool, finished: bool) -> str:
+    def take(self, *, stopped: bool, finished: bool) -> Callable[[], str]:
         """The text that came since this was asked last, without what may yet turn out to be half of a character or the
         beginning of a stop string."""
         if finished:
-            text = self.text(stopped=stopped, finished=True)
-        else:
-            text = self._text[: len(self._text) - self._num_pending()]
-        taken, self._num_taken = self._num_taken, max(self._num_taken, len(text))
-        return text[taken:]
+            return partial(self._take, self.text(stopped=stopped, finished=True))
+        if self._params.stop:
+            return partial(self._take, partial(str, self._text[: len(self._text) - self._num_pending()]))
+        return partial(self._take, partial(self._grown_to, len(self._token_ids)))
+
+    def _whole(self, num_tokens: int, *, finished: bool) -> str:
+        text = self._decode(self._token_ids[:num_tokens])
+        return text if finished else text.rstrip("\N{REPLACEMENT CHARACTER}")
+
+    def _take(self, text: Callable[[], str]) -> str:
+        now = text()
+        taken, self._num_taken = self._num_taken, max(self._num_taken, len(now))
+        return now[taken:]
+
+    def _grown_to(self, num_tokens: int) -> str:
+        while self._num_grown < num_tokens:
+            self._grow()
+        return self._text
+
+    def _grow(self) -> None:
+        """Looks at one more token."""
+        self._num_grown += 1
+        shown = self._decode(self._token_ids[self._window : self._num_shown])
+        grown = self._decode(self._token_ids[self._window : self._num_grown])
+        if len(grown) > len(shown) and not grown.endswith("\N{REPLACEMENT CHARACTER}"):
+            self._text += grown[len(shown) :]
+            self._window, self._num_shown = self._num_shown, self._num_grown
 
     def _num_pending(self) -> int:
         """Characters at the end that a stop string begins with."""
@@ -170,28 +189,28 @@ class SequenceState:
     def fail(self, error: RayspecError) -> None:
         self.finish_reason, self.error = "error", error
 
-    def output(self) -> CompletionOutput:
+    def output(self) -> UnreadCompletion:
         """A snapshot. `text` is empty when the engine has no tokenizer."""
         stopped = isinstance(self.stop_reason, str)
-        text = self.detokenizer.text(stopped=stopped, finished=self.finished) if self.detokenizer else ""
-        return self._output_from(0, text)
+        text = self.detokenizer.text(stopped=stopped, finished=self.finished) if self.detokenizer else str
+        return UnreadCompletion(self._output_from(0), text)
 
-    def take_new_output(self) -> CompletionOutput | None:
+    def take_new_output(self) -> UnreadCompletion | None:
         """What came since this was asked last; None if nothing did."""
         if self.taken_end or (not self.finished and self.num_taken == self.num_tokens - self.num_prompt_tokens):
             return None
         stopped = isinstance(self.stop_reason, str)
-        text = self.detokenizer.take(stopped=stopped, finished=self.finished) if self.detokenizer else ""
-        new = self._output_from(self.num_taken, text)
+        text = self.detokenizer.take(stopped=stopped, finished=self.finished) if self.detokenizer else str
+        new = self._output_from(self.num_taken)
         self.num_taken, self.taken_end = self.num_taken + len(new.token_ids), self.finished
-        return new
+        return UnreadCompletion(new, text)
 
-    def _output_from(self, first: int, text: str) -> CompletionOutput:
-        """Of the output tokens from number `first` on."""
+    def _output_from(self, first: int) -> CompletionOutput:
+        """Of the output tokens from number `first` on, without text."""
         chosen = [row[token_id].logprob for row, token_id in zip(self.logprobs, self.output_token_ids, strict=False)]
         return CompletionOutput(
             index=self.index,
-            text=text,
+            text="",
             token_ids=tuple(self.token_ids[self.num_prompt_tokens + first :]),
             cumulative_logprob=sum(chosen) if self.logprobs else None,
             logprobs=self.logprobs[first:] or None,

@@ -25,7 +25,7 @@ confidence, which is a property of q), **never by which token it is.** Stopping 
 that each are the target's after what comes before stands. Noise is by position, so branches share it and the text is
 still that of plain decoding. Under the rejection rule a tree that was not sampled (looked up) is compared in the same
 way: the target's token is a sample of p by TARGET noise, which its candidates do not depend on, and off the path that
-stands no number influences anything. Of a tree that was sampled only the spine counts.
+stands no number influences anything. Of a tree that was sampled only the main chain counts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ import torch
 from torch import Tensor
 
 from rayspec.decode.noise import Stream, gumbel, integers, uniform
-from rayspec.decode.sampling import Rows, check_tokens, processed_logits, target_tokens
+from rayspec.decode.processing import check_tokens
+from rayspec.decode.sampling import Rows, processed_logits, target_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class RejectionBatch:
 
 def verify_coupled(logits: Tensor, rows: Sequence[Rows]) -> list[Verdict]:
     """Verdicts by the coupled rule from raw target logits [N, V], greedy and sampled alike; pending holds the draft.
-    One host synchronisation."""
+    One copy to the host: the target's tokens."""
     tokens = target_tokens(logits, rows).tolist()
     return [_agreement(row, tokens[row.start : row.end]) for row in rows]
 
@@ -85,9 +86,9 @@ def verify_rejection(logits: Tensor, rows: Sequence[Rows], draft_logits: Sequenc
 
     draft_logits: for each sequence the processed logits [m_i, V] that its first m_i <= g_i tokens were sampled from,
     or None where none was; tokens that were not sampled (looked up, argmax) stand with probability p(x). Greedy
-    sequences compare exactly and ignore theirs. An empty draft gives the token of plain decoding. One host
-    synchronisation, and one more where there are trees. Raises ValueError if draft_logits have more rows than the
-    draft, or the spine of a tree.
+    sequences compare exactly and ignore theirs. An empty draft gives the token of plain decoding. One copy
+    to the host, and one more where there are trees. Raises ValueError if draft_logits have more rows than the
+    draft, or the main chain of a tree.
     """
     if len(draft_logits) != len(rows):
         raise ValueError(f"{len(draft_logits)} draft_logits for {len(rows)} sequences: give one (or None) each")
@@ -100,12 +101,12 @@ def verify_rejection(logits: Tensor, rows: Sequence[Rows], draft_logits: Sequenc
         others = [pair for pair, exact in zip(pairs, is_compared, strict=True) if not exact]
         drawn = iter(verify_rejection(logits, [row for row, _ in others], [given for _, given in others]))
         return [next(compared if exact else drawn) for exact in is_compared]
-    spines = [row.spine if row.parents else row for row in rows]
-    accepted, last = decide(_packed(logits, spines, draft_logits))
+    chains = [row.main_chain if row.parents else row for row in rows]
+    accepted, last = decide(_packed(logits, chains, draft_logits))
     decided = torch.stack((accepted, last)).tolist()
     return [
         Verdict([*row.pending[:num_accepted], token], num_accepted)
-        for row, num_accepted, token in zip(spines, *decided, strict=True)
+        for row, num_accepted, token in zip(chains, *decided, strict=True)
     ]
 
 

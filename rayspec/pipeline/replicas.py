@@ -18,6 +18,7 @@ from rayspec.config import EngineConfig
 from rayspec.decode.engine import Engine
 from rayspec.decode.engine_loop import EngineDeadError, EngineLoop
 from rayspec.decode.stages import StageLostError
+from rayspec.decode.unread import UnreadOutput
 from rayspec.pipeline.retelling import Retelling
 from rayspec.planning.latency import LatencyModel
 from rayspec.types import EngineLoad, EngineStats, RayspecError, Request, RequestError, RequestOutput
@@ -136,6 +137,10 @@ class Replicas:
             while True:
                 updates.append(self._updates.get_nowait())
         return [output for update in updates if (output := self._take(update)) is not None]
+
+    def advance(self) -> list[UnreadOutput]:
+        """`step`, as an engine has it: the replicas' loops have made the texts."""
+        return [UnreadOutput.of(output) for output in self.step()]
 
     def ping(self) -> Future[None]:
         """Done when all replicas that are not lost have answered; fails when there are none."""

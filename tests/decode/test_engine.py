@@ -155,8 +155,9 @@ def test_abort_at_any_time_frees_what_was_held_and_disturbs_nobody(num_steps: in
     outputs: dict[str, RequestOutput] = {}
     for _ in range(num_steps):
         outputs |= {output.request_id: output for output in engine.step()}
-    aborted = engine.abort(victim)
-    assert aborted is not None
+    unread = engine.abort(victim)
+    assert unread is not None
+    aborted = unread.read()
     assert aborted.finished
     assert aborted.error is None
     assert aborted.outputs[0].finish_reason == "abort"
@@ -193,7 +194,7 @@ def test_streams_add_up_to_what_is_not_streamed(seed: int) -> None:
         pieces.take(engine.step())
     aborted = engine.abort("2")
     assert aborted is not None
-    pieces.take([aborted])
+    pieces.take([aborted.read()])
     while engine.has_unfinished:
         pieces.take(engine.step())
     require_idle(engine)

@@ -4,12 +4,14 @@ import os
 import threading
 import time
 from concurrent.futures import Future
+from functools import partial
 
 import pytest
 
 from rayspec.config import SamplingParams
 from rayspec.decode.engine_loop import EngineDeadError, EngineLoop
 from rayspec.decode.stages import StageLostError
+from rayspec.decode.unread import UnreadOutput
 from rayspec.types import EmptyPromptError, Request, RequestOutput
 
 WAIT_S = 10.0
@@ -21,7 +23,7 @@ def request(name: str, *, num_steps: int = 3, stream: bool = False) -> Request:
 
 class CountingEngine:
     """Finishes a request after as many steps as it may have tokens; a stream tells of each. Prompts have effects: "bad"
-    is refused, "bomb" ends the engine in a step, "bad bomb" when it is added."""
+    is refused, "bomb" ends the engine in a step, "bad bomb" when it is added, "unreadable" when its text is made."""
 
     def __init__(self) -> None:
         self.left: dict[str, int] = {}
@@ -34,8 +36,10 @@ class CountingEngine:
         self.most_at_once = 0
         self.num_steps = 0
         self.failure: BaseException = RuntimeError("the device is gone")
-        self.may_step = threading.Event()
+        self.may_step, self.may_read = threading.Event(), threading.Event()
         self.may_step.set()
+        self.may_read.set()
+        self.readers: set[str] = set()
 
     @property
     def has_unfinished(self) -> bool:
@@ -67,7 +71,7 @@ class CountingEngine:
             answered.set_result(None)
         return answered
 
-    def step(self) -> list[RequestOutput]:
+    def advance(self) -> list[UnreadOutput]:
         self.may_step.wait(WAIT_S)
         self.num_steps += 1
         self.num_idle_steps += not self.left
@@ -79,9 +83,16 @@ class CountingEngine:
         for name in done:
             del self.left[name]
         return [
-            RequestOutput(request_id=name, prompt=name, prompt_token_ids=(), outputs=[], finished=name in done)
+            UnreadOutput(name, name in done, partial(self._read, name, name in done))
             for name in [*done, *(self.streams & self.left.keys())]
         ]
+
+    def _read(self, name: str, finished: bool) -> RequestOutput:
+        self.readers.add(threading.current_thread().name)
+        self.may_read.wait(WAIT_S)
+        if self.prompts[name] == "unreadable":
+            raise self.failure
+        return RequestOutput(request_id=name, prompt=name, prompt_token_ids=(), outputs=[], finished=finished)
 
 
 def names_of(futures: list[Future[RequestOutput]]) -> list[str]:
@@ -171,7 +182,7 @@ def test_a_loop_that_was_stopped_before_its_first_request_takes_none() -> None:
 
 
 def test_who_has_all_outputs_may_use_the_engine_directly() -> None:
-    """Even at once: a callback runs on the loop's own thread, before the loop does anything else."""
+    """Even at once: in a callback, while the loop waits for work."""
     engine = CountingEngine()
     loop = EngineLoop(engine)
     added = threading.Event()
@@ -282,6 +293,69 @@ def test_a_stream_that_nobody_waits_for_any_more_is_aborted() -> None:
     endless.cancel()
     assert names_of([loop.submit(request("next"))]) == ["next"]
     assert engine.aborted == ["endless"]
+    loop.stop()
+
+
+def test_the_engine_goes_on_while_texts_are_made() -> None:
+    engine = CountingEngine()
+    loop = EngineLoop(engine)
+    engine.may_read.clear()
+    pieces: list[RequestOutput] = []
+    stream = loop.submit(request("stream", num_steps=5, stream=True), pieces.append)
+    whole = loop.submit(request("whole", num_steps=9))
+    while engine.num_steps < 9:
+        time.sleep(0.01)
+    ping = loop.ping()
+    while not engine.num_pings:
+        time.sleep(0.01)
+    assert not any((pieces, stream.done(), whole.done(), ping.done()))
+    engine.may_read.set()
+    ping.result(WAIT_S)
+    assert stream.done()
+    assert whole.done()
+    assert [piece.finished for piece in pieces] == [False] * 4
+    assert engine.readers == {"rayspec-delivery"}
+    loop.stop()
+
+
+def test_what_came_before_the_end_is_delivered_before_it() -> None:
+    engine = CountingEngine()
+    loop = EngineLoop(engine)
+    engine.may_read.clear()
+    heard: list[str] = []
+    short, endless = request("short", num_steps=3), request("endless", num_steps=10**9, stream=True)
+    done, failed = loop.submit(short), loop.submit(endless, lambda _: heard.append("piece"))
+    failed.add_done_callback(lambda _: heard.append("end"))
+    while engine.num_steps < 9:
+        time.sleep(0.01)
+    loop.stop(0.01)
+    engine.may_read.set()
+    assert done.result(WAIT_S).finished
+    with pytest.raises(EngineDeadError, match="it was stopped"):
+        failed.result(WAIT_S)
+    assert len(heard) > 2
+    assert heard == ["piece"] * (len(heard) - 1) + ["end"]
+
+
+def test_a_text_that_cannot_be_made_ends_the_loop() -> None:
+    engine = CountingEngine()
+    loop = EngineLoop(engine)
+    for future in loop.submit_all([request("unreadable", num_steps=2), request("endless", num_steps=10**9)]):
+        with pytest.raises(EngineDeadError, match="the device is gone") as caught:
+            future.result(WAIT_S)
+        assert caught.value.__cause__ is engine.failure
+    loop.stop()
+
+
+def test_a_listener_that_raises_ends_the_loop() -> None:
+    loop = EngineLoop(CountingEngine())
+
+    def broken(_: RequestOutput) -> None:
+        raise RuntimeError("nobody listens")
+
+    endless = loop.submit(request("endless", num_steps=10**9, stream=True), broken)
+    with pytest.raises(EngineDeadError, match="RuntimeError: nobody listens"):
+        endless.result(WAIT_S)
     loop.stop()
 
 

@@ -26,7 +26,7 @@ def _encode(text: str) -> list[int]:
     return tokens
 
 
-def _sequence(with_text: bool = True, max_model_len: int = 1000, stream: bool = False, **params: Any) -> SequenceState:
+def _sequence(with_text: bool = True, max_model_len: int = 1000, **params: Any) -> SequenceState:
     options = SamplingParams(**({"max_tokens": 500} | params))
     prompt = _encode("A prompt.")
     return SequenceState(
@@ -38,7 +38,7 @@ def _sequence(with_text: bool = True, max_model_len: int = 1000, stream: bool = 
         num_prompt_tokens=len(prompt),
         max_total_tokens=min(len(prompt) + options.max_tokens, max_model_len),
         eos_token_ids=(EOS,),
-        detokenizer=Detokenizer(_tokenizer(), options, stream=stream) if with_text else None,
+        detokenizer=Detokenizer(_tokenizer(), options) if with_text else None,
     )
 
 
@@ -51,7 +51,7 @@ def test_text_is_what_the_tokens_say(text: str) -> None:
     sequence = _sequence()
     tokens = _encode(text)
     sequence.commit(tokens)
-    assert sequence.output().text == _tokenizer().decode(tokens)
+    assert sequence.output().read().text == _tokenizer().decode(tokens)
 
 
 @given(TEXTS, st.data())
@@ -63,7 +63,7 @@ def test_a_stop_string_ends_the_text_wherever_tokens_end(text: str, data: st.Dat
     for include in (False, True):
         sequence = _sequence(stop=[stop], include_stop_str_in_output=include)
         num_taken = sequence.commit(_encode(text))
-        output = sequence.output()
+        output = sequence.output().read()
         at = whole.index(stop)
         assert output.text == whole[: at + (len(stop) if include else 0)]
         assert output.finish_reason == "stop"
@@ -83,21 +83,21 @@ def test_a_stop_string_is_found_across_commits_of_any_size() -> None:
             taken += sequence.commit(tokens[at : at + size])
             if sequence.finished:
                 break
-        assert sequence.output().text == EMOJI.split("日本語", maxsplit=1)[0]
+        assert sequence.output().read().text == EMOJI.split("日本語", maxsplit=1)[0]
         assert taken == len(sequence.output_token_ids) < len(tokens)
 
 
 def test_of_several_stop_strings_the_earliest_counts() -> None:
     sequence = _sequence(stop=["done", "naïve", "fee is 5"])
     sequence.commit(_encode(EMOJI))
-    assert sequence.output().text == "The "
+    assert sequence.output().read().text == "The "
     assert sequence.stop_reason == "fee is 5"
 
 
 def test_text_with_a_stop_string_pending_is_complete_without_it() -> None:
     sequence = _sequence(stop=["done for good"], max_tokens=len(_encode(EMOJI)))
     sequence.commit(_encode(EMOJI))
-    output = sequence.output()
+    output = sequence.output().read()
     assert (output.finish_reason, output.text) == ("length", EMOJI)
 
 
@@ -108,7 +108,7 @@ def test_a_snapshot_never_cuts_a_character() -> None:
     shown = ""
     for token in tokens:
         sequence.commit([token])
-        text = sequence.output().text
+        text = sequence.output().read().text
         assert "\N{REPLACEMENT CHARACTER}" not in text
         assert text.startswith(shown)
         shown = text
@@ -121,14 +121,14 @@ def test_min_tokens_holds_stop_strings_back_and_keeps_their_text() -> None:
     sequence = _sequence(stop=["stop"], min_tokens=len(_encode("one stop two")))
     sequence.commit(tokens)
     assert sequence.output_token_ids == second
-    assert sequence.output().text == "one stop two "
+    assert sequence.output().read().text == "one stop two "
 
 
 def test_tokens_after_the_end_are_not_taken() -> None:
     words = _encode("some words and more of them")
     sequence = _sequence()
     assert sequence.commit([*words, EOS, *words]) == len(words) + 1
-    output = sequence.output()
+    output = sequence.output().read()
     assert (output.finish_reason, output.stop_reason) == ("stop", None)
     assert output.token_ids == (*words, EOS)
     assert output.text == "some words and more of them", "special tokens are not text"
@@ -168,7 +168,7 @@ def test_logprobs_stay_with_their_tokens() -> None:
     rows = [{token: Logprob(logprob=-float(token), rank=1)} for token in (5, 6, EOS, 8)]
     sequence = _sequence(logprobs=0)
     sequence.commit([5, 6, EOS, 8], rows)
-    output = sequence.output()
+    output = sequence.output().read()
     assert output.logprobs == rows[:3]
     assert output.cumulative_logprob == -(5 + 6 + EOS)
 
@@ -177,8 +177,8 @@ def test_an_error_keeps_what_there_is() -> None:
     sequence = _sequence()
     sequence.commit([5, 6])
     sequence.fail(RequestError("broken"))
-    assert sequence.output().finish_reason == "error"
-    assert sequence.output().token_ids == (5, 6)
+    assert sequence.output().read().finish_reason == "error"
+    assert sequence.output().read().token_ids == (5, 6)
 
 
 def test_a_short_stop_string_that_was_held_back_does_not_count_later() -> None:
@@ -189,7 +189,7 @@ def test_a_short_stop_string_that_was_held_back_does_not_count_later() -> None:
 
 def _streamed(tokens: list[int], pieces: list[int], **params: Any) -> tuple[SequenceState, list[CompletionOutput]]:
     """The sequence, and what it told after each of the commits of so many tokens."""
-    sequence = _sequence(stream=True, **params)
+    sequence = _sequence(**params)
     told: list[CompletionOutput] = []
     for num_tokens in pieces:
         if sequence.finished:
@@ -197,10 +197,10 @@ def _streamed(tokens: list[int], pieces: list[int], **params: Any) -> tuple[Sequ
         now, tokens = tokens[:num_tokens], tokens[num_tokens:]
         rows = [{token: Logprob(logprob=-float(token), rank=1)} for token in now]
         sequence.commit(now, rows if params.get("logprobs") is not None else ())
-        told += filter(None, [sequence.take_new_output()])
+        told += [new.read() for new in [sequence.take_new_output()] if new is not None]
     if not sequence.finished:
         sequence.finish_reason = "length"
-        told += filter(None, [sequence.take_new_output()])
+        told += [new.read() for new in [sequence.take_new_output()] if new is not None]
     assert sequence.take_new_output() is None, "after the end there is nothing new"
     return sequence, told
 
@@ -215,7 +215,7 @@ def test_what_streams_adds_up_to_the_output(text: str, data: st.DataObject) -> N
     ]
     stops = [stop for stop in stops if stop][:4]
     sequence, told = _streamed(tokens, pieces, stop=stops, logprobs=1)
-    output = sequence.output()
+    output = sequence.output().read()
     assert "".join(one.text for one in told) == output.text
     assert [token for one in told for token in one.token_ids] == list(output.token_ids)
     assert [row for one in told for row in one.logprobs or []] == output.logprobs
@@ -234,14 +234,15 @@ def test_text_comes_as_soon_as_it_is_certain() -> None:
 
 def test_only_what_a_stop_string_may_begin_with_is_held_back() -> None:
     tokens = _encode("one two three")
-    sequence = _sequence(stream=True, stop=["three days"])
+    sequence = _sequence(stop=["three days"])
     for token in tokens:
         sequence.commit([token])
-        news = sequence.take_new_output()
-        assert news is not None
-    assert sequence.output().text == "one two three"
+        unread = sequence.take_new_output()
+        assert unread is not None
+        news = unread.read()
+    assert sequence.output().read().text == "one two three"
     assert news.text != "three"
     sequence.commit(_encode(" weeks"))
     rest = sequence.take_new_output()
     assert rest is not None
-    assert rest.text.startswith("three w")
+    assert rest.read().text.startswith("three w")

@@ -136,8 +136,9 @@ def test_requests_come_late_and_are_aborted_in_flight() -> None:
                 run.engine.add(waiting.pop(0))
             if rng.random() < 0.2 and victims & set(run.engine._requests.ids):
                 victim = rng.choice(sorted(victims & set(run.engine._requests.ids)))
-                aborted = run.engine.abort(victim)
-                assert aborted is not None
+                unread = run.engine.abort(victim)
+                assert unread is not None
+                aborted = unread.read()
                 assert aborted.outputs[0].finish_reason == "abort"
                 num_aborted_tokens += len(aborted.outputs[0].token_ids)
                 victims.discard(victim)

@@ -1,8 +1,8 @@
 """The target drafts for itself with the sublayers its plan keeps.
 
-A draft is a chain of tokens, or a tree: a chain, its *spine*, with alternatives to its tokens beside it that nothing
-follows (SWIFT, Xia et al. 2025). What was found elsewhere may be any tree. Where the tokens drafted so far stand in the
-text already, what followed them there may go on the draft: it costs no step.
+A draft is a chain of tokens, or a tree: a *main chain* with alternatives to its tokens, which nothing follows (SWIFT,
+Xia et al. 2025). What was found elsewhere may be any tree. Where the tokens drafted so far stand in the text already,
+what followed them there may go on the draft: it costs no step.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ class RoundEntry:
 
 @dataclass(slots=True)
 class Draft:
-    """What was drafted for one entry. confidences: of each token of the spine that the model has drafted; these come
-    first. parents: see `RoundEntry`; a chain has none. evidence: for the others, where they were looked up behind."""
+    """What was drafted for one entry. confidences: of each token of the main chain that the model has drafted; these
+    come first. parents: see `RoundEntry`; a chain has none. evidence: for the others, where they were looked up
+    behind."""
 
     token_ids: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
@@ -71,7 +72,7 @@ class Draft:
 
     @property
     def num_drafted(self) -> int:
-        """Tokens of the spine that the model has drafted."""
+        """Tokens of the main chain that the model has drafted."""
         return len(self.confidences)
 
     @property
@@ -182,13 +183,13 @@ def _append(drafts: Sequence[Draft], drawn: Drafts) -> list[list[int]]:
     return ranked
 
 
-def _siblings(spine: Draft, ranked: Sequence[Sequence[int]], widths: Sequence[int], max_tokens: int) -> list[list[int]]:
+def _siblings(chain: Draft, ranked: Sequence[Sequence[int]], widths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Alternatives to each token that the model has drafted: the tokens nearest to it, more of them the less sure it
-    was. Together with the spine no more than `max_tokens`; the earlier ones come first, which are the likelier to be
+    was. Together with the chain no more than `max_tokens`; the earlier ones come first, which are the likelier to be
     reached."""
-    num_left = max(0, max_tokens - len(spine.token_ids))
+    num_left = max(0, max_tokens - len(chain.token_ids))
     siblings = []
-    for token, confidence, best in zip(spine.token_ids, spine.confidences, ranked, strict=False):
+    for token, confidence, best in zip(chain.token_ids, chain.confidences, ranked, strict=False):
         width = widths[sum(confidence <= bound for bound in SURENESS)]
         others = [other for other in best if other != token][: min(width - 1, num_left)]
         num_left -= len(others)

@@ -1,0 +1,235 @@
+"""From raw logits to what tokens are chosen by. Each operation runs once, over the rows of all sequences that need it.
+
+Parameters apply in vLLM's order, in float32: logit_bias, min_tokens; repetition, frequency and presence penalties;
+(greedy stops here); temperature; min_p; top-k; top-p. A forbidden token is -inf; something is always left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rayspec.config import SamplingParams
+from rayspec.decode.noise import integers
+from rayspec.types import InvalidTokenError
+
+_LARGEST = torch.finfo(torch.float32).max
+_MAX_UNCOUNTED = 16  # tokens; the counts of a sequence are brought up to date when there are more
+_SHORTLIST = 128  # tokens that are sorted first, for top-p
+_SHORTLIST_GROWTH = 16
+
+
+class History:
+    """A sequence's parameters, and the prompt and output that they look at. Tensors are on `device`.
+
+    stops: EOS and stop tokens; those outside the vocabulary can never be generated and are ignored. Raises
+    InvalidTokenError when `logit_bias` or, where a penalty has to count it, a token lies outside the vocabulary.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        *,
+        prompt_token_ids: Sequence[int],
+        stops: Collection[int],
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        self.params = params
+        self.vocab_size = vocab_size
+        self.device = device
+        self.num_output_tokens = 0
+        check_tokens("logit_bias", params.logit_bias, vocab_size)
+        self.bias_ids = integers(list(params.logit_bias), device)
+        self.biases = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32).to(device)
+        self.stops = integers(sorted(token for token in stops if 0 <= token < vocab_size), device)
+        if params.has_penalties:
+            check_tokens("prompt_token_ids", prompt_token_ids, vocab_size)
+            self.is_in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+            self.is_in_prompt[integers(prompt_token_ids, device)] = True
+            self.counts = torch.zeros(vocab_size, dtype=torch.float32, device=device)
+            self.uncounted: list[int] = []  # output tokens that are not in `counts` yet
+
+    def commit(self, token_ids: Sequence[int]) -> None:
+        """Appends tokens to the output."""
+        self.num_output_tokens += len(token_ids)
+        if self.params.has_penalties:
+            check_tokens("token_ids", token_ids, self.vocab_size)
+            self.uncounted.extend(token_ids)
+            if len(self.uncounted) > _MAX_UNCOUNTED:
+                tokens = integers(self.uncounted, self.device)
+                self.counts.index_add_(0, tokens, torch.ones_like(tokens, dtype=torch.float32))
+                self.uncounted = []
+
+    def holds_back(self, num_before: int) -> bool:
+        """EOS and stop tokens are forbidden after so many more tokens."""
+        return self.num_output_tokens + num_before < self.params.min_tokens and len(self.stops) > 0
+
+
+@dataclass(frozen=True, slots=True)
+class LogitRow:
+    """Row `at` of a packed logits tensor. before: what comes between the committed tokens and the row's; values matter
+    only where there are penalties."""
+
+    at: int
+    history: History
+    before: Sequence[int]
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.history.params
+
+
+def process(scores: Tensor, rows: Sequence[LogitRow]) -> Tensor:
+    """`scores`, float32 [N, V], with these rows changed from raw logits to processed ones, in place; those that are
+    sampled are shifted so that the largest is 0.
+
+    Rows that were finite somewhere stay finite somewhere; a row that holds NaN or +inf becomes something, without an
+    error. One host synchronisation, where a row has top_p. Raises InvalidTokenError for a token in `before` that a
+    penalty cannot count.
+    """
+    for is_needed, change in _CHANGES:
+        changed = [row for row in rows if is_needed(row)]
+        if changed:
+            _apply(change, scores, changed)
+    return scores
+
+
+def check_tokens(name: str, token_ids: Collection[int], vocab_size: int) -> None:
+    """Raises InvalidTokenError, naming the argument, if a token is not in 0 .. vocab_size - 1."""
+    bad = [token for token in token_ids if not 0 <= token < vocab_size]
+    if bad:
+        raise InvalidTokenError(f"{name} holds token {bad[0]}: give tokens from 0 to {vocab_size - 1}")
+
+
+_Change = Callable[[Tensor, Sequence[LogitRow]], None]  # of [n, V], in place
+
+
+def _apply(change: _Change, scores: Tensor, rows: Sequence[LogitRow]) -> None:
+    where = [row.at for row in rows]
+    if where == list(range(len(scores))):
+        change(scores, rows)
+        return
+    index = integers(where, scores.device)
+    part = scores[index]
+    change(part, rows)
+    scores.index_copy_(0, index, part)
+
+
+def _add_biases(scores: Tensor, rows: Sequence[LogitRow]) -> None:
+    where = _joined([row.history.bias_ids for row in rows])
+    scores.index_put_(where, torch.cat([row.history.biases for row in rows]), accumulate=True)
+
+
+def _hold_back_stops(scores: Tensor, rows: Sequence[LogitRow]) -> None:
+    """Except where nothing else is left."""
+    where = _joined([row.history.stops for row in rows])
+    masked = scores.index_put(where, scores.new_tensor(-math.inf))
+    nothing_left = masked.amax(1, keepdim=True) == -math.inf
+    scores.copy_(torch.where(nothing_left, scores, masked))
+
+
+def _penalise(scores: Tensor, rows: Sequence[LogitRow]) -> None:
+    """Repetition as in CTRL (Keskar et al., 2019), over prompt and output; presence and frequency as OpenAI's, over the
+    output. Finite scores stay finite."""
+    counts = _counts(rows)
+    is_in_output = counts > 0
+    is_repeated = torch.stack([row.history.is_in_prompt for row in rows]).logical_or_(is_in_output)
+    repetition = _column([min(max(row.params.repetition_penalty, 1e-30), 1e30) for row in rows], scores)
+    scaled = torch.where(scores > 0, scores / repetition, scores * repetition).clamp_(-_LARGEST, _LARGEST)
+    scores.copy_(torch.where(is_repeated & scores.isfinite(), scaled, scores))
+    scores.sub_(_column([row.params.frequency_penalty for row in rows], scores) * counts)
+    scores.sub_(_column([row.params.presence_penalty for row in rows], scores) * is_in_output)
+
+
+def _counts(rows: Sequence[LogitRow]) -> Tensor:
+    """How often each token is in the output before each row: float32 [n, V]."""
+    counts = torch.stack([row.history.counts for row in rows])
+    tokens = [[*row.history.uncounted, *row.before] for row in rows]
+    flat = [token for each in tokens for token in each]
+    check_tokens("pending", flat, counts.shape[1])
+    owners = [index for index, each in enumerate(tokens) for _ in each]
+    where = integers([*owners, *flat], counts.device).view(2, -1)
+    return counts.index_put_((where[0], where[1]), counts.new_ones(()), accumulate=True)
+
+
+def _scale(scores: Tensor, rows: Sequence[LogitRow]) -> None:
+    """Shifted to a maximum of 0 before the division, so that no temperature overflows."""
+    scores.sub_(scores.amax(1, keepdim=True)).div_(_column([row.params.temperature for row in rows], scores))
+
+
+def _cut_to_min_p(scores: Tensor, rows: Sequence[LogitRow]) -> None:
+    scores.masked_fill_(scores < _column([math.log(row.params.min_p) for row in rows], scores), -math.inf)
+
+
+def _cut_to_top_k(scores: Tensor, rows: Sequence[LogitRow]) -> None:
+    """Ties at the k-th place all stay, as in vLLM and transformers."""
+    counts = [row.params.top_k for row in rows]
+    last = integers(counts, scores.device).unsqueeze(1) - 1
+    weakest = scores.topk(max(counts), dim=1).values.gather(1, last)
+    scores.masked_fill_(scores < weakest, -math.inf)
+
+
+def _cut_to_top_p(scores: Tensor, rows: Sequence[LogitRow]) -> None:
+    top_p = _column([row.params.top_p for row in rows], scores, dtype=torch.float64)
+    total = scores.to(torch.float64).exp_().sum(1, keepdim=True)
+    scores.copy_(_nucleus(scores, top_p, total, _SHORTLIST))
+
+
+def _nucleus(scores: Tensor, top_p: Tensor, total: Tensor, num_ranked: int) -> Tensor:
+    """Scores [n, V] without those beyond top_p. Of ties at its edge the lowest ids stay: the cut is the same on every
+    device.
+
+    top_p, and total, the sum of the scores' exponentials: float64 [n, 1]. The best `num_ranked` tokens are sorted
+    first, then more in the rows where these do not reach top_p.
+    """
+    ranked, order = _ranked(scores, num_ranked)
+    mass = ranked.to(torch.float64).exp_().div_(total)
+    beyond = mass.cumsum(1).sub_(mass) >= top_p
+    beyond[:, 0] = False
+    kept = ranked.masked_fill(beyond, -math.inf)
+    cut = torch.full_like(scores, -math.inf).scatter_(1, order, kept)
+    if num_ranked < scores.shape[1]:
+        weakest = ranked.masked_fill(beyond, math.inf).amin(1)
+        left = (~(weakest > ranked[:, -1])).nonzero().squeeze(1)  # a tie of the weakest may not have been ranked
+        if len(left):
+            cut[left] = _nucleus(scores[left], top_p[left], total[left], num_ranked * _SHORTLIST_GROWTH)
+    return cut
+
+
+def _ranked(scores: Tensor, num_ranked: int) -> tuple[Tensor, Tensor]:
+    """The best scores and their tokens, [n, num_ranked], best first and of equals the lowest id. Not all equals of the
+    last one need be there."""
+    if num_ranked >= scores.shape[1]:
+        return scores.sort(dim=1, descending=True, stable=True)
+    tokens = scores.topk(num_ranked, dim=1, sorted=False).indices.sort(dim=1).values
+    ranked, order = scores.gather(1, tokens).sort(dim=1, descending=True, stable=True)
+    return ranked, tokens.gather(1, order)
+
+
+_CHANGES: Sequence[tuple[Callable[[LogitRow], bool], _Change]] = (
+    (lambda row: bool(row.params.logit_bias), _add_biases),
+    (lambda row: row.history.holds_back(len(row.before)), _hold_back_stops),
+    (lambda row: row.params.has_penalties, _penalise),
+    (lambda row: not row.params.greedy, _scale),
+    (lambda row: not row.params.greedy and row.params.min_p > 0, _cut_to_min_p),
+    (lambda row: not row.params.greedy and 0 < row.params.top_k < row.history.vocab_size, _cut_to_top_k),
+    (lambda row: not row.params.greedy and row.params.top_p < 1, _cut_to_top_p),
+)
+
+
+def _column(values: Sequence[float], like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """[n, 1], on the device of `like`, without waiting for it."""
+    return torch.tensor(values, dtype=dtype).unsqueeze(1).to(like.device, non_blocking=True)
+
+
+def _joined(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Of every element of the parts the number of its part, and the element."""
+    joined = torch.cat(list(parts))
+    lengths = integers([len(part) for part in parts], joined.device)
+    owners = torch.arange(len(parts), device=joined.device)
+    return owners.repeat_interleave(lengths, output_size=len(joined)), joined
