@@ -11,11 +11,12 @@ from functools import partial
 from rayspec.decode.head import Committed, SamplerSpec
 from rayspec.decode.round_planner import PlannedRound, RoundPlanner
 from rayspec.decode.rounds import Prefill, PrefillResult, Result, RoundResult, Work
-from rayspec.decode.scheduler import Move, Scheduler, Step, moves_to_path
+from rayspec.decode.scheduler import Chunk, Move, Scheduler, Step, moves_to_path
 from rayspec.decode.sequence import SequenceState
 from rayspec.decode.stages import StageLostError, Stages
 from rayspec.decode.time_shares import TimeShares
 from rayspec.model.rows import slots_between
+from rayspec.planning.prefill_pace import PrefillPace
 from rayspec.types import EngineStats, NonFiniteLogitsError, OutOfMemoryError, RayspecError
 
 
@@ -41,7 +42,9 @@ class Cohorts:
         planner: RoundPlanner,
         stats: EngineStats,
         clock: Callable[[], float],
+        may_mix: bool,
     ) -> None:
+        """may_mix: chunks of prompts and rounds may share a pass."""
         self._stages = stages
         self._scheduler = scheduler
         self._planner = planner
@@ -50,6 +53,9 @@ class Cohorts:
         self._under_way: list[_StartedWork] = []
         self._time_shares = TimeShares(clock)
         self._work_ids = itertools.count(1)
+        self._pace = PrefillPace()
+        self._may_mix = may_mix
+        self._has_mixed: set[int] = set()  # cohorts whose last round had chunks
 
     @property
     def is_idle(self) -> bool:
@@ -73,7 +79,7 @@ class Cohorts:
         for cohort in range(self._stages.num_cohorts):
             if not self._is_busy(cohort):
                 busy = {started.cohort for started in self._under_way}
-                self._start(cohort, self._scheduler.schedule(cohort, busy))
+                self._start(cohort, self._scheduler.schedule(cohort, busy, self._pace.num_rows))
 
     def commit_done(self) -> None:
         """Commit what the work that is done has given."""
@@ -125,12 +131,20 @@ class Cohorts:
             self._stats.num_cached_tokens += sequence.num_computed
             if sequence.metrics.num_preemptions == sequence.metrics.num_replays == 0:
                 sequence.metrics.num_cached_tokens = sequence.num_computed
-        if step.chunks:
+        mixes = self._mixes(cohort, step)
+        if step.chunks and not mixes:
             prefill = Prefill(id=next(self._work_ids), chunks=step.chunks)
             self._submit(cohort, prefill, partial(self._commit_prefill, step.prefill, prefill))
         if step.decode:
-            planned = self._planner.plan(next(self._work_ids), step.decode)
-            self._submit(cohort, planned.work, partial(self._commit_round, planned))
+            planned = self._planner.plan(next(self._work_ids), step.decode, step.chunks if mixes else ())
+            self._submit(cohort, planned.work, partial(self._commit_round, planned, step.prefill if mixes else ()))
+
+    def _mixes(self, cohort: int, step: Step) -> bool:
+        """Whether chunks run in the round's pass, which reads the weights once for both. Every other round runs by
+        itself, for the selector learns from its time; so does every round of which the shapes are fixed."""
+        mixes = self._may_mix and bool(step.chunks and step.decode) and cohort not in self._has_mixed
+        (self._has_mixed.add if mixes else self._has_mixed.discard)(cohort)
+        return mixes
 
     def _submit(self, cohort: int, work: Work, commit: Callable[[_StartedWork], None]) -> None:
         """In one process the work is done at once: its time ends here, before the next work begins."""
@@ -146,19 +160,29 @@ class Cohorts:
 
     def _commit_prefill(self, sequences: Sequence[SequenceState], work: Prefill, started: _StartedWork) -> None:
         result = self._result(started.future, sequences)
+        share_s = started.share_s or 0.0
         if isinstance(result, PrefillResult):
-            for sequence, chunk, committed in zip(sequences, work.chunks, result.committed, strict=True):
-                sequence.num_computed += chunk.rows.num_rows
-                self._stats.num_prefilled_tokens += chunk.rows.num_rows
-                if committed is not None:
-                    self._commit(sequence, committed)
-        self._stats.prefill_s += started.share_s or 0.0
+            self._commit_chunks(sequences, work.chunks, result.committed)
+            self._pace.observe(share_s, num_chunk_rows=_num_rows(work.chunks), has_round=False)
+        self._stats.prefill_s += share_s
 
-    def _commit_round(self, planned: PlannedRound, started: _StartedWork) -> None:
-        sequences = planned.sequences
-        result = self._result(started.future, sequences[-1:])
+    def _commit_chunks(
+        self, sequences: Sequence[SequenceState], chunks: Sequence[Chunk], committed: Sequence[Committed | None]
+    ) -> None:
+        for sequence, chunk, one in zip(sequences, chunks, committed, strict=True):
+            sequence.num_computed += chunk.rows.num_rows
+            self._stats.num_prefilled_tokens += chunk.rows.num_rows
+            if one is not None:
+                self._commit(sequence, one)
+
+    def _commit_round(self, planned: PlannedRound, prefilled: Sequence[SequenceState], started: _StartedWork) -> None:
+        """prefilled: the sequences of the round's chunks."""
+        sequences, chunks = planned.sequences, planned.work.chunks
+        result = self._result(started.future, prefilled or sequences[-1:])
         if not isinstance(result, RoundResult):
             return
+        self._pace.observe(started.share_s or 0.0, num_chunk_rows=_num_rows(chunks), has_round=True)
+        self._commit_chunks(prefilled, chunks, result.prefilled)
         num_tokens = 0
         for sequence, committed, drafted, num_accepted in zip(
             sequences, result.committed, result.drafts, result.num_accepted, strict=True
@@ -167,7 +191,7 @@ class Cohorts:
             num_tokens += self._commit(sequence, committed)
         self._stats.draft_s += result.draft_s
         self._stats.verify_s += result.verify_s
-        self._stats.prefill_s += result.queued_s
+        self._stats.prefill_s += result.queued_s + result.prefill_s
         self._keep_branches(planned, result)
         self._planner.learn(planned, result, num_tokens)
         self._planner.improve(planned.state)
@@ -247,3 +271,7 @@ class Cohorts:
     def _release(self, sequence: SequenceState) -> None:
         self._scheduler.remove(sequence)
         self._stages.close(sequence.sequence_id)
+
+
+def _num_rows(chunks: Sequence[Chunk]) -> int:
+    return sum(chunk.rows.num_rows for chunk in chunks)

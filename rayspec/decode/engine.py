@@ -62,7 +62,12 @@ class Engine:
             clock=clock,
         )
         self._cohorts = Cohorts(
-            stages=stages, scheduler=scheduler, planner=self._planner, stats=self.stats, clock=clock
+            stages=stages,
+            scheduler=scheduler,
+            planner=self._planner,
+            stats=self.stats,
+            clock=clock,
+            may_mix=not config.deterministic,
         )
 
     def replace_selector(self, selector: Selector) -> Selector:

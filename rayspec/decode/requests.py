@@ -148,6 +148,7 @@ class Requests:
             max_total_tokens=min(len(live.prompt_token_ids) + params.max_tokens, self._max_model_len),
             eos_token_ids=self._vocabulary.eos_token_ids,
             detokenizer=Detokenizer(self._tokenizer, params) if self._tokenizer else None,
+            streams=live.request.stream,
             metrics=RequestMetrics(arrival_s=self._clock()),
         )
         if not self._fits(sequence):

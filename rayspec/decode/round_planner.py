@@ -13,7 +13,7 @@ from rayspec.decode.drafting.lookup import NOTHING, Proposal, shortest_match
 from rayspec.decode.drafting.skip_draft import RoundEntry
 from rayspec.decode.questions import Answer, Question
 from rayspec.decode.rounds import Round, RoundResult
-from rayspec.decode.scheduler import Scheduler
+from rayspec.decode.scheduler import Chunk, Scheduler
 from rayspec.decode.selection.base import BatchState, Selector
 from rayspec.decode.sequence import SequenceState
 from rayspec.decode.stages import Stages
@@ -57,7 +57,8 @@ class RoundPlanner:
         self._searching: Future[Answer] | None = None
         self._searched_s = 0.0  # that no round was charged with yet
 
-    def plan(self, work_id: int, sequences: Sequence[SequenceState]) -> PlannedRound:
+    def plan(self, work_id: int, sequences: Sequence[SequenceState], chunks: Sequence[Chunk] = ()) -> PlannedRound:
+        """chunks: to be prefilled in the round."""
         started = self._clock()
         state = self._batch_state(sequences)
         plan = self.selector.plan(state)
@@ -68,15 +69,18 @@ class RoundPlanner:
             plan=plan,
             keep_drafting=self.selector.keep_drafting(state),
             num_taps=self.taps.capacity if self.selector.wants_taps else 0,
+            chunks=chunks,
         )
         return PlannedRound(work, sequences, state, started)
 
     def learn(self, planned: PlannedRound, result: RoundResult, num_tokens: int) -> None:
-        """A round has ended and `num_tokens` were committed. Before any of its sequences moves."""
+        """A round has ended and `num_tokens` were committed. How long a round took is not known if it had chunks."""
         self.taps.add(planned.work.taps)
         for sequence in planned.sequences:
             if sequence.finished:
                 self.taps.drop(sequence.sequence_id)
+        if planned.work.chunks:
+            return
         if num_tokens or not all(committed.finite for committed in result.committed):
             seconds = self._clock() - planned.started - result.queued_s
             self.selector.observe(planned.state, planned.work.plan, result, num_tokens, seconds)

@@ -44,13 +44,14 @@ class Prefill:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
     """Draft, verify, accept, for some sequences at once. The newest tokens of the first `num_taps` entries are tapped:
-    they are committed whatever comes of the draft."""
+    they are committed whatever comes of the draft. chunks: are prefilled in the pass that verifies."""
 
     id: int
     entries: Sequence[RoundEntry]
     plan: Plan
     keep_drafting: KeepDrafting | None = None
     num_taps: int = 0
+    chunks: Sequence[Chunk] = ()
 
     @property
     def save_at(self) -> int:
@@ -77,6 +78,7 @@ class RoundResult:
     paths: the rows of the accepted tokens, where row 0 is the newest token's, of drafts of which a branch was accepted:
     its keys and values do not lie where their positions are. probed: the likeliest token after each probe. queued_s:
     how long the device was still busy with the work before, a piece of a prompt, when the host began the round.
+    prefilled: by chunk, as in PrefillResult; prefill_s: the chunks' share of the pass that verifies, by rows.
     """
 
     committed: Sequence[Committed]
@@ -88,6 +90,8 @@ class RoundResult:
     paths: Sequence[Sequence[int]] = ()
     probed: Sequence[Sequence[int]] = ()
     queued_s: float = 0.0
+    prefilled: Sequence[Committed | None] = ()
+    prefill_s: float = 0.0
 
 
 Work: TypeAlias = Prefill | Round
@@ -114,17 +118,26 @@ def script(work: Work, head: Head, stopwatch: Stopwatch) -> Generator[Pass, Tens
 
 def _prefill(work: Prefill, head: Head) -> Generator[Pass, Tensor, PrefillResult]:
     hidden = yield _prefill_pass(work)
-    ends = torch.tensor([chunk.rows.num_rows for chunk in work.chunks]).cumsum(0) - 1
-    sampling = [index for index, chunk in enumerate(work.chunks) if chunk.sample]
-    results: list[Committed | None] = [None] * len(work.chunks)
-    if sampling:
-        logits = head.logits(hidden[:, ends[sampling].to(hidden.device)])
-        rows = [Rows(head.sampler(work.chunks[index].sequence_id), at, ()) for at, index in enumerate(sampling)]
-        verdicts = [Verdict(token_ids=[token], num_accepted=0) for token in target_tokens(logits, rows).tolist()]
-        committed = head.commit(logits, rows, verdicts, finite_rows(logits).tolist())
-        for index, one in zip(sampling, committed, strict=True):
-            results[index] = one
-    return PrefillResult(results)
+    last_rows = _last_rows(work.chunks, 0)
+    logits = head.logits(hidden[:, last_rows]) if last_rows else hidden.new_zeros(0, 0)
+    return PrefillResult(_chosen(head, work.chunks, logits))
+
+
+def _last_rows(chunks: Sequence[Chunk], first: int) -> list[int]:
+    """Of the chunks that sample, which lie side by side from row `first` on."""
+    ends = itertools.accumulate((chunk.rows.num_rows for chunk in chunks), initial=first)
+    return [end - 1 for end, chunk in zip(itertools.islice(ends, 1, None), chunks, strict=True) if chunk.sample]
+
+
+def _chosen(head: Head, chunks: Sequence[Chunk], logits: Tensor) -> list[Committed | None]:
+    """The token after each chunk that samples. logits: of their last rows."""
+    sampling = [chunk for chunk in chunks if chunk.sample]
+    if not sampling:
+        return [None] * len(chunks)
+    rows = [Rows(head.sampler(chunk.sequence_id), at, ()) for at, chunk in enumerate(sampling)]
+    verdicts = [Verdict(token_ids=[token], num_accepted=0) for token in target_tokens(logits, rows).tolist()]
+    committed = iter(head.commit(logits, rows, verdicts, finite_rows(logits).tolist()))
+    return [next(committed) if chunk.sample else None for chunk in chunks]
 
 
 def _round(work: Round, head: Head, stopwatch: Stopwatch) -> Generator[Pass, Tensor, RoundResult]:
@@ -132,7 +145,7 @@ def _round(work: Round, head: Head, stopwatch: Stopwatch) -> Generator[Pass, Ten
     drafted = yield from draft(head, work.id, work.entries, work.plan, work.keep_drafting, work.save_at)
     drafted_at = stopwatch.mark()
     verify = _verify_pass(work, drafted.drafts, drafted.owners)
-    logits = head.logits((yield verify))
+    logits, chunk_logits = yield from _logits(head, work, verify)
     finite = finite_rows(logits).tolist()
     if len(logits) > len(work.entries) and not all(finite):
         # A drafted token may have done it, and its row spoils the others of its sequence: verify without drafts.
@@ -147,17 +160,32 @@ def _round(work: Round, head: Head, stopwatch: Stopwatch) -> Generator[Pass, Ten
     verdicts = head.accept(logits, rows, draft_logits)
     committed = head.commit(logits, rows, verdicts, finite)
     ended = stopwatch.mark()
+    verify_s = seconds(drafted_at, ended)
+    prefill_s = verify_s * sum(chunk.rows.num_rows for chunk in work.chunks) / len(verify.token_ids)
     return RoundResult(
         committed=committed,
         drafts=drafted.drafts,
         num_accepted=[verdict.num_accepted for verdict in verdicts],
         num_draft_steps=drafted.num_steps,
         draft_s=seconds(started, drafted_at),
-        verify_s=seconds(drafted_at, ended),
+        verify_s=verify_s - prefill_s,
+        prefill_s=prefill_s,
         queued_s=queued_s(started, ended),
         paths=[verdict.path for verdict in verdicts],
         probed=_probed(logits, rows, work.entries),
+        prefilled=_chosen(head, work.chunks, chunk_logits),
     )
+
+
+def _logits(head: Head, work: Round, verify: Pass) -> Generator[Pass, Tensor, tuple[Tensor, Tensor]]:
+    """Of all rows that verify, and of the last rows of the chunks behind them."""
+    hidden = yield verify
+    if not work.chunks:
+        logits = head.logits(hidden)
+        return logits, logits[:0]
+    num_verified = hidden.shape[1] - sum(chunk.rows.num_rows for chunk in work.chunks)
+    logits = head.logits(hidden[:, [*range(num_verified), *_last_rows(work.chunks, num_verified)]])
+    return logits[:num_verified], logits[num_verified:]
 
 
 def _probed(logits: Tensor, rows: Sequence[Rows], entries: Sequence[RoundEntry]) -> list[list[int]]:
@@ -180,8 +208,8 @@ def _prefill_pass(work: Prefill) -> Pass:
 
 
 def _verify_pass(work: Round, drafts: Sequence[Draft], owners: Sequence[int]) -> Pass:
-    """All sublayers over every entry's newest token and drafts. Of saved rows, the i-th one of an entry is its i-th row
-    here; they are merged where the others have come as far."""
+    """All sublayers over every entry's newest token and drafts, and behind them the chunks. Of saved rows, the i-th one
+    of an entry is its i-th row here; they are merged where the others have come as far."""
     pairs = list(zip(work.entries, drafts, strict=True))
     tokens = [[entry.last_token, *one.token_ids, *_probes(entry)] for entry, one in pairs]
     parents = [_parents(entry, one) for entry, one in pairs]
@@ -189,20 +217,31 @@ def _verify_pass(work: Round, drafts: Sequence[Draft], owners: Sequence[int]) ->
         RowSpan(entry.runs, entry.length - 1, len(each), tree)
         for entry, each, tree in zip(work.entries, tokens, parents, strict=True)
     ]
+    chunk_tokens = [token for chunk in work.chunks for token in chunk.token_ids]
+    chunk_rows = [chunk.rows for chunk in work.chunks]
     if owners and work.save_at:
         num_saved = [owners.count(index) for index in range(len(pairs))]
         left = [each[saved:] for each, saved in zip(tokens, num_saved, strict=True)]
         return Pass(
             round_id=work.id,
-            token_ids=[token for each in left for token in each],
-            rows=[span.rest(saved) for span, saved in zip(rows, num_saved, strict=True)],
-            merge=Merge(at=work.save_at, order=_merged_order(owners, [len(each) for each in left]), rows=rows),
+            token_ids=[*(token for each in left for token in each), *chunk_tokens],
+            rows=[*(span.rest(saved) for span, saved in zip(rows, num_saved, strict=True)), *chunk_rows],
+            merge=Merge(
+                at=work.save_at,
+                order=_merged_order(owners, [*map(len, left), len(chunk_tokens)]),
+                rows=[*rows, *chunk_rows],
+            ),
         )
     taps, at = [], 0
     for token, span in zip(work.taps, rows, strict=False):
         taps.append((at, token))
         at += span.num_rows
-    return Pass(round_id=work.id, token_ids=[token for each in tokens for token in each], rows=rows, taps=taps)
+    return Pass(
+        round_id=work.id,
+        token_ids=[*(token for each in tokens for token in each), *chunk_tokens],
+        rows=[*rows, *chunk_rows],
+        taps=taps,
+    )
 
 
 def _probes(entry: RoundEntry) -> Sequence[int]:
@@ -216,7 +255,7 @@ def _parents(entry: RoundEntry, drafted: Draft) -> tuple[int, ...]:
 
 
 def _merged_order(owners: Sequence[int], num_left: Sequence[int]) -> list[int]:
-    """Saved rows, and the rows that are left of each entry, put entry by entry."""
+    """Saved rows, and the rows that are left of each entry, put entry by entry; the chunks are the last."""
     rows_of: list[list[int]] = [[] for _ in num_left]
     for row, owner in enumerate(owners):
         rows_of[owner].append(row)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from rayspec.decode.pages import PagePool
@@ -120,16 +120,22 @@ class Scheduler:
     def members(self, cohort: int) -> list[SequenceState]:
         return [sequence for sequence in self.running if sequence.cohort == cohort]
 
-    def schedule(self, cohort: int = 0, in_flight: Collection[int] = ()) -> Step:
-        """The next step of a cohort, while those `in_flight` are under way."""
+    def schedule(
+        self, cohort: int = 0, in_flight: Collection[int] = (), num_beside_streams: Callable[[int], int] | None = None
+    ) -> Step:
+        """The next step of a cohort, while those `in_flight` are under way. num_beside_streams: how many of so many
+        prompt tokens may be run where somebody reads a text as it grows; None: all."""
         step = Step()
         for sequence in self.running:
             self._prefixes.register(sequence)
         self._make_room(cohort, in_flight, step)
         self._admit(cohort, step)
         members = self.members(cohort)
-        self._cut_chunks(members, step)
         step.decode = [sequence for sequence in members if sequence.prefilled]
+        budget = self._max_prefill_tokens
+        if num_beside_streams is not None and any(sequence.streams for sequence in step.decode):
+            budget = num_beside_streams(budget)
+        self._cut_chunks(members, step, budget)
         return step
 
     def restart(self) -> None:
@@ -176,8 +182,7 @@ class Scheduler:
         self._grow(sequence)
         self._prefixes.begin(sequence)
 
-    def _cut_chunks(self, members: Sequence[SequenceState], step: Step) -> None:
-        budget = self._max_prefill_tokens
+    def _cut_chunks(self, members: Sequence[SequenceState], step: Step, budget: int) -> None:
         for sequence in members:
             num_left = sequence.num_tokens - sequence.num_computed
             if sequence.prefilled or num_left <= 0:

@@ -112,6 +112,7 @@ class SequenceState:
     max_total_tokens: int
     eos_token_ids: Collection[int]
     detokenizer: Detokenizer | None
+    streams: bool = False
     num_computed: int = 0
     cohort: int = 0
     table: PageTable = field(default_factory=PageTable)

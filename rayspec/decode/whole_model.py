@@ -15,7 +15,7 @@ from rayspec.decode.plan_search import TappedToken
 from rayspec.decode.questions import Answer, Question
 from rayspec.decode.rounds import Prefill, PrefillResult, Result, Round, RoundResult, Work
 from rayspec.decode.sampling import Rows, TokenSampler, finite_rows, target_tokens, top_logprobs
-from rayspec.decode.scheduler import Move
+from rayspec.decode.scheduler import Chunk, Move
 from rayspec.decode.stages import done
 from rayspec.decode.stopwatch import Stopwatch, queued_s, seconds
 from rayspec.model.rows import Runs
@@ -65,13 +65,14 @@ class WholeModelStages:
 
     @torch.inference_mode()
     def _prefill(self, work: Prefill) -> PrefillResult:
-        return PrefillResult(
-            [
-                self._choose(chunk.sequence_id, logits) if chunk.sample else None
-                for chunk in work.chunks
-                for logits in [self._forward(chunk.sequence_id, chunk.rows.context, chunk.token_ids)]
-            ]
-        )
+        return PrefillResult(self._prefilled(work.chunks))
+
+    def _prefilled(self, chunks: Sequence[Chunk]) -> list[Committed | None]:
+        return [
+            self._choose(chunk.sequence_id, logits) if chunk.sample else None
+            for chunk in chunks
+            for logits in [self._forward(chunk.sequence_id, chunk.rows.context, chunk.token_ids)]
+        ]
 
     @torch.inference_mode()
     def _round(self, work: Round) -> RoundResult:
@@ -80,6 +81,7 @@ class WholeModelStages:
             self._choose(entry.sequence_id, self._forward(entry.sequence_id, entry.length - 1, [entry.last_token]))
             for entry in work.entries
         ]
+        prefilled = self._prefilled(work.chunks)
         ended = self._stopwatch.mark()
         return RoundResult(
             committed=committed,
@@ -89,6 +91,7 @@ class WholeModelStages:
             draft_s=0.0,
             verify_s=seconds(started, ended),
             queued_s=queued_s(started, ended),
+            prefilled=prefilled,
         )
 
     def _forward(self, sequence_id: str, position: int, token_ids: Sequence[int]) -> Tensor:

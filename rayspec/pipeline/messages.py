@@ -86,8 +86,8 @@ class WireRound(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Begin(Message, frozen=True, kw_only=True):
-    """Engine to the first stage: some work (`chunks` of a prefill, or a round), with the sequences it is the first to
-    name and those that are over since."""
+    """Engine to the first stage: some work (`chunks` of a prefill, a round, or both), with the sequences that it names
+    first and those that are over since."""
 
     work_id: int
     chunks: Sequence[Chunk] = ()
@@ -112,7 +112,7 @@ class Begin(Message, frozen=True, kw_only=True):
             keep_drafting=None if rule is None else Named(rule),
             num_taps=work.num_taps,
         )
-        return cls(epoch=epoch, work_id=work.id, round=sent, opened=opened, closed=closed)
+        return cls(epoch=epoch, work_id=work.id, chunks=work.chunks, round=sent, opened=opened, closed=closed)
 
     @property
     def work(self) -> Work:
@@ -124,6 +124,7 @@ class Begin(Message, frozen=True, kw_only=True):
             plan=self.round.plan,
             keep_drafting=None if self.round.keep_drafting is None else self.round.keep_drafting.value,
             num_taps=self.round.num_taps,
+            chunks=self.chunks,
         )
 
 

@@ -132,7 +132,9 @@ class RayStages:
 
     def start(self, work: Work) -> Future[Result]:
         self._require_alive()
-        named = [one.sequence_id for one in (work.chunks if isinstance(work, Prefill) else work.entries)]
+        named = [chunk.sequence_id for chunk in work.chunks]
+        if not isinstance(work, Prefill):
+            named += [entry.sequence_id for entry in work.entries]
         opened = [spec for name in named if (spec := self._opened.pop(name, None)) is not None]
         closed, self._closed = self._closed, []
         future: Future[Result] = Future()

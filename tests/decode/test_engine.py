@@ -10,7 +10,7 @@ import torch
 
 from rayspec.config import SamplingParams
 from rayspec.decode.engine import Engine
-from rayspec.decode.rounds import Prefill, Result, Round, RoundResult, Work
+from rayspec.decode.rounds import Result, RoundResult, Work
 from rayspec.decode.selection.base import BatchState
 from rayspec.decode.stages import LocalStages, StageLostError, StagesReplacedError, done
 from rayspec.types import EngineLoad, OutOfMemoryError, Plan, RayspecError, RequestOutput
@@ -65,12 +65,14 @@ def test_counts_add_up() -> None:
 
 
 class _Seconds(RandomPlans):
-    """Adds up what it is told of rounds."""
+    """Adds up what it is told of rounds, which is nothing of those that had chunks."""
 
-    seconds = 0.0
+    seconds = seconds_by_result = 0.0
 
     def observe(self, state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
+        assert not result.prefilled
         self.seconds += seconds
+        self.seconds_by_result += result.draft_s + result.verify_s
 
 
 @pytest.mark.parametrize("behind", [False, True])
@@ -90,7 +92,8 @@ def test_every_second_counts_once(behind: bool) -> None:
     assert both > 2
     assert stats.prefill_s == pytest.approx(sum(LENGTHS))
     assert stats.total_s == pytest.approx(stats.prefill_s + stats.draft_s + stats.verify_s)
-    assert selector.seconds == pytest.approx(stats.draft_s + stats.verify_s)
+    assert selector.seconds == pytest.approx(selector.seconds_by_result)
+    assert selector.seconds > 0.8 * (stats.draft_s + stats.verify_s)
     assert tokens_of(sorted(outputs, key=lambda output: output.request_id)) == KNOWN.expected
 
 
@@ -104,8 +107,7 @@ class _CountsPrefill:
         return getattr(self._stages, name)
 
     def start(self, work: Work) -> Future[Result]:
-        if isinstance(work, Prefill):
-            self.num_tokens += sum(len(chunk.token_ids) for chunk in work.chunks)
+        self.num_tokens += sum(len(chunk.token_ids) for chunk in work.chunks)
         return self._stages.start(work)
 
 
@@ -256,7 +258,7 @@ def test_a_step_without_work_does_nothing() -> None:
 
 
 class _RunsOutOfMemory:
-    """Stages that fail once, on the call of that number."""
+    """Stages that fail once, on the call of that number: of those with chunks of prompts, or of the others."""
 
     def __init__(self, stages: LocalStages, phase: str, call: int, error: RuntimeError) -> None:
         self._stages, self._phase, self._calls_left, self._error = stages, phase, call, error
@@ -265,7 +267,7 @@ class _RunsOutOfMemory:
         return getattr(self._stages, name)
 
     def start(self, work: Work) -> Future[Result]:
-        if isinstance(work, Prefill if self._phase == "prefill" else Round):
+        if bool(work.chunks) == (self._phase == "prefill"):
             self._calls_left -= 1
             if self._calls_left == 0:
                 return done(self._fail)

@@ -264,6 +264,21 @@ def test_prefill_goes_on_while_others_decode() -> None:
     assert [sequence.sequence_id for sequence in step.decode] == ["0"]
 
 
+def test_beside_texts_that_are_read_as_they_grow_chunks_are_small() -> None:
+    for streams in (False, True):
+        scheduler = Scheduler(400, max_num_seqs=2, max_prefill_tokens=64, lookahead=2)
+        world = _World(scheduler, 2, 0)
+        first = _sequence(0, 10, 30)
+        first.streams = streams
+        world.add(first)
+        world.step()
+        scheduler.add(_sequence(1, 100, 5))
+        step = scheduler.schedule(0, (), lambda most: most // 4)
+        assert [chunk.rows.num_rows for chunk in step.chunks] == [16 if streams else 64]
+        scheduler.remove(first)
+        assert sum(chunk.rows.num_rows for chunk in scheduler.schedule(0, (), lambda most: most // 4).chunks) == 64
+
+
 def test_what_cannot_ever_fit_is_known_in_advance() -> None:
     scheduler = Scheduler(64, max_num_seqs=2, max_prefill_tokens=16, lookahead=2)
     assert scheduler.fits(_sequence(0, 40, 24))
