@@ -19,6 +19,7 @@ import torch
 from rayspec import LLM, SamplingParams, demo
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.decode.stages import StageLostError
+from rayspec.decode.unread import UnreadOutput
 from rayspec.types import (
     CheckpointError,
     ConfigError,
@@ -231,14 +232,14 @@ def test_an_error_of_the_source_of_a_stream_ends_the_stream(llm: LLM) -> None:
 
 def test_an_exception_of_the_engine_reaches_all_callers() -> None:
     with LLM("demo", speculation=STATIC, **OPTIONS) as one:
-        step, failure, barrier = one.engine.step, RuntimeError("the device is gone"), threading.Barrier(3)
+        advance, failure, barrier = one.engine.advance, RuntimeError("the device is gone"), threading.Barrier(3)
 
-        def fail_with_three() -> list[RequestOutput]:
+        def fail_with_three() -> list[UnreadOutput]:
             if one.engine.num_unfinished == 3:
                 raise failure
-            return step()
+            return advance()
 
-        one.engine.step = fail_with_three  # type: ignore[method-assign]
+        one.engine.advance = fail_with_three  # type: ignore[method-assign]
 
         def call(number: int) -> BaseException | None:
             barrier.wait()

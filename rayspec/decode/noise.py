@@ -99,6 +99,8 @@ def noisy(
     blocks = padded.view(num_rows, padded.shape[1] // _NUM_WORDS, _NUM_WORDS)
     least = scores.amax(1, keepdim=True) - (_SPREAD if winner_only else math.inf)
     row, block = (blocks.amax(2) > least).nonzero().unbind(1)
+    if 2 * len(row) > blocks[..., 0].numel():  # it costs less not to choose
+        return scores + gumbel(seeds, positions, vocab_size, stream, scores.device, origins=origins)
     key, *counter = _columns(seeds, positions, origins, stream, scores.device)
     step = _chunk_blocks(scores)
     for at in range(0, len(row), step):

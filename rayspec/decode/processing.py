@@ -19,8 +19,7 @@ from rayspec.types import InvalidTokenError
 
 _LARGEST = torch.finfo(torch.float32).max
 _MAX_UNCOUNTED = 16  # tokens; the counts of a sequence are brought up to date when there are more
-_SHORTLIST = 128  # tokens that are sorted first, for top-p
-_SHORTLIST_GROWTH = 16
+_SHORTLISTS = (128, 2048)  # tokens that are sorted for top-p, before all are
 
 
 class History:
@@ -177,16 +176,17 @@ def _cut_to_top_k(scores: Tensor, rows: Sequence[LogitRow]) -> None:
 def _cut_to_top_p(scores: Tensor, rows: Sequence[LogitRow]) -> None:
     top_p = _column([row.params.top_p for row in rows], scores, dtype=torch.float64)
     total = scores.to(torch.float64).exp_().sum(1, keepdim=True)
-    scores.copy_(_nucleus(scores, top_p, total, _SHORTLIST))
+    scores.copy_(_nucleus(scores, top_p, total, _SHORTLISTS))
 
 
-def _nucleus(scores: Tensor, top_p: Tensor, total: Tensor, num_ranked: int) -> Tensor:
+def _nucleus(scores: Tensor, top_p: Tensor, total: Tensor, shortlists: Sequence[int]) -> Tensor:
     """Scores [n, V] without those beyond top_p. Of ties at its edge the lowest ids stay: the cut is the same on every
     device.
 
-    top_p, and total, the sum of the scores' exponentials: float64 [n, 1]. The best `num_ranked` tokens are sorted
-    first, then more in the rows where these do not reach top_p.
+    top_p, and total, the sum of the scores' exponentials: float64 [n, 1]. Only the best tokens are sorted, as
+    many as the first of `shortlists` says; and more in the rows where these do not reach top_p.
     """
+    num_ranked, *longer = *shortlists, scores.shape[1]
     ranked, order = _ranked(scores, num_ranked)
     mass = ranked.to(torch.float64).exp_().div_(total)
     beyond = mass.cumsum(1).sub_(mass) >= top_p
@@ -197,7 +197,7 @@ def _nucleus(scores: Tensor, top_p: Tensor, total: Tensor, num_ranked: int) -> T
         weakest = ranked.masked_fill(beyond, math.inf).amin(1)
         left = (~(weakest > ranked[:, -1])).nonzero().squeeze(1)  # a tie of the weakest may not have been ranked
         if len(left):
-            cut[left] = _nucleus(scores[left], top_p[left], total[left], num_ranked * _SHORTLIST_GROWTH)
+            cut[left] = _nucleus(scores[left], top_p[left], total[left], longer[:-1])
     return cut
 
 

@@ -146,7 +146,7 @@ def test_drafts_of_a_batch_are_those_of_its_sequences(verification: Verification
 
 
 def test_top_p_with_ties_at_the_end_of_the_shortlist() -> None:
-    size = processing._SHORTLIST
+    size = processing._SHORTLISTS[0]
     for num_best, num_equal, top_p in [(size - 1, 5, 0.5), (size - 3, 9, 0.999), (0, 3 * size, 0.4), (1, size, 0.97)]:
         logits = torch.full((1, 6 * size), -9.0)
         logits[0, torch.randperm(6 * size)[:num_equal]] = 1.0
