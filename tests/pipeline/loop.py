@@ -25,7 +25,7 @@ from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.decode.engine import Engine
 from rayspec.decode.passes import Pass
 from rayspec.decode.requests import Vocabulary
-from rayspec.decode.rounds import Prefill, Result, Work
+from rayspec.decode.rounds import Result, Round, Work
 from rayspec.decode.scheduler import Scheduler
 from rayspec.decode.selection.base import BatchState, FixedPlan, Selector
 from rayspec.model.architecture import Decomposition, decompose
@@ -233,10 +233,9 @@ class LoopStages(RayStages):
 
     @property
     def under_way(self) -> set[str]:
-        """The sequences in work that is not done."""
+        """The sequences in rounds that are not done; each of them is to get a token at least."""
         works = [self._begun[work_id] for work_id in self._work]
-        parts = [work.chunks if isinstance(work, Prefill) else work.entries for work in works]
-        return {part.sequence_id for part in itertools.chain.from_iterable(parts)}
+        return {entry.sequence_id for work in works if isinstance(work, Round) for entry in work.entries}
 
 
 @dataclass
