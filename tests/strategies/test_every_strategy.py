@@ -27,7 +27,7 @@ from tests.pipeline.loop import TravellingPlans, loop_engine
 NUM_LAYERS, NUM_SUBLAYERS = 4, 8
 MAX_DRAFT_TOKENS = 6
 LENGTHS = (37, 3, 120, 12, 70)  # a batch of five
-NUM_TOKENS = 24
+NUM_TOKENS = 40
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
 
 
