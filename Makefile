@@ -5,8 +5,10 @@ STAMP  := $(VENV)/.setup-stamp
 DEMO_OUT ?= demo-out
 BENCH_OUT ?= bench-out
 FIGURES_OUT ?= figures-out
-# Processes that share the tests, file by file. Each starts a Ray of its own, so more are not better.
+# Processes that share the tests, file by file. One of them starts further processes, so more are not better.
 TEST_PROCESSES ?= 2
+# Most tests that take long start Python; it compiles all modules every time where it may not keep what it compiled.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all lint bench figures k8s clean

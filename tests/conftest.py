@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
@@ -22,20 +23,66 @@ hypothesis.settings.register_profile("few", max_examples=25, deadline=None, dera
 hypothesis.settings.register_profile("many", max_examples=200, deadline=None)
 hypothesis.settings.load_profile("few")
 
-# They share an endpoint, whose start takes longer than most of their tests.
-_ENDPOINT_FILES = {f"tests/serve/test_{name}.py" for name in ("clients", "failures", "fuzz", "load")}
+# Tests with processes of their own, one after another: all at once they would wait for each other. The first use one
+# Ray, the next one endpoint.
+_OTHER_PROCESSES = tuple(
+    f"tests/{name}.py"
+    for name in (
+        "batch/test_data",
+        "batch/test_drain",
+        "batch/test_engine_actor",
+        "batch/test_job",
+        "batch/test_processor",
+        "bench/test_pipeline",
+        "jobs/test_openai_batch",
+        "jobs/test_summarize",
+        "pipeline/test_placement",
+        "pipeline/test_ray_stages",
+        "serve/test_metrics",
+        "serve/test_endpoint",
+        "serve/test_clients",
+        "serve/test_failures",
+        "serve/test_fuzz",
+        "serve/test_load",
+        "jobs/test_jobs_api",
+        "pipeline/test_session",
+    )
+)
+
+
+def _scope(nodeid: str) -> str:
+    """What is dealt to a process as one: a file, or those with other processes."""
+    file = nodeid.split("::", 1)[0]
+    return "other processes" if file in _OTHER_PROCESSES else file
 
 
 class _ByFile(LoadScopeScheduling):  # type: ignore[misc]
-    """Deals tests to processes file by file; files that share an endpoint are one."""
+    """Deals tests to processes file by file, in the order of collection."""
 
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.split("::", 1)[0]
-        return "endpoint" if file in _ENDPOINT_FILES else file
+        return _scope(nodeid)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _ByFile:
+    config.option.loadscopereorder = False
     return _ByFile(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is there once all tests are collected stays to the end: the garbage collector need not look at it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest comes first, so that no process is left alone with it in the end."""
+    order = {file: place for place, file in enumerate(_OTHER_PROCESSES)}
+    items.sort(key=lambda item: order.get(item.nodeid.split("::", 1)[0], len(order)))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -62,6 +109,7 @@ def ray_environment(ray_folder: Path) -> Iterator[None]:
     patch = pytest.MonkeyPatch()
     patch.setenv("RAY_TMPDIR", str(ray_folder))
     patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    patch.setenv("RAY_worker_niceness", "0")  # or workers hardly run while the other processes of the tests do
     patch.setenv("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")  # 5 are too few where the machine does other things
     for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
         patch.delenv(name, raising=False)

@@ -130,18 +130,20 @@ def greedy(
     path: str, prompts: Sequence[Sequence[int]], max_tokens: int, eos: Sequence[int] = ()
 ) -> list[tuple[int, ...]]:
     """What transformers' generate makes of each prompt by itself."""
-    outputs = []
-    for prompt in prompts:
-        tokens = reference(path).generate(
-            torch.tensor([list(prompt)]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-            do_sample=False,
-            max_new_tokens=max_tokens,
-            eos_token_id=list(eos) or None,
-            pad_token_id=0,
-        )
-        outputs.append(tuple(tokens[0, len(prompt) :].tolist()))
-    return outputs
+    return [_generated(path, tuple(prompt), max_tokens, tuple(eos)) for prompt in prompts]
+
+
+@cache
+def _generated(path: str, prompt: tuple[int, ...], max_tokens: int, eos: tuple[int, ...]) -> tuple[int, ...]:
+    tokens = reference(path).generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        do_sample=False,
+        max_new_tokens=max_tokens,
+        eos_token_id=list(eos) or None,
+        pad_token_id=0,
+    )
+    return tuple(tokens[0, len(prompt) :].tolist())
 
 
 @torch.no_grad()

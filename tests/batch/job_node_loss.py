@@ -10,7 +10,8 @@ from pathlib import Path
 import ray
 from ray.cluster_utils import Cluster
 
-from tests.batch.test_job import NUM_ROWS, NotedTask, Source, documents, job, noted
+from tests.batch.noted_task import NotedTask, noted
+from tests.batch.test_job import NUM_ROWS, Source, documents, job
 
 # A lost node is missed soon, and one on a busy machine is not taken for lost.
 QUICK_CHECKS = {

@@ -41,10 +41,10 @@ NUM_TOGETHER = 9  # more than two blocks hold
 
 
 class Echo:
-    """Waits with every document until some are there together; "late" is one that comes after the job was told to
-    end."""
+    """Waits with every document until some have been there together; "late" is one that comes after the job was told
+    to end."""
 
-    def __init__(self, num_together: int = 1) -> None:
+    def __init__(self, num_together: int) -> None:
         self.num_together = num_together
         self.num_inside = 0
         self.enough = asyncio.Event()
@@ -60,16 +60,17 @@ class Echo:
         return replace(document.without_input(), text=document.document, num_output_tokens=3)
 
 
-def echo(num_together: int = 1) -> Any:
-    return ray.remote(Echo).options(max_concurrency=100, num_cpus=0).remote(num_together)
+@pytest.fixture(scope="module")
+def echo(ray_cluster: None) -> Any:
+    return ray.remote(Echo).options(max_concurrency=100, num_cpus=0).remote(NUM_TOGETHER)
 
 
-def test_rows_pass_through_the_engine_together_and_bad_ones_around_it(tmp_path: Path) -> None:
+def test_rows_pass_through_the_engine_together_and_bad_ones_around_it(echo: Any, tmp_path: Path) -> None:
     lines = [json.dumps({"id": f"r{n}", "text": f"text {n}"}) for n in range(60)]
     (tmp_path / "a.jsonl").write_text("\n".join([*lines, "no json"]) + "\n", encoding="utf-8")
     (tmp_path / "b.txt").write_text("a text", encoding="utf-8")
     (tmp_path / "c.parquet").write_bytes(b"no parquet")
-    dataset = complete_dataset(read_dataset([str(tmp_path)], Columns()), echo(NUM_TOGETHER))
+    dataset = complete_dataset(read_dataset([str(tmp_path)], Columns()), echo)
     results = list(completed_rows(dataset))
     rows = {row.id: row for row in results}
     assert len(results) == len(rows) == 63
@@ -86,9 +87,10 @@ def test_rows_pass_through_the_engine_together_and_bad_ones_around_it(tmp_path: 
 
 @pytest.mark.exhaustive
 def test_rows_that_come_too_late_never_were_the_engines() -> None:
+    echo = ray.remote(Echo).options(max_concurrency=100, num_cpus=0).remote(1)
     texts = {"a": "early", "b": "late"}
     rows = dataset_of([input_row(row_id, source=row_id, text=text) for row_id, text in texts.items()])
-    results = {row.id: (row.error_kind, row.is_from_engine) for row in completed_rows(complete_dataset(rows, echo()))}
+    results = {row.id: (row.error_kind, row.is_from_engine) for row in completed_rows(complete_dataset(rows, echo))}
     assert results == {"a": (None, True), "b": ("aborted", False)}
 
 
@@ -104,10 +106,15 @@ class Failing:
 
 
 def test_rows_that_no_engine_can_do_say_why_and_those_beside_them_are_not_lost() -> None:
+    """Of rows with one id, the first is done and the others fail."""
     texts = {"a": "slow", "b": "quick", "c": "deadly", "d": "quick", "e": "slow"}
-    rows = dataset_of([input_row(row_id, source=f"of {row_id}", text=text) for row_id, text in texts.items()])
+    documents = {row_id: input_row(row_id, source=f"of {row_id}", text=text) for row_id, text in texts.items()}
+    doubles = [input_row("x", source=str(number), text="quick") for number in range(9)]
     engine = ray.remote(Failing).options(max_concurrency=100, num_cpus=0).remote()
-    results = {row.id: row for row in completed_rows(complete_dataset(rows, engine))}
+    found = list(completed_rows(complete_dataset(dataset_of([*documents.values(), *doubles]), engine)))
+    of_doubles = [(row.error_kind, row.is_from_engine) for row in found if row.id == "x"]
+    assert sorted(of_doubles, key=str) == [("duplicate_id", False)] * 8 + [(None, True)]
+    results = {row.id: row for row in found if row.id != "x"}
     assert {row_id: (row.error_kind, row.is_from_engine) for row_id, row in results.items()} == {
         "a": ("engine_dead", False),
         "b": (None, True),
@@ -115,7 +122,9 @@ def test_rows_that_no_engine_can_do_say_why_and_those_beside_them_are_not_lost()
         "d": (None, True),
         "e": ("engine_dead", False),
     }
-    assert {row.source for row in results.values()} == {f"of {row_id}" for row_id in texts}
+    assert {row_id: (row.source, row.input_hash) for row_id, row in results.items()} == {
+        row_id: (document.source, document.input_hash) for row_id, document in documents.items()
+    }
     assert not any(row.is_input_error for row in results.values())
 
 
@@ -128,18 +137,6 @@ def test_rows_that_are_done_are_left_out_and_others_with_their_ids_fail() -> Non
     ]
     left = remaining_rows(rows, Remaining(takes=partial(operator.eq, "b"))).take_all()
     assert [(row["source"], row["error_kind"]) for row in left] == [("2", None), ("3", None), ("4", None)]
-
-
-def test_of_rows_with_one_id_the_first_is_done_and_the_others_fail() -> None:
-    rows = dataset_of([input_row("x", source=str(number), text=f"text {number}") for number in range(9)])
-    results = [(row.error_kind, row.is_from_engine) for row in completed_rows(complete_dataset(rows, echo()))]
-    assert sorted(results, key=str) == [("duplicate_id", False)] * 8 + [(None, True)]
-
-
-def test_results_carry_where_their_rows_are_and_the_hash_of_what_was_asked() -> None:
-    document = input_row("a", source="f:1", text="t")
-    (result,) = completed_rows(complete_dataset(dataset_of([document]), echo()))
-    assert (result.source, result.input_hash) == ("f:1", document.input_hash)
 
 
 def test_what_is_seen_of_an_input_is_in_order_and_without_its_texts(tmp_path: Path) -> None:
@@ -165,10 +162,10 @@ def test_a_limit_reads_no_further(tmp_path: Path) -> None:
     assert [row["id"] for row in dataset.iter_rows()] == [f"r{n}" for n in range(5)]
 
 
-def test_a_dataset_that_is_not_read_to_its_end_leaves_no_thread_that_could_come_to_ray() -> None:
+def test_a_dataset_that_is_not_read_to_its_end_leaves_no_thread_that_could_come_to_ray(echo: Any) -> None:
     """One that does while Ray is shut down ends the process with a code of its own."""
     rows = dataset_of([input_row(str(number), source="s", text="t") for number in range(2000)])
-    with reading(), closing(completed_rows(complete_dataset(rows, echo()))) as read:
+    with reading(), closing(completed_rows(complete_dataset(rows, echo))) as read:
         next(read)
         names = {thread.name for thread in reader_threads()}
         assert all(any(name.startswith(kind) for name in names) for kind in _READER_THREADS), "Ray has renamed them"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from typing import Any
@@ -12,7 +13,7 @@ import ray
 from rayspec import LLM, SamplingParams, demo
 from rayspec.batch.document_task import DocumentTask
 from rayspec.batch.documents import input_row
-from rayspec.batch.engine_actor import call, cpus_to_reserve, death_of, start_engine
+from rayspec.batch.engine_actor import EngineWorker, call, cpus_to_reserve, death_of, start_engine
 from rayspec.command.settings import make_settings
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.types import CheckpointError
@@ -50,6 +51,19 @@ def test_documents_of_many_callers_are_completed_as_by_an_llm(engine: Any) -> No
 
 
 def test_a_model_that_cannot_be_loaded_is_our_own_error() -> None:
+    async def load_and_ask() -> None:
+        worker = EngineWorker(task(model="no/such-model"))
+        with pytest.raises(CheckpointError, match="no/such-model"):
+            await worker.load()
+        assert await worker.death() is None  # nothing is there that could have died
+        with pytest.raises(EngineDeadError, match="could not be loaded"):
+            await worker.handle(input_row("any", source="s", text="word"))
+
+    asyncio.run(load_and_ask())
+
+
+@pytest.mark.exhaustive
+def test_it_is_where_the_engine_is_in_another_process() -> None:
     worker = start_engine(task(model="no/such-model"))
     with pytest.raises(CheckpointError, match="no/such-model"):
         call(worker.load.remote())

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import gc
-import os
-import signal
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +13,10 @@ import ray
 import ray.data
 
 from rayspec import LLM, SamplingParams, demo
-from rayspec.async_engine import AsyncEngine
-from rayspec.batch.engine_actor import Handler
-from rayspec.batch.processor import ERROR_COLUMN, RowTask
-from rayspec.command.settings import Settings
+from rayspec.batch.processor import ERROR_COLUMN
 from rayspec.data import Processor, ProcessorConfig, build_processor
 from rayspec.types import ConfigError
+from tests.batch.deadly_task import PARAMS, DeadlyTask, postprocess, preprocess
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -32,58 +27,11 @@ ENGINE: dict[str, Any] = {
     "max_model_len": 512,
     "speculation": {"strategy": "ar"},
 }
-PARAMS = {"temperature": 0.0, "max_tokens": 6}
-
-
-def _preprocess(row: dict[str, Any]) -> dict[str, Any]:
-    if row["text"] == "fails":
-        raise KeyError("a bug of the user's")
-    if row["text"] == "bare":
-        return {}
-    if row["text"] == "wrong":
-        return {"prompt": "word", "sampling_params": {"temprature": 1}}
-    return {"messages": [{"role": "user", "content": row["text"]}], "sampling_params": PARAMS}
-
-
-def _postprocess(row: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "id": row["id"],
-        "summary": row["generated_text"],
-        "num_tokens": row["num_generated_tokens"],
-        "prompt_tokens": row["num_input_tokens"],
-        "latency_s": row["metrics"]["latency_s"],
-        ERROR_COLUMN: row[ERROR_COLUMN],
-    }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeadlyTask:
-    """A RowTask whose engine is killed by rows with a column `kills`: "always", or a file that the first kill makes."""
-
-    task: RowTask
-
-    @property
-    def settings(self) -> Settings:
-        return self.task.settings
-
-    def handler(self, engine: AsyncEngine) -> Handler:
-        complete = self.task.handler(engine)
-
-        async def kill_or_complete(row: Mapping[str, Any]) -> dict[str, Any]:
-            if row.get("kills") == "always":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if row.get("kills") and not Path(row["kills"]).exists():
-                Path(row["kills"]).touch()
-                os.kill(os.getpid(), signal.SIGKILL)
-            done: dict[str, Any] = await complete(row)
-            return done
-
-        return kill_or_complete
 
 
 def built(*, engine: Mapping[str, Any] | None = None, **options: Any) -> Processor:
     config = ProcessorConfig(model_source="demo", engine_kwargs=ENGINE | dict(engine or {}), **options)
-    processor = build_processor(config, preprocess=_preprocess, postprocess=_postprocess)
+    processor = build_processor(config, preprocess=preprocess, postprocess=postprocess)
     processor._recipe = DeadlyTask(task=processor._recipe)  # type: ignore[assignment]
     return processor
 

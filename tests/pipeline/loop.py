@@ -7,9 +7,11 @@ that have something to deliver, a seeded generator chooses. What died stays sile
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -23,6 +25,7 @@ from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.decode.engine import Engine
 from rayspec.decode.passes import Pass
 from rayspec.decode.requests import Vocabulary
+from rayspec.decode.rounds import Result, Round, Work
 from rayspec.decode.scheduler import Scheduler
 from rayspec.decode.selection.base import BatchState, FixedPlan, Selector
 from rayspec.model.architecture import Decomposition, decompose
@@ -88,7 +91,7 @@ class Clock:
 
 @dataclass
 class Loop:
-    """Links between mailboxes, and who reads them."""
+    """Links between mailboxes, and who reads them. patience: messages after which the engine waits no longer."""
 
     rng: random.Random
     clock: Clock = field(default_factory=Clock)
@@ -98,6 +101,7 @@ class Loop:
     delivered: list[tuple[str, AnyMessage]] = field(default_factory=list)
     waiting: set[str] = field(default_factory=set)
     chaos: Callable[[], None] | None = None
+    patience: float = math.inf
 
     def put(self, sender: str, peer: str, header: bytes, tensors: Sequence[Tensor]) -> None:
         envelope = Envelope(sender=sender, address=sender, header=header, tensors=[t.clone() for t in tensors])
@@ -154,10 +158,15 @@ class LoopMailbox:
 
     def receive(self, timeout_s: float | None = None) -> Envelope | None:
         may_wait = self._name in {ENGINE, COORDINATOR}
+        num_delivered = 0
         while not self.inbox and may_wait and self._loop.advance(self._name):
-            pass
+            num_delivered += 1
+            if self._name == ENGINE and num_delivered >= self._loop.patience:
+                break
         if self.inbox:
             return self.inbox.popleft()
+        if self._name == ENGINE and num_delivered:
+            return None
         if self._name == COORDINATOR and (timeout_s is None or timeout_s > 1):
             raise NewEpoch  # whom it waits for is dead: as soon as the engine has noticed there is a new epoch
         if self._name == ENGINE:
@@ -209,6 +218,24 @@ def _serve(coordinator: Coordinator, post: Post) -> None:
     coordinator._serve_one(post)
     while post._deferred:
         coordinator._serve_one(post)
+
+
+class LoopStages(RayStages):
+    """Stages that tell whose work is under way."""
+
+    def __init__(self, replica: LoopReplica) -> None:
+        self._begun: dict[int, Work] = {}
+        super().__init__(replica)
+
+    def start(self, work: Work) -> Future[Result]:
+        self._begun[work.id] = work
+        return super().start(work)
+
+    @property
+    def under_way(self) -> set[str]:
+        """The sequences in rounds that are not done; each of them is to get a token at least."""
+        works = [self._begun[work_id] for work_id in self._work]
+        return {entry.sequence_id for work in works if isinstance(work, Round) for entry in work.entries}
 
 
 @dataclass
@@ -349,10 +376,12 @@ def loop_engine(
     num_beside: int = 0,
     max_restarts: int = 100,
     kv_cache_tokens: int = 4096,
+    patience: float = math.inf,
     **options: Any,
 ) -> Iterator[LoopEngine]:
-    """No selector: plain decoding. Dead shards are noticed at once; silence never is."""
-    loop = Loop(random.Random(seed))
+    """No selector: plain decoding. Dead shards are noticed at once; silence never is. An engine without patience
+    looks after the dead only where nothing is to be delivered, or the pings would fill the links."""
+    loop = Loop(random.Random(seed), patience=patience)
     config = EngineConfig(
         model=path,
         dtype="float32",
@@ -367,13 +396,14 @@ def loop_engine(
         mailbox = lambda name, secret, host: LoopMailbox(loop, name)  # noqa: E731
         stack.enter_context(patch.object(post_module, "Mailbox", mailbox))
         stack.enter_context(patch.object(ray_stages_module, "Mailbox", mailbox))
-        stack.enter_context(patch.object(ray_stages_module, "_CHECK_EVERY_S", 0.0))
+        if patience == math.inf:
+            stack.enter_context(patch.object(ray_stages_module, "_CHECK_EVERY_S", 0.0))
         stack.enter_context(patch.object(ray_stages_module, "time", loop.clock))
         replica = LoopReplica(loop, _Blueprint(config, config.parallel), cut(num_stages), kv_cache_tokens)
         stack.callback(replica.close)
         engine = Engine(
             config,
-            stages=RayStages(replica),
+            stages=LoopStages(replica),
             scheduler=Scheduler(
                 kv_cache_tokens,
                 max_num_seqs=config.max_num_seqs,

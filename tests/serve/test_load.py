@@ -90,11 +90,16 @@ class TestSlowClients:
 
     def test_a_body_that_never_ends_is_given_up(self, demo_endpoint: EndpointProcess) -> None:
         address = httpx2.URL(demo_endpoint.url)
-        for rest in (b"content-length: 100\r\n\r\n{", b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n"):
-            with socket.create_connection((address.host, address.port or 0), timeout=30) as connection:
-                connection.sendall(HEAD + rest)
+        with ExitStack() as stack:
+            connections = []
+            for rest in (b"content-length: 100\r\n\r\n{", b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n"):
+                connections.append(
+                    stack.enter_context(socket.create_connection((address.host, address.port or 0), timeout=30))
+                )
+                connections[-1].sendall(HEAD + rest)
+            for connection in connections:
                 answer = connection.recv(4096)
-            assert answer.startswith(b"HTTP/1.1 408 "), answer
+                assert answer.startswith(b"HTTP/1.1 408 "), answer
         with socket.create_connection((address.host, address.port or 0)) as connection:
             connection.sendall(HEAD + b"content-length: 100\r\n\r\n{")
         time.sleep(0.5)
