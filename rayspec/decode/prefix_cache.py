@@ -41,10 +41,10 @@ class PrefixCache:
     def register(self, sequence: SequenceState) -> None:
         """The pages that it has filled may be found."""
         num_full = sequence.num_computed // PAGE_SIZE
-        hashes = self._hashes(sequence, num_full)
-        for one in hashes[sequence.table.num_hashed :]:
-            self._pool.register(sequence.table, one)
-            self._give_up(sequence, one)
+        if num_full > sequence.table.num_hashed:
+            for one in self._hashes(sequence, num_full)[sequence.table.num_hashed :]:
+                self._pool.register(sequence.table, one)
+                self._give_up(sequence, one)
 
     def end(self, sequence: SequenceState) -> None:
         """The sequence fills no more pages."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -153,9 +154,9 @@ class Scheduler:
                 self._preempt(next(s for s in reversed(self.running) if s.cohort not in in_flight), step)
 
     def _admit(self, cohort: int, step: Step) -> None:
-        """Who waits for pages that another one is filling lets others pass."""
+        """Who waits for pages that another one is filling lets some others pass."""
         num_members = len(self.members(cohort))
-        for sequence in list(self.waiting):
+        for sequence in list(itertools.islice(self.waiting, self._max_num_seqs)):
             if len(self.running) >= self._max_num_seqs or num_members >= self._max_cohort_seqs:
                 return
             if self._prefixes.is_in_work(sequence):

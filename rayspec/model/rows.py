@@ -41,6 +41,13 @@ def runs_of_pages(pages: Sequence[int], page_size: int) -> Runs:
     return tuple(runs)
 
 
+def joined(runs: Runs, more: Runs) -> Runs:
+    """`more` behind `runs`."""
+    if runs and more and runs[-1].end == more[0].start:
+        return (*runs[:-1], Run(runs[-1].start, runs[-1].length + more[0].length), *more[1:])
+    return (*runs, *more)
+
+
 def runs_between(runs: Runs, first: int, end: int) -> list[Run]:
     """Where positions `first` .. `end` (exclusive) are."""
     found, position = [], 0

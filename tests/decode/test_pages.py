@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from rayspec.decode.pages import PagePool, PageTable, page_hash
+from rayspec.model.rows import one_run
+
+
+def _grown(pool: PagePool, num_pages: int, room: int = 0) -> PageTable:
+    table = PageTable()
+    assert pool.grow(table, num_pages, max(room, num_pages))
+    return table
+
+
+def _fill(pool: PagePool, table: PageTable, name: int) -> None:
+    """Registers all pages of the table."""
+    before = b""
+    for number in range(len(table.pages)):
+        before = page_hash(before, [name, number])
+        pool.register(table, before)
+
+
+def test_sequences_grow_in_place_while_there_is_room() -> None:
+    pool = PagePool(24)
+    tables = [_grown(pool, 2, room=8) for _ in range(3)]
+    for num_pages in range(3, 9):
+        for table in tables:
+            assert pool.grow(table, num_pages, 8)
+    assert [table.runs for table in tables] == [one_run(16 * at, 128) for at in (16, 8, 0)]
+    assert pool.num_free == 0
+
+
+def test_claims_give_way_when_nothing_else_is_left() -> None:
+    pool = PagePool(8)
+    first = _grown(pool, 1, room=8)
+    second = _grown(pool, 3)
+    assert sorted([*first.pages, *second.pages]) == sorted({*first.pages, *second.pages})
+    assert pool.grow(first, 5, 8)
+    assert not pool.grow(first, 6, 8)
+    assert len(first.pages) == 5, "nothing is added where not all can be"
+
+
+def test_what_was_freed_is_found_until_it_is_needed() -> None:
+    pool = PagePool(10)
+    old = _grown(pool, 4)
+    _fill(pool, old, 1)
+    _grown(pool, 6)
+    pages, hashes = list(old.pages), pool.hashes()
+    pool.release(old)
+    assert pool.num_free == 4
+    assert pool.find(hashes) == pages
+    _grown(pool, 2)
+    assert pool.find(hashes) == pages[:2], "the last pages went first"
+    assert pool.find(hashes[1:]) == pages[1:2]
+
+
+def test_a_shared_page_is_free_when_nobody_has_it() -> None:
+    pool = PagePool(6)
+    first = _grown(pool, 3)
+    _fill(pool, first, 1)
+    second = PageTable()
+    pool.share(second, pool.find(pool.hashes()[:2]))
+    assert second.num_hashed == 2
+    pool.release(first)
+    assert pool.num_free == 4
+    assert not pool.grow(PageTable(), 5, 5)
+    pool.release(second)
+    assert pool.num_free == 6
+
+
+def test_the_same_content_is_kept_once() -> None:
+    pool = PagePool(6)
+    tables = [_grown(pool, 2), _grown(pool, 2)]
+    for table in tables:
+        _fill(pool, table, 1)
+    assert pool.find(pool.hashes()) == tables[0].pages
+    for table in tables:
+        pool.release(table)
+    assert len(pool.hashes()) == 2
+
+
+def test_what_is_forgotten_is_not_found() -> None:
+    pool = PagePool(6)
+    kept, used = _grown(pool, 2), _grown(pool, 2)
+    _fill(pool, kept, 1)
+    _fill(pool, used, 2)
+    pool.release(kept)
+    pool.forget_all()
+    assert pool.hashes() == []
+    pool.release(used)
+    assert pool.num_free == 6
+
+
+def test_hashes_depend_on_all_that_comes_before() -> None:
+    assert page_hash(page_hash(b"", [1, 2]), [3, 4]) != page_hash(page_hash(b"", [1, 5]), [3, 4])
+    assert page_hash(b"", [1, 2], b"100") != page_hash(b"", [1, 2])
+    assert page_hash(b"", [1, 2]) == page_hash(b"", (1, 2))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_full_cache_still_gives_neighbours(seed: int) -> None:
+    """Kept pages everywhere: sequences that grow a page at a time still have few runs."""
+    rng, pool = random.Random(seed), PagePool(512)
+    tables: list[PageTable] = []
+    for number in range(200):
+        if len(tables) == 6:
+            pool.release(tables.pop(rng.randrange(6)))
+        tables.append(_grown(pool, rng.randint(5, 40), room=80))
+        _fill(pool, tables[-1], number)
+        for table in tables:
+            num_pages = len(table.pages)
+            assert pool.grow(table, num_pages + rng.randint(0, 2), 80)
+            while table.num_hashed < num_pages:
+                pool.register(table, rng.randbytes(16))
+    runs = [len(table.runs) for table in tables]
+    assert max(runs) <= 6, runs
