@@ -228,6 +228,7 @@ def engine_config(options: BenchOptions, folder: str, strategy: str) -> EngineCo
     return base.replace(
         model=folder,
         max_num_seqs=options.batch,
+        enable_prefix_caching=False,  # repeats of a prompt are to be read each time
         max_model_len=base.max_model_len or max(options.workloads.contexts) + options.max_tokens,
         speculation=speculation,
     )

@@ -169,6 +169,7 @@ def _engine_config(options: TuneOptions, folder: str) -> EngineConfig:
     return base.replace(
         model=folder,
         max_num_seqs=options.batch,
+        enable_prefix_caching=False,  # repeats of a prompt are to be read each time
         max_model_len=base.max_model_len or options.context + options.tuning.max_tokens,
         speculation=base.speculation.replace(
             strategy="static" if by_trials else "knapspec", skip=_UNUSED_SKIP if by_trials else (), warm_start=None

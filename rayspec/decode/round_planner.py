@@ -142,7 +142,7 @@ class RoundPlanner:
     def _entry(self, sequence: SequenceState, proposal: Proposal, plan: Plan) -> RoundEntry:
         num_free = sequence.table.capacity - sequence.num_tokens
         max_tree_tokens = min(self._options.max_tree_tokens, num_free)
-        guess = Guess(list(proposal.token_ids[: plan.num_lookup_tokens]))
+        guess = Guess(list(proposal.token_ids[: min(plan.num_lookup_tokens, num_free)]))
         if plan.lookahead:
             guess = sequence.guess(self._options.lookahead, max_tree_tokens)
         return RoundEntry(
@@ -150,7 +150,7 @@ class RoundPlanner:
             runs=sequence.table.runs,
             length=sequence.num_tokens,
             last_token=sequence.token_ids[-1],
-            max_draft_tokens=min(plan.num_draft_tokens, sequence.num_remaining - 1),
+            max_draft_tokens=min(plan.num_draft_tokens, sequence.num_remaining - 1, num_free),
             end_tokens=() if sequence.params.ignore_eos else sequence.eos_token_ids,
             looked_up=guess.token_ids,
             parents=guess.parents,

@@ -109,6 +109,7 @@ def _engine_config(options: FigureOptions, folder: str) -> EngineConfig:
     return base.replace(
         model=folder,
         max_num_seqs=1,
+        enable_prefix_caching=False,  # repeats of a prompt are to be read each time
         max_model_len=base.max_model_len or max(options.context, *options.contexts) + options.max_tokens,
         speculation=base.speculation.replace(strategy="knapspec", skip=(), warm_start=None),
     )

@@ -28,6 +28,7 @@ ALL = (True,) * NUM_SUBLAYERS
 @pytest.fixture(scope="module")
 def llm() -> Iterator[rayspec.LLM]:
     options: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "max_num_seqs": 1, "max_model_len": 1024}
+    options["enable_prefix_caching"] = False
     with rayspec.LLM("demo", speculation={"strategy": "knapspec", "max_draft_tokens": 6}, **options) as one:
         yield one
 
