@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from rayspec.decode.time_shares import TimeShares
 from rayspec.model.rows import slots_between
 from rayspec.planning.prefill_pace import PrefillPace
 from rayspec.types import EngineStats, NonFiniteLogitsError, OutOfMemoryError, RayspecError
+
+# Rounds of a cohort, one after another, that have chunks of prompts in their pass.
+_MOST_MIXED = 3
 
 
 @dataclass(slots=True)
@@ -55,7 +59,7 @@ class Cohorts:
         self._work_ids = itertools.count(1)
         self._pace = PrefillPace()
         self._may_mix = may_mix
-        self._has_mixed: set[int] = set()  # cohorts whose last round had chunks
+        self._num_mixed: Counter[int] = Counter()  # rounds of each cohort with chunks since the last one without
 
     @property
     def is_idle(self) -> bool:
@@ -79,7 +83,7 @@ class Cohorts:
         for cohort in range(self._stages.num_cohorts):
             if not self._is_busy(cohort):
                 busy = {started.cohort for started in self._under_way}
-                self._start(cohort, self._scheduler.schedule(cohort, busy, self._pace.num_rows))
+                self._start(cohort, self._scheduler.schedule(cohort, busy, partial(self._num_beside, cohort)))
 
     def commit_done(self) -> None:
         """Commit what the work that is done has given."""
@@ -131,7 +135,8 @@ class Cohorts:
             self._stats.num_cached_tokens += sequence.num_computed
             if sequence.metrics.num_preemptions == sequence.metrics.num_replays == 0:
                 sequence.metrics.num_cached_tokens = sequence.num_computed
-        mixes = self._mixes(cohort, step)
+        mixes = self._may_mix and bool(step.chunks and step.decode)
+        self._num_mixed[cohort] = self._num_mixed[cohort] + 1 if mixes else 0
         if step.chunks and not mixes:
             prefill = Prefill(id=next(self._work_ids), chunks=step.chunks)
             self._submit(cohort, prefill, partial(self._commit_prefill, step.prefill, prefill))
@@ -139,12 +144,12 @@ class Cohorts:
             planned = self._planner.plan(next(self._work_ids), step.decode, step.chunks if mixes else ())
             self._submit(cohort, planned.work, partial(self._commit_round, planned, step.prefill if mixes else ()))
 
-    def _mixes(self, cohort: int, step: Step) -> bool:
-        """Whether chunks run in the round's pass, which reads the weights once for both. Every other round runs by
-        itself, for the selector learns from its time; so does every round of which the shapes are fixed."""
-        mixes = self._may_mix and bool(step.chunks and step.decode) and cohort not in self._has_mixed
-        (self._has_mixed.add if mixes else self._has_mixed.discard)(cohort)
-        return mixes
+    def _num_beside(self, cohort: int, most: int, streams: bool) -> int:
+        """How many prompt tokens to run beside a round of the cohort. Now and then none: what the round takes by itself
+        is what selectors learn from."""
+        if self._num_mixed[cohort] >= _MOST_MIXED:
+            return 0
+        return self._pace.num_rows(most) if streams else most
 
     def _submit(self, cohort: int, work: Work, commit: Callable[[_StartedWork], None]) -> None:
         """In one process the work is done at once: its time ends here, before the next work begins."""

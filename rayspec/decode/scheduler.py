@@ -122,10 +122,10 @@ class Scheduler:
         return [sequence for sequence in self.running if sequence.cohort == cohort]
 
     def schedule(
-        self, cohort: int = 0, in_flight: Collection[int] = (), num_beside_streams: Callable[[int], int] | None = None
+        self, cohort: int = 0, in_flight: Collection[int] = (), num_beside: Callable[[int, bool], int] | None = None
     ) -> Step:
-        """The next step of a cohort, while those `in_flight` are under way. num_beside_streams: how many of so many
-        prompt tokens may be run where somebody reads a text as it grows; None: all."""
+        """The next step of a cohort, while those `in_flight` are under way. num_beside: how many of so many prompt
+        tokens may be run beside a round, of which somebody reads a text as it grows, or nobody does; None: all."""
         step = Step()
         for sequence in self.running:
             self._prefixes.register(sequence)
@@ -134,8 +134,8 @@ class Scheduler:
         members = self.members(cohort)
         step.decode = [sequence for sequence in members if sequence.prefilled]
         budget = self._max_prefill_tokens
-        if num_beside_streams is not None and any(sequence.streams for sequence in step.decode):
-            budget = num_beside_streams(budget)
+        if num_beside is not None and step.decode:
+            budget = num_beside(budget, any(sequence.streams for sequence in step.decode))
         self._cut_chunks(members, step, budget)
         return step
 
@@ -188,6 +188,8 @@ class Scheduler:
             num_left = sequence.num_tokens - sequence.num_computed
             if sequence.prefilled or num_left <= 0:
                 continue
+            if budget <= 0:
+                return
             num_tokens = min(num_left, budget)
             if self._chunk_grid is not None:
                 if step.chunks:
@@ -196,8 +198,6 @@ class Scheduler:
             step.prefill.append(sequence)
             step.chunks.append(_chunk(sequence, num_tokens))
             budget -= num_tokens
-            if budget <= 0:
-                return
 
     def _on_grid(self, sequence: SequenceState, num_left: int) -> int:
         """Up to the next grid line of the prompt; generated tokens are replayed as the decode rows they were."""

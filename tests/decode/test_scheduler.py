@@ -264,6 +264,10 @@ def test_prefill_goes_on_while_others_decode() -> None:
     assert [sequence.sequence_id for sequence in step.decode] == ["0"]
 
 
+def _quarter_beside_streams(most: int, streams: bool) -> int:
+    return most // 4 if streams else most
+
+
 def test_beside_texts_that_are_read_as_they_grow_chunks_are_small() -> None:
     for streams in (False, True):
         scheduler = Scheduler(400, max_num_seqs=2, max_prefill_tokens=64, lookahead=2)
@@ -273,10 +277,11 @@ def test_beside_texts_that_are_read_as_they_grow_chunks_are_small() -> None:
         world.add(first)
         world.step()
         scheduler.add(_sequence(1, 100, 5))
-        step = scheduler.schedule(0, (), lambda most: most // 4)
+        step = scheduler.schedule(num_beside=_quarter_beside_streams)
         assert [chunk.rows.num_rows for chunk in step.chunks] == [16 if streams else 64]
+        assert not scheduler.schedule(num_beside=lambda most, streams: 0).chunks
         scheduler.remove(first)
-        assert sum(chunk.rows.num_rows for chunk in scheduler.schedule(0, (), lambda most: most // 4).chunks) == 64
+        assert [chunk.rows.num_rows for chunk in scheduler.schedule(num_beside=lambda most, streams: 0).chunks] == [64]
 
 
 def test_what_cannot_ever_fit_is_known_in_advance() -> None:

@@ -20,7 +20,7 @@ def test_a_chunk_takes_as_long_as_a_round(mixed: bool) -> None:
 
 def test_it_is_never_tiny_nor_more_than_allowed() -> None:
     assert _pace(0.01, 0.001, mixed=False).num_rows(1024) == 32
-    assert _pace(0.01, 0.001, mixed=False).num_rows(16) == 16
+    assert _pace(0.01, 0.001, mixed=False).num_rows(8) == 8
     assert _pace(5.0, 0.001, mixed=False).num_rows(1024) == 1024
 
 
