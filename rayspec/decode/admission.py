@@ -19,7 +19,7 @@ def admitted_tokens(
     """The prompt's tokens. Raises RequestError if the prompt is none, is empty or is too long, and InvalidTokenError if
     the prompt or `logit_bias` has foreign tokens. A stage in another process could not refuse the request."""
     check_tokens("logit_bias", request.params.logit_bias, vocab_size)
-    token_ids = _tokens(request, tokenizer)
+    token_ids = prompt_tokens(request, tokenizer)
     if not token_ids:
         raise EmptyPromptError("the prompt has zero tokens: give it some text")
     if len(token_ids) >= max_model_len:
@@ -46,7 +46,8 @@ def require_unicode(text: str) -> None:
         ) from None
 
 
-def _tokens(request: Request, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+def prompt_tokens(request: Request, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+    """Raises RequestError for what is no prompt."""
     if request.prompt_token_ids is not None:
         return _whole_numbers(request.prompt_token_ids)
     prompt: Any = request.prompt

@@ -61,12 +61,13 @@ class PagePool:
         self._hash_of: dict[int, PageHash] = {}
 
     def find(self, hashes: Iterable[PageHash]) -> list[int]:
-        """The pages with the first of these hashes, up to the first that there is not."""
+        """The pages with the first of these hashes, up to the first that there is not. May be asked from any thread."""
         pages = []
         for one in hashes:
-            if one not in self._page_of:
+            page = self._page_of.get(one)
+            if page is None:
                 break
-            pages.append(self._page_of[one])
+            pages.append(page)
         return pages
 
     def num_free_without(self, pages: Sequence[int]) -> int:
@@ -167,7 +168,7 @@ class PagePool:
 
     def _use(self, table: PageTable, pages: Sequence[int]) -> None:
         for page in pages:
-            self.num_free -= self._num_users[page] == 0
+            self.num_free -= int(self._num_users[page] == 0)
             self._num_users[page] += 1
         table.extend(pages)
 
@@ -176,6 +177,14 @@ def page_hash(before: PageHash, token_ids: Sequence[int], salt: bytes = b"") -> 
     """Of a full page with these tokens behind a page with hash `before`; 16 bytes of BLAKE2b, so that nobody can make
     two prompts that meet. salt: how the page came about, where that decides what it holds."""
     return hashlib.blake2b(before + array("q", token_ids).tobytes(), digest_size=16, salt=salt[:16]).digest()
+
+
+def page_hashes(token_ids: Sequence[int]) -> list[PageHash]:
+    """Of the full pages that a prompt fills."""
+    hashes: list[PageHash] = []
+    for end in range(PAGE_SIZE, len(token_ids) + 1, PAGE_SIZE):
+        hashes.append(page_hash(hashes[-1] if hashes else b"", token_ids[end - PAGE_SIZE : end]))
+    return hashes
 
 
 def _ranges(flags: NDArray[np.bool_]) -> list[range]:

@@ -15,10 +15,13 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedTokenizerBase
 
 from rayspec.config import EngineConfig
+from rayspec.decode.admission import prompt_tokens
 from rayspec.decode.engine import Engine
 from rayspec.decode.engine_loop import EngineDeadError, EngineLoop
+from rayspec.decode.pages import PageHash, page_hashes
 from rayspec.decode.stages import StageLostError
 from rayspec.decode.unread import UnreadOutput
+from rayspec.pipeline.affinity import PrefixAffinity
 from rayspec.pipeline.retelling import Retelling
 from rayspec.planning.latency import LatencyModel
 from rayspec.types import EngineLoad, EngineStats, RayspecError, Request, RequestError, RequestOutput
@@ -61,6 +64,7 @@ class Replicas:
         self._placed: dict[str, _Placed] = {}
         self._updates: queue.SimpleQueue[_Update] = queue.SimpleQueue()
         self._lost: set[int] = set()
+        self._affinity = PrefixAffinity(self._engines)
 
     @property
     def engines(self) -> Sequence[Engine]:
@@ -167,8 +171,9 @@ class Replicas:
         alive = [index for index in range(len(self._loops)) if index not in self._lost]
         if not alive:
             raise StageLostError("all replicas are lost")
+        request, hashes = self._tokenized(request)
         load = [placed.replica for placed in self._placed.values()]
-        chosen = min(alive, key=load.count)
+        chosen = self._affinity.choose(hashes, {replica: load.count(replica) for replica in alive})
         try:
             future = self._loops[chosen].submit(request, lambda output: self._updates.put(_Update(request, output)))
         except EngineDeadError as death:
@@ -177,6 +182,14 @@ class Replicas:
             return
         self._placed[request.request_id] = _Placed(request, chosen, future, num_moves, retelling or Retelling())
         future.add_done_callback(lambda _: self._updates.put(_Update(request, None)))
+
+    def _tokenized(self, request: Request) -> tuple[Request, list[PageHash]]:
+        """With its tokens, and the hashes of its pages. What is no prompt is refused by the replica."""
+        try:
+            token_ids = prompt_tokens(request, self.tokenizer)
+            return dataclasses.replace(request, prompt_token_ids=token_ids), page_hashes(token_ids)
+        except (RequestError, OverflowError):
+            return request, []
 
     def _lose(self, replica: int, error: RayspecError) -> None:
         if replica not in self._lost:

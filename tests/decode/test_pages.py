@@ -30,6 +30,7 @@ def test_sequences_grow_in_place_while_there_is_room() -> None:
             assert pool.grow(table, num_pages, 8)
     assert [table.runs for table in tables] == [one_run(16 * at, 128) for at in (16, 8, 0)]
     assert pool.num_free == 0
+    assert type(pool.num_free) is int, "it is told as JSON"
 
 
 def test_claims_give_way_when_nothing_else_is_left() -> None:

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -148,6 +149,24 @@ def test_a_request_goes_where_there_is_least_to_do(make: Make) -> None:
     replicas.add(two)
     assert replicas._placed[two.request_id].replica == 0, "which is idle again"
     finish(replicas)
+
+
+def test_a_prompt_goes_where_its_first_pages_are_unless_others_have_much_less_to_do(make: Make) -> None:
+    replicas = make(engine(), engine())
+    document = list(range(3, 83))
+    prompts = [[*document, question] for question in range(3, 20)]
+    placed = []
+    for request in requests_for(prompts):
+        replicas.add(request)
+        placed.append(replicas._placed[request.request_id].replica)
+    assert placed[:4] == [0] * 4, "it was given the document"
+    assert 1 in placed
+    finish(replicas)
+    alone = requests_for([[*document, 50], [9, *document]])
+    for request, expected in zip(alone, (True, False), strict=True):
+        replicas.add(replace(request, request_id=f"again-{request.request_id}"))
+        (one,) = finish(replicas).values()
+        assert (one.metrics.num_cached_tokens == 80) == expected
 
 
 @pytest.mark.parametrize("num_starts", [0, 1, 2, 7, 30])
