@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -119,10 +119,6 @@ class PagePool:
     def forget_all(self) -> None:
         self.forget(list(self._hash_of))
 
-    def hashes(self) -> list[PageHash]:
-        """Of all pages that can be found."""
-        return list(self._page_of)
-
     def _hole_for(self, table: PageTable, num_pages: int, room: int) -> range:
         """Free pages side by side, `room` at most: those behind the table's last page; or as many as there are for the
         table alone, at least `num_pages`; or else what there is."""
@@ -182,9 +178,17 @@ def page_hash(before: PageHash, token_ids: Sequence[int], salt: bytes = b"") -> 
 def page_hashes(token_ids: Sequence[int]) -> list[PageHash]:
     """Of the full pages that a prompt fills."""
     hashes: list[PageHash] = []
-    for end in range(PAGE_SIZE, len(token_ids) + 1, PAGE_SIZE):
-        hashes.append(page_hash(hashes[-1] if hashes else b"", token_ids[end - PAGE_SIZE : end]))
+    extend_hashes(hashes, token_ids, len(token_ids) // PAGE_SIZE)
     return hashes
+
+
+def extend_hashes(
+    hashes: list[PageHash], token_ids: Sequence[int], num_pages: int, salt: Callable[[int], bytes] = lambda end: b""
+) -> None:
+    """Until there are `num_pages`. salt: of the page that ends at a position, see `page_hash`."""
+    for end in range((len(hashes) + 1) * PAGE_SIZE, num_pages * PAGE_SIZE + 1, PAGE_SIZE):
+        before = hashes[-1] if hashes else b""
+        hashes.append(page_hash(before, token_ids[end - PAGE_SIZE : end], salt(end)))
 
 
 def _ranges(flags: NDArray[np.bool_]) -> list[range]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
-from rayspec.decode.pages import PageHash, PagePool, page_hash
+from rayspec.decode.pages import PageHash, PagePool, extend_hashes
 from rayspec.decode.sequence import SequenceState
 from rayspec.model.kv_arena import PAGE_SIZE
 
@@ -59,12 +60,8 @@ class PrefixCache:
         """Of its first pages, which have all their tokens."""
         if not self._enabled:
             return []
-        hashes = sequence.page_hashes
-        while len(hashes) < num_pages:
-            first = len(hashes) * PAGE_SIZE
-            tokens = sequence.token_ids[first : first + PAGE_SIZE]
-            hashes.append(page_hash(hashes[-1] if hashes else b"", tokens, self._salt(sequence, first + PAGE_SIZE)))
-        return hashes[:num_pages]
+        extend_hashes(sequence.page_hashes, sequence.token_ids, num_pages, partial(self._salt, sequence))
+        return sequence.page_hashes[:num_pages]
 
     def _salt(self, sequence: SequenceState, end: int) -> bytes:
         """On a grid, what a page of a prompt's last chunk, or of generated tokens, holds depends on the chunk."""

@@ -69,7 +69,7 @@ class PackedRows:
     paths: Sequence[Sequence[Path]]
     by_run: bool = True
     rope: dict[str, Any] = field(default_factory=dict)
-    looks: dict[int | None, _Looks] = field(default_factory=dict)  # by sliding window: layers share them
+    looks: dict[tuple[int | None, float | None, bool], _Looks] = field(default_factory=dict)  # layers share them
 
 
 def pack(
@@ -151,9 +151,10 @@ class _Attention:
 
     def of_rows(self) -> Tensor:
         """[N, H, D_v]."""
-        if self.sliding_window not in self.rows.looks:
-            self.rows.looks[self.sliding_window] = self._find_looks()
-        looks = self.rows.looks[self.sliding_window]
+        kind = (self.sliding_window, self.softcap, self._merges)
+        if kind not in self.rows.looks:
+            self.rows.looks[kind] = self._find_looks()
+        looks = self.rows.looks[kind]
         output = self._merged(looks.pieces) if looks.pieces else self._zeros(self.query.dtype)
         for look in looks.whole:
             output[look.rows] = self._seen(look).transpose(0, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 # A chunk takes as long as the round beside it: the gap between tokens doubles, and the prompt gets half of the time.
 _CHUNK_PER_ROUND = 1.0
-# The first chunk, and the smallest. Fewer rows cost more each: on a CPU a prompt would take twice as long with 16.
+# The first chunk, and the smallest: fewer rows cost more each.
 _SMALLEST_CHUNK = 32
 # Of what was seen last, against all before.
 _WEIGHT = 0.5

@@ -48,7 +48,7 @@ def test_what_was_freed_is_found_until_it_is_needed() -> None:
     old = _grown(pool, 4)
     _fill(pool, old, 1)
     _grown(pool, 6)
-    pages, hashes = list(old.pages), pool.hashes()
+    pages, hashes = list(old.pages), list(pool._page_of)
     pool.release(old)
     assert pool.num_free == 4
     assert pool.find(hashes) == pages
@@ -62,7 +62,7 @@ def test_a_shared_page_is_free_when_nobody_has_it() -> None:
     first = _grown(pool, 3)
     _fill(pool, first, 1)
     second = PageTable()
-    pool.share(second, pool.find(pool.hashes()[:2]))
+    pool.share(second, pool.find(list(pool._page_of)[:2]))
     assert second.num_hashed == 2
     pool.release(first)
     assert pool.num_free == 4
@@ -76,10 +76,10 @@ def test_the_same_content_is_kept_once() -> None:
     tables = [_grown(pool, 2), _grown(pool, 2)]
     for table in tables:
         _fill(pool, table, 1)
-    assert pool.find(pool.hashes()) == tables[0].pages
+    assert pool.find(list(pool._page_of)) == tables[0].pages
     for table in tables:
         pool.release(table)
-    assert len(pool.hashes()) == 2
+    assert len(list(pool._page_of)) == 2
 
 
 def test_what_is_forgotten_is_not_found() -> None:
@@ -89,7 +89,7 @@ def test_what_is_forgotten_is_not_found() -> None:
     _fill(pool, used, 2)
     pool.release(kept)
     pool.forget_all()
-    assert pool.hashes() == []
+    assert list(pool._page_of) == []
     pool.release(used)
     assert pool.num_free == 6
 
