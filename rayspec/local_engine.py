@@ -24,6 +24,7 @@ from rayspec.decode.selection.base import FixedPlan
 from rayspec.decode.stages import LocalStages, Stages
 from rayspec.decode.whole_model import WholeModelStages
 from rayspec.model.architecture import Decomposition, decompose
+from rayspec.model.bodies import fuse
 from rayspec.model.kv_arena import KVArena, whole_pages
 from rayspec.model.offload import OffloadedWeights
 from rayspec.model.weights import eos_token_ids, load_tokenizer, resolve_device, vocab_size
@@ -50,6 +51,7 @@ def load_engine(config: EngineConfig, *, with_tokenizer: bool = True) -> Engine:
     except UnsupportedModelError as error:
         return _plain_engine(config, model, str(error), vocabulary, max_model_len, tokenizer)
     offloaded = offload_weights(config, model, parts)
+    parts = fuse(parts, apart_from=offloaded.sublayers if offloaded else ())
     return _local_engine(config, parts, vocabulary, max_model_len, tokenizer, offloaded)
 
 

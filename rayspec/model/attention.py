@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -52,9 +52,32 @@ class _Looks:
     pieces: list[_Look] = field(default_factory=list)
 
 
+class AttentionKind(NamedTuple):
+    """How a layer weighs keys. sliding_window: the keys a row sees, its own included; None: all. softcap: see Gemma 2."""
+
+    scaling: float
+    sliding_window: int | None
+    softcap: float | None
+
+
+class Rows(Protocol):
+    """A packed batch of N rows as sublayers see it. positions: [N]. rope: by layer type, what rotates queries and keys,
+    as the family's rotary embedding gives it."""
+
+    @property
+    def positions(self) -> Tensor: ...
+
+    @property
+    def rope(self) -> dict[str, Any]: ...
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
+        """Write keys [H_kv, N, D] and values [H_kv, N, D_v] of the rows to the cache, then let queries [H, N, D] look at
+        what each row sees. Returns [N, H, D_v]."""
+
+
 @dataclass(slots=True)
 class PackedRows:
-    """A packed batch: what attention must know about its N rows.
+    """`Rows` whose sequences the host knows: attention looks at their runs with torch's kernels.
 
     positions: [N] int64; slots: [N] int64 where keys and values go. paths: by span, what each of its rows sees where
     the rows are a tree; empty where they see one another causally. Where `slots` is None the rows leave no trace: those
@@ -70,6 +93,14 @@ class PackedRows:
     by_run: bool = True
     rope: dict[str, Any] = field(default_factory=dict)
     looks: dict[tuple[int | None, float | None, bool], _Looks] = field(default_factory=dict)  # layers share them
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
+        cached = (self.arena.keys[layer], self.arena.values[layer])
+        attention = _Attention(rows=self, query=query, own=(key, value), cached=cached, kind=kind)
+        if self.slots is None:
+            return attention.of_branches()
+        self.arena.write(layer, self.slots, key, value)
+        return attention.of_rows()
 
 
 def pack(
@@ -111,7 +142,7 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    packed: PackedRows,
+    packed: Rows,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -119,19 +150,8 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention signature. query: [1, H, N, D]; key, value: [1, H_kv, N, D]; returns [1, N, H, D_v]."""
     layer: int = module.layer_idx  # type: ignore[assignment]
-    attention = _Attention(
-        rows=packed,
-        query=query[0],
-        own=(key[0], value[0]),
-        cached=(packed.arena.keys[layer], packed.arena.values[layer]),
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        sliding_window=sliding_window,
-        softcap=softcap,
-    )
-    if packed.slots is None:
-        return attention.of_branches()[None], None
-    packed.arena.write(layer, packed.slots, key[0], value[0])
-    return attention.of_rows()[None], None
+    kind = AttentionKind(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
+    return packed.attend(layer, query[0], key[0], value[0], kind)[None], None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,16 +165,14 @@ class _Attention:
     query: Tensor
     own: tuple[Tensor, Tensor]
     cached: tuple[Tensor, Tensor]
-    scaling: float
-    sliding_window: int | None
-    softcap: float | None
+    kind: AttentionKind
 
     def of_rows(self) -> Tensor:
         """[N, H, D_v]."""
-        kind = (self.sliding_window, self.softcap, self._merges)
-        if kind not in self.rows.looks:
-            self.rows.looks[kind] = self._find_looks()
-        looks = self.rows.looks[kind]
+        shared = (self.kind.sliding_window, self.kind.softcap, self._merges)
+        if shared not in self.rows.looks:
+            self.rows.looks[shared] = self._find_looks()
+        looks = self.rows.looks[shared]
         output = self._merged(looks.pieces) if looks.pieces else self._zeros(self.query.dtype)
         for look in looks.whole:
             output[look.rows] = self._seen(look).transpose(0, 1)
@@ -168,7 +186,7 @@ class _Attention:
             keys, values = self._context_of(span)
             output[at:end] = _branches(
                 self.query[:, at:end], self.own[0][:, at:end], self.own[1][:, at:end], keys, values,
-                self.scaling, self.softcap,
+                self.kind.scaling, self.kind.softcap,
             ).transpose(0, 1)  # fmt: skip
         return output
 
@@ -200,23 +218,23 @@ class _Attention:
 
     def _last_look(self, rows: slice, span: RowSpan, paths: Sequence[Path], num_seen: int) -> _Look:
         """At the rows' own keys, and at those of the context behind the first `num_seen`."""
-        if num_seen == span.context and _is_chunk(span, paths) and not self._is_windowed(span) and not self.softcap:
+        if num_seen == span.context and _is_chunk(span, paths) and not self._is_windowed(span) and not self.kind.softcap:
             return _Look(rows, None, causal=True)
         if paths and span.num_rows == 1:
             return _Look(rows, self._slots_of_path(span, paths[0]))
         lowest = min(path.position for path in paths) if paths else span.context
-        first = max(num_seen, lowest + 1 - self.sliding_window if self.sliding_window else 0)
+        first = max(num_seen, lowest + 1 - self.kind.sliding_window if self.kind.sliding_window else 0)
         slots = self._slots(runs_between(span.runs, first, span.end))
         return _Look(rows, slots, self._mask(span, paths, first) if span.num_rows > 1 else None)
 
     @property
     def _merges(self) -> bool:
         """torch's CPU kernel gives the log-sum-exp of its scores. It knows no softcap and only one size of heads."""
-        return self.query.device.type == "cpu" and not self.softcap and self.query.shape[-1] == self.own[1].shape[-1]
+        return self.query.device.type == "cpu" and not self.kind.softcap and self.query.shape[-1] == self.own[1].shape[-1]
 
     def _is_windowed(self, span: RowSpan) -> bool:
         """Some rows do not see all that comes before them."""
-        return self.sliding_window is not None and span.end > self.sliding_window
+        return self.kind.sliding_window is not None and span.end > self.kind.sliding_window
 
     def _is_long(self, run: Run) -> bool:
         return self.rows.by_run and run.length >= _LONG_RUN
@@ -229,7 +247,7 @@ class _Attention:
     def _slots_of_path(self, span: RowSpan, path: Path) -> Tensor:
         """What a single row of a tree sees, in order of position: its attention is then that of a single row anywhere,
         to the bit."""
-        lowest = max(0, path.position + 1 - self.sliding_window) if self.sliding_window else 0
+        lowest = max(0, path.position + 1 - self.kind.sliding_window) if self.kind.sliding_window else 0
         places = slots_between(span.runs, 0, span.end)
         own = path.own[max(0, lowest - path.shared) :]
         return self._index([*places[lowest : path.shared], *(places[place] for place in own)])
@@ -248,11 +266,11 @@ class _Attention:
         rows = torch.arange(span.context, span.end, device=device)[:, None]
         columns = torch.arange(first, span.end, device=device)
         if paths:
-            seen = _seen_in_tree(paths, columns, self.sliding_window)
+            seen = _seen_in_tree(paths, columns, self.kind.sliding_window)
         else:
             seen = columns <= rows
-            if self.sliding_window:
-                seen &= columns > rows - self.sliding_window
+            if self.kind.sliding_window:
+                seen &= columns > rows - self.kind.sliding_window
         mask = torch.zeros(seen.shape, dtype=self.query.dtype, device=device)
         return mask.masked_fill_(~seen, float("-inf"))
 
@@ -269,15 +287,15 @@ class _Attention:
         keys, values = self._keys_and_values(look)
         query = self.query[:, look.rows]
         if look.causal:
-            return _sdpa(query, keys, values, None, self.scaling, causal=True)
-        if query.shape[1] > _MAX_FOLDED_ROWS and not self.softcap:
-            return _sdpa(query, keys, values, look.mask, self.scaling)
+            return _sdpa(query, keys, values, None, self.kind.scaling, causal=True)
+        if query.shape[1] > _MAX_FOLDED_ROWS and not self.kind.softcap:
+            return _sdpa(query, keys, values, look.mask, self.kind.scaling)
         mask = None if look.mask is None else look.mask.repeat(query.shape[0] // keys.shape[0], 1)
         folded = _folded(query, len(keys))
-        if self.softcap:
-            mixed = _softcapped(folded, keys, values, mask, self.scaling, self.softcap)
+        if self.kind.softcap:
+            mixed = _softcapped(folded, keys, values, mask, self.kind.scaling, self.kind.softcap)
         else:
-            mixed = _sdpa(folded, keys, values, mask, self.scaling)
+            mixed = _sdpa(folded, keys, values, mask, self.kind.scaling)
         return mixed.reshape(*query.shape[:2], values.shape[-1])
 
     def _merged(self, pieces: Sequence[_Look]) -> Tensor:
@@ -304,13 +322,13 @@ class _Attention:
             mask = None if mask is None else mask.repeat(num_heads // len(keys), 1)
             query = _folded(query, len(keys))
         found, scores = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query[None], keys[None], values[None], 0.0, look.causal, attn_mask=mask, scale=self.scaling
+            query[None], keys[None], values[None], 0.0, look.causal, attn_mask=mask, scale=self.kind.scaling
         )
         return found.reshape(num_heads, num_rows, size).transpose(0, 1), scores.reshape(num_heads, num_rows).T
 
     def _context_of(self, span: RowSpan) -> tuple[Tensor, Tensor]:
         """Of a row behind it."""
-        first = max(0, span.context + 1 - self.sliding_window) if self.sliding_window else 0
+        first = max(0, span.context + 1 - self.kind.sliding_window) if self.kind.sliding_window else 0
         slots = self._slots(runs_between(span.runs, first, span.context))
         return self._keys_and_values(_Look(slice(0), slots))
 

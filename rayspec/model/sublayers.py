@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from torch import Tensor, nn
 
-from rayspec.model.attention import PackedRows
+from rayspec.model.attention import Rows
 
 Tap = Callable[[int, Tensor], None]
+Body: TypeAlias = Callable[[Tensor, Rows], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sublayer:
-    """One attention or MLP block with its norms and residual. `index` counts sublayers, `layer` decoder layers."""
+    """One attention or MLP block with its norms and residual. `index` counts sublayers, `layer` decoder layers.
+
+    body: what runs in place of the modules, where something faster was proven equal to them.
+    """
 
     index: int
     kind: Literal["attention", "mlp"]
@@ -25,9 +29,12 @@ class Sublayer:
     pre_norm: nn.Module | None
     post_norm: nn.Module | None
     residual_scale: float
+    body: Body | None = None
 
-    def __call__(self, hidden: Tensor, rows: PackedRows) -> Tensor:
+    def __call__(self, hidden: Tensor, rows: Rows) -> Tensor:
         """hidden: [1, N, hidden_size] in and out."""
+        if self.body is not None:
+            return self.body(hidden, rows)
         branch: Tensor = hidden if self.pre_norm is None else self.pre_norm(hidden)
         if self.kind == "attention":
             branch, _ = self.block(
@@ -39,6 +46,15 @@ class Sublayer:
             )
         else:
             branch = self.block(branch)
+        return self.add(hidden, branch)
+
+    @property
+    def adds_plainly(self) -> bool:
+        """The block's output goes to the residual as it is."""
+        return self.post_norm is None and self.residual_scale == 1
+
+    def add(self, hidden: Tensor, branch: Tensor) -> Tensor:
+        """The residual with the block's output: [1, N, hidden_size] both."""
         if self.post_norm is not None:
             branch = self.post_norm(branch)
         return hidden + (branch if self.residual_scale == 1 else branch * self.residual_scale)
@@ -47,7 +63,7 @@ class Sublayer:
 def run(
     span: Sequence[Sublayer],
     hidden: Tensor,
-    rows: PackedRows,
+    rows: Rows,
     *,
     keep: Sequence[bool] | None = None,
     tap: Tap | None = None,
