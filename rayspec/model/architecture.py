@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rayspec.model.attention import IMPLEMENTATION, PackedRows, pack
+from rayspec.model.attention import IMPLEMENTATION, Rows, pack
 from rayspec.model.kv_arena import KVArena, LayerShape
 from rayspec.model.rows import RowSpan, one_run
 from rayspec.model.sublayers import Sublayer, run
@@ -95,7 +95,7 @@ class Decomposition:
         hidden: Tensor = self.embedding(token_ids[None])
         return hidden if self.embedding_scale == 1 else hidden * self.embedding_scale
 
-    def rotate(self, hidden: Tensor, rows: PackedRows) -> None:
+    def rotate(self, hidden: Tensor, rows: Rows) -> None:
         """Fill `rows.rope`: cos and sin of the rows' positions, by layer type where the family tells them apart."""
         for layer_type in dict.fromkeys(sublayer.layer_type for sublayer in self.sublayers):
             typed = (layer_type,) if layer_type else ()

@@ -53,7 +53,8 @@ class _Looks:
 
 
 class AttentionKind(NamedTuple):
-    """How a layer weighs keys. sliding_window: the keys a row sees, its own included; None: all. softcap: see Gemma 2."""
+    """How a layer weighs keys. sliding_window: how many keys a row sees, its own included; None: all. softcap: the
+    bound of scores, as in Gemma 2."""
 
     scaling: float
     sliding_window: int | None
@@ -71,8 +72,8 @@ class Rows(Protocol):
     def rope(self) -> dict[str, Any]: ...
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
-        """Write keys [H_kv, N, D] and values [H_kv, N, D_v] of the rows to the cache, then let queries [H, N, D] look at
-        what each row sees. Returns [N, H, D_v]."""
+        """Write keys [H_kv, N, D] and values [H_kv, N, D_v] of the rows to the cache, then let queries [H, N, D] look
+        at what each row sees. Returns [N, H, D_v]."""
 
 
 @dataclass(slots=True)
@@ -218,7 +219,12 @@ class _Attention:
 
     def _last_look(self, rows: slice, span: RowSpan, paths: Sequence[Path], num_seen: int) -> _Look:
         """At the rows' own keys, and at those of the context behind the first `num_seen`."""
-        if num_seen == span.context and _is_chunk(span, paths) and not self._is_windowed(span) and not self.kind.softcap:
+        if (
+            num_seen == span.context
+            and _is_chunk(span, paths)
+            and not self._is_windowed(span)
+            and not self.kind.softcap
+        ):
             return _Look(rows, None, causal=True)
         if paths and span.num_rows == 1:
             return _Look(rows, self._slots_of_path(span, paths[0]))
@@ -230,7 +236,9 @@ class _Attention:
     @property
     def _merges(self) -> bool:
         """torch's CPU kernel gives the log-sum-exp of its scores. It knows no softcap and only one size of heads."""
-        return self.query.device.type == "cpu" and not self.kind.softcap and self.query.shape[-1] == self.own[1].shape[-1]
+        return (
+            self.query.device.type == "cpu" and not self.kind.softcap and self.query.shape[-1] == self.own[1].shape[-1]
+        )
 
     def _is_windowed(self, span: RowSpan) -> bool:
         """Some rows do not see all that comes before them."""

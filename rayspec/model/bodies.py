@@ -1,8 +1,8 @@
 """Sublayers as few large operations, where a check on the loaded weights shows that they compute what the modules do.
 
-The layout of Llama, Mistral, Qwen and their like has a fused body: one matrix for queries, keys and values, one for gate
-and up, and a last matrix that adds to the residual. Norms are the family's own modules. Whatever the check refuses goes
-on with transformers' modules, whose linear layers get a faster layout where the device has one.
+The layout of Llama, Mistral, Qwen and their like has a fused body: one matrix for queries, keys and values, one for
+gate and up, and a last matrix that adds to the residual. Norms are the family's own modules. A sublayer that the check
+refuses goes on with transformers' modules, whose linear layers get a faster layout where the device has one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from rayspec.model.architecture import Decomposition
 from rayspec.model.attention import AttentionKind, Rows, pack
 from rayspec.model.kv_arena import KVArena
-from rayspec.model.matrices import Matrix, can_block, empty_linears, is_plain
+from rayspec.model.matrices import Matrix, empty_linears, has_blocked_layout, is_plain
 from rayspec.model.rows import RowSpan, one_run
 from rayspec.model.sublayers import Body, Sublayer
 
@@ -51,9 +51,9 @@ class AttentionBody:
     def __call__(self, hidden: Tensor, rows: Rows) -> Tensor:
         """hidden: [1, N, hidden_size] in and out."""
         heads = self.projections(_normed(self.sublayer, hidden))[0].unflatten(-1, (-1, self.head_dim))
-        turned, value = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), 1)
+        turned, value = torch.split(heads, [self.num_heads + self.num_kv_heads, self.num_kv_heads], 1)
         turned = _rotated(self._head_normed(turned), rows.rope[self.sublayer.layer_type])
-        query, key = turned.split((self.num_heads, self.num_kv_heads), 1)
+        query, key = torch.split(turned, [self.num_heads, self.num_kv_heads], 1)
         mixed = rows.attend(
             self.sublayer.layer, query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), self.kind
         )
@@ -64,7 +64,7 @@ class AttentionBody:
         block: Any = self.sublayer.block
         if getattr(block, "q_norm", None) is None:
             return turned
-        query, key = turned.split((self.num_heads, self.num_kv_heads), 1)
+        query, key = torch.split(turned, [self.num_heads, self.num_kv_heads], 1)
         return torch.cat([block.q_norm(query), block.k_norm(key)], 1)
 
 
@@ -161,9 +161,7 @@ def _body(sublayer: Sublayer, kind: AttentionKind | None) -> tuple[Body, Sequenc
         entry, last = _linears(block, _GATE_UP), [block.down_proj]
         activation = block.act_fn if hasattr(block, "act_fn") else block.activation_fn
         _require_plain(block, [*entry, *last])
-        body: Body = GatedBody(
-            sublayer=sublayer, activation=activation, gate_up=Matrix(entry), down=Matrix(last)
-        )
+        body: Body = GatedBody(sublayer=sublayer, activation=activation, gate_up=Matrix(entry), down=Matrix(last))
         return body, [*entry, *last]
     assert kind is not None, "the modules have attended"
     entry, last = _linears(block, _QUERY_KEY_VALUE), [block.o_proj]
@@ -198,29 +196,34 @@ def _require_plain(block: nn.Module, linears: Sequence[nn.Linear]) -> None:
 
 def _block_linears(sublayer: Sublayer, check: _Check, expected: Tensor) -> None:
     """Give the block's linear layers the device's faster layout, where it still computes the same."""
-    owners = [
-        (owner, name, child)
-        for owner in sublayer.block.modules()
-        for name, child in owner.named_children()
-        if is_plain(child) and can_block(child.weight)
-    ]
-    for owner, name, child in owners:
-        setattr(owner, name, Matrix([child]))
+    found = _plain_linears(sublayer.block)
     try:
+        for owner, name, linear in found:
+            setattr(owner, name, Matrix([linear]))
         if check.accepts(expected, sublayer):
-            empty_linears([child for _, _, child in owners])
+            empty_linears([linear for _, _, linear in found])
             return
     except _MISFITS as misfit:
         logger.debug("sublayer %d keeps its linear layers: %s", sublayer.index, misfit)
-    for owner, name, child in owners:
-        setattr(owner, name, child)
+    for owner, name, linear in found:
+        setattr(owner, name, linear)
+
+
+def _plain_linears(block: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
+    """Those with a faster layout: the module that holds each, its name there, and the layer."""
+    return [
+        (owner, name, child)
+        for owner in block.modules()
+        for name, child in owner.named_children()
+        if is_plain(child) and has_blocked_layout(child.weight)
+    ]
 
 
 def _packed_head(parts: Decomposition) -> nn.Module | None:
     """A tied head stays as it is: the embedding needs its rows."""
     head: Any = parts.lm_head
     embedding: Any = parts.embedding
-    if not is_plain(head) or not can_block(head.weight):
+    if not is_plain(head) or not has_blocked_layout(head.weight):
         return parts.lm_head
     if embedding is not None and embedding.weight is head.weight:
         return parts.lm_head

@@ -6,7 +6,9 @@ checkpoint: 1.3 times as fast for one row, 1.6 times for 8, 1.05 times for 1,024
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +26,7 @@ class Matrix(nn.Module):
         weight = torch.cat([each.weight.data for each in linears]) if len(linears) > 1 else linears[0].weight.data
         self.num_rows, self.num_columns = weight.shape
         self._bias = _joined_bias(linears)
-        self._is_blocked = _has_blocked_layout(weight)
+        self._is_blocked = has_blocked_layout(weight)
         # No parameter: nobody can read, save or move a blocked matrix.
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None) if self._is_blocked else weight
 
@@ -42,11 +44,10 @@ class Matrix(nn.Module):
             return total
         if self._bias is not None:
             return residual + self(rows)
-        total = torch.addmm(residual.flatten(0, -2), rows.flatten(0, -2), self._weight.T)
-        return total.view_as(residual)
+        return torch.addmm(residual.flatten(0, -2), rows.flatten(0, -2), self._weight.T).view_as(residual)
 
 
-def is_plain(linear_layer: object) -> bool:
+def is_plain(linear_layer: object) -> TypeGuard[nn.Linear]:
     """It computes what `nn.Linear` does on an ordinary tensor: not quantised, not split over ranks, not fetched."""
     return (
         type(linear_layer) is nn.Linear
@@ -57,23 +58,20 @@ def is_plain(linear_layer: object) -> bool:
     )
 
 
-def can_block(weight: Tensor) -> bool:
-    """Whether there is a faster layout for it than a checkpoint's."""
-    return _has_blocked_layout(weight)
+def has_blocked_layout(weight: Tensor) -> bool:
+    """Whether there is a faster layout for it than a checkpoint's: on the processors where that was measured."""
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype in (torch.float32, torch.bfloat16)
+        and platform.machine() in ("x86_64", "AMD64")
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    )
 
 
 def empty_linears(linears: Sequence[nn.Linear]) -> None:
     """Free their weights: something else holds them now."""
     for each in linears:
         each.weight = nn.Parameter(each.weight.data.new_empty(0), requires_grad=False)
-
-
-def _has_blocked_layout(weight: Tensor) -> bool:
-    return (
-        weight.device.type == "cpu"
-        and weight.dtype in (torch.float32, torch.bfloat16)
-        and torch.backends.mkldnn.is_available()
-    )
 
 
 def _joined_bias(linears: Sequence[nn.Linear]) -> Tensor | None:

@@ -21,6 +21,7 @@ from rayspec.decode.profile import measurements
 from rayspec.decode.runner import Runner
 from rayspec.errors import TransportError
 from rayspec.model.architecture import Decomposition, decompose
+from rayspec.model.bodies import fuse
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.weights import resolve_device
 from rayspec.pipeline.messages import (
@@ -159,6 +160,7 @@ class Shard:
             group.join(_RANKS_TIMEOUT_S)
             self._parts = split_tensor_parallel(model, self._parts, group)
         weights = sum(p.nbytes for p in model.parameters() if p.device.type != "meta")
+        self._parts = fuse(self._parts, apart_from=self._offloaded.sublayers if self._offloaded else ())
         return Loaded(
             device=_device_name(self._device),
             dtype=str(self._parts.dtype).removeprefix("torch."),
