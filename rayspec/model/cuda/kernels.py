@@ -1,0 +1,300 @@
+"""The Triton kernels. `launches.py` chooses their grids and constants. This module needs triton.
+
+Names in capitals are constants at compile time. A name ends in _PADDED where a size is rounded up to a power of two:
+Triton's tiles have such sizes, and masks leave out what is not there.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tiles", "table_stride"])
+def attend_rows(
+    query, keys, values, page_table, row_starts, contexts, positions, shared, bits, output, log_sums,
+    scaling, num_rows, num_tiles, query_row_stride, query_head_stride, key_head_stride, key_slot_stride,
+    value_head_stride, value_slot_stride, table_stride,
+    GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, SPLITS: tl.constexpr,
+    SPLIT_LENGTH: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HAS_TREE: tl.constexpr,
+    UPCAST: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One program: a tile of rows of one sequence, the query heads of one key head, one split of the places.
+
+    Grid: (sequences * num_tiles + 1, H_kv, SPLITS). The last of the first axis writes the zeros of padding rows.
+    output: [N, H, D] if SPLITS is 1, else float32 [N, H, SPLITS, D]; log_sums: [N, H, SPLITS], base 2, if SPLITS > 1.
+    """
+    program = tl.program_id(0)
+    sequence = program // num_tiles
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    member = tl.arange(0, TILE_ROWS * GROUP_PADDED)
+    in_group = member % GROUP_PADDED
+    head = kv_head * GROUP + in_group
+    num_heads = tl.num_programs(1) * GROUP
+    dim = tl.arange(0, DIM_PADDED)
+    first = tl.load(row_starts + sequence)
+    if program == tl.num_programs(0) - 1:
+        if SPLITS == 1:
+            for start in range(first, num_rows, TILE_ROWS):
+                row = start + member // GROUP_PADDED
+                there = (row < num_rows) & (in_group < GROUP)
+                _store_zeros(output, row.to(tl.int64) * num_heads + head, there, DIM, DIM_PADDED)
+        return
+
+    first_in_tile = (program % num_tiles) * TILE_ROWS
+    num_own = tl.load(row_starts + sequence + 1) - first
+    if first_in_tile >= num_own:
+        return
+    own = first_in_tile + member // GROUP_PADDED
+    live = (own < num_own) & (in_group < GROUP)
+    row = first + own
+    context = tl.load(contexts + sequence)
+    low = split * SPLIT_LENGTH
+    high = tl.minimum(context + tl.minimum(first_in_tile + TILE_ROWS, num_own), low + SPLIT_LENGTH)
+    if WINDOW > 0:
+        lowest = tl.load(positions + row, mask=live, other=2147483647).to(tl.int32) - WINDOW + 1
+        low = tl.maximum(low, tl.maximum(tl.min(lowest, 0), 0) // TILE_KEYS * TILE_KEYS)
+    if low >= high:
+        return
+
+    last = tl.where(live, tl.minimum(context + own, high - 1), -1)
+    row_shared = context
+    row_bits = tl.zeros([TILE_ROWS * GROUP_PADDED], tl.int64)
+    if HAS_TREE:
+        row_shared = tl.load(shared + row, mask=live, other=0)
+        row_bits = tl.load(bits + row, mask=live, other=0)
+    rows = tl.load(
+        query + row.to(tl.int64)[:, None] * query_row_stride + head[:, None] * query_head_stride + dim[None, :],
+        mask=live[:, None] & (dim < DIM)[None, :],
+        other=0.0,
+    )
+    keys += kv_head.to(tl.int64) * key_head_stride
+    values += kv_head.to(tl.int64) * value_head_stride
+    page_table += sequence.to(tl.int64) * table_stride
+    top = tl.full([TILE_ROWS * GROUP_PADDED], float("-inf"), tl.float32)
+    total = tl.zeros([TILE_ROWS * GROUP_PADDED], tl.float32)
+    mixed = tl.zeros([TILE_ROWS * GROUP_PADDED, DIM_PADDED], tl.float32)
+    for start in tl.range(low, high, TILE_KEYS, num_stages=STAGES):
+        place = start + tl.arange(0, TILE_KEYS)
+        filled = place < high
+        page = tl.load(page_table + place // PAGE_SIZE, mask=filled, other=0)
+        slot = page * PAGE_SIZE + place % PAGE_SIZE
+        key = tl.load(
+            keys + slot[None, :] * key_slot_stride + dim[:, None],
+            mask=filled[None, :] & (dim < DIM)[:, None],
+            other=0.0,
+        )
+        value = tl.load(
+            values + slot[:, None] * value_slot_stride + dim[None, :],
+            mask=filled[:, None] & (dim < DIM)[None, :],
+            other=0.0,
+        )
+        scores = _scores(rows, key, scaling, SOFTCAP, UPCAST)
+        seen = place[None, :] <= last[:, None]
+        if HAS_TREE:
+            seen &= _in_path(place, context, row_shared, row_bits)
+        if WINDOW > 0:
+            seen &= _positions_of(place, context, positions + first, filled)[None, :] >= lowest[:, None]
+        scores = tl.where(seen, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(top - base)
+        total = total * shrink + tl.sum(weights, 1)
+        mixed = _dot(weights.to(value.dtype), value, mixed * shrink[:, None], UPCAST)
+        top = new_top
+    divisor = tl.where(total == 0.0, 1.0, total)
+    where = (row.to(tl.int64) * num_heads + head) * SPLITS + split
+    tl.store(
+        output + where[:, None] * DIM + dim[None, :],
+        (mixed / divisor[:, None]).to(output.dtype.element_ty),
+        mask=live[:, None] & (dim < DIM)[None, :],
+    )
+    if SPLITS > 1:
+        tl.store(log_sums + where, tl.where(total == 0.0, float("-inf"), top + tl.log2(divisor)), mask=live)
+
+
+@triton.jit
+def _store_zeros(output, where, there, DIM: tl.constexpr, DIM_PADDED: tl.constexpr):
+    """For some heads of some rows, where[i] = row * H + head."""
+    dim = tl.arange(0, DIM_PADDED)
+    nothing = tl.zeros([where.shape[0], DIM_PADDED], output.dtype.element_ty)
+    tl.store(output + where[:, None] * DIM + dim[None, :], nothing, mask=there[:, None] & (dim < DIM)[None, :])
+
+
+@triton.jit
+def _scores(rows, key, scaling, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr):
+    """In units of log 2. rows: [rows, D]; key: [D, places]."""
+    scores = _dot(rows, key, None, UPCAST) * scaling
+    if SOFTCAP > 0:
+        # tanh(x) = 2 sigmoid(2x) - 1
+        scores = SOFTCAP * (2.0 * tl.sigmoid(scores * (2.0 / SOFTCAP)) - 1.0)
+    return scores * _LOG2_E
+
+
+@triton.jit
+def _dot(left, right, before, UPCAST: tl.constexpr):
+    """left @ right + before in float32. Triton's interpreter multiplies the bits of bfloat16, hence UPCAST."""
+    if UPCAST:
+        left = left.to(tl.float32)
+        right = right.to(tl.float32)
+    return tl.dot(left, right, before, input_precision="ieee")
+
+
+@triton.jit
+def _in_path(place, context, shared, bits):
+    """Whether a row of a tree sees a place, up to its own: [rows, places]."""
+    own = place - context
+    shift = tl.minimum(tl.maximum(own, 0), 63).to(tl.int64)
+    marked = ((bits[:, None] >> shift[None, :]) & 1) == 1
+    return (place[None, :] < shared[:, None]) | ((own >= 0)[None, :] & marked)
+
+
+@triton.jit
+def _positions_of(place, context, own_positions, filled):
+    """A place of the context has its number as position."""
+    is_own = filled & (place >= context)
+    own = tl.load(own_positions + tl.maximum(place - context, 0), mask=is_own, other=0).to(tl.int32)
+    return tl.where(is_own, own, place)
+
+
+@triton.jit(do_not_specialize=["num_sequences"])
+def merge_splits(
+    parts, log_sums, output, row_starts, contexts, positions, num_sequences,
+    SEQUENCES_PADDED: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, SPLITS: tl.constexpr,
+    SPLITS_PADDED: tl.constexpr, SPLIT_LENGTH: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """One program: one head of one row. Grid: (N, H). Reads only the splits in which the row may see a place.
+
+    parts: float32 [N, H, SPLITS, D]; log_sums: float32 [N, H, SPLITS]; output: [N, H, D], zeros for padding rows.
+    """
+    row = tl.program_id(0)
+    where = row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    dim = tl.arange(0, DIM_PADDED)
+    index = tl.arange(0, SEQUENCES_PADDED)
+    starts = tl.load(row_starts + index, mask=index <= num_sequences, other=2147483647)
+    sequence = tl.sum((starts <= row).to(tl.int32), 0) - 1
+    if sequence == num_sequences:
+        nothing = tl.zeros([DIM_PADDED], output.dtype.element_ty)
+        tl.store(output + where * DIM + dim, nothing, mask=dim < DIM)
+        return
+    split = tl.arange(0, SPLITS_PADDED)
+    place = tl.load(contexts + sequence) + row - tl.load(row_starts + sequence)
+    needed = split * SPLIT_LENGTH <= place
+    if WINDOW > 0:
+        needed &= (split + 1) * SPLIT_LENGTH > tl.load(positions + row).to(tl.int32) - WINDOW + 1
+    sums = tl.load(log_sums + where * SPLITS + split, mask=needed, other=float("-inf"))
+    top = tl.max(sums, 0)
+    weights = tl.exp2(sums - tl.where(top == float("-inf"), 0.0, top))
+    part = tl.load(
+        parts + (where * SPLITS + split)[:, None] * DIM + dim[None, :],
+        mask=needed[:, None] & (dim < DIM)[None, :],
+        other=0.0,
+    )
+    total = tl.sum(weights, 0)
+    mixed = tl.sum(part * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    tl.store(output + where * DIM + dim, mixed.to(output.dtype.element_ty), mask=dim < DIM)
+
+
+@triton.jit
+def rms_norm_rows(
+    hidden, weight, output, eps, row_stride, SIZE: tl.constexpr, SIZE_PADDED: tl.constexpr, OFFSET: tl.constexpr
+):
+    """One program: one row. Grid: (N,)."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, SIZE_PADDED)
+    inside = column < SIZE
+    numbers = tl.load(hidden + row * row_stride + column, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    normal = numbers * tl.rsqrt(tl.sum(numbers * numbers, 0) / SIZE + eps)
+    if OFFSET == 0:
+        normal = _rounded(normal, output)
+    else:
+        scale += OFFSET
+    tl.store(output + row * SIZE + column, _as(normal * scale, output), mask=inside)
+
+
+@triton.jit
+def rotate_and_write_heads(
+    packed, cos, sin, slots, keys, values, query_norm, key_norm, query, eps,
+    packed_stride, cos_stride, sin_stride, key_head_stride, key_slot_stride, value_head_stride, value_slot_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, ROTARY: tl.constexpr,
+    QUERY_NORM: tl.constexpr, KEY_NORM: tl.constexpr,
+):  # fmt: skip
+    """One program: one head of one row: first the query heads, then the key heads, then the value heads.
+
+    Grid: (N, H + 2 * H_kv).
+    """
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    dim = tl.arange(0, DIM_PADDED)
+    packed += row * packed_stride + head * DIM
+    cos += row * cos_stride
+    sin += row * sin_stride
+    if head < HEADS:
+        rotated = _rotated(packed, cos, sin, query_norm, eps, query, DIM, DIM_PADDED, ROTARY, QUERY_NORM)
+        tl.store(query + (row * HEADS + head) * DIM + dim, rotated, mask=dim < DIM)
+    elif head < HEADS + KV_HEADS:
+        rotated = _rotated(packed, cos, sin, key_norm, eps, query, DIM, DIM_PADDED, ROTARY, KEY_NORM)
+        where = (head - HEADS).to(tl.int64) * key_head_stride + tl.load(slots + row) * key_slot_stride
+        tl.store(keys + where + dim, rotated, mask=dim < DIM)
+    else:
+        value = tl.load(packed + dim, mask=dim < DIM)
+        where = (head - HEADS - KV_HEADS).to(tl.int64) * value_head_stride + tl.load(slots + row) * value_slot_stride
+        tl.store(values + where + dim, value, mask=dim < DIM)
+
+
+@triton.jit
+def _rotated(
+    head, cos, sin, norm, eps, like,
+    DIM: tl.constexpr, DIM_PADDED: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """One head, normalised if NORM, its first ROTARY numbers rotated: [DIM_PADDED]."""
+    dim = tl.arange(0, DIM_PADDED)
+    inside = dim < DIM
+    turned = dim < ROTARY
+    partner = tl.where(dim < ROTARY // 2, dim + ROTARY // 2, dim - ROTARY // 2)
+    numbers = tl.load(head + dim, mask=inside, other=0.0).to(tl.float32)
+    partners = tl.load(head + partner, mask=turned, other=0.0).to(tl.float32)
+    if NORM:
+        factor = tl.rsqrt(tl.sum(numbers * numbers, 0) / DIM + eps)
+        weight = tl.load(norm + dim, mask=inside, other=0.0).to(tl.float32)
+        partner_weight = tl.load(norm + partner, mask=turned, other=0.0).to(tl.float32)
+        numbers = _rounded(_rounded(numbers * factor, like) * weight, like)
+        partners = _rounded(_rounded(partners * factor, like) * partner_weight, like)
+    partners = tl.where(dim < ROTARY // 2, -partners, partners)
+    cosine = tl.load(cos + dim, mask=turned, other=0.0).to(tl.float32)
+    sine = tl.load(sin + dim, mask=turned, other=0.0).to(tl.float32)
+    rotated = _rounded(numbers * cosine, like) + _rounded(partners * sine, like)
+    return _as(tl.where(turned, rotated, numbers), like)
+
+
+@triton.jit
+def gate_columns(packed, output, row_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr):
+    """One program: BLOCK columns of one row. Grid: (N, ceil(SIZE / BLOCK))."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < SIZE
+    gate = tl.load(packed + row * row_stride + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(packed + row * row_stride + SIZE + column, mask=inside, other=0.0).to(tl.float32)
+    slope = gate
+    if GELU:
+        # 0.5 (1 + tanh(u)) = sigmoid(2u), u = sqrt(2 / pi) (x + 0.044715 x^3)
+        slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    tl.store(output + row * SIZE + column, _as(_rounded(gate * tl.sigmoid(slope), output) * up, output), mask=inside)
+
+
+@triton.jit
+def _as(numbers, like):
+    """In the type of a tensor, rounded to nearest (by Triton's interpreter towards zero, if it is bfloat16)."""
+    return numbers.to(like.dtype.element_ty)
+
+
+@triton.jit
+def _rounded(numbers, like):
+    """Float32 numbers as the type of a tensor can say them."""
+    return _as(numbers, like).to(tl.float32)

@@ -1,0 +1,232 @@
+"""Chooses grids, tiles and arguments for the Triton kernels. Arguments and results are those of `operations.py`.
+
+Every choice is a function of shapes, of the model's constants and of the bucket's constants `max_rows` and
+`max_context`, never of data: a launch needs no host sync and can be captured. A row's sums have the same order in any
+company, because neither tiles nor splits depend on the number of sequences or on their lengths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from rayspec.model.cuda import kernels
+
+# Above so many rows a sequence, rows are a chunk of a prompt. Up to here one tile serves all, so that the same row has
+# the same bits in a decode, a verify and a tree of the same `max_context`.
+MAX_SMALL_ROWS = 64
+_MAX_KEY_TILE_BYTES = 2**14
+# A single sequence is read by about so many programs, about one for each multiprocessor.
+_PROGRAMS_A_SEQUENCE = 128
+_MIN_SPLIT_LENGTH = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A kernel with all it needs. arguments: by the kernel's names. options: of Triton's compiler."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+    def run(self) -> None:
+        if all(self.grid):
+            self.kernel[self.grid](**self.arguments, **self.options)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An operation, prepared: the launches fill the output."""
+
+    output: Tensor
+    launches: tuple[Launch, ...]
+
+    def run(self) -> Tensor:
+        for launch in self.launches:
+            launch.run()
+        return self.output
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What a program of attention holds. rows: of one sequence, each with the query heads of one key head, padded to
+    `group`. keys: places of one step of its loop."""
+
+    rows: int
+    group: int
+    keys: int
+    num_warps: int
+    num_stages: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """Places [0, max_context) cut into `number` splits of `length`."""
+
+    number: int
+    length: int
+
+
+def choose_tile(*, group: int, dim: int, itemsize: int, max_rows: int) -> Tile:
+    """group: query heads a key head."""
+    group, dim = _padded(group), _padded(dim)
+    keys = max(16, min(64, _MAX_KEY_TILE_BYTES // (dim * itemsize)))
+    if max_rows <= MAX_SMALL_ROWS:
+        height = max(group, min(64, 16 * group))
+        return Tile(height // group, group, keys, num_warps=8 if height > 32 else 4)
+    height = max(group, 128 if dim <= 128 else 64)
+    return Tile(height // group, group, min(keys, 32), num_warps=8)
+
+
+def choose_splits(*, num_kv_heads: int, max_rows: int, max_context: int) -> Splits:
+    """Few rows read long contexts in several programs; the tiles of a chunk are many enough."""
+    number = min(64, max(4, _PROGRAMS_A_SEQUENCE // num_kv_heads))
+    length = max(_MIN_SPLIT_LENGTH, _padded(_ceil_div(max_context, number)))
+    if max_rows > MAX_SMALL_ROWS or length >= max_context:
+        return Splits(1, _padded(max_context))
+    return Splits(_ceil_div(max_context, length), length)
+
+
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    page_table: Tensor,
+    row_starts: Tensor,
+    contexts: Tensor,
+    positions: Tensor,
+    shared: Tensor | None,
+    bits: Tensor | None,
+    scaling: float,
+    window: int,
+    softcap: float,
+    page_size: int,
+    max_rows: int,
+    max_context: int,
+) -> Call:
+    num_rows, num_heads, dim = query.shape
+    num_kv_heads, group = len(keys), num_heads // len(keys)
+    tile = choose_tile(group=group, dim=dim, itemsize=query.element_size(), max_rows=max_rows)
+    splits = choose_splits(num_kv_heads=num_kv_heads, max_rows=max_rows, max_context=max_context)
+    tiles = _ceil_div(max_rows, tile.rows)
+    _check_reach(keys)
+    _check_reach(values)
+    output = query.new_empty(query.shape)
+    parts, log_sums = _workspace(output, splits)
+    rows = Launch(
+        kernels.attend_rows,
+        (len(contexts) * tiles + 1, num_kv_heads, splits.number),
+        {
+            "query": query, "keys": keys, "values": values, "page_table": page_table, "row_starts": row_starts,
+            "contexts": contexts, "positions": positions, "shared": shared, "bits": bits,
+            "output": parts, "log_sums": log_sums, "scaling": scaling, "num_rows": num_rows, "num_tiles": tiles,
+            "query_row_stride": query.stride(0), "query_head_stride": query.stride(1),
+            "key_head_stride": keys.stride(0), "key_slot_stride": keys.stride(1),
+            "value_head_stride": values.stride(0), "value_slot_stride": values.stride(1),
+            "table_stride": page_table.stride(0),
+            "GROUP": group, "GROUP_PADDED": tile.group, "DIM": dim, "DIM_PADDED": _padded(dim),
+            "PAGE_SIZE": page_size, "TILE_ROWS": tile.rows, "TILE_KEYS": tile.keys,
+            "SPLITS": splits.number, "SPLIT_LENGTH": splits.length, "WINDOW": window, "SOFTCAP": softcap,
+            "HAS_TREE": bits is not None, "UPCAST": triton.knobs.runtime.interpret, "STAGES": tile.num_stages,
+        },
+        {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True},
+    )  # fmt: skip
+    if splits.number == 1:
+        return Call(output, (rows,))
+    merge = Launch(
+        kernels.merge_splits,
+        (num_rows, num_heads),
+        {
+            "parts": parts, "log_sums": log_sums, "output": output, "row_starts": row_starts, "contexts": contexts,
+            "positions": positions, "num_sequences": len(contexts), "SEQUENCES_PADDED": _padded(len(row_starts)),
+            "DIM": dim, "DIM_PADDED": _padded(dim), "SPLITS": splits.number, "SPLITS_PADDED": _padded(splits.number),
+            "SPLIT_LENGTH": splits.length, "WINDOW": window,
+        },
+        {"num_warps": 4, "enable_fp_fusion": True},
+    )  # fmt: skip
+    return Call(output, (rows, merge))
+
+
+def _check_reach(cache: Tensor) -> None:
+    """Kernels count the numbers of one head of the cache in 32 bits."""
+    if cache.shape[1] * cache.stride(1) >= 2**31:
+        raise ValueError(
+            f"a KV cache of {cache.shape[1]} slots at a stride of {cache.stride(1)} is too large: use fewer slots"
+        )
+
+
+def _workspace(output: Tensor, splits: Splits) -> tuple[Tensor, Tensor | None]:
+    """Where programs of attention write: the output itself, or [N, H, splits, D] and [N, H, splits]."""
+    if splits.number == 1:
+        return output, None
+    shape = (*output.shape[:2], splits.number)
+    return output.new_empty((*shape, output.shape[-1]), dtype=torch.float32), output.new_empty(
+        shape, dtype=torch.float32
+    )
+
+
+def rms_norm(hidden: Tensor, weight: Tensor, eps: float, weight_offset: float) -> Call:
+    num_rows, size = hidden.shape
+    output = hidden.new_empty(hidden.shape)
+    arguments = {
+        "hidden": hidden, "weight": weight, "output": output, "eps": eps, "row_stride": hidden.stride(0),
+        "SIZE": size, "SIZE_PADDED": _padded(size), "OFFSET": weight_offset,
+    }  # fmt: skip
+    options = {"num_warps": min(16, max(1, _padded(size) // 512)), "enable_fp_fusion": False}
+    return Call(output, (Launch(kernels.rms_norm_rows, (num_rows,), arguments, options),))
+
+
+def rotate_and_write(
+    packed: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    num_heads: int,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    eps: float,
+) -> Call:
+    num_kv_heads, _, dim = keys.shape
+    query = packed.new_empty(len(packed), num_heads, dim)
+    arguments = {
+        "packed": packed, "cos": cos, "sin": sin, "slots": slots, "keys": keys, "values": values,
+        "query_norm": query_norm, "key_norm": key_norm, "query": query, "eps": eps,
+        "packed_stride": packed.stride(0), "cos_stride": cos.stride(0), "sin_stride": sin.stride(0),
+        "key_head_stride": keys.stride(0), "key_slot_stride": keys.stride(1),
+        "value_head_stride": values.stride(0), "value_slot_stride": values.stride(1),
+        "HEADS": num_heads, "KV_HEADS": num_kv_heads, "DIM": dim, "DIM_PADDED": _padded(dim),
+        "ROTARY": cos.shape[-1], "QUERY_NORM": query_norm is not None, "KEY_NORM": key_norm is not None,
+    }  # fmt: skip
+    # A fused multiply-add would round float32 once where torch rounds twice.
+    options = {"num_warps": 1, "enable_fp_fusion": False}
+    grid = (len(packed), num_heads + 2 * num_kv_heads)
+    return Call(query, (Launch(kernels.rotate_and_write_heads, grid, arguments, options),))
+
+
+def gated(packed: Tensor, activation: str) -> Call:
+    num_rows, size = len(packed), packed.shape[1] // 2
+    output = packed.new_empty(num_rows, size)
+    block = min(1024, _padded(size))
+    arguments = {
+        "packed": packed, "output": output, "row_stride": packed.stride(0),
+        "SIZE": size, "BLOCK": block, "GELU": activation == "gelu_tanh",
+    }  # fmt: skip
+    options = {"num_warps": 4, "enable_fp_fusion": False}
+    grid = (num_rows, _ceil_div(size, block))
+    return Call(output, (Launch(kernels.gate_columns, grid, arguments, options),))
+
+
+def _padded(size: int) -> int:
+    """The next power of two."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def _ceil_div(number: int, divisor: int) -> int:
+    return -(-number // divisor)

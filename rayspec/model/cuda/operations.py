@@ -1,0 +1,173 @@
+"""The torch operators `rayspec::*`: shapes for tracing, plain torch on a CPU, Triton kernels on a GPU.
+
+Importing this module registers them and needs no triton. The functions here are the operators with names and types.
+Sizes: N rows, H query heads, H_kv key heads, D numbers a head, S slots, R sequences, P pages a sequence.
+Operators are for inference: they have no gradients.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from rayspec.model.cuda import reference
+
+_SCHEMAS = {
+    "attend": (
+        "(Tensor query, Tensor keys, Tensor values, Tensor page_table, Tensor row_starts, Tensor contexts, "
+        "Tensor positions, Tensor? shared, Tensor? bits, float scaling, int window, float softcap, int page_size, "
+        "int max_rows, int max_context) -> Tensor"
+    ),
+    "rms_norm": "(Tensor hidden, Tensor weight, float eps, float weight_offset) -> Tensor",
+    "rotate_and_write": (
+        "(Tensor packed, Tensor cos, Tensor sin, Tensor slots, Tensor(a!) keys, Tensor(b!) values, int num_heads, "
+        "Tensor? query_norm, Tensor? key_norm, float eps) -> Tensor"
+    ),
+    "gated": "(Tensor packed, str activation) -> Tensor",
+}
+_LIBRARY = torch.library.Library("rayspec", "DEF")  # type: ignore[no-untyped-call]
+
+
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    page_table: Tensor,
+    row_starts: Tensor,
+    contexts: Tensor,
+    positions: Tensor,
+    shared: Tensor | None,
+    bits: Tensor | None,
+    *,
+    scaling: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    page_size: int,
+    max_rows: int,
+    max_context: int,
+) -> Tensor:
+    """Attention of ragged rows over pages. Returns [N, H, D], zeros for padding rows.
+
+    query: [N, H, D]. keys, values: [H_kv, S, D], the last stride 1, which hold the rows' own keys already.
+    page_table: int32 [R, P]; place p of sequence r is slot page_table[r, p // page_size] * page_size + p % page_size.
+    row_starts: int32 [R + 1]; sequence r has the rows row_starts[r] .. row_starts[r + 1], none if they are equal. Rows
+    from row_starts[R] on are padding. contexts: int32 [R], places filled before the rows; row i of a sequence lies in
+    place contexts[r] + i. positions: int32 or int64 [N], of a row never more than its place.
+
+    A row sees all places up to its own. In a tree (shared: int32 [N]; bits: int64 [N]; at most 63 rows a sequence) it
+    sees of these only the first shared[row] <= contexts[r], and contexts[r] + j where bit j of bits[row] is set.
+    window: if not 0, a row at position p sees only places of position > p - window; the position of a place of the
+    context is its number. softcap: if not 0, scores are softcap * tanh(score / softcap).
+
+    max_rows, max_context: the bucket. No sequence may have more rows, or more places, its rows' places among them. On
+    a CPU a sequence beyond them raises ValueError; on a GPU nothing checks it.
+
+    Company rule: the bits of a row's result depend on its query, the keys and values that it sees, their places, and
+    the bucket; not on other rows or sequences, nor on which pages hold the keys.
+    """
+    return cast(
+        Tensor,
+        torch.ops.rayspec.attend(
+            query, keys, values, page_table, row_starts, contexts, positions, shared, bits, scaling, window, softcap,
+            page_size, max_rows, max_context,
+        ),
+    )  # fmt: skip
+
+
+def rms_norm(hidden: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
+    """[N, C], as hidden. weight: [C], of the same type.
+
+    Rounds where transformers does: with weight_offset 0 as LlamaRMSNorm, normal numbers are rounded and multiplied by
+    the weight; else as Gemma's, which multiplies by weight_offset + weight in float32 and rounds once. The sum of
+    squares has another order than torch's, so a result may differ from torch's by one unit of the last place.
+    """
+    return cast(Tensor, torch.ops.rayspec.rms_norm(hidden, weight, eps, weight_offset))
+
+
+def rotate_and_write(
+    packed: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    num_heads: int,
+    query_norm: Tensor | None = None,
+    key_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Rotated queries [N, H, D]; rotated keys and the values go to their slots.
+
+    packed: [N, (H + 2 * H_kv) * D]: query, key and value heads. cos, sin: [N, rotary], of the type of packed; rotary is
+    even, and numbers behind it stay as they are. slots: int64 [N]. keys, values: [H_kv, S, D]. query_norm, key_norm:
+    [D], weights of a norm of each head before it is rotated, with `eps`.
+
+    Rounds both products and their sum to the type of packed, as eager torch does. Without norms the result equals
+    transformers' to the bit; with norms what holds for `rms_norm` holds here.
+    """
+    return cast(
+        Tensor,
+        torch.ops.rayspec.rotate_and_write(packed, cos, sin, slots, keys, values, num_heads, query_norm, key_norm, eps),
+    )
+
+
+def gated(packed: Tensor, activation: str) -> Tensor:
+    """activation(gate) * up: [N, I]. packed: [N, 2 * I], gate first. activation: "silu" or "gelu_tanh".
+
+    Rounds the activation to the type of packed before the product, as eager torch does.
+    """
+    return cast(Tensor, torch.ops.rayspec.gated(packed, activation))
+
+
+def _shape_of_attend(query: Tensor, *_: Any) -> Tensor:
+    return query.new_empty(query.shape)
+
+
+def _shape_of_rms_norm(hidden: Tensor, *_: Any) -> Tensor:
+    return hidden.new_empty(hidden.shape)
+
+
+def _shape_of_rotate_and_write(
+    packed: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Tensor, values: Tensor, num_heads: int, *_: Any
+) -> Tensor:
+    return packed.new_empty(packed.shape[0], num_heads, keys.shape[-1])
+
+
+def _shape_of_gated(packed: Tensor, activation: str) -> Tensor:
+    if activation not in reference.ACTIVATIONS:
+        raise ValueError(f"activation={activation!r} is unknown; use one of {', '.join(reference.ACTIVATIONS)}")
+    return packed.new_empty(packed.shape[0], packed.shape[1] // 2)
+
+
+_SHAPES = {
+    "attend": _shape_of_attend,
+    "rms_norm": _shape_of_rms_norm,
+    "rotate_and_write": _shape_of_rotate_and_write,
+    "gated": _shape_of_gated,
+}
+
+
+class _OnGpu:
+    """An operation of `launches.py`, which is imported at the first call, because it needs triton."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, *arguments: Any) -> Tensor:
+        launches = importlib.import_module("rayspec.model.cuda.launches")
+        return cast(Tensor, getattr(launches, self._name)(*arguments).run())
+
+
+def _register() -> None:
+    for name, schema in _SCHEMAS.items():
+        _LIBRARY.define(name + schema)  # type: ignore[no-untyped-call]
+        _LIBRARY.impl(name, getattr(reference, name), "CPU")  # type: ignore[no-untyped-call]
+        _LIBRARY.impl(name, _OnGpu(name), "CUDA")  # type: ignore[no-untyped-call]
+        torch.library.register_fake(f"rayspec::{name}", _SHAPES[name], lib=_LIBRARY)
+
+
+_register()
