@@ -13,7 +13,9 @@ from rayspec.decode.loading import (
     affordable_slots,
     bucket_rows,
     load_weights,
+    make_buffers,
     make_scheduler,
+    num_spare_slots,
     offload_weights,
     resolve_max_model_len,
 )
@@ -79,8 +81,9 @@ def _local_engine(
         config.kv_cache_tokens or min(config.max_num_seqs * max_model_len, affordable_slots(parts, device))
     )
     rows = bucket_rows(parts) if config.deterministic else None
-    arena = KVArena(parts.shapes, num_slots, dtype=parts.dtype, device=device, num_spare=rows or 0)
-    runner = Runner(parts, arena, device=device, bucket_rows=rows)
+    arena = KVArena(parts.shapes, num_slots, dtype=parts.dtype, device=device, num_spare=num_spare_slots(config, parts))
+    buffers = make_buffers(config, parts, arena, max_model_len)
+    runner = Runner(parts, arena, device=device, bucket_rows=rows, buffers=buffers)
     latency = None
     if needs_latency(config):
         latency = load_or_measure(runner, config.profile_cache, offloaded=offloaded, remeasure=config.remeasure)

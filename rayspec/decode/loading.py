@@ -12,8 +12,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rayspec.config import EngineConfig
 from rayspec.decode.scheduler import Scheduler
 from rayspec.model.architecture import Decomposition, max_positions
-from rayspec.model.kv_arena import bytes_per_slot
+from rayspec.model.bodies import has_operators
+from rayspec.model.buckets import MAX_TREE_ROWS, padded_rows, padded_sequences
+from rayspec.model.kv_arena import KVArena, bytes_per_slot
 from rayspec.model.offload import OffloadedWeights, offload
+from rayspec.model.static_rows import StepBuffers
 from rayspec.model.weights import load_model, num_layers, resolve_device
 from rayspec.types import CheckpointError, ConfigError
 
@@ -81,6 +84,27 @@ def make_scheduler(config: EngineConfig, num_slots: int, num_cohorts: int = 1) -
         num_cohorts=num_cohorts,
         shares_pages=config.enable_prefix_caching,
     )
+
+
+def make_buffers(config: EngineConfig, parts: Decomposition, arena: KVArena, max_model_len: int) -> StepBuffers | None:
+    """Buffers for passes of one shape, on a device that has the operators for them. None elsewhere, and where passes
+    have the shapes of `deterministic`."""
+    if config.deterministic or not has_operators(parts.device):
+        return None
+    return StepBuffers(
+        arena,
+        max_rows=padded_rows(config.max_num_batched_tokens + config.max_num_seqs * (MAX_TREE_ROWS + 1)),
+        max_sequences=padded_sequences(2 * config.max_num_seqs),
+        max_places=max_model_len + config.speculation.max_draft_tokens + config.speculation.num_branch_tokens,
+        hidden_size=parts.config.get_text_config().hidden_size,
+        dtype=parts.dtype,
+        device=parts.device,
+    )
+
+
+def num_spare_slots(config: EngineConfig, parts: Decomposition) -> int:
+    """For what padding rows write."""
+    return bucket_rows(parts) if config.deterministic else 1
 
 
 def resolve_max_model_len(config: EngineConfig, model: PretrainedConfig) -> int:

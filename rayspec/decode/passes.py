@@ -74,14 +74,13 @@ class SpanRunner:
         """hidden: [1, N, hidden_size] from the span before; None at the embedding. Returns the states after the span,
         [1, N', hidden_size], where N' differs from N if rows are merged here."""
         runner = self.runner
-        if hidden is None:
-            hidden = runner.embed(torch.tensor(work.token_ids, device=runner.device))
         cut = work.merge.at if work.merge else work.save_at
+        is_merged = work.merge is not None and work.merge.at <= runner.first_sublayer
+        batch = self._batch(work, work.merge.rows if is_merged and work.merge else work.rows)
+        if hidden is None:
+            hidden = runner.embed(batch)
         if not runner.first_sublayer < cut <= runner.end_sublayer:
-            is_merged = work.merge is not None and work.merge.at <= runner.first_sublayer
-            rows = work.merge.rows if is_merged and work.merge else work.rows
-            return self._through(work, self._batch(work, rows), hidden, runner.first_sublayer, runner.end_sublayer)
-        batch = self._batch(work, work.rows)
+            return self._through(work, batch, hidden, runner.first_sublayer, runner.end_sublayer)
         hidden = self._through(work, batch, hidden, runner.first_sublayer, cut)
         if work.merge is None:
             self._save(work.round_id, hidden)
@@ -110,11 +109,13 @@ class SpanRunner:
         return PlanSearch(self.runner, states, rows, next_tokens)
 
     def _batch(self, work: Pass, rows: Sequence[RowSpan]) -> Batch:
-        return self.runner.batch(rows, fixed_shape=work.fixed_shape)
+        token_ids = work.token_ids if rows is work.rows else ()
+        return self.runner.batch(rows, token_ids=token_ids, fixed_shape=work.fixed_shape)
 
     def _through(self, work: Pass, batch: Batch, hidden: Tensor, begin: int, end: int) -> Tensor:
         if not work.taps:
             return self.runner.run(batch, hidden, begin=begin, end=end, keep=work.keep)
+        hidden = hidden.clone()  # it may lie in the buffer that the sublayers add to
         boundaries: dict[int, list[Tensor]] = {}
         out = self.runner.run(
             batch, hidden, begin=begin, end=end, keep=work.keep,

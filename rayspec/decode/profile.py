@@ -20,7 +20,7 @@ import torch
 import transformers
 
 from rayspec.decode.runner import Runner
-from rayspec.model.kv_arena import KVArena
+from rayspec.model.kv_arena import PAGE_SIZE, KVArena, whole_pages
 from rayspec.model.offload import OffloadedWeights
 from rayspec.model.rows import RowSpan, one_run
 from rayspec.planning.latency import HEAD, OVERHEAD, WAKE, LatencyModel, Measurement, StaleProfileError
@@ -131,7 +131,7 @@ def _measurements(runner: Runner, device: str, clock: Callable[[], float]) -> li
 def _fill(arena: KVArena) -> None:
     """Random keys and values wherever works look. An arena that was never written to may be a single page of zeros in
     the eyes of the system, which is always in the cache."""
-    num_slots = max(batch * context + rows for rows, context, batch in _grid(arena.num_slots))
+    num_slots = max(batch * whole_pages(context + rows // batch) for rows, context, batch in _grid(arena.num_slots))
     for tensor in (*arena.keys.values(), *arena.values.values()):
         tensor[:, :num_slots].normal_(generator=torch.Generator(tensor.device).manual_seed(0))
 
@@ -141,7 +141,7 @@ def _works(runner: Runner, device: str) -> Iterator[tuple[Measurement, Callable[
     names, cells = runner.parts.curve_names, _grid(runner.arena.num_slots)
     for rows, context, batch_size in cells:
         each = rows // batch_size
-        length = context + each
+        length = whole_pages(context + each)
         batch = runner.batch([RowSpan(one_run(at * length, length), context, each) for at in range(batch_size)])
         hidden = _random_states(runner, rows)
         for name in dict.fromkeys(names):
@@ -195,8 +195,10 @@ def _grid(num_slots: int) -> list[tuple[int, int, int]]:
 
 def _batches(num_slots: int, short: int) -> list[tuple[int, int, int]]:
     """Cells of several sequences."""
-    holds = [count for count in BATCHES if count * (short + max(_ROWS_EACH)) <= num_slots]
-    contexts = _contexts(num_slots // holds[0], num_beside=max(_ROWS_EACH))[:2] if holds else []
+    holds = [count for count in BATCHES if count * whole_pages(short + max(_ROWS_EACH)) <= num_slots]
+    contexts = (
+        _contexts(num_slots // holds[0] // PAGE_SIZE * PAGE_SIZE, num_beside=max(_ROWS_EACH))[:2] if holds else []
+    )
     return [(holds[0] * each, context, holds[0]) for context in contexts for each in _ROWS_EACH]
 
 

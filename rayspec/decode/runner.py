@@ -1,26 +1,34 @@
-"""Runs packed rows through spans of sublayers, in one batch or, when deterministic, in buckets of one fixed shape."""
+"""Runs packed rows through spans of sublayers: in one batch; when deterministic, in buckets of one fixed shape; on a
+device that wants static shapes, in the buffers of a bucket."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from rayspec.model.architecture import Decomposition
-from rayspec.model.attention import PackedRows, pack
+from rayspec.model.attention import PackedRows, Rows, pack
+from rayspec.model.buckets import bucket_of
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.rows import Path, RowSpan
+from rayspec.model.static_rows import Filling, StaticRows, StepBuffers
 from rayspec.model.sublayers import Tap, run
+
+TokenIds: TypeAlias = Sequence[int] | Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows of one pass. Each bucket is (rows that are real, rows as the kernels see them)."""
+    """Rows of one pass. buckets: each is (rows that are real, rows as the kernels see them). token_ids: where the pass
+    begins with tokens."""
 
-    buckets: tuple[tuple[int, PackedRows], ...]
+    buckets: tuple[tuple[int, PackedRows | Filling], ...]
+    token_ids: TokenIds = ()
 
     @property
     def num_rows(self) -> int:
@@ -29,13 +37,26 @@ class Batch:
 
 class Runner:
     """The model of this process with its arena. `bucket_rows` fixes the shape of decode passes: every kernel then sees
-    the same number of rows, whatever the plan and the batch, and each row attends by itself."""
+    the same number of rows, whatever the plan and the batch, and each row attends by itself.
 
-    def __init__(self, parts: Decomposition, arena: KVArena, *, device: torch.device, bucket_rows: int | None) -> None:
+    buffers: passes that fit run in them, as launches that depend on their bucket only. The hidden states that a run
+    returns then lie in a buffer, until the next batch is embedded or run; those for another process are a copy.
+    """
+
+    def __init__(
+        self,
+        parts: Decomposition,
+        arena: KVArena,
+        *,
+        device: torch.device,
+        bucket_rows: int | None,
+        buffers: StepBuffers | None = None,
+    ) -> None:
         self.parts = parts
         self.arena = arena
         self.device = device
         self.bucket_rows = bucket_rows
+        self._buffers = buffers
         self._like_hidden = torch.zeros(1, 1, 1, dtype=parts.dtype, device=device)
 
     @property
@@ -48,28 +69,24 @@ class Runner:
         """One after the last sublayer that is here."""
         return self.parts.sublayers[-1].index + 1
 
-    def batch(self, spans: Sequence[RowSpan], *, fixed_shape: bool = True) -> Batch:
+    def batch(self, spans: Sequence[RowSpan], *, token_ids: TokenIds = (), fixed_shape: bool = True) -> Batch:
         """Pack rows for `embed`, `run` and `head`. `fixed_shape=False`: a prefill chunk, whose shape is its own."""
-        size = self.bucket_rows if fixed_shape else None
-        if size is None:
-            by_run = self.bucket_rows is None
-            packs = [pack(self.arena, spans, device=self.device, by_run=by_run)]
-        else:
-            single, paths = _row_by_row(spans)
-            packs = [
-                pack(
-                    self.arena, single[at : at + size], pad_to=size, device=self.device, paths=paths[at : at + size],
-                    by_run=False,
-                )
-                for at in range(0, len(single), size)
-            ]  # fmt: skip
+        filling = self._filling(spans, token_ids)
+        if filling is not None:
+            return Batch(((filling.num_rows, filling),), token_ids)
+        packs = self._packed(spans, self.bucket_rows if fixed_shape else None)
         for rows in packs:
             self.parts.rotate(self._like_hidden, rows)
-        return Batch(tuple((sum(span.num_rows for span in rows.spans), rows) for rows in packs))
+        return Batch(tuple((sum(span.num_rows for span in rows.spans), rows) for rows in packs), token_ids)
 
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """[N] int64 -> [1, N, hidden_size]."""
-        return self.parts.embed(token_ids)
+    def embed(self, batch: Batch) -> Tensor:
+        """[1, N, hidden_size] of the batch's tokens."""
+        _, rows = batch.buckets[0]
+        if isinstance(rows, Filling):
+            static = self._held(rows)
+            static.residual.copy_(self.parts.embed(static.tokens))
+            return static.residual[:, : rows.num_rows]
+        return self.parts.embed(torch.as_tensor(batch.token_ids, device=self.device))
 
     def run(
         self,
@@ -87,17 +104,63 @@ class Runner:
         span = self.parts.sublayers[begin - self.first_sublayer : end - self.first_sublayer]
         parts, at = [], 0
         for num_real, rows in batch.buckets:
-            padded = _pad_rows(hidden[:, at : at + num_real], len(rows.positions))
-            parts.append(run(span, padded, rows, keep=keep, tap=_real_rows(tap, num_real))[:, :num_real])
+            entering, kernel_rows = self._enter(rows, hidden[:, at : at + num_real])
+            left = run(span, entering, kernel_rows, keep=keep, tap=_real_rows(tap, num_real, kernel_rows.in_place))
+            parts.append(left[:, :num_real])
             at += num_real
-        return _joined(parts, 1)
+        left = _joined(parts, 1)
+        return left.clone() if self._is_on_its_way(batch, end) else left
 
     def head(self, hidden: Tensor) -> Tensor:
         """[1, N, hidden_size] -> logits [N, vocab_size]."""
         num_rows = hidden.shape[1]
+        padded = self._buffers.padded(hidden) if self._buffers is not None else None
+        if padded is not None:
+            return self.parts.head(padded)[:num_rows]
         size = self.bucket_rows or num_rows
         pieces = [self.parts.head(_pad_rows(hidden[:, at : at + size], size)) for at in range(0, num_rows, size)]
         return _joined(pieces, 0)[:num_rows]
+
+    def _packed(self, spans: Sequence[RowSpan], size: int | None) -> list[PackedRows]:
+        if size is None:
+            return [pack(self.arena, spans, device=self.device, by_run=self.bucket_rows is None)]
+        single, paths = _row_by_row(spans)
+        return [
+            pack(
+                self.arena, single[at : at + size], pad_to=size, device=self.device, paths=paths[at : at + size],
+                by_run=False,
+            )
+            for at in range(0, len(single), size)
+        ]  # fmt: skip
+
+    def _filling(self, spans: Sequence[RowSpan], token_ids: TokenIds) -> Filling | None:
+        """None where the rows do not run in the buffers."""
+        if self._buffers is None:
+            return None
+        paths = [span.paths() for span in spans]
+        filling = Filling(bucket_of(spans, paths), spans, paths, token_ids)
+        return filling if self._buffers.can_hold(filling) else None
+
+    def _held(self, filling: Filling) -> StaticRows:
+        assert self._buffers is not None
+        rows, is_new = self._buffers.hold(filling)
+        if is_new:
+            self.parts.rotate(self._like_hidden, rows)
+        return rows
+
+    def _enter(self, rows: PackedRows | Filling, hidden: Tensor) -> tuple[Tensor, Rows]:
+        """The hidden states and the rows as the kernels see them."""
+        if isinstance(rows, PackedRows):
+            return _pad_rows(hidden, len(rows.positions)), rows
+        static = self._held(rows)
+        if hidden.data_ptr() != static.residual.data_ptr():
+            static.residual[:, : rows.num_rows].copy_(hidden)
+        return static.residual, static
+
+    def _is_on_its_way(self, batch: Batch, end: int) -> bool:
+        """Somebody keeps the states while other batches run: another stage, or a later pass of the round."""
+        in_buffer = any(isinstance(rows, Filling) for _, rows in batch.buckets)
+        return in_buffer and (end < self.end_sublayer or self.parts.lm_head is None)
 
 
 def _row_by_row(spans: Sequence[RowSpan]) -> tuple[list[RowSpan], list[Sequence[Path]]]:
@@ -120,5 +183,7 @@ def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
-def _real_rows(tap: Tap | None, num_real: int) -> Tap | None:
-    return None if tap is None else lambda index, hidden: tap(index, hidden[:, :num_real])
+def _real_rows(tap: Tap | None, num_real: int, in_place: bool) -> Tap | None:
+    if tap is None:
+        return None
+    return lambda index, hidden: tap(index, hidden[:, :num_real].clone() if in_place else hidden[:, :num_real])

@@ -21,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from rayspec.model.kv_arena import KVArena
+from rayspec.model.norms import Norm
 from rayspec.model.rows import Path, RowSpan, Run, runs_between, slots_between
 
 IMPLEMENTATION = "rayspec"
@@ -61,9 +62,41 @@ class AttentionKind(NamedTuple):
     softcap: float | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heads:
+    """The heads of an attention layer whose rotary embedding is of the rotate-half kind. norms: of each query head, and
+    of each key head, before they are rotated."""
+
+    layer: int
+    layer_type: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norms: tuple[Norm, Norm] | None
+    kind: AttentionKind
+
+    def split(self, projected: Tensor, rope: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries [H, N, D], rotated keys and values [H_kv, N, D]; projected: [N, (H + 2 * H_kv) * D]."""
+        heads = projected.view(len(projected), -1, self.head_dim)
+        turning, value = torch.split(heads, [self.num_heads + self.num_kv_heads, self.num_kv_heads], 1)
+        turned = _rotated(self._normed(turning), rope[self.layer_type])
+        query, key = torch.split(turned, [self.num_heads, self.num_kv_heads], 1)
+        return query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+
+    def _normed(self, heads: Tensor) -> Tensor:
+        """Queries and keys: [N, H + H_kv, D]."""
+        if self.norms is None:
+            return heads
+        query, key = torch.split(heads, [self.num_heads, self.num_kv_heads], 1)
+        return torch.cat([self.norms[0](query), self.norms[1](key)], 1)
+
+
 class Rows(Protocol):
     """A packed batch of N rows as sublayers see it. positions: [N]. rope: by layer type, what rotates queries and keys,
-    as the family's rotary embedding gives it."""
+    as the family's rotary embedding gives it. in_place: the residual is a buffer that sublayers add to."""
+
+    @property
+    def in_place(self) -> bool: ...
 
     @property
     def positions(self) -> Tensor: ...
@@ -74,6 +107,9 @@ class Rows(Protocol):
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
         """Write keys [H_kv, N, D] and values [H_kv, N, D_v] of the rows to the cache, then let queries [H, N, D] look
         at what each row sees. Returns [N, H, D_v]."""
+
+    def attend_projected(self, heads: Heads, projected: Tensor) -> Tensor:
+        """The same from what comes out of the projections: [N, (H + 2 * H_kv) * D], queries, keys and values."""
 
 
 @dataclass(slots=True)
@@ -102,6 +138,13 @@ class PackedRows:
             return attention.of_branches()
         self.arena.write(layer, self.slots, key, value)
         return attention.of_rows()
+
+    def attend_projected(self, heads: Heads, projected: Tensor) -> Tensor:
+        return self.attend(heads.layer, *heads.split(projected, self.rope), heads.kind)
+
+    @property
+    def in_place(self) -> bool:
+        return False
 
 
 def pack(
@@ -342,6 +385,13 @@ class _Attention:
 
     def _zeros(self, dtype: torch.dtype) -> Tensor:
         return self.query.new_zeros(self.query.shape[1], len(self.query), self.own[1].shape[-1], dtype=dtype)
+
+
+def _rotated(heads: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """heads: [N, heads, D]; rope: cosines and sines [1, N, D]."""
+    cosines, sines = (each[0][:, None] for each in rope)
+    first, second = heads.chunk(2, -1)
+    return heads * cosines + torch.cat((-second, first), -1) * sines
 
 
 def _is_chunk(span: RowSpan, paths: Sequence[Path]) -> bool:

@@ -7,19 +7,22 @@ refuses goes on with transformers' modules, whose linear layers get a faster lay
 
 from __future__ import annotations
 
+import importlib.util
 import logging
-from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rayspec.model.architecture import Decomposition
-from rayspec.model.attention import AttentionKind, Rows, pack
+from rayspec.model.attention import AttentionKind, Heads, Rows, pack
+from rayspec.model.cuda.operations import gated
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.matrices import Matrix, empty_linears, has_blocked_layout, is_plain
+from rayspec.model.norms import Norm, as_operator
 from rayspec.model.rows import RowSpan, one_run
 from rayspec.model.sublayers import Body, Sublayer
 
@@ -32,6 +35,13 @@ _TOLERANCES = {torch.float32: 1e-4}
 _OTHER_TOLERANCE = 5e-2
 _QUERY_KEY_VALUE = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
 _GATE_UP = (("gate_proj", "up_proj"), ("gate_up_proj",))
+# By the name of transformers' class.
+_OPERATOR_ACTIVATIONS = {
+    "SiLUActivation": "silu",
+    "SiLU": "silu",
+    "GELUTanh": "gelu_tanh",
+    "PytorchGELUTanh": "gelu_tanh",
+}
 # What a body raises where a block is not what it takes it for.
 _MISFITS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 
@@ -41,84 +51,171 @@ class AttentionBody:
     """Attention with rotary embedding of the rotate-half kind; queries and keys may have a norm a head."""
 
     sublayer: Sublayer
-    head_dim: int
-    num_heads: int
-    num_kv_heads: int
-    kind: AttentionKind
+    pre_norm: Norm
     projections: Matrix
+    heads: Heads
     output: Matrix
 
     def __call__(self, hidden: Tensor, rows: Rows) -> Tensor:
         """hidden: [1, N, hidden_size] in and out."""
-        heads = self.projections(_normed(self.sublayer, hidden))[0].unflatten(-1, (-1, self.head_dim))
-        turned, value = torch.split(heads, [self.num_heads + self.num_kv_heads, self.num_kv_heads], 1)
-        turned = _rotated(self._head_normed(turned), rows.rope[self.sublayer.layer_type])
-        query, key = torch.split(turned, [self.num_heads, self.num_kv_heads], 1)
-        mixed = rows.attend(
-            self.sublayer.layer, query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), self.kind
-        )
-        return _added(self.sublayer, self.output, hidden, mixed.flatten(1)[None])
-
-    def _head_normed(self, turned: Tensor) -> Tensor:
-        """Queries and keys: [N, num_heads + num_kv_heads, head_dim]."""
-        block: Any = self.sublayer.block
-        if getattr(block, "q_norm", None) is None:
-            return turned
-        query, key = torch.split(turned, [self.num_heads, self.num_kv_heads], 1)
-        return torch.cat([block.q_norm(query), block.k_norm(key)], 1)
+        mixed = rows.attend_projected(self.heads, self.projections(self.pre_norm(hidden))[0])
+        return _added(self.sublayer, self.output, hidden, mixed.flatten(1)[None], in_place=rows.in_place)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedBody:
-    """An MLP whose gate weighs what goes up: down(act(gate) * up)."""
+    """An MLP whose gate weighs what goes up: down(act(gate) * up). weigh: [1, N, 2 * I] -> [1, N, I]."""
 
     sublayer: Sublayer
-    activation: nn.Module
+    pre_norm: Norm
     gate_up: Matrix
+    weigh: Callable[[Tensor], Tensor]
     down: Matrix
 
     def __call__(self, hidden: Tensor, rows: Rows) -> Tensor:
         """hidden: [1, N, hidden_size] in and out."""
-        gate, up = self.gate_up(_normed(self.sublayer, hidden)).chunk(2, -1)
-        return _added(self.sublayer, self.down, hidden, self.activation(gate) * up)
+        weighed = self.weigh(self.gate_up(self.pre_norm(hidden)))
+        return _added(self.sublayer, self.down, hidden, weighed, in_place=rows.in_place)
 
 
 @torch.inference_mode()
-def fuse(parts: Decomposition, *, apart_from: Collection[int] = ()) -> Decomposition:
+def fuse(parts: Decomposition, *, apart_from: Collection[int] = (), use_operators: bool | None = None) -> Decomposition:
     """The same model or span, with bodies where they prove equal to the modules on random input.
 
     The modules' own weights are freed: `parts` and the model that they come from cannot run any more. apart_from:
-    sublayers that stay as they are, because their weights are fetched.
+    sublayers that stay as they are, because their weights are fetched. use_operators: whether bodies consist of the
+    operators `rayspec::*`, which a GPU needs, or of torch's own; by default as the device wants it.
     """
-    check = _Check(parts)
+    shop = _Workshop(parts, has_operators(parts.device) if use_operators is None else use_operators)
     sublayers = tuple(
-        sublayer if sublayer.index in apart_from else _fused(sublayer, check) for sublayer in parts.sublayers
+        sublayer if sublayer.index in apart_from else shop.fused(sublayer) for sublayer in parts.sublayers
     )
-    fused = Counter(sublayer.body is not None for sublayer in sublayers)
-    logger.info("%d of %d sublayers have a fused body", fused[True], len(sublayers))
-    return replace(parts, sublayers=sublayers, lm_head=_packed_head(parts))
+    num_fused = sum(sublayer.body is not None for sublayer in sublayers)
+    logger.info("%d of %d sublayers have a fused body", num_fused, len(sublayers))
+    return replace(parts, sublayers=sublayers, lm_head=shop.head(parts), final_norm=shop.final_norm(parts))
 
 
-class _Check:
-    """Random hidden states that run through sublayers, each with an empty KV cache."""
+def has_operators(device: torch.device) -> bool:
+    """Whether the operators `rayspec::*` run there by kernels of their own."""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
-    def __init__(self, parts: Decomposition) -> None:
+
+class _Workshop:
+    """Makes bodies, and tries them on random hidden states, each with an empty KV cache."""
+
+    def __init__(self, parts: Decomposition, use_operators: bool) -> None:
+        self._use_operators = use_operators
         generator = torch.Generator().manual_seed(0)
         hidden = torch.randn(1, _NUM_CHECK_TOKENS, parts.config.hidden_size, generator=generator) * _CHECK_SCALE
-        self.hidden = hidden.to(parts.device, parts.dtype)
+        self._hidden = hidden.to(parts.device, parts.dtype)
         arena = KVArena(parts.shapes, _NUM_CHECK_TOKENS, dtype=parts.dtype, device=parts.device)
         span = RowSpan(one_run(0, _NUM_CHECK_TOKENS), 0, _NUM_CHECK_TOKENS)
-        self.rows = _NotingRows(pack(arena, [span], device=parts.device))
-        parts.rotate(self.hidden, self.rows.rows)
+        self._rows = _NotingRows(pack(arena, [span], device=parts.device))
+        parts.rotate(self._hidden, self._rows)
 
-    def branch(self, body: Body) -> Tensor:
+    def fused(self, sublayer: Sublayer) -> Sublayer:
+        expected = self._branch(sublayer)
+        try:
+            body, linears = self._mlp(sublayer) if sublayer.kind == "mlp" else self._attention(sublayer)
+            if self._computes(expected, body):
+                empty_linears(linears)
+                return replace(sublayer, body=body)
+        except _MISFITS as misfit:
+            logger.debug("sublayer %d runs by its modules: %s", sublayer.index, misfit)
+        self._block_linears(sublayer, expected)
+        return sublayer
+
+    def head(self, parts: Decomposition) -> nn.Module | None:
+        """A tied head stays as it is: the embedding needs its rows."""
+        head: Any = parts.lm_head
+        is_tied = parts.embedding is not None and getattr(parts.embedding, "weight", None) is getattr(head, "weight", 0)
+        if not is_plain(head) or not self._may_block(head) or is_tied:
+            return parts.lm_head
+        packed = self._matrix([head])
+        empty_linears([head])
+        return packed
+
+    def final_norm(self, parts: Decomposition) -> nn.Module | None:
+        norm = parts.final_norm
+        return as_operator(norm) if self._use_operators and norm is not None else norm
+
+    def _attention(self, sublayer: Sublayer) -> tuple[Body, Sequence[nn.Linear]]:
+        """A body, and the linear layers whose weights it holds. Raises one of `_MISFITS`."""
+        block: Any = sublayer.block
+        linears, last = _linears(block, _QUERY_KEY_VALUE), [block.o_proj]
+        _require_plain(block, [*linears, *last])
+        assert self._rows.kind is not None, "the modules have attended"
+        projections, output = self._matrix(linears), self._matrix(last)
+        num_heads = output.num_columns // block.head_dim
+        has_norms = getattr(block, "q_norm", None) is not None
+        heads = Heads(
+            layer=sublayer.layer,
+            layer_type=sublayer.layer_type,
+            num_heads=num_heads,
+            num_kv_heads=(projections.num_rows // block.head_dim - num_heads) // 2,
+            head_dim=block.head_dim,
+            norms=(self._norm(block.q_norm), self._norm(block.k_norm)) if has_norms else None,
+            kind=self._rows.kind,
+        )
+        body = AttentionBody(
+            sublayer=sublayer,
+            pre_norm=self._norm(sublayer.pre_norm),
+            projections=projections,
+            heads=heads,
+            output=output,
+        )
+        return body, [*linears, *last]
+
+    def _mlp(self, sublayer: Sublayer) -> tuple[Body, Sequence[nn.Linear]]:
+        """As `_attention`."""
+        block: Any = sublayer.block
+        linears, last = _linears(block, _GATE_UP), [block.down_proj]
+        _require_plain(block, [*linears, *last])
+        activation = block.act_fn if hasattr(block, "act_fn") else block.activation_fn
+        name = _OPERATOR_ACTIVATIONS.get(type(activation).__name__)
+        body = GatedBody(
+            sublayer=sublayer,
+            pre_norm=self._norm(sublayer.pre_norm),
+            gate_up=self._matrix(linears),
+            weigh=partial(_weighed_by_operator, name)
+            if self._use_operators and name
+            else partial(_weighed, activation),
+            down=self._matrix(last),
+        )
+        return body, [*linears, *last]
+
+    def _block_linears(self, sublayer: Sublayer, expected: Tensor) -> None:
+        """Give the block's linear layers the device's faster layout, where it still computes the same."""
+        found = [each for each in _plain_linears(sublayer.block) if self._may_block(each[2])]
+        try:
+            for owner, name, linear in found:
+                setattr(owner, name, self._matrix([linear]))
+            if self._computes(expected, sublayer):
+                empty_linears([linear for _, _, linear in found])
+                return
+        except _MISFITS as misfit:
+            logger.debug("sublayer %d keeps its linear layers: %s", sublayer.index, misfit)
+        for owner, name, linear in found:
+            setattr(owner, name, linear)
+
+    def _matrix(self, linears: Sequence[nn.Linear]) -> Matrix:
+        return Matrix(linears, blocked=self._may_block(linears[0]))
+
+    def _may_block(self, linear: nn.Linear) -> bool:
+        return not self._use_operators and has_blocked_layout(linear.weight)
+
+    def _norm(self, norm: nn.Module | None) -> Norm:
+        if norm is None:
+            return _unchanged
+        return as_operator(norm) if self._use_operators else norm
+
+    def _branch(self, body: Body) -> Tensor:
         """What it adds to the residual: float32 [1, N, hidden_size]."""
-        return body(self.hidden, self.rows).float() - self.hidden.float()
+        return body(self._hidden, self._rows).float() - self._hidden.float()
 
-    def accepts(self, expected: Tensor, body: Body) -> bool:
-        actual = self.branch(body)
-        tolerance = _TOLERANCES.get(self.hidden.dtype, _OTHER_TOLERANCE)
-        return bool((expected - actual).abs().max() <= tolerance * expected.abs().max())
+    def _computes(self, expected: Tensor, body: Body) -> bool:
+        tolerance = _TOLERANCES.get(self._hidden.dtype, _OTHER_TOLERANCE)
+        return bool((expected - self._branch(body)).abs().max() <= tolerance * expected.abs().max())
 
 
 @dataclass(slots=True)
@@ -127,6 +224,10 @@ class _NotingRows:
 
     rows: Rows
     kind: AttentionKind | None = None
+
+    @property
+    def in_place(self) -> bool:
+        return False
 
     @property
     def positions(self) -> Tensor:
@@ -140,44 +241,8 @@ class _NotingRows:
         self.kind = kind
         return self.rows.attend(layer, query, key, value, kind)
 
-
-def _fused(sublayer: Sublayer, check: _Check) -> Sublayer:
-    expected = check.branch(sublayer)
-    try:
-        body, linears = _body(sublayer, check.rows.kind)
-        if check.accepts(expected, body):
-            empty_linears(linears)
-            return replace(sublayer, body=body)
-    except _MISFITS as misfit:
-        logger.debug("sublayer %d runs by its modules: %s", sublayer.index, misfit)
-    _block_linears(sublayer, check, expected)
-    return sublayer
-
-
-def _body(sublayer: Sublayer, kind: AttentionKind | None) -> tuple[Body, Sequence[nn.Linear]]:
-    """A body, and the linear layers whose weights it holds. Raises one of `_MISFITS`."""
-    block: Any = sublayer.block
-    if sublayer.kind == "mlp":
-        entry, last = _linears(block, _GATE_UP), [block.down_proj]
-        activation = block.act_fn if hasattr(block, "act_fn") else block.activation_fn
-        _require_plain(block, [*entry, *last])
-        body: Body = GatedBody(sublayer=sublayer, activation=activation, gate_up=Matrix(entry), down=Matrix(last))
-        return body, [*entry, *last]
-    assert kind is not None, "the modules have attended"
-    entry, last = _linears(block, _QUERY_KEY_VALUE), [block.o_proj]
-    _require_plain(block, [*entry, *last])
-    projections, output = Matrix(entry), Matrix(last)
-    num_heads = output.num_columns // block.head_dim
-    body = AttentionBody(
-        sublayer=sublayer,
-        head_dim=block.head_dim,
-        num_heads=num_heads,
-        num_kv_heads=(projections.num_rows // block.head_dim - num_heads) // 2,
-        kind=kind,
-        projections=projections,
-        output=output,
-    )
-    return body, [*entry, *last]
+    def attend_projected(self, heads: Heads, projected: Tensor) -> Tensor:
+        return self.rows.attend_projected(heads, projected)
 
 
 def _linears(block: nn.Module, names: Sequence[Sequence[str]]) -> list[nn.Linear]:
@@ -194,56 +259,30 @@ def _require_plain(block: nn.Module, linears: Sequence[nn.Linear]) -> None:
         raise TypeError(f"{type(block).__name__} is more than its matrices")
 
 
-def _block_linears(sublayer: Sublayer, check: _Check, expected: Tensor) -> None:
-    """Give the block's linear layers the device's faster layout, where it still computes the same."""
-    found = _plain_linears(sublayer.block)
-    try:
-        for owner, name, linear in found:
-            setattr(owner, name, Matrix([linear]))
-        if check.accepts(expected, sublayer):
-            empty_linears([linear for _, _, linear in found])
-            return
-    except _MISFITS as misfit:
-        logger.debug("sublayer %d keeps its linear layers: %s", sublayer.index, misfit)
-    for owner, name, linear in found:
-        setattr(owner, name, linear)
-
-
 def _plain_linears(block: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
-    """Those with a faster layout: the module that holds each, its name there, and the layer."""
+    """The module that holds each, its name there, and the layer."""
     return [
-        (owner, name, child)
-        for owner in block.modules()
-        for name, child in owner.named_children()
-        if is_plain(child) and has_blocked_layout(child.weight)
+        (owner, name, child) for owner in block.modules() for name, child in owner.named_children() if is_plain(child)
     ]
 
 
-def _packed_head(parts: Decomposition) -> nn.Module | None:
-    """A tied head stays as it is: the embedding needs its rows."""
-    head: Any = parts.lm_head
-    embedding: Any = parts.embedding
-    if not is_plain(head) or not has_blocked_layout(head.weight):
-        return parts.lm_head
-    if embedding is not None and embedding.weight is head.weight:
-        return parts.lm_head
-    packed = Matrix([head])
-    empty_linears([head])
-    return packed
+def _unchanged(hidden: Tensor) -> Tensor:
+    return hidden
 
 
-def _normed(sublayer: Sublayer, hidden: Tensor) -> Tensor:
-    normed: Tensor = hidden if sublayer.pre_norm is None else sublayer.pre_norm(hidden)
-    return normed
+def _weighed(activation: nn.Module, gate_up: Tensor) -> Tensor:
+    """act(gate) * up, gate first."""
+    gate, up = gate_up.chunk(2, -1)
+    weighed: Tensor = activation(gate) * up
+    return weighed
 
 
-def _added(sublayer: Sublayer, matrix: Matrix, hidden: Tensor, rows: Tensor) -> Tensor:
+def _weighed_by_operator(activation: str, gate_up: Tensor) -> Tensor:
+    return gated(gate_up[0], activation)[None]
+
+
+def _added(sublayer: Sublayer, matrix: Matrix, hidden: Tensor, rows: Tensor, *, in_place: bool) -> Tensor:
     """The residual with the block's output, which is the matrix times `rows`."""
-    return matrix.added_to(hidden, rows) if sublayer.adds_plainly else sublayer.add(hidden, matrix(rows))
-
-
-def _rotated(heads: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """heads: [N, heads, head_dim]; rope: cosines and sines [1, N, head_dim]."""
-    cosines, sines = (each[0][:, None] for each in rope)
-    first, second = heads.chunk(2, -1)
-    return heads * cosines + torch.cat((-second, first), -1) * sines
+    if not sublayer.adds_plainly:
+        return sublayer.add(hidden, matrix(rows), in_place=in_place)
+    return matrix.add_to(hidden, rows) if in_place else matrix.plus(hidden, rows)

@@ -1,14 +1,14 @@
 """Weights of linear layers, laid out as the device multiplies by them fastest.
 
-On a CPU that is oneDNN's blocked layout. Measured on two cores (bfloat16, weights from memory), against the layout of a
-checkpoint: 1.3 times as fast for one row, 1.6 times for 8, 1.05 times for 1,024 (docs/tried.md).
+On a CPU that is oneDNN's blocked layout. Measured on two cores, weights from memory, against the layout of a checkpoint
+(docs/tried.md): in bfloat16 1.3 times as fast for one row and 1.6 times for 8, in float32 1.3 and 2.8 times.
 """
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
-from typing import TypeGuard
+from typing import TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,48 +18,53 @@ from torch.nn.functional import linear
 class Matrix(nn.Module):
     """What `nn.Linear` is to one matrix: to those of several linear layers with the same input, one below the other.
 
-    It holds a copy of their weights. `empty_linears` frees the originals.
+    It holds a copy of their weights. `empty_linears` frees the originals. blocked: in oneDNN's layout.
     """
 
-    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+    def __init__(self, linears: Sequence[nn.Linear], *, blocked: bool) -> None:
         super().__init__()
         weight = torch.cat([each.weight.data for each in linears]) if len(linears) > 1 else linears[0].weight.data
         self.num_rows, self.num_columns = weight.shape
         self._bias = _joined_bias(linears)
-        self._is_blocked = has_blocked_layout(weight)
+        self._is_blocked = blocked
         # No parameter: nobody can read, save or move a blocked matrix.
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None) if self._is_blocked else weight
+        self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None) if blocked else weight
 
     def forward(self, rows: Tensor) -> Tensor:
         """[..., num_columns] -> [..., num_rows]."""
         if self._is_blocked:
-            product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")
-            return product
+            pointwise = torch.ops.mkldnn._linear_pointwise
+            return cast(Tensor, pointwise(rows, self._weight, self._bias, "none", [], ""))
         return linear(rows, self._weight, self._bias)
 
-    def added_to(self, residual: Tensor, rows: Tensor) -> Tensor:
-        """residual + forward(rows), rounded once."""
+    def plus(self, residual: Tensor, rows: Tensor) -> Tensor:
+        """residual + forward(rows), new."""
         if self._is_blocked:
-            total: Tensor = torch.ops.mkldnn._linear_pointwise.binary(rows, residual, self._weight, self._bias, "add")
-            return total
-        if self._bias is not None:
-            return residual + self(rows)
-        return torch.addmm(residual.flatten(0, -2), rows.flatten(0, -2), self._weight.T).view_as(residual)
+            pointwise = torch.ops.mkldnn._linear_pointwise
+            return cast(Tensor, pointwise.binary(rows, residual, self._weight, self._bias, "add"))
+        return residual.add(self(rows))
+
+    def add_to(self, residual: Tensor, rows: Tensor) -> Tensor:
+        """The same in place; both are contiguous."""
+        if self._is_blocked:
+            return residual.copy_(self.plus(residual, rows))
+        residual.view(-1, self.num_rows).addmm_(rows.view(-1, self.num_columns), self._weight.T)
+        return residual if self._bias is None else residual.add_(self._bias)
 
 
-def is_plain(linear_layer: object) -> TypeGuard[nn.Linear]:
+def is_plain(module: object) -> TypeGuard[nn.Linear]:
     """It computes what `nn.Linear` does on an ordinary tensor: not quantised, not split over ranks, not fetched."""
     return (
-        type(linear_layer) is nn.Linear
-        and type(linear_layer.weight) is nn.Parameter
-        and type(linear_layer.weight.data) is Tensor
-        and not linear_layer._forward_hooks
-        and not linear_layer._forward_pre_hooks
+        type(module) is nn.Linear
+        and type(module.weight) is nn.Parameter
+        and type(module.weight.data) is Tensor
+        and not module._forward_hooks
+        and not module._forward_pre_hooks
     )
 
 
 def has_blocked_layout(weight: Tensor) -> bool:
-    """Whether there is a faster layout for it than a checkpoint's: on the processors where that was measured."""
+    """Whether oneDNN's layout is the faster one for it: on the processors where that was measured."""
     return (
         weight.device.type == "cpu"
         and weight.dtype in (torch.float32, torch.bfloat16)

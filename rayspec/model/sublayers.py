@@ -46,18 +46,19 @@ class Sublayer:
             )
         else:
             branch = self.block(branch)
-        return self.add(hidden, branch)
+        return self.add(hidden, branch, in_place=rows.in_place)
 
     @property
     def adds_plainly(self) -> bool:
         """The block's output goes to the residual as it is."""
         return self.post_norm is None and self.residual_scale == 1
 
-    def add(self, hidden: Tensor, branch: Tensor) -> Tensor:
+    def add(self, hidden: Tensor, branch: Tensor, *, in_place: bool) -> Tensor:
         """The residual with the block's output: [1, N, hidden_size] both."""
         if self.post_norm is not None:
             branch = self.post_norm(branch)
-        return hidden + (branch if self.residual_scale == 1 else branch * self.residual_scale)
+        branch = branch if self.residual_scale == 1 else branch * self.residual_scale
+        return hidden.add_(branch) if in_place else hidden + branch
 
 
 def run(
@@ -70,8 +71,9 @@ def run(
 ) -> Tensor:
     """Run a contiguous span of sublayers over packed rows.
 
-    hidden: [1, N, hidden_size]. keep: flag per sublayer of the whole model; None runs all. `tap(i, hidden)` is called
-    with the hidden states after sublayer i, run or not. Returns the hidden states after the span.
+    hidden: [1, N, hidden_size]; changed where `rows.in_place`. keep: flag per sublayer of the whole model; None runs
+    all. `tap(i, hidden)` is called with the hidden states after sublayer i, run or not. Returns the hidden states after
+    the span.
     """
     for sublayer in span:
         if keep is None or keep[sublayer.index]:

@@ -15,7 +15,16 @@ from torch import Tensor
 
 from rayspec.config import EngineConfig
 from rayspec.decode.head import Head
-from rayspec.decode.loading import affordable_slots, bucket_rows, free_bytes, load_weights, offload_weights
+from rayspec.decode.loading import (
+    affordable_slots,
+    bucket_rows,
+    free_bytes,
+    load_weights,
+    make_buffers,
+    num_spare_slots,
+    offload_weights,
+    resolve_max_model_len,
+)
 from rayspec.decode.passes import SpanRunner
 from rayspec.decode.profile import measurements
 from rayspec.decode.runner import Runner
@@ -244,12 +253,13 @@ class Shard:
         return used
 
     def _make_span(self, num_slots: int, post: Post) -> SpanRunner:
-        rows = bucket_rows(self._parts) if self._spec.config.deterministic else None
+        spec = self._spec
+        rows = bucket_rows(self._parts) if spec.config.deterministic else None
+        num_spare = num_spare_slots(spec.config, self._parts)
         arena = KVArena(
-            self._parts.shapes, num_slots, dtype=self._parts.dtype, device=self._device, num_spare=rows or 0
+            self._parts.shapes, num_slots, dtype=self._parts.dtype, device=self._device, num_spare=num_spare
         )
         runner = self._make_runner(arena, rows)
-        spec = self._spec
         if spec.num_ranks == 1 or spec.rank > 0:
             return SpanRunner(runner, num_taps=_num_taps(spec.config))
         followers = [rank_name(spec.stage, rank) for rank in range(1, spec.num_ranks)]
@@ -261,7 +271,9 @@ class Shard:
         return LeadingSpan(runner, num_taps=_num_taps(self._spec.config), epoch=lambda: post.epoch, announce=announce)
 
     def _make_runner(self, arena: KVArena, rows: int | None) -> Runner:
-        return Runner(self._parts, arena, device=self._device, bucket_rows=rows)
+        config = self._spec.config
+        buffers = make_buffers(config, self._parts, arena, resolve_max_model_len(config, self._parts.config))
+        return Runner(self._parts, arena, device=self._device, bucket_rows=rows, buffers=buffers)
 
     def _make_worker(self, span: SpanRunner) -> StageWorker:
         spec = self._spec

@@ -1,0 +1,45 @@
+"""RMS norms as one operation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from rayspec.model.cuda.operations import rms_norm
+
+Norm: TypeAlias = Callable[[Tensor], Tensor]
+
+_CHECK_ROWS = 4
+
+
+class RmsNorm(nn.Module):
+    """The operator `rayspec::rms_norm` over the last dimension. weight: [C]."""
+
+    def __init__(self, weight: nn.Parameter, eps: float, weight_offset: float) -> None:
+        super().__init__()
+        self.weight = weight
+        self.eps = eps
+        self.weight_offset = weight_offset
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., C] in and out."""
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        return rms_norm(rows, self.weight, self.eps, self.weight_offset).view_as(hidden)
+
+
+def as_operator(norm: nn.Module) -> nn.Module:
+    """The operator that computes what the module does on random input; the module itself where there is none."""
+    weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    if not isinstance(weight, nn.Parameter) or not isinstance(eps, float):
+        return norm
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(_CHECK_ROWS, len(weight), generator=generator).to(weight.device, weight.dtype)
+    expected = norm(rows)
+    for weight_offset in (0.0, 1.0):
+        operator = RmsNorm(weight, eps, weight_offset)
+        if torch.allclose(operator(rows), expected, rtol=2 * torch.finfo(weight.dtype).eps, atol=0):
+            return operator
+    return norm
