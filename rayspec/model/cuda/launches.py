@@ -73,8 +73,11 @@ class Splits:
 
 
 def choose_tile(*, group: int, dim: int, itemsize: int, max_rows: int) -> Tile:
-    """group: query heads a key head."""
+    """Tiles that fit in registers, by the table of docs/gpu.md. group: query heads a key head."""
     group, dim = _padded(group), _padded(dim)
+    if itemsize > 2:  # Products of float32 are made without tensor cores.
+        height = max(group, 32 if dim <= 128 else 16)
+        return Tile(height // group, group, 16, num_warps=4)
     keys = max(16, min(64, _MAX_KEY_TILE_BYTES // (dim * itemsize)))
     if max_rows <= MAX_SMALL_ROWS:
         height = max(group, min(64, 16 * group))

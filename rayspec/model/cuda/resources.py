@@ -141,11 +141,11 @@ def rows(
     shapes: Iterable[Shape] = SHAPES, buckets: Iterable[Bucket] = BUCKETS, architectures: Iterable[int] = ARCHITECTURES
 ) -> Iterator[Row]:
     """Compiles everything, launches that need the same code once."""
-    buckets, architectures, done = tuple(buckets), tuple(architectures), set()
+    buckets, architectures = tuple(buckets), tuple(architectures)
+    done: set[Any] = set()
     for what, launch in _named_launches(shapes, buckets):
         for architecture in architectures:
-            code = (_source(launch).hash(), architecture, launch.options["num_warps"])
-            if code not in done:
+            if (code := (code_of(launch), architecture)) not in done:
                 done.add(code)
                 yield Row(what, launch, architecture, compile_launch(launch, architecture))
 
@@ -154,6 +154,11 @@ def table(found: Iterable[Row]) -> str:
     """In Markdown."""
     heads = "| for | kernel | tile | warps | GPU | registers | stack | shared KiB |"
     return "\n".join([heads, "|---" * 8 + "|", *(row.markdown for row in found)])
+
+
+def code_of(launch: Launch) -> tuple[Any, ...]:
+    """Equal for launches that run the same code."""
+    return _source(launch).hash(), *sorted(launch.options.items())
 
 
 def tile_of(launch: Launch) -> str:

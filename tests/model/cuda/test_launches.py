@@ -1,0 +1,230 @@
+"""The kernels in Triton's interpreter. What runs on a GPU is the same source, compiled."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rayspec.model.cuda import launches, reference
+from rayspec.model.kv_arena import PAGE_SIZE
+from tests.model.cuda.batches import Rows, lay_out, naive, random_rows
+
+SCALING = 0.11
+# They have tiles of other sizes.
+DTYPES = [torch.float32, torch.float16]
+DECODE_OR_VERIFY, LONG, CHUNK = (8, 256), (8, 1024), (128, 1024)
+# Branches, two of which follow filled positions.
+TREE = (-1, 0, 0, 1, -3, 4, -1)
+
+
+def _attend(
+    sequences: list[Rows],
+    *,
+    bucket: tuple[int, int] = DECODE_OR_VERIFY,
+    window: int = 0,
+    softcap: float = 0.0,
+    **layout: Any,
+) -> Tensor:
+    batch = lay_out(sequences, **layout)
+    return launches.attend(*batch.values(), SCALING, window, softcap, PAGE_SIZE, *bucket).run()
+
+
+def _agree(sequences: list[Rows], **options: Any) -> None:
+    """The kernels, the reference and softmax by the book."""
+    found = _attend(sequences, num_padding=3, seed=1, **options)
+    bucket = options.pop("bucket", DECODE_OR_VERIFY)
+    window, softcap = options.get("window", 0), options.get("softcap", 0.0)
+    batch = lay_out(sequences, num_padding=3, seed=2)
+    expected = reference.attend(*batch.values(), SCALING, window, softcap, PAGE_SIZE, *bucket)
+    tolerance = 1e-5 if found.dtype == torch.float32 else 4e-3
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+    book = naive(sequences, scaling=SCALING, num_padding=3, **options)
+    torch.testing.assert_close(expected.double(), book, atol=tolerance, rtol=tolerance)
+    assert not found[-3:].any(), "padding rows are zeros"
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 1}, {"window": 21}, {"softcap": 2.0}, {"window": 70, "softcap": 1.0}]
+)
+@pytest.mark.parametrize("parents", [(), TREE], ids=["chain", "tree"])
+def test_ragged_rows_see_what_they_should(options: dict[str, Any], parents: tuple[int, ...]) -> None:
+    sequences = [random_rows(37, 1), random_rows(100, 7, parents=parents), random_rows(9, 0), random_rows(0, 8)]
+    _agree(sequences, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [0, 10, 300])
+@pytest.mark.parametrize("parents", [(), TREE], ids=["chain", "tree"])
+def test_splits_are_merged(window: int, parents: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Contexts that end in, at the edge of and behind the first of four splits of 256 places."""
+    assert launches.choose_splits(num_kv_heads=2, max_rows=8, max_context=1024) == launches.Splits(4, 256)
+    lengths = [(255, 1), (256, 1), (900, 2), (3, 2)]
+    chains = [random_rows(context, rows, dtype=dtype) for context, rows in lengths]
+    _agree([random_rows(253, 7, parents=parents, dtype=dtype), *chains], bucket=LONG, window=window)
+
+
+@pytest.mark.parametrize("group", range(1, 9))
+@pytest.mark.parametrize(("num_kv_heads", "dtype"), [(1, torch.float32), (2, torch.float16)])
+def test_any_number_of_query_heads_shares_a_key_head(group: int, num_kv_heads: int, dtype: torch.dtype) -> None:
+    heads = (group * num_kv_heads, num_kv_heads)
+    _agree([random_rows(30, 5, heads=heads, dtype=dtype), random_rows(70, 8, heads=heads, dtype=dtype)])
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 112, 128, 256])
+@pytest.mark.parametrize("bucket", [DECODE_OR_VERIFY, CHUNK])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_of_any_size(dim: int, bucket: tuple[int, int], dtype: torch.dtype) -> None:
+    _agree([random_rows(70, 3, dim=dim, dtype=dtype), random_rows(2, 1, dim=dim, dtype=dtype)], bucket=bucket)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [0, 50])
+def test_chunks_of_prompts(window: int, dtype: torch.dtype) -> None:
+    """More rows than a tile, beside a decode."""
+    sequences = [random_rows(context, rows, dtype=dtype) for context, rows in ((40, 100), (0, 128), (77, 1))]
+    _agree(sequences, bucket=CHUNK, window=window)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_tree_of_63_rows(dtype: torch.dtype) -> None:
+    rng = random.Random(0)
+    parents = tuple(rng.randint(-2, row - 1) for row in range(63))
+    _agree([random_rows(20, 63, parents=parents, dtype=dtype), random_rows(30, 2, dtype=dtype)], bucket=(63, 256))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    """Triton's interpreter rounds to bfloat16 towards zero, hence the tolerance."""
+    sequences = [random_rows(300, 7, parents=TREE, dtype=dtype), random_rows(20, 1, dtype=dtype)]
+    found = _attend(sequences, bucket=LONG)
+    tolerance = 2e-3 if dtype == torch.float16 else 2e-2
+    torch.testing.assert_close(found.double(), naive(sequences, scaling=SCALING), atol=tolerance, rtol=tolerance)
+
+
+def test_a_batch_of_padding_only() -> None:
+    for bucket in (DECODE_OR_VERIFY, LONG):
+        found = _attend([random_rows(0, 0), random_rows(5, 0)], bucket=bucket, num_padding=20)
+        assert found.shape == (20, 4, 64)
+        assert not found.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bucket", [DECODE_OR_VERIFY, LONG])
+@pytest.mark.parametrize(("window", "heads"), [(0, (4, 2)), (40, (5, 1))])
+def test_bits_are_the_same_in_any_company(
+    dtype: torch.dtype, bucket: tuple[int, int], window: int, heads: tuple[int, int]
+) -> None:
+    """Verified together, decoded one by one, among others in any order, on other pages, with padding."""
+    longest = 520 if bucket == LONG else 246
+    contexts = [(longest, 4), (50, 8), (longest // 2 - 5, 6), (7, 1)]
+    sequences = [random_rows(context, rows, heads=heads, dtype=dtype) for context, rows in contexts]
+    options: Any = {"bucket": bucket, "window": window}
+    alone = [_attend([rows], **options) for rows in sequences]
+    for seed, order in enumerate(itertools.islice(itertools.permutations(range(4)), 0, None, 13)):
+        together = _attend([sequences[index] for index in order], num_padding=seed, seed=seed, **options)
+        expected = torch.cat([alone[index] for index in order])
+        _same(together[: len(expected)], expected, f"in the order {order}")
+    decodes = [rows.alone(row) for rows in sequences for row in range(len(rows))]
+    _same(_attend(decodes, seed=7, **options), torch.cat(alone), "decoded one by one")
+    firsts = [_attend([rows.first(1)], seed=8, **options) for rows in sequences]
+    _same(torch.cat(firsts), torch.cat([found[:1] for found in alone]), "the first rows alone")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [0, 40])
+def test_bits_of_a_tree_are_the_same_in_any_company(dtype: torch.dtype, window: int) -> None:
+    options: Any = {"bucket": LONG, "window": window}
+    tree = random_rows(300, 7, parents=TREE, dtype=dtype)
+    alone = _attend([tree], **options)
+    others = [random_rows(20, 3, dtype=dtype), random_rows(600, 7, parents=TREE, dtype=dtype, seed=5)]
+    _same(_attend([others[0], tree, others[1]], seed=3, **options)[3:10], alone, "between others")
+    for num_rows in (1, 4):
+        _same(_attend([tree.first(num_rows)], seed=4, **options), alone[:num_rows], f"{num_rows} rows")
+
+
+@pytest.mark.parametrize("bucket", [DECODE_OR_VERIFY, LONG])
+def test_a_chain_has_the_same_bits_as_a_tree_without_branches(bucket: tuple[int, int]) -> None:
+    chain = random_rows(60, 5)
+    tree = Rows(context=60, query=chain.query, keys=chain.keys, values=chain.values, parents=(-1, 0, 1, 2, 3))
+    _same(_attend([tree], bucket=bucket), _attend([chain], bucket=bucket), "as a tree")
+
+
+@pytest.mark.parametrize("rows", [1, 8, 17, 64])
+@pytest.mark.parametrize("max_context", [256, 1024])
+def test_buckets_of_few_rows_have_the_same_bits(rows: int, max_context: int) -> None:
+    chain = random_rows(60, 1)
+    _same(_attend([chain], bucket=(rows, max_context)), _attend([chain], bucket=(1, max_context)), f"{rows} rows")
+
+
+def test_other_splits_have_other_bits() -> None:
+    """So the tests of company would find splits by length."""
+    chain = random_rows(500, 8)
+    assert not torch.equal(_attend([chain], bucket=(8, 1024)), _attend([chain], bucket=(8, 128 * 1024)))
+
+
+@pytest.mark.parametrize("max_context", [1, 100, 4096, 131072, 10**6])
+@pytest.mark.parametrize("num_kv_heads", [1, 8, 40])
+@pytest.mark.parametrize("max_rows", [1, 64, 65])
+def test_splits_cover_the_bucket_and_are_whole_tiles(max_context: int, num_kv_heads: int, max_rows: int) -> None:
+    splits = launches.choose_splits(num_kv_heads=num_kv_heads, max_rows=max_rows, max_context=max_context)
+    assert (splits.number - 1) * splits.length < max_context <= splits.number * splits.length
+    assert splits.number <= 64
+    assert splits.number == 1 or splits.length % 256 == 0
+    assert max_rows <= launches.MAX_SMALL_ROWS or splits.number == 1
+
+
+def test_a_cache_beyond_32_bits_is_refused() -> None:
+    with pytest.raises(ValueError, match="use fewer slots"):
+        launches._check_reach(torch.empty(1, 2**24, 128, device="meta"))
+
+
+@pytest.mark.parametrize("size", [64, 100, 1536])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm(size: int, offset: float, dtype: torch.dtype) -> None:
+    torch.manual_seed(size)
+    hidden, weight = torch.randn(5, size).to(dtype), torch.randn(size).to(dtype)
+    found = launches.rms_norm(hidden, weight, 1e-5, offset).run()
+    _close_to_the_last_place(found, reference.rms_norm(hidden, weight, 1e-5, offset))
+    _same(launches.rms_norm(hidden[3:4], weight, 1e-5, offset).run(), found[3:4], "alone")
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("size", [100, 1500])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gated(activation: str, size: int, dtype: torch.dtype) -> None:
+    packed = torch.randn(3, 2 * size, generator=torch.Generator().manual_seed(size)).to(dtype) * 4
+    _close_to_the_last_place(launches.gated(packed, activation).run(), reference.gated(packed, activation))
+
+
+@pytest.mark.parametrize(("heads", "dim", "rotary"), [((4, 2), 64, 64), ((3, 1), 80, 32), ((2, 2), 96, 96)])
+@pytest.mark.parametrize("normalised", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotate_and_write(heads: tuple[int, int], dim: int, rotary: int, normalised: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(dim)
+    packed = torch.randn(5, (heads[0] + 2 * heads[1]) * dim).to(dtype)
+    cos, sin = torch.randn(2, 5, rotary).to(dtype)
+    norms = torch.randn(2, dim).to(dtype) if normalised else (None, None)
+    slots = torch.tensor([3, 9, 30, 0, 7])
+    caches = torch.randn(heads[1], 31, dim).to(dtype).repeat(4, 1, 1, 1)
+    found = launches.rotate_and_write(packed, cos, sin, slots, *caches[:2], heads[0], *norms, 1e-6).run()
+    expected = reference.rotate_and_write(packed, cos, sin, slots, *caches[2:], heads[0], *norms, 1e-6)
+    compare = _close_to_the_last_place if normalised else torch.testing.assert_close
+    exact: Any = {} if normalised else {"atol": 0, "rtol": 0}
+    compare(found, expected, **exact)
+    compare(caches[0], caches[2], **exact)
+    assert torch.equal(caches[1], caches[3]), "values are copied"
+
+
+def _same(found: Tensor, expected: Tensor, message: str) -> None:
+    assert torch.equal(found, expected), message
+
+
+def _close_to_the_last_place(found: Tensor, expected: Tensor) -> None:
+    tolerance = 2e-6 if found.dtype == torch.float32 else 1e-3
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rayspec.model.cuda import operations, reference
+from rayspec.model.kv_arena import PAGE_SIZE
+from tests.model.cuda.batches import lay_out, random_rows
+
+OPERATORS: Any = torch.ops.rayspec
+BUCKET = {"page_size": PAGE_SIZE, "max_rows": 8, "max_context": 512}
+
+
+def _calls() -> dict[str, tuple[Any, ...]]:
+    chain, tree = lay_out([random_rows(20, 3)], num_padding=1), lay_out([random_rows(20, 3, parents=(-1, 0, 0))])
+    packed, angles = torch.randn(5, 8 * 64), torch.randn(2, 5, 32)
+    caches, norms, slots = torch.randn(2, 2, 10, 64), torch.randn(2, 64), torch.tensor([4, 0, 9, 2, 3])
+    return {
+        "attend, chain": (*chain.values(), 0.1, 0, 0.0, *BUCKET.values()),
+        "attend, tree": (*tree.values(), 0.1, 5, 2.0, *BUCKET.values()),
+        "rms_norm": (torch.randn(5, 64), torch.randn(64), 1e-5, 0.0),
+        "rotate_and_write": (packed, *angles, slots, *caches.clone(), 4, None, None, 0.0),
+        "rotate_and_write, norms": (packed, *angles, slots, *caches.clone(), 4, *norms, 1e-6),
+        "gated": (torch.randn(5, 64), "silu"),
+    }
+
+
+CALLS = _calls()
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_the_operators_keep_the_rules_of_torch(call: str) -> None:
+    """Schema, mutation, and the shape and type that tracing sees."""
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(getattr(OPERATORS, call.split(",", maxsplit=1)[0]).default, CALLS[call], test_utils=tests)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_the_meta_device_shapes_and_types_are_the_same(call: str, dtype: torch.dtype) -> None:
+    operator = getattr(OPERATORS, call.split(",", maxsplit=1)[0])
+    found = operator(*(_moved(argument, dtype, "meta") for argument in CALLS[call]))
+    expected = operator(*(_moved(argument, dtype, "cpu") for argument in CALLS[call]))
+    assert found.is_meta
+    assert (found.shape, found.dtype, found.stride()) == (expected.shape, expected.dtype, expected.stride())
+
+
+def _moved(argument: Any, dtype: torch.dtype, device: str) -> Any:
+    if not isinstance(argument, Tensor):
+        return argument
+    return argument.to(device, dtype if argument.is_floating_point() else argument.dtype)
+
+
+def test_the_functions_call_the_operators() -> None:
+    batch = lay_out([random_rows(20, 3)])
+    found = operations.attend(*batch.values(), scaling=0.1, window=5, softcap=2.0, **BUCKET)
+    assert torch.equal(found, reference.attend(*batch.values(), 0.1, 5, 2.0, *BUCKET.values()))
+    hidden, weight = torch.randn(5, 64), torch.randn(64)
+    found = operations.rms_norm(hidden, weight, 1e-5, 1.0)
+    assert torch.equal(found, reference.rms_norm(hidden, weight, 1e-5, 1.0))
+    assert torch.equal(operations.gated(hidden, "gelu_tanh"), reference.gated(hidden, "gelu_tanh"))
+    packed, cos, sin, slots, keys, values, *_ = CALLS["rotate_and_write"]
+    query = operations.rotate_and_write(packed, cos, sin, slots, keys, values, num_heads=4)
+    assert torch.equal(values[:, slots], packed.view(5, 8, 64)[:, 6:].transpose(0, 1))
+    assert torch.equal(query[..., 32:], packed.view(5, 8, 64)[:, :4, 32:]), "behind the rotary part all stays as it is"
+
+
+def test_an_unknown_activation_is_refused_while_tracing() -> None:
+    with pytest.raises(ValueError, match="use one of silu, gelu_tanh"):
+        operations.gated(torch.empty(2, 8, device="meta"), "relu")
+
+
+def test_the_operators_need_no_triton() -> None:
+    code = (
+        "import sys; sys.modules['triton'] = None; import torch; from rayspec.model.cuda import operations as o; "
+        "o.rms_norm(torch.ones(2, 4), torch.ones(4), 1e-5)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

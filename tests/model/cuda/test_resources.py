@@ -1,0 +1,76 @@
+"""The kernels compiled for GPUs, in processes without Triton's interpreter. No GPU is needed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+FEW = """
+import itertools
+from rayspec.model.cuda import resources as r
+print(r.table(itertools.chain(
+    r.rows([r.LLAMA_8B], [r.VERIFY], [90]), r.rows([r.GEMMA], [r.CHUNK], [100]), r.rows([r.QWEN3_14B], [r.TREE], [80])
+)))
+"""
+SAME_CODE = """
+from rayspec.model.cuda import resources as r
+for shape in r.SHAPES:
+    decode, verify = (r.attend_launches(shape, bucket)[0] for bucket in (r.DECODE, r.VERIFY))
+    print(r.code_of(decode) == r.code_of(verify), r.code_of(decode) == r.code_of(r.attend_launches(shape, r.TREE)[0]))
+"""
+ROUNDING = """
+from rayspec.model.cuda import resources as r
+_, rotate, _ = r.row_launches(r.QWEN3_14B)
+ptx = r.compile_launch(rotate, 90).ptx
+print(ptx.count("cvt.rn.bf16"), ptx.count("fma."))
+"""
+
+
+@pytest.fixture(autouse=True)
+def compiler_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def _python(*arguments: str) -> list[str]:
+    """The lines that a fresh Python prints."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment, cwd=ROOT)
+    return done.stdout.splitlines()
+
+
+def _spills(table: list[str]) -> list[str]:
+    """Rows of a table whose kernels use the stack or do not fit."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table[2:]]
+    assert all(len(row) == 8 for row in rows)
+    return [" ".join(row) for row in rows if int(row[6]) != 0 or int(row[5]) > 255 or int(row[7]) > 100]
+
+
+def test_kernels_compile_and_do_not_spill() -> None:
+    table = _python("-c", FEW)
+    assert len(table) == 2 + 5 + 4 + 5, "two lines of heads; a chunk has no splits to merge"
+    assert not _spills(table)
+
+
+@pytest.mark.exhaustive
+def test_the_table_of_the_documentation_is_what_the_compiler_says() -> None:
+    table = _python("-m", "rayspec.model.cuda.resources")
+    assert not _spills(table)
+    text = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    assert "\n".join(table) in text, "run `python -m rayspec.model.cuda.resources` and put its table there"
+
+
+def test_decode_and_verify_run_the_same_code() -> None:
+    assert _python("-c", SAME_CODE) == ["True False"] * 5
+
+
+def test_bfloat16_is_rounded_to_nearest_and_products_are_rounded_before_their_sum() -> None:
+    """The interpreter cannot show it."""
+    rounded, fused = map(int, _python("-c", ROUNDING)[0].split())
+    assert rounded > 0
+    assert fused == 0
