@@ -14,6 +14,9 @@ import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+# Triton asks for it when it is imported, which torch does by itself: kernels run in the interpreter.
+os.environ["TRITON_INTERPRET"] = "1"
+
 from rayspec.pipeline.session import ray_session
 
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -27,6 +27,7 @@ from rayspec.decode.stages import LocalStages, Stages
 from rayspec.decode.stopwatch import Stopwatch
 from rayspec.model.architecture import Decomposition
 from rayspec.model.kv_arena import KVArena
+from rayspec.model.static_rows import StepBuffers
 from rayspec.types import Plan, PlanRecord, Request, RequestOutput, no_draft
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
@@ -94,6 +95,18 @@ class RandomPlans:
         return None
 
 
+def step_buffers(parts: Decomposition, arena: KVArena, *, max_places: int) -> StepBuffers:
+    return StepBuffers(
+        arena,
+        max_rows=1024,
+        max_sequences=16,
+        max_places=max_places,
+        hidden_size=parts.config.hidden_size,
+        dtype=parts.dtype,
+        device=parts.device,
+    )
+
+
 def engine_with(
     parts: Decomposition,
     selector: Selector | Plan | None = None,
@@ -106,9 +119,11 @@ def engine_with(
     max_draft_tokens: int = 6,
     num_beside: int = 0,
     clock: Callable[[], float] = time.perf_counter,
+    is_static: bool = False,
     **options: Any,
 ) -> Engine:
-    """An engine like `load_engine`'s over parts that are loaded already. No selector: plain decoding."""
+    """An engine like `load_engine`'s over parts that are loaded already. No selector: plain decoding. is_static: passes
+    run in static buffers, as on a GPU."""
     config = EngineConfig(
         model="test", device="cpu", max_model_len=max_model_len, **({"kv_cache_tokens": 4096} | options)
     )
@@ -121,10 +136,11 @@ def engine_with(
     bucket_rows = BUCKET_ROWS if config.deterministic else None
     device, weight = torch.device("cpu"), parts.final_norm.weight
     assert isinstance(weight, torch.Tensor)
-    arena = KVArena(parts.shapes, config.kv_cache_tokens, dtype=weight.dtype, device=device, num_spare=bucket_rows or 0)
-    vocab_size = int(parts.lm_head.weight.shape[0])  # type: ignore[union-attr, arg-type]
+    arena = KVArena(parts.shapes, config.kv_cache_tokens, dtype=weight.dtype, device=device, num_spare=bucket_rows or 1)
+    buffers = step_buffers(parts, arena, max_places=max_model_len + 64) if is_static else None
+    vocab_size = int(parts.config.get_text_config().vocab_size)
     stages = LocalStages(
-        Runner(parts, arena, device=device, bucket_rows=bucket_rows),
+        Runner(parts, arena, device=device, bucket_rows=bucket_rows, buffers=buffers),
         vocab_size=vocab_size,
         verification=verification,  # type: ignore[arg-type]
         num_tap_tokens=config.num_tap_tokens,

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from rayspec.config import EngineConfig
 from rayspec.model.architecture import Decomposition, decompose
+from rayspec.model.bodies import fuse
 from rayspec.model.weights import load_model
 
 VOCAB_SIZE = 199
@@ -122,8 +123,19 @@ def reference(path: str) -> PreTrainedModel:
 
 @cache
 def parts_of(path: str, dtype: str = "float32") -> Decomposition:
-    """The checkpoint, loaded and split by rayspec."""
+    """The checkpoint as an engine runs it: loaded, split and fused."""
+    return fuse(modules_of(path, dtype))
+
+
+def modules_of(path: str, dtype: str = "float32") -> Decomposition:
+    """The checkpoint, loaded and split, with transformers' modules."""
     return decompose(load_model(EngineConfig(model=path, dtype=dtype, device="cpu")))  # type: ignore[arg-type]
+
+
+@cache
+def operator_parts_of(path: str, dtype: str = "float32") -> Decomposition:
+    """The checkpoint as an engine on a GPU runs it, of operators."""
+    return fuse(modules_of(path, dtype), use_operators=True)
 
 
 def greedy(

@@ -134,7 +134,7 @@ class SpanRunner:
             del self._taps[token]
 
     def _save(self, round_id: int, hidden: Tensor) -> None:
-        self._saved.setdefault(round_id, []).append(hidden)
+        self._saved.setdefault(round_id, []).append(hidden.clone())  # it may lie in a buffer
         for abandoned in sorted(self._saved)[:-_MAX_ROUNDS_SAVED]:
             del self._saved[abandoned]
 

@@ -40,7 +40,7 @@ class Runner:
     the same number of rows, whatever the plan and the batch, and each row attends by itself.
 
     buffers: passes that fit run in them, as launches that depend on their bucket only. The hidden states that a run
-    returns then lie in a buffer, until the next batch is embedded or run; those for another process are a copy.
+    returns then lie in a buffer until the next batch is embedded or run; where the head is not here, they are a copy.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Runner:
             parts.append(left[:, :num_real])
             at += num_real
         left = _joined(parts, 1)
-        return left.clone() if self._is_on_its_way(batch, end) else left
+        return left.clone() if self._leaves_buffer(batch) else left
 
     def head(self, hidden: Tensor) -> Tensor:
         """[1, N, hidden_size] -> logits [N, vocab_size]."""
@@ -157,10 +157,9 @@ class Runner:
             static.residual[:, : rows.num_rows].copy_(hidden)
         return static.residual, static
 
-    def _is_on_its_way(self, batch: Batch, end: int) -> bool:
-        """Somebody keeps the states while other batches run: another stage, or a later pass of the round."""
-        in_buffer = any(isinstance(rows, Filling) for _, rows in batch.buckets)
-        return in_buffer and (end < self.end_sublayer or self.parts.lm_head is None)
+    def _leaves_buffer(self, batch: Batch) -> bool:
+        """The states lie in a buffer and go to another stage, while other batches run here."""
+        return self.parts.lm_head is None and any(isinstance(rows, Filling) for _, rows in batch.buckets)
 
 
 def _row_by_row(spans: Sequence[RowSpan]) -> tuple[list[RowSpan], list[Sequence[Path]]]:

@@ -39,10 +39,10 @@ def test_buckets_give_what_one_batch_gives(family: str) -> None:
     keep = [True, True, False, True, True, False, True, True]
     results = []
     for runner in (whole, cut):
-        batch = runner.batch(SPANS)
+        batch = runner.batch(SPANS, token_ids=TOKENS)
         assert batch.num_rows == NUM_ROWS
         taps: dict[int, list[torch.Tensor]] = {}
-        hidden = runner.run(batch, runner.embed(TOKENS), end=3, keep=keep)
+        hidden = runner.run(batch, runner.embed(batch), end=3, keep=keep)
         hidden = runner.run(
             batch,
             hidden,
@@ -77,12 +77,12 @@ def test_in_buckets_a_row_is_the_same_to_the_bit_whatever_runs_beside_it(
     tokens = torch.arange(20, 31)
     alone = []
     for index, span in enumerate(spans):
-        batch = runner.batch([span])
-        alone.append(runner.head(runner.run(batch, runner.embed(tokens[index : index + 1])))[0])
+        batch = runner.batch([span], token_ids=tokens[index : index + 1])
+        alone.append(runner.head(runner.run(batch, runner.embed(batch)))[0])
     order = list(range(11))
     random.Random(0).shuffle(order)
-    batch = runner.batch([spans[index] for index in order])
-    together = runner.head(runner.run(batch, runner.embed(tokens[order])))
+    batch = runner.batch([spans[index] for index in order], token_ids=tokens[order])
+    together = runner.head(runner.run(batch, runner.embed(batch)))
     for at, index in enumerate(order):
         assert torch.equal(together[at], alone[index])
 
@@ -91,7 +91,8 @@ def test_in_buckets_a_row_is_the_same_to_the_bit_whatever_runs_beside_it(
 def test_padding_rows_touch_nothing_that_is_in_use() -> None:
     runner = _runner("llama", 8)
     before = {layer: keys[:, :120].clone() for layer, keys in runner.arena.keys.items()}
-    runner.run(runner.batch([RowSpan(one_run(7, 1000), 0, 1)]), runner.embed(torch.tensor([5])))
+    batch = runner.batch([RowSpan(one_run(7, 1000), 0, 1)], token_ids=[5])
+    runner.run(batch, runner.embed(batch))
     for layer, keys in runner.arena.keys.items():
         changed = (keys[:, :120] != before[layer]).any(-1).any(0).nonzero().flatten().tolist()
         assert changed == [7]

@@ -141,7 +141,7 @@ def test_taps_are_the_targets_states_of_newest_tokens(num_drafted: int) -> None:
     states = search.start()
     assert states.shape == (2, 1, 64)
     newest = torch.tensor([KNOWN.expected[name][0] for name in range(2)])
-    assert torch.equal(states[:, 0], stages.runner.embed(newest)[0])
+    assert torch.equal(states[:, 0], stages.runner.parts.embed(newest)[0])
     for sublayer in range(8):
         states = search.run(sublayer, states)
         assert search.similarity(sublayer, states) == pytest.approx([1.0], abs=1e-5)

@@ -55,7 +55,8 @@ def _runner(family: str, bucket_rows: int | None) -> Runner:
 
 
 def _logits(runner: Runner, span: RowSpan, tokens: Sequence[int]) -> torch.Tensor:
-    return runner.head(runner.run(runner.batch([span]), runner.embed(torch.tensor(tokens))))
+    batch = runner.batch([span], token_ids=tokens)
+    return runner.head(runner.run(batch, runner.embed(batch)))
 
 
 @pytest.mark.parametrize("bucket_rows", [None, 1, 8])

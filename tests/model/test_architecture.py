@@ -10,12 +10,12 @@ from rayspec.model import architecture
 from rayspec.model.architecture import NormLayout, decompose, max_positions
 from rayspec.model.attention import IMPLEMENTATION
 from rayspec.types import UnsupportedModelError
-from tests.families import FAMILIES, WHOLE_FAMILIES, build, checkpoint, parts_of
+from tests.families import FAMILIES, WHOLE_FAMILIES, build, checkpoint, modules_of
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_splits_into_attention_and_mlp(family: str) -> None:
-    parts = parts_of(checkpoint(family))
+    parts = modules_of(checkpoint(family))
     assert [sublayer.kind for sublayer in parts.sublayers] == ["attention", "mlp"] * 4
     assert [sublayer.index for sublayer in parts.sublayers] == list(range(8))
     assert [sublayer.layer for sublayer in parts.sublayers] == [index // 2 for index in range(8)]
@@ -24,11 +24,11 @@ def test_a_family_splits_into_attention_and_mlp(family: str) -> None:
 
 
 def test_sublayers_that_are_other_work_have_curves_of_their_own() -> None:
-    names = parts_of(checkpoint("qwen3_moe")).curve_names
+    names = modules_of(checkpoint("qwen3_moe")).curve_names
     assert len({names[1], names[3]}) == 2
     assert names[1] == names[5] == names[7]
-    assert len({name for name in parts_of(checkpoint("gemma2")).curve_names if name.startswith("attention")}) == 2
-    assert parts_of(checkpoint("llama")).curve_names == ["attention:LlamaAttention", "mlp:LlamaMLP"] * 4
+    assert len({name for name in modules_of(checkpoint("gemma2")).curve_names if name.startswith("attention")}) == 2
+    assert modules_of(checkpoint("llama")).curve_names == ["attention:LlamaAttention", "mlp:LlamaMLP"] * 4
 
 
 @pytest.mark.parametrize("family", WHOLE_FAMILIES)

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, PretrainedConfig
 from rayspec.model.kv_arena import bytes_per_slot
 from rayspec.model.sizes import load_config, model_sizes
 from rayspec.types import CheckpointError, ConfigError, UnsupportedModelError
-from tests.families import FAMILIES, WHOLE_FAMILIES, WINDOW, checkpoint, parts_of, reference
+from tests.families import FAMILIES, WHOLE_FAMILIES, WINDOW, checkpoint, modules_of, reference
 
 BF16 = torch.bfloat16
 
@@ -55,7 +55,7 @@ def test_405b_has_its_published_size_within_seconds() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sublayers_weigh_what_the_loaded_ones_do(family: str) -> None:
     sizes = model_sizes(load_config(checkpoint(family)), dtype=torch.float32)
-    parts = parts_of(checkpoint(family))
+    parts = modules_of(checkpoint(family))
     assert sizes.splits
     weights = [
         sum(p.nbytes for m in (s.block, s.pre_norm, s.post_norm) if m is not None for p in m.parameters())

@@ -28,7 +28,7 @@ from rayspec.model.rows import RowSpan, one_run
 from rayspec.model.sublayers import run
 from rayspec.model.weights import load_model
 from rayspec.types import CheckpointError, UnsupportedModelError
-from tests.families import FAMILIES, MATRIX, build, checkpoint, parts_of, ragged_prompts
+from tests.families import FAMILIES, MATRIX, build, checkpoint, modules_of, ragged_prompts
 
 CPU = torch.device("cpu")
 NUM_LAYERS = 4
@@ -120,7 +120,7 @@ def _run_in_turn(stages: list[Decomposition], prompt: list[int], pieces: list[in
 @pytest.mark.parametrize("family", MATRIX)
 @torch.inference_mode()
 def test_spans_one_after_another_compute_the_logits_of_the_whole_model(family: str) -> None:
-    whole = parts_of(checkpoint(family))
+    whole = modules_of(checkpoint(family))
     (prompt,) = ragged_prompts([30], seed=3)
     expected = _run_in_turn([whole], prompt, [21, 1, 8])
     for spans in CUTS.values():

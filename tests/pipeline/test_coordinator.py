@@ -93,7 +93,7 @@ def answer_here(
 ) -> Answer:
     """The same question answered in one process, on the shards' keys, values and taps."""
     parts = parts_of(path)
-    arena = KVArena(parts.shapes, NUM_SLOTS, dtype=torch.float32, device=CPU)
+    arena = KVArena(parts.shapes, NUM_SLOTS, dtype=torch.float32, device=CPU, num_spare=1)
     shards = [run.replica.parts[stage_name(stage)] for stage in range(run.replica.num_stages)]
     for shard in shards:
         for layer, keys in shard.span.runner.arena.keys.items():

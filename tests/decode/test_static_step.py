@@ -1,0 +1,165 @@
+"""Passes in static buffers: the texts of transformers' generate, by launches that depend on the bucket only."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from rayspec.decode.runner import Batch, Runner
+from rayspec.model.kv_arena import PAGE_SIZE, KVArena
+from rayspec.model.rows import RowSpan, Runs, runs_of_pages
+from rayspec.model.static_rows import Filling
+from tests.engines import RandomPlans, complete, engine_with, step_buffers, tokens_of
+from tests.families import FAMILIES, MATRIX, cases, checkpoint, operator_parts_of
+
+CPU = torch.device("cpu")
+NUM_SLOTS, MAX_PLACES = 4096, 1024
+# How many experts see a row is decided by the row.
+DYNAMIC = {"mixtral", "qwen3_moe"}
+TREE = (-1, 0, 0, 1, 3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_equals_generate_under_a_random_plan_every_round(family: str) -> None:
+    parts, known = operator_parts_of(checkpoint(family)), cases(checkpoint(family), (1, 80, 37, 3), 24)
+    for batch in (1, 4):
+        selector = RandomPlans(batch, len(parts.sublayers))
+        engine = engine_with(parts, selector, max_num_seqs=batch, max_num_batched_tokens=64, is_static=True)
+        assert tokens_of(complete(engine, known.prompts[-batch:])) == known.expected[-batch:]
+        assert engine.stats.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("family", MATRIX)
+def test_greedy_equals_generate_when_preempted(family: str) -> None:
+    parts, known = operator_parts_of(checkpoint(family)), cases(checkpoint(family), (1, 80, 37, 3), 24)
+    selector = RandomPlans(99, len(parts.sublayers))
+    engine = engine_with(
+        parts, selector, kv_cache_tokens=208, max_num_seqs=6, max_num_batched_tokens=16, is_static=True
+    )
+    assert tokens_of(complete(engine, known.prompts * 2)) == known.expected * 2
+    assert engine.stats.num_preemptions > 0
+
+
+class Launches(TorchDispatchMode):
+    """Notes every operation that computes, and all that its arguments say but for the numbers in tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[object, ...]] = []
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
+    ) -> Any:
+        if not _only_views(operation):
+            self.found.append((operation.name(), *map(_described, tree_leaves((arguments, options)))))
+        return operation(*arguments, **(options or {}))
+
+
+def _only_views(operation: Any) -> bool:
+    aliases = [returned.alias_info for returned in operation._schema.returns]
+    return "empty" in operation.name() or all(alias is not None and not alias.is_write for alias in aliases)
+
+
+def _described(argument: object) -> object:
+    if isinstance(argument, Tensor):
+        return argument.shape, argument.stride(), argument.storage_offset(), argument.dtype
+    return argument
+
+
+def _runner(family: str) -> Runner:
+    parts = operator_parts_of(checkpoint(family))
+    arena = KVArena(parts.shapes, NUM_SLOTS, dtype=torch.float32, device=CPU, num_spare=1)
+    buffers = step_buffers(parts, arena, max_places=MAX_PLACES)
+    return Runner(parts, arena, device=CPU, bucket_rows=None, buffers=buffers)
+
+
+def _pages(seed: int, number: int) -> Runs:
+    """Pages of one sequence, none of which belong to another number."""
+    pages = list(range(number, NUM_SLOTS // PAGE_SIZE, _MAX_SEQUENCES))[:48]
+    random.Random(seed).shuffle(pages)
+    return runs_of_pages(pages, PAGE_SIZE)
+
+
+def _batch(runner: Runner, seed: int, rows: Sequence[int], parents: tuple[int, ...] = ()) -> Batch:
+    """Sequences with other contexts and pages for each seed."""
+    contexts = [random.Random(f"{seed} {number}").randrange(1, 700) for number in range(len(rows))]
+    spans = [
+        RowSpan(_pages(seed, number), context, count, parents if count == len(parents) else ())
+        for number, (context, count) in enumerate(zip(contexts, rows, strict=True))
+    ]
+    tokens = [random.Random(f"{seed} {row}").randrange(100) for row in range(sum(rows))]
+    return runner.batch(spans, token_ids=tokens)
+
+
+@torch.inference_mode()
+def _launches(runner: Runner, batch: Batch, keep: Sequence[bool] | None) -> list[tuple[object, ...]]:
+    """From the numbers in the buffers to the logits."""
+    assert isinstance(batch.buckets[0][1], Filling)
+    runner._held(batch.buckets[0][1])
+    with Launches() as launches:
+        logits = runner.head(runner.run(batch, runner.embed(batch), keep=keep))
+    assert logits.isfinite().all()
+    return launches.found
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in DYNAMIC])
+@pytest.mark.parametrize(
+    ("rows", "other_rows", "parents", "skips"),
+    [
+        ((1,), (1,), (), False),
+        ((1, 1, 1), (1, 1, 1, 1), (), False),
+        ((1, 1, 1), (1, 1, 1, 1), (), True),
+        ((7,), (4,), (), False),
+        ((5, 1, 5), (3, 5, 2), (), False),
+        ((5, 1, 5), (5, 2, 4), TREE, False),
+    ],
+    ids=["decode", "decode-batch", "draft", "verify", "verify-batch", "verify-trees"],
+)
+def test_a_bucket_has_the_same_launches_whatever_is_in_it(
+    family: str, rows: Sequence[int], other_rows: Sequence[int], parents: tuple[int, ...], skips: bool
+) -> None:
+    if sum(rows) != sum(other_rows) and len(rows) == 1:
+        rows, other_rows = (7,), (8,)
+    runner = _runner(family)
+    keep = [index % 3 != 1 for index in range(len(runner.parts.sublayers))] if skips else None
+    one, other = _batch(runner, 1, rows, parents), _batch(runner, 2, other_rows, parents)
+    assert one.buckets[0][1].bucket == other.buckets[0][1].bucket  # type: ignore[union-attr]
+    assert _launches(runner, one, keep) == [*_launches(runner, other, keep)]
+
+
+@pytest.mark.parametrize("rows", [(1,), (1,) * 8, (5, 1, 5)])
+def test_a_layer_is_few_launches_whatever_the_batch(rows: Sequence[int]) -> None:
+    runner = _runner("llama")
+    num_sublayers = len(runner.parts.sublayers)
+    batch = _batch(runner, 1, rows)
+    counts = [len(_launches(runner, batch, [kept] * num_sublayers)) for kept in (True, False)]
+    assert counts[0] - counts[1] <= 10 * (num_sublayers // 2)
+
+
+def _with_a_look_at_the_numbers(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A step whose launches depend on what is in the buffers."""
+
+    def looking(batch: Batch, hidden: Tensor, **options: Any) -> Tensor:
+        left = run(batch, hidden, **options)
+        filling = batch.buckets[0][1]
+        assert isinstance(filling, Filling)
+        return left[:, : filling.spans[0].context % 2 + 1].repeat(1, len(left[0]), 1)[:, : len(left[0])]
+
+    return looking
+
+
+def test_launches_that_depend_on_the_context_are_found() -> None:
+    runner = _runner("llama")
+    runner.run = _with_a_look_at_the_numbers(runner.run)  # type: ignore[method-assign]
+    found = [
+        _launches(runner, runner.batch([RowSpan(_pages(1, 0), context, 2)], token_ids=[1, 2]), None)
+        for context in (6, 7)
+    ]
+    assert found[0] != found[1]
