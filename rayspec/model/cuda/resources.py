@@ -68,21 +68,17 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Of the table."""
+    """Of the table. resources: by architecture."""
 
     what: str
     launch: Launch
-    architecture: int
-    resources: Resources
+    resources: dict[int, Resources]
 
     @property
     def markdown(self) -> str:
-        options, need = self.launch.options, self.resources
-        cells = (
-            self.what, self.launch.kernel.__name__, tile_of(self.launch), options["num_warps"],
-            f"sm_{self.architecture}", need.registers, need.stack, f"{need.shared / 1024:.0f}",
-        )  # fmt: skip
-        return f"| {' | '.join(map(str, cells))} |"
+        kernel, warps = self.launch.kernel.__name__, self.launch.options["num_warps"]
+        needs = (f"{need.registers}, {need.stack}, {need.shared / 1024:.0f}" for need in self.resources.values())
+        return f"| {' | '.join([self.what, kernel, tile_of(self.launch), str(warps), *needs])} |"
 
 
 LLAMA_8B = Shape(name="Llama-8B", num_heads=32, num_kv_heads=8, dim=128)
@@ -140,20 +136,20 @@ def compile_launch(launch: Launch, architecture: int) -> Resources:
 def rows(
     shapes: Iterable[Shape] = SHAPES, buckets: Iterable[Bucket] = BUCKETS, architectures: Iterable[int] = ARCHITECTURES
 ) -> Iterator[Row]:
-    """Compiles everything, launches that need the same code once."""
-    buckets, architectures = tuple(buckets), tuple(architectures)
+    """Compiles everything, launches that run the same code once."""
+    architectures = tuple(architectures)
     done: set[Any] = set()
-    for what, launch in _named_launches(shapes, buckets):
-        for architecture in architectures:
-            if (code := (code_of(launch), architecture)) not in done:
-                done.add(code)
-                yield Row(what, launch, architecture, compile_launch(launch, architecture))
+    for what, launch in _named_launches(shapes, tuple(buckets)):
+        if (code := code_of(launch)) not in done:
+            done.add(code)
+            yield Row(what, launch, {number: compile_launch(launch, number) for number in architectures})
 
 
 def table(found: Iterable[Row]) -> str:
-    """In Markdown."""
-    heads = "| for | kernel | tile | warps | GPU | registers | stack | shared KiB |"
-    return "\n".join([heads, "|---" * 8 + "|", *(row.markdown for row in found)])
+    """In Markdown. Of each architecture: registers a thread, bytes of stack a thread, KiB of shared memory."""
+    lines = list(found)
+    columns = ["for", "kernel", "tile", "warps", *(f"sm_{number}" for number in lines[0].resources)]
+    return "\n".join([f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", *(row.markdown for row in lines)])
 
 
 def code_of(launch: Launch) -> tuple[Any, ...]:

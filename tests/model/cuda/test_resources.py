@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[3]
 FEW = """
-import itertools
 from rayspec.model.cuda import resources as r
-print(r.table(itertools.chain(
-    r.rows([r.LLAMA_8B], [r.VERIFY], [90]), r.rows([r.GEMMA], [r.CHUNK], [100]), r.rows([r.QWEN3_14B], [r.TREE], [80])
-)))
+for shape, bucket, architecture in ((r.LLAMA_8B, r.VERIFY, 90), (r.GEMMA, r.CHUNK, 100), (r.QWEN3_14B, r.TREE, 80)):
+    print(r.table(r.rows([shape], [bucket], [architecture])))
 """
 SAME_CODE = """
 from rayspec.model.cuda import resources as r
@@ -45,23 +44,29 @@ def _python(*arguments: str) -> list[str]:
 
 
 def _spills(table: list[str]) -> list[str]:
-    """Rows of a table whose kernels use the stack or do not fit."""
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table[2:]]
-    assert all(len(row) == 8 for row in rows)
-    return [" ".join(row) for row in rows if int(row[6]) != 0 or int(row[5]) > 255 or int(row[7]) > 100]
+    """Rows of a table whose kernels use the stack, or more shared memory than small GPUs have."""
+    return [line for line in table[2:] for need in _needs(line) if need[0] > 255 or need[1] > 0 or need[2] > 99]
+
+
+def _needs(line: str) -> list[list[int]]:
+    """Registers, stack and shared memory for each GPU."""
+    return [[int(number) for number in cell.split(",")] for cell in line.strip("|").split("|")[4:]]
 
 
 def test_kernels_compile_and_do_not_spill() -> None:
-    table = _python("-c", FEW)
-    assert len(table) == 2 + 5 + 4 + 5, "two lines of heads; a chunk has no splits to merge"
-    assert not _spills(table)
+    lines = _python("-c", FEW)
+    assert len(lines) == 2 + 5 + 2 + 4 + 2 + 5, "five kernels; a chunk has no splits to merge"
+    for first, end in ((0, 7), (7, 13), (13, 20)):
+        assert not _spills(lines[first:end])
 
 
 @pytest.mark.exhaustive
 def test_the_table_of_the_documentation_is_what_the_compiler_says() -> None:
+    text = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    if f"triton {metadata.version('triton')}" not in text:
+        pytest.skip("the table is of another version of triton")
     table = _python("-m", "rayspec.model.cuda.resources")
     assert not _spills(table)
-    text = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
     assert "\n".join(table) in text, "run `python -m rayspec.model.cuda.resources` and put its table there"
 
 
