@@ -20,9 +20,10 @@ from tests.engines import RandomPlans, complete, engine_with, step_buffers, toke
 from tests.families import FAMILIES, MATRIX, cases, checkpoint, operator_parts_of
 
 CPU = torch.device("cpu")
-NUM_SLOTS, MAX_PLACES = 4096, 1024
+NUM_SLOTS, MAX_PLACES = 8192, 1024
 # How many experts see a row is decided by the row.
 DYNAMIC = {"mixtral", "qwen3_moe"}
+_MAX_SEQUENCES = 8
 TREE = (-1, 0, 0, 1, 3)
 
 

@@ -51,7 +51,7 @@ def attend(
 ) -> Tensor:
     """Attention of ragged rows over pages. Returns [N, H, D], zeros for padding rows.
 
-    query: [N, H, D]. keys, values: [H_kv, S, D], the last stride 1. They hold the rows' own keys and values already, and
+    query: [N, H, D]. keys, values: [H_kv, S, D], last stride 1. They hold the rows' own keys and values already, and
     finite numbers in every place of a sequence; other slots may hold anything.
     page_table: int32 [R, P]; place p of sequence r is slot page_table[r, p // page_size] * page_size + p % page_size.
     row_starts: int32 [R + 1]; sequence r has the rows row_starts[r] .. row_starts[r + 1], none if they are equal. Rows

@@ -63,7 +63,7 @@ def test_ragged_rows_see_what_they_should(options: dict[str, Any], parents: tupl
 def test_splits_are_merged(window: int, parents: tuple[int, ...], dtype: torch.dtype) -> None:
     """Contexts that end in, at the edge of and behind the first of four splits of 256 places."""
     assert launches.choose_splits(num_kv_heads=2, max_rows=8, max_context=1024) == launches.Splits(4, 256)
-    lengths = [(255, 1), (256, 1), (900, 2), (3, 2)]
+    lengths = [(255, 1), (256, 1), (520, 2), (3, 2)]
     chains = [random_rows(context, rows, dtype=dtype) for context, rows in lengths]
     _agree([random_rows(253, 7, parents=parents, dtype=dtype), *chains], bucket=LONG, window=window)
 
@@ -121,7 +121,7 @@ def test_bits_are_the_same_in_any_company(
 ) -> None:
     """Verified together, decoded one by one, among others in any order, on other pages, with padding."""
     longest = 520 if bucket == LONG else 246
-    contexts = [(longest, 4), (50, 8), (longest // 2 - 5, 6), (7, 1)]
+    contexts = [(longest, 3), (50, 5), (longest // 2 - 5, 4), (7, 1)]
     sequences = [random_rows(context, rows, heads=heads, dtype=dtype) for context, rows in contexts]
     options: Any = {"bucket": bucket, "window": window}
     alone = [_attend([rows], **options) for rows in sequences]
