@@ -123,7 +123,7 @@ def engine_with(
     **options: Any,
 ) -> Engine:
     """An engine like `load_engine`'s over parts that are loaded already. No selector: plain decoding. is_static: passes
-    run in static buffers, as on a GPU."""
+    run in static buffers, and the host looks at drafts every few steps, as on a GPU."""
     config = EngineConfig(
         model="test", device="cpu", max_model_len=max_model_len, **({"kv_cache_tokens": 4096} | options)
     )
@@ -146,6 +146,7 @@ def engine_with(
         num_tap_tokens=config.num_tap_tokens,
         clock=clock,
     )
+    stages.head.draft_look_interval = 3 if is_static else 1
     return Engine(
         config,
         stages=wrap(stages),

@@ -54,8 +54,12 @@ class Committed:
 class Head:
     """Samplers of the open sequences, the rule of acceptance, and the target's own choice at tapped tokens.
 
-    logits: [1, N, hidden_size] before the final norm -> [N, V].
+    logits: [1, N, hidden_size] before the final norm -> [N, V]. draft_look_interval: how many tokens a draft may have
+    more than the host knows of; it must be 1 where the tokens are embedded elsewhere. drawn: those drawn last, int64
+    [S], on the device.
     """
+
+    drawn: Tensor | None = None
 
     def __init__(
         self,
@@ -65,7 +69,9 @@ class Head:
         device: torch.device,
         verification: Verification,
         num_taps: int,
+        draft_look_interval: int = 1,
     ) -> None:
+        self.draft_look_interval = draft_look_interval
         self.verification: Verification = verification
         self._logits = logits
         self._vocab_size = vocab_size
@@ -126,11 +132,9 @@ class Head:
             return verify_coupled(logits, rows)
         return verify_rejection(logits, rows, draft_logits)
 
-    def commit(
-        self, logits: Tensor, rows: Sequence[Rows], verdicts: Sequence[Verdict], finite: Sequence[bool]
-    ) -> list[Committed]:
+    def commit(self, logits: Tensor, rows: Sequence[Rows], verdicts: Sequence[Verdict]) -> list[Committed]:
         """Everything is computed before the first sampler moves on."""
-        are_finite = [all(finite[row.start : row.end]) for row in rows]
+        are_finite = [verdict.is_finite for verdict in verdicts]
         logprobs = _logprobs(logits, rows, verdicts, are_finite)
         for row, verdict, is_finite in zip(rows, verdicts, are_finite, strict=True):
             if is_finite:

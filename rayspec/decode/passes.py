@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rayspec.decode.noise import integers
 from rayspec.decode.plan_search import PlanSearch, TappedToken
 from rayspec.decode.runner import Batch, Runner
 from rayspec.decode.scheduler import Move
@@ -36,7 +37,8 @@ class Merge:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
     """One forward over packed rows: `token_ids` enter at the embedding as `rows`. It says all there is to know, so a
-    stage needs no memory of the sequences it serves: positions ride with the rows.
+    stage needs no memory of the sequences it serves: positions ride with the rows. Empty `token_ids` stand for tokens
+    that were drawn in this process and are still on the device.
 
     round_id: whose saved rows are meant. keep: flag per sublayer of the whole model; None runs all. save_at: the states
     before that sublayer are saved for a later pass of the round; 0 saves nothing. taps: of these rows (row r is the
@@ -70,13 +72,14 @@ class SpanRunner:
         self._taps: dict[TappedToken, Tensor] = {}
 
     @torch.inference_mode()
-    def run(self, work: Pass, hidden: Tensor | None = None) -> Tensor:
-        """hidden: [1, N, hidden_size] from the span before; None at the embedding. Returns the states after the span,
-        [1, N', hidden_size], where N' differs from N if rows are merged here."""
+    def run(self, work: Pass, hidden: Tensor | None = None, *, drawn: Tensor | None = None) -> Tensor:
+        """hidden: [1, N, hidden_size] from the span before; None at the embedding. drawn: the tokens, int64 [N], of a
+        pass without `token_ids`. Returns the states after the span, [1, N', hidden_size], where N' differs from N if
+        rows are merged here."""
         runner = self.runner
         cut = work.merge.at if work.merge else work.save_at
         is_merged = work.merge is not None and work.merge.at <= runner.first_sublayer
-        batch = self._batch(work, work.merge.rows if is_merged and work.merge else work.rows)
+        batch = self._batch(work, work.merge.rows if is_merged and work.merge else work.rows, drawn)
         if hidden is None:
             hidden = runner.embed(batch)
         if not runner.first_sublayer < cut <= runner.end_sublayer:
@@ -86,7 +89,7 @@ class SpanRunner:
             self._save(work.round_id, hidden)
         else:
             hidden = self._merge(work.round_id, work.merge, hidden)
-            batch = self._batch(work, work.merge.rows)
+            batch = self._batch(work, work.merge.rows, None)
         return self._through(work, batch, hidden, cut, runner.end_sublayer)
 
     @torch.inference_mode()
@@ -108,8 +111,9 @@ class SpanRunner:
         rows = [RowSpan(runs, token.position, 1) for runs, token in zip(places, tokens, strict=True)]
         return PlanSearch(self.runner, states, rows, next_tokens)
 
-    def _batch(self, work: Pass, rows: Sequence[RowSpan]) -> Batch:
-        token_ids = work.token_ids if rows is work.rows else ()
+    def _batch(self, work: Pass, rows: Sequence[RowSpan], drawn: Tensor | None) -> Batch:
+        own = work.token_ids if drawn is None else drawn
+        token_ids = own if rows is work.rows else ()
         return self.runner.batch(rows, token_ids=token_ids, fixed_shape=work.fixed_shape)
 
     def _through(self, work: Pass, batch: Batch, hidden: Tensor, begin: int, end: int) -> Tensor:
@@ -125,7 +129,7 @@ class SpanRunner:
         return out
 
     def _keep_taps(self, work: Pass, boundaries: Sequence[Tensor]) -> None:
-        rows = torch.tensor([row for row, _ in work.taps], device=self.runner.device)
+        rows = integers([row for row, _ in work.taps], self.runner.device)
         states = torch.stack([boundary[0, rows] for boundary in boundaries])
         for at, (_, token) in enumerate(work.taps):
             self._taps.pop(token, None)
@@ -140,4 +144,4 @@ class SpanRunner:
 
     def _merge(self, round_id: int, merge: Merge, hidden: Tensor) -> Tensor:
         rows = torch.cat([*self._saved.pop(round_id), hidden], 1)
-        return rows[:, torch.tensor(merge.order, device=hidden.device)]
+        return rows[:, integers(merge.order, hidden.device)]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rayspec.decode.drafting.skip_draft import (
+    DROPPED,
     Draft,
     KeepDrafting,
     RoundEntry,
@@ -23,12 +24,13 @@ from rayspec.decode.drafting.skip_draft import (
     drafting_entries,
 )
 from rayspec.decode.head import Committed, Head
+from rayspec.decode.noise import integers
 from rayspec.decode.passes import Merge, Pass
 from rayspec.decode.plan_search import TappedToken
-from rayspec.decode.sampling import Rows, finite_rows, target_tokens
+from rayspec.decode.sampling import Rows
 from rayspec.decode.scheduler import Chunk
 from rayspec.decode.stopwatch import Stopwatch, queued_s, seconds
-from rayspec.decode.verify import Verdict
+from rayspec.decode.verify import verify_coupled
 from rayspec.model.rows import RowSpan
 from rayspec.types import Plan
 
@@ -119,7 +121,7 @@ def script(work: Work, head: Head, stopwatch: Stopwatch) -> Generator[Pass, Tens
 def _prefill(work: Prefill, head: Head) -> Generator[Pass, Tensor, PrefillResult]:
     hidden = yield _prefill_pass(work)
     last_rows = _last_rows(work.chunks, 0)
-    logits = head.logits(hidden[:, last_rows]) if last_rows else hidden.new_zeros(0, 0)
+    logits = head.logits(hidden[:, integers(last_rows, hidden.device)]) if last_rows else hidden.new_zeros(0, 0)
     return PrefillResult(_chosen(head, work.chunks, logits))
 
 
@@ -135,8 +137,7 @@ def _chosen(head: Head, chunks: Sequence[Chunk], logits: Tensor) -> list[Committ
     if not sampling:
         return [None] * len(chunks)
     rows = [Rows(head.sampler(chunk.sequence_id), at, ()) for at, chunk in enumerate(sampling)]
-    verdicts = [Verdict(token_ids=[token], num_accepted=0) for token in target_tokens(logits, rows).tolist()]
-    committed = iter(head.commit(logits, rows, verdicts, finite_rows(logits).tolist()))
+    committed = iter(head.commit(logits, rows, verify_coupled(logits, rows)))
     return [next(committed) if chunk.sample else None for chunk in chunks]
 
 
@@ -146,19 +147,18 @@ def _round(work: Round, head: Head, stopwatch: Stopwatch) -> Generator[Pass, Ten
     drafted_at = stopwatch.mark()
     verify = _verify_pass(work, drafted.drafts, drafted.owners)
     logits, chunk_logits = yield from _logits(head, work, verify)
-    finite = finite_rows(logits).tolist()
-    if len(logits) > len(work.entries) and not all(finite):
-        # A drafted token may have done it, and its row spoils the others of its sequence: verify without drafts.
-        entries = [replace(entry, max_draft_tokens=0, looked_up=(), parents=(), num_probes=0) for entry in work.entries]
-        return (yield from _round(replace(work, entries=entries, num_taps=0), head, stopwatch))
-    head.note_taps(verify.taps, logits)
     rows, start = [], 0
     for entry, one in zip(work.entries, drafted.drafts, strict=True):
         rows.append(Rows(head.sampler(entry.sequence_id), start, one.token_ids, one.parents))
         start = rows[-1].end + entry.num_probes
     draft_logits = [torch.stack(logits) if logits else None for logits in drafted.logits]
     verdicts = head.accept(logits, rows, draft_logits)
-    committed = head.commit(logits, rows, verdicts, finite)
+    if len(logits) > len(work.entries) and not all(verdict.is_finite for verdict in verdicts):
+        # A drafted token may have done it, and its row spoils the others of its sequence: verify without drafts.
+        entries = [replace(entry, max_draft_tokens=0, looked_up=(), parents=(), num_probes=0) for entry in work.entries]
+        return (yield from _round(replace(work, entries=entries, num_taps=0), head, stopwatch))
+    head.note_taps(verify.taps, logits)
+    committed = head.commit(logits, rows, verdicts)
     ended = stopwatch.mark()
     verify_s = seconds(drafted_at, ended)
     prefill_s = verify_s * sum(chunk.rows.num_rows for chunk in work.chunks) / len(verify.token_ids)
@@ -184,7 +184,8 @@ def _logits(head: Head, work: Round, verify: Pass) -> Generator[Pass, Tensor, tu
         logits = head.logits(hidden)
         return logits, logits[:0]
     num_verified = hidden.shape[1] - sum(chunk.rows.num_rows for chunk in work.chunks)
-    logits = head.logits(hidden[:, [*range(num_verified), *_last_rows(work.chunks, num_verified)]])
+    wanted = integers([*range(num_verified), *_last_rows(work.chunks, num_verified)], hidden.device)
+    logits = head.logits(hidden[:, wanted])
     return logits[:num_verified], logits[num_verified:]
 
 
@@ -194,7 +195,7 @@ def _probed(logits: Tensor, rows: Sequence[Rows], entries: Sequence[RoundEntry])
         return [[] for _ in entries]
     pairs = list(zip(rows, entries, strict=True))
     probes = [at for row, entry in pairs for at in range(row.end, row.end + entry.num_probes)]
-    likeliest = iter(logits[probes].argmax(-1).tolist())
+    likeliest = iter(logits[integers(probes, logits.device)].argmax(-1).tolist())
     return [list(itertools.islice(likeliest, entry.num_probes)) for entry in entries]
 
 
@@ -258,7 +259,8 @@ def _merged_order(owners: Sequence[int], num_left: Sequence[int]) -> list[int]:
     """Saved rows, and the rows that are left of each entry, put entry by entry; the chunks are the last."""
     rows_of: list[list[int]] = [[] for _ in num_left]
     for row, owner in enumerate(owners):
-        rows_of[owner].append(row)
+        if owner != DROPPED:
+            rows_of[owner].append(row)
     first = len(owners)
     for rows, count in zip(rows_of, num_left, strict=True):
         rows.extend(range(first, first + count))

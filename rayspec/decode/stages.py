@@ -23,6 +23,9 @@ from rayspec.types import OutOfMemoryError, RayspecError
 
 T = TypeVar("T")
 
+# Draft steps between two looks at what was drawn: a look waits for the device.
+_DRAFT_LOOK_INTERVAL = {"cuda": 4}
+
 
 class StagesReplacedError(RayspecError):
     """The stages have lost what they held and are ready again: all work in flight is void, no sequence is open, the
@@ -116,6 +119,7 @@ class LocalStages:
             device=runner.device,
             verification=verification,
             num_taps=num_tap_tokens,
+            draft_look_interval=_DRAFT_LOOK_INTERVAL.get(runner.device.type, 1),
         )
 
     @property
@@ -161,7 +165,7 @@ class LocalStages:
         try:
             one = next(passes)
             while True:
-                one = passes.send(self.span.run(one))
+                one = passes.send(self.span.run(one, drawn=None if one.token_ids else self.head.drawn))
         except StopIteration as end:
             result: Result = end.value
             return result

@@ -32,24 +32,26 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from rayspec.decode.noise import Stream, gumbel, integers, uniform
 from rayspec.decode.processing import check_tokens
-from rayspec.decode.sampling import Rows, processed_logits, target_tokens
+from rayspec.decode.sampling import Rows, finite_rows, processed_logits, target_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What to commit for one sequence: the accepted draft tokens, then one recovered or bonus token. path: the rows of
-    the accepted tokens where they are not the first rows after the sequence's own."""
+    the accepted tokens where they are not the first rows after the sequence's own. is_finite: False where the logits
+    of its rows cannot be sampled from, and the tokens are void."""
 
     token_ids: list[int]
     num_accepted: int
     path: tuple[int, ...] = ()
+    is_finite: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +78,12 @@ class RejectionBatch:
 
 def verify_coupled(logits: Tensor, rows: Sequence[Rows]) -> list[Verdict]:
     """Verdicts by the coupled rule from raw target logits [N, V], greedy and sampled alike; pending holds the draft.
-    One copy to the host: the target's tokens."""
-    tokens = target_tokens(logits, rows).tolist()
-    return [_agreement(row, tokens[row.start : row.end]) for row in rows]
+    One copy to the host: the target's tokens, and which rows can be sampled from."""
+    tokens, finite = torch.stack((target_tokens(logits, rows), finite_rows(logits))).tolist()
+    return [
+        replace(_agreement(row, tokens[row.start : row.end]), is_finite=all(finite[row.start : row.end]))
+        for row in rows
+    ]
 
 
 def verify_rejection(logits: Tensor, rows: Sequence[Rows], draft_logits: Sequence[Tensor | None]) -> list[Verdict]:
@@ -103,10 +108,11 @@ def verify_rejection(logits: Tensor, rows: Sequence[Rows], draft_logits: Sequenc
         return [next(compared if exact else drawn) for exact in is_compared]
     chains = [row.main_chain if row.parents else row for row in rows]
     accepted, last = decide(_packed(logits, chains, draft_logits))
-    decided = torch.stack((accepted, last)).tolist()
+    decided = torch.cat((accepted, last, finite_rows(logits))).tolist()
+    num_accepted, tokens, finite = decided[: len(rows)], decided[len(rows) : 2 * len(rows)], decided[2 * len(rows) :]
     return [
-        Verdict([*row.pending[:num_accepted], token], num_accepted)
-        for row, num_accepted, token in zip(chains, *decided, strict=True)
+        Verdict([*chain.pending[:count], token], count, is_finite=all(finite[row.start : row.end]))
+        for row, chain, count, token in zip(rows, chains, num_accepted, tokens, strict=True)
     ]
 
 

@@ -36,7 +36,7 @@ class LeadingSpan(SpanRunner):
         self._epoch = epoch
         self.announce = announce
 
-    def run(self, work: Pass, hidden: Tensor | None = None) -> Tensor:
+    def run(self, work: Pass, hidden: Tensor | None = None, *, drawn: Tensor | None = None) -> Tensor:
         self.announce(Follow(epoch=self._epoch(), work=work, shape=() if hidden is None else tuple(hidden.shape)))
         try:
             return super().run(work, None if hidden is None else _shared(hidden))

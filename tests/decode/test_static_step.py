@@ -12,12 +12,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from rayspec.config import SamplingParams
 from rayspec.decode.runner import Batch, Runner
+from rayspec.decode.stages import LocalStages
 from rayspec.model.kv_arena import PAGE_SIZE, KVArena
 from rayspec.model.rows import RowSpan, Runs, runs_of_pages
 from rayspec.model.static_rows import Filling
-from tests.engines import RandomPlans, complete, engine_with, step_buffers, tokens_of
-from tests.families import FAMILIES, MATRIX, cases, checkpoint, operator_parts_of
+from rayspec.types import Plan
+from tests.engines import GREEDY, RandomPlans, complete, engine_with, requests_for, step_buffers, tokens_of
+from tests.families import FAMILIES, MATRIX, cases, checkpoint, operator_parts_of, parts_of
 
 CPU = torch.device("cpu")
 NUM_SLOTS, MAX_PLACES = 8192, 1024
@@ -164,3 +167,57 @@ def test_launches_that_depend_on_the_context_are_found() -> None:
         for context in (6, 7)
     ]
     assert found[0] != found[1]
+
+
+@pytest.mark.parametrize("verification", ["coupled", "rejection"])
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=1.0, seed=5, max_tokens=24)])
+def test_texts_and_drafts_do_not_depend_on_how_often_the_host_looks(verification: str, params: SamplingParams) -> None:
+    parts, known = operator_parts_of(checkpoint("llama")), cases(checkpoint("llama"), (1, 80, 37, 3), 24)
+    found = []
+    for interval in (1, 2, 5):
+        engine = engine_with(
+            parts, RandomPlans(7, len(parts.sublayers)), verification=verification, max_num_seqs=4,
+            max_num_batched_tokens=512, is_static=True,
+        )  # fmt: skip
+        assert isinstance(engine.stages, LocalStages)
+        engine.stages.head.draft_look_interval = interval
+        texts = tokens_of(complete(engine, known.prompts, params))
+        stats = engine.stats
+        found.append((texts, stats.num_rounds, stats.num_draft_tokens, stats.num_accepted_tokens))
+    assert found[0] == found[1] == found[2]
+    assert found[0][2] > 0
+
+
+class _Looks:
+    """How often the host asks for numbers of the device."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num = 0
+        for name in ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero"):
+            monkeypatch.setattr(Tensor, name, self._counting(getattr(Tensor, name)))
+
+    def _counting(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any, **options: Any) -> Any:
+            self.num += 1
+            return method(*arguments, **options)
+
+        return counted
+
+
+@pytest.mark.parametrize(("num_draft_tokens", "expected"), [(0, 1), (3, 2), (6, 3)])
+def test_the_host_looks_once_a_round_and_once_for_three_drafted_tokens(
+    num_draft_tokens: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, known = parts_of(checkpoint("llama")), cases(checkpoint("llama"), (1, 80, 37, 3), 24)
+    keep = (True,) * len(parts.sublayers)
+    plan = Plan(keep=keep, num_draft_tokens=num_draft_tokens, source="test") if num_draft_tokens else None
+    engine = engine_with(parts, plan, max_num_seqs=4, max_num_batched_tokens=512, is_static=True)
+    assert isinstance(engine.stages, LocalStages)
+    engine.stages.runner._buffers = None  # whose CPU reference looks at everything
+    for request in requests_for(known.prompts, GREEDY):
+        engine.add(request)
+    engine.step()
+    looks, before = _Looks(monkeypatch), engine.stats.num_rounds
+    engine.step()
+    assert engine.stats.num_rounds == before + 4
+    assert looks.num == expected

@@ -24,6 +24,9 @@ from rayspec.types import Plan
 # else: where the head is in another process, a copy of the rule travels there.
 KeepDrafting = Callable[[Sequence[Sequence[float]]], Sequence[bool]]
 
+# The owner of a saved row whose token was drawn after its draft's end.
+DROPPED = -1
+
 # Above these confidences a drafted token is one of `Plan.tree_widths[0]`, [1], [2] alternatives; else of [3] (SWIFT's).
 SURENESS = (0.95, 0.8, 0.5)
 
@@ -91,7 +94,7 @@ class Draft:
 
 @dataclass(slots=True)
 class DraftRound:
-    """Drafts by entry. Where rows are saved for verify, the r-th saved row is one of entry `owners[r]`.
+    """Drafts by entry. Where rows are saved for verify, the r-th saved row is one of entry `owners[r]`, or DROPPED.
 
     logits: processed, of each entry's tokens that the model has drafted, [V] each; kept for rejection only.
     """
@@ -109,13 +112,16 @@ def draft_pass(
     active: Sequence[int],
     plan: Plan,
     save_at: int,
+    *,
+    ahead: int = 0,
 ) -> Pass:
-    """The next step of the active entries' drafts: one row each."""
+    """The next step of the active entries' drafts: one row each. ahead: of what the host knows, by so many tokens; the
+    last ones are still on the device."""
     chosen = [(entries[index], drafts[index].token_ids) for index in active]
     return Pass(
         round_id=round_id,
-        token_ids=[tokens[-1] if tokens else entry.last_token for entry, tokens in chosen],
-        rows=[RowSpan(entry.runs, entry.length - 1 + len(tokens), 1) for entry, tokens in chosen],
+        token_ids=[] if ahead else [tokens[-1] if tokens else entry.last_token for entry, tokens in chosen],
+        rows=[RowSpan(entry.runs, entry.length - 1 + len(tokens) + ahead, 1) for entry, tokens in chosen],
         keep=plan.keep,
         save_at=save_at,
     )
@@ -138,31 +144,27 @@ def draft(
     what follows is looked up. What was looked up before is a draft already.
 
     Yields passes and is sent the states before the head. Keys and values of drafted rows go to the positions that
-    verify overwrites. One host synchronisation a step.
+    verify overwrites. One host synchronisation for every few steps, as the head says: rules are applied step by step
+    when the host has looked, and what was drawn after a draft's end is dropped.
     """
     result = DraftRound([entry.draft() for entry in entries], [[] for _ in entries])
     siblings: list[list[list[int]]] = [[] for _ in entries]  # of each entry's drafted tokens
     active = drafting_entries(entries)
     while active:
-        logits = head.logits((yield draft_pass(round_id, entries, result.drafts, active, plan, save_at)))
-        result.owners.extend(active)
-        result.num_steps += 1
-        drafts = [result.drafts[index] for index in active]
-        rows = [
-            Rows(head.sampler(entries[index].sequence_id), at, one.token_ids)
-            for at, (index, one) in enumerate(zip(active, drafts, strict=True))
-        ]
-        drawn = draft_tokens(logits, rows, head.verification, num_ranked=max(plan.tree_widths, default=0))
-        ranked = _append(drafts, drawn)
-        if drawn.logits is not None:
-            for index, row in zip(active, drawn.logits, strict=True):
-                result.logits[index].append(row)
-        for index, best in zip(active, ranked, strict=True):
-            siblings[index].append(best)
-        active = _unfinished(active, entries, result.drafts)
-        if isinstance(keep_drafting, DraftUntilFound):
-            active = _look_up(head, active, entries, result.drafts, keep_drafting)
-        active = _worth_drafting(active, result.drafts, keep_drafting)
+        drawing = list(active)
+        steps = yield from _drawn(head, round_id, entries, result.drafts, drawing, plan, save_at)
+        for step, table in zip(steps, _tables(steps), strict=True):
+            result.num_steps += 1
+            result.owners.extend(index if index in active else DROPPED for index in drawing)
+            for at, index in enumerate(drawing):
+                if index in active:
+                    siblings[index].append(_append(result.drafts[index], table[at]))
+                    if step.logits is not None:
+                        result.logits[index].append(step.logits[at])
+            active = _unfinished(active, entries, result.drafts)
+            if isinstance(keep_drafting, DraftUntilFound):
+                active = _look_up(head, active, entries, result.drafts, keep_drafting)
+            active = _worth_drafting(active, result.drafts, keep_drafting)
     if plan.tree_widths:
         for entry, one, others in zip(entries, result.drafts, siblings, strict=True):
             if others and (head.verification == "coupled" or head.sampler(entry.sequence_id).greedy):
@@ -170,17 +172,56 @@ def draft(
     return result
 
 
-def _append(drafts: Sequence[Draft], drawn: Drafts) -> list[list[int]]:
-    """Returns the ranked tokens of each draft, if any."""
-    table = torch.stack([drawn.token_ids.double(), drawn.confidence.double()], 1)
-    if drawn.ranked is not None:
-        table = torch.cat([table, drawn.ranked.double()], 1)
-    ranked = []
-    for one, (token, sure, *best) in zip(drafts, table.tolist(), strict=True):
-        one.token_ids.append(int(token))
-        one.confidences.append(sure)
-        ranked.append([int(other) for other in best])
-    return ranked
+def _drawn(
+    head: Head,
+    round_id: int,
+    entries: Sequence[RoundEntry],
+    drafts: Sequence[Draft],
+    active: Sequence[int],
+    plan: Plan,
+    save_at: int,
+) -> Generator[Pass, Tensor, list[Drafts]]:
+    """The next tokens of the active entries, as many steps as the host need not look. All is on the device."""
+    steps: list[Drafts] = []
+    for ahead in range(_num_unseen(head, entries, drafts, active)):
+        logits = head.logits((yield draft_pass(round_id, entries, drafts, active, plan, save_at, ahead=ahead)))
+        rows = [
+            # Nobody reads the tokens that are not known yet; their number counts.
+            Rows(head.sampler(entries[index].sequence_id), at, [*drafts[index].token_ids, *[0] * ahead])
+            for at, index in enumerate(active)
+        ]
+        steps.append(draft_tokens(logits, rows, head.verification, num_ranked=max(plan.tree_widths, default=0)))
+        head.drawn = steps[-1].token_ids
+    return steps
+
+
+def _num_unseen(head: Head, entries: Sequence[RoundEntry], drafts: Sequence[Draft], active: Sequence[int]) -> int:
+    """Steps until the host must look: at the latest when a draft has its length."""
+    if any(head.sampler(entries[index].sequence_id).reads_history for index in active):
+        return 1
+    return min(
+        head.draft_look_interval,
+        *(entries[index].max_draft_tokens - len(drafts[index].token_ids) for index in active),
+    )
+
+
+def _tables(steps: Sequence[Drafts]) -> list[list[list[float]]]:
+    """By step and entry: the token, its confidence, and the ranked tokens, if any. One copy to the host."""
+    columns = [
+        [step.token_ids.double()[:, None], step.confidence.double()[:, None]]
+        + ([] if step.ranked is None else [step.ranked.double()])
+        for step in steps
+    ]
+    tables: list[list[list[float]]] = torch.stack([torch.cat(each, 1) for each in columns]).tolist()
+    return tables
+
+
+def _append(draft: Draft, row: Sequence[float]) -> list[int]:
+    """row: of a table. Returns the ranked tokens, if any."""
+    token, sure, *ranked = row
+    draft.token_ids.append(int(token))
+    draft.confidences.append(sure)
+    return [int(other) for other in ranked]
 
 
 def _siblings(chain: Draft, ranked: Sequence[Sequence[int]], widths: Sequence[int], max_tokens: int) -> list[list[int]]:
