@@ -11,13 +11,13 @@ from rayspec.config import EngineConfig
 from rayspec.decode.engine import Engine
 from rayspec.decode.loading import (
     affordable_slots,
-    bucket_rows,
     load_weights,
     make_buffers,
     make_scheduler,
     num_spare_slots,
     offload_weights,
     resolve_max_model_len,
+    row_counts,
 )
 from rayspec.decode.profile import load_or_measure
 from rayspec.decode.requests import Vocabulary
@@ -80,10 +80,10 @@ def _local_engine(
     num_slots = whole_pages(
         config.kv_cache_tokens or min(config.max_num_seqs * max_model_len, affordable_slots(parts, device))
     )
-    rows = bucket_rows(parts) if config.deterministic else None
-    arena = KVArena(parts.shapes, num_slots, dtype=parts.dtype, device=device, num_spare=num_spare_slots(config, parts))
+    counts = row_counts(config, parts)
+    arena = KVArena(parts.shapes, num_slots, dtype=parts.dtype, device=device, num_spare=num_spare_slots(counts))
     buffers = make_buffers(config, parts, arena, max_model_len)
-    runner = Runner(parts, arena, device=device, bucket_rows=rows, buffers=buffers)
+    runner = Runner(parts, arena, device=device, row_counts=counts, buffers=buffers)
     latency = None
     if needs_latency(config):
         latency = load_or_measure(runner, config.profile_cache, offloaded=offloaded, remeasure=config.remeasure)

@@ -27,11 +27,11 @@ from rayspec.decode.stages import LocalStages, Stages
 from rayspec.decode.stopwatch import Stopwatch
 from rayspec.model.architecture import Decomposition
 from rayspec.model.kv_arena import KVArena
+from rayspec.model.row_counts import FIXED
 from rayspec.model.static_rows import StepBuffers
 from rayspec.types import Plan, PlanRecord, Request, RequestOutput, no_draft
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
-BUCKET_ROWS = 8
 
 
 def random_plan(rng: random.Random, num_sublayers: int, max_draft_tokens: int) -> Plan:
@@ -133,14 +133,16 @@ def engine_with(
     elif isinstance(selector, Plan):
         selector = FixedPlan(selector)
     assert config.kv_cache_tokens is not None
-    bucket_rows = BUCKET_ROWS if config.deterministic else None
+    counts = FIXED if config.deterministic else None
     device, weight = torch.device("cpu"), parts.final_norm.weight
     assert isinstance(weight, torch.Tensor)
-    arena = KVArena(parts.shapes, config.kv_cache_tokens, dtype=weight.dtype, device=device, num_spare=bucket_rows or 1)
+    arena = KVArena(
+        parts.shapes, config.kv_cache_tokens, dtype=weight.dtype, device=device, num_spare=counts.least if counts else 1
+    )
     buffers = step_buffers(parts, arena, max_places=max_model_len + 64) if is_static else None
     vocab_size = int(parts.config.get_text_config().vocab_size)
     stages = LocalStages(
-        Runner(parts, arena, device=device, bucket_rows=bucket_rows, buffers=buffers),
+        Runner(parts, arena, device=device, row_counts=counts, buffers=buffers),
         vocab_size=vocab_size,
         verification=verification,  # type: ignore[arg-type]
         num_tap_tokens=config.num_tap_tokens,

@@ -16,14 +16,13 @@ from rayspec.model.bodies import has_operators
 from rayspec.model.buckets import MAX_TREE_ROWS, padded_rows, padded_sequences
 from rayspec.model.kv_arena import KVArena, bytes_per_slot
 from rayspec.model.offload import OffloadedWeights, offload
+from rayspec.model.row_counts import FIXED, SINGLE_ROWS, RowCounts, has_experts, independent_row_counts
 from rayspec.model.static_rows import StepBuffers
 from rayspec.model.weights import load_model, num_layers, resolve_device
 from rayspec.types import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 
-# Rows of every decode pass in deterministic mode.
-_BUCKET_ROWS = 8
 _DEFAULT_MODEL_LEN = 4096
 # Of the memory that is free once the model is loaded; a CPU is shared with others.
 _MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.8}
@@ -67,9 +66,14 @@ def least_needed(parts: Decomposition, share: float) -> list[int]:
     return sorted(chosen)
 
 
-def bucket_rows(parts: Decomposition) -> int:
-    """Experts see as many rows as choose them: in a mixture of experts only single rows have a fixed shape."""
-    return 1 if any(hasattr(sublayer.block, "experts") for sublayer in parts.sublayers) else _BUCKET_ROWS
+def row_counts(config: EngineConfig, parts: Decomposition) -> RowCounts | None:
+    """Of decode passes in deterministic mode. Ranks of a stage do the same without asking the kernels."""
+    if not config.deterministic:
+        return None
+    if has_experts(parts):
+        return SINGLE_ROWS
+    is_split = config.parallel is not None and config.parallel.tensor > 1
+    return FIXED if is_split else independent_row_counts(parts)
 
 
 def make_scheduler(config: EngineConfig, num_slots: int, num_cohorts: int = 1) -> Scheduler:
@@ -102,9 +106,9 @@ def make_buffers(config: EngineConfig, parts: Decomposition, arena: KVArena, max
     )
 
 
-def num_spare_slots(config: EngineConfig, parts: Decomposition) -> int:
+def num_spare_slots(counts: RowCounts | None) -> int:
     """For what padding rows write."""
-    return bucket_rows(parts) if config.deterministic else 1
+    return 1 if counts is None else counts.least
 
 
 def resolve_max_model_len(config: EngineConfig, model: PretrainedConfig) -> int:

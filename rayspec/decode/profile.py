@@ -74,7 +74,7 @@ def profile_key(runner: Runner) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
         "host": platform.node(),
         "num_threads": torch.get_num_threads() if device.type == "cpu" else 0,
-        "bucket_rows": runner.bucket_rows,
+        "row_counts": str(runner.row_counts),
         "fused": [sublayer.index for sublayer in runner.parts.sublayers if sublayer.body is not None],
         "torch": torch.__version__,
         "transformers": transformers.__version__,

@@ -1,4 +1,4 @@
-"""Runs packed rows through spans of sublayers: in one batch; when deterministic, in buckets of one fixed shape; on a
+"""Runs packed rows through spans of sublayers: in one batch; when deterministic, in numbers that do not matter; on a
 device that wants static shapes, in the buffers of a bucket."""
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from rayspec.model.architecture import Decomposition
 from rayspec.model.attention import PackedRows, Rows, pack
 from rayspec.model.buckets import bucket_of
 from rayspec.model.kv_arena import KVArena
+from rayspec.model.row_counts import RowCounts
 from rayspec.model.rows import Path, RowSpan
 from rayspec.model.static_rows import Filling, StaticRows, StepBuffers
 from rayspec.model.sublayers import Tap, run
@@ -36,8 +37,8 @@ class Batch:
 
 
 class Runner:
-    """The model of this process with its arena. `bucket_rows` fixes the shape of decode passes: every kernel then sees
-    the same number of rows, whatever the plan and the batch, and each row attends by itself.
+    """The model of this process with its arena. `row_counts`: of decode passes; each row then attends by itself, and
+    has the same bits whatever the plan and the batch.
 
     buffers: passes that fit run in them, as launches that depend on their bucket only. The hidden states that a run
     returns then lie in a buffer until the next batch is embedded or run; where the head is not here, they are a copy.
@@ -49,13 +50,13 @@ class Runner:
         arena: KVArena,
         *,
         device: torch.device,
-        bucket_rows: int | None,
+        row_counts: RowCounts | None,
         buffers: StepBuffers | None = None,
     ) -> None:
         self.parts = parts
         self.arena = arena
         self.device = device
-        self.bucket_rows = bucket_rows
+        self.row_counts = row_counts
         self._buffers = buffers
         self._like_hidden = torch.zeros(1, 1, 1, dtype=parts.dtype, device=device)
 
@@ -74,7 +75,7 @@ class Runner:
         filling = self._filling(spans, token_ids)
         if filling is not None:
             return Batch(((filling.num_rows, filling),), token_ids)
-        packs = self._packed(spans, self.bucket_rows if fixed_shape else None)
+        packs = self._packed(spans, self.row_counts if fixed_shape else None)
         for rows in packs:
             self.parts.rotate(self._like_hidden, rows)
         return Batch(tuple((sum(span.num_rows for span in rows.spans), rows) for rows in packs), token_ids)
@@ -117,21 +118,22 @@ class Runner:
         padded = self._buffers.padded(hidden) if self._buffers is not None else None
         if padded is not None:
             return self.parts.head(padded)[:num_rows]
-        size = self.bucket_rows or num_rows
-        pieces = [self.parts.head(_pad_rows(hidden[:, at : at + size], size)) for at in range(0, num_rows, size)]
+        counts = self.row_counts or RowCounts(num_rows, max(num_rows, 1))
+        pieces = [
+            self.parts.head(_pad_rows(hidden[:, at : at + counts.most], counts.least))
+            for at in range(0, num_rows, counts.most)
+        ]
         return _joined(pieces, 0)[:num_rows]
 
-    def _packed(self, spans: Sequence[RowSpan], size: int | None) -> list[PackedRows]:
-        if size is None:
-            return [pack(self.arena, spans, device=self.device, by_run=self.bucket_rows is None)]
+    def _packed(self, spans: Sequence[RowSpan], counts: RowCounts | None) -> list[PackedRows]:
+        if counts is None:
+            return [pack(self.arena, spans, device=self.device, by_run=self.row_counts is None)]
         single, paths = _row_by_row(spans)
+        chosen = [slice(at, at + counts.most) for at in range(0, len(single), counts.most)]
         return [
-            pack(
-                self.arena, single[at : at + size], pad_to=size, device=self.device, paths=paths[at : at + size],
-                by_run=False,
-            )
-            for at in range(0, len(single), size)
-        ]  # fmt: skip
+            pack(self.arena, single[here], pad_to=counts.least, device=self.device, paths=paths[here], by_run=False)
+            for here in chosen
+        ]
 
     def _filling(self, spans: Sequence[RowSpan], token_ids: TokenIds) -> Filling | None:
         """None where the rows do not run in the buffers."""

@@ -17,13 +17,13 @@ from rayspec.config import EngineConfig
 from rayspec.decode.head import Head
 from rayspec.decode.loading import (
     affordable_slots,
-    bucket_rows,
     free_bytes,
     load_weights,
     make_buffers,
     num_spare_slots,
     offload_weights,
     resolve_max_model_len,
+    row_counts,
 )
 from rayspec.decode.passes import SpanRunner
 from rayspec.decode.profile import measurements
@@ -32,6 +32,7 @@ from rayspec.errors import TransportError
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.bodies import fuse
 from rayspec.model.kv_arena import KVArena
+from rayspec.model.row_counts import RowCounts
 from rayspec.model.weights import resolve_device
 from rayspec.pipeline.messages import (
     Begin,
@@ -254,12 +255,12 @@ class Shard:
 
     def _make_span(self, num_slots: int, post: Post) -> SpanRunner:
         spec = self._spec
-        rows = bucket_rows(self._parts) if spec.config.deterministic else None
-        num_spare = num_spare_slots(spec.config, self._parts)
+        counts = row_counts(spec.config, self._parts)
+        num_spare = num_spare_slots(counts)
         arena = KVArena(
             self._parts.shapes, num_slots, dtype=self._parts.dtype, device=self._device, num_spare=num_spare
         )
-        runner = self._make_runner(arena, rows)
+        runner = self._make_runner(arena, counts)
         if spec.num_ranks == 1 or spec.rank > 0:
             return SpanRunner(runner, num_taps=_num_taps(spec.config))
         followers = [rank_name(spec.stage, rank) for rank in range(1, spec.num_ranks)]
@@ -270,10 +271,10 @@ class Shard:
 
         return LeadingSpan(runner, num_taps=_num_taps(self._spec.config), epoch=lambda: post.epoch, announce=announce)
 
-    def _make_runner(self, arena: KVArena, rows: int | None) -> Runner:
+    def _make_runner(self, arena: KVArena, counts: RowCounts | None) -> Runner:
         config = self._spec.config
         buffers = make_buffers(config, self._parts, arena, resolve_max_model_len(config, self._parts.config))
-        return Runner(self._parts, arena, device=self._device, bucket_rows=rows, buffers=buffers)
+        return Runner(self._parts, arena, device=self._device, row_counts=counts, buffers=buffers)
 
     def _make_worker(self, span: SpanRunner) -> StageWorker:
         spec = self._spec

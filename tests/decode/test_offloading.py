@@ -205,7 +205,7 @@ def _span(asked: EngineConfig, layers: range, *, offload: bool = False) -> tuple
 @torch.inference_mode()
 def _through(parts: Decomposition) -> torch.Tensor:
     arena = KVArena(parts.shapes, 16, dtype=parts.dtype, device=torch.device("cpu"))
-    runner = Runner(parts, arena, device=torch.device("cpu"), bucket_rows=None)
+    runner = Runner(parts, arena, device=torch.device("cpu"), row_counts=None)
     states = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(0))
     return runner.run(runner.batch([RowSpan(one_run(0, 1000), 0, 5)]), states)
 

@@ -15,16 +15,21 @@ from rayspec.decode.profile import load_or_measure, measure, measurements, profi
 from rayspec.decode.runner import Runner
 from rayspec.model.architecture import Decomposition
 from rayspec.model.kv_arena import KVArena
+from rayspec.model.row_counts import RowCounts
 from rayspec.planning.latency import LatencyModel
 from tests.families import checkpoint, parts_of
 
 CPU = torch.device("cpu")
 
 
+def _counts(bucket_rows: int | None) -> RowCounts | None:
+    return RowCounts(bucket_rows, bucket_rows) if bucket_rows else None
+
+
 def _runner(parts: Decomposition, num_slots: int = 1200, bucket_rows: int | None = None) -> Runner:
     dtype: Any = parts.final_norm.weight.dtype
     arena = KVArena(parts.shapes, num_slots, dtype=dtype, device=CPU, num_spare=bucket_rows or 0)
-    return Runner(parts, arena, device=CPU, bucket_rows=bucket_rows)
+    return Runner(parts, arena, device=CPU, row_counts=_counts(bucket_rows))
 
 
 @pytest.fixture(scope="module")

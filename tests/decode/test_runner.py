@@ -7,6 +7,7 @@ import torch
 
 from rayspec.decode.runner import Runner
 from rayspec.model.kv_arena import KVArena
+from rayspec.model.row_counts import RowCounts
 from rayspec.model.rows import RowSpan, one_run
 from rayspec.types import Plan
 from tests.families import MATRIX, checkpoint, parts_of
@@ -14,12 +15,16 @@ from tests.families import MATRIX, checkpoint, parts_of
 CPU = torch.device("cpu")
 
 
+def _counts(bucket_rows: int | None) -> RowCounts | None:
+    return RowCounts(bucket_rows, bucket_rows) if bucket_rows else None
+
+
 def _runner(family: str, bucket_rows: int | None, dtype: str = "float32") -> Runner:
     parts = parts_of(checkpoint(family), dtype)
     weight = parts.final_norm.weight
     assert isinstance(weight, torch.Tensor)
     arena = KVArena(parts.shapes, 120, dtype=weight.dtype, device=CPU, num_spare=bucket_rows or 0)
-    return Runner(parts, arena, device=CPU, bucket_rows=bucket_rows)
+    return Runner(parts, arena, device=CPU, row_counts=_counts(bucket_rows))
 
 
 SPANS = [

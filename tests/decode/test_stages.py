@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 def _stages(num_tap_tokens: int = 8) -> LocalStages:
     parts = parts_of(PATH)
-    runner = Runner(parts, KVArena(parts.shapes, 200, dtype=torch.float32, device=CPU), device=CPU, bucket_rows=None)
+    runner = Runner(parts, KVArena(parts.shapes, 200, dtype=torch.float32, device=CPU), device=CPU, row_counts=None)
     stages = LocalStages(runner, vocab_size=VOCAB_SIZE, verification="coupled", num_tap_tokens=num_tap_tokens)
     for name, prompt in enumerate(KNOWN.prompts):
         stages.open(

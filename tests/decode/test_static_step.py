@@ -81,7 +81,7 @@ def _runner(family: str) -> Runner:
     parts = operator_parts_of(checkpoint(family))
     arena = KVArena(parts.shapes, NUM_SLOTS, dtype=torch.float32, device=CPU, num_spare=1)
     buffers = step_buffers(parts, arena, max_places=MAX_PLACES)
-    return Runner(parts, arena, device=CPU, bucket_rows=None, buffers=buffers)
+    return Runner(parts, arena, device=CPU, row_counts=None, buffers=buffers)
 
 
 def _pages(seed: int, number: int) -> Runs:

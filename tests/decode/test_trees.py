@@ -15,6 +15,7 @@ from rayspec.decode.engine import Engine
 from rayspec.decode.runner import Runner
 from rayspec.decode.scheduler import moves_to_path
 from rayspec.model.kv_arena import KVArena
+from rayspec.model.row_counts import RowCounts
 from rayspec.model.rows import RowSpan, one_run
 from rayspec.types import Plan, RequestOutput, no_draft
 from tests.engines import RandomPlans, complete, engine_with, plant_trees, tokens_of
@@ -48,10 +49,14 @@ def test_paths_of_a_tree() -> None:
     assert [path.is_straight for path in paths] == [True, True, False, False, False]
 
 
+def _counts(bucket_rows: int | None) -> RowCounts | None:
+    return RowCounts(bucket_rows, bucket_rows) if bucket_rows else None
+
+
 def _runner(family: str, bucket_rows: int | None) -> Runner:
     parts = parts_of(checkpoint(family))
     arena = KVArena(parts.shapes, 120, dtype=torch.float32, device=CPU, num_spare=bucket_rows or 0)
-    return Runner(parts, arena, device=CPU, bucket_rows=bucket_rows)
+    return Runner(parts, arena, device=CPU, row_counts=_counts(bucket_rows))
 
 
 def _logits(runner: Runner, span: RowSpan, tokens: Sequence[int]) -> torch.Tensor:

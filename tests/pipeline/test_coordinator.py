@@ -102,7 +102,7 @@ def answer_here(
     taps = [torch.stack([shard.span._taps[token] for token in tokens], 1) for shard in shards]
     boundaries = torch.cat([taps[0], *(states[1:] for states in taps[1:])])
     search = PlanSearch(
-        Runner(parts, arena, device=CPU, bucket_rows=None),
+        Runner(parts, arena, device=CPU, row_counts=None),
         boundaries,
         [RowSpan(runs, token.position, 1) for runs, token in zip(places, tokens, strict=True)],
         shards[-1].head.next_tokens(tokens),

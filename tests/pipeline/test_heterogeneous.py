@@ -18,6 +18,7 @@ from rayspec.decode.engine import Engine
 from rayspec.decode.runner import Batch, Runner
 from rayspec.decode.selection.knapspec import KnapSpec
 from rayspec.model.kv_arena import KVArena
+from rayspec.model.row_counts import RowCounts
 from rayspec.model.sublayers import Tap
 from rayspec.pipeline.loading import load_pipeline
 from rayspec.pipeline.ray_stages import RayStages
@@ -53,10 +54,10 @@ class SlowRunner(Runner):
 
 
 class UnevenShard(Shard):
-    def _make_runner(self, arena: KVArena, rows: int | None) -> Runner:
+    def _make_runner(self, arena: KVArena, rows: RowCounts | None) -> Runner:
         if self._spec.stage != SLOW:
             return super()._make_runner(arena, rows)
-        return SlowRunner(self._parts, arena, device=self._device, bucket_rows=rows)
+        return SlowRunner(self._parts, arena, device=self._device, row_counts=rows)
 
 
 @pytest.fixture(scope="module")

@@ -140,7 +140,7 @@ def _runner() -> Runner:
         parts,
         KVArena(parts.shapes, 64, dtype=torch.float32, device=torch.device("cpu")),
         device=torch.device("cpu"),
-        bucket_rows=None,
+        row_counts=None,
     )
 
 
