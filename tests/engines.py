@@ -200,11 +200,11 @@ class RowClock:
         """The stages, whose passes move this clock from now on."""
         run, logits = stages.span.run, stages.head.logits
 
-        def counted(work: Pass, hidden: Tensor | None = None) -> Tensor:
+        def counted(work: Pass, hidden: Tensor | None = None, *, drawn: Tensor | None = None) -> Tensor:
             self._done_s = max(self.now_s, self._done_s) + len(work.token_ids)
             if not self._behind:
                 self.now_s = self._done_s
-            return run(work, hidden)
+            return run(work, hidden, drawn=drawn)
 
         def waited(hidden: Tensor) -> Tensor:
             self.now_s = max(self.now_s, self._done_s)

@@ -145,9 +145,9 @@ class _Drafting:
         self._drafting = False
         run, logits = stages.span.run, stages.head.logits
 
-        def noted(work: Any, hidden: Any = None) -> Any:
+        def noted(work: Any, hidden: Any = None, **options: Any) -> Any:
             self._drafting = work.keep is not None
-            return run(work, hidden)
+            return run(work, hidden, **options)
 
         def poisoned(hidden: Any) -> Any:
             plain = logits(hidden)

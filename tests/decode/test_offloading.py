@@ -25,7 +25,7 @@ from rayspec.planning.latency import LatencyModel
 from rayspec.types import ConfigError
 from tests.demo_model import EOS, demo_parts, demo_prompts
 from tests.engines import complete, engine_with, tokens_of
-from tests.families import cases, checkpoint, parts_of
+from tests.families import cases, checkpoint, modules_of
 
 OFFLOADED = (5, 13, 15, 17, 18, 25)
 KNAPSPEC = {"strategy": "knapspec", "gate": False, "optimise_share": 1.0, "knapsack": {"num_tap_tokens": 4}}
@@ -86,7 +86,7 @@ def test_other_families_keep_their_tokens(family: str, tmp_path: Path) -> None:
 
 
 def test_a_share_is_taken_from_the_mlps_in_the_middle() -> None:
-    parts = parts_of(checkpoint("llama"))  # attention has 2/5 of the weights, MLPs 3/5, in 4 layers
+    parts = modules_of(checkpoint("llama"))  # attention has 2/5 of the weights, MLPs 3/5, in 4 layers
     assert least_needed(parts, 0.01) == [3]
     assert least_needed(parts, 0.3) == [3, 5]
     assert least_needed(parts, 0.59) == [1, 3, 5, 7]
@@ -94,7 +94,7 @@ def test_a_share_is_taken_from_the_mlps_in_the_middle() -> None:
     assert least_needed(parts, 0.99) == list(range(8))
     span = replace(parts, embedding=None, sublayers=parts.sublayers[4:])
     assert least_needed(span, 0.2) == [5]
-    demo_share = least_needed(demo_parts(), 0.2)
+    demo_share = least_needed(modules_of(demo.model_path()), 0.2)
     assert all(index % 2 for index in demo_share)
     assert demo_share == list(range(demo_share[0], demo_share[-1] + 1, 2))
     assert demo_share[0] + demo_share[-1] in (30, 32, 34)
@@ -103,7 +103,7 @@ def test_a_share_is_taken_from_the_mlps_in_the_middle() -> None:
 def test_the_profile_has_transfers_of_exactly_what_is_offloaded(tmp_path: Path) -> None:
     engine = load(demo.model_path(), tmp_path, offload={"share": 0.3}, speculation=KNAPSPEC)
     assert engine.latency is not None
-    chosen = least_needed(demo_parts(), 0.3)
+    chosen = least_needed(modules_of(demo.model_path()), 0.3)
     assert [index for index, seconds in enumerate(engine.latency.transfer_s) if seconds > 0] == chosen
 
 
