@@ -6,6 +6,7 @@ It decides nothing: `rayspec.model.graphs` does. It imports without CUDA. **It h
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -28,8 +29,8 @@ def can_switch_nodes() -> bool:
 class CudaDriver:
     """A `GraphDriver`. Graphs of several groups need `can_switch_nodes()`.
 
-    All captures are made on one side stream, so that libraries allocate its workspace in a rehearsal, not in a capture.
-    Work of other threads on the device goes on meanwhile.
+    All captures are made on one side stream, so that libraries allocate their workspace for it in a rehearsal, not in a
+    capture. Work of other threads on the device goes on meanwhile.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -89,8 +90,11 @@ class CudaDriver:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 work()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # it says only that there was an error before
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         except BaseException:
             self._broken.append(graph)
             self._pool = torch.cuda.graph_pool_handle()

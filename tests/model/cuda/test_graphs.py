@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import count
 from typing import Any
+from unittest.mock import MagicMock, create_autospec
 
 import pytest
+import torch
 
-from rayspec.model.cuda.graphs import NewNodes, SwitchedGraph
+from rayspec.model.cuda import graphs
+from rayspec.model.cuda.graphs import CudaDriver, NewNodes, SwitchedGraph
 
 
 class Error(Enum):
@@ -81,3 +86,70 @@ def test_a_group_is_switched_node_by_node() -> None:
 def test_an_error_of_cuda_is_raised() -> None:
     with pytest.raises(RuntimeError, match="cudaErrorInvalidValue"):
         SwitchedGraph(Runtime(), 3, [[-1]], replay=lambda: None).switch(0, False)
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[MagicMock]:
+    """The graphs that are made. torch's calls have the arguments of this version; 100 bytes go at every look."""
+    made: list[MagicMock] = []
+    pools, free = count(), count(10_000, -100)
+    monkeypatch.setattr(torch.cuda, "Stream", MagicMock(return_value=MagicMock(cuda_stream=0)))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(pools)))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 0))
+    for name in ("synchronize", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda which: nullcontext())
+    specification = torch.cuda.CUDAGraph
+
+    def new(keep_graph: bool = False) -> MagicMock:
+        graph = create_autospec(specification, instance=True)
+        graph.raw_cuda_graph_exec.return_value = 3
+        graph.keep_graph = keep_graph
+        made.append(graph)
+        return graph
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", new)
+    return made
+
+
+def _calls(graph: MagicMock) -> list[str]:
+    return [call[0] for call in graph.method_calls]
+
+
+def test_one_group_is_a_graph_of_torch_s(recorded: list[MagicMock]) -> None:
+    driver, ran = CudaDriver(torch.device("cuda")), MagicMock()
+    driver.rehearse([ran, ran])
+    graph = driver.capture([ran])
+    graph.replay()
+    assert ran.call_count == 3
+    assert _calls(recorded[0]) == ["capture_begin", "capture_end", "replay"]
+    assert recorded[0].capture_begin.call_args.kwargs == {"pool": (0, 0), "capture_error_mode": "thread_local"}
+    assert driver.bytes_held() == 100
+    driver.release([graph])
+    assert driver.bytes_held() == 0
+
+
+def test_groups_are_nodes_of_one_graph(recorded: list[MagicMock], monkeypatch: pytest.MonkeyPatch) -> None:
+    api = Runtime()
+    monkeypatch.setattr(graphs, "runtime", api)
+    graph = CudaDriver(torch.device("cuda")).capture([lambda: api.nodes.append(1), lambda: api.nodes.extend([2, 5])])
+    graph.switch(1, False)
+    graph.replay()
+    assert recorded[0].keep_graph
+    assert _calls(recorded[0]) == ["capture_begin", "capture_end", "instantiate", "raw_cuda_graph_exec", "replay"]
+    assert sorted(api.switched) == [(("exec", 3), 2, 0), (("exec", 3), 5, 0)]
+
+
+def test_after_a_failed_capture_others_use_another_pool(recorded: list[MagicMock]) -> None:
+    driver = CudaDriver(torch.device("cuda"))
+
+    def fails() -> None:
+        recorded[0].capture_end.side_effect = RuntimeError("a previous error")
+        raise RuntimeError("the host must not wait")
+
+    with pytest.raises(RuntimeError, match="the host must not wait"):
+        driver.capture([fails])
+    driver.capture([lambda: None])
+    assert [graph.capture_begin.call_args.kwargs["pool"] for graph in recorded] == [(0, 0), (0, 1)]
+    assert driver.bytes_held() == 100
