@@ -31,6 +31,7 @@ Strategy = Literal[
 ]
 Verification = Literal["coupled", "rejection"]
 DataPlane = Literal["auto", "frames", "collective"]
+CudaGraphs = Literal["auto", "sublayers", "plans", "off"]
 Placement = Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"]
 
 
@@ -411,6 +412,11 @@ class EngineConfig(Options):
     kv_cache_tokens: int | None = Field(None, ge=16, description="tokens the KV cache holds; None: from free memory")
     enable_prefix_caching: bool = Field(True, description="sequences that begin alike share keys and values")
     deterministic: bool = Field(False, description="fixed kernel shapes: same tokens in bf16 whatever the batch")
+    cuda_graphs: CudaGraphs = Field(
+        "auto",
+        description="on a GPU, launches captured once and replayed: a graph for each sublayer; or, with plans, a graph "
+        "for each shape of a pass, whose nodes a plan switches (needs cuda-bindings); auto: sublayers where possible",
+    )
     speculation: SpeculationOptions = SpeculationOptions()
     offload: OffloadOptions | None = Field(None, description="None: all weights on the device")
     parallel: ParallelOptions | None = Field(None, description="None: the whole model in the engine's own process")
@@ -423,6 +429,19 @@ class EngineConfig(Options):
             raise ValueError(
                 f"option 'offload' does not work with option 'tensor' {self.parallel.tensor}: shares of weights are "
                 "not fetched; use more stages instead of ranks"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _graphs_of_static_steps(self) -> Self:
+        if self.cuda_graphs in ("auto", "off"):
+            return self
+        obstacle = "'deterministic'" if self.deterministic else None
+        if self.parallel is not None and self.parallel.tensor > 1:
+            obstacle = f"'tensor' {self.parallel.tensor}"
+        if obstacle is not None:
+            raise ValueError(
+                f"option 'cuda_graphs' {self.cuda_graphs!r} does not work with option {obstacle}: leave it at auto"
             )
         return self
 

@@ -13,11 +13,13 @@ from rayspec.decode.loading import (
     affordable_slots,
     load_weights,
     make_buffers,
+    make_graphs,
     make_scheduler,
     num_spare_slots,
     offload_weights,
     resolve_max_model_len,
     row_counts,
+    warm_up,
 )
 from rayspec.decode.profile import load_or_measure
 from rayspec.decode.requests import Vocabulary
@@ -83,10 +85,12 @@ def _local_engine(
     counts = row_counts(config, parts)
     arena = KVArena(parts.shapes, num_slots, dtype=parts.dtype, device=device, num_spare=num_spare_slots(counts))
     buffers = make_buffers(config, parts, arena, max_model_len)
-    runner = Runner(parts, arena, device=device, row_counts=counts, buffers=buffers)
+    graphs = make_graphs(config, parts, buffers)
+    runner = Runner(parts, arena, device=device, row_counts=counts, buffers=buffers, graphs=graphs)
     latency = None
     if needs_latency(config):
         latency = load_or_measure(runner, config.profile_cache, offloaded=offloaded, remeasure=config.remeasure)
+    warm_up(config, graphs)
     stages = LocalStages(
         runner,
         vocab_size=vocabulary.size,

@@ -26,9 +26,11 @@ from rayspec.decode.selection.base import BatchState, FixedPlan, Search, Selecto
 from rayspec.decode.stages import LocalStages, Stages
 from rayspec.decode.stopwatch import Stopwatch
 from rayspec.model.architecture import Decomposition
+from rayspec.model.graphs import StepGraphs
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.row_counts import FIXED
 from rayspec.model.static_rows import StepBuffers
+from rayspec.model.static_step import StaticStep
 from rayspec.types import Plan, PlanRecord, Request, RequestOutput, no_draft
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
@@ -120,10 +122,12 @@ def engine_with(
     num_beside: int = 0,
     clock: Callable[[], float] = time.perf_counter,
     is_static: bool = False,
+    capture: Callable[[StaticStep], StepGraphs] | None = None,
     **options: Any,
 ) -> Engine:
     """An engine like `load_engine`'s over parts that are loaded already. No selector: plain decoding. is_static: passes
-    run in static buffers, and the host looks at drafts every few steps, as on a GPU."""
+    run in static buffers, and the host looks at drafts every few steps, as on a GPU. capture: makes graphs of these
+    passes."""
     config = EngineConfig(
         model="test", device="cpu", max_model_len=max_model_len, **({"kv_cache_tokens": 4096} | options)
     )
@@ -139,10 +143,11 @@ def engine_with(
     arena = KVArena(
         parts.shapes, config.kv_cache_tokens, dtype=weight.dtype, device=device, num_spare=counts.least if counts else 1
     )
-    buffers = step_buffers(parts, arena, max_places=max_model_len + 64) if is_static else None
+    buffers = step_buffers(parts, arena, max_places=max_model_len + 64) if is_static or capture else None
+    graphs = capture(StaticStep(parts, buffers)) if capture and buffers else None
     vocab_size = int(parts.config.get_text_config().vocab_size)
     stages = LocalStages(
-        Runner(parts, arena, device=device, row_counts=counts, buffers=buffers),
+        Runner(parts, arena, device=device, row_counts=counts, buffers=buffers, graphs=graphs),
         vocab_size=vocab_size,
         verification=verification,  # type: ignore[arg-type]
         num_tap_tokens=config.num_tap_tokens,

@@ -178,3 +178,12 @@ def test_nothing_stands_for_no_stop_tokens_and_no_bias() -> None:
 )
 def test_as_many_tokens_are_tapped_as_the_strategy_asks_about(options: dict[str, Any], num_tokens: int) -> None:
     assert SpeculationOptions(**options).num_tap_tokens == num_tokens
+
+
+@pytest.mark.parametrize("way", ["sublayers", "plans"])
+@pytest.mark.parametrize(("name", "options"), [("deterministic", True), ("tensor", {"tensor": 2})])
+def test_graphs_that_were_asked_for_are_not_dropped_in_silence(way: str, name: str, options: Any) -> None:
+    other = {"deterministic": True} if name == "deterministic" else {"parallel": options}
+    with pytest.raises(ConfigError, match=f"'cuda_graphs' '{way}' does not work with option '{name}'.*auto"):
+        config(cuda_graphs=way, **other)
+    assert config(**other).cuda_graphs == "auto"

@@ -13,11 +13,14 @@ from rayspec.config import EngineConfig
 from rayspec.decode.scheduler import Scheduler
 from rayspec.model.architecture import Decomposition, max_positions
 from rayspec.model.bodies import has_operators
-from rayspec.model.buckets import MAX_TREE_ROWS, padded_rows, padded_sequences
+from rayspec.model.buckets import MAX_TREE_ROWS, decode_and_verify_buckets, padded_rows, padded_sequences
+from rayspec.model.cuda.graphs import CudaDriver, can_switch_nodes
+from rayspec.model.graphs import StepGraphs
 from rayspec.model.kv_arena import KVArena, bytes_per_slot
 from rayspec.model.offload import OffloadedWeights, offload
 from rayspec.model.row_counts import FIXED, SINGLE_ROWS, RowCounts, has_experts, independent_row_counts
 from rayspec.model.static_rows import StepBuffers
+from rayspec.model.static_step import StaticStep
 from rayspec.model.weights import load_model, num_layers, resolve_device
 from rayspec.types import CheckpointError, ConfigError
 
@@ -104,6 +107,30 @@ def make_buffers(config: EngineConfig, parts: Decomposition, arena: KVArena, max
         dtype=parts.dtype,
         device=parts.device,
     )
+
+
+def make_graphs(config: EngineConfig, parts: Decomposition, buffers: StepBuffers | None) -> StepGraphs | None:
+    """Graphs of the passes in these buffers, as `config.cuda_graphs` says. None where there are to be none. Raises
+    ConfigError for what was asked for and cannot be."""
+    way = config.cuda_graphs
+    is_split = config.parallel is not None and config.parallel.tensor > 1  # ranks would have to capture in step
+    if way == "off" or (way == "auto" and (buffers is None or is_split)):
+        return None
+    if buffers is None:
+        raise ConfigError(f"option 'cuda_graphs' is {way!r}, which needs a CUDA device and triton: leave it at auto")
+    if way == "plans" and not can_switch_nodes():
+        raise ConfigError(
+            "option 'cuda_graphs' is 'plans', which needs torch 2.11 or later and cuda-bindings: install them (pip "
+            "install cuda-bindings, of torch's CUDA version), or use sublayers"
+        )
+    return StepGraphs(StaticStep(parts, buffers), CudaDriver(parts.device), by_plan=way == "plans")
+
+
+def warm_up(config: EngineConfig, graphs: StepGraphs | None) -> None:
+    """Capture what the engine's decoding and drafts of chains can reach. The rest is captured when it is needed."""
+    if graphs is not None:
+        num_draft_tokens = config.speculation.max_draft_tokens if config.speculation.strategy != "ar" else 0
+        graphs.warm_up(decode_and_verify_buckets(config.max_num_seqs, num_draft_tokens))
 
 
 def num_spare_slots(counts: RowCounts | None) -> int:

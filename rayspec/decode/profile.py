@@ -76,6 +76,7 @@ def profile_key(runner: Runner) -> dict[str, Any]:
         "num_threads": torch.get_num_threads() if device.type == "cpu" else 0,
         "row_counts": str(runner.row_counts),
         "fused": [sublayer.index for sublayer in runner.parts.sublayers if sublayer.body is not None],
+        "graphs": runner.graphs.way if runner.graphs is not None else "none",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }

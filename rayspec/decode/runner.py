@@ -12,13 +12,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rayspec.model.architecture import Decomposition
-from rayspec.model.attention import PackedRows, Rows, pack
+from rayspec.model.attention import PackedRows, pack
 from rayspec.model.buckets import bucket_of
+from rayspec.model.graphs import StepGraphs
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.row_counts import RowCounts
 from rayspec.model.rows import Path, RowSpan
 from rayspec.model.static_rows import Filling, StaticRows, StepBuffers
-from rayspec.model.sublayers import Tap, run
+from rayspec.model.static_step import StaticStep, Step
+from rayspec.model.sublayers import Sublayer, Tap, run
 
 TokenIds: TypeAlias = Sequence[int] | Tensor
 
@@ -42,6 +44,7 @@ class Runner:
 
     buffers: passes that fit run in them, as launches that depend on their bucket only. The hidden states that a run
     returns then lie in a buffer until the next batch is embedded or run; where the head is not here, they are a copy.
+    graphs: captured from passes in these buffers; without them such passes are launched eagerly.
     """
 
     def __init__(
@@ -52,12 +55,15 @@ class Runner:
         device: torch.device,
         row_counts: RowCounts | None,
         buffers: StepBuffers | None = None,
+        graphs: StepGraphs | None = None,
     ) -> None:
         self.parts = parts
         self.arena = arena
         self.device = device
         self.row_counts = row_counts
+        self.graphs = graphs
         self._buffers = buffers
+        self._step: Step | None = graphs or (StaticStep(parts, buffers) if buffers is not None else None)
         self._like_hidden = torch.zeros(1, 1, 1, dtype=parts.dtype, device=device)
 
     @property
@@ -84,8 +90,9 @@ class Runner:
         """[1, N, hidden_size] of the batch's tokens."""
         _, rows = batch.buckets[0]
         if isinstance(rows, Filling):
+            assert self._step is not None
             static = self._held(rows)
-            static.residual.copy_(self.parts.embed(static.tokens))
+            self._step.embed(static)
             return static.residual[:, : rows.num_rows]
         return self.parts.embed(torch.as_tensor(batch.token_ids, device=self.device))
 
@@ -105,8 +112,7 @@ class Runner:
         span = self.parts.sublayers[begin - self.first_sublayer : end - self.first_sublayer]
         parts, at = [], 0
         for num_real, rows in batch.buckets:
-            entering, kernel_rows = self._enter(rows, hidden[:, at : at + num_real])
-            left = run(span, entering, kernel_rows, keep=keep, tap=_real_rows(tap, num_real, kernel_rows.in_place))
+            left = self._run(span, rows, hidden[:, at : at + num_real], keep, tap)
             parts.append(left[:, :num_real])
             at += num_real
         left = _joined(parts, 1)
@@ -144,20 +150,27 @@ class Runner:
         return filling if self._buffers.can_hold(filling) else None
 
     def _held(self, filling: Filling) -> StaticRows:
-        assert self._buffers is not None
-        rows, is_new = self._buffers.hold(filling)
-        if is_new:
-            self.parts.rotate(self._like_hidden, rows)
-        return rows
+        assert self._step is not None
+        return self._step.hold(filling)
 
-    def _enter(self, rows: PackedRows | Filling, hidden: Tensor) -> tuple[Tensor, Rows]:
-        """The hidden states and the rows as the kernels see them."""
+    def _run(
+        self,
+        span: Sequence[Sublayer],
+        rows: PackedRows | Filling,
+        hidden: Tensor,
+        keep: Sequence[bool] | None,
+        tap: Tap | None,
+    ) -> Tensor:
+        """[1, n, hidden_size] -> [1, n and padding, hidden_size]."""
+        num_real = hidden.shape[1]
         if isinstance(rows, PackedRows):
-            return _pad_rows(hidden, len(rows.positions)), rows
+            hidden = _pad_rows(hidden, len(rows.positions))
+            return run(span, hidden, rows, keep=keep, tap=_real_rows(tap, num_real, is_copied=False))
+        assert self._step is not None
         static = self._held(rows)
         if hidden.data_ptr() != static.residual.data_ptr():
-            static.residual[:, : rows.num_rows].copy_(hidden)
-        return static.residual, static
+            static.residual[:, :num_real].copy_(hidden)
+        return self._step.run(span, static, keep=keep, tap=_real_rows(tap, num_real, is_copied=True))
 
     def _leaves_buffer(self, batch: Batch) -> bool:
         """The states lie in a buffer and go to another stage, while other batches run here."""
@@ -184,7 +197,7 @@ def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
-def _real_rows(tap: Tap | None, num_real: int, in_place: bool) -> Tap | None:
+def _real_rows(tap: Tap | None, num_real: int, *, is_copied: bool) -> Tap | None:
     if tap is None:
         return None
-    return lambda index, hidden: tap(index, hidden[:, :num_real].clone() if in_place else hidden[:, :num_real])
+    return lambda index, hidden: tap(index, hidden[:, :num_real].clone() if is_copied else hidden[:, :num_real])

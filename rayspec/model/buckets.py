@@ -39,6 +39,22 @@ def bucket_of(spans: Sequence[RowSpan], paths: Sequence[Sequence[Path]]) -> Buck
     )
 
 
+def decode_and_verify_buckets(max_sequences: int, max_draft_tokens: int) -> list[Bucket]:
+    """Those of decoding and drafting with up to so many sequences, then those of verifying their chains. Drafts of more
+    than 62 tokens are left out."""
+    sizes = dict.fromkeys(padded_sequences(number) for number in range(1, max_sequences + 1))
+    decode = dict.fromkeys(
+        Bucket(padded_rows(number), padded_sequences(number), 1, False) for number in range(1, max_sequences + 1)
+    )
+    max_rows = min(max_draft_tokens + 1, MAX_TREE_ROWS)
+    verify = dict.fromkeys(
+        Bucket(padded_rows(number), size, MAX_TREE_ROWS, False)
+        for size in sizes
+        for number in range(size // 2 + 2, min(size, max_sequences) * max_rows + 1)
+    )
+    return [*decode, *verify]
+
+
 def padded_rows(num_rows: int) -> int:
     """1, 2, 4, 8, multiples of 8 up to 64, then in steps of an eighth to a quarter of the number."""
     if num_rows > _MAX_PADDED_ROWS:

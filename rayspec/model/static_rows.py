@@ -42,7 +42,8 @@ class StaticRows:
     """`Rows` whose sequences the device knows. The buffers belong to a `StepBuffers`: the next pass overwrites them.
 
     tokens, positions, slots, bits: int64 [N]. shared: int32 [N]. row_starts: int32 [R + 1]. contexts: int32 [R].
-    page_table: int32 [R, pages]. residual: [1, N, hidden_size]. Rows behind the last sequence's are padding.
+    page_table: int32 [R, pages]. residual: [1, N, hidden_size]. Rows behind the last sequence's are padding. rope: by
+    layer type, cosines and sines [1, N, rotary].
     """
 
     bucket: Bucket
@@ -116,6 +117,7 @@ class StepBuffers:
         self._runs: list[Runs] = [()] * max_sequences  # that the page table holds
         self._rows: dict[Bucket, StaticRows] = {}
         self._held: Filling | None = None
+        self._ropes: dict[str, tuple[Tensor, ...]] = {}  # by layer type, [1, max_rows, rotary] each
 
     def can_hold(self, filling: Filling) -> bool:
         """Whether the pass fits, and every sequence lies in whole pages."""
@@ -127,12 +129,16 @@ class StepBuffers:
             and all(span.end <= num_places and _is_paged(span.runs) for span in filling.spans)
         )
 
+    def holds(self, filling: Filling) -> bool:
+        """Whether the pass is in the buffers."""
+        return self._held is filling
+
     def hold(self, filling: Filling) -> tuple[StaticRows, bool]:
         """The rows of the pass, and whether they are new in the buffers."""
         bucket = filling.bucket
         if bucket not in self._rows:
             self._rows[bucket] = self._views(bucket)
-        is_new = self._held is not filling
+        is_new = not self.holds(filling)
         if is_new:
             self._held = filling
             self._numbers.upload(partial(self._write, filling))
@@ -141,6 +147,16 @@ class StepBuffers:
             if isinstance(filling.token_ids, Tensor):
                 self._rows[bucket].tokens[: len(filling.token_ids)].copy_(filling.token_ids)
         return self._rows[bucket], is_new
+
+    def keep_rope(self, rows: StaticRows) -> None:
+        """Copy `rows.rope` to where the rows of every pass have it."""
+        for layer_type, computed in rows.rope.items():
+            if layer_type not in self._ropes:
+                self._ropes[layer_type] = tuple(each.new_zeros(1, self._max_rows, each.shape[-1]) for each in computed)
+            kept = tuple(buffer[:, : rows.bucket.num_rows] for buffer in self._ropes[layer_type])
+            for buffer, each in zip(kept, computed, strict=True):
+                buffer.copy_(each)
+            rows.rope[layer_type] = kept
 
     def padded(self, hidden: Tensor) -> Tensor | None:
         """The states with the padding behind them: [1, bucket's rows, hidden_size]. None for states that do not lie in

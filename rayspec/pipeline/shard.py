@@ -20,10 +20,12 @@ from rayspec.decode.loading import (
     free_bytes,
     load_weights,
     make_buffers,
+    make_graphs,
     num_spare_slots,
     offload_weights,
     resolve_max_model_len,
     row_counts,
+    warm_up,
 )
 from rayspec.decode.passes import SpanRunner
 from rayspec.decode.profile import measurements
@@ -274,7 +276,9 @@ class Shard:
     def _make_runner(self, arena: KVArena, counts: RowCounts | None) -> Runner:
         config = self._spec.config
         buffers = make_buffers(config, self._parts, arena, resolve_max_model_len(config, self._parts.config))
-        return Runner(self._parts, arena, device=self._device, row_counts=counts, buffers=buffers)
+        graphs = make_graphs(config, self._parts, buffers)
+        warm_up(config, graphs)
+        return Runner(self._parts, arena, device=self._device, row_counts=counts, buffers=buffers, graphs=graphs)
 
     def _make_worker(self, span: SpanRunner) -> StageWorker:
         spec = self._spec

@@ -1,0 +1,162 @@
+"""Captures launches on a GPU: by torch's CUDA graphs, and by CUDA's own switches for their nodes.
+
+It decides nothing: `rayspec.model.graphs` does. It imports without CUDA. **It has not run on a GPU yet.**
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from rayspec.model.graphs import CapturedGraph, Work
+
+try:
+    from cuda.bindings import runtime
+except ImportError:
+    runtime = None
+
+_SWITCHED_NODES = ("cudaGraphNodeTypeKernel", "cudaGraphNodeTypeMemcpy", "cudaGraphNodeTypeMemset")
+
+
+def can_switch_nodes() -> bool:
+    """Whether the bindings of CUDA's runtime are installed, and torch shows its graphs to them."""
+    return runtime is not None and hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph_exec")
+
+
+class CudaDriver:
+    """A `GraphDriver`. Graphs of several groups need `can_switch_nodes()`.
+
+    All captures are made on one side stream, so that libraries allocate their workspace for it in a rehearsal, not in a
+    capture. Work of other threads on the device goes on meanwhile.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+        self._num_bytes: dict[CapturedGraph, int] = {}
+        self._broken: list[torch.cuda.CUDAGraph] = []
+
+    def rehearse(self, works: Sequence[Work]) -> None:
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            for work in works:
+                work()
+        current.wait_stream(self._stream)
+
+    def capture(self, groups: Sequence[Work]) -> CapturedGraph:
+        torch.cuda.synchronize(self._device)
+        bytes_free = torch.cuda.mem_get_info(self._device)[0]
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            graph = self._whole(groups[0]) if len(groups) == 1 else self._grouped(groups)
+        self._num_bytes[graph] = max(0, bytes_free - torch.cuda.mem_get_info(self._device)[0])
+        return graph
+
+    def release(self, graphs: Collection[CapturedGraph]) -> None:
+        torch.cuda.synchronize(self._device)
+        for graph in graphs:
+            del self._num_bytes[graph]
+
+    def bytes_held(self) -> int:
+        """By how much each capture has lowered the device's free memory. Others who use the device blur it."""
+        return sum(self._num_bytes.values())
+
+    def _whole(self, work: Work) -> CapturedGraph:
+        graph = torch.cuda.CUDAGraph()
+        self._record(graph, work)
+        return _WholeGraph(graph)
+
+    def _grouped(self, groups: Sequence[Work]) -> CapturedGraph:
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        nodes = NewNodes(runtime)
+        found: list[list[Any]] = []
+
+        def work() -> None:
+            for group in groups:
+                group()
+                found.append(nodes.since_last(self._stream.cuda_stream))
+
+        self._record(graph, work)
+        graph.instantiate()
+        return SwitchedGraph(runtime, graph.raw_cuda_graph_exec(), found, replay=graph.replay)
+
+    def _record(self, graph: torch.cuda.CUDAGraph, work: Work) -> None:
+        """A capture that fails leaves its memory pool in a state of capture, which refers to the graph."""
+        try:
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            except BaseException:
+                with suppress(RuntimeError):  # it says only that there was an error before
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        except BaseException:
+            self._broken.append(graph)
+            self._pool = torch.cuda.graph_pool_handle()
+            raise
+
+
+class _WholeGraph:
+    """A captured graph of one group, which is always on."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+        self._graph = graph
+
+    def switch(self, group: int, is_on: bool) -> None:
+        assert is_on, "a graph of one group is replayed or not"
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+class NewNodes:
+    """Tells which nodes the graph under capture has got since the last time. api: `cuda.bindings.runtime`."""
+
+    def __init__(self, api: Any) -> None:
+        self._api = api
+        # CUDA 12's first form of the question fails where kernels overlap with their successors.
+        self._capture_info = getattr(api, "cudaStreamGetCaptureInfo_v3", None) or api.cudaStreamGetCaptureInfo
+        self._known: set[int] = set()
+
+    def since_last(self, stream: int) -> list[Any]:
+        """stream: the handle of the stream that captures. Raises RuntimeError for nodes that cannot be switched."""
+        graph = _checked(self._api, self._capture_info(stream))[2]
+        _, number = _checked(self._api, self._api.cudaGraphGetNodes(graph))
+        nodes, number = _checked(self._api, self._api.cudaGraphGetNodes(graph, number)) if number else ([], 0)
+        new = [node for node in nodes[:number] if int(node) not in self._known]
+        self._known.update(map(int, new))
+        kinds = [getattr(self._api.cudaGraphNodeType, name) for name in _SWITCHED_NODES]
+        for node in new:
+            (kind,) = _checked(self._api, self._api.cudaGraphNodeGetType(node))
+            if kind not in kinds:
+                raise RuntimeError(f"a node of type {kind} cannot be switched off")
+        return new
+
+
+class SwitchedGraph:
+    """A captured graph whose groups of nodes are switched. api: `cuda.bindings.runtime`. handle: of the graph that
+    `replay` launches."""
+
+    def __init__(self, api: Any, handle: int, groups: Sequence[Sequence[Any]], replay: Callable[[], None]) -> None:
+        self._api = api
+        self._handle = api.cudaGraphExec_t(init_value=handle)
+        self._groups = groups
+        self.replay = replay
+
+    def switch(self, group: int, is_on: bool) -> None:
+        """Replays that are under way go on as they are."""
+        for node in self._groups[group]:
+            _checked(self._api, self._api.cudaGraphNodeSetEnabled(self._handle, node, int(is_on)))
+
+
+def _checked(api: Any, answer: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The answer without its error code. Raises RuntimeError if that is one."""
+    error, *values = answer
+    if error != api.cudaError_t.cudaSuccess:
+        raise RuntimeError(f"CUDA error {error}")
+    return tuple(values)

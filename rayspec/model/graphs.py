@@ -1,0 +1,315 @@
+"""Captured launches in place of eager ones, for passes in static buffers.
+
+A bucket is captured as a whole: the rotary embedding, the embedding, and every sublayer that can be captured, whatever
+the plan of the moment. A plan then decides which of these launches are replayed, and captures nothing. Two ways:
+
+- *A graph a sublayer.* A plan is a list of graphs. This needs nothing but `torch.cuda.CUDAGraph`.
+- *A graph a bucket.* Its launches are grouped by sublayer. A plan is the set of groups that are switched on, and before
+  a launch only groups whose state changes are switched.
+
+A replay reads the buffers of the moment, so a pass is uploaded first. It writes the buffers and the KV cache only: its
+temporaries lie in memory that all graphs share, and the next replay overwrites them. Sharing is safe because passes of
+different buckets never overlap in time: a `StepBuffers` serves one pass at a time, on one stream, and its graphs have a
+memory pool of their own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from rayspec.model.architecture import Decomposition
+from rayspec.model.buckets import MAX_TREE_ROWS, Bucket
+from rayspec.model.static_rows import Filling, StaticRows
+from rayspec.model.static_step import StaticStep
+from rayspec.model.sublayers import Sublayer, Tap
+
+logger = logging.getLogger(__name__)
+
+Work: TypeAlias = Callable[[], object]
+Part: TypeAlias = str | int
+"""A sublayer by its index, or one of the parts around the sublayers."""
+
+ROTARY: Part = "rotary embedding"
+EMBEDDING: Part = "embedding"
+
+
+class CapturedGraph(Protocol):
+    """Launches in groups. At first all groups are on."""
+
+    def switch(self, group: int, is_on: bool) -> None:
+        """From the next replay on."""
+
+    def replay(self) -> None:
+        """Launch the groups that are on, in order."""
+
+
+class GraphDriver(Protocol):
+    """What captures on a device. Graphs of one driver share memory for temporaries."""
+
+    def rehearse(self, works: Sequence[Work]) -> None:
+        """Run each, where captures run: kernels get compiled and libraries allocate their workspace."""
+
+    def capture(self, groups: Sequence[Work]) -> CapturedGraph:
+        """Record the launches of each, and run none. Raises RuntimeError for what a graph cannot hold."""
+
+    def release(self, graphs: Collection[CapturedGraph]) -> None:
+        """They will not be replayed any more."""
+
+    def bytes_held(self) -> int:
+        """Memory of the device that its graphs take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphLimits:
+    """max_rows: of a bucket that is captured. max_buckets: captured at a time; the least recently used goes first.
+    max_bytes: of all graphs; above it the least recently used go, too."""
+
+    max_rows: int = 512
+    max_buckets: int = 48
+    max_bytes: int = 2**30
+
+
+@dataclass(slots=True, eq=False)
+class _Graph:
+    """A captured graph, its groups' parts, and which of them are on."""
+
+    parts: tuple[Part, ...]
+    captured: CapturedGraph
+    on: set[Part]
+
+    def replay(self, wanted: Collection[Part]) -> None:
+        for group, part in enumerate(self.parts):
+            if (part in wanted) != (part in self.on):
+                self.captured.switch(group, part in wanted)
+        self.on = set(wanted)
+        self.captured.replay()
+
+
+@dataclass(slots=True)
+class _BucketGraphs:
+    """rows: whose buffers the graphs read and write. of: the graph of each part that has one."""
+
+    rows: StaticRows
+    of: dict[Part, _Graph] = field(default_factory=dict)
+
+    @property
+    def captured(self) -> list[CapturedGraph]:
+        return list(dict.fromkeys(graph.captured for graph in self.of.values()))
+
+
+class StepGraphs:
+    """A `Step` that captures buckets and replays them; what has no graph is launched eagerly, within the same pass.
+
+    A bucket is captured at its second pass, or by `warm_up`. Passes with a tap and buckets that are too large run
+    eagerly. So does for ever a part whose capture has failed. by_plan: a graph a bucket, not a graph a sublayer.
+    """
+
+    def __init__(
+        self,
+        step: StaticStep,
+        driver: GraphDriver,
+        *,
+        by_plan: bool,
+        limits: GraphLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._step = step
+        self._driver = driver
+        self._limits = limits or GraphLimits()
+        self._clock = clock
+        self._by_plan = by_plan
+        self._stretches = _stretches(step.parts, by_plan)
+        self._graphs: OrderedDict[Bucket, _BucketGraphs] = OrderedDict()
+        self._num_passes: Counter[Bucket] = Counter()  # since it was last evicted
+        self._num_evictions: Counter[Bucket] = Counter()
+        self._is_full = False
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Those that are captured, the least recently used first."""
+        return tuple(self._graphs)
+
+    @property
+    def way(self) -> str:
+        """As the option of engines names it."""
+        return "plans" if self._by_plan else "sublayers"
+
+    @property
+    def num_graphs(self) -> int:
+        return sum(len(graphs.captured) for graphs in self._graphs.values())
+
+    def hold(self, filling: Filling) -> StaticRows:
+        if not self._step.buffers.holds(filling) and self._is_due(filling.bucket):
+            self._capture(filling.bucket)
+        rows, is_new = self._step.buffers.hold(filling)
+        if is_new:
+            self._launch(ROTARY, rows)
+        return rows
+
+    def embed(self, rows: StaticRows) -> None:
+        self._launch(EMBEDDING, rows)
+
+    def run(
+        self, span: Sequence[Sublayer], rows: StaticRows, *, keep: Sequence[bool] | None = None, tap: Tap | None = None
+    ) -> Tensor:
+        graphs = self._graphs_of(rows) if tap is None else {}
+        if not graphs:
+            return self._step.run(span, rows, keep=keep, tap=tap)
+        kept = [sublayer for sublayer in span if keep is None or keep[sublayer.index]]
+        for graph, sublayers in itertools.groupby(kept, lambda sublayer: graphs.get(sublayer.index)):
+            if graph is None:
+                self._step.run(list(sublayers), rows)
+            else:
+                graph.replay({sublayer.index for sublayer in sublayers})
+        return rows.residual
+
+    @torch.inference_mode()
+    def warm_up(self, buckets: Iterable[Bucket]) -> None:
+        """Capture the buckets, in this order, until the limits are reached; others make room for them. Overwrites the
+        buffers."""
+        started = self._clock()
+        wanted = [bucket for bucket in dict.fromkeys(buckets) if self._may_capture(bucket)][: self._limits.max_buckets]
+        for bucket in set(self._graphs).difference(wanted):
+            self._evict(bucket)
+        for bucket in wanted:
+            if self._is_too_much():
+                break
+            if bucket not in self._graphs:
+                self._capture(bucket)
+        logger.info(
+            "captured %d graphs of %d buckets in %.1f s; they take %.0f MiB",
+            self.num_graphs, len(self._graphs), self._clock() - started, self._driver.bytes_held() / 2**20,
+        )  # fmt: skip
+
+    def _launch(self, part: Part, rows: StaticRows) -> None:
+        graph = self._graphs_of(rows).get(part)
+        if graph is None:
+            self._work(part, rows)()
+        else:
+            graph.replay({part})
+
+    def _graphs_of(self, rows: StaticRows) -> Mapping[Part, _Graph]:
+        """Empty for rows in other buffers than those that the graphs were captured in."""
+        found = self._graphs.get(rows.bucket)
+        if found is None or found.rows is not rows:
+            return {}
+        self._graphs.move_to_end(rows.bucket)
+        return found.of
+
+    def _may_capture(self, bucket: Bucket) -> bool:
+        is_small = bucket.num_rows <= self._limits.max_rows and bucket.max_rows <= MAX_TREE_ROWS
+        return is_small and not self._is_full
+
+    def _is_due(self, bucket: Bucket) -> bool:
+        """Whether a pass that is about to run has a bucket that is worth its capture: after one pass, and after twice
+        as many each time that it was evicted."""
+        if bucket in self._graphs or not self._may_capture(bucket):
+            return False
+        self._num_passes[bucket] += 1
+        return self._num_passes[bucket] > 1 << self._num_evictions[bucket]
+
+    def _is_too_much(self) -> bool:
+        return self._driver.bytes_held() > self._limits.max_bytes
+
+    def _capture(self, bucket: Bucket) -> None:
+        """By a pass without sequences: all its rows are padding, and write to the spare slot of the KV cache."""
+        self._make_room()
+        if self._is_full:
+            return
+        rows, _ = self._step.buffers.hold(Filling(bucket, (), ()))
+        residual = rows.residual.clone()  # a pass may be about to begin with it
+        self._graphs[bucket] = _BucketGraphs(rows)
+        try:
+            for stretch in tuple(self._stretches):
+                self._capture_stretch(stretch, rows)
+        except torch.OutOfMemoryError as error:
+            self._evict(bucket)
+            self._stop(f"out of memory: {str(error).splitlines()[0]}")
+        rows.residual.copy_(residual)
+
+    def _capture_stretch(self, stretch: tuple[Part, ...], rows: StaticRows) -> None:
+        """What fails is tried part by part; a part that fails alone has no graph from then on."""
+        works = [self._work(part, rows) for part in stretch]
+        try:
+            self._driver.rehearse(works)
+            graph = _Graph(stretch, self._driver.capture(works), set(stretch))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self._give_up(stretch, error)
+            for part in stretch if len(stretch) > 1 else ():
+                self._stretches.append((part,))
+                self._capture_stretch((part,), rows)
+            return
+        self._graphs[rows.bucket].of.update(dict.fromkeys(stretch, graph))
+
+    def _give_up(self, stretch: tuple[Part, ...], error: RuntimeError) -> None:
+        self._stretches.remove(stretch)
+        remedy = "they are captured one by one" if len(stretch) > 1 else "it is launched eagerly from now on"
+        reason = str(error).partition("\n")[0]
+        logger.warning("no CUDA graph of %s: %s; %s", ", ".join(map(_name, stretch)), reason, remedy)
+
+    def _make_room(self) -> None:
+        while self._graphs and (len(self._graphs) >= self._limits.max_buckets or self._is_too_much()):
+            self._evict(next(iter(self._graphs)))
+        if self._is_too_much():
+            self._stop(f"those that were released have left {self._driver.bytes_held() / 2**20:.0f} MiB in use")
+
+    def _evict(self, bucket: Bucket) -> None:
+        self._driver.release(self._graphs.pop(bucket).captured)
+        self._num_passes[bucket] = 0
+        self._num_evictions[bucket] += 1
+
+    def _stop(self, reason: str) -> None:
+        self._is_full = True
+        logger.warning("no more CUDA graphs are captured, %s", reason)
+
+    def _work(self, part: Part, rows: StaticRows) -> Work:
+        if isinstance(part, int):
+            sublayers = self._step.parts.sublayers
+            return partial(_in_place, sublayers[part - sublayers[0].index], rows)
+        return partial(self._step.rotate if part == ROTARY else self._step.embed, rows)
+
+
+def is_capturable(sublayer: Sublayer) -> bool:
+    """Whether its launches may depend on the bucket only. Not where hooks fetch weights or sum over ranks, and not
+    where experts get as many rows as choose them."""
+    blocks = [block for block in (sublayer.pre_norm, sublayer.block, sublayer.post_norm) if block is not None]
+    return not hasattr(sublayer.block, "experts") and not any(map(_has_hooks, blocks))
+
+
+def _has_hooks(block: nn.Module) -> bool:
+    return any(
+        module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook") for module in block.modules()
+    )
+
+
+def _stretches(parts: Decomposition, by_plan: bool) -> list[tuple[Part, ...]]:
+    """What has a graph of its own: neighbours that can be captured together, or each sublayer."""
+    found: list[tuple[Part, ...]] = [(ROTARY,)] if parts.embedding is None else [(ROTARY,), (EMBEDDING,)]
+    for can_capture, neighbours in itertools.groupby(parts.sublayers, is_capturable):
+        indices = tuple(sublayer.index for sublayer in neighbours)
+        if can_capture:
+            found.extend([indices] if by_plan else [(index,) for index in indices])
+    return found
+
+
+def _in_place(sublayer: Sublayer, rows: StaticRows) -> None:
+    """Raises RuntimeError for a sublayer whose result would be a temporary."""
+    left = sublayer(rows.residual, rows)
+    if left.data_ptr() != rows.residual.data_ptr():
+        raise RuntimeError("its result is not in the buffer")
+
+
+def _name(part: Part) -> str:
+    return part if isinstance(part, str) else f"sublayer {part}"

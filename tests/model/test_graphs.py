@@ -1,0 +1,335 @@
+"""Which passes are captured, which graphs are replayed and switched, and that they compute what eager launches do."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rayspec.model.buckets import Bucket, bucket_of, decode_and_verify_buckets
+from rayspec.model.graphs import GraphLimits, StepGraphs, is_capturable
+from rayspec.model.kv_arena import PAGE_SIZE, KVArena
+from rayspec.model.rows import RowSpan, one_run
+from rayspec.model.static_rows import Filling, StaticRows
+from rayspec.model.static_step import StaticStep, Step
+from tests.engines import step_buffers
+from tests.families import checkpoint, modules_of, operator_parts_of
+from tests.graph_driver import RecordingDriver
+
+CPU = torch.device("cpu")
+NUM_SLOTS = 1024
+WAYS = pytest.mark.parametrize("by_plan", [False, True], ids=["sublayers", "plans"])
+
+
+@pytest.fixture(autouse=True)
+def inference() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+def eager_step(family: str = "llama") -> StaticStep:
+    parts = operator_parts_of(checkpoint(family))
+    arena = KVArena(parts.shapes, NUM_SLOTS, dtype=torch.float32, device=CPU, num_spare=1)
+    return StaticStep(parts, step_buffers(parts, arena, max_places=256))
+
+
+def filling(rows: Sequence[int], seed: int = 0) -> Filling:
+    """Sequences that have as many rows, in pages and contexts that the seed decides."""
+    rng = random.Random(f"{seed} {rows}")
+    spans = [
+        RowSpan(one_run(PAGE_SIZE * 4 * rng.randrange(2) + 256 * at, 160), rng.randrange(80), count)
+        for at, count in enumerate(rows)
+    ]
+    paths: list[Any] = [()] * len(spans)
+    return Filling(bucket_of(spans, paths), spans, paths, [rng.randrange(100) for _ in range(sum(rows))])
+
+
+def run(step: Step, work: Filling, keep: Sequence[bool] | None = None) -> Tensor:
+    """A pass from its tokens on; the states of its rows, [1, N, hidden_size]."""
+    rows = step.hold(work)
+    step.embed(rows)
+    sublayers = operator_parts_of(checkpoint("llama")).sublayers
+    return step.run(sublayers, rows, keep=keep)[:, : work.num_rows].clone()
+
+
+def captured(driver: RecordingDriver, *, by_plan: bool = True, family: str = "llama", **limits: int) -> StepGraphs:
+    return StepGraphs(eager_step(family), driver, by_plan=by_plan, limits=GraphLimits(**limits), clock=lambda: 0.0)
+
+
+def num_parts(by_plan: bool) -> int:
+    return 2 + (1 if by_plan else len(operator_parts_of(checkpoint("llama")).sublayers))
+
+
+passes = st.lists(
+    st.tuples(
+        st.sampled_from([(1,), (1, 1), (4, 2), (3, 3)]),
+        st.lists(st.booleans(), min_size=8, max_size=8),
+        st.integers(0, 8),
+        st.integers(0, 99),
+    ),
+    min_size=3,
+    max_size=9,
+)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@WAYS
+@settings(max_examples=12, deadline=None)
+@given(works=passes)
+def test_any_sequence_of_passes_is_that_of_eager_launches_to_the_bit(
+    works: list[tuple[tuple[int, ...], list[bool], int, int]], by_plan: bool, family: str
+) -> None:
+    """Each pass is cut in two, and what the one before has left enters it as its hidden states, from the buffer."""
+    eager, driver = eager_step(family), RecordingDriver()
+    graphs = StepGraphs(eager_step(family), driver, by_plan=by_plan, limits=GraphLimits(max_buckets=2))
+    sublayers = eager.parts.sublayers
+
+    def states(step: Step, work: Filling, keep: list[bool], cut: int) -> Tensor:
+        rows = step.hold(work)
+        if cut % 2:
+            step.embed(rows)
+        step.run(sublayers[:cut], rows, keep=keep)
+        return step.run(sublayers[cut:], rows, keep=keep)[:, : work.num_rows].clone()
+
+    with torch.inference_mode():
+        for rows, keep, cut, seed in works:
+            work = filling(rows, seed)
+            assert torch.equal(states(graphs, work, keep, cut), states(eager, work, keep, cut))
+    mine, others = graphs._step.buffers._arena, eager.buffers._arena
+    for layer in eager.parts.shapes:
+        assert torch.equal(mine.keys[layer][:, :NUM_SLOTS], others.keys[layer][:, :NUM_SLOTS])
+        assert torch.equal(mine.values[layer][:, :NUM_SLOTS], others.values[layer][:, :NUM_SLOTS])
+
+
+@WAYS
+def test_a_bucket_is_captured_at_its_second_pass_and_no_plan_or_context_captures_more(by_plan: bool) -> None:
+    driver = RecordingDriver()
+    graphs = captured(driver, by_plan=by_plan)
+    run(graphs, filling((1, 1)), [False] * 8)
+    assert driver.num_captures == driver.num_replays == 0
+    for seed in range(1, 6):
+        run(graphs, filling((1, 1), seed), [index % (seed + 1) != 0 for index in range(8)])
+        assert driver.num_captures == num_parts(by_plan) == graphs.num_graphs
+    assert graphs.buckets == (Bucket(2, 2, 1, False),)
+
+
+def test_one_pass_through_several_spans_counts_once() -> None:
+    driver = RecordingDriver()
+    graphs = captured(driver)
+    work = filling((1,))
+    for _ in range(3):
+        run(graphs, work)
+    assert driver.num_captures == 0
+
+
+def test_with_a_graph_a_sublayer_a_plan_is_the_list_of_graphs() -> None:
+    driver = RecordingDriver()
+    graphs = captured(driver, by_plan=False)
+    run(graphs, filling((1,)))
+    run(graphs, filling((1,), 1))
+    before = [graph.num_replays for graph in driver.graphs]
+    keep = [True, False, False, True, True, False, True, True]
+    run(graphs, filling((1,), 2), keep)
+    after = [graph.num_replays for graph in driver.graphs]
+    assert [late - early for early, late in zip(before, after, strict=True)] == [1, 1, *map(int, keep)]
+    assert driver.num_switched == 0
+
+
+def test_with_a_graph_a_bucket_only_groups_that_change_are_switched_and_one_graph_is_launched() -> None:
+    driver = RecordingDriver()
+    graphs = captured(driver)
+    work = filling((1,))
+    run(graphs, filling((1,), 1))
+    rows = graphs.hold(work)
+    sublayers = graphs._step.parts.sublayers
+    skipping = [True, False, False, True, True, True, True, True]
+    for keep, num_switched in (([True] * 8, 0), (skipping, 2), (skipping, 0), ([True] * 7 + [False], 3)):
+        counts = driver.num_switched, driver.num_replays
+        graphs.run(sublayers, rows, keep=keep)
+        assert (driver.num_switched - counts[0], driver.num_replays - counts[1]) == (num_switched, 1)
+    counts = driver.num_switched, driver.num_replays
+    graphs.run(sublayers, rows, keep=[False] * 8)
+    assert (driver.num_switched, driver.num_replays) == counts
+
+
+@WAYS
+def test_experts_run_eagerly_between_graphs(by_plan: bool) -> None:
+    driver = RecordingDriver()
+    graphs = captured(driver, by_plan=by_plan, family="qwen3_moe")
+    graphs.warm_up([filling((1,)).bucket])
+    sublayers = graphs._step.parts.sublayers
+    kept = [sublayer for sublayer in sublayers if is_capturable(sublayer)]
+    assert [sublayer.index for sublayer in sublayers if sublayer not in kept] == [1, 5, 7]
+    assert driver.num_captures == 2 + (3 if by_plan else len(kept))  # 0, then 2 to 4, then 6
+
+
+def test_passes_with_a_tap_run_eagerly_and_see_every_sublayer() -> None:
+    driver = RecordingDriver()
+    graphs = captured(driver)
+    graphs.warm_up([filling((1,)).bucket])
+    seen: list[int] = []
+    rows = graphs.hold(filling((1,)))
+    num_replays = driver.num_replays
+    graphs.run(graphs._step.parts.sublayers, rows, tap=lambda index, hidden: seen.append(index))
+    assert seen == list(range(8))
+    assert driver.num_replays == num_replays
+
+
+def test_large_buckets_and_chunks_of_prompts_run_eagerly() -> None:
+    driver = RecordingDriver()
+    small, large = captured(driver, max_rows=8), captured(driver, max_rows=1024)
+    for seed in range(4):
+        run(small, filling((5, 6), seed))
+        run(large, filling((70,), seed))
+        run(large, filling((70, 1), seed))
+    assert driver.num_captures == 0
+    for seed in range(2):
+        run(large, filling((5, 6), seed))
+    assert driver.num_captures == num_parts(True)
+
+
+def test_the_least_recently_used_bucket_goes_first() -> None:
+    driver = RecordingDriver()
+    graphs = captured(driver, max_buckets=2)
+    one, two, four = (filling(rows).bucket for rows in ((1,), (1, 1), (1, 1, 1)))
+    for rows in ((1,), (1, 1)):
+        run(graphs, filling(rows)), run(graphs, filling(rows, 1))
+    run(graphs, filling((1,), 2))
+    assert graphs.buckets == (two, one)
+    run(graphs, filling((1, 1, 1))), run(graphs, filling((1, 1, 1), 1))
+    assert graphs.buckets == (one, four)
+    assert len(driver.graphs) == graphs.num_graphs == 2 * num_parts(True)
+
+
+def test_a_bucket_that_was_evicted_has_to_earn_its_capture() -> None:
+    """Else many buckets in turn would be captured at every pass."""
+    driver = RecordingDriver()
+    graphs = captured(driver, max_buckets=1)
+    for seed in range(64):
+        for rows in ((1,), (1, 1)):
+            run(graphs, filling(rows, seed))
+    assert driver.num_captures <= 2 * 7 * num_parts(True)
+
+
+def test_too_much_memory_evicts_the_least_recently_used() -> None:
+    driver = RecordingDriver(bytes_each=10)
+    graphs = captured(driver, max_bytes=25)  # 30 a bucket
+    for rows in ((1,), (1, 1)):
+        run(graphs, filling(rows)), run(graphs, filling(rows, 1))
+    assert graphs.buckets == (filling((1, 1)).bucket,)
+
+
+def test_memory_that_does_not_come_back_ends_capturing(caplog: pytest.LogCaptureFixture) -> None:
+    driver = RecordingDriver(bytes_each=10)
+    graphs = captured(driver, max_bytes=25)
+    driver.bytes_left = 2**30
+    with caplog.at_level(logging.WARNING):
+        for seed in range(4):
+            run(graphs, filling((1,), seed))
+    assert driver.num_captures == 0
+    assert [record.getMessage() for record in caplog.records] == [
+        "no more CUDA graphs are captured, those that were released have left 1024 MiB in use"
+    ]
+
+
+def failing(error: RuntimeError, at: int) -> Callable[[int], bool]:
+    def refuses(number: int) -> bool:
+        if number == at:
+            raise error
+        return False
+
+    return refuses
+
+
+def test_running_out_of_memory_ends_capturing_and_not_the_pass(caplog: pytest.LogCaptureFixture) -> None:
+    driver = RecordingDriver(refuses=failing(torch.OutOfMemoryError("no 2 GiB are free"), 5))
+    graphs, eager = captured(driver), eager_step()
+    with caplog.at_level(logging.WARNING):
+        for rows in ((1,), (1, 1), (1, 1, 1)):
+            for seed in range(3):
+                assert torch.equal(run(graphs, filling(rows, seed)), run(eager, filling(rows, seed)))
+    assert graphs.buckets == (filling((1,)).bucket,)
+    assert len(caplog.records) == 1
+
+
+def test_a_graph_of_many_that_fails_becomes_a_graph_each(caplog: pytest.LogCaptureFixture) -> None:
+    """The third capture is of all sublayers; of the eight that follow, that of sublayer 2 fails again."""
+    driver = RecordingDriver(refuses=lambda number: number in (3, 6))
+    graphs, eager = captured(driver), eager_step()
+    with caplog.at_level(logging.WARNING):
+        for rows in ((1,), (1, 1)):
+            for seed in range(3):
+                assert torch.equal(run(graphs, filling(rows, seed)), run(eager, filling(rows, seed)))
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first.endswith("sublayer 7: operation not permitted when stream is capturing; they are captured one by one")
+    assert second.startswith("no CUDA graph of sublayer 2: ")
+    assert graphs.num_graphs == 2 * (2 + 7)
+
+
+def test_rows_in_other_buffers_are_not_replayed() -> None:
+    driver = RecordingDriver()
+    graphs, other = captured(driver), eager_step()
+    graphs.warm_up([filling((1,)).bucket])
+    work = filling((1,), 3)
+    expected = run(eager_step(), work)
+    rows: StaticRows = other.hold(work)
+    graphs.embed(rows)
+    num_replays = driver.num_replays
+    assert torch.equal(graphs.run(other.parts.sublayers, rows), expected)
+    assert driver.num_replays == num_replays
+
+
+def test_hooks_keep_a_sublayer_from_being_captured() -> None:
+    sublayer = modules_of(checkpoint("llama")).sublayers[1]
+    assert is_capturable(sublayer)
+    handle = next(iter(sublayer.block.children())).register_forward_pre_hook(lambda module, arguments: None)
+    assert not is_capturable(sublayer)
+    handle.remove()
+    assert is_capturable(sublayer)
+
+
+def test_a_result_outside_the_buffer_is_not_captured(caplog: pytest.LogCaptureFixture) -> None:
+    driver = RecordingDriver()
+    graphs = captured(driver, by_plan=False)
+    sublayer = graphs._step.parts.sublayers[3]
+    object.__setattr__(sublayer, "body", lambda hidden, rows, body=sublayer.body: body(hidden.clone(), rows))
+    try:
+        with caplog.at_level(logging.WARNING):
+            graphs.warm_up([filling((1,)).bucket])
+    finally:
+        object.__setattr__(sublayer, "body", sublayer.body.__defaults__[0])  # type: ignore[union-attr]
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
+        "no CUDA graph of sublayer 3: its result is not in the buffer; it is launched eagerly from now on"
+    ]
+
+
+def test_warming_up_makes_room_and_says_what_it_took(caplog: pytest.LogCaptureFixture) -> None:
+    driver = RecordingDriver(bytes_each=2**20)
+    graphs = captured(driver, max_buckets=3, max_rows=4)
+    for rows in ((1, 2), (1, 1, 2)):
+        run(graphs, filling(rows)), run(graphs, filling(rows, 1))
+    wanted = decode_and_verify_buckets(8, 1)
+    with caplog.at_level(logging.INFO):
+        graphs.warm_up(wanted)
+    assert set(graphs.buckets) == {Bucket(1, 1, 1, False), Bucket(2, 2, 1, False), Bucket(4, 4, 1, False)}
+    assert caplog.messages == ["captured 9 graphs of 3 buckets in 0.0 s; they take 9 MiB"]
+
+
+def test_the_buckets_of_a_warm_up_are_those_that_decodes_and_verifies_have() -> None:
+    found = set(decode_and_verify_buckets(5, 3))
+    reachable = set()
+    for num_sequences in range(1, 6):
+        for seed in range(200):
+            rng = random.Random(seed)
+            spans = [RowSpan(one_run(0, 64), 0, rng.randint(1, 4)) for _ in range(num_sequences)]
+            reachable.add(bucket_of(spans, [()] * num_sequences))
+            reachable.add(bucket_of([RowSpan(one_run(0, 64), 0, 1)] * num_sequences, [()] * num_sequences))
+    assert reachable == found
+    assert len(decode_and_verify_buckets(8, 16)) <= GraphLimits().max_buckets
