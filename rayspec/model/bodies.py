@@ -21,7 +21,7 @@ from rayspec.model.architecture import Decomposition
 from rayspec.model.attention import AttentionKind, Heads, Rows, pack
 from rayspec.model.cuda.operations import gated
 from rayspec.model.kv_arena import KVArena
-from rayspec.model.matrices import Matrix, empty_linears, has_blocked_layout, is_plain
+from rayspec.model.matrices import Matrix, empty_linears, has_blocked_layout, is_plain, is_plain_or_share
 from rayspec.model.norms import Norm, as_operator
 from rayspec.model.rows import RowSpan, one_run
 from rayspec.model.sublayers import Body, Sublayer
@@ -54,7 +54,7 @@ class AttentionBody:
     pre_norm: Norm
     projections: Matrix
     heads: Heads
-    output: Matrix
+    output: nn.Module
 
     def __call__(self, hidden: Tensor, rows: Rows) -> Tensor:
         """hidden: [1, N, hidden_size] in and out."""
@@ -70,7 +70,7 @@ class GatedBody:
     pre_norm: Norm
     gate_up: Matrix
     weigh: Callable[[Tensor], Tensor]
-    down: Matrix
+    down: nn.Module
 
     def __call__(self, hidden: Tensor, rows: Rows) -> Tensor:
         """hidden: [1, N, hidden_size] in and out."""
@@ -110,6 +110,7 @@ class _Workshop:
         self._hidden = hidden.to(parts.device, parts.dtype)
         arena = KVArena(parts.shapes, _NUM_CHECK_TOKENS, dtype=parts.dtype, device=parts.device)
         span = RowSpan(one_run(0, _NUM_CHECK_TOKENS), 0, _NUM_CHECK_TOKENS)
+        self._shapes = parts.shapes
         self._rows = _NotingRows(pack(arena, [span], device=parts.device))
         parts.rotate(self._hidden, self._rows)
 
@@ -142,17 +143,16 @@ class _Workshop:
     def _attention(self, sublayer: Sublayer) -> tuple[Body, Sequence[nn.Linear]]:
         """A body, and the linear layers whose weights it holds. Raises one of `_MISFITS`."""
         block: Any = sublayer.block
-        linears, last = _linears(block, _QUERY_KEY_VALUE), [block.o_proj]
-        _require_plain(block, [*linears, *last])
+        linears = _linears(block, _QUERY_KEY_VALUE)
+        _require_plain(block, linears)
         assert self._rows.kind is not None, "the modules have attended"
-        projections, output = self._matrix(linears), self._matrix(last)
-        num_heads = output.num_columns // block.head_dim
+        projections, num_kv_heads = self._matrix(linears), self._shapes[sublayer.layer].num_heads
         has_norms = getattr(block, "q_norm", None) is not None
         heads = Heads(
             layer=sublayer.layer,
             layer_type=sublayer.layer_type,
-            num_heads=num_heads,
-            num_kv_heads=(projections.num_rows // block.head_dim - num_heads) // 2,
+            num_heads=projections.num_rows // block.head_dim - 2 * num_kv_heads,
+            num_kv_heads=num_kv_heads,
             head_dim=block.head_dim,
             norms=(self._norm(block.q_norm), self._norm(block.k_norm)) if has_norms else None,
             kind=self._rows.kind,
@@ -162,15 +162,15 @@ class _Workshop:
             pre_norm=self._norm(sublayer.pre_norm),
             projections=projections,
             heads=heads,
-            output=output,
+            output=self._last(block.o_proj),
         )
-        return body, [*linears, *last]
+        return body, [*linears, *filter(is_plain, [block.o_proj])]
 
     def _mlp(self, sublayer: Sublayer) -> tuple[Body, Sequence[nn.Linear]]:
         """As `_attention`."""
         block: Any = sublayer.block
-        linears, last = _linears(block, _GATE_UP), [block.down_proj]
-        _require_plain(block, [*linears, *last])
+        linears = _linears(block, _GATE_UP)
+        _require_plain(block, linears)
         activation = block.act_fn if hasattr(block, "act_fn") else block.activation_fn
         name = _OPERATOR_ACTIVATIONS.get(type(activation).__name__)
         body = GatedBody(
@@ -180,9 +180,9 @@ class _Workshop:
             weigh=partial(_weighed_by_operator, name)
             if self._use_operators and name
             else partial(_weighed, activation),
-            down=self._matrix(last),
+            down=self._last(block.down_proj),
         )
-        return body, [*linears, *last]
+        return body, [*linears, *filter(is_plain, [block.down_proj])]
 
     def _block_linears(self, sublayer: Sublayer, expected: Tensor) -> None:
         """Give the block's linear layers the device's faster layout, where it still computes the same."""
@@ -200,6 +200,10 @@ class _Workshop:
 
     def _matrix(self, linears: Sequence[nn.Linear]) -> Matrix:
         return Matrix(linears, blocked=self._may_block(linears[0]))
+
+    def _last(self, linear: nn.Module) -> nn.Module:
+        """The matrix that the residual gets; the module itself where it sums over ranks."""
+        return self._matrix([linear]) if is_plain(linear) else linear
 
     def _may_block(self, linear: nn.Linear) -> bool:
         return not self._use_operators and has_blocked_layout(linear.weight)
@@ -254,8 +258,8 @@ def _linears(block: nn.Module, names: Sequence[Sequence[str]]) -> list[nn.Linear
 
 
 def _require_plain(block: nn.Module, linears: Sequence[nn.Linear]) -> None:
-    """Nothing happens around the matrices: no rank, no quantizer and no fetch has a hand in them."""
-    if block._forward_hooks or block._forward_pre_hooks or not all(map(is_plain, linears)):
+    """Nothing happens around the matrices: no quantizer and no fetch has a hand in them. They may be a rank's share."""
+    if block._forward_hooks or block._forward_pre_hooks or not all(map(is_plain_or_share, linears)):
         raise TypeError(f"{type(block).__name__} is more than its matrices")
 
 
@@ -281,8 +285,8 @@ def _weighed_by_operator(activation: str, gate_up: Tensor) -> Tensor:
     return gated(gate_up[0], activation)[None]
 
 
-def _added(sublayer: Sublayer, matrix: Matrix, hidden: Tensor, rows: Tensor, *, in_place: bool) -> Tensor:
+def _added(sublayer: Sublayer, matrix: nn.Module, hidden: Tensor, rows: Tensor, *, in_place: bool) -> Tensor:
     """The residual with the block's output, which is the matrix times `rows`."""
-    if not sublayer.adds_plainly:
+    if not (sublayer.adds_plainly and isinstance(matrix, Matrix)):
         return sublayer.add(hidden, matrix(rows), in_place=in_place)
     return matrix.add_to(hidden, rows) if in_place else matrix.plus(hidden, rows)

@@ -63,6 +63,12 @@ def is_plain(module: object) -> TypeGuard[nn.Linear]:
     )
 
 
+def is_plain_or_share(module: object) -> TypeGuard[nn.Linear]:
+    """Plain, or the rows that DeepSpeed has left to this rank: a plain product, too, as nobody gathers it."""
+    is_share = type(module).__name__ == "LinearLayer" and not getattr(module, "gather_output", True)
+    return is_plain(module) or is_share
+
+
 def has_blocked_layout(weight: Tensor) -> bool:
     """Whether oneDNN's layout is the faster one for it: on the processors where that was measured."""
     return (

@@ -24,6 +24,7 @@ from torch import Tensor
 from rayspec.config import EngineConfig
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.attention import pack
+from rayspec.model.bodies import fuse
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.rows import RowSpan, one_run
 from rayspec.model.sublayers import run
@@ -31,7 +32,7 @@ from rayspec.model.weights import load_model
 from rayspec.pipeline import tensor_parallel
 from rayspec.pipeline.tensor_parallel import RankGroup, free_address, split_tensor_parallel
 from rayspec.types import ConfigError, UnsupportedModelError
-from tests.families import FAMILIES, build, checkpoint, ragged_prompts
+from tests.families import FAMILIES, build, checkpoint, modules_of, ragged_prompts
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -101,17 +102,28 @@ def _observe(path: str, group: RankGroup, dtype: str = "float32") -> dict[str, A
         split = split_tensor_parallel(model, parts, group)
     after = [_bytes(sublayer.block) for sublayer in split.sublayers]
     actual, hidden = _logits(split)
-    return {
+    found = {
         "log": lines,
         "modules": sorted({type(m).__module__.split(".")[0] for s in split.sublayers for m in s.block.modules()}),
         "difference": float((expected - actual).abs().max() / expected.abs().max()),
         "tokens": actual.argmax(-1).tolist() == expected.argmax(-1).tolist(),
-        "hidden": hashlib.sha256(hidden.view(torch.uint8).numpy().tobytes()).hexdigest(),
+        "hidden": _digest(hidden),
         "largest share": max(b / a for a, b in zip(before, after, strict=True)),
         "heads": [shape.num_heads for shape in split.shapes.values()],
         "whole heads": [shape.num_heads for shape in whole.shapes.values()],
         "ends": _bytes(split.embedding) == _bytes(whole.embedding) and _bytes(split.lm_head) == _bytes(whole.lm_head),
     }
+    fused = fuse(split)
+    actual, hidden = _logits(fused)
+    return found | {
+        "fused": [sublayer.index for sublayer in fused.sublayers if sublayer.body is not None],
+        "fused difference": float((expected - actual).abs().max() / expected.abs().max()),
+        "fused hidden": _digest(hidden),
+    }
+
+
+def _digest(hidden: Tensor) -> str:
+    return hashlib.sha256(hidden.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def _observe_span(path: str, group: RankGroup) -> dict[str, Any]:
@@ -285,6 +297,19 @@ def test_a_rank_holds_its_share_of_every_block_and_of_the_cache(reports: Reports
         assert found["largest share"] < 1 / SIZE + 0.02
         assert [SIZE * heads for heads in found["heads"]] == found["whole heads"]
         assert found["ends"]
+
+
+@pytest.mark.parametrize(("family", "way"), CASES)
+def test_bodies_take_the_rank_s_shares(reports: Reports, family: str, way: str) -> None:
+    whole = fuse(modules_of(checkpoint("llama" if family == BIASED else family)))
+    have_bodies = [sublayer.index for sublayer in whole.sublayers if sublayer.body is not None]
+    # DeepSpeed has a class of its own for the MLPs of Phi 3 and GLM 4, which run by their modules.
+    is_special = family in {"phi3", "glm4"} and way == "first choice" and HAS_DEEPSPEED
+    for report in reports:
+        found = report[family][way]
+        assert found["fused"] == ([] if is_special else have_bodies)
+        assert found["fused difference"] < 1e-5
+    assert len({report[family][way]["fused hidden"] for report in reports}) == 1
 
 
 @pytest.mark.parametrize("family", NAMES)
