@@ -91,8 +91,8 @@ def check_static_launches(options: SelfcheckOptions) -> Outcome:
         f"{most:g} kernels (bound {MAX_KERNELS_A_LAYER}){words}",
         numbers=[asdict(one) | {"is_good": one.is_good} for one in found],
         tables=[_table(found)],
-        counted="Operations from token ids to logits that compute something, with shapes, strides, offsets, numbers and "
-        "the places of their buffers. An operator of rayspec counts once, attention twice: it has two kernels where "
+        counted="Operations from token ids to logits that compute something, with shapes, strides, offsets, numbers "
+        "and the places of their buffers. An operator of rayspec counts once, attention twice: it has two kernels where "
         "contexts are long. Filling the buffers comes before and is left out.",
     )
 
