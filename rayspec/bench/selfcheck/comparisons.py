@@ -37,8 +37,8 @@ def check_drafted_text(options: SelfcheckOptions) -> Outcome:
         found="; ".join(f"{_full_name(row)}: {row['identical']} of {row['total']} texts are plain's" for row in others),
         numbers=[{key: row[key] for key in ("strategy", "identical", "total", "acceptance_rate")} for row in rows],
         tables=[_text_table(rows)],
-        counted=f"Greedy texts of the bundled model in float32, against plain decoding token by token. static skips the "
-        f"sublayers {', '.join(map(str, _SKIPPED))}.",
+        counted=f"Greedy texts of the bundled model in float32, against plain decoding token by token. static skips "
+        f"the sublayers {', '.join(map(str, _SKIPPED))}.",
     )
 
 
@@ -63,8 +63,8 @@ def check_strategy_speed(options: SelfcheckOptions) -> Outcome:
         f"{_full_name(best)}, {best['speedup_vs_ar']:.2f} times ar",
         numbers=rows,
         tables=[_speed_table(rows)],
-        counted=f"The bundled model{'' if options.is_quick else ', 4 times as wide'}, summaries, one repeat: the numbers "
-        "of `rayspec bench`, with less certainty.",
+        counted=f"The bundled model{'' if options.is_quick else ', 4 times as wide'}, summaries, one repeat: `rayspec "
+        "bench` measures the same with more certainty. transformers' linear layers have torch's own layout.",
     )
 
 

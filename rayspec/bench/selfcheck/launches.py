@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -12,6 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from rayspec.bench.selfcheck.models import Prepared
+from rayspec.model.rows import RowSpan
+from rayspec.model.static_rows import Filling
 
 # They bring numbers from the device to the host, or from the host to the device: a graph would repeat old ones.
 HOST_OPERATIONS = frozenset(
@@ -36,7 +39,7 @@ class Launch:
     arguments: tuple[object, ...]
 
 
-class LaunchRecorder(TorchDispatchMode):
+class LaunchRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Each operation under it that computes something. Views and allocations are left out.
 
     A custom operator counts once, whatever its implementation calls. Under inference mode composite operations are seen
@@ -44,7 +47,7 @@ class LaunchRecorder(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.launches: list[Launch] = []
         self._own: list[torch.UntypedStorage] = []  # made while recording; held, so that no place is used twice
         self._own_places: set[int] = set()
@@ -74,11 +77,24 @@ class LaunchRecorder(TorchDispatchMode):
         return (tuple(each.shape), each.stride(), each.storage_offset(), each.dtype, place)
 
 
-@contextmanager
-def recorded() -> Iterator[list[Launch]]:
-    """The launches of what runs inside."""
-    with torch.no_grad(), LaunchRecorder() as recorder:
-        yield recorder.launches
+@torch.no_grad()
+def record_forward(
+    prepared: Prepared,
+    recorder: LaunchRecorder,
+    spans: Sequence[RowSpan],
+    token_ids: Sequence[int],
+    keep: Sequence[bool] | None = None,
+) -> None:
+    """From token ids to logits. What fills static buffers comes before and is left out; the sines and cosines of the
+    rows' positions are in it."""
+    runner = prepared.runner
+    batch = runner.batch(spans, token_ids=token_ids)
+    rows = batch.buckets[0][1]
+    static = prepared.buffers.hold(rows)[0] if prepared.buffers is not None and isinstance(rows, Filling) else None
+    with recorder:
+        if static is not None:
+            prepared.parts.rotate(static.residual[:, :1], static)
+        runner.head(runner.run(batch, runner.embed(batch), keep=keep))
 
 
 def first_difference(some: Sequence[Launch], others: Sequence[Launch]) -> str | None:

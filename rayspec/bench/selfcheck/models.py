@@ -52,7 +52,7 @@ RANDOM_FAMILIES: dict[str, dict[str, Any]] = {
 def bundled_model(dtype: torch.dtype, device: torch.device, *, factor: int = 1) -> PreTrainedModel:
     """factor: so many times as wide."""
     name = str(dtype).removeprefix("torch.")
-    config = EngineConfig(model=demo.model_path(), dtype=name, device=str(device))  # type: ignore[arg-type]
+    config = EngineConfig(model=demo.model_path(), dtype=name, device=str(device))
     model = load_model(config)
     return model if factor == 1 else widen(model, factor)
 
@@ -61,12 +61,13 @@ def random_model(family: str, dtype: torch.dtype, device: torch.device) -> PreTr
     """The same every time."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **(_SIZES | RANDOM_FAMILIES[family]))
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()  # type: ignore[no-untyped-call]
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim == 1:  # ones and zeros would hide mistakes in norms
                 weight.add_(torch.randn_like(weight) * 0.1)
-    return model.to(device, dtype)  # type: ignore[arg-type]
+    moved: PreTrainedModel = model.to(device, dtype)
+    return moved
 
 
 def model_named(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:

@@ -7,13 +7,19 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from rayspec.bench.selfcheck.launches import Launch, first_difference, host_operations, num_kernels, recorded
+from rayspec.bench.selfcheck.launches import (
+    Launch,
+    LaunchRecorder,
+    first_difference,
+    host_operations,
+    num_kernels,
+    record_forward,
+)
 from rayspec.bench.selfcheck.models import RANDOM_FAMILIES, Prepared
 from rayspec.bench.selfcheck.options import SelfcheckOptions
 from rayspec.bench.selfcheck.outcome import Outcome, Table, judged
 from rayspec.bench.selfcheck.parity import prepare_model
 from rayspec.bench.selfcheck.sequences import PassShape
-from rayspec.model.static_rows import Filling
 
 MAX_KERNELS_A_LAYER = 12
 _BOUNDED = "llama"
@@ -92,8 +98,8 @@ def check_static_launches(options: SelfcheckOptions) -> Outcome:
         numbers=[asdict(one) | {"is_good": one.is_good} for one in found],
         tables=[_table(found)],
         counted="Operations from token ids to logits that compute something, with shapes, strides, offsets, numbers "
-        "and the places of their buffers. An operator of rayspec counts once, attention twice: it has two kernels where "
-        "contexts are long. Filling the buffers comes before and is left out.",
+        "and the places of their buffers. An operator of rayspec counts once; attention counts twice, as it has "
+        "two kernels where contexts are long. Filling the buffers comes before and is left out.",
     )
 
 
@@ -113,16 +119,9 @@ def compare(prepared: Prepared, pair: Pair, *, model: str) -> Comparison:
 
 
 def launches_of(prepared: Prepared, state: PassShape, keep: Sequence[bool] | None = None) -> list[Launch]:
-    """From token ids to logits. What fills static buffers comes before; sines of the positions do not."""
-    runner = prepared.runner
-    batch = runner.batch(state.spans(), token_ids=state.token_ids(prepared.vocab_size))
-    rows = batch.buckets[0][1]
-    static = prepared.buffers.hold(rows)[0] if prepared.buffers is not None and isinstance(rows, Filling) else None
-    with recorded() as launches:
-        if static is not None:
-            prepared.parts.rotate(static.residual[:, :1], static)
-        runner.head(runner.run(batch, runner.embed(batch), keep=keep))
-    return launches
+    recorder = LaunchRecorder()
+    record_forward(prepared, recorder, state.spans(), state.token_ids(prepared.vocab_size), keep)
+    return recorder.launches
 
 
 def _problem(one: Comparison) -> str:

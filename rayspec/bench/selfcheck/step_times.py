@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -83,10 +84,11 @@ def _step(prepared: Prepared, num_rows: int, keep: Sequence[bool] | None) -> lis
 def _wide_parts(options: SelfcheckOptions, factor: int) -> tuple[Decomposition, int]:
     """As the engine runs it on this device, and the bytes of weights that a step reads."""
     model = bundled_model(options.torch_dtype, options.torch_device, factor=factor)
-    is_tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight  # type: ignore[no-untyped-call]
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     num_bytes = sum(weight.nbytes for weight in model.parameters())
-    embedding_bytes = 0 if is_tied else model.get_input_embeddings().weight.nbytes  # type: ignore[no-untyped-call]
-    return fuse(decompose(model)), num_bytes - embedding_bytes
+    is_tied = embedding.weight is head.weight
+    return fuse(decompose(model)), num_bytes - (0 if is_tied else int(embedding.weight.nbytes))
 
 
 def _table(by_rows: dict[int, float], draft_s: float) -> Table:
