@@ -23,6 +23,8 @@ _MAX_BYTES_QUICK = 24 * 2**20
 # What is read between two reads of the same matrix, in caches.
 _NUM_CACHES = 2
 _READ_CACHES = 4
+# Bytes of a measurement, at least: a GPU is so fast that waiting for it would count.
+_LEAST_BYTES = {"cpu": 2**27, "cuda": 2**32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +73,7 @@ def layer_matrices(shape: ModelShape) -> dict[str, tuple[int, int]]:
 
 def read_bytes_per_s(device: torch.device) -> float:
     """The fastest of several ways to read a large tensor."""
-    num_bytes = _READ_CACHES * max(cache_bytes(device), 32 * 2**20)
+    num_bytes = max(_READ_CACHES * cache_bytes(device), _LEAST_BYTES[device.type])
     numbers = torch.zeros(num_bytes // 4, device=device)
     numbers.fill_(1.0)  # zeros that nobody wrote to may be a single page
     ways: list[Callable[[], Tensor]] = [numbers.sum, numbers.max, partial(torch.dot, numbers, numbers)]
@@ -91,10 +93,12 @@ def _reading(
     measured_outputs = max(1, min(num_outputs, max_bytes // (num_inputs * dtype.itemsize)))
     copies = list(_copies(measured_outputs, num_inputs, options))
     num_bytes = len(copies) * measured_outputs * num_inputs * dtype.itemsize
+    num_rounds = -(-_LEAST_BYTES[device.type] // num_bytes)
     rates = {}
     for count in counts:
         rows = torch.randn(count, num_inputs, device=device).to(dtype)
-        rates[count] = num_bytes / median_seconds(partial(_multiply, copies, rows), device, num_repeats=3)
+        seconds = median_seconds(partial(_multiply, copies * num_rounds, rows), device, num_repeats=3)
+        rates[count] = num_rounds * num_bytes / seconds
     return Reading(
         model=model,
         matrix=matrix,

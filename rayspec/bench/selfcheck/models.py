@@ -66,7 +66,8 @@ def random_model(family: str, dtype: torch.dtype, device: torch.device) -> PreTr
         for weight in model.parameters():
             if weight.ndim == 1:  # ones and zeros would hide mistakes in norms
                 weight.add_(torch.randn_like(weight) * 0.1)
-    moved: PreTrainedModel = model.to(device, dtype)
+            weight.data = weight.data.to(dtype)  # and no buffer: frequencies of rotation are float32 in any model
+    moved: PreTrainedModel = model.to(device)
     return moved
 
 

@@ -19,6 +19,7 @@ from rayspec.bench.selfcheck.sequences import (
     PassShape,
     logits_of,
 )
+from rayspec.model.architecture import Decomposition
 
 # Of the largest logit. In half precision each of some ten sublayers rounds its sum in another order.
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
@@ -81,7 +82,11 @@ def differences(
 
 def prepare_model(name: str, way: Way, dtype: torch.dtype, device: torch.device, *, is_static: bool) -> Prepared:
     """A new model with room for the passes of a check."""
-    parts = split(model_named(name, dtype, device), way)
+    return prepare_parts(split(model_named(name, dtype, device), way), is_static=is_static)
+
+
+def prepare_parts(parts: Decomposition, *, is_static: bool) -> Prepared:
+    """With room for the passes of a check."""
     return prepare(
         parts,
         num_slots=NUM_SLOTS,
