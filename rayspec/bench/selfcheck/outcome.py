@@ -31,10 +31,12 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedOutcome:
-    """With the check that it is of, and the seconds that the check took."""
+    """With the check that it is of, and the seconds that the check took. quiet_share: of the time that threads wanted a
+    core, the part that they had one; None where the system does not say."""
 
     name: str
     seconds: float
+    quiet_share: float | None
     outcome: Outcome = field(repr=False)
 
 

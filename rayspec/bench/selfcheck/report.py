@@ -14,6 +14,12 @@ from rayspec.bench.result import save_bench
 from rayspec.bench.selfcheck.options import SelfcheckOptions
 from rayspec.bench.selfcheck.outcome import NamedOutcome
 
+_HEADINGS = ("check", "status", "seconds", "quiet", "found")
+_NOTE = (
+    "quiet: of the time that threads wanted a core, how much they had one. Far below 100 %, times are "
+    "those of a busy machine."
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelfcheckReport:
@@ -46,6 +52,7 @@ class SelfcheckReport:
                     "status": one.outcome.status,
                     "found": one.outcome.found,
                     "seconds": one.seconds,
+                    "quiet_share": one.quiet_share,
                     "numbers": one.outcome.numbers,
                 }
                 for one in self.outcomes
@@ -54,8 +61,7 @@ class SelfcheckReport:
 
     def as_markdown(self) -> str:
         lines = ["# Self-check", "", f"`{self.environment['command']}`", "", self._where(), ""]
-        rows = [[one.name, one.outcome.status, f"{one.seconds:.1f}", one.outcome.found] for one in self.outcomes]
-        lines += [f"{self.summary}.", "", markdown_table(("check", "status", "seconds", "found"), rows)]
+        lines += [f"{self.summary}.", "", markdown_table(_HEADINGS, map(_row, self.outcomes)), "", _NOTE]
         for one in self.outcomes:
             lines += _section(one)
         return "\n".join([*lines, ""])
@@ -73,6 +79,11 @@ class SelfcheckReport:
             f"On {self.device} ({environment['hardware']}), {environment['threads']} threads, load {load} at the end; "
             f"{versions}; commit {environment['commit'] or 'unknown'}, {environment['date']}."
         )
+
+
+def _row(one: NamedOutcome) -> list[str]:
+    quiet = "-" if one.quiet_share is None else f"{one.quiet_share:.0%}"
+    return [one.name, one.outcome.status, f"{one.seconds:.1f}", quiet, one.outcome.found]
 
 
 def _section(one: NamedOutcome) -> list[str]:

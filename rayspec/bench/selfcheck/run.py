@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-import time
 import traceback
 from collections.abc import Callable, Mapping
 
 import torch
 
+from rayspec.bench.clock import measured
 from rayspec.bench.selfcheck.bandwidth import check_bandwidth
 from rayspec.bench.selfcheck.comparisons import check_drafted_text, check_strategy_speed
 from rayspec.bench.selfcheck.graphs import check_captured_against_eager, check_plan_switch
@@ -61,12 +61,14 @@ def run_selfcheck(
 
 
 def _run(name: str, check: Check, options: SelfcheckOptions) -> NamedOutcome:
-    started = time.perf_counter()
+    outcome, cost = measured(lambda: _outcome(check, options), options.torch_device)
+    gc.collect()  # models of this check
+    return NamedOutcome(name=name, seconds=cost.wall_s, quiet_share=cost.quiet_share, outcome=outcome)
+
+
+def _outcome(check: Check, options: SelfcheckOptions) -> Outcome:
     try:
-        outcome = check(options)
+        return check(options)
     except Exception as error:  # noqa: BLE001 - it is reported, and the others still run
         found = f"the check broke: {type(error).__name__}: {error}"
-        outcome = Outcome(status="failed", found=found, numbers={"traceback": traceback.format_exc()})
-    seconds = time.perf_counter() - started
-    gc.collect()  # models of this check
-    return NamedOutcome(name=name, seconds=seconds, outcome=outcome)
+        return Outcome(status="failed", found=found, numbers={"traceback": traceback.format_exc()})

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import median
 
 import torch
 
@@ -14,9 +14,17 @@ _UNITS = {"K": 2**10, "M": 2**20}
 _DEFAULT_CACHE_BYTES = 64 * 2**20
 
 
-def median_seconds(work: Callable[[], object], device: torch.device, *, num_repeats: int) -> float:
-    """After one run that warms up. What the work leaves to a GPU is waited for."""
-    return median([seconds(work, device) for _ in range(1 + num_repeats)][1:])
+def fastest_seconds(
+    works: Sequence[Callable[[], object]], device: torch.device, *, num_repeats: int, budget_s: float = math.inf
+) -> list[float]:
+    """Of each work: what disturbs a run only ever makes it slower. The works take turns, so that a slow second of the
+    machine meets all of them; the first turn warms up, and one more is made in any case. budget_s: after so many seconds
+    no further turn begins. What a work leaves to a GPU is waited for."""
+    started = time.perf_counter()
+    turns: list[list[float]] = []
+    while len(turns) < 2 or (len(turns) <= num_repeats and time.perf_counter() - started < budget_s):
+        turns.append([seconds(work, device) for work in works])
+    return [min(each) for each in zip(*turns[1:], strict=True)]
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
