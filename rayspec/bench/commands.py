@@ -39,7 +39,7 @@ from rayspec.command.exit_codes import EXIT_FAILED
 from rayspec.command.loading import load_llm
 from rayspec.command.options import Asked, with_settings
 from rayspec.command.terminal import clean_exit, output_console, say
-from rayspec.config import EngineConfig
+from rayspec.config import DType, EngineConfig
 
 app = typer.Typer()
 
@@ -211,6 +211,36 @@ def bench_serve(
         if json is not None:
             save_bench(result, json)
     if not succeeded(result):
+        raise typer.Exit(EXIT_FAILED)
+
+
+@app.command()
+def selfcheck(
+    *,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    dtype: Annotated[
+        DType, typer.Option(help="of what is timed; logits are compared in float32, too", show_choices=False)
+    ] = "bfloat16",
+    num_threads: Annotated[int | None, typer.Option(min=1, help="torch CPU threads")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="fewer models, sizes and repeats")] = False,
+    out: Annotated[Path | None, typer.Option(help="folder for selfcheck.md and selfcheck.json")] = None,
+) -> None:
+    """Check an installation on this device: whether all ways to compute agree, drafted text is plain text, launches
+    can be captured; how fast weights are read, and what steps and strategies take.
+
+    Exit code 1 if any check failed. Nothing else should run meanwhile.
+    """
+    # They bring torch, which others wait for.
+    from rayspec.bench.selfcheck.options import SelfcheckOptions  # noqa: PLC0415
+    from rayspec.bench.selfcheck.run import run_selfcheck  # noqa: PLC0415
+
+    with clean_exit():
+        options = SelfcheckOptions(device=device, dtype=dtype, num_threads=num_threads, is_quick=quick)
+        report = run_selfcheck(options, say)
+        if out is not None:
+            report.save(out)
+        output_console().print(report.as_markdown(), markup=False, highlight=False, soft_wrap=True)
+    if report.has_failed:
         raise typer.Exit(EXIT_FAILED)
 
 

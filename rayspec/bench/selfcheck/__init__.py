@@ -1,0 +1,1 @@
+"""`rayspec selfcheck`: what an installation on this device computes, launches, waits for and reaches."""

@@ -1,0 +1,147 @@
+"""Whether the kernels of `rayspec::*` compute on a GPU what their plain torch versions compute on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from rayspec.bench.selfcheck.options import SelfcheckOptions
+from rayspec.bench.selfcheck.outcome import Outcome, Table, judged, not_here
+from rayspec.model.bodies import has_operators
+from rayspec.model.cuda import operations
+
+# Of the largest number of the result: roundings of one operation.
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+_HEADS, _KV_HEADS, _DIM, _PAGE_SIZE, _NUM_PAGES = 8, 2, 64, 16, 64
+_CONTEXTS, _ROWS = (300, 17), (5, 3)
+
+Operation = Callable[[torch.device], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelDifference:
+    """largest: relative to the largest number of the result."""
+
+    operator: str
+    dtype: str
+    largest: float
+    tolerance: float
+
+    @property
+    def is_small(self) -> bool:
+        return self.largest <= self.tolerance
+
+
+def check_kernels(options: SelfcheckOptions) -> Outcome:
+    device = options.torch_device
+    if not has_operators(device):
+        return not_here(f"{device} has no Triton kernels: the operators run as plain torch")
+    found = [one for dtype in options.parity_dtypes for one in kernel_differences(dtype, device)]
+    num_large = sum(not one.is_small for one in found)
+    return judged(
+        is_good=not num_large,
+        found=f"{num_large} of {len(found)} operators differ by more than rounding",
+        numbers=[asdict(one) for one in found],
+        tables=[_table(found)],
+        counted="Largest difference between the GPU's result and the CPU's for the same numbers, relative to the "
+        "largest number of the result.",
+    )
+
+
+def kernel_differences(dtype: torch.dtype, device: torch.device) -> list[KernelDifference]:
+    return [
+        KernelDifference(
+            operator=name,
+            dtype=str(dtype).removeprefix("torch."),
+            largest=_relative(operation(torch.device("cpu")), operation(device).cpu()),
+            tolerance=TOLERANCES[dtype],
+        )
+        for name, operation in _operations(dtype)
+    ]
+
+
+def _operations(dtype: torch.dtype) -> Iterator[tuple[str, Operation]]:
+    for is_tree in (False, True):
+        for window in (0, 20):
+            name = f"attend{', tree' if is_tree else ''}{', window' if window else ''}"
+            yield name, partial(_attend, dtype, is_tree=is_tree, window=window)
+    yield "rms_norm", partial(_rms_norm, dtype)
+    yield "rotate_and_write", partial(_rotate_and_write, dtype)
+    for activation in ("silu", "gelu_tanh"):
+        yield f"gated, {activation}", partial(_gated, dtype, activation)
+
+
+def _attend(dtype: torch.dtype, device: torch.device, *, is_tree: bool, window: int) -> Tensor:
+    random = _random(dtype, device)
+    slots = _NUM_PAGES * _PAGE_SIZE
+    pages = torch.randperm(_NUM_PAGES, generator=torch.Generator().manual_seed(1)).view(2, -1)
+    starts = (0, _ROWS[0], sum(_ROWS))
+    places = [torch.arange(count) for count in _ROWS]
+    positions = torch.cat([context + place for context, place in zip(_CONTEXTS, places, strict=True)])
+    shared = torch.tensor([context for context, count in zip(_CONTEXTS, _ROWS, strict=True) for _ in range(count)])
+    bits = torch.cat([(2 << place) - 1 for place in places])
+    return operations.attend(
+        random(sum(_ROWS), _HEADS, _DIM),
+        random(_KV_HEADS, slots, _DIM),
+        random(_KV_HEADS, slots, _DIM),
+        pages.to(device, torch.int32),
+        torch.tensor(starts, dtype=torch.int32, device=device),
+        torch.tensor(_CONTEXTS, dtype=torch.int32, device=device),
+        positions.to(device),
+        shared.to(device, torch.int32) if is_tree else None,
+        bits.to(device) if is_tree else None,
+        scaling=_DIM**-0.5,
+        window=window,
+        page_size=_PAGE_SIZE,
+        max_rows=max(_ROWS),
+        max_context=_NUM_PAGES // 2 * _PAGE_SIZE,
+    )
+
+
+def _rms_norm(dtype: torch.dtype, device: torch.device) -> Tensor:
+    random = _random(dtype, device)
+    return operations.rms_norm(random(5, 256), random(256), 1e-6)
+
+
+def _rotate_and_write(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Queries, then the keys and values that were written."""
+    random = _random(dtype, device)
+    keys, values = (torch.zeros(_KV_HEADS, 32, _DIM, dtype=dtype, device=device) for _ in range(2))
+    query = operations.rotate_and_write(
+        random(5, (_HEADS + 2 * _KV_HEADS) * _DIM),
+        random(5, _DIM),
+        random(5, _DIM),
+        torch.tensor([3, 1, 30, 7, 8], device=device),
+        keys,
+        values,
+        num_heads=_HEADS,
+        query_norm=random(_DIM),
+        key_norm=random(_DIM),
+        eps=1e-6,
+    )
+    return torch.cat([each.flatten() for each in (query, keys, values)])
+
+
+def _gated(dtype: torch.dtype, activation: str, device: torch.device) -> Tensor:
+    return operations.gated(_random(dtype, device)(5, 512), activation)
+
+
+def _random(dtype: torch.dtype, device: torch.device) -> Callable[..., Tensor]:
+    """Makes the same tensors on every device."""
+    generator = torch.Generator().manual_seed(0)
+    return lambda *shape: torch.randn(*shape, generator=generator).to(device, dtype)
+
+
+def _relative(expected: Tensor, actual: Tensor) -> float:
+    return float((expected.float() - actual.float()).abs().max() / expected.float().abs().max())
+
+
+def _table(found: Sequence[KernelDifference]) -> Table:
+    return Table(
+        headings=["operator", "type", "largest difference", "allowed"],
+        rows=[[one.operator, one.dtype, f"{one.largest:.1e}", f"{one.tolerance:.0e}"] for one in found],
+    )

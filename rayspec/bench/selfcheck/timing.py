@@ -1,0 +1,50 @@
+"""Seconds of work on a device."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+_UNITS = {"K": 2**10, "M": 2**20}
+_DEFAULT_CACHE_BYTES = 64 * 2**20
+
+
+def fastest_seconds(
+    works: Sequence[Callable[[], object]], device: torch.device, *, num_repeats: int, budget_s: float = math.inf
+) -> list[float]:
+    """Of each work: what disturbs a run only ever makes it slower. The works take turns, so that a slow second of the
+    machine meets all of them; the first turn warms up, and one more is made in any case. budget_s: after so many seconds
+    no further turn begins. What a work leaves to a GPU is waited for."""
+    started = time.perf_counter()
+    turns: list[list[float]] = []
+    while len(turns) < 2 or (len(turns) <= num_repeats and time.perf_counter() - started < budget_s):
+        turns.append([seconds(work, device) for work in works])
+    return [min(each) for each in zip(*turns[1:], strict=True)]
+
+
+def seconds(work: Callable[[], object], device: torch.device) -> float:
+    _synchronise(device)
+    started = time.perf_counter()
+    work()
+    _synchronise(device)
+    return time.perf_counter() - started
+
+
+def cache_bytes(device: torch.device) -> int:
+    """Of the last-level cache."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    sizes = [path.read_text(encoding="ascii").strip() for path in _CACHES.glob("index*/size")]
+    return max(
+        (int(size[:-1]) * _UNITS[size[-1]] for size in sizes if size[-1:] in _UNITS), default=_DEFAULT_CACHE_BYTES
+    )
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
