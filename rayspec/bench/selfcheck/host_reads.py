@@ -26,7 +26,7 @@ from rayspec.decode.stages import LocalStages
 from rayspec.types import Plan, no_draft
 
 # Reads that a round may have: a plain one; and one for each step of a draft, with one for the verify.
-MAX_READS_PLAIN = 2
+MAX_READS_PLAIN = 1
 MAX_READS_A_DRAFT_STEP = 1
 _NUM_DRAFT_TOKENS = 4
 _PROMPTS = PassShape(name="prompts", contexts=(0, 0), num_rows=(40, 33))

@@ -113,4 +113,4 @@ def prepare(
             dtype=parts.dtype,
             device=parts.device,
         )
-    return Prepared(Runner(parts, arena, device=parts.device, bucket_rows=None, buffers=buffers), buffers)
+    return Prepared(Runner(parts, arena, device=parts.device, row_counts=None, buffers=buffers), buffers)
