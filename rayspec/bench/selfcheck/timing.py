@@ -18,8 +18,11 @@ def fastest_seconds(
     works: Sequence[Callable[[], object]], device: torch.device, *, num_repeats: int, budget_s: float = math.inf
 ) -> list[float]:
     """Of each work: what disturbs a run only ever makes it slower. The works take turns, so that a slow second of the
-    machine meets all of them; the first turn warms up, and one more is made in any case. budget_s: after so many
-    seconds no further turn begins. What a work leaves to a GPU is waited for."""
+    machine meets all of them. The first turn warms up, and at least one more follows. What a work leaves to a GPU is
+    waited for.
+
+    budget_s: after so many seconds no further turn begins.
+    """
     started = time.perf_counter()
     turns: list[list[float]] = []
     while len(turns) < 2 or (len(turns) <= num_repeats and time.perf_counter() - started < budget_s):
