@@ -1,4 +1,4 @@
-"""Checks of captured graphs. There are none yet."""
+"""Checks of captured graphs. None is made yet."""
 
 from __future__ import annotations
 
@@ -17,4 +17,4 @@ def check_plan_switch(options: SelfcheckOptions) -> Outcome:
 def _why(options: SelfcheckOptions) -> str:
     if options.torch_device.type != "cuda":
         return f"{options.torch_device} has no graphs"
-    return "not available: the engine does not capture graphs yet"
+    return "not available: this command does not measure the engine's captured graphs yet"
