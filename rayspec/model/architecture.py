@@ -245,7 +245,7 @@ def _check_layers(model: PreTrainedModel, layers: Mapping[int, Any], parts: Deco
     """Each kind of layer must equal its two sublayers, attention included, on random hidden states."""
     device = parts.device
     arena = KVArena(parts.shapes, _NUM_CHECK_TOKENS, dtype=parts.dtype, device=device)
-    hidden = _random_hidden(parts)
+    hidden = random_hidden(parts)
     rows = pack(arena, [RowSpan(one_run(0, _NUM_CHECK_TOKENS), 0, _NUM_CHECK_TOKENS)], device=device)
     parts.rotate(hidden, rows)
     for number in _distinct_layers(layers, model.config):
@@ -274,7 +274,7 @@ def _check_ends(model: PreTrainedModel, trunk: Any, parts: Decomposition) -> Non
         token_ids = torch.arange(_NUM_CHECK_TOKENS, device=parts.device) % model.config.vocab_size
         inputs, hidden = {"input_ids": token_ids[None]}, parts.embed(token_ids)
     else:
-        embedded = _random_hidden(parts)
+        embedded = random_hidden(parts)
         inputs, hidden = {"inputs_embeds": embedded}, embedded * parts.embedding_scale
     with _replaced(trunk, stubs):
         if parts.lm_head is None:
@@ -284,7 +284,13 @@ def _check_ends(model: PreTrainedModel, trunk: Any, parts: Decomposition) -> Non
     _require_equal(expected, actual, f"{model.config.model_type}: embedding, norm and head differ from the model's")
 
 
-def _random_hidden(parts: Decomposition) -> Tensor:
+def rounding_tolerance(dtype: torch.dtype) -> float:
+    """How much two ways to compute the same sublayer may differ, as a share of its largest output."""
+    return 1e-4 if dtype == torch.float32 else 5e-2
+
+
+def random_hidden(parts: Decomposition) -> Tensor:
+    """A few rows that are the same every time: [1, N, hidden_size]."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, _NUM_CHECK_TOKENS, parts.config.hidden_size, generator=generator)
     return hidden.to(parts.device, parts.dtype)
@@ -317,8 +323,7 @@ def _require_equal(expected: Tensor, actual: Tensor, message: str) -> None:
         )
     scale = expected.float().abs().max().clamp(min=1.0)
     difference = float((expected.float() - actual.float()).abs().max() / scale)
-    tolerance = 1e-4 if expected.dtype == torch.float32 else 5e-2
-    if not difference <= tolerance:
+    if not difference <= rounding_tolerance(expected.dtype):
         raise UnsupportedModelError(f"{message} (largest difference {difference:.1e}): speculation is off for it")
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rayspec.model.architecture import Decomposition
+from rayspec.model.architecture import Decomposition, random_hidden, rounding_tolerance
 from rayspec.model.attention import AttentionKind, Heads, Rows, pack
 from rayspec.model.cuda.operations import gated
 from rayspec.model.kv_arena import KVArena
@@ -28,11 +28,8 @@ from rayspec.model.sublayers import Body, Sublayer
 
 logger = logging.getLogger(__name__)
 
-_NUM_CHECK_TOKENS = 10
 # Small against what a block adds, which does not shrink with its normalised input: the residual hides no mistake.
 _CHECK_SCALE = 1e-2
-_TOLERANCES = {torch.float32: 1e-4}
-_OTHER_TOLERANCE = 5e-2
 _QUERY_KEY_VALUE = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
 _GATE_UP = (("gate_proj", "up_proj"), ("gate_up_proj",))
 # By the name of transformers' class.
@@ -105,11 +102,10 @@ class _Workshop:
 
     def __init__(self, parts: Decomposition, use_operators: bool) -> None:
         self._use_operators = use_operators
-        generator = torch.Generator().manual_seed(0)
-        hidden = torch.randn(1, _NUM_CHECK_TOKENS, parts.config.hidden_size, generator=generator) * _CHECK_SCALE
-        self._hidden = hidden.to(parts.device, parts.dtype)
-        arena = KVArena(parts.shapes, _NUM_CHECK_TOKENS, dtype=parts.dtype, device=parts.device)
-        span = RowSpan(one_run(0, _NUM_CHECK_TOKENS), 0, _NUM_CHECK_TOKENS)
+        self._hidden = random_hidden(parts) * _CHECK_SCALE
+        num_rows = self._hidden.shape[1]
+        arena = KVArena(parts.shapes, num_rows, dtype=parts.dtype, device=parts.device)
+        span = RowSpan(one_run(0, num_rows), 0, num_rows)
         self._shapes = parts.shapes
         self._rows = _NotingRows(pack(arena, [span], device=parts.device))
         parts.rotate(self._hidden, self._rows)
@@ -128,10 +124,10 @@ class _Workshop:
 
     def head(self, parts: Decomposition) -> nn.Module | None:
         """A tied head stays as it is: the embedding needs its rows."""
-        head: Any = parts.lm_head
-        is_tied = parts.embedding is not None and getattr(parts.embedding, "weight", None) is getattr(head, "weight", 0)
-        if not is_plain(head) or not self._may_block(head) or is_tied:
-            return parts.lm_head
+        head = parts.lm_head
+        is_tied = bool(getattr(parts.config, "tie_word_embeddings", False))
+        if is_tied or not is_plain(head) or not self._may_block(head):
+            return head
         packed = self._matrix([head])
         empty_linears([head])
         return packed
@@ -218,7 +214,7 @@ class _Workshop:
         return body(self._hidden, self._rows).float() - self._hidden.float()
 
     def _computes(self, expected: Tensor, body: Body) -> bool:
-        tolerance = _TOLERANCES.get(self._hidden.dtype, _OTHER_TOLERANCE)
+        tolerance = rounding_tolerance(self._hidden.dtype)
         return bool((expected - self._branch(body)).abs().max() <= tolerance * expected.abs().max())
 
 

@@ -285,7 +285,7 @@ def is_capturable(sublayer: Sublayer) -> bool:
     """Whether its launches may depend on the bucket only. Not where hooks fetch weights or sum over ranks, and not
     where experts get as many rows as choose them."""
     blocks = [block for block in (sublayer.pre_norm, sublayer.block, sublayer.post_norm) if block is not None]
-    return not hasattr(sublayer.block, "experts") and not any(map(_has_hooks, blocks))
+    return not sublayer.has_experts and not any(map(_has_hooks, blocks))
 
 
 def _has_hooks(block: nn.Module) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rayspec.model.architecture import Decomposition
 from rayspec.model.attention import pack
@@ -37,7 +37,7 @@ FIXED = RowCounts(8, 8)
 
 
 def has_experts(parts: Decomposition) -> bool:
-    return any(hasattr(sublayer.block, "experts") for sublayer in parts.sublayers)
+    return any(sublayer.has_experts for sublayer in parts.sublayers)
 
 
 @torch.inference_mode()
@@ -51,8 +51,20 @@ def independent_row_counts(parts: Decomposition) -> RowCounts:
 
 
 def _one_of_each_kind(parts: Decomposition) -> list[Sublayer]:
-    by_kind = dict(zip(parts.curve_names, parts.sublayers, strict=True))
-    return list(by_kind.values())
+    """The same name may stand for a body and for modules (fetched weights, layers that do not rotate), and for other
+    sizes: their kernels are others."""
+    kinds = zip(parts.curve_names, map(_kernels, parts.sublayers), strict=True)
+    return list(dict(zip(kinds, parts.sublayers, strict=True)).values())
+
+
+def _kernels(sublayer: Sublayer) -> tuple[object, ...]:
+    """What decides which kernels its matrices run."""
+    sizes = tuple(
+        (module.in_features, module.out_features)
+        for module in sublayer.block.modules()
+        if isinstance(module, nn.Linear)
+    )
+    return sublayer.body is None, sizes
 
 
 def _least_of_kind(parts: Decomposition, sublayer: Sublayer) -> int:

@@ -140,12 +140,13 @@ class StepBuffers:
             self._rows[bucket] = self._views(bucket)
         is_new = not self.holds(filling)
         if is_new:
-            self._held = filling
+            self._held = None  # until all of it is there
             self._numbers.upload(partial(self._write, filling))
             for sequence, span in enumerate(filling.spans):
                 self._write_pages(sequence, span.runs)
             if isinstance(filling.token_ids, Tensor):
                 self._rows[bucket].tokens[: len(filling.token_ids)].copy_(filling.token_ids)
+            self._held = filling
         return self._rows[bucket], is_new
 
     def keep_rope(self, rows: StaticRows) -> None:
@@ -208,9 +209,9 @@ class StepBuffers:
 
     def _write_pages(self, sequence: int, runs: Runs) -> None:
         if self._runs[sequence] != runs:
-            self._runs[sequence] = runs
             pages = [slot // PAGE_SIZE for run in runs for slot in run.slots[::PAGE_SIZE]][: self._table.shape[1]]
-            self._table[sequence, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+            self._table[sequence, : len(pages)].copy_(torch.tensor(pages, dtype=torch.int32), non_blocking=True)
+            self._runs[sequence] = runs
 
 
 class Staging:

@@ -49,6 +49,11 @@ class Sublayer:
         return self.add(hidden, branch, in_place=rows.in_place)
 
     @property
+    def has_experts(self) -> bool:
+        """Its launches, and the shapes of its products, depend on which rows choose which expert."""
+        return hasattr(self.block, "experts")
+
+    @property
     def adds_plainly(self) -> bool:
         """The block's output goes to the residual as it is."""
         return self.post_norm is None and self.residual_scale == 1

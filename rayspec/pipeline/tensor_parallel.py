@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, distributed, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rayspec.model.architecture import Decomposition
+from rayspec.model.architecture import Decomposition, rounding_tolerance
 from rayspec.model.attention import pack
 from rayspec.model.kv_arena import KVArena, LayerShape
 from rayspec.model.rows import RowSpan, one_run
@@ -231,8 +231,11 @@ class _Trial:
         except _SPLIT_FAILURES as error:
             found = f"the split layer fails with {type(error).__name__}: {error}"
         worst = self._group.largest(difference)
-        tolerance = 1e-4 if self._expected[0].dtype == torch.float32 else 5e-2
-        return None if worst <= tolerance else f"{found} (largest difference {worst:.1e})"
+        return (
+            None
+            if worst <= rounding_tolerance(self._expected[0].dtype)
+            else f"{found} (largest difference {worst:.1e})"
+        )
 
     @torch.inference_mode()
     def _outputs(self, layers: Sequence[_Layer], shapes: dict[int, LayerShape]) -> list[Tensor]:

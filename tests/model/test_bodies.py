@@ -14,7 +14,7 @@ from rayspec.model.kv_arena import KVArena
 from rayspec.model.matrices import Matrix
 from rayspec.model.rows import RowSpan, one_run
 from rayspec.model.sublayers import run
-from tests.families import FAMILIES, MATRIX, build, checkpoint, modules_of
+from tests.families import MATRIX, build, checkpoint, modules_of
 
 CPU = torch.device("cpu")
 # Sublayers that the check refuses: interleaved rotation (GLM), norms over all heads (OLMo 2), no rotation in some
@@ -113,7 +113,3 @@ def test_a_module_with_a_hook_runs_as_it_is() -> None:
     calls.clear()
     logits_of(fused, [5, 9])
     assert calls == [1]
-
-
-def test_every_family_of_the_matrix_is_known() -> None:
-    assert set(MODULES_LEFT) <= set(FAMILIES)

@@ -1,21 +1,41 @@
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from rayspec.decode.runner import Runner
 from rayspec.model.attention import Rows
+from rayspec.model.bodies import fuse
+from rayspec.model.kv_arena import PAGE_SIZE, KVArena
 from rayspec.model.row_counts import FIXED, RowCounts, has_experts, independent_row_counts
-from tests.families import checkpoint, parts_of
+from rayspec.model.rows import RowSpan, one_run
+from tests.families import checkpoint, modules_of, parts_of
+
+
+def _logits(runner: Runner, rows: Sequence[int]) -> Tensor:
+    """Of sequences of one token, by number."""
+    spans = [RowSpan(one_run(PAGE_SIZE * row, PAGE_SIZE), 0, 1) for row in rows]
+    batch = runner.batch(spans, token_ids=[20 + row for row in rows])
+    return runner.head(runner.run(batch, runner.embed(batch)))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "granite"])
-def test_the_loaded_model_says_which_counts_do_not_matter(family: str, dtype: str) -> None:
-    counts = independent_row_counts(parts_of(checkpoint(family), dtype))
-    assert counts == FIXED or (counts.least in (1, 2, 4, 8) and counts.most == 64)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "smollm3"])
+@torch.inference_mode()
+def test_with_the_counts_that_are_found_a_row_has_the_same_bits_in_any_company(family: str, dtype: str) -> None:
+    parts = parts_of(checkpoint(family), dtype)
+    counts = independent_row_counts(parts)
+    arena = KVArena(parts.shapes, 80 * PAGE_SIZE, dtype=parts.dtype, device=torch.device("cpu"), num_spare=counts.least)
+    runner = Runner(parts, arena, device=torch.device("cpu"), row_counts=counts)
+    alone = torch.cat([_logits(runner, [row]) for row in range(80)])
+    for number in (2, 3, 5, 13, 37, 64, 65, 80):
+        rows = random.Random(number).sample(range(80), number)
+        assert torch.equal(_logits(runner, rows), alone[rows])
 
 
 def _counting(least: int) -> object:
@@ -47,3 +67,15 @@ def test_a_count_in_the_middle_that_matters_is_found() -> None:
 def test_experts_are_known() -> None:
     assert has_experts(parts_of(checkpoint("mixtral")))
     assert not has_experts(parts_of(checkpoint("llama")))
+
+
+def test_modules_beside_bodies_are_asked_for_themselves() -> None:
+    """As where some weights are fetched: the last sublayer of each kind has a body, the first has none."""
+
+    def by_modules(hidden: Tensor, *_: object) -> Tensor:
+        return hidden * hidden.shape[1]
+
+    parts = modules_of(checkpoint("llama"))
+    fused = fuse(parts, apart_from=[1])
+    fused.sublayers[1].block.forward = by_modules
+    assert independent_row_counts(fused) == FIXED
