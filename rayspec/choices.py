@@ -1,0 +1,61 @@
+"""How a draft may run a sublayer: in full, not at all, or by one of the cheaper ways of the hardware. Standard library
+only."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Literal, TypeAlias, cast
+
+__all__ = ["FULL", "SKIP", "Choice", "Keys", "Weights", "choices_of", "combined", "combinations", "keys_of", "weights_of"]
+
+# What the matrices of a sublayer are multiplied by: the target's own weights, or a copy with 8 or 4 bits a weight.
+Weights: TypeAlias = Literal["full", "int8", "int4"]
+# The keys that attention reads: all; the first and the newest pages; or these and the pages that the last verify looked
+# at most.
+Keys: TypeAlias = Literal["all", "window", "pages"]
+Choice: TypeAlias = Literal[
+    "full",
+    "skip",
+    "int8",
+    "int4",
+    "window",
+    "pages",
+    "int8+window",
+    "int8+pages",
+    "int4+window",
+    "int4+pages",
+]
+
+FULL: Choice = "full"
+SKIP: Choice = "skip"
+
+
+def weights_of(choice: Choice) -> Weights:
+    """The weights of a choice that runs the sublayer."""
+    first = choice.split("+")[0]
+    return cast(Weights, first) if first in ("int8", "int4") else "full"
+
+
+def keys_of(choice: Choice) -> Keys:
+    """The keys of a choice that runs the sublayer."""
+    last = choice.split("+")[-1]
+    return cast(Keys, last) if last in ("window", "pages") else "all"
+
+
+def combined(weights: Weights, keys: Keys) -> Choice:
+    """The choice that runs a sublayer so."""
+    parts = [part for part in (weights, keys) if part not in ("full", "all")]
+    return cast(Choice, "+".join(parts) or FULL)
+
+
+def combinations(allowed: Collection[str]) -> tuple[Choice, ...]:
+    """`full`, and all choices that consist of allowed ones: of "int4" and "pages" also "int4+pages"."""
+    weights: list[Weights] = ["full", *(one for one in ("int8", "int4") if one in allowed)]  # type: ignore[list-item]
+    keys: list[Keys] = ["all", *(one for one in ("window", "pages") if one in allowed)]  # type: ignore[list-item]
+    found = tuple(combined(weight, key) for key in keys for weight in weights)
+    return (*found, SKIP) if SKIP in allowed else found
+
+
+def choices_of(keep: Sequence[bool]) -> tuple[Choice, ...]:
+    """Full where the flag is set, else skipped."""
+    return tuple(FULL if kept else SKIP for kept in keep)
