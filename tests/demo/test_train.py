@@ -107,6 +107,7 @@ def test_training_saves_a_checkpoint_that_loads(model: LlamaForCausalLM, tmp_pat
         load_tokenizer(),
         cpu_seconds=0.3,
         peak_lr=1e-3,
+        max_drop=0.25,
         resumed=False,
         seed=0,
         save=lambda averaged: save_atomically(averaged, tmp_path / "checkpoint"),
