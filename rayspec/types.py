@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from rayspec.choices import FULL, SKIP, Choices, num_leading_full
 from rayspec.errors import (
     CheckpointError,
     ConfigError,
@@ -63,7 +64,7 @@ def role_for_template(role: str) -> str:
 class Plan:
     """How the target drafts for itself.
 
-    keep: one flag per sublayer, in order (attention and MLP of layer 0, of layer 1, ...); True = the draft runs it.
+    choices: one a sublayer, in order (attention and MLP of layer 0, of layer 1, ...): how the draft runs it.
     num_draft_tokens: the most tokens drafted before a verify; 0 = the model drafts nothing.
     num_lookup_tokens: the most tokens taken from the sequence's own text, where its newest tokens stood there before;
     the model drafts only for the other sequences. 0 = nothing is looked up. Neither: plain decoding.
@@ -72,7 +73,7 @@ class Plan:
     (`drafting.skip_draft.SURENESS`); empty: none. lookahead: drafts are n-grams of the sequence's Jacobi window.
     """
 
-    keep: tuple[bool, ...]
+    choices: Choices
     num_draft_tokens: int
     source: str
     num_lookup_tokens: int = 0
@@ -93,11 +94,16 @@ class Plan:
     @property
     def prefix(self) -> int:
         """Number of leading sublayers that the draft and the target compute alike."""
-        return self.keep.index(False) if False in self.keep else len(self.keep)
+        return num_leading_full(self.choices)
+
+    @property
+    def keep(self) -> tuple[bool, ...]:
+        """A flag per sublayer: whether the draft runs it at all."""
+        return tuple(choice != SKIP for choice in self.choices)
 
 
 def no_draft(num_sublayers: int, source: str) -> Plan:
-    return Plan(keep=(True,) * num_sublayers, num_draft_tokens=0, source=source)
+    return Plan(choices=(FULL,) * num_sublayers, num_draft_tokens=0, source=source)
 
 
 @dataclass(slots=True, kw_only=True)

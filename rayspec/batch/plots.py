@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,39 +11,53 @@ from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from rayspec.choices import Choice
 from rayspec.types import EngineStats, PlanRecord
 
 ATTENTION, MLP, SKIPPED, PLAIN, INK = "#2f6db5", "#e08a2b", "#eef0f2", "#8a8f98", "#30343b"
+CHOICE_COLORS: Mapping[Choice, str] = {
+    "full": "#1f3f66",
+    "int8": "#2f6db5",
+    "int4": "#7fb0e3",
+    "window": "#7a3b0c",
+    "pages": "#e08a2b",
+    "int8+window": "#a5622a",
+    "int8+pages": "#f0a75a",
+    "int4+window": "#c9a27e",
+    "int4+pages": "#f7d1a8",
+    "skip": SKIPPED,
+}
 _MAX_COLUMNS = 48
 _MIN_MEASURED_TOKENS = 8  # fewer say nothing about a rate
 
 
 def plot_plans(stats: EngineStats, path: Path, *, title: str) -> None:
-    """Writes a PNG: which sublayers drafts kept at which context, their acceptance, and predicted against measured
+    """Writes a PNG: how drafts ran each sublayer at which context, their acceptance, and predicted against measured
     tokens per second."""
     figure = Figure(figsize=(13, 5.2), layout="constrained", facecolor="white")
     figure.suptitle(title, fontsize=12, color=INK)
-    skip_map, acceptance, speed = figure.subplots(1, 3, width_ratios=(1.75, 1, 1))
+    choice_map, acceptance, speed = figure.subplots(1, 3, width_ratios=(1.75, 1, 1))
     drafting = sorted((record for record in stats.plans if record.plan.drafts), key=lambda record: record.context)
-    _draw_skip_map(skip_map, drafting, stats.gate_reason)
+    _draw_choice_map(choice_map, drafting, stats.gate_reason)
     _draw_acceptance(acceptance, drafting)
     _draw_speed(speed, stats.plans)
-    for axes in (skip_map, acceptance, speed):
+    for axes in (choice_map, acceptance, speed):
         axes.tick_params(colors=INK, labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_axisbelow(True)
     figure.savefig(path, dpi=130)
 
 
-def _draw_skip_map(axes: Axes, records: Sequence[PlanRecord], gate_reason: str) -> None:
-    axes.set_title("Sublayers the draft runs", fontsize=10, color=INK)
+def _draw_choice_map(axes: Axes, records: Sequence[PlanRecord], gate_reason: str) -> None:
+    axes.set_title("How drafts run each sublayer", fontsize=10, color=INK)
     if not records:
         _say(axes, f"no plan drafted\n{gate_reason}")
         return
     columns = _thinned(records)
-    cells = np.array([record.plan.keep for record in columns]).T.astype(int)
-    cells[1::2] *= 2  # 0 skipped, 1 attention, 2 MLP
-    colors, bounds = ListedColormap([SKIPPED, ATTENTION, MLP]), BoundaryNorm([-0.5, 0.5, 1.5, 2.5], 3)
+    present = [choice for choice in CHOICE_COLORS if any(choice in record.plan.choices for record in columns)]
+    cells = np.array([[present.index(choice) for choice in record.plan.choices] for record in columns]).T
+    colors = ListedColormap([CHOICE_COLORS[choice] for choice in present])
+    bounds = BoundaryNorm(np.arange(len(present) + 1) - 0.5, len(present))
     edge = "white" if len(columns) <= _MAX_COLUMNS else "none"
     axes.pcolormesh(cells, cmap=colors, norm=bounds, edgecolors=edge, linewidth=0.6)
     every = max(1, len(columns) // 12)
@@ -53,13 +67,9 @@ def _draw_skip_map(axes: Axes, records: Sequence[PlanRecord], gate_reason: str) 
         rotation=45 if len(columns) > 6 else 0,
     )
     axes.set_xlabel("context when chosen, tokens (one column a plan)", fontsize=9, color=INK)
-    axes.set_ylabel("sublayer, first at the bottom", fontsize=9, color=INK)
-    keys = [
-        Patch(color=ATTENTION, label="attention"),
-        Patch(color=MLP, label="MLP"),
-        Patch(color=SKIPPED, label="skipped"),
-    ]
-    axes.legend(handles=keys, loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=3, fontsize=8, frameon=False)
+    axes.set_ylabel("attention and MLP in turn, first at the bottom", fontsize=9, color=INK)
+    keys = [Patch(color=CHOICE_COLORS[choice], label=choice) for choice in present]
+    axes.legend(handles=keys, loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=5, fontsize=8, frameon=False)
 
 
 def _thinned(records: Sequence[PlanRecord]) -> list[PlanRecord]:

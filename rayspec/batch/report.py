@@ -15,6 +15,7 @@ from markdown_it import MarkdownIt
 from rayspec.batch.plots import plot_plans
 from rayspec.batch.rows import Row
 from rayspec.batch.tally import Tally
+from rayspec.choices import described
 from rayspec.demo import exact_lines
 from rayspec.types import EngineStats, PlanRecord
 
@@ -163,7 +164,7 @@ def _plans(stats: EngineStats) -> list[str]:
     if not stats.plans:
         return []
     headings = (
-        "at, s", "context", "batch", "attention kept", "MLP kept", "draft", "acceptance", "observed",
+        "at, s", "context", "batch", "attention", "MLP", "draft", "acceptance", "observed",
         "tokens/s", "measured", "plain", "search, ms", "why",
     )  # fmt: skip
     rows = [_plan_cells(record) for record in stats.plans[-_MAX_LISTED:]]
@@ -172,13 +173,13 @@ def _plans(stats: EngineStats) -> list[str]:
 
 
 def _plan_cells(record: PlanRecord) -> tuple[str, ...]:
-    keep = record.plan.keep
+    choices = record.plan.choices
     return (
         f"{record.elapsed_s:.1f}",
         str(record.context),
         str(record.batch),
-        f"{sum(keep[::2])} of {len(keep[::2])}",
-        f"{sum(keep[1::2])} of {len(keep[1::2])}",
+        described(choices[::2]),
+        described(choices[1::2]),
         str(record.plan.num_draft_tokens) if record.plan.drafts else "none",
         _share(record.estimated_acceptance if record.plan.drafts else None),
         _share(record.observed_acceptance),

@@ -225,7 +225,7 @@ def _measured_tpt(records: Sequence[PlanRecord]) -> float | None:
 def _plan(record: PlanRecord) -> dict[str, Any]:
     return {
         "context": record.context,
-        "keep": [int(kept) for kept in record.plan.keep],
+        "choices": list(record.plan.choices),
         "num_draft_tokens": record.plan.num_draft_tokens,
         "num_lookup_tokens": record.plan.num_lookup_tokens,
         "predicted_tpt": record.predicted_tpt,

@@ -15,6 +15,7 @@ import rayspec
 from rayspec.batch.document_task import summary_prompt
 from rayspec.bench.run import model_folder
 from rayspec.bench.workloads import WorkloadOptions, make_workloads
+from rayspec.choices import SKIP
 from rayspec.command.loading import load_llm
 from rayspec.config import EngineConfig, TuningOptions
 from rayspec.decode.engine import Engine
@@ -110,10 +111,11 @@ def plans_table(saved: SavedPlans) -> Table:
 
 
 def _cells(plan: SavedPlan, num_sublayers: int) -> list[str]:
-    num_mlp = sum(index % 2 for index in plan.skip)
+    skipped = [index for index, choice in enumerate(plan.choices) if choice == SKIP]
+    num_mlp = sum(index % 2 for index in skipped)
     num_layers = num_sublayers // 2
     return [
-        f"{len(plan.skip) - num_mlp} of {num_layers}",
+        f"{len(skipped) - num_mlp} of {num_layers}",
         f"{num_mlp} of {num_layers}",
         str(plan.num_draft_tokens),
         f"{100 * plan.acceptance:.0f} %",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rayspec.choices import SKIP, Choices
 from rayspec.decode.noise import integers
 from rayspec.decode.plan_search import PlanSearch, TappedToken
 from rayspec.decode.runner import Batch, Runner
@@ -40,15 +41,15 @@ class Pass:
     stage needs no memory of the sequences it serves: positions ride with the rows. Empty `token_ids` stand for tokens
     that were drawn in this process and are still on the device.
 
-    round_id: whose saved rows are meant. keep: flag per sublayer of the whole model; None runs all. save_at: the states
-    before that sublayer are saved for a later pass of the round; 0 saves nothing. taps: of these rows (row r is the
-    token taps[r]) every stage keeps its boundary states for the plan search. fixed_shape: see `Runner.batch`.
+    round_id: whose saved rows are meant. choices: of each sublayer of the whole model; None: all in full. save_at: the
+    states before that sublayer are saved for a later pass of the round; 0 saves nothing. taps: of these rows (row r is
+    the token taps[r]) every stage keeps its boundary states for the plan search. fixed_shape: see `Runner.batch`.
     """
 
     round_id: int
     token_ids: Sequence[int]
     rows: Sequence[RowSpan]
-    keep: tuple[bool, ...] | None = None
+    choices: Choices | None = None
     save_at: int = 0
     merge: Merge | None = None
     taps: Sequence[tuple[int, TappedToken]] = ()
@@ -56,7 +57,7 @@ class Pass:
 
     def needs(self, first: int, last: int) -> bool:
         """Whether sublayers `first` .. `last` (exclusive) have anything to do."""
-        return self.keep is None or any(self.keep[first:last])
+        return self.choices is None or any(choice != SKIP for choice in self.choices[first:last])
 
 
 class SpanRunner:
@@ -118,11 +119,11 @@ class SpanRunner:
 
     def _through(self, work: Pass, batch: Batch, hidden: Tensor, begin: int, end: int) -> Tensor:
         if not work.taps:
-            return self.runner.run(batch, hidden, begin=begin, end=end, keep=work.keep)
+            return self.runner.run(batch, hidden, begin=begin, end=end, choices=work.choices)
         hidden = hidden.clone()  # it may lie in the buffer that the sublayers add to
         boundaries: dict[int, list[Tensor]] = {}
         out = self.runner.run(
-            batch, hidden, begin=begin, end=end, keep=work.keep,
+            batch, hidden, begin=begin, end=end, choices=work.choices,
             tap=lambda index, states: boundaries.setdefault(index, []).append(states),
         )  # fmt: skip
         self._keep_taps(work, [hidden, *(torch.cat(pieces, 1) for pieces in boundaries.values())])

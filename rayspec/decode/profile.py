@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import transformers
 
+from rayspec.choices import choices_of
 from rayspec.decode.runner import Runner
 from rayspec.model.kv_arena import PAGE_SIZE, KVArena, whole_pages
 from rayspec.model.offload import OffloadedWeights
@@ -147,11 +148,11 @@ def _works(runner: Runner, device: str) -> Iterator[tuple[Measurement, Callable[
         hidden = _random_states(runner, rows)
         for name in dict.fromkeys(names):
             mine = [own == name for own in names]
-            keep = [False] * runner.first_sublayer + mine
+            choices = choices_of([False] * runner.first_sublayer + mine)
             one = Measurement(
                 kind=name, rows=rows, context=context, batch=batch_size, seconds=sum(mine), device=device
             )  # fmt: skip
-            yield one, partial(runner.run, batch, hidden, keep=keep)
+            yield one, partial(runner.run, batch, hidden, choices=choices)
         if runner.parts.lm_head is not None and context == cells[0][1] and batch_size == 1:
             head = Measurement(kind=HEAD, rows=rows, context=0, batch=1, seconds=1, device=device)
             yield head, partial(runner.head, hidden)
@@ -166,14 +167,14 @@ def _wake_seconds(runner: Runner, clock: Callable[[], float]) -> float:
         _random_states(runner, 1),
         bytearray(_CACHE_BYTES),
     )
-    keep = [False] * runner.first_sublayer + [True] * len(runner.parts.curve_names)
+    choices = choices_of([False] * runner.first_sublayer + [True] * len(runner.parts.curve_names))
 
     def pause() -> None:
         others[:] = bytes(len(others))
         time.sleep(_PAUSE_S)
 
     warm_s, cold_s = (
-        _seconds(lambda: runner.run(batch, hidden, keep=keep), runner.device, clock, before)
+        _seconds(lambda: runner.run(batch, hidden, choices=choices), runner.device, clock, before)
         for before in (_nothing, pause)
     )
     return max(cold_s - warm_s, 0.0)

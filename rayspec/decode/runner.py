@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from rayspec.choices import Choice
 from rayspec.model.architecture import Decomposition
 from rayspec.model.attention import PackedRows, pack
 from rayspec.model.buckets import bucket_of
@@ -103,7 +104,7 @@ class Runner:
         *,
         begin: int | None = None,
         end: int | None = None,
-        keep: Sequence[bool] | None = None,
+        choices: Sequence[Choice] | None = None,
         tap: Tap | None = None,
     ) -> Tensor:
         """Sublayers `begin` .. `end` (exclusive), by default all that are here, over [1, N, hidden_size]."""
@@ -112,7 +113,7 @@ class Runner:
         span = self.parts.sublayers[begin - self.first_sublayer : end - self.first_sublayer]
         parts, at = [], 0
         for num_real, rows in batch.buckets:
-            left = self._run(span, rows, hidden[:, at : at + num_real], keep, tap)
+            left = self._run(span, rows, hidden[:, at : at + num_real], choices, tap)
             parts.append(left[:, :num_real])
             at += num_real
         left = _joined(parts, 1)
@@ -158,19 +159,19 @@ class Runner:
         span: Sequence[Sublayer],
         rows: PackedRows | Filling,
         hidden: Tensor,
-        keep: Sequence[bool] | None,
+        choices: Sequence[Choice] | None,
         tap: Tap | None,
     ) -> Tensor:
         """[1, n, hidden_size] -> [1, n and padding, hidden_size]."""
         num_real = hidden.shape[1]
         if isinstance(rows, PackedRows):
             hidden = _pad_rows(hidden, len(rows.positions))
-            return run(span, hidden, rows, keep=keep, tap=_real_rows(tap, num_real, is_copied=False))
+            return run(span, hidden, rows, choices=choices, tap=_real_rows(tap, num_real, is_copied=False))
         assert self._step is not None
         static = self._held(rows)
         if hidden.data_ptr() != static.residual.data_ptr():
             static.residual[:, :num_real].copy_(hidden)
-        return self._step.run(span, static, keep=keep, tap=_real_rows(tap, num_real, is_copied=True))
+        return self._step.run(span, static, choices=choices, tap=_real_rows(tap, num_real, is_copied=True))
 
     def _leaves_buffer(self, batch: Batch) -> bool:
         """The states lie in a buffer and go to another stage, while other batches run here."""

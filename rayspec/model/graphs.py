@@ -27,6 +27,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from rayspec.choices import FULL, SKIP, Choice
 from rayspec.model.architecture import Decomposition
 from rayspec.model.buckets import MAX_TREE_ROWS, Bucket
 from rayspec.model.static_rows import Filling, StaticRows
@@ -110,8 +111,9 @@ class _BucketGraphs:
 class StepGraphs:
     """A `Step` that captures buckets and replays them; what has no graph is launched eagerly, within the same pass.
 
-    A bucket is captured at its second pass, or by `warm_up`. Passes with a tap and buckets that are too large run
-    eagerly. So does for ever a part whose capture has failed. by_plan: a graph a bucket, not a graph a sublayer.
+    A bucket is captured at its second pass, or by `warm_up`. Passes with a tap, buckets that are too large, and
+    choices other than `full` run eagerly. So does for ever a part whose capture has failed. by_plan: a graph a bucket,
+    not a graph a sublayer.
     """
 
     def __init__(
@@ -160,15 +162,25 @@ class StepGraphs:
         self._launch(EMBEDDING, rows)
 
     def run(
-        self, span: Sequence[Sublayer], rows: StaticRows, *, keep: Sequence[bool] | None = None, tap: Tap | None = None
+        self,
+        span: Sequence[Sublayer],
+        rows: StaticRows,
+        *,
+        choices: Sequence[Choice] | None = None,
+        tap: Tap | None = None,
     ) -> Tensor:
         graphs = self._graphs_of(rows) if tap is None else {}
         if not graphs:
-            return self._step.run(span, rows, keep=keep, tap=tap)
-        kept = [sublayer for sublayer in span if keep is None or keep[sublayer.index]]
-        for graph, sublayers in itertools.groupby(kept, lambda sublayer: graphs.get(sublayer.index)):
+            return self._step.run(span, rows, choices=choices, tap=tap)
+        running = [sublayer for sublayer in span if choices is None or choices[sublayer.index] != SKIP]
+
+        def graph_of(sublayer: Sublayer) -> _Graph | None:
+            is_full = choices is None or choices[sublayer.index] == FULL
+            return graphs.get(sublayer.index) if is_full else None
+
+        for graph, sublayers in itertools.groupby(running, graph_of):
             if graph is None:
-                self._step.run(list(sublayers), rows)
+                self._step.run(list(sublayers), rows, choices=choices)
             else:
                 graph.replay({sublayer.index for sublayer in sublayers})
         return rows.residual

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from rayspec.choices import Choice
 from rayspec.model.architecture import Decomposition
 from rayspec.model.static_rows import Filling, StaticRows, StepBuffers
 from rayspec.model.sublayers import Sublayer, Tap, run
@@ -22,7 +23,12 @@ class Step(Protocol):
         """Put the embedding of `rows.tokens` into `rows.residual`."""
 
     def run(
-        self, span: Sequence[Sublayer], rows: StaticRows, *, keep: Sequence[bool] | None = None, tap: Tap | None = None
+        self,
+        span: Sequence[Sublayer],
+        rows: StaticRows,
+        *,
+        choices: Sequence[Choice] | None = None,
+        tap: Tap | None = None,
     ) -> Tensor:
         """As `sublayers.run`, over `rows.residual`, which it changes and returns: [1, N, hidden_size]."""
 
@@ -49,6 +55,11 @@ class StaticStep:
         rows.residual.copy_(self.parts.embed(rows.tokens))
 
     def run(
-        self, span: Sequence[Sublayer], rows: StaticRows, *, keep: Sequence[bool] | None = None, tap: Tap | None = None
+        self,
+        span: Sequence[Sublayer],
+        rows: StaticRows,
+        *,
+        choices: Sequence[Choice] | None = None,
+        tap: Tap | None = None,
     ) -> Tensor:
-        return run(span, rows.residual, rows, keep=keep, tap=tap)
+        return run(span, rows.residual, rows, choices=choices, tap=tap)

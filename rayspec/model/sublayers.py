@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 
 from torch import Tensor, nn
 
+from rayspec.choices import FULL, SKIP, Choice
 from rayspec.model.attention import Rows
 
 Tap = Callable[[int, Tensor], None]
@@ -71,17 +72,18 @@ def run(
     hidden: Tensor,
     rows: Rows,
     *,
-    keep: Sequence[bool] | None = None,
+    choices: Sequence[Choice] | None = None,
     tap: Tap | None = None,
 ) -> Tensor:
     """Run a contiguous span of sublayers over packed rows.
 
-    hidden: [1, N, hidden_size]; changed where `rows.in_place`. keep: flag per sublayer of the whole model; None runs
-    all. `tap(i, hidden)` is called with the hidden states after sublayer i, run or not. Returns the hidden states after
-    the span.
+    hidden: [1, N, hidden_size]; changed where `rows.in_place`. choices: of each sublayer of the whole model; None
+    runs all in full. `tap(i, hidden)` is called with the hidden states after sublayer i, run or not. Returns the hidden
+    states after the span.
     """
     for sublayer in span:
-        if keep is None or keep[sublayer.index]:
+        choice = FULL if choices is None else choices[sublayer.index]
+        if choice != SKIP:
             hidden = sublayer(hidden, rows)
         if tap is not None:
             tap(sublayer.index, hidden)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from rayspec.choices import FULL, Choices, num_leading_full
 from rayspec.planning.calibration import CalibrationCurve
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.stopping import NEVER, StopRule, expected_draft
@@ -68,7 +69,7 @@ def shrink(matches: ArrayLike, total: ArrayLike, prior: ArrayLike, strength: flo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class Decision:
     """What to do. candidate: index, or None for no draft. Rates in tokens per second of one sequence."""
 
     candidate: int | None
@@ -82,7 +83,7 @@ class Choice:
 
 
 def best_choice(
-    keeps: Sequence[Sequence[bool]],
+    patterns: Sequence[Choices],
     acceptance: ArrayLike,
     latency: LatencyModel,
     *,
@@ -92,19 +93,19 @@ def best_choice(
     stop_rule: StopRule = NEVER,
     reuse_prefix: bool = True,
     min_gain: float = 0.02,
-) -> Choice:
+) -> Decision:
     """The (candidate, draft length) with the most `tokens_per_time`; no draft unless it gains more than `min_gain`.
 
-    `acceptance` [num_candidates] should be `Estimate.lower`, corrected by what was observed in use. A candidate that
-    skips nothing is plain decoding, and so never drafted with.
+    patterns: the choices of each candidate. `acceptance` [num_candidates] should be `Estimate.lower`, corrected by what
+    was observed in use. A candidate that runs everything in full is plain decoding, and so never drafted with.
     """
     plain_tpt = 1.0 / latency.decode_step_s(context=context, batch=batch)
-    plain = Choice(candidate=None, num_draft_tokens=0, tpt=plain_tpt, plain_tpt=plain_tpt)
-    keep = np.asarray(keeps, bool).reshape(len(keeps), len(latency.sublayers))
-    if keep.size == 0 or keep.all() or max_draft_tokens < 1:
+    plain = Decision(candidate=None, num_draft_tokens=0, tpt=plain_tpt, plain_tpt=plain_tpt)
+    is_plain = [num_leading_full(choices) == len(choices) for choices in patterns]
+    if all(is_plain) or max_draft_tokens < 1:
         return plain
     tpt = tokens_per_time(
-        keeps,
+        patterns,
         acceptance,
         latency,
         context=context,
@@ -113,16 +114,16 @@ def best_choice(
         stop_rule=stop_rule,
         reuse_prefix=reuse_prefix,
     )
-    tpt[keep.all(axis=1)] = 0.0
+    tpt[is_plain] = 0.0
     candidate, length = np.unravel_index(int(tpt.argmax()), tpt.shape)
     best_tpt = float(tpt[candidate, length])
     if best_tpt <= plain_tpt * (1 + min_gain):
         return plain
-    return Choice(candidate=int(candidate), num_draft_tokens=int(length) + 1, tpt=best_tpt, plain_tpt=plain_tpt)
+    return Decision(candidate=int(candidate), num_draft_tokens=int(length) + 1, tpt=best_tpt, plain_tpt=plain_tpt)
 
 
 def tokens_per_time(
-    keeps: Sequence[Sequence[bool]],
+    patterns: Sequence[Choices],
     acceptance: ArrayLike,
     latency: LatencyModel,
     *,
@@ -136,25 +137,26 @@ def tokens_per_time(
 
     KnapSpec's eq. 4, with head, overheads, hops, the true cost of the verify's rows, and drafts that `stop_rule` may
     end early: expected tokens / (draft steps + verify + round overhead). With `reuse_prefix`, the sublayers before a
-    candidate's first skipped one verify only the last token drafted.
+    candidate's first one that is not run in full verify only the last token drafted.
     """
-    keep = np.asarray(keeps, bool).reshape(len(keeps), len(latency.sublayers))
     expected = expected_draft(np.asarray(acceptance, float), max_draft_tokens, stop_rule)
-    draft_s = _draft_s(latency, keep, expected.num_drafted, context, batch)
-    prefix = np.where(keep.all(axis=1), keep.shape[1], keep.argmin(axis=1)) * reuse_prefix
+    draft_s = _draft_s(latency, patterns, expected.num_drafted, context, batch)
+    prefix = np.asarray([num_leading_full(choices) for choices in patterns]) * reuse_prefix
     verify_s = _verify_s(latency, expected.num_drafted, prefix, context, batch)
     tpt: Floats = (1 + expected.num_accepted) / (draft_s + verify_s + latency.round_s)
     return tpt
 
 
-def _draft_s(latency: LatencyModel, keep: Flags, num_drafted: Floats, context: float, batch: int) -> Floats:
+def _draft_s(
+    latency: LatencyModel, patterns: Sequence[Choices], num_drafted: Floats, context: float, batch: int
+) -> Floats:
     """[num_candidates, num_lengths]: seconds of the draft steps. A step is made while any sequence of the batch still
     drafts, and runs the rows of those that do; so in a large batch the longest draft sets the number of steps."""
     drafting = np.diff(num_drafted, axis=1, prepend=0.0).clip(0.0, 1.0)  # share of the sequences, by step
     happens = 1 - (1 - drafting) ** batch
     rows = batch * drafting / np.maximum(happens, 1e-12)
     knots = sorted({min(2**power, batch) for power in range(batch.bit_length() + 1)})
-    table = [[latency.draft_step_s(row, context=context, batch=count) for count in knots] for row in keep.tolist()]
+    table = [[latency.draft_step_s(choices, context=context, batch=count) for count in knots] for choices in patterns]
     step_s = np.stack([np.interp(wanted, knots, seconds) for wanted, seconds in zip(rows, table, strict=True)])
     return np.cumsum(happens * step_s, axis=1)
 
@@ -171,7 +173,7 @@ def _verify_s(latency: LatencyModel, num_drafted: Floats, prefix: Floats, contex
         rows = batch * (length + 1)
         rest = np.cumsum(latency.sublayers_s(rows=rows, context=context, batch=batch)[::-1])[::-1]
         columns.append(leading + np.append(rest, 0.0) + latency.head_s(rows))
-    table = np.stack(columns, axis=1) + latency.overhead_s + latency.hops_s((True,) * num_sublayers)
+    table = np.stack(columns, axis=1) + latency.overhead_s + latency.hops_s((FULL,) * num_sublayers)
     return np.stack([np.interp(row, lengths, table[at]) for row, at in zip(num_drafted, prefix, strict=True)])
 
 

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from rayspec.choices import FULL, SKIP, Choice, combinations, weights_of
 from rayspec.planning.least_squares import independent_columns, robust_relative_fit
 from rayspec.types import RayspecError
 
@@ -27,6 +28,7 @@ Floats = NDArray[np.float64]
 FORMAT = "rayspec-latency-3"
 HEAD, OVERHEAD, ROUND, WAKE = "head", "overhead", "round", "wake"
 _FAR = 4096  # tokens of context
+_CHOICES = combinations(("int8", "int4", "window", "pages"))
 
 
 class StaleProfileError(RayspecError):
@@ -39,7 +41,8 @@ class StaleProfileError(RayspecError):
 class Measurement:
     """Seconds of one run.
 
-    kind: "attention", "mlp", or any other kind of sublayer (one that starts with "attention" reads context); "head";
+    kind: "attention", "mlp", or any other kind of sublayer (one that starts with "attention" reads context), with the
+        choice behind it where that is not `full`, as `kind_of` names it; "head";
         "overhead", what a forward costs outside sublayers and head; "round", what a round costs outside its forwards;
         "wake", by how much a forward is slower after a pause in which others had the caches.
     rows: new tokens in total over the batch. context: tokens that each sequence already held. batch: sequences.
@@ -127,7 +130,8 @@ class Curve:
 class LatencyModel:
     """Seconds of forwards over `rows` new tokens of `batch` sequences that hold `context` tokens each.
 
-    sublayers: name of the curve of each sublayer. head: name of the head's curve. overhead_s: of a forward; round_s:
+    sublayers: name of the curve of each sublayer in full; one by another choice has a curve with the choice in its
+    name, where that was measured. head: name of the head's curve. overhead_s: of a forward; round_s:
     of a round, on top of its forwards. stages: stage of each sublayer; a forward hops from the first stage (embedding)
     over the stages where something is kept to the last (head) and back, hop_s each, and each has been idle until then,
     which costs wake_s. transfer_s: to bring the weights of each sublayer, whenever it runs. measured_context,
@@ -202,38 +206,60 @@ class LatencyModel:
         """Whether contexts as long and batches as large as in cells of (rows, context, batch) were measured."""
         return all(context <= self.measured_context and batch <= self.measured_batch for _, context, batch in cells)
 
-    def sublayer_s(self, sublayer: int, *, rows: float, context: float, batch: float) -> float:
+    def sublayer_s(self, sublayer: int, *, rows: float, context: float, batch: float, choice: Choice = FULL) -> float:
         """Seconds of one sublayer, its weight transfer included; 0 for no rows."""
-        if rows <= 0:
+        if rows <= 0 or choice == SKIP:
             return 0.0
-        curve = self.curves[self.sublayers[sublayer]]
-        return curve.seconds(rows=rows, context=context, batch=batch) + self.transfer_s[sublayer]
+        computing_s = self._computing_s(self.sublayers[sublayer], choice, rows, context, batch)
+        return computing_s + (self.transfer_s[sublayer] if weights_of(choice) == FULL else 0.0)
 
-    def sublayers_s(self, *, rows: float, context: float, batch: float) -> Floats:
-        """[num_sublayers]: `sublayer_s` of each. These are the weights of the knapsack."""
+    def sublayers_s(
+        self, *, rows: float, context: float, batch: float, choices: Sequence[Choice] | None = None
+    ) -> Floats:
+        """[num_sublayers]: `sublayer_s` of each by its choice, in full without `choices`."""
         if rows <= 0:
             return np.zeros(len(self.sublayers))
-        by_name = {
-            name: self.curves[name].seconds(rows=rows, context=context, batch=batch) for name in set(self.sublayers)
-        }
-        return np.asarray([by_name[name] for name in self.sublayers], np.float64) + self.transfer_s
+        ways = list(zip(self.sublayers, (FULL,) * len(self.sublayers) if choices is None else choices, strict=True))
+        computing_s = {way: self._computing_s(*way, rows, context, batch) for way in set(ways)}
+        found = np.asarray([computing_s[way] for way in ways], np.float64)
+        if not any(self.transfer_s):
+            return found
+        is_fetched = [choice != SKIP and weights_of(choice) == FULL for _, choice in ways]
+        return found + np.where(is_fetched, self.transfer_s, 0.0)
+
+    def choices_of(self, sublayer: int) -> tuple[Choice, ...]:
+        """By which it can run, for all that was measured: `full` first, not to run it last."""
+        name = self.sublayers[sublayer]
+        measured = (choice for choice in _CHOICES if choice != FULL and _chosen_name(name, choice) in self.curves)
+        return (FULL, *measured, SKIP)
+
+    def _computing_s(self, name: str, choice: Choice, rows: float, context: float, batch: float) -> float:
+        """Of a sublayer with this curve, without its transfer."""
+        if choice == SKIP:
+            return 0.0
+        return self.curves[_chosen_name(name, choice)].seconds(rows=rows, context=context, batch=batch)
 
     def head_s(self, rows: float) -> float:
         return self.curves[self.head].seconds(rows=rows)
 
-    def hops_s(self, keep: Sequence[bool]) -> float:
-        """Seconds between stages in a forward that runs the kept sublayers; stages with none are bypassed."""
+    def hops_s(self, choices: Sequence[Choice]) -> float:
+        """Seconds between stages in a forward; those whose sublayers are all skipped are bypassed."""
         hop_s = self.hop_s + self.wake_s
         if not self.stages or hop_s == 0:
             return 0.0
         first, last = self.stages[0], self.stages[-1]
-        route = [first, *(stage for stage, kept in zip(self.stages, keep, strict=True) if kept), last, first]
+        route = [
+            first,
+            *(stage for stage, choice in zip(self.stages, choices, strict=True) if choice != SKIP),
+            last,
+            first,
+        ]
         return hop_s * sum(here != there for here, there in itertools.pairwise(route))
 
-    def draft_step_s(self, keep: Sequence[bool], *, context: float, batch: float) -> float:
-        """One draft step: one row of each sequence through the kept sublayers and the head."""
-        sublayers = self.sublayers_s(rows=batch, context=context, batch=batch)
-        return self._forward_s(float(sublayers[np.asarray(keep, bool)].sum()), batch, keep)
+    def draft_step_s(self, choices: Sequence[Choice], *, context: float, batch: float) -> float:
+        """One draft step: one row of each sequence through the sublayers, by their choices, and the head."""
+        sublayers = self.sublayers_s(rows=batch, context=context, batch=batch, choices=choices)
+        return self._forward_s(float(sublayers.sum()), batch, choices)
 
     def verify_s(
         self, *, rows: float, context: float, batch: float, from_sublayer: int = 0, leading_rows: float = 0
@@ -245,7 +271,7 @@ class LatencyModel:
         """
         sublayers = self.sublayers_s(rows=rows, context=context, batch=batch)[from_sublayer:].sum()
         leading = self.sublayers_s(rows=leading_rows, context=context, batch=batch)[:from_sublayer].sum()
-        return self._forward_s(float(sublayers + leading), rows, (True,) * len(self.sublayers))
+        return self._forward_s(float(sublayers + leading), rows, (FULL,) * len(self.sublayers))
 
     def decode_step_s(self, *, context: float, batch: float) -> float:
         """A whole round without a draft: one row of each sequence through everything, and the round's overhead.
@@ -258,8 +284,8 @@ class LatencyModel:
         least, slope = self._decode_steps[batch]
         return least + slope * context
 
-    def _forward_s(self, sublayers_s: float, rows: float, keep: Sequence[bool]) -> float:
-        return sublayers_s + self.head_s(rows) + self.overhead_s + self.hops_s(keep)
+    def _forward_s(self, sublayers_s: float, rows: float, choices: Sequence[Choice]) -> float:
+        return sublayers_s + self.head_s(rows) + self.overhead_s + self.hops_s(choices)
 
     def save(self, path: str | os.PathLike[str], key: Mapping[str, Any]) -> None:
         """Writes JSON, whole or not at all. `key` says what the numbers hold for: model, dtype, device, versions."""
@@ -304,8 +330,19 @@ def _several(rows: Floats | float, batch: Floats | float) -> Floats:
     return np.clip(np.asarray(rows) / np.maximum(batch, 1) - 1, 0.0, 1.0)
 
 
+def kind_of(sublayer_kind: str, choice: Choice) -> str:
+    """The kind of measurements of sublayers that run by this choice."""
+    return sublayer_kind if choice == FULL else f"{sublayer_kind} {choice}"
+
+
 def _curve_name(kind: str, device: str) -> str:
     return f"{kind}@{device}" if device else kind
+
+
+def _chosen_name(name: str, choice: Choice) -> str:
+    """Of the curve of a choice. name: of that of the sublayer in full."""
+    kind, _, device = name.partition("@")
+    return _curve_name(kind_of(kind, choice), device)
 
 
 def _median_s(measurements: Sequence[Measurement], kind: str) -> float:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from rayspec.choices import SKIP, Choices
 from rayspec.planning.latency import LatencyModel
 
 Floats = NDArray[np.float64]
@@ -42,14 +43,14 @@ class PassCosts:
         self._known: dict[tuple[object, ...], PassCost] = {}
         self.num_stages = max(latency.stages) + 1
 
-    def draft(self, keep: tuple[bool, ...], *, rows: int) -> PassCost:
-        """A row of each of `rows` sequences through the kept sublayers and the head."""
-        kept = np.asarray(keep, bool)
+    def draft(self, choices: Choices, *, rows: int) -> PassCost:
+        """A row of each of `rows` sequences through the sublayers, by their choices, and the head."""
 
         def seconds(context: float) -> Floats:
-            return np.where(kept, self._latency.sublayers_s(rows=rows, context=context, batch=rows), 0.0)
+            return self._latency.sublayers_s(rows=rows, context=context, batch=rows, choices=choices)
 
-        return self._cost((keep, rows), seconds, visited=kept, head_rows=rows)
+        visited = np.asarray([choice != SKIP for choice in choices])
+        return self._cost((choices, rows), seconds, visited=visited, head_rows=rows)
 
     def verify(self, *, rows: int, batch: int, prefix: int = 0) -> PassCost:
         """All sublayers and the head over `rows` rows; the sublayers before `prefix` over one row a sequence."""

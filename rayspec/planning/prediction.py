@@ -6,9 +6,10 @@ does for one sequence, a draft gains something only at an acceptance above c.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from rayspec.planning.acceptance import Choice, best_choice
+from rayspec.choices import FULL, SKIP, Choices
+from rayspec.planning.acceptance import Decision, best_choice
 from rayspec.planning.latency import Curve, LatencyModel
 from rayspec.planning.stopping import NEVER, StopRule
 
@@ -16,21 +17,21 @@ _MANY_ROWS = 4096
 _NUM_HALVINGS = 20
 
 
-def draft_choice(
+def best_length(
     latency: LatencyModel,
-    keep: Sequence[bool],
+    choices: Choices,
     acceptance: float,
     *,
     context: float,
     max_draft_tokens: int,
     stop_rule: StopRule = NEVER,
-) -> Choice:
+) -> Decision:
     """`best_choice` with this draft alone, for one sequence: the best length, and the gain even where that is a loss.
 
-    The verify runs all sublayers on all rows, as the papers' code does. A draft that skips nothing has no choice.
+    The verify runs all sublayers on all rows, as the papers' code does. A draft in full has no best length.
     """
     return best_choice(
-        [keep],
+        [choices],
         [acceptance],
         latency,
         context=context,
@@ -42,14 +43,14 @@ def draft_choice(
     )
 
 
-def draft_cost(latency: LatencyModel, keep: Sequence[bool], *, context: float) -> float:
+def draft_cost(latency: LatencyModel, choices: Choices, *, context: float) -> float:
     """c: a draft step over a step of plain decoding."""
-    return latency.draft_step_s(keep, context=context, batch=1) / latency.decode_step_s(context=context, batch=1)
+    return latency.draft_step_s(choices, context=context, batch=1) / latency.decode_step_s(context=context, batch=1)
 
 
 def relative_latency(cost: float) -> LatencyModel:
     """A model whose plain step takes 1, whatever the number of rows, and whose first of two sublayers takes `cost`:
-    with keep (True, False), the draft of the textbook, c and nothing else. Raises ValueError outside 0 <= cost < 1."""
+    with the second skipped, the draft of the textbook, c and nothing else. Raises ValueError outside 0 <= cost < 1."""
     if not 0 <= cost < 1:
         raise ValueError(f"cost is {cost}; it must be 0 or more, and below 1")
     curves = {
@@ -63,15 +64,15 @@ def relative_latency(cost: float) -> LatencyModel:
 
 def relative_gain(cost: float, acceptance: float, *, max_draft_tokens: int, stop_rule: StopRule = NEVER) -> float:
     """The gain of a draft of relative cost c at its best length, where a verify costs as much as a plain step."""
-    choice = draft_choice(
+    decision = best_length(
         relative_latency(cost),
-        (True, False),
+        (FULL, SKIP),
         acceptance,
         context=0,
         max_draft_tokens=max_draft_tokens,
         stop_rule=stop_rule,
     )
-    return choice.predicted_gain
+    return decision.predicted_gain
 
 
 def oracle_gain(cost: float, acceptance: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rayspec.choices import Choice
 from rayspec.planning.latency import LatencyModel
 
 _HALF_LIFE = 16.0  # rounds
@@ -13,10 +14,10 @@ _CONTEXT_GRID = 64  # tokens that change a forward's time by little
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundShape:
-    """keep: of the draft's sublayers. num_draft_steps: its forwards; num_drafting: sequences in them. rows: of the
+    """choices: of the draft's sublayers. num_draft_steps: its forwards; num_drafting: sequences in them. rows: of the
     verify. context: mean tokens of a sequence; batch: sequences."""
 
-    keep: Sequence[bool] = ()
+    choices: Sequence[Choice] = ()
     num_draft_steps: float = 0.0
     num_drafting: float = 0.0
     rows: float
@@ -102,7 +103,7 @@ class RoundCosts:
 
     def _draft_s(self, shape: RoundShape) -> float:
         context, batch = shape.context, shape.num_drafting
-        return shape.num_draft_steps * self._latency.draft_step_s(shape.keep, context=context, batch=batch)
+        return shape.num_draft_steps * self._latency.draft_step_s(shape.choices, context=context, batch=batch)
 
     def _verify_s(self, shape: RoundShape) -> float:
         context = shape.context // _CONTEXT_GRID * _CONTEXT_GRID

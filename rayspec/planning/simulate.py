@@ -16,6 +16,7 @@ from functools import partial
 
 import numpy as np
 
+from rayspec.choices import Choices, num_leading_full
 from rayspec.planning.event_pipeline import EventPipeline, Work
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.pass_costs import PassCosts
@@ -27,10 +28,10 @@ _ENDLESS = 2**62  # tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafting:
-    """How drafts are made: the sublayers they keep, their length, and the probability that a token of theirs is
+    """How drafts are made: how they run each sublayer, their length, and the probability that a token of theirs is
     accepted, given that all before it were."""
 
-    keep: tuple[bool, ...]
+    choices: Choices
     num_draft_tokens: int
     acceptance: float
 
@@ -40,8 +41,8 @@ class Drafting:
 
     @property
     def prefix(self) -> int:
-        """Sublayers before the first one skipped: what they computed for the draft is the verify's, too."""
-        return self.keep.index(False) if False in self.keep else len(self.keep)
+        """Sublayers before the first that is not run in full: what they computed is the verify's, too."""
+        return num_leading_full(self.choices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,13 +100,13 @@ def simulate(
     all users' answers are long together.
 
     prefill: what prompts cost, where that is told apart. cohorts: batches under way at once, to which users are dealt.
-    The same arguments give the same result. Raises ValueError for `keep` of another model, for no cohorts, and for
+    The same arguments give the same result. Raises ValueError for `choices` of another model, for no cohorts, and for
     answers that do not end where `num_tokens` is open.
     """
     if cohorts < 1:
         raise ValueError(f"cohorts is {cohorts}; it must be 1 or more")
-    if drafting is not None and len(drafting.keep) != len(latency.sublayers):
-        raise ValueError(f"keep has {len(drafting.keep)} entries for {len(latency.sublayers)} sublayers")
+    if drafting is not None and len(drafting.choices) != len(latency.sublayers):
+        raise ValueError(f"choices has {len(drafting.choices)} entries for {len(latency.sublayers)} sublayers")
     if num_tokens is None:
         if workload.output_tokens is None:
             raise ValueError("answers do not end: say how many tokens are to be committed, with num_tokens")
@@ -241,7 +242,7 @@ class _Replica:
             lengths = [min(drafting.num_draft_tokens, sequence.num_left - 1) for sequence in sequences]
             for step in range(max(lengths)):
                 num_drafting = sum(length > step for length in lengths)
-                passes.append(self._costs.draft(drafting.keep, rows=num_drafting))
+                passes.append(self._costs.draft(drafting.choices, rows=num_drafting))
         prefix = drafting.prefix if drafting is not None and passes else 0
         passes.append(self._costs.verify(rows=batch + sum(lengths), batch=batch, prefix=prefix))
         landed = partial(self._land_round, cohort, sequences, lengths, self._pipeline.now)

@@ -13,6 +13,7 @@ from typing import Protocol
 from ray.util.metrics import Counter, Gauge, Histogram
 from typing_extensions import Self
 
+from rayspec.choices import SKIP, Choice
 from rayspec.pipeline.ray_stages import StageUse
 from rayspec.serve.metric_table import METRICS, MetricSpec
 from rayspec.types import EngineLoad, EngineStats, RayspecError, RequestOutput
@@ -239,10 +240,10 @@ def plans(stats: EngineStats) -> Iterator[Reading]:
     """The plan in force; nothing where there is none."""
     if stats.plans:
         record = stats.plans[-1]
-        keep = record.plan.keep
+        choices = record.plan.choices
         yield Reading("rayspec_plan_num_draft_tokens", record.plan.num_draft_tokens)
-        yield Reading("rayspec_plan_skipped_share", _skipped_share(keep[::2]), "attention")
-        yield Reading("rayspec_plan_skipped_share", _skipped_share(keep[1::2]), "mlp")
+        yield Reading("rayspec_plan_skipped_share", _skipped_share(choices[::2]), "attention")
+        yield Reading("rayspec_plan_skipped_share", _skipped_share(choices[1::2]), "mlp")
         yield Reading("rayspec_plan_estimated_acceptance_rate", record.estimated_acceptance)
         yield Reading("rayspec_plan_predicted_tokens_per_second", record.predicted_tpt)
         yield Reading("rayspec_plan_plain_tokens_per_second", record.plain_tpt)
@@ -275,8 +276,8 @@ class _GateReasons:
         return label
 
 
-def _skipped_share(keep: Sequence[bool]) -> float:
-    return keep.count(False) / len(keep) if keep else 0.0
+def _skipped_share(choices: Sequence[Choice]) -> float:
+    return choices.count(SKIP) / len(choices) if choices else 0.0
 
 
 def _instrument(spec: MetricSpec, tags: dict[str, str]) -> Counter | Gauge | Histogram:

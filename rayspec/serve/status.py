@@ -7,6 +7,7 @@ from typing import Literal
 
 import rayspec
 from rayspec.async_engine import AsyncEngine
+from rayspec.choices import Choice
 from rayspec.serve.recent import RecentRates
 from rayspec.types import PlanRecord
 
@@ -16,9 +17,9 @@ EngineHealth = Literal["ready", "recovering", "engine dead", "no answer"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanStatus:
-    """A PlanRecord. keep: a flag a sublayer, True where the draft runs it. Rates are tokens per second."""
+    """A PlanRecord. choices: how the draft runs each sublayer. Rates are tokens per second."""
 
-    keep: list[bool]
+    choices: list[Choice]
     num_draft_tokens: int
     source: str
     reason: str
@@ -29,7 +30,7 @@ class PlanStatus:
     @classmethod
     def of(cls, record: PlanRecord) -> PlanStatus:
         return cls(
-            keep=list(record.plan.keep),
+            choices=list(record.plan.choices),
             num_draft_tokens=record.plan.num_draft_tokens,
             source=record.plan.source,
             reason=record.reason,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rayspec.choices import SKIP, Choices, choices_of
 from rayspec.config import SpeculationOptions
 from rayspec.decode.drafting.skip_draft import KeepDrafting
 from rayspec.decode.questions import Answer, Steadiness, Steady
@@ -48,23 +49,21 @@ class ASD(Inquiring):
 
     def _decide(self, state: BatchState, answer: Answer) -> PlanRecord | None:
         assert isinstance(answer, Steady)
-        keep = without_steady_attention(self._is_attention, answer.cosines, self._options.threshold)
-        if keep == self._current.plan.keep:
+        choices = without_steady_attention(self._is_attention, answer.cosines, self._options.threshold)
+        if choices == self._current.plan.choices:
             return None
         return self._current.take(
             state,
-            keep,
+            choices,
             self._max_draft_tokens,
             acceptance=self._options.target,
-            reason=f"{keep.count(False)} attention sublayers change the states little",
+            reason=f"{choices.count(SKIP)} attention sublayers change the states little",
             optimise_s=answer.seconds,
         )
 
 
-def without_steady_attention(
-    is_attention: Sequence[bool], cosines: Sequence[float], threshold: float
-) -> tuple[bool, ...]:
-    """[num_sublayers]: False for attention whose cosine is above the threshold."""
-    return tuple(
-        not (attention and cosine > threshold) for attention, cosine in zip(is_attention, cosines, strict=True)
+def without_steady_attention(is_attention: Sequence[bool], cosines: Sequence[float], threshold: float) -> Choices:
+    """Attention whose cosine is above the threshold is skipped. is_attention, cosines: of each sublayer."""
+    return choices_of(
+        [not (attention and cosine > threshold) for attention, cosine in zip(is_attention, cosines, strict=True)]
     )

@@ -7,6 +7,7 @@ speaks for all, and the search is timed, but not rationed by `optimise_share`.
 
 from __future__ import annotations
 
+from rayspec.choices import choices_of
 from rayspec.config import SpeculationOptions
 from rayspec.decode.drafting.skip_draft import KeepDrafting
 from rayspec.decode.questions import Answer, Found, LayerKnapsack
@@ -46,7 +47,7 @@ class CLaSp(Inquiring):
         chosen = min(answer.drafts, key=lambda draft: sum(draft.keep))
         return self._current.take(
             state,
-            chosen.keep,
+            choices_of(chosen.keep),
             self._max_draft_tokens,
             acceptance=estimated_acceptance(chosen, answer.num_tokens),
             reason="its interval is over",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rayspec.choices import Choices, num_leading_full
 from rayspec.decode.questions import FoundDraft
 from rayspec.decode.rounds import RoundResult
 from rayspec.decode.selection.base import BatchState
@@ -12,7 +13,7 @@ from rayspec.types import Plan, PlanRecord, no_draft
 
 
 class CurrentPlan:
-    """For strategies that choose which sublayers to keep, and leave to the gate whether that pays.
+    """For strategies that choose how to run each sublayer, and leave to the gate whether that pays.
 
     source: the strategy's name. `plan` drafts nothing until one is taken.
     """
@@ -32,7 +33,7 @@ class CurrentPlan:
     def take(
         self,
         state: BatchState,
-        keep: tuple[bool, ...],
+        choices: Choices,
         num_draft_tokens: int,
         *,
         acceptance: float,
@@ -41,16 +42,18 @@ class CurrentPlan:
         reuse_prefix: bool = True,
         tree_widths: tuple[int, ...] = (),
     ) -> PlanRecord:
-        """From now on draft with those sublayers. To keep all of them is not to draft.
+        """From now on draft by those choices. All in full is not to draft.
 
         acceptance: what is expected of a token; the record's prediction is for drafts that end at the best length, and
-        with `reuse_prefix` for verifies that go on from the first skipped sublayer.
+        with `reuse_prefix` for verifies that go on from the first sublayer not run in full.
         """
-        skips = not all(keep) and num_draft_tokens > 0
-        drafting = Plan(keep=keep, num_draft_tokens=num_draft_tokens, source=self._source, tree_widths=tree_widths)
-        self.plan = drafting if skips else self._no_draft
-        choice = best_choice(
-            [self.plan.keep],
+        drafts = num_leading_full(choices) < len(choices) and num_draft_tokens > 0
+        drafting = Plan(
+            choices=choices, num_draft_tokens=num_draft_tokens, source=self._source, tree_widths=tree_widths
+        )
+        self.plan = drafting if drafts else self._no_draft
+        decision = best_choice(
+            [self.plan.choices],
             [acceptance],
             self._latency,
             context=state.context,
@@ -65,9 +68,9 @@ class CurrentPlan:
             batch=state.batch,
             plan=self.plan,
             reason=reason,
-            estimated_acceptance=acceptance if skips else 0.0,
-            predicted_tpt=choice.tpt,
-            plain_tpt=choice.plain_tpt,
+            estimated_acceptance=acceptance if drafts else 0.0,
+            predicted_tpt=decision.tpt,
+            plain_tpt=decision.plain_tpt,
             optimise_s=optimise_s,
         )
         return self._record

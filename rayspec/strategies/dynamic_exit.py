@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from rayspec.choices import SKIP, Choices, choices_of
 from rayspec.config import SpeculationOptions
 from rayspec.decode.drafting.skip_draft import KeepDrafting
 from rayspec.decode.questions import Answer, Found, FoundDraft, Trial
@@ -70,14 +71,14 @@ class DEL(Inquiring):
     def __init__(self, options: SpeculationOptions, latency: LatencyModel) -> None:
         super().__init__("del", latency, interval=options.dynamic_exit.interval)
         num_sublayers = len(latency.sublayers)
-        self._keeps = early_exits(num_sublayers)
-        if not self._keeps:
+        self._exits = early_exits(num_sublayers)
+        if not self._exits:
             raise ConfigError("strategy 'del' needs a model of 2 layers or more: choose another strategy")
         self._options = options.dynamic_exit
         self._max_draft_tokens = options.max_draft_tokens
         self._reuse_prefix = options.dynamic_exit.interval > 1  # rounds with taps run all rows through all sublayers
         self._latency = latency
-        self._record = ExitRecord(len(self._keeps), memory=self._options.memory)
+        self._record = ExitRecord(len(self._exits), memory=self._options.memory)
         self._num_looks = 0
         self._threshold: float | None = None
 
@@ -87,7 +88,9 @@ class DEL(Inquiring):
     def _question(self, state: BatchState) -> Trial:
         most = self._options.num_tap_tokens
         num_tokens = min(state.batch, most) if self._num_looks else most
-        return Trial(num_tokens=num_tokens, keeps=self._keeps)
+        return Trial(
+            num_tokens=num_tokens, keeps=[tuple(choice != SKIP for choice in choices) for choices in self._exits]
+        )
 
     def _decide(self, state: BatchState, answer: Answer) -> PlanRecord | None:
         assert isinstance(answer, Found)
@@ -96,11 +99,14 @@ class DEL(Inquiring):
         index, length = self._best(state)
         self._threshold = self._record.threshold(index) if length else None
         plan = self._current.plan
-        if (length, self._keeps[index]) == (plan.num_draft_tokens, plan.keep) or length == plan.num_draft_tokens == 0:
+        if (length, self._exits[index]) == (
+            plan.num_draft_tokens,
+            plan.choices,
+        ) or length == plan.num_draft_tokens == 0:
             return None
         return self._current.take(
             state,
-            self._keeps[index],
+            self._exits[index],
             length,
             acceptance=float(self._record.acceptance[index]),
             reason=f"{length} tokens from layer {index + 1} promise most" if length else "no exit promises to pay",
@@ -116,7 +122,7 @@ class DEL(Inquiring):
             index, length = np.unravel_index(int(rates.argmax()), rates.shape)
             return int(index), int(length)
         choice = best_choice(
-            self._keeps,
+            self._exits,
             acceptance,
             self._latency,
             context=state.context,
@@ -128,9 +134,9 @@ class DEL(Inquiring):
         return (0, 0) if choice.candidate is None else (choice.candidate, choice.num_draft_tokens)
 
 
-def early_exits(num_sublayers: int) -> list[tuple[bool, ...]]:
+def early_exits(num_sublayers: int) -> list[Choices]:
     """The drafts that leave after layer 1, 2, ... and before the last."""
-    return [tuple(index < end for index in range(num_sublayers)) for end in range(2, num_sublayers, 2)]
+    return [choices_of([index < end for index in range(num_sublayers)]) for end in range(2, num_sublayers, 2)]
 
 
 def tokens_per_layer(acceptance: ArrayLike, max_draft_tokens: int) -> NDArray[np.float64]:

@@ -152,7 +152,7 @@ class KnnSSD:
 
 def _drafter(plan: SavedPlan, options: SpeculationOptions, num_sublayers: int) -> Selector:
     return SelfSD(
-        plan.plan(num_sublayers, max_draft_tokens=options.max_draft_tokens, source="knn-ssd"),
+        plan.plan(max_draft_tokens=options.max_draft_tokens, source="knn-ssd"),
         DraftThreshold(options.knn_ssd.threshold, target=options.self_sd.target, adaptive=False),
         acceptance=plan.acceptance,
         expected_tpt=plan.tokens_per_s,

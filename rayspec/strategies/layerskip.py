@@ -7,6 +7,7 @@ left early; others are accepted less.
 
 from __future__ import annotations
 
+from rayspec.choices import choices_of
 from rayspec.config import LayerSkipOptions
 from rayspec.types import ConfigError, Plan
 
@@ -19,5 +20,5 @@ def early_exit_plan(options: LayerSkipOptions, num_sublayers: int) -> Plan:
         raise ConfigError(
             f"option 'exit_layer' is {exit_layer}, the model has {num_layers} layers: choose 1 to {num_layers - 1}"
         )
-    keep = tuple(index < 2 * exit_layer for index in range(num_sublayers))
-    return Plan(keep=keep, num_draft_tokens=options.num_draft_tokens, source="layerskip")
+    choices = choices_of([index < 2 * exit_layer for index in range(num_sublayers)])
+    return Plan(choices=choices, num_draft_tokens=options.num_draft_tokens, source="layerskip")

@@ -14,6 +14,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 from typing_extensions import Self
 
+from rayspec.choices import Choices
 from rayspec.config import EngineConfig
 from rayspec.decode.selection.knapspec import Candidate
 from rayspec.model.fingerprint import weights_fingerprint
@@ -22,7 +23,7 @@ from rayspec.types import ConfigError, Plan, PlanRecord
 
 logger = logging.getLogger(__name__)
 
-FORMAT = "rayspec-plans-1"
+FORMAT = "rayspec-plans-2"
 # What use has shown of a saved plan counts as this many tokens at most, so that new text is soon believed instead.
 _MAX_REMEMBERED_TOKENS = 128
 
@@ -82,15 +83,15 @@ class Provenance(_Strict, frozen=True, kw_only=True):
 class SavedPlan(_Strict, frozen=True, kw_only=True):
     """A plan and how it did when it was saved.
 
-    domain: the kind of text it is for; "" for any. skip: sublayers the draft leaves out. threshold: confidence below
-    which drafts ended; None: they reached their length. acceptance: share of the `num_tested_tokens`. Speeds are tokens
-    per second of one sequence, of `batch` that hold `context` tokens on average.
+    domain: the kind of text it is for; "" for any. choices: how the draft runs each sublayer. threshold: confidence
+    below which drafts ended; None: they reached their length. acceptance: share of the `num_tested_tokens`. Speeds are
+    tokens per second of one sequence, of `batch` that hold `context` tokens on average.
     anchors: unit vectors, features of typical text of the domain; radius: the cosine distance from them within which
     text counts as of the domain.
     """
 
     domain: str
-    skip: tuple[_Count, ...]
+    choices: Choices
     num_draft_tokens: _Positive
     threshold: _Share | None
     acceptance: _Share
@@ -104,8 +105,6 @@ class SavedPlan(_Strict, frozen=True, kw_only=True):
     radius: _Amount = 0.0
 
     def __post_init__(self) -> None:
-        if sorted(set(self.skip)) != list(self.skip):
-            raise ValueError("`skip` must name sublayers in order, each once")
         if len({len(anchor) for anchor in self.anchors}) > 1:
             raise ValueError("`anchors` must be of one length")
         if any(not math.isclose(math.hypot(*anchor), 1.0, abs_tol=1e-3) for anchor in self.anchors):
@@ -118,7 +117,7 @@ class SavedPlan(_Strict, frozen=True, kw_only=True):
             raise ValueError("the plan was not in use: there is nothing to save")
         return cls(
             domain=domain,
-            skip=tuple(index for index, kept in enumerate(record.plan.keep) if not kept),
+            choices=record.plan.choices,
             num_draft_tokens=record.plan.num_draft_tokens,
             threshold=threshold,
             acceptance=record.observed_acceptance,
@@ -130,13 +129,9 @@ class SavedPlan(_Strict, frozen=True, kw_only=True):
             provenance=provenance,
         )
 
-    def keep(self, num_sublayers: int) -> tuple[bool, ...]:
-        skipped = set(self.skip)
-        return tuple(index not in skipped for index in range(num_sublayers))
-
-    def plan(self, num_sublayers: int, *, max_draft_tokens: int, source: str) -> Plan:
+    def plan(self, *, max_draft_tokens: int, source: str) -> Plan:
         length = min(self.num_draft_tokens, max_draft_tokens)
-        return Plan(keep=self.keep(num_sublayers), num_draft_tokens=length, source=source)
+        return Plan(choices=self.choices, num_draft_tokens=length, source=source)
 
 
 class SavedPlans(_Strict, frozen=True, kw_only=True):
@@ -150,9 +145,9 @@ class SavedPlans(_Strict, frozen=True, kw_only=True):
         domains = [plan.domain for plan in self.plans]
         if len(set(domains)) < len(domains):
             raise ValueError("there are two plans of one domain")
-        foreign = [index for plan in self.plans for index in plan.skip if index >= self.model.num_sublayers]
+        foreign = [len(plan.choices) for plan in self.plans if len(plan.choices) != self.model.num_sublayers]
         if foreign:
-            raise ValueError(f"`skip` names sublayer {foreign[0]} of {self.model.num_sublayers}")
+            raise ValueError(f"`choices` are of {foreign[0]} sublayers, not of {self.model.num_sublayers}")
         if len({len(anchor) for plan in self.plans for anchor in plan.anchors}) > 1:
             raise ValueError("`anchors` of all plans must be of one length")
 
@@ -214,10 +209,9 @@ def known_candidates(saved: SavedPlans) -> list[Candidate]:
     candidates = []
     for plan in saved.plans:
         num_tested = float(min(plan.num_tested_tokens, _MAX_REMEMBERED_TOKENS))
-        keep = plan.keep(saved.model.num_sublayers)
         candidates.append(
             Candidate(
-                keep=keep,
+                choices=plan.choices,
                 similarity=plan.acceptance,
                 num_agreed=0,
                 num_tapped=0,

@@ -80,7 +80,7 @@ class SelfSD:
         own = options.self_sd
         first = own.threshold if saved.threshold is None else saved.threshold
         return cls(
-            saved.plan(num_sublayers, max_draft_tokens=options.max_draft_tokens, source="self-sd"),
+            saved.plan(max_draft_tokens=options.max_draft_tokens, source="self-sd"),
             DraftThreshold(first, target=own.target, adaptive=own.adaptive),
             acceptance=saved.acceptance,
             expected_tpt=saved.tokens_per_s,

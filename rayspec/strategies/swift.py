@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from concurrent.futures import Future
 
+from rayspec.choices import choices_of
 from rayspec.config import SpeculationOptions, SwiftOptions
 from rayspec.decode.drafting.skip_draft import KeepDrafting
 from rayspec.decode.questions import Answer, Found, Trial
@@ -136,7 +137,7 @@ class Swift:
         spent_s, self._spent_s = self._spent_s, 0.0
         return self._current.take(
             state,
-            self._search.best,
+            choices_of(self._search.best),
             self._max_draft_tokens,
             acceptance=self._search.best_score,
             reason="the best set so far" if end is None else f"the search is over: {end}",

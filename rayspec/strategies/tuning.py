@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from rayspec.choices import choices_of
 from rayspec.config import SamplingParams, SelfSDOptions, TuningOptions
 from rayspec.decode.engine import Engine
 from rayspec.decode.questions import Answer, Feature, Features
@@ -191,7 +192,7 @@ class _Bench:
 
     def plan_of(self, keep: Keep) -> Plan:
         length = self._engine.config.speculation.max_draft_tokens
-        return Plan(keep=keep, num_draft_tokens=length, source="tuning")
+        return Plan(choices=choices_of(keep), num_draft_tokens=length, source="tuning")
 
     def measure(self, plan: Plan, *, plain: PlanRecord | None = None) -> _Measured:
         """Generate by one plan. plain: what plain decoding did, for the record."""

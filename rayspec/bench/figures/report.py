@@ -12,6 +12,7 @@ from rayspec.bench.figures.bench import BenchSpeedUps, SpeedUp, best_strategy
 from rayspec.bench.figures.skips import ContextSkips, SkipExperiment, skip_frequency
 from rayspec.bench.figures.sweeps import IntervalSweep, Setting, ThresholdSweep
 from rayspec.bench.figures.tpt import TptExperiment
+from rayspec.choices import SKIP
 
 _NUM_NAMED = 4  # sublayers
 _KINDS = ("attention", "MLP")
@@ -63,7 +64,7 @@ def mix_text(bench: BenchSpeedUps) -> str:
 
 def tpt_text(experiment: TptExperiment) -> str:
     found = {name: "-" if value is None else f"{value:.3f}" for name, value in experiment.correlations().items()}
-    num_sets = len({point.keep for point in experiment.points})
+    num_sets = len({point.choices for point in experiment.points})
     return (
         f"{len(experiment.points)} plans ({num_sets} sets of sublayers) at {experiment.context} tokens of context, "
         "each predicted before it ran, from the latency model and from "
@@ -122,7 +123,7 @@ def threshold_text(experiment: ThresholdSweep) -> str:
     sweep = experiment.thresholds
     settings = sweep.settings
     return (
-        f"One plan, which skips {experiment.keep.count(False)} of {len(experiment.keep)} sublayers. Fastest is "
+        f"One plan, which skips {experiment.choices.count(SKIP)} of {len(experiment.choices)} sublayers. Fastest is "
         f"threshold {sweep.best.value:g} with a speed-up of {sweep.best.speedup}. From threshold {settings[0].value:g} "
         f"to {settings[-1].value:g}, acceptance goes from {_known(settings[0])} to {_known(settings[-1])} and drafts "
         f"from {settings[0].mean_draft_length:.1f} to {settings[-1].mean_draft_length:.1f} tokens. KnapSpec's own "

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 import rayspec
 from rayspec.bench.figures.runs import Prompt, TimedSelector, latency_of, take_turns
+from rayspec.choices import SKIP, Choices
 from rayspec.decode.selection.knapspec import KnapSpec
 from rayspec.planning.budget import Trigger
 from rayspec.planning.latency import LatencyModel
@@ -17,9 +18,9 @@ from rayspec.planning.latency import LatencyModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanUse:
-    """keep: a flag a sublayer. num_tokens: written while the plan was in use."""
+    """choices: of each sublayer. num_tokens: written while the plan was in use."""
 
-    keep: tuple[bool, ...]
+    choices: Choices
     num_tokens: int
 
 
@@ -73,7 +74,7 @@ def run_skips(
         contender = TimedSelector(free_knapspec(llm, interval))
         written = take_turns(llm, {"knapspec": contender}, prompts, max_tokens=max_tokens)["knapspec"]
         plans = [
-            PlanUse(keep=record.plan.keep, num_tokens=record.num_tokens)
+            PlanUse(choices=record.plan.choices, num_tokens=record.num_tokens)
             for record in contender.records
             if record.plan.drafts and record.num_tokens
         ]
@@ -124,6 +125,6 @@ def share_skipped(plans: Sequence[PlanUse], which: slice) -> float | None:
 def skip_frequency(plans: Sequence[PlanUse]) -> NDArray[np.float64]:
     """[num_sublayers]: share of the tokens that were written while the sublayer was skipped. Raises ValueError without
     plans."""
-    skipped = np.array([[not kept for kept in plan.keep] for plan in plans], float)
+    skipped = np.array([[choice == SKIP for choice in plan.choices] for plan in plans], float)
     frequency: NDArray[np.float64] = np.average(skipped, axis=0, weights=[plan.num_tokens for plan in plans])
     return frequency

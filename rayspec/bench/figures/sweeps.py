@@ -19,6 +19,7 @@ from rayspec.bench.figures.runs import (
 )
 from rayspec.bench.figures.skips import every
 from rayspec.bench.figures.tpt import Estimates, context_of, predict
+from rayspec.choices import Choices
 from rayspec.decode.selection.base import FixedPlan, Selector
 from rayspec.decode.selection.knapspec import KnapSpec
 from rayspec.strategies.self_sd import DraftThreshold, SelfSD
@@ -52,9 +53,9 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThresholdSweep:
-    """keep: of the plan that all settings drafted by. plain: tokens per second without drafts, in turns with them."""
+    """choices: of the plan that all settings drafted by. plain: tokens per second without drafts, in turns with it."""
 
-    keep: tuple[bool, ...]
+    choices: Choices
     thresholds: Sweep
     plain: Spread
 
@@ -78,11 +79,11 @@ def run_thresholds(
     length = options.max_draft_tokens
     prediction = predict(llm, estimates.candidates, context=context_of(prompts, max_tokens), max_draft_tokens=length)
     best = estimates.candidates[int(prediction.tpt.max(axis=1).argmax())]
-    plan = Plan(keep=best.keep, num_draft_tokens=length, source="figures")
+    plan = Plan(choices=best.choices, num_draft_tokens=length, source="figures")
     own = KnapSpec(options.replace(gate=False, optimise_share=0.0), latency, known=[best])
     cases = [_Case(value, _ending_below(plan, value)) for value in sorted(thresholds)]
     (*settings, of_own), plain = _measure(llm, [*cases, _Case(None, own)], prompts, max_tokens)
-    return ThresholdSweep(keep=best.keep, thresholds=Sweep(settings=tuple(settings), own=of_own), plain=plain)
+    return ThresholdSweep(choices=best.choices, thresholds=Sweep(settings=tuple(settings), own=of_own), plain=plain)
 
 
 def run_intervals(

@@ -24,6 +24,7 @@ from rayspec.bench.figures.runs import (
     take_turns,
     write,
 )
+from rayspec.choices import SKIP, Choices, choices_of
 from rayspec.decode.drafting.skip_draft import KeepDrafting
 from rayspec.decode.questions import Answer, Found, Question, Trial
 from rayspec.decode.rounds import RoundResult
@@ -48,7 +49,7 @@ class PlanPoint:
     predicted, had the acceptance been known. measured_tpt: median over the prompts, each in measured_by_prompt.
     """
 
-    keep: Keep
+    choices: Choices
     origin: str
     num_draft_tokens: int
     estimated_acceptance: float
@@ -137,7 +138,7 @@ class Estimates:
     """What taps of some text say of plans. origins: where each plan comes from, by what it keeps."""
 
     candidates: tuple[Candidate, ...]
-    origins: dict[Keep, str]
+    origins: dict[Choices, str]
 
 
 def estimate_plans(
@@ -166,7 +167,7 @@ class _Survey:
     wants_taps = True
 
     def __init__(self, strategy: KnapSpec, num_sublayers: int, *, num_plans: int, seed: int) -> None:
-        self.origins: dict[Keep, str] = {}
+        self.origins: dict[Choices, str] = {}
         self.trials: list[Found] = []
         self._plan = no_draft(num_sublayers, "survey")
         self._strategy = strategy
@@ -198,13 +199,22 @@ class _Survey:
         tried = zip(*(found.drafts for found in self.trials), strict=True)
         num_tapped = sum(found.num_tokens for found in self.trials)
         return tuple(
-            Candidate(one[0].keep, fmean(d.similarity for d in one), sum(d.num_agreed for d in one), num_tapped)
+            Candidate(
+                choices_of(one[0].keep), fmean(d.similarity for d in one), sum(d.num_agreed for d in one), num_tapped
+            )
             for one in tried
         )
 
     def _question(self, state: BatchState) -> Question:
         knapsack = self._strategy.question(state)
-        return Trial(num_tokens=knapsack.num_tokens, keeps=tuple(self.origins)) if self.origins else knapsack
+        return (
+            Trial(
+                num_tokens=knapsack.num_tokens,
+                keeps=[tuple(choice != SKIP for choice in choices) for choices in self.origins],
+            )
+            if self.origins
+            else knapsack
+        )
 
     def _take(self, search: Future[Answer]) -> None:
         self._under_way = None
@@ -215,21 +225,21 @@ class _Survey:
         if self.origins:
             self.trials.append(found)
         else:
-            keeps = [draft.keep for draft in found.drafts if not all(draft.keep)]
-            self.origins = plan_spread(keeps, len(self._plan.keep), self._num_plans, self._rng)
+            patterns = [choices_of(draft.keep) for draft in found.drafts if not all(draft.keep)]
+            self.origins = plan_spread(patterns, len(self._plan.choices), self._num_plans, self._rng)
 
 
-def plan_spread(found: Sequence[Keep], num_sublayers: int, num_plans: int, rng: random.Random) -> dict[Keep, str]:
+def plan_spread(found: Sequence[Choices], num_sublayers: int, num_plans: int, rng: random.Random) -> dict[Choices, str]:
     """At most `num_plans` plans with where they come from: up to half of them those that a search found, evenly; early
     exits; the rest skips random sublayers, one to half of them all."""
     chosen = np.unique(np.linspace(0, len(found) - 1, min(len(found), max(1, num_plans // 2))).astype(int))
     origins = {found[index]: "knapsack" for index in chosen.tolist()} if found else {}
     for share in _EXITS:
         exit_at = 2 * max(1, int(share * num_sublayers / 2))
-        origins.setdefault(tuple(index < exit_at for index in range(num_sublayers)), "early exit")
+        origins.setdefault(choices_of([index < exit_at for index in range(num_sublayers)]), "early exit")
     for _ in range(num_plans):  # more may be there already
         skipped = rng.sample(range(num_sublayers), rng.randint(1, max(1, num_sublayers // 2)))
-        origins.setdefault(tuple(index not in skipped for index in range(num_sublayers)), "random")
+        origins.setdefault(choices_of([index not in skipped for index in range(num_sublayers)]), "random")
     return dict(list(origins.items())[:num_plans])
 
 
@@ -247,8 +257,8 @@ def predict(
     """KnapSpec's own, as it has it before it has observed anything, of drafts that reach their length."""
     latency = latency_of(llm)
     acceptance = KnapSpec(llm.config.speculation, latency).acceptance_of(candidates)
-    keeps = [candidate.keep for candidate in candidates]
-    tpt = tokens_per_time(keeps, acceptance, latency, context=context, batch=1, max_draft_tokens=max_draft_tokens)
+    patterns = [candidate.choices for candidate in candidates]
+    tpt = tokens_per_time(patterns, acceptance, latency, context=context, batch=1, max_draft_tokens=max_draft_tokens)
     return PlanPredictions(acceptance, tpt)
 
 
@@ -272,7 +282,7 @@ def run_tpt(
     plain = no_draft(len(latency.sublayers), "plain")
     controls = {f"plain {index}": plain for index in range(_NUM_CONTROLS)}
     plans = {
-        f"{index}, {length} tokens": Plan(keep=candidates[index].keep, num_draft_tokens=length, source="figures")
+        f"{index}, {length} tokens": Plan(choices=candidates[index].choices, num_draft_tokens=length, source="figures")
         for index, length in kinds
     }
     contenders = {name: TimedSelector(FixedPlan(plan)) for name, plan in (plans | controls).items()}
@@ -308,10 +318,10 @@ def _point(
     num_tested = sum(one.num_tested for one in written)
     observed = sum(one.num_accepted for one in written) / num_tested if num_tested else 0.0
     length = plan.num_draft_tokens
-    known = tokens_per_time([plan.keep], [observed], latency, context=context, batch=1, max_draft_tokens=length)
+    known = tokens_per_time([plan.choices], [observed], latency, context=context, batch=1, max_draft_tokens=length)
     return PlanPoint(
-        keep=plan.keep,
-        origin=estimates.origins[plan.keep],
+        choices=plan.choices,
+        origin=estimates.origins[plan.choices],
         num_draft_tokens=length,
         estimated_acceptance=prediction.acceptance[index],
         predicted_tpt=float(prediction.tpt[index, length - 1]),

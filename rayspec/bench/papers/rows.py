@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from rayspec.choices import FULL, SKIP, Choices, choices_of
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.prediction import (
+    best_length,
     cost_if_all_accepted,
-    draft_choice,
     draft_cost,
     needed_acceptance,
     needed_cost,
@@ -89,11 +90,11 @@ def predict_papers(rows: Sequence[Published] | None = None) -> tuple[PaperRow, .
     return tuple(_row(each) for each in (published() if rows is None else rows))
 
 
-def keep_layers(num_layers: int, kept_share: float) -> tuple[bool, ...]:
+def keep_layers(num_layers: int, kept_share: float) -> Choices:
     """[2 * num_layers]: whole layers, spread evenly, of which that share is kept (rounded to a layer)."""
     num_kept = round(num_layers * kept_share)
     kept = [(layer + 1) * num_kept // num_layers > layer * num_kept // num_layers for layer in range(num_layers)]
-    return tuple(flag for flag in kept for _ in ("attention", "mlp"))
+    return choices_of([flag for flag in kept for _ in ("attention", "mlp")])
 
 
 def max_draft_tokens(row: Published) -> int:
@@ -149,17 +150,17 @@ def _layers_prediction(
 
 
 def _predict_at_cost(row: Published, cost: float) -> Prediction:
-    return _prediction(row, relative_latency(cost), (True, False), 0)
+    return _prediction(row, relative_latency(cost), (FULL, SKIP), 0)
 
 
-def _prediction(row: Published, latency: LatencyModel, keep: Sequence[bool], context: int) -> Prediction:
+def _prediction(row: Published, latency: LatencyModel, choices: Choices, context: int) -> Prediction:
     longest = max_draft_tokens(row)
-    cost = draft_cost(latency, keep, context=context)
+    cost = draft_cost(latency, choices, context=context)
     gain_at = partial(relative_gain, cost, max_draft_tokens=longest)
     needed = needed_acceptance(row.speedup, gain_at)
     if row.acceptance is None:
         return Prediction(cost=cost, needed_acceptance=needed)
-    choice = draft_choice(latency, keep, row.acceptance, context=context, max_draft_tokens=longest)
+    choice = best_length(latency, choices, row.acceptance, context=context, max_draft_tokens=longest)
     return Prediction(
         cost=cost,
         needed_acceptance=needed,

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rayspec.bench.selfcheck.launches import LaunchRecorder, num_kernels, record_forward
 from rayspec.bench.selfcheck.models import Prepared, prepare
+from rayspec.choices import FULL, SKIP, Choices
 from rayspec.model.architecture import Decomposition
 from rayspec.model.attention import AttentionKind, Heads
 from rayspec.model.bodies import AttentionBody, GatedBody
@@ -61,7 +62,7 @@ def step_ledger(shape: ModelShape, batch: int, *, num_ranks: int = 1) -> StepLed
     prepared = prepare(
         meta_layer(own), num_slots=batch * PAGE_SIZE, max_rows=batch, max_sequences=batch, max_places=PAGE_SIZE
     )
-    ends, with_layer = (_count(prepared, batch, keep) for keep in ([False, False], [True, True]))
+    ends, with_layer = (_count(prepared, batch, choices) for choices in ((SKIP, SKIP), (FULL, FULL)))
     layers = shape.num_layers
     return StepLedger(
         batch=batch,
@@ -172,11 +173,11 @@ def _norm(norm: Any) -> RmsNorm:
     return RmsNorm(norm.weight, _EPS, 0.0)
 
 
-def _count(prepared: Prepared, batch: int, keep: Sequence[bool]) -> _Count:
+def _count(prepared: Prepared, batch: int, choices: Choices) -> _Count:
     """A pass of single rows."""
     spans = [RowSpan(one_run(index * PAGE_SIZE, PAGE_SIZE), 3, 1) for index in range(batch)]
     counter = ByteCounter()
-    record_forward(prepared, counter, spans, [0] * batch, keep)
+    record_forward(prepared, counter, spans, [0] * batch, choices)
     return _Count(num_kernels(counter.launches), counter.num_bytes)
 
 

@@ -17,6 +17,7 @@ from rayspec.bench.selfcheck.options import SelfcheckOptions
 from rayspec.bench.selfcheck.outcome import Outcome, Table, judged
 from rayspec.bench.selfcheck.parity import prepare_model
 from rayspec.bench.selfcheck.sequences import PassShape
+from rayspec.choices import choices_of
 from rayspec.config import SamplingParams
 from rayspec.decode.drafting.skip_draft import RoundEntry
 from rayspec.decode.head import SamplerSpec
@@ -108,7 +109,7 @@ def reads_of_rounds(prepared: Prepared) -> list[RoundReads]:
     """Greedy rounds of two sequences: plain, and drafting with half of the sublayers."""
     num_sublayers = len(prepared.parts.sublayers)
     half = Plan(
-        keep=tuple(index % 4 < 2 for index in range(num_sublayers)),
+        choices=choices_of([index % 4 < 2 for index in range(num_sublayers)]),
         num_draft_tokens=_NUM_DRAFT_TOKENS,
         source="selfcheck",
     )

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rayspec.bench.selfcheck.models import Prepared
+from rayspec.choices import Choice
 from rayspec.model.rows import RowSpan
 from rayspec.model.static_rows import Filling
 
@@ -83,7 +84,7 @@ def record_forward(
     recorder: LaunchRecorder,
     spans: Sequence[RowSpan],
     token_ids: Sequence[int],
-    keep: Sequence[bool] | None = None,
+    choices: Sequence[Choice] | None = None,
 ) -> None:
     """From token ids to logits. What fills static buffers comes before and is left out; the sines and cosines of the
     rows' positions are in it."""
@@ -94,7 +95,7 @@ def record_forward(
     with recorder:
         if static is not None:
             prepared.parts.rotate(static.residual[:, :1], static)
-        runner.head(runner.run(batch, runner.embed(batch), keep=keep))
+        runner.head(runner.run(batch, runner.embed(batch), choices=choices))
 
 
 def first_difference(some: Sequence[Launch], others: Sequence[Launch]) -> str | None:

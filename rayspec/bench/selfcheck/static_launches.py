@@ -20,6 +20,7 @@ from rayspec.bench.selfcheck.options import SelfcheckOptions
 from rayspec.bench.selfcheck.outcome import Outcome, Table, judged
 from rayspec.bench.selfcheck.parity import prepare_model
 from rayspec.bench.selfcheck.sequences import PassShape
+from rayspec.choices import FULL, SKIP, Choices, choices_of
 
 MAX_KERNELS_A_LAYER = 12
 _BOUNDED = "llama"
@@ -35,10 +36,8 @@ class Pair:
     states: tuple[PassShape, PassShape]
     num_skipped: int = 0
 
-    def keep(self, num_sublayers: int) -> list[bool] | None:
-        if not self.num_skipped:
-            return None
-        return [index % 4 >= self.num_skipped for index in range(num_sublayers)]
+    def choices(self, num_sublayers: int) -> Choices:
+        return choices_of([index % 4 >= self.num_skipped for index in range(num_sublayers)])
 
 
 _SINGLE = (
@@ -105,22 +104,22 @@ def check_static_launches(options: SelfcheckOptions) -> Outcome:
 
 def compare(prepared: Prepared, pair: Pair, *, model: str) -> Comparison:
     num_sublayers = len(prepared.parts.sublayers)
-    keep = pair.keep(num_sublayers) or [True] * num_sublayers
-    some, others = (launches_of(prepared, state, keep) for state in pair.states)
-    ends = launches_of(prepared, pair.states[0], [False] * num_sublayers)
+    choices = pair.choices(num_sublayers)
+    some, others = (launches_of(prepared, state, choices) for state in pair.states)
+    ends = launches_of(prepared, pair.states[0], (SKIP,) * num_sublayers)
     return Comparison(
         model=model,
         bucket=pair.name,
         num_launches=len(some),
-        kernels_a_layer=(num_kernels(some) - num_kernels(ends)) / (sum(keep) / 2),
+        kernels_a_layer=(num_kernels(some) - num_kernels(ends)) / (choices.count(FULL) / 2),
         difference=first_difference(some, others),
         host_operations=host_operations(some),
     )
 
 
-def launches_of(prepared: Prepared, state: PassShape, keep: Sequence[bool] | None = None) -> list[Launch]:
+def launches_of(prepared: Prepared, state: PassShape, choices: Choices | None = None) -> list[Launch]:
     recorder = LaunchRecorder()
-    record_forward(prepared, recorder, state.spans(), state.token_ids(prepared.vocab_size), keep)
+    record_forward(prepared, recorder, state.spans(), state.token_ids(prepared.vocab_size), choices)
     return recorder.launches
 
 

@@ -13,6 +13,7 @@ from rayspec.bench.selfcheck.models import Prepared, bundled_model, prepare
 from rayspec.bench.selfcheck.options import SelfcheckOptions
 from rayspec.bench.selfcheck.outcome import Outcome, Table, measured
 from rayspec.bench.selfcheck.timing import fastest_seconds
+from rayspec.choices import Choice, choices_of
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.bodies import fuse, has_operators
 from rayspec.model.buckets import padded_rows
@@ -38,7 +39,7 @@ def check_step_times(options: SelfcheckOptions) -> Outcome:
         max_places=_NUM_SLOTS,
     )
     counts = (1, 2, 9) if options.is_quick else _VERIFY_ROWS
-    half = [index % 4 < 2 for index in range(len(parts.sublayers))]
+    half = choices_of([index % 4 < 2 for index in range(len(parts.sublayers))])
     works = [partial(_step, prepared, count, None) for count in counts] + [partial(_step, prepared, 1, half)]
     *seconds, draft_s = fastest_seconds(works, device, num_repeats=3 if options.is_quick else 10, budget_s=_BUDGET_S)
     by_rows = dict(zip(counts, seconds, strict=True))
@@ -63,10 +64,10 @@ def check_step_times(options: SelfcheckOptions) -> Outcome:
 
 
 @torch.inference_mode()
-def _step(prepared: Prepared, num_rows: int, keep: Sequence[bool] | None) -> list[int]:
+def _step(prepared: Prepared, num_rows: int, choices: Sequence[Choice] | None) -> list[int]:
     runner = prepared.runner
     batch = runner.batch([RowSpan(one_run(0, _NUM_SLOTS), _CONTEXT, num_rows)], token_ids=[3] * num_rows)
-    tokens: list[int] = runner.head(runner.run(batch, runner.embed(batch), keep=keep)).argmax(-1).tolist()
+    tokens: list[int] = runner.head(runner.run(batch, runner.embed(batch), choices=choices)).argmax(-1).tolist()
     return tokens
 
 

@@ -122,7 +122,7 @@ def draft_pass(
         round_id=round_id,
         token_ids=[] if ahead else [tokens[-1] if tokens else entry.last_token for entry, tokens in chosen],
         rows=[RowSpan(entry.runs, entry.length - 1 + len(tokens) + ahead, 1) for entry, tokens in chosen],
-        keep=plan.keep,
+        choices=plan.choices,
         save_at=save_at,
     )
 

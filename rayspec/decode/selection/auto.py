@@ -190,7 +190,7 @@ class Auto:
         def seconds(taken: Sequence[int]) -> float:
             return self._costs.seconds(
                 RoundShape(
-                    keep=base.keep,
+                    choices=base.choices,
                     num_draft_steps=rounds.num_steps.value if num_others else 0.0,
                     num_drafting=num_others,
                     rows=batch + sum(taken) + num_others * rounds.drafted.value,
@@ -206,7 +206,7 @@ class Auto:
 
 def _shape_of(state: BatchState, plan: Plan, result: RoundResult) -> RoundShape:
     return RoundShape(
-        keep=plan.keep,
+        choices=plan.choices,
         num_draft_steps=result.num_draft_steps,
         num_drafting=sum(not one.looked_up for one in result.drafts),
         rows=state.batch + sum(len(one.token_ids) for one in result.drafts),

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+from rayspec.choices import choices_of
 from rayspec.decode.drafting.lookup import Proposal
 from rayspec.decode.drafting.skip_draft import KeepDrafting
 from rayspec.decode.questions import Answer, Question
 from rayspec.decode.rounds import RoundResult
-from rayspec.types import Plan, PlanRecord
+from rayspec.types import Plan, PlanRecord, no_draft
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,10 +85,10 @@ def static_plan(skip: Sequence[int], num_sublayers: int, num_draft_tokens: int) 
     foreign = [index for index in skip if not 0 <= index < num_sublayers]
     if foreign:
         raise ValueError(f"option 'skip' names sublayer {foreign[0]}; the model has 0 to {num_sublayers - 1}")
-    keep = tuple(index not in set(skip) for index in range(num_sublayers))
-    return Plan(keep=keep, num_draft_tokens=num_draft_tokens, source="static")
+    choices = choices_of([index not in set(skip) for index in range(num_sublayers)])
+    return Plan(choices=choices, num_draft_tokens=num_draft_tokens, source="static")
 
 
 def lookup_plan(num_sublayers: int, num_tokens: int) -> Plan:
     """Drafts of at most so many tokens, from the sequence's own text (prompt lookup, Saxena 2023)."""
-    return Plan(keep=(True,) * num_sublayers, num_draft_tokens=0, source="lookup", num_lookup_tokens=num_tokens)
+    return replace(no_draft(num_sublayers, "lookup"), num_lookup_tokens=num_tokens)

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from rayspec.choices import Choices, choices_of
 from rayspec.config import SpeculationOptions
 from rayspec.decode.drafting.skip_draft import KeepDrafting
 from rayspec.decode.questions import Answer, Found, Knapsack
 from rayspec.decode.rounds import RoundResult
 from rayspec.decode.selection.base import BatchState, Search
 from rayspec.decode.selection.plan_limiter import PlanLimiter
-from rayspec.planning.acceptance import Choice, DraftWhileWorth, Estimate, best_choice, shrink, tokens_per_time
+from rayspec.planning.acceptance import Decision, DraftWhileWorth, Estimate, best_choice, shrink, tokens_per_time
 from rayspec.planning.budget import Budget, Trigger
 from rayspec.planning.calibration import Calibration, Correction
 from rayspec.planning.knapsack import count_rows, quantize
@@ -44,7 +45,7 @@ _OPTIMISM = -1.0
 class Candidate:
     """A draft the last search found, what the tapped tokens say of its acceptance, and what use has shown."""
 
-    keep: tuple[bool, ...]
+    choices: Choices
     similarity: float
     num_agreed: int
     num_tapped: int
@@ -92,7 +93,7 @@ class KnapSpec:
     ) -> None:
         self._options = options
         self._latency = latency
-        self._choice: Choice | None = None
+        self._choice: Decision | None = None
         self._record: PlanRecord | None = None
         self._candidates = list(known)
         self._rounds_to_review = 0 if known else _ROUNDS_TO_REVIEW
@@ -106,7 +107,7 @@ class KnapSpec:
         self._reason: str | None = None  # of the search that taps are being collected for, or that is under way
         self._under_way: Future[Answer] | None = None
         self._rounds_to_price = 0
-        self._hoped: tuple[tuple[tuple[bool, ...], float, int, int], float] | None = None  # and what it was told for
+        self._hoped: tuple[tuple[Choices, float, int, int], float] | None = None  # and what it was told for
 
     @property
     def wants_taps(self) -> bool:
@@ -136,10 +137,10 @@ class KnapSpec:
         candidate = self._in_use
         if candidate is None:
             return self.promised_tpt
-        key = (candidate.keep, candidate.num_tested, state.context // _CONTEXT_GRID, state.batch)
+        key = (candidate.choices, candidate.num_tested, state.context // _CONTEXT_GRID, state.batch)
         if self._hoped is None or self._hoped[0] != key:
             rates = tokens_per_time(
-                [candidate.keep],
+                [candidate.choices],
                 [candidate.hope],
                 self._latency,
                 context=state.context,
@@ -159,7 +160,7 @@ class KnapSpec:
         if not self._options.confidence_stop or candidate is None or self._choice is None:
             return None
         context, batch = state.context, state.batch
-        step_s = self._latency.draft_step_s(self._plan.keep, context=context, batch=batch)
+        step_s = self._latency.draft_step_s(self._plan.choices, context=context, batch=batch)
         row_s = (
             self._latency.verify_s(rows=8 * batch, context=context, batch=batch)
             - self._latency.verify_s(rows=batch, context=context, batch=batch)
@@ -318,12 +319,12 @@ class KnapSpec:
         """Make what a search has found the known candidates, and decide among them."""
         previous = self._in_use
         self._candidates = [
-            Candidate(one.keep, one.similarity, one.num_agreed, found.num_tokens) for one in found.drafts
+            Candidate(choices_of(one.keep), one.similarity, one.num_agreed, found.num_tokens) for one in found.drafts
         ]
         for one in self._candidates:
-            if previous is not None and one.keep == previous.keep:
+            if previous is not None and one.choices == previous.choices:
                 one.num_accepted, one.num_tested = previous.num_accepted, previous.num_tested
-        if previous is not None and all(one.keep != previous.keep for one in self._candidates):
+        if previous is not None and all(one.choices != previous.choices for one in self._candidates):
             self._candidates.append(previous)
         self._budget.spend(found.seconds)
         return self._decide(state, reason, found.seconds)
@@ -338,9 +339,9 @@ class KnapSpec:
             return None
         return self._decide(state, "what was observed favours another candidate", 0.0)
 
-    def _best(self, state: BatchState) -> Choice:
+    def _best(self, state: BatchState) -> Decision:
         return best_choice(
-            [candidate.keep for candidate in self._candidates],
+            [candidate.choices for candidate in self._candidates],
             self.acceptance_of(self._candidates),
             self._latency,
             context=state.context,
@@ -350,7 +351,7 @@ class KnapSpec:
         )
 
     def _decide(self, state: BatchState, reason: str, spent_s: float) -> PlanRecord:
-        before = self._plan.keep if self._plan.drafts else None
+        before = self._plan.choices if self._plan.drafts else None
         self._choice = choice = self._best(state)
         candidate = self._in_use
         expected = self.acceptance_of([candidate])[0] if candidate else 0.0
@@ -358,8 +359,8 @@ class KnapSpec:
             self._plan = self._limiter.no_draft
         else:
             length = self._options.max_draft_tokens if self._options.confidence_stop else choice.num_draft_tokens
-            self._plan = Plan(keep=candidate.keep, num_draft_tokens=length, source="knapspec")
-        after = self._plan.keep if self._plan.drafts else None
+            self._plan = Plan(choices=candidate.choices, num_draft_tokens=length, source="knapspec")
+        after = self._plan.choices if self._plan.drafts else None
         self._limiter.gate.new_plan(choice.predicted_gain)
         self._planned(state, changed=after != before)
         self._rounds_to_review = _ROUNDS_TO_REVIEW

@@ -40,7 +40,7 @@ class PlanLimiter:
         if spare is None or not plan.num_draft_tokens:
             return plan
         context, batch = state.context, state.batch
-        draft_s = self._latency.draft_step_s(plan.keep, context=context, batch=batch)
+        draft_s = self._latency.draft_step_s(plan.choices, context=context, batch=batch)
         longest = max(1, int(spare / batch * self._plain_s(state) / draft_s))
         if plan.num_draft_tokens <= longest:
             return plan

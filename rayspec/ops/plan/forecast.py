@@ -10,6 +10,7 @@ from statistics import fmean, median
 import torch
 from transformers import PretrainedConfig
 
+from rayspec.choices import choices_of
 from rayspec.ops.plan.latency import Cut, Predicted, profiled, roofline
 from rayspec.ops.plan.layouts import Layout, ReplicaGroup
 from rayspec.ops.plan.options import PlanOptions
@@ -147,9 +148,9 @@ class Forecaster:
     def _drafting(self, group: ReplicaGroup, latency: LatencyModel, acceptance: float) -> Drafting:
         """Layers left out evenly, and the draft length that is best for a cohort by itself."""
         options = self._options
-        keep = evenly_kept(len(latency.sublayers) // 2, options.skip)
-        choice = best_choice(
-            [keep],
+        choices = choices_of(evenly_kept(len(latency.sublayers) // 2, options.skip))
+        best = best_choice(
+            [choices],
             [acceptance],
             latency,
             context=options.context,
@@ -157,7 +158,7 @@ class Forecaster:
             max_draft_tokens=options.max_draft_tokens,
             min_gain=-1.0,
         )
-        return Drafting(keep=keep, num_draft_tokens=max(1, choice.num_draft_tokens), acceptance=acceptance)
+        return Drafting(choices=choices, num_draft_tokens=max(1, best.num_draft_tokens), acceptance=acceptance)
 
     def _outcome(self, layout: Layout, cases: Sequence[_Case]) -> Outcome:
         loaded = [self._loaded(case) for case in cases]

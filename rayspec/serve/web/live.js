@@ -65,7 +65,7 @@ export class LivePanel {
 
   /** Only when it changed: a map that is made anew every second loses the tooltip under the pointer. */
   #draw({ model, num_sublayers: numSublayers, plan }) {
-    const drawing = JSON.stringify([model, numSublayers, plan?.keep]);
+    const drawing = JSON.stringify([model, numSublayers, plan?.choices]);
     if (drawing === this.#drawn) return;
     this.#drawn = drawing;
     drawSkipMap(document.getElementById("skip-map"), numSublayers, plan);

@@ -1,12 +1,13 @@
-// The picture of a plan: which sublayers the draft runs.
+// The picture of a plan: how the draft runs each sublayer.
 
 const MAX_COLUMNS = 24; // layers side by side; more go on below
+const STATES = { full: "kept", skip: "skipped" }; // how a choice is drawn; the others are cheaper ways to run
 const KINDS = ["attention", "mlp"]; // sublayer 2i is layer i's attention, 2i + 1 its MLP
 
 /** Fills `figure` (role img) with a cell for each sublayer, and says the same in its label. `numSublayers` is null
  * where the endpoint does not know it, `plan` where there is none. */
 export function drawSkipMap(figure, numSublayers, plan) {
-  numSublayers ??= plan?.keep.length ?? 0;
+  numSublayers ??= plan?.choices.length ?? 0;
   const numLayers = numSublayers / KINDS.length;
   const numColumns = Math.ceil(numLayers / Math.ceil(numLayers / MAX_COLUMNS));
   const bands = [];
@@ -22,8 +23,7 @@ export function drawSkipMap(figure, numSublayers, plan) {
 export function describePlan(plan) {
   if (plan === null) return "no plan yet";
   if (plan.num_draft_tokens === 0) return "no draft: the whole model decodes";
-  const numKept = plan.keep.filter(Boolean).length;
-  return `${numKept} of ${plan.keep.length} sublayers draft up to ${plan.num_draft_tokens} tokens`;
+  return `drafts run ${counted(plan.choices)} sublayers, up to ${plan.num_draft_tokens} tokens`;
 }
 
 function band(first, end, plan) {
@@ -34,7 +34,7 @@ function band(first, end, plan) {
     label.textContent = kind === "mlp" ? "MLP" : "attention";
     element.append(label);
     for (let layer = first; layer < end; layer += 1) {
-      element.append(cell(kind, layer, plan?.keep[layer * KINDS.length + offset]));
+      element.append(cell(kind, layer, plan?.choices[layer * KINDS.length + offset]));
     }
   }
   const range = document.createElement("span");
@@ -44,21 +44,30 @@ function band(first, end, plan) {
   return element;
 }
 
-function cell(kind, layer, kept) {
+function cell(kind, layer, choice) {
   const element = document.createElement("i");
-  const state = kept === undefined ? "unknown" : kept ? "kept" : "skipped";
-  element.className = `${kind} ${state}`;
-  element.title = `layer ${layer}, ${kind === "mlp" ? "MLP" : "attention"}: ${state}`;
+  element.className = `${kind} ${STATES[choice] ?? (choice === undefined ? "unknown" : "cheap")}`;
+  element.title = `layer ${layer}, ${kind === "mlp" ? "MLP" : "attention"}: ${choice ?? "unknown"}`;
   return element;
 }
 
 function describeSkips(numSublayers, plan) {
   if (plan === null) return numSublayers === 0 ? "No plan." : `No plan yet for the ${numSublayers} sublayers.`;
   if (plan.num_draft_tokens === 0) return "No draft: every token comes from all sublayers.";
-  const kept = KINDS.map((_, offset) =>
-    ranges(plan.keep.flatMap((keep, index) => (keep && index % KINDS.length === offset ? [index >> 1] : []))),
-  );
-  return `The draft keeps attention of layers ${kept[0]}, and MLP of layers ${kept[1]}; it skips the others.`;
+  const ways = [...new Set(plan.choices)].map((choice) => {
+    const [attention, mlp] = KINDS.map((_, offset) =>
+      ranges(plan.choices.flatMap((own, index) => (own === choice && index % KINDS.length === offset ? [index >> 1] : []))),
+    );
+    return `${choice}: attention of layers ${attention}, MLP of layers ${mlp}`;
+  });
+  return `How the draft runs sublayers. ${ways.join("; ")}.`;
+}
+
+/** "14 full, 2 skip". */
+function counted(choices) {
+  const counts = new Map();
+  for (const choice of choices) counts.set(choice, (counts.get(choice) ?? 0) + 1);
+  return [...counts].map(([choice, count]) => `${count} ${choice}`).join(", ");
 }
 
 /** [0, 1, 2, 5] as "0 to 2, 5". */
