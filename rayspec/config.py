@@ -11,9 +11,11 @@ import pydantic
 from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
 
+from rayspec.choices import FULL, SKIP, Choice, combinations
 from rayspec.errors import ConfigError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+Allowed = Literal["skip", "int8", "int4", "window", "pages"]
 Strategy = Literal[
     "auto",
     "knapspec",
@@ -29,6 +31,8 @@ Strategy = Literal[
     "asd",
     "lookahead",
 ]
+# Whose drafts run sublayers by the choices that are allowed; those of the others run them in full or not at all.
+_CHOOSING = ("knapspec", "auto", "self-sd", "knn-ssd")
 Verification = Literal["coupled", "rejection"]
 DataPlane = Literal["auto", "frames", "collective"]
 CudaGraphs = Literal["auto", "sublayers", "plans", "off"]
@@ -275,7 +279,16 @@ class SpeculationOptions(Options):
     max_tree_tokens: int = Field(64, ge=1, le=512, description="tokens of a draft that has branches, over all of them")
     lookup_ngram: int = Field(3, ge=1, description="tokens that must match where a draft is looked up")
     lookup_tokens: int = Field(10, ge=1, description="lookup only: the most tokens of a draft")
+    choices: tuple[Allowed, ...] = Field(
+        ("skip", "int4", "window", "pages"),
+        description="cheaper ways that drafts may run a sublayer, beside in full: not at all, by a copy of its weights "
+        "with 8 or 4 bits each, or with attention to few keys (first and newest pages; also the pages looked at most)",
+    )
+    extra_weight_bytes: int | None = Field(
+        None, ge=0, description="the most that copies of weights for drafts may take in each process; None: no bound"
+    )
     skip: tuple[int, ...] = Field((), description="static only: sublayers the draft leaves out")
+    static_choice: Choice = Field("full", description="static only: how the draft runs the others")
     confidence_stop: bool = Field(True, description="end a draft when its next token is not worth its time")
     gate: bool = Field(True, description="turn drafting off where it is measured not to pay")
     optimise_share: float = Field(0.02, ge=0.0, le=1.0, description="of elapsed time, for plan search")
@@ -326,6 +339,13 @@ class SpeculationOptions(Options):
         return self
 
     @property
+    def draft_choices(self) -> tuple[Choice, ...]:
+        """By which drafts of the strategy may run sublayers."""
+        if self.strategy == "static":
+            return tuple(dict.fromkeys((FULL, self.static_choice, SKIP)))
+        return combinations(self.choices if self.strategy in _CHOOSING else (SKIP,))
+
+    @property
     def num_tap_tokens(self) -> int:
         """Tokens whose states are kept, so that the strategy can ask about them; of each sequence with knn-ssd."""
         by_strategy = {
@@ -341,10 +361,16 @@ class SpeculationOptions(Options):
     def _static_and_skip_go_together(self) -> Self:
         if self.skip and self.strategy != "static":
             raise ValueError(f"option 'skip' works with strategy 'static' only, not {self.strategy!r}: remove one")
-        if self.strategy == "static" and not self.skip:
+        if self.static_choice != FULL and self.strategy != "static":
             raise ValueError(
-                "strategy 'static' needs option 'skip', the sublayers that drafts leave out: name them, or choose "
-                "strategy 'knapspec', which finds them"
+                f"option 'static_choice' works with strategy 'static' only, not {self.strategy!r}: remove one"
+            )
+        if self.static_choice == SKIP:
+            raise ValueError("option 'static_choice' is 'skip', which leaves no draft: name sublayers in 'skip'")
+        if self.strategy == "static" and not self.skip and self.static_choice == FULL:
+            raise ValueError(
+                "strategy 'static' needs option 'skip', the sublayers that drafts leave out, or 'static_choice': name "
+                "them, or choose strategy 'knapspec', which finds them"
             )
         return self
 

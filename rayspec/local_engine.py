@@ -86,7 +86,15 @@ def _local_engine(
     arena = KVArena(parts.shapes, num_slots, dtype=parts.dtype, device=device, num_spare=num_spare_slots(counts))
     buffers = make_buffers(config, parts, arena, max_model_len)
     graphs = make_graphs(config, parts, buffers)
-    runner = Runner(parts, arena, device=device, row_counts=counts, buffers=buffers, graphs=graphs)
+    runner = Runner(
+        parts,
+        arena,
+        device=device,
+        row_counts=counts,
+        buffers=buffers,
+        graphs=graphs,
+        choices=config.speculation.draft_choices,
+    )
     latency = None
     if needs_latency(config):
         latency = load_or_measure(runner, config.profile_cache, offloaded=offloaded, remeasure=config.remeasure)

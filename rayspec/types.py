@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from rayspec.choices import FULL, SKIP, Choices, num_leading_full
+from rayspec.choices import FULL, SKIP, Choices, keys_of, num_leading_full
 from rayspec.errors import (
     CheckpointError,
     ConfigError,
@@ -95,6 +95,11 @@ class Plan:
     def prefix(self) -> int:
         """Number of leading sublayers that the draft and the target compute alike."""
         return num_leading_full(self.choices)
+
+    @property
+    def uses_page_scores(self) -> bool:
+        """Some attention of the draft reads the pages that the last verify looked at most."""
+        return any(keys_of(choice) == "pages" for choice in self.choices)
 
     @property
     def keep(self) -> tuple[bool, ...]:

@@ -53,6 +53,7 @@ class Pass:
     save_at: int = 0
     merge: Merge | None = None
     taps: Sequence[tuple[int, TappedToken]] = ()
+    scores_pages: bool = False
     fixed_shape: bool = True
 
     def needs(self, first: int, last: int) -> bool:

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 import transformers
 
-from rayspec.choices import choices_of
+from rayspec.choices import FULL, SKIP, choices_of
 from rayspec.decode.runner import Runner
 from rayspec.model.kv_arena import PAGE_SIZE, KVArena, whole_pages
 from rayspec.model.offload import OffloadedWeights
 from rayspec.model.rows import RowSpan, one_run
-from rayspec.planning.latency import HEAD, OVERHEAD, WAKE, LatencyModel, Measurement, StaleProfileError
+from rayspec.planning.latency import HEAD, OVERHEAD, WAKE, LatencyModel, Measurement, StaleProfileError, kind_of
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,7 @@ ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = (32, 1024, 4096)
 BATCHES = (8, 4, 2)  # sequences: the first number that the arena can hold
 _WIDE_ROWS = (1, 8, 32)
+_DRAFT_ROWS = (1, 2, 8, 32)  # with which choices other than `full` are measured: drafts have few, searches many
 _ROWS_EACH = (1, 4)  # of a sequence, where there are several
 _NUM_REPEATS = 6
 # More than a last-level cache holds of one core complex; and a pause as between two passes of a stage.
@@ -76,6 +77,7 @@ def profile_key(runner: Runner) -> dict[str, Any]:
         "host": platform.node(),
         "num_threads": torch.get_num_threads() if device.type == "cpu" else 0,
         "row_counts": str(runner.row_counts),
+        "choices": {kind: list(ways) for kind, ways in runner.choices_by_kind.items()},
         "fused": [sublayer.index for sublayer in runner.parts.sublayers if sublayer.body is not None],
         "graphs": runner.graphs.way if runner.graphs is not None else "none",
         "torch": torch.__version__,
@@ -146,13 +148,18 @@ def _works(runner: Runner, device: str) -> Iterator[tuple[Measurement, Callable[
         length = whole_pages(context + each)
         batch = runner.batch([RowSpan(one_run(at * length, length), context, each) for at in range(batch_size)])
         hidden = _random_states(runner, rows)
-        for name in dict.fromkeys(names):
-            mine = [own == name for own in names]
-            choices = choices_of([False] * runner.first_sublayer + mine)
-            one = Measurement(
-                kind=name, rows=rows, context=context, batch=batch_size, seconds=sum(mine), device=device
-            )  # fmt: skip
-            yield one, partial(runner.run, batch, hidden, choices=choices)
+        for name, ways in runner.choices_by_kind.items():
+            for choice in ways if rows in _DRAFT_ROWS else (FULL,):
+                mine = [choice if own == name else SKIP for own in names]
+                one = Measurement(
+                    kind=kind_of(name, choice),
+                    rows=rows,
+                    context=context,
+                    batch=batch_size,
+                    seconds=len(mine) - mine.count(SKIP),
+                    device=device,
+                )
+                yield one, partial(runner.run, batch, hidden, choices=[SKIP] * runner.first_sublayer + mine)
         if runner.parts.lm_head is not None and context == cells[0][1] and batch_size == 1:
             head = Measurement(kind=HEAD, rows=rows, context=0, batch=1, seconds=1, device=device)
             yield head, partial(runner.head, hidden)

@@ -220,6 +220,7 @@ def _verify_pass(work: Round, drafts: Sequence[Draft], owners: Sequence[int]) ->
     ]
     chunk_tokens = [token for chunk in work.chunks for token in chunk.token_ids]
     chunk_rows = [chunk.rows for chunk in work.chunks]
+    scores_pages = work.plan.uses_page_scores or work.num_taps > 0
     if owners and work.save_at:
         num_saved = [owners.count(index) for index in range(len(pairs))]
         left = [each[saved:] for each, saved in zip(tokens, num_saved, strict=True)]
@@ -232,6 +233,7 @@ def _verify_pass(work: Round, drafts: Sequence[Draft], owners: Sequence[int]) ->
                 order=_merged_order(owners, [*map(len, left), len(chunk_tokens)]),
                 rows=[*rows, *chunk_rows],
             ),
+            scores_pages=scores_pages,
         )
     taps, at = [], 0
     for token, span in zip(work.taps, rows, strict=False):
@@ -242,6 +244,7 @@ def _verify_pass(work: Round, drafts: Sequence[Draft], owners: Sequence[int]) ->
         token_ids=[*(token for each in tokens for token in each), *chunk_tokens],
         rows=[*rows, *chunk_rows],
         taps=taps,
+        scores_pages=scores_pages,
     )
 
 

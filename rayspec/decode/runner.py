@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rayspec.choices import Choice
+from rayspec.choices import FULL, SKIP, Choice
 from rayspec.model.architecture import Decomposition
 from rayspec.model.attention import PackedRows, pack
 from rayspec.model.buckets import bucket_of
@@ -45,7 +45,8 @@ class Runner:
 
     buffers: passes that fit run in them, as launches that depend on their bucket only. The hidden states that a run
     returns then lie in a buffer until the next batch is embedded or run; where the head is not here, they are a copy.
-    graphs: captured from passes in these buffers; without them such passes are launched eagerly.
+    graphs: captured from passes in these buffers; without them such passes are launched eagerly. choices: by which
+    drafts may run sublayers, of what the sublayers can.
     """
 
     def __init__(
@@ -57,12 +58,14 @@ class Runner:
         row_counts: RowCounts | None,
         buffers: StepBuffers | None = None,
         graphs: StepGraphs | None = None,
+        choices: Sequence[Choice] = (FULL, SKIP),
     ) -> None:
         self.parts = parts
         self.arena = arena
         self.device = device
         self.row_counts = row_counts
         self.graphs = graphs
+        self.choices_by_kind = _choices_by_kind(parts, choices)
         self._buffers = buffers
         self._step: Step | None = graphs or (StaticStep(parts, buffers) if buffers is not None else None)
         self._like_hidden = torch.zeros(1, 1, 1, dtype=parts.dtype, device=device)
@@ -176,6 +179,15 @@ class Runner:
     def _leaves_buffer(self, batch: Batch) -> bool:
         """The states lie in a buffer and go to another stage, while other batches run here."""
         return self.parts.lm_head is None and any(isinstance(rows, Filling) for _, rows in batch.buckets)
+
+
+def _choices_by_kind(parts: Decomposition, choices: Sequence[Choice]) -> dict[str, tuple[Choice, ...]]:
+    """By the name of a curve, those ways to run that all its sublayers have."""
+    found: dict[str, tuple[Choice, ...]] = {}
+    for name, sublayer in zip(parts.curve_names, parts.sublayers, strict=True):
+        own = tuple(choice for choice in found.get(name, choices) if sublayer.can_run(choice))
+        found[name] = own
+    return found
 
 
 def _row_by_row(spans: Sequence[RowSpan]) -> tuple[list[RowSpan], list[Sequence[Path]]]:

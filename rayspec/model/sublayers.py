@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 from torch import Tensor, nn
 
-from rayspec.choices import FULL, SKIP, Choice
+from rayspec.choices import FULL, SKIP, Choice, keys_of, weights_of
 from rayspec.model.attention import Rows
 
 Tap = Callable[[int, Tensor], None]
@@ -48,6 +48,11 @@ class Sublayer:
         else:
             branch = self.block(branch)
         return self.add(hidden, branch, in_place=rows.in_place)
+
+    def can_run(self, choice: Choice) -> bool:
+        """Whether there is a way to run it so. Few keys mean nothing to an MLP."""
+        has_weights = weights_of(choice) == "full" or weights_of(choice) in self.quantised
+        return choice != SKIP and has_weights and (self.kind == "attention" or keys_of(choice) == "all")
 
     @property
     def has_experts(self) -> bool:

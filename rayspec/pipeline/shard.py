@@ -278,7 +278,15 @@ class Shard:
         buffers = make_buffers(config, self._parts, arena, resolve_max_model_len(config, self._parts.config))
         graphs = make_graphs(config, self._parts, buffers)
         warm_up(config, graphs)
-        return Runner(self._parts, arena, device=self._device, row_counts=counts, buffers=buffers, graphs=graphs)
+        return Runner(
+            self._parts,
+            arena,
+            device=self._device,
+            row_counts=counts,
+            buffers=buffers,
+            graphs=graphs,
+            choices=config.speculation.draft_choices,
+        )
 
     def _make_worker(self, span: SpanRunner) -> StageWorker:
         spec = self._spec

@@ -87,7 +87,9 @@ def make_selector(config: EngineConfig, num_sublayers: int, latency: LatencyMode
         return OnlyIfFaster(strategy, latency) if options.gate else strategy
     if options.strategy == "static":
         try:
-            return FixedPlan(static_plan(options.skip, num_sublayers, options.max_draft_tokens))
+            return FixedPlan(
+                static_plan(options.skip, num_sublayers, options.max_draft_tokens, choice=options.static_choice)
+            )
         except ValueError as error:
             raise ConfigError(str(error)) from error
     assert options.strategy == "ar", f"strategy {options.strategy!r} needs a latency model"

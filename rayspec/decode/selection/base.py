@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from rayspec.choices import choices_of
+from rayspec.choices import FULL, SKIP, Choice
 from rayspec.decode.drafting.lookup import Proposal
 from rayspec.decode.drafting.skip_draft import KeepDrafting
 from rayspec.decode.questions import Answer, Question
@@ -80,12 +80,12 @@ class FixedPlan:
         return None
 
 
-def static_plan(skip: Sequence[int], num_sublayers: int, num_draft_tokens: int) -> Plan:
-    """Raises ValueError when a sublayer does not exist."""
+def static_plan(skip: Sequence[int], num_sublayers: int, num_draft_tokens: int, *, choice: Choice = FULL) -> Plan:
+    """choice: of the sublayers that are not skipped. Raises ValueError when a sublayer does not exist."""
     foreign = [index for index in skip if not 0 <= index < num_sublayers]
     if foreign:
         raise ValueError(f"option 'skip' names sublayer {foreign[0]}; the model has 0 to {num_sublayers - 1}")
-    choices = choices_of([index not in set(skip) for index in range(num_sublayers)])
+    choices = tuple(SKIP if index in set(skip) else choice for index in range(num_sublayers))
     return Plan(choices=choices, num_draft_tokens=num_draft_tokens, source="static")
 
 
