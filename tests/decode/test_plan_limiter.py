@@ -4,14 +4,15 @@ from dataclasses import replace
 
 import pytest
 
+from rayspec.choices import FULL, SKIP
 from rayspec.decode.selection.base import BatchState
 from rayspec.decode.selection.plan_limiter import PlanLimiter
 from rayspec.types import Plan
 from tests.decode.selecting import latency_model, state
 
 LATENCY = latency_model(4)  # a step takes 8 s
-HALF = Plan(keep=(True, False) * 4, num_draft_tokens=16, source="test")
-LOOKUP = Plan(keep=(True,) * 8, num_draft_tokens=0, source="test", num_lookup_tokens=10)
+HALF = Plan(choices=(FULL, SKIP) * 4, num_draft_tokens=16, source="test")
+LOOKUP = Plan(choices=(FULL,) * 8, num_draft_tokens=0, source="test", num_lookup_tokens=10)
 
 
 def on_trial(now: BatchState, step_s: float = 8.0) -> PlanLimiter:

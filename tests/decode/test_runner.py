@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from rayspec.choices import choices_of
 from rayspec.decode.runner import Runner
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.row_counts import RowCounts
@@ -47,12 +48,12 @@ def test_buckets_give_what_one_batch_gives(family: str) -> None:
         batch = runner.batch(SPANS, token_ids=TOKENS)
         assert batch.num_rows == NUM_ROWS
         taps: dict[int, list[torch.Tensor]] = {}
-        hidden = runner.run(batch, runner.embed(batch), end=3, keep=keep)
+        hidden = runner.run(batch, runner.embed(batch), end=3, choices=choices_of(keep))
         hidden = runner.run(
             batch,
             hidden,
             begin=3,
-            keep=keep,
+            choices=choices_of(keep),
             tap=lambda i, h, t=taps: t.setdefault(i, []).append(h),  # type: ignore[misc]
         )
         results.append((hidden, runner.head(hidden), {i: torch.cat(h, 1) for i, h in taps.items()}))
@@ -106,4 +107,4 @@ def test_padding_rows_touch_nothing_that_is_in_use() -> None:
 def test_the_prefix_of_a_plan_ends_at_the_first_skipped_sublayer() -> None:
     for skip, prefix in (((), 4), ((0,), 0), ((3,), 3), ((1, 2), 1)):
         keep = tuple(index not in skip for index in range(4))
-        assert Plan(keep=keep, num_draft_tokens=1, source="").prefix == prefix
+        assert Plan(choices=choices_of(keep), num_draft_tokens=1, source="").prefix == prefix

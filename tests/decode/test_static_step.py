@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rayspec.bench.selfcheck.launches import Launch, LaunchRecorder, first_difference
+from rayspec.choices import choices_of
 from rayspec.config import SamplingParams
 from rayspec.decode.runner import Batch, Runner
 from rayspec.decode.stages import LocalStages
@@ -82,7 +83,7 @@ def _launches(runner: Runner, batch: Batch, keep: Sequence[bool] | None) -> list
     with torch.no_grad():
         runner._held(batch.buckets[0][1])
     with torch.no_grad(), LaunchRecorder() as recorder:
-        logits = runner.head(runner.run(batch, runner.embed(batch), keep=keep))
+        logits = runner.head(runner.run(batch, runner.embed(batch), choices=choices_of(keep)))
     assert logits.isfinite().all()
     return recorder.launches
 
@@ -184,7 +185,9 @@ def test_the_host_looks_once_a_round_and_once_for_three_drafted_tokens(
 ) -> None:
     parts, known = parts_of(checkpoint("llama")), cases(checkpoint("llama"), (1, 80, 37, 3), 24)
     keep = (True,) * len(parts.sublayers)
-    plan = Plan(keep=keep, num_draft_tokens=num_draft_tokens, source="test") if num_draft_tokens else None
+    plan = (
+        Plan(choices=choices_of(keep), num_draft_tokens=num_draft_tokens, source="test") if num_draft_tokens else None
+    )
     engine = engine_with(parts, plan, max_num_seqs=4, max_num_batched_tokens=512, is_static=True)
     assert isinstance(engine.stages, LocalStages)
     engine.stages.runner._buffers = None  # whose CPU reference looks at everything

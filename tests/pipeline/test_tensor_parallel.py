@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rayspec.choices import choices_of
 from rayspec.config import EngineConfig
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.attention import pack
@@ -189,7 +190,7 @@ def _logits(parts: Decomposition) -> tuple[Tensor, Tensor]:
         rows = pack(arena, [RowSpan(one_run(0, 1000), start, end - start)], device=CPU)
         hidden = parts.embed(tokens[start:end])
         parts.rotate(hidden, rows)
-        hiddens.append(run(parts.sublayers, hidden, rows, keep=kept))
+        hiddens.append(run(parts.sublayers, hidden, rows, choices=choices_of(kept)))
         logits.append(parts.head(hiddens[-1]))
     return torch.cat(logits).float(), torch.cat(hiddens, 1).contiguous()
 
