@@ -40,7 +40,7 @@ def test_greedy_equals_generate_under_a_random_plan_every_round(family: str, ver
         engine = engine_with(parts, selector, verification=verification, max_num_seqs=batch, max_num_batched_tokens=64)
         outputs = complete(engine, known.prompts[-batch:])
         assert tokens_of(outputs) == known.expected[-batch:]
-        plans |= {(plan.keep, plan.num_draft_tokens) for plan in selector.plans}
+        plans |= {(plan.choices, plan.num_draft_tokens) for plan in selector.plans}
         num_drafted += engine.stats.num_draft_tokens
         num_accepted += engine.stats.num_accepted_tokens
     assert len(plans) >= 20

@@ -34,7 +34,7 @@ def test_a_draft_on_trial_is_no_longer_than_the_work_allows(num_outstanding: int
     now = replace(state(), num_outstanding_tokens=num_outstanding + 1)
     limiter = on_trial(now)
     plan = limiter.pass_on(now, HALF)
-    assert plan.keep == HALF.keep
+    assert plan.choices == HALF.choices
     assert plan.num_draft_tokens == longest
     assert limiter.before_passing(plan) is HALF
 

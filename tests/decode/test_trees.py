@@ -191,8 +191,8 @@ def _require_same_logprobs(one: RequestOutput, other: RequestOutput) -> None:
 
 def _swift(widths: tuple[int, ...], **options: Any) -> Engine:
     parts = parts_of(checkpoint("llama"))
-    keep = tuple(index not in (2, 5) for index in range(len(parts.sublayers)))
-    plan = Plan(choices=choices_of(keep), num_draft_tokens=4, source="swift", tree_widths=widths)
+    choices = choices_of([index not in (2, 5) for index in range(len(parts.sublayers))])
+    plan = Plan(choices=choices, num_draft_tokens=4, source="swift", tree_widths=widths)
     return engine_with(parts, plan, **({"num_beside": 64} | options))
 
 

@@ -95,7 +95,7 @@ def test_what_comes_next_is_read_ahead_and_a_wrong_guess_does_no_harm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts = _parts()
-    partly = [True, True, True, True, True, False, True, True]
+    partly = choices_of([True, True, True, True, True, False, True, True])
     expected, expected_partly = _forward(parts, 2), _forward(parts, 2, partly)
     weights = offload(parts, CHOSEN, to="disk", folder=tmp_path)
     reads = _count_reads(monkeypatch)

@@ -162,8 +162,8 @@ def test_requests_come_late_and_are_aborted_in_flight() -> None:
 @pytest.mark.parametrize("skipped", [1, 2])
 def test_a_stage_with_nothing_to_do_in_a_draft_is_passed_by(skipped: int) -> None:
     known, spans = known_cases(), cut(4)
-    keep = tuple(not spans[skipped][0] <= index < spans[skipped][1] for index in range(NUM_SUBLAYERS))
-    plan = Plan(choices=choices_of(keep), num_draft_tokens=4, source="test")
+    choices = choices_of([not spans[skipped][0] <= index < spans[skipped][1] for index in range(NUM_SUBLAYERS)])
+    plan = Plan(choices=choices, num_draft_tokens=4, source="test")
 
     class One(TravellingPlans):
         def plan(self, state: Any) -> Plan:
@@ -182,8 +182,8 @@ def test_the_next_stage_is_the_next_with_something_to_do() -> None:
     spans = ((0, 2), (2, 4), (4, 6), (6, 8))
 
     def onward(stage: int, *kept: int) -> int:
-        keep = tuple(index in kept for index in range(8)) if kept else None
-        return Placed(stage, spans).next_stage(Pass(round_id=1, token_ids=(), rows=(), choices=choices_of(keep)))
+        choices = choices_of([index in kept for index in range(8)]) if kept else None
+        return Placed(stage, spans).next_stage(Pass(round_id=1, token_ids=(), rows=(), choices=choices))
 
     assert [onward(0), onward(1), onward(2)] == [1, 2, 3]
     assert onward(0, 0, 4) == 2

@@ -5,6 +5,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -225,7 +226,7 @@ def test_measurements_of_a_choice_have_its_name_but_for_full() -> None:
 @pytest.mark.parametrize("device", ["", "cuda:0"])
 def test_each_choice_has_its_curve(device: str) -> None:
     fitted = model_of_choices(device)
-    cell = {"rows": 2, "context": 5000, "batch": 1}
+    cell: dict[str, Any] = {"rows": 2, "context": 5000, "batch": 1}
     attention_s, mlp_s = fitted.sublayers_s(**cell)[:2]
     for choice, factor in CHEAPER.items():
         assert fitted.sublayer_s(2, **cell, choice=choice) == pytest.approx(factor * attention_s, rel=1e-3)
@@ -275,7 +276,7 @@ def test_transfers_are_paid_by_whoever_runs() -> None:
 def test_only_the_full_weights_are_transferred() -> None:
     """A copy with fewer bits is on the device already."""
     fitted = model_of_choices(transfer_s=[1.0] * 4)
-    cell = {"rows": 1, "context": 100, "batch": 1}
+    cell: dict[str, Any] = {"rows": 1, "context": 100, "batch": 1}
     is_paid = {choice: fitted.sublayer_s(0, **cell, choice=choice) > 1 for choice in fitted.choices_of(0)}
     assert is_paid == {"full": True, "int8": False, "int4": False, "window": True, "int4+window": False, "skip": False}
     seconds = fitted.sublayers_s(**cell, choices=("window", "full", "int4", "skip"))

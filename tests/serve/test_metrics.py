@@ -15,7 +15,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from rayspec import SamplingParams
-from rayspec.choices import Choices
+from rayspec.choices import FULL, SKIP, Choices
 from rayspec.command.loading import load_llm
 from rayspec.command.settings import make_settings
 from rayspec.pipeline.ray_stages import StageUse
@@ -290,8 +290,8 @@ def test_accepted_lengths_become_drafts_and_positions() -> None:
 
 def test_load_plan_and_stages_are_gauges() -> None:
     recording = Recording()
-    stats = EngineStats(plans=[record_of((True, False) * 4, num_tokens=0, sequence_s=0.0)])
-    stats.plans.append(record_of((False, True, True, True, True, False, False, False), num_tokens=30, sequence_s=2.0))
+    stats = EngineStats(plans=[record_of((FULL, SKIP) * 4, num_tokens=0, sequence_s=0.0)])
+    stats.plans.append(record_of((SKIP, FULL, FULL, FULL, FULL, SKIP, SKIP, SKIP), num_tokens=30, sequence_s=2.0))
     load = EngineLoad(num_running=3, num_waiting=4, kv_used_tokens=16, kv_total_tokens=64)
     stages = [StageUse(name="stage-0", busy_s=1.0, elapsed_s=4.0, num_passes=9)]
     EngineMetrics(recording).update(stats, load, stages)
