@@ -6,8 +6,8 @@ prediction is a prior, and may differ from round to round.
 
 The round takes the way with the highest expected rate among those that are known. Another one gets a *trial* where it
 may well be faster, for all that is known. In a trial, rounds of both alternate, so that a machine that becomes slower
-is slower for both. What is known of a way that is not taken fades too: so every way gets another trial some day, one that
-was much slower much later. What trials lose is bounded by a share of the time.
+is slower for both. What is known of a way that is not taken fades too: so every way gets another trial some day, one
+that was much slower much later. What trials lose is bounded by a share of the time.
 """
 
 from __future__ import annotations
