@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import rayspec
 from rayspec.bench.figures.runs import (
@@ -81,6 +82,18 @@ def run_thresholds(
     best = estimates.candidates[int(prediction.tpt.max(axis=1).argmax())]
     plan = Plan(choices=best.choices, num_draft_tokens=length, source="figures")
     own = Auto(options.replace(gate=False, optimise_share=0.0), latency, known=[best], looks_up=False)
+    cases = [_Case(value, _ending_below(plan, value)) for value in sorted(thresholds)]
+    (*settings, of_own), plain = _measure(llm, [*cases, _Case(None, own)], prompts, max_tokens)
+    return ThresholdSweep(choices=best.choices, thresholds=Sweep(settings=tuple(settings), own=of_own), plain=plain)
+
+
+def run_intervals(
+    llm: rayspec.LLM, prompts: Sequence[Prompt], *, intervals: Sequence[int], shares: Sequence[float], max_tokens: int
+) -> IntervalSweep:
+    """KnapSpec as the engine's options have it, but for when it searches. Raises ConfigError, and what a prompt failed
+    with."""
+    latency, options = latency_of(llm), llm.config.speculation
+    unbounded = options.replace(optimise_share=1.0)
     knapspec = partial(Auto, latency=latency, looks_up=False)
     cases = [
         *(_Case(value, knapspec(unbounded, trigger=every(value))) for value in sorted(intervals)),
