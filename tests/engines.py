@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from rayspec.choices import choices_of
 from rayspec.config import EngineConfig, SamplingParams
 from rayspec.decode.drafting.skip_draft import KeepDrafting, RoundEntry
 from rayspec.decode.engine import Engine
@@ -49,7 +50,9 @@ def random_plan(rng: random.Random, num_sublayers: int, max_draft_tokens: int) -
     keep = tuple(index not in skip for index in range(num_sublayers))
     num_lookup_tokens = rng.randint(1, max_draft_tokens) if rng.random() < 0.4 and max_draft_tokens else 0
     num_draft_tokens = rng.randint(0, max_draft_tokens)
-    return Plan(keep=keep, num_draft_tokens=num_draft_tokens, source=kind, num_lookup_tokens=num_lookup_tokens)
+    return Plan(
+        choices=choices_of(keep), num_draft_tokens=num_draft_tokens, source=kind, num_lookup_tokens=num_lookup_tokens
+    )
 
 
 def branching(rng: random.Random, plan: Plan) -> Plan:

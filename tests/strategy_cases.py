@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from rayspec.choices import choices_of
 from rayspec.config import SamplingParams
 from rayspec.decode.drafting.skip_draft import Draft
 from rayspec.decode.head import Committed
@@ -85,8 +86,8 @@ def require_lossless(make: Callable[[], Selector], *, max_tokens: int = 24, **op
     return stats
 
 
-def saved_plan(domain: str = "", skip: Sequence[int] = (4, 5), **changes: Any) -> SavedPlan:
-    """A plan as it could have been saved."""
+def saved_plan(domain: str = "", skip: Sequence[int] = (4, 5), *, num_sublayers: int = 8, **changes: Any) -> SavedPlan:
+    """A plan as it could have been saved, of a model of so many sublayers."""
     values: dict[str, Any] = {
         "num_draft_tokens": 5,
         "threshold": 0.7,
@@ -105,4 +106,5 @@ def saved_plan(domain: str = "", skip: Sequence[int] = (4, 5), **changes: Any) -
             date=dt.datetime(2026, 11, 21, tzinfo=dt.timezone.utc),
         ),
     }
-    return SavedPlan(domain=domain, skip=tuple(skip), **(values | changes))
+    choices = choices_of([index not in skip for index in range(num_sublayers)])
+    return SavedPlan(domain=domain, choices=choices, **(values | changes))

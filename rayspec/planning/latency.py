@@ -149,7 +149,9 @@ class LatencyModel:
     transfer_s: tuple[float, ...]
     measured_context: int = 0
     measured_batch: int = 1
-    _decode_steps: dict[float, tuple[float, float]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _lines: dict[tuple[float, float], tuple[float, float]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         missing = {*self.sublayers, self.head} - set(self.curves)
@@ -269,19 +271,35 @@ class LatencyModel:
         Where the draft has run the sublayers before `from_sublayer` already, only `leading_rows` rows still need them:
         usually one a sequence, because the last token drafted has not been run at all.
         """
+        if from_sublayer == 0:
+            return self._whole_s(rows, context, batch)
         sublayers = self.sublayers_s(rows=rows, context=context, batch=batch)[from_sublayer:].sum()
         leading = self.sublayers_s(rows=leading_rows, context=context, batch=batch)[:from_sublayer].sum()
         return self._forward_s(float(sublayers + leading), rows, (FULL,) * len(self.sublayers))
 
     def decode_step_s(self, *, context: float, batch: float) -> float:
-        """A whole round without a draft: one row of each sequence through everything, and the round's overhead.
+        """A whole round without a draft: one row of each sequence through everything, and the round's overhead."""
+        return self._whole_s(batch, context, batch) + self.round_s
 
-        It is asked in every round. All curves are lines in the context: what is kept is theirs, for each batch.
-        """
-        if batch not in self._decode_steps:
-            least, more = (self.verify_s(rows=batch, context=far, batch=batch) for far in (0, _FAR))
-            self._decode_steps[batch] = least + self.round_s, (more - least) / _FAR
-        least, slope = self._decode_steps[batch]
+    def row_s(self, *, context: float, batch: float) -> float:
+        """One more row of one sequence in a verify."""
+        one, many = (self.verify_s(rows=rows * batch, context=context, batch=batch) for rows in (1, 8))
+        return (many - one) / (7 * batch)
+
+    def _whole_s(self, rows: float, context: float, batch: float) -> float:
+        """A forward of the target. It is asked in every round. All curves are lines in the context: what is kept is
+        theirs, for each number of rows and sequences."""
+        if (rows, batch) not in self._lines:
+            ends = [
+                self._forward_s(
+                    float(self.sublayers_s(rows=rows, context=far, batch=batch).sum()),
+                    rows,
+                    (FULL,) * len(self.sublayers),
+                )
+                for far in (0, _FAR)
+            ]
+            self._lines[rows, batch] = ends[0], (ends[1] - ends[0]) / _FAR
+        least, slope = self._lines[rows, batch]
         return least + slope * context
 
     def _forward_s(self, sublayers_s: float, rows: float, choices: Sequence[Choice]) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rayspec.config import EngineConfig, SpeculationOptions
 from rayspec.decode.selection.auto import Auto
 from rayspec.decode.selection.base import FixedPlan, Selector, lookup_plan, static_plan
-from rayspec.decode.selection.knapspec import Candidate, KnapSpec
+from rayspec.decode.selection.knapspec import Candidate
 from rayspec.planning.latency import LatencyModel
 from rayspec.strategies.asd import ASD
 from rayspec.strategies.clasp import CLaSp
@@ -55,7 +55,7 @@ class _Given:
 _Make = Callable[[_Given], Selector]
 
 _WITH_THEIR_OWN_GATE: Mapping[str, _Make] = {
-    "knapspec": lambda given: KnapSpec(given.options, given.latency, known=given.known),
+    "knapspec": lambda given: Auto(given.options, given.latency, known=given.known, looks_up=False),
     "auto": lambda given: Auto(given.options, given.latency, known=given.known),
     "knn-ssd": lambda given: KnnSSD(given.saved_plans, given.options, given.latency),
 }

@@ -1,26 +1,24 @@
-"""The gate of KnapSpec before any strategy: no draft where drafting is measured not to pay."""
+"""The arbiter of `auto` before any strategy: no draft where drafting is measured not to pay."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 
 from rayspec.decode.drafting.skip_draft import KeepDrafting
 from rayspec.decode.rounds import RoundResult
 from rayspec.decode.selection.base import BatchState, Search, Selector
-from rayspec.decode.selection.plan_limiter import PlanLimiter
+from rayspec.decode.selection.trials import Proposed, Trials
 from rayspec.planning.latency import LatencyModel
-from rayspec.types import Plan, PlanRecord
+from rayspec.types import Plan, PlanRecord, no_draft
 
-# What the gate is told a plan gains that was predicted to gain nothing: it is to be measured all the same.
-_LEAST_GAIN = math.nextafter(1.0, 2.0)
+_PLAIN, _STRATEGY = "plain decoding", "the strategy"
 
 
 class OnlyIfFaster:
     """Selector. The strategy's rounds, where they are measured to be faster than plain decoding, else plain ones.
 
-    The gate judges the strategy and not each of its plans, which may be another every round, and not to draft one of
+    The arbiter judges the strategy and not each of its plans, which may be another every round, and not to draft one of
     them; it gets its trial whatever it was predicted to gain. What choosing takes counts as time of its rounds. While
     plain decoding is what pays, the strategy chooses nothing but in the rounds that try it again.
 
@@ -32,8 +30,12 @@ class OnlyIfFaster:
     ) -> None:
         self._strategy = strategy
         self._clock = clock
-        self._limiter = PlanLimiter(latency, "the gate: no draft")
-        self._on_trial = False
+        self._latency = latency
+        self._no_draft = no_draft(len(latency.sublayers), "not faster: no draft")
+        self._trials = Trials(latency, _PLAIN)
+        self._has_drafted = False
+        self._is_taken = True  # the strategy, by the last round
+        self._gain = 1.0  # that the strategy predicted last
         self._choosing_s = 0.0  # that no round was charged with yet
 
     @property
@@ -42,43 +44,41 @@ class OnlyIfFaster:
 
     @property
     def gate_reason(self) -> str:
-        return self._limiter.gate.reason
+        return self._trials.reason(_STRATEGY if self._has_drafted else None)
 
     def plan(self, state: BatchState) -> Plan:
-        if not self._limiter.drafts:
-            return self._limiter.no_draft
-        return self._limiter.pass_on(state, self._strategy.plan(state))
+        plain_rate = state.batch / self._latency.decode_step_s(context=state.context, batch=state.batch)
+        ways = {_PLAIN: Proposed(self._no_draft, plain_rate)}
+        own = self._strategy.plan(state)
+        self._has_drafted = self._has_drafted or own.drafts
+        if self._has_drafted:
+            ways[_STRATEGY] = Proposed(own, plain_rate * max(self._gain, 1.0))
+        return self._trials.take(state, ways)
 
     def keep_drafting(self, state: BatchState) -> KeepDrafting | None:
         return self._strategy.keep_drafting(state)
 
     def observe(self, state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
-        own = self._limiter.before_passing(plan)
-        self._strategy.observe(state, own, result, num_tokens, seconds)
-        if plan.drafts and not any(one.token_ids for one in result.drafts) and not any(result.probed):
-            return  # of sequences that may have one more token only
-        drafted = plan is not self._limiter.no_draft
-        if drafted:
+        taken = self._trials.taken(state)
+        self._strategy.observe(state, plan if taken is None else taken.plan, result, num_tokens, seconds)
+        self._is_taken = taken is not None and taken.way == _STRATEGY
+        # Not so where there are only sequences that may have one token more.
+        tells = not plan.drafts or any(one.token_ids for one in result.drafts) or any(result.probed)
+        if self._is_taken and tells:
             seconds, self._choosing_s = seconds + self._choosing_s, 0.0
-        self._limiter.observe(state, num_tokens, seconds, drafted=drafted)
+        self._trials.observe(state, num_tokens, seconds, tells=tells)
 
     def improve(self, state: BatchState, search: Search) -> PlanRecord | None:
         if not self._active:
             return None
         started = self._clock()
         record = self._strategy.improve(state, search)
-        if not self._on_trial and self._strategy.plan(state).drafts:
-            self._on_trial = True
-            self._limiter.gate.new_plan(max(_gain(record), _LEAST_GAIN))
+        if record is not None and record.plain_tpt > 0:
+            self._gain = record.predicted_tpt / record.plain_tpt
         self._choosing_s += self._clock() - started
         return record
 
     @property
     def _active(self) -> bool:
         """Whether the strategy may choose: it drafts, or has never had a plan to draft by."""
-        return not self._on_trial or self._limiter.drafts
-
-
-def _gain(record: PlanRecord | None) -> float:
-    """Of the plan over plain decoding, as predicted."""
-    return record.predicted_tpt / record.plain_tpt if record is not None and record.plain_tpt > 0 else 0.0
+        return self._is_taken or not self._has_drafted

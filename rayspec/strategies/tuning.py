@@ -20,8 +20,8 @@ from rayspec.choices import choices_of
 from rayspec.config import SamplingParams, SelfSDOptions, TuningOptions
 from rayspec.decode.engine import Engine
 from rayspec.decode.questions import Answer, Feature, Features
+from rayspec.decode.selection.auto import Auto
 from rayspec.decode.selection.base import BatchState, FixedPlan, Search, Selector
-from rayspec.decode.selection.knapspec import KnapSpec
 from rayspec.strategies.anchors import radius, representatives
 from rayspec.strategies.mask_search import Keep, MaskSearch
 from rayspec.strategies.saved_plans import ModelIdentity, Provenance, SavedPlan, SavedPlans, best_record
@@ -138,7 +138,7 @@ def knapspec_plan(engine: Engine, prompts: Sequence[Prompt], options: TuningOpti
         raise ConfigError("option 'plans_by' is 'knapspec', for which the engine must be loaded with that strategy")
     bench = _Bench(engine, prompts, options)
     speculation = engine.config.speculation.replace(strategy="knapspec", gate=False, optimise_share=1.0)
-    records = bench.records(KnapSpec(speculation, engine.latency))
+    records = bench.records(Auto(speculation, engine.latency, looks_up=False))
     best = best_record(records, min_tested_tokens=1)
     if best is None:
         raise ConfigError(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from PIL import Image
@@ -9,18 +10,19 @@ from PIL import Image
 from rayspec.batch.plots import plot_plans
 from rayspec.batch.report import DOCUMENT_HEADINGS, PLOT_NAME, RunReport
 from rayspec.batch.rows import Row
+from rayspec.choices import Choice
 from rayspec.types import EngineStats, Plan, PlanRecord, PromptTooLongError, no_draft
 
 CONFIG = {"model": "demo", "dtype": "float32", "speculation": {"strategy": "knapspec"}}
 
 
 def record(rng: random.Random, *, drafts: bool = True, num_tokens: int = 100) -> PlanRecord:
-    keep = tuple(rng.random() < 0.5 for _ in range(32))
+    choices = tuple(rng.choices(get_args(Choice), k=32))
     return PlanRecord(
         elapsed_s=1.0,
         context=rng.randrange(100, 4000),
         batch=1,
-        plan=Plan(keep=keep, num_draft_tokens=6, source="test") if drafts else no_draft(32, "test"),
+        plan=Plan(choices=choices, num_draft_tokens=6, source="test") if drafts else no_draft(32, "test"),
         reason="drift | of context",
         estimated_acceptance=rng.random(),
         predicted_tpt=40.0,

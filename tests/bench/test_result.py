@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rayspec.bench.result import Cost, Run, Sample, bench_row, save_bench, total_cost
+from rayspec.choices import FULL, SKIP
 from rayspec.types import EngineStats, Plan, PlanRecord, no_draft
 
 
@@ -108,12 +109,12 @@ def test_shares_and_predictions_come_from_the_engine() -> None:
 
 
 def test_plans_are_told_with_what_came_of_them() -> None:
-    plan = Plan(keep=(True, False, True), num_draft_tokens=5, source="t", num_lookup_tokens=2)
+    plan = Plan(choices=(FULL, SKIP, FULL), num_draft_tokens=5, source="t", num_lookup_tokens=2)
     row = bench_row("ar", SAMPLES, EngineStats(plans=[plan_record(plan, predicted_tpt=70.0, num_tokens=90)]))
     assert row.plans == [
         {
             "context": 300,
-            "keep": [1, 0, 1],
+            "choices": ["full", "skip", "full"],
             "num_draft_tokens": 5,
             "num_lookup_tokens": 2,
             "predicted_tpt": 70.0,

@@ -249,7 +249,7 @@ def test_strategies_on_the_same_prompts(run: Invoke, tmp_path: Path) -> None:
         assert rows["static"]["acceptance_rate"] is not None
         plans = rows["asd"]["plans"]
         assert plans
-        assert {len(plan["keep"]) for plan in plans} == {32}
+        assert {len(plan["choices"]) for plan in plans} == {32}
         # 11 tokens of each of 3 prompts come of rounds, in 2 repeats; the first rounds are before the first plan
         assert 0 < sum(plan["num_tokens"] for plan in plans) <= 2 * 3 * 11
     assert saved["environment"]["threads"] == 1
@@ -259,8 +259,8 @@ def test_strategies_on_the_same_prompts(run: Invoke, tmp_path: Path) -> None:
 
 def test_a_stream_with_saved_plans(run: Invoke, tmp_path: Path) -> None:
     model = ModelIdentity.of(EngineConfig(model=demo.model_path()), 32)
-    ledger = saved_plan("ledger", skip=(6, 8), anchors=((1.0,) + (0.0,) * 127,), radius=0.5)
-    SavedPlans(model=model, plans=(saved_plan(skip=(5, 7)), ledger)).save(tmp_path / "plans.json")
+    ledger = saved_plan("ledger", skip=(6, 8), num_sublayers=32, anchors=((1.0,) + (0.0,) * 127,), radius=0.5)
+    SavedPlans(model=model, plans=(saved_plan(skip=(5, 7), num_sublayers=32), ledger)).save(tmp_path / "plans.json")
     result = run(
         *(*SMALL, "--num-prompts", "3", "--repeats", "1", "--strategies", "self-sd,knn-ssd", "--no-hf"),
         *("--input", "demo", "--input", "demo:ledger", "--stream", "0,1", "--warm-start", "plans.json"),
@@ -276,7 +276,7 @@ def test_a_stream_with_saved_plans(run: Invoke, tmp_path: Path) -> None:
         assert list(rows) == ["ar", "self-sd", "knn-ssd"]
         assert all(row["identical"] == row["total"] == 3 for row in rows.values())
         assert rows["self-sd"]["acceptance_rate"] is not None
-        assert [index for index, kept in enumerate(rows["self-sd"]["plans"][0]["keep"]) if not kept] == [5, 7]
+        assert [at for at, choice in enumerate(rows["self-sd"]["plans"][0]["choices"]) if choice == "skip"] == [5, 7]
 
 
 def test_the_widened_model_does_not_stay(run: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from rayspec import demo
 from rayspec.bench.run import model_folder
 from rayspec.bench.tune import TuneOptions, _Progress, calibration_prompts
 from rayspec.bench.workloads import demo_prompts
+from rayspec.choices import SKIP
 from rayspec.cli import app
 from rayspec.config import EngineConfig, TuningOptions
 from rayspec.model.fingerprint import weights_fingerprint
@@ -67,8 +68,8 @@ def test_one_plan_a_domain_with_anchors(run: Run, tmp_path: Path) -> None:
         assert plan.provenance.calibration == "2 prompts, 4 tokens generated from each"
         (line,) = [line for line in result.stdout.splitlines() if line.startswith(f"│ {plan.domain} ")]
         cells = [cell.strip() for cell in line.split("│")][1:-1]
-        num_mlp = len([index for index in plan.skip if index % 2])
-        assert cells[1:4] == [f"{len(plan.skip) - num_mlp} of 16", f"{num_mlp} of 16", "16"]
+        num_attention, num_mlp = (plan.choices[kind::2].count(SKIP) for kind in (0, 1))
+        assert cells[1:4] == [f"{num_attention} of 16", f"{num_mlp} of 16", "16"]
         assert cells[4] == f"{100 * plan.acceptance:.0f} %"
         assert cells[5:7] == [f"{plan.tokens_per_s:.1f}", f"{plan.plain_tokens_per_s:.1f}"]
         assert cells[8] == f"{plan.radius:.3f}"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rayspec import demo
+from rayspec.choices import SKIP
 from rayspec.config import SamplingParams, SpeculationOptions
 from rayspec.decode.drafting.lookup import NOTHING, Proposal
 from rayspec.decode.drafting.skip_draft import Draft
@@ -169,7 +170,7 @@ def _continued(num_accepted: int) -> RoundResult:
 @pytest.mark.parametrize("num_accepted", [1, 2, 4, 6])
 def test_what_went_on_a_draft_teaches_lookup_and_the_plan_hears_of_its_own(num_accepted: int) -> None:
     there = world(right=1.0)
-    auto, plan, heard = there.auto, Plan(keep=(False,) * 8, num_draft_tokens=8, source="x"), []
+    auto, plan, heard = there.auto, Plan(choices=(SKIP,) * 8, num_draft_tokens=8, source="x"), []
     there.play([FOUND])
     auto._knapspec.observe = lambda *told: heard.append(told)  # type: ignore[method-assign]
     before = auto._lookup.by_class
@@ -194,7 +195,7 @@ def test_what_drafts_gain_is_seen_after_their_trial_and_one_bad_round_is_not_all
     hoped_tpt = 2 / model().decode_step_s(context=1024, batch=1)
     monkeypatch.setattr(KnapSpec, "hoped_tpt", lambda knapspec, state: hoped_tpt)
     there = world(right=1.0)
-    auto, plan = there.auto, Plan(keep=(False,) * 8, num_draft_tokens=8, source="x")
+    auto, plan = there.auto, Plan(choices=(SKIP,) * 8, num_draft_tokens=8, source="x")
     assert auto._gain(_batch_state()) == pytest.approx(2.0)
     plain_s = 1 / auto._plain_rate(_batch_state())
     slow = replace(_continued(0), draft_s=7 * plain_s, verify_s=plain_s)
@@ -218,7 +219,7 @@ def test_drafts_go_on_by_what_lookup_has_learned() -> None:
         curve=CalibrationCurve(confidence=(0.0, 1.0), excess=(0.0, 0.0)), usual=0.8, rate=1.0, step_s=0.5, row_s=0.01
     )
     there.auto._knapspec.keep_drafting = lambda state: worth  # type: ignore[method-assign]
-    there.auto._chosen = Plan(keep=(False,) * 8, num_draft_tokens=8, source="x")
+    there.auto._chosen = Plan(choices=(SKIP,) * 8, num_draft_tokens=8, source="x")
     rule = there.auto.keep_drafting(_batch_state())
     assert isinstance(rule, DraftUntilFound)
     assert (rule.worth, rule.by_class) == (worth, there.auto._lookup.by_class)
@@ -248,7 +249,7 @@ def test_on_the_demo_model_it_drafts_both_ways_and_changes_no_token(batch: int) 
 
 
 def test_a_plan_is_not_told_that_drafts_which_lookup_ended_had_ended_by_themselves() -> None:
-    plan = Plan(keep=(False,) * 8, num_draft_tokens=8, source="x")
+    plan = Plan(choices=(SKIP,) * 8, num_draft_tokens=8, source="x")
     knapspec = KnapSpec(SpeculationOptions(strategy="auto"), model())
     before = knapspec._stops.rule
     for _ in range(20):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from rayspec.choices import SKIP
 from rayspec.config import SamplingParams
 from rayspec.decode.engine import Engine
 from rayspec.model.architecture import decompose
@@ -130,7 +131,7 @@ def test_nan_in_the_middle_of_generation_keeps_what_came_before(poisoned: Any) -
 def test_a_draft_that_goes_wrong_does_not_cost_the_sequence(poisoned: Any) -> None:
     """The draft skips everything and drafts the poisonous token; the target would never say it."""
     parts = poisoned
-    skip_all = Plan(keep=(False,) * len(parts.sublayers), num_draft_tokens=4, source="all skipped")
+    skip_all = Plan(choices=(SKIP,) * len(parts.sublayers), num_draft_tokens=4, source="all skipped")
     healthy = complete(engine_with(parts), KNOWN.prompts)
     forced = engine_with(parts, skip_all, wrap=_Drafting)
     outputs = complete(forced, KNOWN.prompts)
@@ -146,7 +147,7 @@ class _Drafting:
         run, logits = stages.span.run, stages.head.logits
 
         def noted(work: Any, hidden: Any = None, **options: Any) -> Any:
-            self._drafting = work.keep is not None
+            self._drafting = work.choices is not None
             return run(work, hidden, **options)
 
         def poisoned(hidden: Any) -> Any:

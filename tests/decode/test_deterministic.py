@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rayspec import demo
+from rayspec.choices import choices_of
 from rayspec.config import EngineConfig, SamplingParams
 from rayspec.local_engine import load_engine
 from rayspec.types import Plan
@@ -20,7 +21,9 @@ from tests.families import checkpoint, ragged_prompts, reference
 NUM_PROMPTS = 40
 PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 LONGER = PARAMS.replace(max_tokens=48)
-STATIC = Plan(keep=tuple(index not in (13, 14, 17, 18, 20) for index in range(32)), num_draft_tokens=5, source="static")
+STATIC = Plan(
+    choices=choices_of([index not in (13, 14, 17, 18, 20) for index in range(32)]), num_draft_tokens=5, source="static"
+)
 Tokens = list[tuple[int, ...]]
 
 

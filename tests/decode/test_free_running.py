@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rayspec.choices import choices_of
 from rayspec.config import LookaheadOptions, SamplingParams, SpeculationOptions
 from rayspec.decode import verify
 from rayspec.decode.sampling import Rows
@@ -37,7 +38,7 @@ SPECULATION = SpeculationOptions(
 )
 PLANS = {
     "tree": Plan(
-        keep=tuple(index not in (3, 4) for index in range(NUM_SUBLAYERS)),
+        choices=choices_of([index not in (3, 4) for index in range(NUM_SUBLAYERS)]),
         num_draft_tokens=3,
         source="swift",
         tree_widths=(2, 2, 2, 2),

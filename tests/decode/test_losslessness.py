@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rayspec import demo
+from rayspec.choices import FULL
 from rayspec.config import SamplingParams
 from rayspec.types import Plan
 from tests.demo_model import EOS, demo_parts, demo_prompts, demo_tokenizer
@@ -39,7 +40,7 @@ def test_greedy_equals_generate_under_a_random_plan_every_round(family: str, ver
         engine = engine_with(parts, selector, verification=verification, max_num_seqs=batch, max_num_batched_tokens=64)
         outputs = complete(engine, known.prompts[-batch:])
         assert tokens_of(outputs) == known.expected[-batch:]
-        plans |= {(plan.keep, plan.num_draft_tokens) for plan in selector.plans}
+        plans |= {(plan.choices, plan.num_draft_tokens) for plan in selector.plans}
         num_drafted += engine.stats.num_draft_tokens
         num_accepted += engine.stats.num_accepted_tokens
     assert len(plans) >= 20
@@ -70,7 +71,7 @@ def test_greedy_equals_generate_under_one_plan_throughout(family: str, seed: int
 
 def test_a_draft_that_skips_nothing_is_always_accepted() -> None:
     parts, known = parts_of(checkpoint("llama")), _cases("llama")
-    plan = Plan(keep=(True,) * len(parts.sublayers), num_draft_tokens=5, source="all")
+    plan = Plan(choices=(FULL,) * len(parts.sublayers), num_draft_tokens=5, source="all")
     engine = engine_with(parts, plan)
     outputs = complete(engine, known.prompts)
     assert tokens_of(outputs) == known.expected

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from rayspec import LLM, demo
+from rayspec.choices import SKIP, Choices
 from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
 from rayspec.decode.engine import Engine
 from rayspec.decode.loading import least_needed, load_weights, offload_weights
@@ -133,16 +133,16 @@ def test_drafts_do_without_all_that_is_slow_to_fetch(measured: LatencyModel, num
     slow = replace(measured, transfer_s=tuple(each_s if seconds else 0.0 for seconds in measured.transfer_s))
     drafts = [plan for plan in _plans(slow) if plan.drafts]
     assert drafts
-    assert all(set(OFFLOADED) <= _skipped(plan.keep) for plan in drafts)
+    assert all(set(OFFLOADED) <= _skipped(plan.choices) for plan in drafts)
     if num_forwards == 100:  # nothing else is worth skipping
-        assert {frozenset(_skipped(plan.keep)) for plan in drafts} == {frozenset(OFFLOADED)}
+        assert {frozenset(_skipped(plan.choices)) for plan in drafts} == {frozenset(OFFLOADED)}
 
 
 def test_with_nothing_to_fetch_drafts_skip_something_else(measured: LatencyModel) -> None:
     """So that the test above can fail."""
     drafts = [plan for plan in _plans(replace(measured, transfer_s=(0.0,) * 32)) if plan.drafts]
     assert drafts
-    assert not any(set(OFFLOADED) <= _skipped(plan.keep) for plan in drafts)
+    assert not any(set(OFFLOADED) <= _skipped(plan.choices) for plan in drafts)
 
 
 def _plans(latency: LatencyModel) -> list[Any]:
@@ -152,8 +152,8 @@ def _plans(latency: LatencyModel) -> list[Any]:
     return [record.plan for record in engine.stats.plans]
 
 
-def _skipped(keep: Sequence[bool]) -> set[int]:
-    return {index for index, kept in enumerate(keep) if not kept}
+def _skipped(choices: Choices) -> set[int]:
+    return {index for index, choice in enumerate(choices) if choice == SKIP}
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,15 @@ from dataclasses import replace
 
 import pytest
 
+from rayspec.choices import FULL, SKIP
 from rayspec.decode.selection.base import BatchState
 from rayspec.decode.selection.plan_limiter import PlanLimiter
 from rayspec.types import Plan
 from tests.decode.selecting import latency_model, state
 
 LATENCY = latency_model(4)  # a step takes 8 s
-HALF = Plan(keep=(True, False) * 4, num_draft_tokens=16, source="test")
-LOOKUP = Plan(keep=(True,) * 8, num_draft_tokens=0, source="test", num_lookup_tokens=10)
+HALF = Plan(choices=(FULL, SKIP) * 4, num_draft_tokens=16, source="test")
+LOOKUP = Plan(choices=(FULL,) * 8, num_draft_tokens=0, source="test", num_lookup_tokens=10)
 
 
 def on_trial(now: BatchState, step_s: float = 8.0) -> PlanLimiter:
@@ -33,7 +34,7 @@ def test_a_draft_on_trial_is_no_longer_than_the_work_allows(num_outstanding: int
     now = replace(state(), num_outstanding_tokens=num_outstanding + 1)
     limiter = on_trial(now)
     plan = limiter.pass_on(now, HALF)
-    assert plan.keep == HALF.keep
+    assert plan.choices == HALF.choices
     assert plan.num_draft_tokens == longest
     assert limiter.before_passing(plan) is HALF
 

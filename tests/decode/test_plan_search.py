@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from rayspec.choices import FULL, choices_of
 from rayspec.config import SamplingParams
 from rayspec.decode.plan_search import PlanSearch
 from rayspec.decode.selection.base import FixedPlan
@@ -50,7 +51,7 @@ def test_a_branch_is_what_a_draft_of_one_token_computes(family: str) -> None:
     parts = parts_of(checkpoint(family))
     num_sublayers = len(parts.sublayers)
     prompts = cases(checkpoint(family), (1, 600, 37, 3, 150, 12, 70), 24).prompts[2:5]
-    plan = Plan(keep=(True,) * num_sublayers, num_draft_tokens=2, source="all")
+    plan = Plan(choices=(FULL,) * num_sublayers, num_draft_tokens=2, source="all")
     search, runner = _search(parts, prompts, plan, 4)
     assert search.num_tokens == 6
     rng = random.Random(0)
@@ -64,7 +65,7 @@ def test_a_branch_is_what_a_draft_of_one_token_computes(family: str) -> None:
                 batch = runner.batch([row])
                 saved = {k: v[:, slot].clone() for k, v in runner.arena.keys.items()}
                 values = {k: v[:, slot].clone() for k, v in runner.arena.values.items()}
-                drafted = runner.run(batch, inputs[at][None, None], keep=keep)
+                drafted = runner.run(batch, inputs[at][None, None], choices=choices_of(keep))
                 torch.testing.assert_close(state[at, 0], drafted[0, 0], atol=1e-4, rtol=1e-4)
                 for layer, key in saved.items():
                     runner.arena.keys[layer][:, slot] = key
@@ -74,7 +75,7 @@ def test_a_branch_is_what_a_draft_of_one_token_computes(family: str) -> None:
 def test_many_branches_at_once_are_the_branches_one_by_one() -> None:
     parts = parts_of(checkpoint("gemma2"))
     prompts = cases(checkpoint("gemma2"), (1, 600, 37, 3, 150, 12, 70), 24).prompts[2:4]
-    search, _ = _search(parts, prompts, Plan(keep=(True,) * 8, num_draft_tokens=2, source="all"), 4)
+    search, _ = _search(parts, prompts, Plan(choices=(FULL,) * 8, num_draft_tokens=2, source="all"), 4)
     start = search.start()
     ran = search.run(0, start)
     many = search.gather((ran, start), np.array([1, 0, 0]))
@@ -88,7 +89,7 @@ def test_many_branches_at_once_are_the_branches_one_by_one() -> None:
 
 def test_running_everything_is_the_target_itself() -> None:
     parts = demo_parts()
-    search, _ = _search(parts, demo_prompts(2, 8), Plan(keep=(True,) * 32, num_draft_tokens=3, source="all"), 6)
+    search, _ = _search(parts, demo_prompts(2, 8), Plan(choices=(FULL,) * 32, num_draft_tokens=3, source="all"), 6)
     states = search.start()
     for index in range(32):
         states = search.run(index, states)
@@ -104,7 +105,9 @@ def test_the_knapsack_finds_nearly_what_brute_force_finds_on_the_demo_model(num_
     """All 2^10 ways to skip sublayers of a window, against the search, at every budget."""
     parts = demo_parts()
     window = range(12, 22)
-    search, _ = _search(parts, demo_prompts(2, 8), Plan(keep=(True,) * 32, num_draft_tokens=3, source="all"), num_steps)
+    search, _ = _search(
+        parts, demo_prompts(2, 8), Plan(choices=(FULL,) * 32, num_draft_tokens=3, source="all"), num_steps
+    )
     may_skip = [index in window for index in range(32)]
     weights = [5 if index % 2 == 0 else 3 for index in range(32)]
     best = _brute_force(search, window, weights)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from rayspec.choices import choices_of
 from rayspec.decode import profile
 from rayspec.decode.profile import load_or_measure, measure, measurements, profile_key
 from rayspec.decode.runner import Runner
@@ -60,8 +61,8 @@ def test_what_is_measured_is_never_negative_and_grows(family: str, num_slots: in
     assert latency.head_s(1) > 0
     assert latency.overhead_s >= 0
     assert latency.wake_s >= 0
-    keep = [index % 3 > 0 for index in range(8)]
-    assert 0 < latency.draft_step_s(keep, context=50, batch=2) < latency.decode_step_s(context=50, batch=2)
+    choices = choices_of([index % 3 > 0 for index in range(8)])
+    assert 0 < latency.draft_step_s(choices, context=50, batch=2) < latency.decode_step_s(context=50, batch=2)
 
 
 def test_sublayers_of_one_kind_cost_the_same_and_others_their_own() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from rayspec.choices import FULL
 from rayspec.config import SamplingParams
 from rayspec.decode.engine import Engine
 from rayspec.decode.plan_search import PlanSearch, TappedToken
@@ -82,7 +83,7 @@ def path(request: Any) -> str:
 @pytest.fixture(scope="module")
 def asked(path: str) -> _Asked:
     prompts = cases(path, (37, 3, 150), 24).prompts
-    plan = Plan(keep=(True,) * NUM_SUBLAYERS, num_draft_tokens=2, source="all")
+    plan = Plan(choices=(FULL,) * NUM_SUBLAYERS, num_draft_tokens=2, source="all")
     engine = engine_with(parts_of(path), _Taps(plan), max_num_seqs=3)
     for request in requests_for(prompts, SamplingParams(temperature=0, max_tokens=64)):
         engine.add(request)

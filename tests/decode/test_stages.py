@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from rayspec.choices import choices_of
 from rayspec.config import SamplingParams
 from rayspec.decode.drafting.skip_draft import RoundEntry
 from rayspec.decode.head import SamplerSpec
@@ -78,7 +79,7 @@ def _entries(lengths: tuple[int, ...] = (4, 0, 6), **options: Any) -> list[Round
 
 
 def _plan(*skip: int) -> Plan:
-    return Plan(keep=tuple(index not in skip for index in range(8)), num_draft_tokens=6, source="test")
+    return Plan(choices=choices_of([index not in skip for index in range(8)]), num_draft_tokens=6, source="test")
 
 
 def test_only_chunks_that_sample_give_a_token() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rayspec.bench.selfcheck.launches import Launch, LaunchRecorder, first_difference
+from rayspec.choices import FULL, SKIP, Choices, choices_of
 from rayspec.config import SamplingParams
 from rayspec.decode.runner import Batch, Runner
 from rayspec.decode.stages import LocalStages
@@ -76,13 +77,13 @@ def _batch(runner: Runner, seed: int, rows: Sequence[int], parents: tuple[int, .
     return runner.batch(spans, token_ids=tokens)
 
 
-def _launches(runner: Runner, batch: Batch, keep: Sequence[bool] | None) -> list[Launch]:
+def _launches(runner: Runner, batch: Batch, choices: Choices | None) -> list[Launch]:
     """From the numbers in the buffers to the logits."""
     assert isinstance(batch.buckets[0][1], Filling)
     with torch.no_grad():
         runner._held(batch.buckets[0][1])
     with torch.no_grad(), LaunchRecorder() as recorder:
-        logits = runner.head(runner.run(batch, runner.embed(batch), keep=keep))
+        logits = runner.head(runner.run(batch, runner.embed(batch), choices=choices))
     assert logits.isfinite().all()
     return recorder.launches
 
@@ -106,10 +107,10 @@ def test_a_bucket_has_the_same_launches_whatever_is_in_it(
     family: str, rows: Sequence[int], other_rows: Sequence[int], parents: tuple[int, ...], skips: bool
 ) -> None:
     runner = _runner(family)
-    keep = [index % 3 != 1 for index in range(len(runner.parts.sublayers))] if skips else None
+    choices = choices_of([not skips or index % 3 != 1 for index in range(len(runner.parts.sublayers))])
     one, other = _batch(runner, 1, rows, parents), _batch(runner, 2, other_rows, parents)
     assert one.buckets[0][1].bucket == other.buckets[0][1].bucket  # type: ignore[union-attr]
-    assert first_difference(_launches(runner, one, keep), _launches(runner, other, keep)) is None
+    assert first_difference(_launches(runner, one, choices), _launches(runner, other, choices)) is None
 
 
 @pytest.mark.parametrize("rows", [(1,), (1,) * 8, (5, 1, 5)])
@@ -117,7 +118,7 @@ def test_a_layer_is_few_launches_whatever_the_batch(rows: Sequence[int]) -> None
     runner = _runner("llama")
     num_sublayers = len(runner.parts.sublayers)
     batch = _batch(runner, 1, rows)
-    counts = [len(_launches(runner, batch, [kept] * num_sublayers)) for kept in (True, False)]
+    counts = [len(_launches(runner, batch, (choice,) * num_sublayers)) for choice in (FULL, SKIP)]
     assert counts[0] - counts[1] <= 10 * (num_sublayers // 2)
 
 
@@ -183,8 +184,8 @@ def test_the_host_looks_once_a_round_and_once_for_three_drafted_tokens(
     num_draft_tokens: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts, known = parts_of(checkpoint("llama")), cases(checkpoint("llama"), (1, 80, 37, 3), 24)
-    keep = (True,) * len(parts.sublayers)
-    plan = Plan(keep=keep, num_draft_tokens=num_draft_tokens, source="test") if num_draft_tokens else None
+    choices = (FULL,) * len(parts.sublayers)
+    plan = Plan(choices=choices, num_draft_tokens=num_draft_tokens, source="test") if num_draft_tokens else None
     engine = engine_with(parts, plan, max_num_seqs=4, max_num_batched_tokens=512, is_static=True)
     assert isinstance(engine.stages, LocalStages)
     engine.stages.runner._buffers = None  # whose CPU reference looks at everything

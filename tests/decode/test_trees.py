@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from rayspec.choices import FULL, choices_of
 from rayspec.config import SamplingParams
 from rayspec.decode.drafting.skip_draft import SURENESS, Draft, _siblings
 from rayspec.decode.engine import Engine
@@ -190,8 +191,8 @@ def _require_same_logprobs(one: RequestOutput, other: RequestOutput) -> None:
 
 def _swift(widths: tuple[int, ...], **options: Any) -> Engine:
     parts = parts_of(checkpoint("llama"))
-    keep = tuple(index not in (2, 5) for index in range(len(parts.sublayers)))
-    plan = Plan(keep=keep, num_draft_tokens=4, source="swift", tree_widths=widths)
+    choices = choices_of([index not in (2, 5) for index in range(len(parts.sublayers))])
+    plan = Plan(choices=choices, num_draft_tokens=4, source="swift", tree_widths=widths)
     return engine_with(parts, plan, **({"num_beside": 64} | options))
 
 
@@ -237,5 +238,5 @@ def test_a_tree_keeps_to_the_room_there_is() -> None:
 
 def test_plans_name_four_widths() -> None:
     with pytest.raises(ValueError, match=r"tree_widths is \(1, 2\)"):
-        Plan(keep=(True,), num_draft_tokens=1, source="", tree_widths=(1, 2))
+        Plan(choices=(FULL,), num_draft_tokens=1, source="", tree_widths=(1, 2))
     assert not no_draft(2, "").tree_widths

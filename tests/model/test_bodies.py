@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rayspec.choices import Choices, choices_of
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.attention import pack
 from rayspec.model.bodies import AttentionBody, GatedBody, fuse
@@ -25,22 +26,22 @@ MODULES_LEFT = {
 
 
 @torch.inference_mode()
-def logits_of(parts: Decomposition, tokens: list[int], keep: list[bool] | None = None) -> Tensor:
+def logits_of(parts: Decomposition, tokens: list[int], choices: Choices | None = None) -> Tensor:
     arena = KVArena(parts.shapes, len(tokens), dtype=parts.dtype, device=CPU)
     rows = pack(arena, [RowSpan(one_run(0, len(tokens)), 0, len(tokens))], device=CPU)
     hidden = parts.embed(torch.tensor(tokens))
     parts.rotate(hidden, rows)
-    return parts.head(run(parts.sublayers, hidden, rows, keep=keep))
+    return parts.head(run(parts.sublayers, hidden, rows, choices=choices))
 
 
 @pytest.mark.parametrize("use_operators", [False, True])
 @pytest.mark.parametrize("family", MATRIX)
 def test_bodies_compute_what_the_modules_do(family: str, use_operators: bool) -> None:
     tokens = [5, 9, 2, 77, 30, 30, 6, 41, 8, 100, 3, 12]
-    keep = [index % 3 != 1 for index in range(len(modules_of(checkpoint(family)).sublayers))]
-    expected = [logits_of(modules_of(checkpoint(family)), tokens, each) for each in (None, keep)]
+    choices = choices_of([index % 3 != 1 for index in range(len(modules_of(checkpoint(family)).sublayers))])
+    expected = [logits_of(modules_of(checkpoint(family)), tokens, each) for each in (None, choices)]
     fused = fuse(modules_of(checkpoint(family)), use_operators=use_operators)
-    actual = [logits_of(fused, tokens, each) for each in (None, keep)]
+    actual = [logits_of(fused, tokens, each) for each in (None, choices)]
     torch.testing.assert_close(actual, expected, atol=2e-4, rtol=1e-4)
 
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rayspec.choices import Choices, choices_of
 from rayspec.model.buckets import Bucket, bucket_of, decode_and_verify_buckets
 from rayspec.model.graphs import GraphLimits, StepGraphs, is_capturable
 from rayspec.model.kv_arena import PAGE_SIZE, KVArena
@@ -51,12 +52,12 @@ def filling(rows: Sequence[int], seed: int = 0) -> Filling:
     return Filling(bucket_of(spans, paths), spans, paths, [rng.randrange(100) for _ in range(sum(rows))])
 
 
-def run(step: Step, work: Filling, keep: Sequence[bool] | None = None) -> Tensor:
+def run(step: Step, work: Filling, choices: Choices | None = None) -> Tensor:
     """A pass from its tokens on; the states of its rows, [1, N, hidden_size]."""
     rows = step.hold(work)
     step.embed(rows)
     sublayers = operator_parts_of(checkpoint("llama")).sublayers
-    return step.run(sublayers, rows, keep=keep)[:, : work.num_rows].clone()
+    return step.run(sublayers, rows, choices=choices)[:, : work.num_rows].clone()
 
 
 def captured(driver: RecordingDriver, *, by_plan: bool = True, family: str = "llama", **limits: int) -> StepGraphs:
@@ -95,8 +96,8 @@ def test_any_sequence_of_passes_is_that_of_eager_launches_to_the_bit(
         rows = step.hold(work)
         if cut % 2:
             step.embed(rows)
-        step.run(sublayers[:cut], rows, keep=keep)
-        return step.run(sublayers[cut:], rows, keep=keep)[:, : work.num_rows].clone()
+        step.run(sublayers[:cut], rows, choices=choices_of(keep))
+        return step.run(sublayers[cut:], rows, choices=choices_of(keep))[:, : work.num_rows].clone()
 
     with torch.inference_mode():
         for rows, keep, cut, seed in works:
@@ -112,10 +113,10 @@ def test_any_sequence_of_passes_is_that_of_eager_launches_to_the_bit(
 def test_a_bucket_is_captured_at_its_second_pass_and_no_plan_or_context_captures_more(by_plan: bool) -> None:
     driver = RecordingDriver()
     graphs = captured(driver, by_plan=by_plan)
-    run(graphs, filling((1, 1)), [False] * 8)
+    run(graphs, filling((1, 1)), choices_of([False] * 8))
     assert driver.num_captures == driver.num_replays == 0
     for seed in range(1, 6):
-        run(graphs, filling((1, 1), seed), [index % (seed + 1) != 0 for index in range(8)])
+        run(graphs, filling((1, 1), seed), choices_of([index % (seed + 1) != 0 for index in range(8)]))
         assert driver.num_captures == num_parts(by_plan) == graphs.num_graphs
     assert graphs.buckets == (Bucket(2, 2, 1, False),)
 
@@ -136,7 +137,7 @@ def test_with_a_graph_a_sublayer_a_plan_is_the_list_of_graphs() -> None:
     run(graphs, filling((1,), 1))
     before = [graph.num_replays for graph in driver.graphs]
     keep = [True, False, False, True, True, False, True, True]
-    run(graphs, filling((1,), 2), keep)
+    run(graphs, filling((1,), 2), choices_of(keep))
     after = [graph.num_replays for graph in driver.graphs]
     assert [late - early for early, late in zip(before, after, strict=True)] == [1, 1, *map(int, keep)]
     assert driver.num_switched == 0
@@ -152,10 +153,10 @@ def test_with_a_graph_a_bucket_only_groups_that_change_are_switched_and_one_grap
     skipping = [True, False, False, True, True, True, True, True]
     for keep, num_switched in (([True] * 8, 0), (skipping, 2), (skipping, 0), ([True] * 7 + [False], 3)):
         counts = driver.num_switched, driver.num_replays
-        graphs.run(sublayers, rows, keep=keep)
+        graphs.run(sublayers, rows, choices=choices_of(keep))
         assert (driver.num_switched - counts[0], driver.num_replays - counts[1]) == (num_switched, 1)
     counts = driver.num_switched, driver.num_replays
-    graphs.run(sublayers, rows, keep=[False] * 8)
+    graphs.run(sublayers, rows, choices=choices_of([False] * 8))
     assert (driver.num_switched, driver.num_replays) == counts
 
 

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from rayspec.choices import Choices, choices_of
 from rayspec.config import EngineConfig
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.attention import pack
@@ -35,12 +35,12 @@ def _parts(family: str = "llama", dtype: Any = "float32") -> Decomposition:
 
 
 @torch.inference_mode()
-def _forward(parts: Decomposition, num_rows: int, keep: Sequence[bool] | None = None) -> Tensor:
+def _forward(parts: Decomposition, num_rows: int, choices: Choices | None = None) -> Tensor:
     arena = KVArena(parts.shapes, 64, dtype=parts.dtype, device=CPU)
     rows = pack(arena, [RowSpan(one_run(0, 1000), 0, num_rows)], device=CPU)
     hidden = parts.embed(torch.arange(5, 5 + num_rows))
     parts.rotate(hidden, rows)
-    return parts.head(run(parts.sublayers, hidden, rows, keep=keep))
+    return parts.head(run(parts.sublayers, hidden, rows, choices=choices))
 
 
 def _count_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -81,11 +81,11 @@ def test_weights_lie_in_their_cache_lines_as_before(shift: int, tmp_path: Path) 
 
 def test_a_skipped_sublayer_fetches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = _parts()
-    keep = [index not in CHOSEN for index in range(8)]
-    expected = _forward(parts, 1, keep)
+    choices = choices_of([index not in CHOSEN for index in range(8)])
+    expected = _forward(parts, 1, choices)
     offload(parts, CHOSEN, to="disk", folder=tmp_path)
     reads = _count_reads(monkeypatch)
-    assert torch.equal(_forward(parts, 1, keep), expected)
+    assert torch.equal(_forward(parts, 1, choices), expected)
     assert reads == []
     _forward(parts, 3)
     assert reads == list(CHOSEN), "once a forward, in order"
@@ -95,7 +95,7 @@ def test_what_comes_next_is_read_ahead_and_a_wrong_guess_does_no_harm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts = _parts()
-    partly = [True, True, True, True, True, False, True, True]
+    partly = choices_of([True, True, True, True, True, False, True, True])
     expected, expected_partly = _forward(parts, 2), _forward(parts, 2, partly)
     weights = offload(parts, CHOSEN, to="disk", folder=tmp_path)
     reads = _count_reads(monkeypatch)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rayspec.choices import SKIP, choices_of
 from rayspec.model.attention import PackedRows, pack
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.rows import RowSpan, one_run
@@ -56,13 +57,13 @@ def test_a_skipped_sublayer_passes_its_input_on_and_taps_see_every_boundary() ->
     hidden = parts.embed(torch.tensor([5, 6, 7]))
     rows = _rows("llama", [RowSpan(one_run(0, 1000), 0, 3)], arena, hidden)
     seen: dict[int, torch.Tensor] = {}
-    keep = [True, False, True, True, False, False, True, True]
-    output = run(parts.sublayers, hidden, rows, keep=keep, tap=seen.__setitem__)
+    choices = choices_of([True, False, True, True, False, False, True, True])
+    output = run(parts.sublayers, hidden, rows, choices=choices, tap=seen.__setitem__)
     assert list(seen) == list(range(8))
     before = hidden
-    for index, kept in enumerate(keep):
-        assert torch.equal(seen[index], before) != kept
+    for index, choice in enumerate(choices):
+        assert torch.equal(seen[index], before) == (choice == SKIP)
         before = seen[index]
     assert torch.equal(output, seen[7])
-    middle = run(parts.sublayers[2:6], seen[1], rows, keep=keep)
-    assert torch.equal(middle, seen[5]), "keep counts sublayers of the whole model"
+    middle = run(parts.sublayers[2:6], seen[1], rows, choices=choices)
+    assert torch.equal(middle, seen[5]), "choices count sublayers of the whole model"

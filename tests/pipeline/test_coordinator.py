@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from rayspec.choices import FULL, SKIP
 from rayspec.config import SamplingParams
 from rayspec.decode.plan_search import PlanSearch, TappedToken
 from rayspec.decode.questions import (
@@ -47,7 +48,7 @@ class Tapping(FixedPlan):
     wants_taps = True
 
     def __init__(self) -> None:
-        super().__init__(Plan(keep=(True, True, False) + (True,) * 5, num_draft_tokens=2, source="test"))
+        super().__init__(Plan(choices=(FULL, FULL, SKIP) + (FULL,) * 5, num_draft_tokens=2, source="test"))
 
 
 def knapsack(num_tokens: int = 6) -> Knapsack:

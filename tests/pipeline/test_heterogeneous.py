@@ -13,6 +13,7 @@ import ray
 from torch import Tensor
 
 from rayspec import demo
+from rayspec.choices import SKIP, Choice
 from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
 from rayspec.decode.engine import Engine
 from rayspec.decode.runner import Batch, Runner
@@ -45,12 +46,12 @@ class SlowRunner(Runner):
         *,
         begin: int | None = None,
         end: int | None = None,
-        keep: Sequence[bool] | None = None,
+        choices: Sequence[Choice] | None = None,
         tap: Tap | None = None,
     ) -> Tensor:
         for _ in range(NUM_TIMES - 1):
-            super().run(batch, hidden, begin=begin, end=end, keep=keep)
-        return super().run(batch, hidden, begin=begin, end=end, keep=keep, tap=tap)
+            super().run(batch, hidden, begin=begin, end=end, choices=choices)
+        return super().run(batch, hidden, begin=begin, end=end, choices=choices, tap=tap)
 
 
 class UnevenShard(Shard):
@@ -153,6 +154,6 @@ def _plans(latency: LatencyModel) -> list[Plan]:
 
 def _slow_share(plans: Sequence[Plan]) -> float:
     """Of the sublayers that drafts skip, those of the slow stage."""
-    skipped = [index for plan in plans for index, kept in enumerate(plan.keep) if not kept]
+    skipped = [index for plan in plans for index, choice in enumerate(plan.choices) if choice == SKIP]
     assert skipped
     return sum(index >= NUM_LAYERS for index in skipped) / len(skipped)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
+from rayspec.choices import FULL, SKIP
 from rayspec.config import SamplingParams
 from rayspec.decode.drafting.skip_draft import Draft, RoundEntry
 from rayspec.decode.head import Committed, SamplerSpec
@@ -83,13 +84,13 @@ ENTRY = RoundEntry(
     num_probes=1,
     max_tree_tokens=40,
 )
-PLAN = Plan(keep=(True, False), num_draft_tokens=4, source="x", tree_widths=(1, 3, 5, 10), lookahead=True)
+PLAN = Plan(choices=(FULL, SKIP), num_draft_tokens=4, source="x", tree_widths=(1, 3, 5, 10), lookahead=True)
 ROUND = Round(id=3, entries=[ENTRY], plan=PLAN, keep_drafting=RULE, num_taps=2)
 PASS = Pass(
     round_id=3,
     token_ids=[1, 2],
     rows=[RowSpan(one_run(64, 1000), 8, 3, (-1, 0, 0))],
-    keep=(True, False),
+    choices=(FULL, SKIP),
     save_at=1,
     merge=Merge(at=1, order=[1, 0], rows=[RowSpan(one_run(64, 1000), 8, 2)]),
     taps=[(0, TappedToken("1/a/0", 8))],

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from rayspec.choices import choices_of
 from rayspec.config import SamplingParams
 from rayspec.decode.passes import Pass
 from rayspec.decode.stages import StageLostError
@@ -161,8 +162,8 @@ def test_requests_come_late_and_are_aborted_in_flight() -> None:
 @pytest.mark.parametrize("skipped", [1, 2])
 def test_a_stage_with_nothing_to_do_in_a_draft_is_passed_by(skipped: int) -> None:
     known, spans = known_cases(), cut(4)
-    keep = tuple(not spans[skipped][0] <= index < spans[skipped][1] for index in range(NUM_SUBLAYERS))
-    plan = Plan(keep=keep, num_draft_tokens=4, source="test")
+    choices = choices_of([not spans[skipped][0] <= index < spans[skipped][1] for index in range(NUM_SUBLAYERS)])
+    plan = Plan(choices=choices, num_draft_tokens=4, source="test")
 
     class One(TravellingPlans):
         def plan(self, state: Any) -> Plan:
@@ -170,8 +171,8 @@ def test_a_stage_with_nothing_to_do_in_a_draft_is_passed_by(skipped: int) -> Non
 
     with loop_engine(checkpoint("llama"), 4, One(0, NUM_SUBLAYERS)) as run:
         assert tokens_of(complete(run.engine, known.prompts)) == known.expected
-        drafts = [len([p for p in run.passes_seen(stage) if p.keep is not None]) for stage in range(4)]
-        verifies = [len([p for p in run.passes_seen(stage) if p.keep is None]) for stage in range(4)]
+        drafts = [len([p for p in run.passes_seen(stage) if p.choices is not None]) for stage in range(4)]
+        verifies = [len([p for p in run.passes_seen(stage) if p.choices is None]) for stage in range(4)]
     assert drafts[skipped] == 0
     assert drafts[3] == drafts[3 - skipped] > 0
     assert verifies[1] == verifies[2] == verifies[3] > 0
@@ -181,8 +182,8 @@ def test_the_next_stage_is_the_next_with_something_to_do() -> None:
     spans = ((0, 2), (2, 4), (4, 6), (6, 8))
 
     def onward(stage: int, *kept: int) -> int:
-        keep = tuple(index in kept for index in range(8)) if kept else None
-        return Placed(stage, spans).next_stage(Pass(round_id=1, token_ids=(), rows=(), keep=keep))
+        choices = choices_of([index in kept for index in range(8)]) if kept else None
+        return Placed(stage, spans).next_stage(Pass(round_id=1, token_ids=(), rows=(), choices=choices))
 
     assert [onward(0), onward(1), onward(2)] == [1, 2, 3]
     assert onward(0, 0, 4) == 2
@@ -208,9 +209,9 @@ def _run_out_of_memory(run: LoopEngine, stage: int, wanted: Any, count: int = 1)
 
 
 OUT_OF_MEMORY = {
-    "prefill": lambda work: work.keep is None and len(work.rows) > 0 and work.rows[0].context == 0,
-    "draft": lambda work: work.keep is not None,
-    "verify": lambda work: work.keep is None and work.fixed_shape is not False and work.rows[0].context > 0,
+    "prefill": lambda work: work.choices is None and len(work.rows) > 0 and work.rows[0].context == 0,
+    "draft": lambda work: work.choices is not None,
+    "verify": lambda work: work.choices is None and work.fixed_shape is not False and work.rows[0].context > 0,
 }
 
 

@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rayspec.choices import choices_of
 from rayspec.config import EngineConfig
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.attention import pack
@@ -183,13 +184,13 @@ def _logits(parts: Decomposition) -> tuple[Tensor, Tensor]:
     """Of a prefill of 10 tokens by all sublayers, 3 drafted rows by some of them, and a verify of 3 rows."""
     arena = KVArena(parts.shapes, 20, dtype=parts.dtype, device=CPU)
     tokens = torch.tensor(ragged_prompts([16], seed=3)[0])
-    keep = [index not in {1, 4, 7} for index in range(len(parts.sublayers))]
+    skipping = choices_of([index not in {1, 4, 7} for index in range(len(parts.sublayers))])
     logits, hiddens = [], []
-    for start, end, kept in ((0, 10, None), (10, 11, keep), (11, 12, keep), (12, 13, keep), (13, 16, None)):
+    for start, end, choices in ((0, 10, None), *((at, at + 1, skipping) for at in (10, 11, 12)), (13, 16, None)):
         rows = pack(arena, [RowSpan(one_run(0, 1000), start, end - start)], device=CPU)
         hidden = parts.embed(tokens[start:end])
         parts.rotate(hidden, rows)
-        hiddens.append(run(parts.sublayers, hidden, rows, keep=kept))
+        hiddens.append(run(parts.sublayers, hidden, rows, choices=choices))
         logits.append(parts.head(hiddens[-1]))
     return torch.cat(logits).float(), torch.cat(hiddens, 1).contiguous()
 

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rayspec.choices import FULL, SKIP, choices_of
 from rayspec.planning.acceptance import _draft_s, best_choice, expected_tokens, shrink, worth_drafting
 from rayspec.planning.calibration import Calibration, Correction
 from rayspec.planning.latency import Curve, LatencyModel
@@ -58,15 +59,15 @@ def test_shrink() -> None:
         shrink(4, 3, 0.5)
 
 
-def loop_choice(keeps, acceptance, model, context, batch, max_draft_tokens, reuse_prefix):  # type: ignore[no-untyped-def]
+def loop_choice(patterns, acceptance, model, context, batch, max_draft_tokens, reuse_prefix):  # type: ignore[no-untyped-def]
     plain_tpt = 1 / model.decode_step_s(context=context, batch=batch)
     best = (plain_tpt * 1.02, None, 0)
-    for index, keep in enumerate(keeps):
-        if all(keep):
+    for index, choices in enumerate(patterns):
+        if SKIP not in choices:
             continue
-        prefix = keep.index(False) if reuse_prefix else 0
+        prefix = choices.index(SKIP) if reuse_prefix else 0
         for length in range(1, max_draft_tokens + 1):
-            seconds = length * model.draft_step_s(keep, context=context, batch=batch) + model.round_s
+            seconds = length * model.draft_step_s(choices, context=context, batch=batch) + model.round_s
             seconds += model.verify_s(
                 rows=batch * (length + 1), context=context, batch=batch, from_sublayer=prefix, leading_rows=batch
             )
@@ -80,10 +81,10 @@ def loop_choice(keeps, acceptance, model, context, batch, max_draft_tokens, reus
 def test_best_choice_equals_loops(seed: int, batch: int, reuse: bool, num_stages: int) -> None:
     rng = np.random.default_rng(seed)
     model = latency(rng, num_stages=num_stages)
-    keeps = [(True,) * NUM_SUBLAYERS, *(tuple((rng.random(NUM_SUBLAYERS) < 0.5).tolist()) for _ in range(5))]
+    patterns = [(FULL,) * NUM_SUBLAYERS, *(choices_of((rng.random(NUM_SUBLAYERS) < 0.5).tolist()) for _ in range(5))]
     acceptance = [1.0, *rng.uniform(0.3, 1.0, 5)]
-    choice = best_choice(keeps, acceptance, model, context=500, batch=batch, max_draft_tokens=6, reuse_prefix=reuse)
-    tpt, candidate, length = loop_choice(keeps, acceptance, model, 500, batch, 6, reuse)
+    choice = best_choice(patterns, acceptance, model, context=500, batch=batch, max_draft_tokens=6, reuse_prefix=reuse)
+    tpt, candidate, length = loop_choice(patterns, acceptance, model, 500, batch, 6, reuse)
     assert (choice.candidate, choice.num_draft_tokens) == (candidate, length)
     assert choice.tpt == pytest.approx(tpt)
     assert choice.predicted_gain >= 1
@@ -92,7 +93,8 @@ def test_best_choice_equals_loops(seed: int, batch: int, reuse: bool, num_stages
 @pytest.mark.parametrize("batch", few_of([1, 2, 8], [1, 2]))
 def test_the_longest_draft_of_a_batch_sets_the_number_of_steps(batch: int) -> None:
     model, rng = latency(np.random.default_rng(0)), np.random.default_rng(1)
-    keep, acceptance, rule, length = (True, False) * (NUM_SUBLAYERS // 2), 0.8, StopRule(detects=0.7, misfires=0.1), 12
+    choices, acceptance, length = (FULL, SKIP) * (NUM_SUBLAYERS // 2), 0.8, 12
+    rule = StopRule(detects=0.7, misfires=0.1)
     seconds, num_tokens = 0.0, 0
     for _ in range(4000):
         drafting, sound = np.ones(batch, bool), np.ones(batch, bool)
@@ -100,22 +102,22 @@ def test_the_longest_draft_of_a_batch_sets_the_number_of_steps(batch: int) -> No
         for _step in range(length):
             if not drafting.any():
                 break
-            seconds += model.draft_step_s(keep, context=500, batch=int(drafting.sum()))
+            seconds += model.draft_step_s(choices, context=500, batch=int(drafting.sum()))
             sound &= rng.random(batch) < acceptance
             num_tokens += int((sound & drafting).sum())
             drafting &= rng.random(batch) >= np.where(sound, rule.misfires, rule.detects)
     expected = expected_draft([acceptance], length, rule)
-    predicted = _draft_s(model, np.asarray([keep]), expected.num_drafted, 500, batch)[0, -1]
+    predicted = _draft_s(model, [choices], expected.num_drafted, 500, batch)[0, -1]
     assert predicted == pytest.approx(seconds / 4000, rel=0.05)
     assert batch * (1 + expected.num_accepted[0, -1]) == pytest.approx(num_tokens / 4000, rel=0.03)
 
 
 def test_no_draft_where_none_pays_or_none_is_left() -> None:
     model = latency(np.random.default_rng(0))
-    half = (True, False) * (NUM_SUBLAYERS // 2)
-    every = (True,) * NUM_SUBLAYERS
-    for keeps, acceptance in (([], []), ([every], [1.0]), ([half, every], [0.0, 1.0])):
-        choice = best_choice(keeps, acceptance, model, context=10, batch=1, max_draft_tokens=8)
+    half = (FULL, SKIP) * (NUM_SUBLAYERS // 2)
+    every = (FULL,) * NUM_SUBLAYERS
+    for patterns, acceptance in (([], []), ([every], [1.0]), ([half, every], [0.0, 1.0])):
+        choice = best_choice(patterns, acceptance, model, context=10, batch=1, max_draft_tokens=8)
         assert choice.candidate is None
         assert choice.num_draft_tokens == 0
         assert choice.tpt == choice.plain_tpt == pytest.approx(1 / model.decode_step_s(context=10, batch=1))

@@ -5,14 +5,16 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rayspec.choices import FULL, SKIP, Choice
 from rayspec.decode.profile import _grid
-from rayspec.planning.latency import Curve, LatencyModel, Measurement, StaleProfileError
+from rayspec.planning.latency import Curve, LatencyModel, Measurement, StaleProfileError, kind_of
 from rayspec.planning.least_squares import independent_columns, nonnegative_least_squares
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -191,30 +193,95 @@ def test_forwards_add_up() -> None:
     one = fitted.sublayers_s(rows=1, context=2000, batch=1)
     reused = fitted.verify_s(rows=3, context=2000, batch=1, from_sublayer=3, leading_rows=1)
     assert reused == pytest.approx(one[:3].sum() + every[3:].sum() + fitted.head_s(3) + fitted.overhead_s)
-    keep = [True, False] * 4
-    draft = fitted.draft_step_s(keep, context=2000, batch=1)
+    draft = fitted.draft_step_s((FULL, SKIP) * 4, context=2000, batch=1)
     assert draft == pytest.approx(one[::2].sum() + fitted.head_s(1) + fitted.overhead_s)
     assert fitted.decode_step_s(context=2000, batch=1) == pytest.approx(
-        fitted.draft_step_s([True] * 8, context=2000, batch=1) + fitted.round_s
+        fitted.draft_step_s((FULL,) * 8, context=2000, batch=1) + fitted.round_s
     )
+
+
+CHEAPER: dict[Choice, float] = {"int8": 0.6, "int4": 0.4, "window": 0.7, "int4+window": 0.3}
+
+
+def model_of_choices(device: str = "", **options: object) -> LatencyModel:
+    """Attention by each choice of `CHEAPER`, an MLP also by int4; by which each is faster by that factor."""
+    full = measure(device=device)
+    cheaper = [
+        replace(one, kind=kind_of(one.kind, choice), seconds=one.seconds * factor)
+        for one in full
+        for choice, factor in CHEAPER.items()
+        if one.kind == "attention" or (one.kind == "mlp" and choice == "int4")
+    ]
+    return LatencyModel.fit(full + cheaper, ["attention", "mlp"] * 2, **options)  # type: ignore[arg-type]
+
+
+def test_measurements_of_a_choice_have_its_name_but_for_full() -> None:
+    assert [kind_of("attention", choice) for choice in ("full", "int4", "int4+pages")] == [
+        "attention",
+        "attention int4",
+        "attention int4+pages",
+    ]
+
+
+@pytest.mark.parametrize("device", ["", "cuda:0"])
+def test_each_choice_has_its_curve(device: str) -> None:
+    fitted = model_of_choices(device)
+    cell: dict[str, Any] = {"rows": 2, "context": 5000, "batch": 1}
+    attention_s, mlp_s = fitted.sublayers_s(**cell)[:2]
+    for choice, factor in CHEAPER.items():
+        assert fitted.sublayer_s(2, **cell, choice=choice) == pytest.approx(factor * attention_s, rel=1e-3)
+    by_choice = fitted.sublayers_s(**cell, choices=("int4+window", "int4", "skip", "full"))
+    assert by_choice == pytest.approx([0.3 * attention_s, 0.4 * mlp_s, 0, mlp_s], rel=1e-3)
+    assert fitted.sublayer_s(0, **cell, choice="skip") == 0
+    assert not fitted.sublayers_s(rows=0, context=0, batch=1, choices=("int4",) * 4).any()
+    draft_s = fitted.draft_step_s(("int4+window", "int4", "skip", "full"), context=5000, batch=1)
+    one_row_s = fitted.sublayers_s(rows=1, context=5000, batch=1)
+    assert draft_s == pytest.approx(one_row_s @ (0.3, 0.4, 0, 1) + fitted.head_s(1), rel=1e-3)
+    with pytest.raises(ValueError):
+        fitted.sublayers_s(**cell, choices=("full",) * 3)
+
+
+def test_a_sublayer_has_the_choices_that_were_measured() -> None:
+    for fitted in (model_of_choices(), model_of_choices("cuda:0")):
+        assert fitted.choices_of(0) == ("full", "int8", "int4", "window", "int4+window", "skip")
+        assert fitted.choices_of(3) == ("full", "int4", "skip")
+    assert model().choices_of(0) == ("full", "skip")
+
+
+def test_curves_of_choices_are_saved_too(tmp_path: Path) -> None:
+    fitted = model_of_choices()
+    fitted.save(tmp_path / "p.json", KEY)
+    assert LatencyModel.load(tmp_path / "p.json", KEY).choices_of(0) == fitted.choices_of(0)
 
 
 def test_hops_bypass_stages_with_nothing_to_run() -> None:
     fitted = model(stages=[0, 0, 1, 1, 2, 2, 3, 3], hop_s=1.0)
-    assert fitted.hops_s([True] * 8) == 4
-    assert fitted.hops_s([True, True, False, False, True, True, True, True]) == 3
-    assert fitted.hops_s([False] * 8) == 2  # embedding to head, and the token back
-    assert model(hop_s=1.0).hops_s([True] * 8) == 0
+    assert fitted.hops_s((FULL,) * 8) == 4
+    assert fitted.hops_s((FULL, FULL, SKIP, SKIP, FULL, FULL, FULL, FULL)) == 3
+    assert fitted.hops_s((FULL, FULL, SKIP, "int4", FULL, FULL, FULL, FULL)) == 4, "a cheaper way is a visit too"
+    assert fitted.hops_s((SKIP,) * 8) == 2  # embedding to head, and the token back
+    assert model(hop_s=1.0).hops_s((FULL,) * 8) == 0
     waking = replace(fitted, wake_s=0.5)
-    assert waking.hops_s([True] * 8) == 6
-    assert waking.hops_s([True, True, False, False, True, True, True, True]) == 4.5
+    assert waking.hops_s((FULL,) * 8) == 6
+    assert waking.hops_s((FULL, FULL, SKIP, SKIP, FULL, FULL, FULL, FULL)) == 4.5
 
 
 def test_transfers_are_paid_by_whoever_runs() -> None:
     fitted = model(transfer_s=[0.0] * 7 + [1.0])
-    assert fitted.draft_step_s([True] * 7 + [False], context=100, batch=1) < 1
+    assert fitted.draft_step_s((FULL,) * 7 + (SKIP,), context=100, batch=1) < 1
     assert fitted.verify_s(rows=4, context=100, batch=1) > 1
     assert fitted.verify_s(rows=4, context=100, batch=1, from_sublayer=8) < 1
+
+
+def test_only_the_full_weights_are_transferred() -> None:
+    """A copy with fewer bits is on the device already."""
+    fitted = model_of_choices(transfer_s=[1.0] * 4)
+    cell: dict[str, Any] = {"rows": 1, "context": 100, "batch": 1}
+    is_paid = {choice: fitted.sublayer_s(0, **cell, choice=choice) > 1 for choice in fitted.choices_of(0)}
+    assert is_paid == {"full": True, "int8": False, "int4": False, "window": True, "int4+window": False, "skip": False}
+    seconds = fitted.sublayers_s(**cell, choices=("window", "full", "int4", "skip"))
+    assert (seconds > 1).tolist() == [True, True, False, False]
+    assert seconds[3] == 0
 
 
 def test_devices_have_their_own_curves() -> None:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from rayspec.choices import FULL, SKIP, Choices
 from rayspec.planning.latency import Curve, LatencyModel
 from rayspec.planning.pass_costs import PassCost, PassCosts
 
@@ -20,7 +21,7 @@ THREE_STAGES = LatencyModel(
     stages=(0, 0, 1, 1, 2, 2),
     transfer_s=(0, 0, 0, 3.0, 0, 0),
 )
-ALL = (True,) * 6
+ALL = (FULL,) * 6
 
 
 def seconds(cost: PassCost, context: float) -> float:
@@ -28,14 +29,12 @@ def seconds(cost: PassCost, context: float) -> float:
 
 
 @pytest.mark.parametrize("context", [0, 100, 5000])
-@pytest.mark.parametrize(
-    "keep", [ALL, (True, True, False, False, True, False), (False, False, True, False, False, False)]
-)
-def test_on_one_stage_passes_take_what_the_latency_model_says(keep: tuple[bool, ...], context: int) -> None:
+@pytest.mark.parametrize("choices", [ALL, (FULL, FULL, SKIP, SKIP, FULL, SKIP), (SKIP, SKIP, FULL, SKIP, SKIP, SKIP)])
+def test_on_one_stage_passes_take_what_the_latency_model_says(choices: Choices, context: int) -> None:
     model = replace(THREE_STAGES, stages=(0,) * 6)
     costs = PassCosts(model)
-    drafted = costs.draft(keep, rows=4)
-    assert seconds(drafted, context) == pytest.approx(model.draft_step_s(keep, context=context, batch=4))
+    drafted = costs.draft(choices, rows=4)
+    assert seconds(drafted, context) == pytest.approx(model.draft_step_s(choices, context=context, batch=4))
     verified = costs.verify(rows=12, batch=4, prefix=3)
     expected = model.verify_s(rows=12, context=context, batch=4, from_sublayer=3, leading_rows=4)
     assert seconds(verified, context) == pytest.approx(expected)
@@ -54,8 +53,8 @@ def test_every_stage_that_is_visited_has_the_overhead_and_the_last_the_head() ->
 
 def test_a_stage_with_nothing_kept_is_passed_over_but_for_the_first_and_the_last() -> None:
     costs = PassCosts(THREE_STAGES)
-    assert costs.draft((True, True, False, False, True, True), rows=1).stages == (0, 2)
-    nothing = costs.draft((False, False, False, True, False, False), rows=1)
+    assert costs.draft((FULL, FULL, SKIP, SKIP, FULL, FULL), rows=1).stages == (0, 2)
+    nothing = costs.draft((SKIP, SKIP, SKIP, FULL, SKIP, SKIP), rows=1)
     assert nothing.stages == (0, 1, 2)
     assert nothing.base_s == pytest.approx((0.25, 8.25, 0.75))
 
@@ -63,7 +62,7 @@ def test_a_stage_with_nothing_kept_is_passed_over_but_for_the_first_and_the_last
 def test_a_shape_is_worked_out_once() -> None:
     costs = PassCosts(THREE_STAGES)
     assert costs.draft(ALL, rows=2) is costs.draft(ALL, rows=2)
-    assert costs.draft(ALL, rows=2) is not costs.draft((*ALL[:5], False), rows=2)
+    assert costs.draft(ALL, rows=2) is not costs.draft((*ALL[:5], SKIP), rows=2)
     assert costs.verify(rows=2, batch=2) is not costs.verify(rows=2, batch=1)
     assert costs.verify(rows=2, batch=2) is not costs.prefill(rows=2, batch=2, num_sampled=0)
 

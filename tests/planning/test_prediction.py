@@ -4,10 +4,11 @@ from functools import partial
 
 import pytest
 
+from rayspec.choices import FULL, SKIP
 from rayspec.planning.latency import Curve, LatencyModel
 from rayspec.planning.prediction import (
+    best_length,
     cost_if_all_accepted,
-    draft_choice,
     draft_cost,
     needed_acceptance,
     needed_cost,
@@ -31,9 +32,9 @@ GAINS = {  # worked out apart from S = (1 - a^(g+1)) / (1 - a) / (g c + 1), c = 
 @pytest.mark.parametrize("skipped", GAINS)
 def test_the_best_gain_for_a_cost_and_its_length(skipped: float) -> None:
     for acceptance, (gain, length) in zip(ACCEPTANCES, GAINS[skipped], strict=True):
-        choice = draft_choice(relative_latency(1 - skipped), (True, False), acceptance, context=0, max_draft_tokens=18)
-        assert choice.predicted_gain == pytest.approx(gain, abs=0.01)
-        assert choice.num_draft_tokens == length
+        decision = best_length(relative_latency(1 - skipped), (FULL, SKIP), acceptance, context=0, max_draft_tokens=18)
+        assert decision.predicted_gain == pytest.approx(gain, abs=0.01)
+        assert decision.num_draft_tokens == length
 
 
 def test_a_loss_is_told_too() -> None:
@@ -44,21 +45,21 @@ def test_a_verify_runs_every_sublayer_on_every_row() -> None:
     """Also those that the draft has run, as the papers' code does: here a row takes 1, half of it in each sublayer."""
     curves = {"half": Curve(rows=(1,), base_s=(0.5,)), "head": Curve(rows=(1,), base_s=(0.0,))}
     latency = LatencyModel(sublayers=("half", "half"), curves=curves, head="head", stages=(0, 0), transfer_s=(0.0, 0.0))
-    choice = draft_choice(latency, (True, False), 0.5, context=0, max_draft_tokens=1)
-    assert choice.predicted_gain == pytest.approx(1.5 / (0.5 + 2.0))
+    decision = best_length(latency, (FULL, SKIP), 0.5, context=0, max_draft_tokens=1)
+    assert decision.predicted_gain == pytest.approx(1.5 / (0.5 + 2.0))
 
 
 def test_only_the_cost_matters_while_a_verify_costs_a_plain_step() -> None:
     """So a need can be solved for without the latency model."""
     shape, context = SHAPES["Llama-3.1-8B"], 12_800
-    keep = (True, True, False, False) * (shape.num_layers // 2)
+    choices = (FULL, FULL, SKIP, SKIP) * (shape.num_layers // 2)
     for latency in (
         ideal_latency(shape, ACCELERATORS["H100"]),
         reference_latency(shape, ACCELERATORS["A100"], context=context),
     ):
-        cost = draft_cost(latency, keep, context=context)
-        choice = draft_choice(latency, keep, 0.9, context=context, max_draft_tokens=18)
-        assert choice.predicted_gain == pytest.approx(relative_gain(cost, 0.9, max_draft_tokens=18))
+        cost = draft_cost(latency, choices, context=context)
+        decision = best_length(latency, choices, 0.9, context=context, max_draft_tokens=18)
+        assert decision.predicted_gain == pytest.approx(relative_gain(cost, 0.9, max_draft_tokens=18))
         assert 0.5 < cost < 0.6  # half of the layers, and the head
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from rayspec.choices import SKIP
 from rayspec.ops.gpus import KNOWN_GPUS
 from rayspec.planning.roofline import ACCELERATORS, SHAPES, ideal_latency, reference_latency
 
@@ -92,7 +93,7 @@ def test_the_reference_path_makes_attention_the_heavy_one() -> None:
 def test_every_forward_of_the_reference_path_copies_the_cache_of_all_layers() -> None:
     """Also one that runs none of them: 320 KiB a token of a 70B model, read and written."""
     shape = SHAPES["Llama-3.1-70B"]
-    nothing = (False,) * 2 * shape.num_layers
+    nothing = (SKIP,) * 2 * shape.num_layers
     ideal, reference = ideal_latency(shape, H200), reference_latency(shape, H200, context=10_000)
     more_s = reference.draft_step_s(nothing, context=10_000, batch=1) - ideal.draft_step_s(
         nothing, context=10_000, batch=1

@@ -4,13 +4,14 @@ import random
 
 import pytest
 
+from rayspec.choices import FULL, SKIP
 from rayspec.planning.round_costs import RecentMean, RecentRate, RoundCosts, RoundShape
 from tests.planning.test_latency import model
 
 PLAIN = RoundShape(rows=4, context=1024, batch=4)
 LOOKED_UP = RoundShape(rows=20, context=1024, batch=4)
 DRAFTED = RoundShape(
-    keep=(True, False) * 4, num_draft_steps=3, num_drafting=4, rows=16, context=1024, batch=4
+    choices=(FULL, SKIP) * 4, num_draft_steps=3, num_drafting=4, rows=16, context=1024, batch=4
 )  # fmt: skip
 
 
@@ -18,7 +19,7 @@ def test_before_anything_was_seen_the_latency_model_counts() -> None:
     latency = model()
     costs = RoundCosts(latency)
     assert costs.seconds(PLAIN) == pytest.approx(latency.decode_step_s(context=1024, batch=4))
-    step_s = latency.draft_step_s(DRAFTED.keep, context=1024, batch=4)
+    step_s = latency.draft_step_s(DRAFTED.choices, context=1024, batch=4)
     verify_s = latency.verify_s(rows=16, context=1024, batch=4)
     assert costs.seconds(DRAFTED) == pytest.approx(3 * step_s + verify_s + latency.round_s)
 
@@ -26,7 +27,7 @@ def test_before_anything_was_seen_the_latency_model_counts() -> None:
 def test_what_it_is_off_by_is_learned_for_each_kind_of_round() -> None:
     latency, rng = model(), random.Random(0)
     costs = RoundCosts(latency)
-    step_s = latency.draft_step_s(DRAFTED.keep, context=1024, batch=4)
+    step_s = latency.draft_step_s(DRAFTED.choices, context=1024, batch=4)
     for _ in range(200):
         for shape, factor in ((PLAIN, 1.5), (LOOKED_UP, 3.0), (DRAFTED, 0.7)):
             noise = rng.lognormvariate(0, 0.1)

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
+from rayspec.choices import FULL, choices_of
 from rayspec.planning.acceptance import best_choice, expected_tokens
 from rayspec.planning.latency import Curve, LatencyModel
 from rayspec.planning.roofline import ACCELERATORS, SHAPES, ideal_latency
 from rayspec.planning.simulate import Drafting, Simulated, Workload, simulate
 
 NUM_LAYERS = 8
-KEEP = tuple(layer % 2 == 0 for layer in range(NUM_LAYERS) for _ in range(2))
+CHOICES = choices_of([layer % 2 == 0 for layer in range(NUM_LAYERS) for _ in range(2)])
 
 
 def latency(num_stages: int, **changes: Any) -> LatencyModel:
@@ -37,7 +38,7 @@ def decoded(model: LatencyModel, *, concurrency: int = 1, num_rounds: int = 60, 
 
 
 def drafting(length: int = 3, acceptance: float = 0.9) -> Drafting:
-    return Drafting(keep=KEEP, num_draft_tokens=length, acceptance=acceptance)
+    return Drafting(choices=CHOICES, num_draft_tokens=length, acceptance=acceptance)
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
@@ -56,7 +57,7 @@ def test_drafts_commit_as_many_tokens_and_take_as_long_as_the_formulas_say(num_s
     model = replace(latency(num_stages, hop_s=1e-3, round_s=1e-3), curves=latency(1).curves)
     found = decoded(model, num_rounds=4000, drafting=drafting())
     assert found.tokens_per_round == pytest.approx(float(expected_tokens(0.9, 3)), rel=0.02)
-    step_s = model.draft_step_s(KEEP, context=3000, batch=1)
+    step_s = model.draft_step_s(CHOICES, context=3000, batch=1)
     verify_s = model.verify_s(rows=4, context=3000, batch=1, from_sublayer=2, leading_rows=1)
     assert found.round_s == pytest.approx(3 * step_s + verify_s + 1e-3, rel=0.01)
 
@@ -64,7 +65,7 @@ def test_drafts_commit_as_many_tokens_and_take_as_long_as_the_formulas_say(num_s
 def test_the_simulator_and_the_choice_of_a_draft_length_agree() -> None:
     curve = Curve(rows=(1, 8, 16), base_s=(1e-3, 1e-3, 2e-3))
     model = latency(1, overhead_s=1e-3, curves=dict.fromkeys(("attention", "mlp", "head"), curve))
-    choice = best_choice([KEEP], [0.9], model, context=1000, batch=1, max_draft_tokens=8)
+    choice = best_choice([CHOICES], [0.9], model, context=1000, batch=1, max_draft_tokens=8)
     rates = {
         length: decoded(model, num_rounds=3000, drafting=drafting(length)).tokens_per_s
         for length in (1, choice.num_draft_tokens, 8)
@@ -132,7 +133,7 @@ def test_a_verify_runs_all_drafted_rows() -> None:
     model = replace(model, curves={name: replace(curve, kv_s=0.0) for name, curve in model.curves.items()})
     found = decoded(model, concurrency=2, drafting=drafting(7, acceptance=0.0))
     verify_s = model.verify_s(rows=16, context=0, batch=2, from_sublayer=2, leading_rows=2)
-    assert found.round_s == pytest.approx(7 * model.draft_step_s(KEEP, context=0, batch=2) + verify_s)
+    assert found.round_s == pytest.approx(7 * model.draft_step_s(CHOICES, context=0, batch=2) + verify_s)
 
 
 def test_a_draft_is_no_longer_than_what_is_left_to_answer() -> None:
@@ -159,7 +160,7 @@ def test_the_same_seed_is_the_same_run() -> None:
     ("change", "message"),
     [
         ({"cohorts": 0}, "cohorts is 0"),
-        ({"drafting": Drafting(keep=(True,), num_draft_tokens=1, acceptance=0.5)}, "1 entries for 16"),
+        ({"drafting": Drafting(choices=(FULL,), num_draft_tokens=1, acceptance=0.5)}, "1 entries for 16"),
         ({"num_tokens": None}, "say how many tokens"),
     ],
 )
@@ -177,7 +178,7 @@ def test_what_cannot_be_is_refused(change: dict[str, Any], message: str) -> None
 # What follows holds the simulator against tables computed apart from it: 70B in bfloat16 on H200, 16K, drafts that
 # leave out half of the layers, acceptance .90, hops of 200 us. They cut the model, its head included, into equal parts.
 LLAMA_70B = ideal_latency(SHAPES["Llama-3.1-70B"], ACCELERATORS["H200"])
-HALF = tuple(layer % 2 == 0 for layer in range(80) for _ in range(2))
+HALF = choices_of([layer % 2 == 0 for layer in range(80) for _ in range(2)])
 
 
 def equal_cut(num_stages: int, hop_s: float) -> LatencyModel:
@@ -193,7 +194,7 @@ def equal_cut(num_stages: int, hop_s: float) -> LatencyModel:
 
 
 def rate(num_stages: int, cohorts: int, length: int = 0, num_rounds: int = 150, hop_s: float = 200e-6) -> float:
-    draft = Drafting(keep=HALF, num_draft_tokens=length, acceptance=0.9) if length else None
+    draft = Drafting(choices=HALF, num_draft_tokens=length, acceptance=0.9) if length else None
     work = Workload(prompt_tokens=16384, output_tokens=None, concurrency=cohorts)
     num_tokens = num_rounds * cohorts * (3 if length else 1)
     found = simulate(equal_cut(num_stages, hop_s), work, cohorts=cohorts, drafting=draft, num_tokens=num_tokens)

@@ -332,7 +332,7 @@ class TestWhatOperatorsSee:
         assert (demo.kv_used_tokens, demo.kv_total_tokens) == (0, 16384)
         endpoint.wait_until(lambda: endpoint.status()["tokens_per_s"] > 1, 5)
         if demo.plan is not None:
-            assert len(demo.plan.keep) == 32
+            assert len(demo.plan.choices) == 32
 
     def test_metrics(self, endpoint: Endpoint) -> None:
         response = endpoint.http.get("/metrics")

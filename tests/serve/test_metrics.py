@@ -15,6 +15,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from rayspec import SamplingParams
+from rayspec.choices import FULL, SKIP, Choices
 from rayspec.command.loading import load_llm
 from rayspec.command.settings import make_settings
 from rayspec.pipeline.ray_stages import StageUse
@@ -87,12 +88,12 @@ def output(
     )
 
 
-def record_of(keep: tuple[bool, ...], *, num_tokens: int, sequence_s: float) -> PlanRecord:
+def record_of(choices: Choices, *, num_tokens: int, sequence_s: float) -> PlanRecord:
     return PlanRecord(
         elapsed_s=1.0,
         context=100,
         batch=1,
-        plan=Plan(keep=keep, num_draft_tokens=5, source="knapspec"),
+        plan=Plan(choices=choices, num_draft_tokens=5, source="knapspec"),
         reason="first",
         estimated_acceptance=0.75,
         predicted_tpt=40.0,
@@ -289,8 +290,8 @@ def test_accepted_lengths_become_drafts_and_positions() -> None:
 
 def test_load_plan_and_stages_are_gauges() -> None:
     recording = Recording()
-    stats = EngineStats(plans=[record_of((True, False) * 4, num_tokens=0, sequence_s=0.0)])
-    stats.plans.append(record_of((False, True, True, True, True, False, False, False), num_tokens=30, sequence_s=2.0))
+    stats = EngineStats(plans=[record_of((FULL, SKIP) * 4, num_tokens=0, sequence_s=0.0)])
+    stats.plans.append(record_of((SKIP, FULL, FULL, FULL, FULL, SKIP, SKIP, SKIP), num_tokens=30, sequence_s=2.0))
     load = EngineLoad(num_running=3, num_waiting=4, kv_used_tokens=16, kv_total_tokens=64)
     stages = [StageUse(name="stage-0", busy_s=1.0, elapsed_s=4.0, num_passes=9)]
     EngineMetrics(recording).update(stats, load, stages)
@@ -311,8 +312,8 @@ def test_load_plan_and_stages_are_gauges() -> None:
 
 def test_attention_and_mlp_are_told_apart_and_a_plan_not_used_has_no_speed() -> None:
     recording = Recording()
-    keep = (False, True, False, True, True, True, True, True)
-    EngineMetrics(recording).update(EngineStats(plans=[record_of(keep, num_tokens=0, sequence_s=0.0)]), IDLE)
+    choices: Choices = ("skip", "int4", "skip", "full", "full", "full", "pages", "full")
+    EngineMetrics(recording).update(EngineStats(plans=[record_of(choices, num_tokens=0, sequence_s=0.0)]), IDLE)
     assert recording.gauges["plan_skipped_share", "attention"] == 0.5
     assert recording.gauges["plan_skipped_share", "mlp"] == 0.0
     assert recording.gauges["plan_measured_tokens_per_second", ""] == 0.0

@@ -28,6 +28,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
 from rayspec import LLM, SamplingParams
+from rayspec.choices import Choices, choices_of
 from rayspec.demo import sample_documents
 
 WEB = Path(__file__).parents[2] / "rayspec" / "serve" / "web"
@@ -102,12 +103,12 @@ class Page:
     def num_pieces(self) -> int:
         return int(self.driver.execute_script("return document.getElementById('summary').childNodes.length"))
 
-    def cells(self) -> list[bool]:
-        """Whether each sublayer is kept, in the model's order; of a map of one band."""
+    def cells(self) -> list[str]:
+        """The choice in each sublayer's tooltip, in the model's order; of a map of one band."""
         script = """return arguments[0].map(
-          (kind) => Array.from(document.querySelectorAll(`.band i.${kind}`), (cell) => cell.matches(".kept")));"""
-        kept = self.driver.execute_script(script, KINDS)
-        return [flag for layer in zip(*kept, strict=True) for flag in layer]
+          (kind) => Array.from(document.querySelectorAll(`.band i.${kind}`), (cell) => cell.title.split(": ")[1]));"""
+        choices = self.driver.execute_script(script, KINDS)
+        return [choice for layer in zip(*choices, strict=True) for choice in layer]
 
     def console_errors(self) -> list[str]:
         return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] == "SEVERE"]
@@ -210,15 +211,15 @@ class Troubled:
         self.num_asked[what] = self.num_asked.get(what, 0) + 1
 
 
-def plan_of(keep: list[bool], num_draft_tokens: int) -> dict[str, Any]:
-    return {"keep": keep, "num_draft_tokens": num_draft_tokens, "source": "knapspec", "reason": "first"}
+def plan_of(choices: Choices, num_draft_tokens: int) -> dict[str, Any]:
+    return {"choices": choices, "num_draft_tokens": num_draft_tokens, "source": "knapspec", "reason": "first"}
 
 
 PLANS: dict[str, dict[str, Any] | None] = {
     "without": None,
-    "small": plan_of([True, False, True, True, False, False, True, True], 4),
-    "plain": plan_of([True] * 8, 0),
-    "large": plan_of([index % 3 != 0 for index in range(160)], 6),
+    "small": plan_of(("full", "skip", "int4", "full", "skip", "skip", "full", "int4+pages"), 4),
+    "plain": plan_of(("full",) * 8, 0),
+    "large": plan_of(choices_of([index % 3 != 0 for index in range(160)]), 6),
 }
 
 
@@ -226,7 +227,7 @@ def status_of(name: str, plan: dict[str, Any] | None) -> dict[str, Any]:
     rates = {"tokens_per_s": 12.34, "acceptance_rate": 0.876, "mean_accepted_length": 3.456} if plan else {}
     return {
         "model": name,
-        "num_sublayers": len(plan["keep"]) if plan else 8,
+        "num_sublayers": len(plan["choices"]) if plan else 8,
         "num_running": 1,
         "num_waiting": 2,
         "kv_used_tokens": 50,
@@ -355,12 +356,18 @@ def test_stop_ends_the_request_and_keeps_the_focus(troubled: Troubled, page: Pag
 
 
 @pytest.mark.usefixtures("troubled")
-def test_the_skip_map_shows_the_plan_of_the_chosen_model(page: Page) -> None:
+def test_the_choice_map_shows_the_plan_of_the_chosen_model(page: Page) -> None:
     page.choose("small")
-    page.until(lambda: page.text("plan") == "5 of 8 sublayers draft up to 4 tokens")
-    assert page.cells() == PLANS["small"]["keep"]
+    page.until(lambda: page.text("plan") == "drafts run 3 full, 3 skip, 1 int4, 1 int4+pages sublayers, up to 4 tokens")
+    assert page.cells() == list(PLANS["small"]["choices"])
+    drawn = [len(page.find(f"#skip-map i.{state}")) for state in ("kept", "cheap", "skipped", "unknown")]
+    assert drawn == [3, 2, 3, 0]
     label = page.find("#skip-map")[0].get_attribute("aria-label")
-    assert label == "The draft keeps attention of layers 0 to 1, 3, and MLP of layers 1, 3; it skips the others."
+    assert label == (
+        "How the draft runs sublayers. full: attention of layers 0, 3, MLP of layers 1; "
+        "skip: attention of layers 2, MLP of layers 0, 2; int4: attention of layers 1, MLP of layers none; "
+        "int4+pages: attention of layers none, MLP of layers 3."
+    )
     assert [page.text(name) for name in ("acceptance", "accepted-length", "tokens-per-s")] == ["88%", "3.46", "12.3"]
     assert page.text("load") == "1 running, 2 waiting, KV cache 25% used"
     assert page.text("gate") == "Gate: drafting: measured x1.50"
@@ -373,7 +380,7 @@ def test_the_skip_map_shows_the_plan_of_the_chosen_model(page: Page) -> None:
     page.choose("large")
     page.until(lambda: len(page.find("#skip-map i")) == 160)
     assert len(page.find("#skip-map .band")) == 4
-    assert len(page.find("#skip-map i.kept")) == sum(PLANS["large"]["keep"])
+    assert len(page.find("#skip-map i.kept")) == PLANS["large"]["choices"].count("full")
 
 
 def test_the_status_is_asked_for_only_while_someone_looks(troubled: Troubled, page: Page) -> None:
@@ -537,7 +544,7 @@ def test_a_summary_streams_in(endpoint: str, unlocked: Page) -> None:
     assert page.hosts_asked() == {"127.0.0.1"}
     now = status(endpoint)
     assert now["plan"] is not None
-    page.until(lambda: page.cells() == status(endpoint)["plan"]["keep"])
+    page.until(lambda: page.cells() == status(endpoint)["plan"]["choices"])
     assert len(page.find("#skip-map i")) == now["num_sublayers"]
     page.until(lambda: page.text("gate") == f"Gate: {status(endpoint)['gate_reason']}")
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from rayspec.choices import FULL, SKIP
 from rayspec.config import SpeculationOptions
 from rayspec.decode.questions import Steadiness, Steady
 from rayspec.planning.stopping import DraftWhileSure
@@ -19,10 +20,10 @@ def _asd(**options: Any) -> ASD:
 
 def test_only_attention_above_the_threshold_is_left_out() -> None:
     is_attention = [True, False] * 4
-    assert without_steady_attention(is_attention, COSINES, 0.95) == (False, True, False, True, True, True, False, True)
-    assert without_steady_attention(is_attention, COSINES, 0.97) == (False, *(True,) * 7), "a threshold is not above"
-    assert without_steady_attention(is_attention, COSINES, -1.0) == (False, True) * 4
-    assert all(without_steady_attention(is_attention, COSINES, 1.0))
+    assert without_steady_attention(is_attention, COSINES, 0.95) == (SKIP, FULL, SKIP, FULL, FULL, FULL, SKIP, FULL)
+    assert without_steady_attention(is_attention, COSINES, 0.97) == (SKIP, *(FULL,) * 7), "a threshold is not above"
+    assert without_steady_attention(is_attention, COSINES, -1.0) == (SKIP, FULL) * 4
+    assert without_steady_attention(is_attention, COSINES, 1.0) == (FULL,) * 8
 
 
 def test_it_drafts_by_the_newest_cosines_and_looks_again() -> None:
@@ -32,14 +33,14 @@ def test_it_drafts_by_the_newest_cosines_and_looks_again() -> None:
     (record,) = turns(asd, asker, 6)
     assert asker.asked == [Steadiness(num_tokens=3)]
     plan = asd.plan(state())
-    assert [index for index, keep in enumerate(plan.keep) if not keep] == [0, 2, 6]
+    assert [index for index, choice in enumerate(plan.choices) if choice == SKIP] == [0, 2, 6]
     assert (plan.num_draft_tokens, plan.source) == (10, "asd")
     assert (record.plan, record.optimise_s) == (plan, 0.5)
     assert turns(asd, asker, 20) == [], "the same again is no news"
     assert asd.plan(state()) is plan
     cosines[4] = 0.99
     assert len(turns(asd, asker, 25)) == 1
-    assert [index for index, keep in enumerate(asd.plan(state()).keep) if not keep] == [0, 2, 4, 6]
+    assert [index for index, choice in enumerate(asd.plan(state()).choices) if choice == SKIP] == [0, 2, 4, 6]
 
 
 def test_where_all_attention_matters_it_does_not_draft() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from rayspec.choices import FULL, SKIP
 from rayspec.config import SpeculationOptions
 from rayspec.decode.questions import Answer, Found, FoundDraft, LayerKnapsack, Question
 from rayspec.planning.stopping import DraftWhileSure
@@ -36,7 +37,7 @@ def test_the_newest_token_is_asked_and_the_draft_that_skips_most_is_taken() -> N
     (record,) = turns(clasp, asker, 5)
     assert asker.asked == [LayerKnapsack(num_tokens=1, num_skipped=4)]
     plan = clasp.plan(state())
-    assert plan.keep == (False,) * 8 + (True,) * 4
+    assert plan.choices == (SKIP,) * 8 + (FULL,) * 4
     assert (plan.num_draft_tokens, plan.source) == (10, "clasp")
     assert record.plan is plan
     assert record.optimise_s == 0.25

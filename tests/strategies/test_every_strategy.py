@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 import pytest
 
+from rayspec.choices import choices_of
 from rayspec.config import EngineConfig, LayerSkipOptions, SamplingParams, SpeculationOptions, Strategy
 from rayspec.decode.rounds import RoundResult
 from rayspec.decode.selection.base import BatchState, Selector, lookup_plan, static_plan
@@ -184,7 +185,7 @@ def test_ar_takes_a_round_for_every_token() -> None:
 
 def test_static_leaves_out_what_it_is_told_to_in_every_round() -> None:
     rounds = rounds_of("static")
-    assert {plan.keep for plan, _ in rounds} == {tuple(index != 2 for index in range(NUM_SUBLAYERS))}
+    assert {plan.choices for plan, _ in rounds} == {choices_of([index != 2 for index in range(NUM_SUBLAYERS)])}
     assert max(result.num_draft_steps for _, result in rounds) == MAX_DRAFT_TOKENS
 
 

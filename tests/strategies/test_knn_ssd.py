@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rayspec.choices import SKIP
 from rayspec.config import EngineConfig, KnnSSDOptions, SamplingParams, SpeculationOptions
 from rayspec.decode.questions import Answer, Feature, Features, Question
 from rayspec.planning.stopping import DraftWhileSure
@@ -75,7 +76,7 @@ def _round(
     drafts = result([length] * len(names), [length] * len(names))
     knn.observe(here, plan, drafts, (1 + length) * len(names), seconds(plan))
     record = knn.improve(here, texts)
-    return [index for index, kept in enumerate(plan.keep) if not kept], tapped, record
+    return [index for index, choice in enumerate(plan.choices) if choice == SKIP], tapped, record
 
 
 @pytest.mark.parametrize(
@@ -198,7 +199,10 @@ def test_each_domain_has_a_gate_of_its_own() -> None:
     """Rounds by the plan for code take too long; those by the plan for law make six tokens in the time of one."""
     knn, texts = _knn(LAW, CODE, gate=True), _Texts({"a": NEAR_LAW, "b": NEAR_CODE})
     rounds = [
-        [_round(knn, texts, name, seconds=lambda plan: 0.9 if plan.keep == CODE.keep(8) else 0.1)[0] for name in "ab"]
+        [
+            _round(knn, texts, name, seconds=lambda plan: 0.9 if plan.choices == CODE.choices else 0.1)[0]
+            for name in "ab"
+        ]
         for _ in range(60)
     ]
     law, code = zip(*rounds, strict=True)

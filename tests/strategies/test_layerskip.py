@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from rayspec.choices import FULL, SKIP
 from rayspec.config import LayerSkipOptions, SpeculationOptions
 from rayspec.decode.selection.base import FixedPlan
 from rayspec.strategies.layerskip import early_exit_plan
@@ -13,13 +14,13 @@ from tests.strategy_cases import require_lossless, state
 
 def test_the_draft_runs_both_sublayers_of_the_layers_before_the_exit() -> None:
     plan = early_exit_plan(LayerSkipOptions(exit_layer=3, num_draft_tokens=5), 10)
-    assert plan.keep == (True,) * 6 + (False,) * 4
+    assert plan.choices == (FULL,) * 6 + (SKIP,) * 4
     assert (plan.num_draft_tokens, plan.prefix) == (5, 6)
 
 
 @pytest.mark.parametrize(("num_layers", "expected"), [(32, 8), (4, 1), (2, 1)])
 def test_the_exit_is_after_a_quarter_of_the_layers(num_layers: int, expected: int) -> None:
-    assert sum(early_exit_plan(LayerSkipOptions(), 2 * num_layers).keep) == 2 * expected
+    assert early_exit_plan(LayerSkipOptions(), 2 * num_layers).choices.count(FULL) == 2 * expected
 
 
 @pytest.mark.parametrize("exit_layer", [5, 6])

@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 
+from rayspec.choices import FULL, SKIP
 from rayspec.decode.questions import Steady
 from rayspec.decode.selection.base import BatchState, FixedPlan
 from rayspec.strategies.only_if_faster import OnlyIfFaster
 from rayspec.types import Plan
 from tests.decode.selecting import Asker, latency_model, round_of, state, turn
 
-PLAN = Plan(keep=(True, False, True, True), num_draft_tokens=4, source="test")
+PLAN = Plan(choices=(FULL, SKIP, FULL, FULL), num_draft_tokens=4, source="test")
 LATENCY = latency_model(2)
 ASKER = Asker(lambda question: Steady([], 0.0))
 
@@ -69,13 +70,13 @@ def test_the_time_of_choosing_is_the_strategys() -> None:
 
 
 def test_a_strategy_that_would_rather_not_draft_pays_for_finding_out() -> None:
-    strategy = _Strategy(Plan(keep=(True,) * 4, num_draft_tokens=0, source="none"))
+    strategy = _Strategy(Plan(choices=(FULL,) * 4, num_draft_tokens=0, source="none"))
     gated = OnlyIfFaster(strategy, LATENCY, clock=lambda: strategy.now)
     strategy._plan = PLAN
     for _ in range(50):
         turn(gated, ASKER, num_accepted=4, seconds=lambda plan: 1.0)
     assert gated.plan(state()) is PLAN
-    strategy._plan = Plan(keep=(True,) * 4, num_draft_tokens=0, source="none")
+    strategy._plan = Plan(choices=(FULL,) * 4, num_draft_tokens=0, source="none")
     strategy.choosing_s = 1.0
     for _ in range(200):
         turn(gated, ASKER, seconds=lambda plan: 1.0)
@@ -93,7 +94,7 @@ def test_while_plain_decoding_pays_the_strategy_chooses_nothing() -> None:
 
 
 def test_until_there_is_a_plan_the_strategy_looks_for_one() -> None:
-    strategy = _Strategy(Plan(keep=(True,) * 4, num_draft_tokens=0, source="none"))
+    strategy = _Strategy(Plan(choices=(FULL,) * 4, num_draft_tokens=0, source="none"))
     gated = OnlyIfFaster(strategy, LATENCY, clock=lambda: strategy.now)
     for number in range(20):
         assert gated.wants_taps
@@ -109,7 +110,7 @@ def test_rounds_in_which_nobody_may_draft_say_nothing() -> None:
     for _ in range(40):
         turn(gated, ASKER, num_accepted=3, seconds=lambda plan: 2.0 if plan.drafts else 1.0)
     reason = gated.gate_reason
-    none = round_of(Plan(keep=PLAN.keep, num_draft_tokens=0, source=""))
+    none = round_of(Plan(choices=PLAN.choices, num_draft_tokens=0, source=""))
     for _ in range(100):
         gated.observe(state(), PLAN, none, 1, 50.0)
     assert gated.gate_reason == reason

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rayspec.choices import FULL, SKIP
 from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
 from rayspec.decode.selection.knapspec import KnapSpec
 from rayspec.local_engine import load_engine
@@ -30,7 +31,7 @@ def _plans(*plans: SavedPlan) -> SavedPlans:
 
 
 def _damaged(path: Path, **changes: Any) -> None:
-    """Another value at a place such as "plans.0.skip"."""
+    """Another value at a place such as "plans.0.choices"."""
     content = json.loads(path.read_text())
     for place, value in changes.items():
         *way, last = [int(part) if part.isdigit() else part for part in place.split("__")]
@@ -42,7 +43,7 @@ def _damaged(path: Path, **changes: Any) -> None:
 
 
 def _record(measured: float, *, tested: int = 100, num_draft_tokens: int = 4) -> PlanRecord:
-    plan = Plan(keep=(True, False) * 4, num_draft_tokens=num_draft_tokens, source="test")
+    plan = Plan(choices=(FULL, SKIP) * 4, num_draft_tokens=num_draft_tokens, source="test")
     return PlanRecord(
         elapsed_s=1.0,
         context=10,
@@ -103,10 +104,10 @@ def test_plans_of_another_model_are_refused_by_name(tmp_path: Path, changes: dic
 
 
 BAD = [
-    ({"plans__0__skip": [4, 3]}, "in order"),
-    ({"plans__0__skip": [8]}, "sublayer 8 of 8"),
-    ({"plans__0__skip": [-1]}, r"\$\.plans\[0\]\.skip\[0\]"),
-    ({"plans__0__skip": "all"}, r"Expected `array`, got `str` - at `\$\.plans\[0\]\.skip`"),
+    ({"plans__0__choices": ["full"] * 6}, "of 6 sublayers, not of 8"),
+    ({"plans__0__choices": [4, 3]}, r"\$\.plans\[0\]\.choices\[0\]"),
+    ({"plans__0__choices": ["full"] * 7 + ["int3"]}, r"'int3' - at `\$\.plans\[0\]\.choices\[7\]`"),
+    ({"plans__0__choices": "full"}, r"Expected `array`, got `str` - at `\$\.plans\[0\]\.choices`"),
     ({"plans__0__num_draft_tokens": 0}, "num_draft_tokens"),
     ({"plans__0__acceptance": 1.5}, "acceptance"),
     ({"plans__0__plain_tokens_per_s": 0}, "plain_tokens_per_s"),
@@ -115,7 +116,8 @@ BAD = [
     ({"plans__0__speed": 3}, "unknown field `speed`"),
     ({"plans__0__provenance__date": "yesterday"}, "date"),
     ({"model": {}}, "missing required field"),
-    ({"format": "rayspec-plans-9"}, "its format is 'rayspec-plans-9', not 'rayspec-plans-1'"),
+    ({"format": "rayspec-plans-1"}, "its format is 'rayspec-plans-1', not 'rayspec-plans-2'"),
+    ({"format": "rayspec-plans-9"}, "its format is 'rayspec-plans-9', not 'rayspec-plans-2'"),
 ]
 
 
@@ -158,11 +160,10 @@ def test_a_plan_for_any_text_is_the_unnamed_or_the_only_one() -> None:
 def test_a_record_becomes_a_plan() -> None:
     provenance = Provenance.now(EngineConfig(model="m", device="cpu", dtype="float32"), method="x", calibration="y")
     plan = SavedPlan.of(_record(7.0), domain="law", threshold=0.6, provenance=provenance)
-    assert plan.skip == (1, 3, 5, 7)
-    assert plan.keep(8) == (True, False) * 4
+    assert plan.choices == (FULL, SKIP) * 4
     assert (plan.acceptance, plan.num_tested_tokens, plan.tokens_per_s, plan.plain_tokens_per_s) == (0.5, 100, 7.0, 5.0)
-    assert plan.plan(8, max_draft_tokens=3, source="s") == Plan(keep=plan.keep(8), num_draft_tokens=3, source="s")
-    assert plan.plan(8, max_draft_tokens=16, source="s").num_draft_tokens == 4
+    assert plan.plan(max_draft_tokens=3, source="s") == Plan(choices=plan.choices, num_draft_tokens=3, source="s")
+    assert plan.plan(max_draft_tokens=16, source="s").num_draft_tokens == 4
     with pytest.raises(ValueError, match="not in use"):
         SavedPlan.of(_record(7.0, tested=0), domain="law", threshold=None, provenance=provenance)
 
@@ -189,7 +190,7 @@ def test_knapspec_drafts_by_a_saved_plan_after_the_first_round_and_learns_from_t
     knapspec.observe(here, knapspec.plan(here), result([0], [0]), 1, 0.01)
     record = knapspec.improve(here, lambda question: None)
     assert record is not None
-    assert record.plan.keep == (True, True, False, False, False, False, False, True)
+    assert record.plan.choices == (FULL, FULL, SKIP, SKIP, SKIP, SKIP, SKIP, FULL)
     assert 0.6 < record.estimated_acceptance < 0.8
     assert knapspec.plan(here) is record.plan
     for _ in range(40):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from rayspec.choices import FULL, SKIP
 from rayspec.config import SpeculationOptions
 from rayspec.planning.stopping import DraftWhileSure
 from rayspec.strategies.self_sd import DraftThreshold, SelfSD
@@ -65,7 +66,7 @@ def test_the_saved_plan_is_what_drafts() -> None:
     selector = SelfSD.of(saved_plan(skip=[1, 6], num_draft_tokens=40), _options(), 8)
     here = state()
     plan = selector.plan(here)
-    assert plan.keep == (True, False, True, True, True, True, False, True)
+    assert plan.choices == (FULL, SKIP, FULL, FULL, FULL, FULL, SKIP, FULL)
     assert plan.num_draft_tokens == 16, "no more than max_draft_tokens"
     assert selector.keep_drafting(here) == DraftWhileSure(threshold=0.7)
     assert selector.improve(here, lambda question: None) is None, "nothing has happened yet"
@@ -92,5 +93,5 @@ def test_greedy_tokens_stay_the_same_and_the_threshold_outlives_requests() -> No
     for one, selector in zip(require_lossless(make), made, strict=True):
         assert one.num_draft_tokens > 0
         assert one.num_accepted_tokens > 0
-        assert [record.plan.keep for record in one.plans] == [selector.plan(state()).keep]
+        assert [record.plan.choices for record in one.plans] == [selector.plan(state()).choices]
         assert selector.threshold.value != 0.05

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import ne
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from rayspec.choices import FULL, SKIP
 from rayspec.config import EngineConfig, SamplingParams, TuningOptions
 from rayspec.decode.engine import Engine
 from rayspec.decode.rounds import RoundResult
@@ -47,19 +49,19 @@ def _priced(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[Plan], float]) -
 
 
 def test_it_finds_the_fastest_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = (True, False, True, True, False, False, True, True)
-    seen = _priced(monkeypatch, lambda plan: 1.0 + sum(np.not_equal(plan.keep, wanted)) if plan.drafts else 1.5)
+    wanted = (FULL, SKIP, FULL, FULL, SKIP, SKIP, FULL, FULL)
+    seen = _priced(monkeypatch, lambda plan: 1.0 + sum(map(ne, plan.choices, wanted)) if plan.drafts else 1.5)
     engine = _engine()
     before = engine._planner.selector
     plan = tune_plan(engine, PROMPTS, TuningOptions(num_tries=40, max_tokens=4), domain="law")
-    assert plan.keep(8) == wanted
+    assert plan.choices == wanted
     assert plan.domain == "law"
     assert plan.tokens_per_s == pytest.approx(1.0, rel=0.01)
     assert plan.plain_tokens_per_s == pytest.approx(1 / 1.5)
     assert plan.num_draft_tokens == 16
     assert plan.provenance.method == "the fastest of 40 plans by trials"
     assert plan.provenance.calibration == "3 prompts, 4 tokens generated from each"
-    assert len({one.keep for one in seen if one.drafts}) == 40
+    assert len({one.choices for one in seen if one.drafts}) == 40
     assert engine._planner.selector is before
     require_idle(engine)
 
@@ -70,7 +72,7 @@ def test_the_speed_that_is_saved_is_of_another_run_than_the_choice(monkeypatch: 
     runs = [one for index, one in enumerate(seen) if index == 0 or one is not seen[index - 1]]
     assert not runs[0].drafts, "plain decoding first"
     assert len(runs) == 5
-    assert runs[-1].keep == plan.keep(8)
+    assert runs[-1].choices == plan.choices
 
 
 def test_no_plan_is_tried_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +80,7 @@ def test_no_plan_is_tried_after_its_time(monkeypatch: pytest.MonkeyPatch) -> Non
     ticks = iter([0.0, 0.5, 0.9, 1.1])
     plan = tune_plan(_engine(), PROMPTS, TuningOptions(max_seconds=1.0, max_tokens=4), clock=lambda: next(ticks))
     assert plan.provenance.method == "the fastest of 2 plans by trials"
-    assert len({one.keep for one in seen if one.drafts}) == 2
+    assert len({one.choices for one in seen if one.drafts}) == 2
 
 
 def test_the_acceptance_and_the_threshold_are_those_of_the_run() -> None:
@@ -174,7 +176,7 @@ def test_by_knapspec_it_is_the_fastest_plan_of_one_run() -> None:
     plan = knapspec_plan(engine, demo_prompts(2, 8), options, domain="law")
     used = [one for one in engine.stats.plans if one.num_tested_tokens and one.reason != "a saved plan"]
     fastest = max(used, key=lambda record: record.measured_tpt or 0.0)
-    assert (plan.keep(32), plan.num_draft_tokens) == (fastest.plan.keep, fastest.plan.num_draft_tokens)
+    assert (plan.choices, plan.num_draft_tokens) == (fastest.plan.choices, fastest.plan.num_draft_tokens)
     assert plan.tokens_per_s != fastest.measured_tpt, "it is measured once more"
     assert plan.threshold is not None
     assert plan.acceptance > 0.3
@@ -217,6 +219,6 @@ def test_what_was_tuned_is_what_self_sd_and_knn_ssd_draft_by(tmp_path: Path) -> 
         outputs = complete(engine, known.prompts, SamplingParams(temperature=0, max_tokens=24))
         assert tokens_of(outputs) == known.expected
         assert engine.stats.num_draft_tokens > 0
-        expected = saved_plan("", [1]).keep(8) if strategy == "self-sd" else tuned.plans[0].keep(8)
-        assert engine.stats.plans[0].plan.keep == expected
+        expected = saved_plan("", [1]) if strategy == "self-sd" else tuned.plans[0]
+        assert engine.stats.plans[0].plan.choices == expected.choices
     assert SavedPlans.load(file, ModelIdentity.of(config(), 8)).of_domain("some") == tuned.plans[0]

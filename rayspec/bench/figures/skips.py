@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 import rayspec
 from rayspec.bench.figures.runs import Prompt, TimedSelector, latency_of, take_turns
 from rayspec.choices import SKIP, Choices
-from rayspec.decode.selection.knapspec import KnapSpec
+from rayspec.decode.selection.auto import Auto
 from rayspec.planning.budget import Trigger
 from rayspec.planning.latency import LatencyModel
 
@@ -92,10 +92,10 @@ def run_skips(
     return SkipExperiment(by_context=tuple(by_context), attention_outweighs_from=attention_outweighs_from(latency))
 
 
-def free_knapspec(llm: rayspec.LLM, interval: int) -> KnapSpec:
+def free_knapspec(llm: rayspec.LLM, interval: int) -> Auto:
     """One that searches every `interval` tokens, whatever it costs, and drafts wherever that is predicted to pay."""
     options = llm.config.speculation.replace(gate=False, optimise_share=1.0)
-    return KnapSpec(options, latency_of(llm), trigger=every(interval))
+    return Auto(options, latency_of(llm), looks_up=False, trigger=every(interval))
 
 
 def every(interval: int) -> Trigger:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import rayspec
 from rayspec.bench.figures.runs import (
@@ -20,8 +21,8 @@ from rayspec.bench.figures.runs import (
 from rayspec.bench.figures.skips import every
 from rayspec.bench.figures.tpt import Estimates, context_of, predict
 from rayspec.choices import Choices
+from rayspec.decode.selection.auto import Auto
 from rayspec.decode.selection.base import FixedPlan, Selector
-from rayspec.decode.selection.knapspec import KnapSpec
 from rayspec.strategies.self_sd import DraftThreshold, SelfSD
 from rayspec.types import Plan, no_draft
 
@@ -80,7 +81,7 @@ def run_thresholds(
     prediction = predict(llm, estimates.candidates, context=context_of(prompts, max_tokens), max_draft_tokens=length)
     best = estimates.candidates[int(prediction.tpt.max(axis=1).argmax())]
     plan = Plan(choices=best.choices, num_draft_tokens=length, source="figures")
-    own = KnapSpec(options.replace(gate=False, optimise_share=0.0), latency, known=[best])
+    own = Auto(options.replace(gate=False, optimise_share=0.0), latency, known=[best], looks_up=False)
     cases = [_Case(value, _ending_below(plan, value)) for value in sorted(thresholds)]
     (*settings, of_own), plain = _measure(llm, [*cases, _Case(None, own)], prompts, max_tokens)
     return ThresholdSweep(choices=best.choices, thresholds=Sweep(settings=tuple(settings), own=of_own), plain=plain)
@@ -93,11 +94,12 @@ def run_intervals(
     with."""
     latency, options = latency_of(llm), llm.config.speculation
     unbounded = options.replace(optimise_share=1.0)
+    knapspec = partial(Auto, latency=latency, looks_up=False)
     cases = [
-        *(_Case(value, KnapSpec(unbounded, latency, trigger=every(value))) for value in sorted(intervals)),
-        *(_Case(value, KnapSpec(options.replace(optimise_share=value), latency)) for value in sorted(shares)),
+        *(_Case(value, knapspec(unbounded, trigger=every(value))) for value in sorted(intervals)),
+        *(_Case(value, knapspec(options.replace(optimise_share=value))) for value in sorted(shares)),
     ]
-    own = _Case(None, KnapSpec(options, latency))
+    own = _Case(None, knapspec(options))
     (*settings, of_own), plain = _measure(llm, [*cases, own], prompts, max_tokens)
     return IntervalSweep(
         intervals=Sweep(settings=tuple(settings[: len(intervals)]), own=of_own),

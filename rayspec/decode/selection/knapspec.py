@@ -1,4 +1,4 @@
-"""KnapSpec: the knapsack over sublayers, solved again whenever what it went by has changed, judged by what it earns."""
+"""KnapSpec: the knapsack over sublayers, solved again whenever what it went by has changed."""
 
 from __future__ import annotations
 
@@ -12,18 +12,16 @@ from numpy.typing import NDArray
 
 from rayspec.choices import Choices, choices_of
 from rayspec.config import SpeculationOptions
-from rayspec.decode.drafting.skip_draft import KeepDrafting
 from rayspec.decode.questions import Answer, Found, Knapsack
 from rayspec.decode.rounds import RoundResult
 from rayspec.decode.selection.base import BatchState, Search
-from rayspec.decode.selection.plan_limiter import PlanLimiter
 from rayspec.planning.acceptance import Decision, DraftWhileWorth, Estimate, best_choice, shrink, tokens_per_time
 from rayspec.planning.budget import Budget, Trigger
 from rayspec.planning.calibration import Calibration, Correction
 from rayspec.planning.knapsack import count_rows, quantize
 from rayspec.planning.latency import LatencyModel
-from rayspec.planning.stopping import NEVER, StopRecord
-from rayspec.types import Plan, PlanRecord
+from rayspec.planning.stopping import NEVER, StopRecord, StopRule
+from rayspec.types import Plan, PlanRecord, no_draft
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +72,7 @@ class Candidate:
 
 
 class KnapSpec:
-    """Selector of plans by the knapsack. It drafts only where that is predicted, and then measured, to pay.
+    """Finds plans by the knapsack. Whether rounds by them pay, others judge (`selection.auto`).
 
     Between searches the known candidates are compared again now and then, with what was learned of the one in use;
     that costs nothing. While a search is under way the last plan stays.
@@ -99,87 +97,59 @@ class KnapSpec:
         self._rounds_to_review = 0 if known else _ROUNDS_TO_REVIEW
         self._budget = Budget(options.optimise_share)
         self._trigger = trigger or Trigger()
-        self._limiter = PlanLimiter(latency, "knapspec: no draft")
-        self._plan = self._limiter.no_draft
+        self._no_draft = no_draft(len(latency.sublayers), "knapspec: no draft")
+        self.plan = self._no_draft
         self._correction = Correction(prior_offset=_OPTIMISM)
         self._calibration = Calibration()
         self._stops = StopRecord()
         self._reason: str | None = None  # of the search that taps are being collected for, or that is under way
         self._under_way: Future[Answer] | None = None
         self._rounds_to_price = 0
-        self._hoped: tuple[tuple[Choices, float, int, int], float] | None = None  # and what it was told for
+        self._rates: dict[tuple[Choices, int, int], float] = {}  # that were predicted since the last review
 
     @property
     def wants_taps(self) -> bool:
         return self._reason is not None and self._under_way is None
 
-    @property
-    def gate_reason(self) -> str:
-        return self._limiter.gate.reason if self._options.gate else "the gate is off"
-
-    @property
-    def on_trial(self) -> bool:
-        """Whether the gate is finding out about the plan: drafts are short then."""
-        return self._options.gate and self._limiter.gate.on_trial
-
-    @property
-    def is_open(self) -> bool:
-        """Whether there is a plan that drafts, or will as soon as its gate has rounds without one to compare with."""
-        return self._plan.drafts and (self._limiter.gate.is_open or not self._options.gate)
-
-    @property
-    def promised_tpt(self) -> float:
-        """Tokens per second of one sequence that the plan was chosen for; 0 without one."""
-        return self._choice.tpt if self._choice is not None else 0.0
-
-    def hoped_tpt(self, state: BatchState) -> float:
-        """As `promised_tpt`, on the high side: what the plan may well make, for all that is known."""
+    def rate(self, state: BatchState) -> float:
+        """Tokens per second of one sequence that are predicted for drafts by the plan in use."""
         candidate = self._in_use
-        if candidate is None:
-            return self.promised_tpt
-        key = (candidate.choices, candidate.num_tested, state.context // _CONTEXT_GRID, state.batch)
-        if self._hoped is None or self._hoped[0] != key:
+        assert candidate is not None, "there is a plan in use"
+        context = state.context // _CONTEXT_GRID * _CONTEXT_GRID
+        key = (candidate.choices, context, state.batch)
+        if key not in self._rates:
             rates = tokens_per_time(
                 [candidate.choices],
-                [candidate.hope],
+                self.acceptance_of([candidate]),
                 self._latency,
-                context=state.context,
+                context=context,
                 batch=state.batch,
                 max_draft_tokens=self._options.max_draft_tokens,
-                stop_rule=self._stops.rule if self._options.confidence_stop else NEVER,
+                stop_rule=self._stop_rule,
             )
-            self._hoped = key, float(rates.max())
-        return max(self._hoped[1], self.promised_tpt)
+            self._rates[key] = float(rates.max())
+        return self._rates[key]
 
-    def plan(self, state: BatchState) -> Plan:
-        return self._limiter.pass_on(state, self._plan) if self._options.gate else self._plan
-
-    def keep_drafting(self, state: BatchState) -> KeepDrafting | None:
-        """Draft on while the next token is expected to earn more than its time costs at the predicted rate."""
+    def keep_drafting(self, state: BatchState, rate: float) -> DraftWhileWorth | None:
+        """Draft on while the next token is expected to earn more than its time costs. rate: tokens per second, over the
+        batch, that the round's way makes."""
         candidate = self._in_use
-        if not self._options.confidence_stop or candidate is None or self._choice is None:
+        if not self._options.confidence_stop or candidate is None:
             return None
         context, batch = state.context, state.batch
-        step_s = self._latency.draft_step_s(self._plan.choices, context=context, batch=batch)
-        row_s = (
-            self._latency.verify_s(rows=8 * batch, context=context, batch=batch)
-            - self._latency.verify_s(rows=batch, context=context, batch=batch)
-        ) / (7 * batch)
         return DraftWhileWorth(
             curve=self._calibration.curve,
             usual=self.acceptance_of([candidate])[0],
-            rate=self._choice.tpt * batch,
-            step_s=step_s,
-            row_s=row_s,
+            rate=rate,
+            step_s=self._latency.draft_step_s(self.plan.choices, context=context, batch=batch),
+            row_s=self._latency.row_s(context=context, batch=batch),
         )
 
     def observe(self, state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
+        """A round that went by a plan of this selector, or by none."""
         num_accepted, num_tested = self._learn(plan, result)
-        drafted = any(one.token_ids for one in result.drafts)
-        if drafted or not plan.drafts:
-            self._limiter.observe(state, num_tokens, seconds, drafted=drafted)
         self._trigger.observe(num_tokens=num_tokens / state.batch, num_accepted=num_accepted, num_tested=num_tested)
-        if self._record is not None and self._limiter.before_passing(plan) is self._record.plan:
+        if self._record is not None and plan is self._record.plan:
             self._record.add_round(
                 num_tokens=num_tokens,
                 sequence_s=seconds * state.batch,
@@ -187,10 +157,6 @@ class KnapSpec:
                 num_tested=num_tested,
             )
         self._rounds_to_review -= 1
-
-    def pass_over(self, state: BatchState, num_tokens: int, seconds: float) -> None:
-        """A round that went by no plan of this selector. The next trial of one that has lost comes nearer."""
-        self._limiter.pass_over(state, num_tokens, seconds)
 
     def improve(self, state: BatchState, search: Search, *, share: float = 1.0) -> PlanRecord | None:
         """Search when there is a reason and the budget allows; else, now and then, review the known candidates.
@@ -219,6 +185,10 @@ class KnapSpec:
             return None
         self._rounds_to_price = _ROUNDS_TO_PRICE
         return reason if self._affordable(state, share) else None
+
+    @property
+    def _stop_rule(self) -> StopRule:
+        return self._stops.rule if self._options.confidence_stop else NEVER
 
     @property
     def _in_use(self) -> Candidate | None:
@@ -332,6 +302,7 @@ class KnapSpec:
     def _review(self, state: BatchState) -> PlanRecord | None:
         """Another known candidate, or another length, if it has become clearly better than the one in use."""
         self._rounds_to_review = _ROUNDS_TO_REVIEW
+        self._rates.clear()
         choice = self._best(state)
         in_use = self._choice.candidate if self._choice else None
         if choice.candidate == in_use:
@@ -347,28 +318,28 @@ class KnapSpec:
             context=state.context,
             batch=state.batch,
             max_draft_tokens=self._options.max_draft_tokens,
-            stop_rule=self._stops.rule if self._options.confidence_stop else NEVER,
+            stop_rule=self._stop_rule,
         )
 
     def _decide(self, state: BatchState, reason: str, spent_s: float) -> PlanRecord:
-        before = self._plan.choices if self._plan.drafts else None
+        before = self.plan.choices if self.plan.drafts else None
+        self._rates.clear()
         self._choice = choice = self._best(state)
         candidate = self._in_use
         expected = self.acceptance_of([candidate])[0] if candidate else 0.0
         if candidate is None:
-            self._plan = self._limiter.no_draft
+            self.plan = self._no_draft
         else:
             length = self._options.max_draft_tokens if self._options.confidence_stop else choice.num_draft_tokens
-            self._plan = Plan(choices=candidate.choices, num_draft_tokens=length, source="knapspec")
-        after = self._plan.choices if self._plan.drafts else None
-        self._limiter.gate.new_plan(choice.predicted_gain)
+            self.plan = Plan(choices=candidate.choices, num_draft_tokens=length, source="knapspec")
+        after = self.plan.choices if self.plan.drafts else None
         self._planned(state, changed=after != before)
         self._rounds_to_review = _ROUNDS_TO_REVIEW
         self._record = PlanRecord(
             elapsed_s=state.elapsed_s,
             context=state.context,
             batch=state.batch,
-            plan=self._plan,
+            plan=self.plan,
             reason=reason,
             estimated_acceptance=expected,
             predicted_tpt=choice.tpt,

@@ -13,6 +13,7 @@ from rayspec.bench.figures.runs import Gain, Spread, TimedSelector, gain_of, lat
 from rayspec.bench.figures.skips import every, free_knapspec, run_skips
 from rayspec.bench.figures.sweeps import run_intervals, run_thresholds
 from rayspec.bench.figures.tpt import Estimates, context_of, estimate_plans, predict, run_tpt
+from rayspec.choices import FULL, SKIP, Choices, choices_of
 from rayspec.decode.selection.base import BatchState, FixedPlan
 from rayspec.decode.selection.knapspec import Candidate, KnapSpec
 from rayspec.types import ConfigError, EngineStats, Plan, PromptTooLongError, no_draft
@@ -20,9 +21,9 @@ from tests.demo_model import demo_prompts
 from tests.engines import require_idle
 
 NUM_SUBLAYERS = 32
-EARLY = tuple(index < 16 for index in range(NUM_SUBLAYERS))
-MOST = tuple(index != 9 for index in range(NUM_SUBLAYERS))
-ALL = (True,) * NUM_SUBLAYERS
+EARLY = choices_of([index < 16 for index in range(NUM_SUBLAYERS)])
+MOST = choices_of([index != 9 for index in range(NUM_SUBLAYERS)])
+ALL = (FULL,) * NUM_SUBLAYERS
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +39,13 @@ def prompts() -> list[list[int]]:
     return demo_prompts(2, 5)
 
 
-def fixed(keep: tuple[bool, ...], length: int = 4) -> TimedSelector:
-    return TimedSelector(FixedPlan(Plan(keep=keep, num_draft_tokens=length, source="test")))
+def fixed(choices: Choices, length: int = 4) -> TimedSelector:
+    return TimedSelector(FixedPlan(Plan(choices=choices, num_draft_tokens=length, source="test")))
 
 
-def given(*keeps: tuple[bool, ...], num_agreed: int = 12) -> Estimates:
-    candidates = tuple(Candidate(keep, similarity=0.9, num_agreed=num_agreed, num_tapped=16) for keep in keeps)
-    return Estimates(candidates=candidates, origins=dict.fromkeys(keeps, "random"))
+def given(*patterns: Choices, num_agreed: int = 12) -> Estimates:
+    candidates = tuple(Candidate(choices, similarity=0.9, num_agreed=num_agreed, num_tapped=16) for choices in patterns)
+    return Estimates(candidates=candidates, origins=dict.fromkeys(patterns, "random"))
 
 
 def test_contenders_take_turns_and_write_the_same(llm: rayspec.LLM, prompts: list[list[int]]) -> None:
@@ -114,17 +115,17 @@ def test_what_a_prompt_fails_with_is_raised(llm: rayspec.LLM) -> None:
 def test_plans_are_estimated_on_tokens_that_the_search_did_not_see(llm: rayspec.LLM, prompts: list[list[int]]) -> None:
     found = estimate_plans(llm, prompts, num_plans=9, max_tokens=33)
     assert len(found.candidates) == 9
-    assert tuple(found.origins) == tuple(one.keep for one in found.candidates)
+    assert tuple(found.origins) == tuple(one.choices for one in found.candidates)
     assert set(found.origins.values()) == {"knapsack", "early exit", "random"}
     # Each prompt's 32 rounds tap 32 tokens; 8 of the first prompt went into the search. The last ones are not asked.
     num_tapped = found.candidates[0].num_tapped
     assert num_tapped in (40, 48)
     for one in found.candidates:
-        assert not all(one.keep)
+        assert SKIP in one.choices
         assert one.num_tapped == num_tapped
         assert 0 <= one.num_agreed <= num_tapped
-    light = min(found.candidates, key=lambda one: one.keep.count(False))
-    heavy = max(found.candidates, key=lambda one: one.keep.count(False))
+    light = min(found.candidates, key=lambda one: one.choices.count(SKIP))
+    heavy = max(found.candidates, key=lambda one: one.choices.count(SKIP))
     assert light.estimate > heavy.estimate
     again = estimate_plans(llm, prompts, num_plans=9, max_tokens=33)
     assert again.origins == found.origins
@@ -142,10 +143,10 @@ def test_predictions_are_eq_4_of_what_knapspec_expects(llm: rayspec.LLM) -> None
     expected = KnapSpec(llm.config.speculation, latency).acceptance_of(estimates.candidates)
     assert prediction.acceptance == pytest.approx(expected)
     for index, prefix in enumerate((16, 9)):
-        a, keep = expected[index], estimates.candidates[index].keep
+        a, choices = expected[index], estimates.candidates[index].choices
         for length in (1, 3, 5):
             seconds = (
-                length * latency.draft_step_s(keep, context=200, batch=1)
+                length * latency.draft_step_s(choices, context=200, batch=1)
                 + latency.verify_s(rows=length + 1, context=200, batch=1, from_sublayer=prefix, leading_rows=1)
                 + latency.round_s
             )
@@ -157,8 +158,8 @@ def test_every_plan_runs_at_every_length(llm: rayspec.LLM, prompts: list[list[in
     estimates = given(EARLY, ALL, MOST)
     found = run_tpt(llm, estimates, prompts, draft_lengths=(2, 5), max_tokens=14)
     assert found.context == context_of(prompts, 14) == round(np.mean([len(prompt) for prompt in prompts])) + 7
-    assert [(point.keep, point.num_draft_tokens) for point in found.points] == [
-        (keep, length) for keep in (EARLY, ALL, MOST) for length in (2, 5)
+    assert [(point.choices, point.num_draft_tokens) for point in found.points] == [
+        (choices, length) for choices in (EARLY, ALL, MOST) for length in (2, 5)
     ]
     assert found.num_tapped_tokens == 16
     assert found.plain_tpt == pytest.approx(1 / latency_of(llm).decode_step_s(context=found.context, batch=1))
@@ -206,7 +207,7 @@ def test_a_free_knapspec_searches_at_its_interval(llm: rayspec.LLM) -> None:
 def test_drafts_get_shorter_with_the_threshold(llm: rayspec.LLM, prompts: list[list[int]]) -> None:
     found = run_thresholds(llm, given(EARLY, MOST, num_agreed=16), prompts, thresholds=(1.0, 0.0, 0.6), max_tokens=30)
     settings = found.thresholds.settings
-    assert found.keep == EARLY, "with equal acceptance the plan that skips more has the higher predicted TPT"
+    assert found.choices == EARLY, "with equal acceptance the plan that skips more has the higher predicted TPT"
     assert [one.value for one in settings] == [0.0, 0.6, 1.0]
     lengths = [one.mean_draft_length for one in settings]
     assert 5 < lengths[0] <= 6

@@ -15,6 +15,7 @@ from rayspec.bench.figures.runs import Gain, Spread
 from rayspec.bench.figures.skips import ContextSkips, PlanUse, SkipExperiment
 from rayspec.bench.figures.sweeps import IntervalSweep, Setting, Sweep, ThresholdSweep
 from rayspec.bench.figures.tpt import PlanPoint, TptExperiment
+from rayspec.choices import FULL, SKIP, choices_of
 
 RNG = random.Random(0)
 DPI = 50  # a quarter of the pictures' own, which rayspec figures is tested with
@@ -37,7 +38,7 @@ def speed_ups(*strategies: str, contexts: tuple[int, ...] = (512, 2048)) -> tupl
 def points(count: int) -> tuple[PlanPoint, ...]:
     return tuple(
         PlanPoint(
-            keep=tuple(RNG.random() < 0.5 for _ in range(8)),
+            choices=choices_of([RNG.random() < 0.5 for _ in range(8)]),
             origin=("knapsack", "early exit", "random")[index % 3],
             num_draft_tokens=(3, 8)[index % 2],
             estimated_acceptance=RNG.random(),
@@ -57,8 +58,8 @@ def tpt(count: int) -> TptExperiment:
 
 def skips(num_contexts: int, *, drafts: bool = True, crossing: float | None = 800.0) -> SkipExperiment:
     plans = (
-        PlanUse(keep=(False, True, True, False) * 2, num_tokens=30),
-        PlanUse(keep=(True, True, True, False) * 2, num_tokens=10),
+        PlanUse(choices=(SKIP, FULL, FULL, SKIP) * 2, num_tokens=30),
+        PlanUse(choices=(FULL, FULL, FULL, SKIP) * 2, num_tokens=10),
     )
     return SkipExperiment(
         by_context=tuple(
@@ -89,7 +90,7 @@ def setting(value: float | None, speedup: float, *, drafted: bool = True, num_se
 def thresholds(*, drafted: bool = True) -> ThresholdSweep:
     cases = tuple(setting(value, 1.0 + value, drafted=drafted) for value in (0.0, 0.5, 0.9))
     sweep = Sweep(settings=cases, own=setting(None, 1.7, drafted=drafted))
-    return ThresholdSweep(keep=(True, False, False, True), thresholds=sweep, plain=SPREAD)
+    return ThresholdSweep(choices=(FULL, SKIP, SKIP, FULL), thresholds=sweep, plain=SPREAD)
 
 
 def intervals() -> IntervalSweep:

@@ -19,6 +19,7 @@ from rayspec.bench.figures.skips import (
     skip_frequency,
 )
 from rayspec.bench.figures.tpt import PlanPoint, TptExperiment, pearson, plan_spread, spearman
+from rayspec.choices import FULL, SKIP, choices_of
 from rayspec.planning.latency import Curve, LatencyModel
 
 VALUES = st.lists(st.integers(-3, 3), min_size=3, max_size=20)
@@ -47,7 +48,7 @@ def test_correlations_of_nothing() -> None:
 def point(predicted: float, measured: tuple[float, ...], **changes: float) -> PlanPoint:
     values = {"estimated_acceptance": 0.5, "observed_acceptance": 0.6, "tpt_as_accepted": predicted} | changes
     return PlanPoint(
-        keep=(True, False),
+        choices=(FULL, SKIP),
         origin="random",
         num_draft_tokens=3,
         predicted_tpt=predicted,
@@ -86,19 +87,18 @@ def test_what_an_experiment_correlates() -> None:
 @pytest.mark.parametrize("num_plans", [1, 5, 12])
 @pytest.mark.parametrize("num_found", [0, 1, 20])
 def test_a_spread_of_plans(num_plans: int, num_found: int) -> None:
-    found = [tuple(index >= skipped for index in range(24)) for skipped in range(1, num_found + 1)]
+    found = [choices_of([index >= skipped for index in range(24)]) for skipped in range(1, num_found + 1)]
     spread = plan_spread(found, 24, num_plans, random.Random(0))
     assert len(spread) == num_plans
     origins = list(spread.values())
     assert origins.count("knapsack") == min(num_found, max(1, num_plans // 2))
-    assert all(len(keep) == 24 and not all(keep) for keep in spread)
+    assert all(len(choices) == 24 and SKIP in choices for choices in spread)
     if num_found == 20 and num_plans > 1:
         assert found[0] in spread
         assert num_plans < 4 or found[-1] in spread
     if num_plans == 12:
-        exits = [keep for keep, origin in spread.items() if origin == "early exit"]
-        assert [sum(keep) for keep in exits] == [12, 18, 20]
-        assert all(sorted(keep, reverse=True) == list(keep) for keep in exits)
+        exits = [choices for choices, origin in spread.items() if origin == "early exit"]
+        assert exits == [(FULL,) * num_full + (SKIP,) * (24 - num_full) for num_full in (12, 18, 20)]
     assert spread == plan_spread(found, 24, num_plans, random.Random(0))
 
 
@@ -124,8 +124,8 @@ def test_where_attention_outweighs_mlp() -> None:
 
 def test_shares_are_weighted_by_tokens() -> None:
     plans = (
-        PlanUse(keep=(False, True, True, True), num_tokens=30),
-        PlanUse(keep=(True, False, False, True), num_tokens=10),
+        PlanUse(choices=(SKIP, FULL, FULL, FULL), num_tokens=30),
+        PlanUse(choices=(FULL, SKIP, SKIP, FULL), num_tokens=10),
     )
     assert skip_frequency(plans).tolist() == pytest.approx([0.75, 0.25, 0.25, 0.0])
     one = ContextSkips(context=9, plans=plans, num_plain_tokens=4, attention_s=1.0, mlp_s=1.0)

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from rayspec.bench.papers.rows import PaperRow, keep_layers, predict_papers
 from rayspec.bench.papers.run import paper_json, paper_markdown, run_paper
 from rayspec.bench.papers.sentences import explain, paragraph, span
+from rayspec.choices import FULL, SKIP
 from rayspec.cli import app
 from rayspec.planning.prediction import relative_gain
 from rayspec.planning.published import Published, published
@@ -123,10 +124,10 @@ def test_the_authors_own_estimate_gives_a_cost(rows: tuple[PaperRow, ...]) -> No
 
 
 def test_keep_layers_are_whole_and_spread() -> None:
-    assert keep_layers(4, 0.5) == (False, False, True, True) * 2
-    assert sum(keep_layers(80, 0.45)) == 72
-    assert keep_layers(3, 1.0) == (True,) * 6
-    assert keep_layers(3, 0.0) == (False,) * 6
+    assert keep_layers(4, 0.5) == (SKIP, SKIP, FULL, FULL) * 2
+    assert keep_layers(80, 0.45).count(FULL) == 72
+    assert keep_layers(3, 1.0) == (FULL,) * 6
+    assert keep_layers(3, 0.0) == (SKIP,) * 6
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from rayspec.bench.selfcheck.parity import prepare_parts
 from rayspec.bench.selfcheck.predictions import predictions_page
 from rayspec.bench.selfcheck.sequences import PassShape
 from rayspec.bench.selfcheck.static_launches import launches_of
+from rayspec.choices import FULL, SKIP, choices_of
 from rayspec.planning.roofline import SHAPES, ModelShape
 
 ROOT = Path(__file__).parent.parent.parent.parent
@@ -27,7 +28,7 @@ def test_bodies_without_numbers_launch_what_those_of_fuse_do(family: str, name: 
     fused = prepare_parts(split(random_model(family, torch.bfloat16, torch.device("cpu")), "operators"), is_static=True)
     by_hand = prepare_parts(meta_layer(shape, torch.device("cpu")), is_static=True)
     state = PassShape(name="", contexts=(5, 9), num_rows=(1, 1))
-    first_layer = [index < 2 for index in range(8)]
+    first_layer = choices_of([index < 2 for index in range(8)])
     streams = launches_of(fused, state, first_layer), launches_of(by_hand, state)
     described = [[(launch.name, _shapes(launch)) for launch in each] for each in streams]
     assert described[0] == described[1]
@@ -59,7 +60,7 @@ def test_ranks_share_all_but_norms() -> None:
 def test_kernels_of_an_operator_layer() -> None:
     fused = prepare_parts(split(random_model("llama", torch.float32, torch.device("cpu")), "operators"), is_static=True)
     state = PassShape(name="", contexts=(5,), num_rows=(1,))
-    ends, all_four = (num_kernels(launches_of(fused, state, [kept] * 8)) for kept in (False, True))
+    ends, all_four = (num_kernels(launches_of(fused, state, (choice,) * 8)) for choice in (SKIP, FULL))
     assert (all_four - ends) / 4 == 10
 
 

@@ -1,0 +1,94 @@
+"""The arbiter (`planning.arbiter`) over an engine's rounds: by which plan a round goes, and what is told of it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+from rayspec.decode.selection.base import BatchState
+from rayspec.planning.arbiter import Arbiter, Way
+from rayspec.planning.latency import LatencyModel
+from rayspec.types import Plan
+
+# Rounds, one of each cohort, that may be under way.
+_MOST_UNDER_WAY = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Proposed:
+    """A plan that the round may go by, and the tokens per second that are predicted for it, over the batch."""
+
+    plan: Plan
+    rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a round goes by. plan: as proposed; its drafts may have been made shorter. rates: of all that was open."""
+
+    way: Way
+    plan: Plan
+    rates: Mapping[Way, float]
+
+
+class Trials:
+    """Takes one of the plans that are proposed for a round. While drafts are on trial they are no longer than a trial
+    may cost: with nothing of it accepted, one long draft would cost a short answer several per cent of its time."""
+
+    def __init__(self, latency: LatencyModel, home: Way, *, trusted: Collection[Way] = ()) -> None:
+        self.arbiter = Arbiter(home, trusted=trusted)
+        self._latency = latency
+        self._home = home
+        self._under_way: deque[tuple[BatchState, Taken]] = deque(maxlen=_MOST_UNDER_WAY)
+        self._last: Taken | None = None
+
+    def take(self, state: BatchState, ways: Mapping[Way, Proposed]) -> Plan:
+        rates = {way: proposed.rate for way, proposed in ways.items()}
+        way = self.arbiter.choose(rates)
+        plan = ways[way].plan
+        self._last = Taken(way, plan, rates)
+        self._under_way.append((state, self._last))
+        return self._shortened(state, plan, rates) if way == self.arbiter.trial else plan
+
+    def taken(self, state: BatchState) -> Taken | None:
+        """By the round of this state."""
+        return next((taken for own, taken in self._under_way if own is state), None)
+
+    def observe(self, state: BatchState, num_tokens: int, seconds: float, *, tells: bool = True) -> Taken | None:
+        """The round of this state has ended. tells: whether it says anything of the way that it took."""
+        taken = self.taken(state)
+        if taken is None:
+            return None
+        self._under_way = deque((pair for pair in self._under_way if pair[0] is not state), maxlen=_MOST_UNDER_WAY)
+        num_outstanding = max(state.num_outstanding_tokens - num_tokens, 0)
+        if tells:
+            self.arbiter.observe(taken.way, num_tokens, seconds, predicted=taken.rates, num_outstanding=num_outstanding)
+        else:
+            self.arbiter.pass_over(seconds, num_outstanding=num_outstanding)
+        return taken
+
+    def rate(self, taken: Taken, way: Way) -> float:
+        """Tokens per second of a way that was open, as predicted and for what rounds have made of such predictions."""
+        return taken.rates[way] * self.arbiter.factor(way)
+
+    def reason(self, way: Way | None) -> str:
+        """One sentence for reports. way: that drafts, None where there is no plan."""
+        if way is None:
+            return "not drafting: there is no plan that promises to be faster"
+        if self.arbiter.trial is not None:
+            return f"{self.arbiter.trial} is on trial"
+        if not self.arbiter.is_known(way) or self._last is None or way not in self._last.rates:
+            return "not drafting: the plan has not been tried yet"
+        gain, promised = self.rate(self._last, way) / self.rate(self._last, self._home), self._promised(way)
+        doing = "drafting" if gain > 1 else "not drafting"
+        return f"{doing}: measured x{gain:.2f} of plain decoding, x{promised:.2f} predicted"
+
+    def _promised(self, way: Way) -> float:
+        assert self._last is not None
+        return self._last.rates[way] / self._last.rates[self._home]
+
+    def _shortened(self, state: BatchState, plan: Plan, rates: Mapping[Way, float]) -> Plan:
+        step_s = self._latency.draft_step_s(plan.choices, context=state.context, batch=state.batch)
+        longest = max(1, int(self.arbiter.spare_s(rates) / step_s))
+        return replace(plan, num_draft_tokens=longest) if plan.num_draft_tokens > longest else plan
