@@ -8,6 +8,7 @@ with every row from the fourth on: with more than about six rows the full bfloat
 from __future__ import annotations
 
 import platform
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import cast
 
@@ -30,7 +31,27 @@ _LARGEST_INPUT = 126
 _SMALLEST_SCALE = 1e-30
 
 
-class Int8Matrix(LinearMap):
+class _QuantisedMatrix(LinearMap):
+    """Weights, and the scales that make them numbers."""
+
+    _weight: Tensor
+    _scales: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return self._weight.nbytes + self._scales.nbytes
+
+    def forward(self, rows: Tensor) -> Tensor:
+        product = self._product(rows.reshape(-1, self.num_columns).contiguous())
+        product = product.view(*rows.shape[:-1], self.num_rows)
+        return product if self._bias is None else product.add_(self._bias)
+
+    @abstractmethod
+    def _product(self, rows: Tensor) -> Tensor:
+        """[N, num_columns] -> [N, num_rows], new."""
+
+
+class Int8Matrix(_QuantisedMatrix):
     """Symmetric, a scale for each row of the matrix.
 
     With oneDNN, rows are made int8 too, each with a scale of its own, so that no row depends on the others.
@@ -45,20 +66,14 @@ class Int8Matrix(LinearMap):
             quantised[chunk], scales[chunk] = _int8(weight[chunk])
         self._has_int8_rows = has_int8_products(weight.device)
         if self._has_int8_rows:
-            self._weight = cast(Tensor, torch.ops.onednn.qlinear_prepack(quantised, None))
+            self._weight = torch.ops.onednn.qlinear_prepack(quantised, None)
             self._scales = scales / _LARGEST_INPUT
         else:
             self._weight, self._scales = quantised, scales.to(weight.dtype)
 
-    @property
-    def num_bytes(self) -> int:
-        return self._weight.nbytes + self._scales.nbytes
-
-    def forward(self, rows: Tensor) -> Tensor:
-        product = self._by_int8_rows(rows) if self._has_int8_rows else self._by_full_rows(rows)
-        return product if self._bias is None else product.add_(self._bias)
-
-    def _by_int8_rows(self, rows: Tensor) -> Tensor:
+    def _product(self, rows: Tensor) -> Tensor:
+        if not self._has_int8_rows:
+            return torch._weight_int8pack_mm(rows, self._weight, self._scales)
         # float16 cannot hold the product before it is scaled.
         numbers = rows.float() if rows.dtype == torch.float16 else rows
         row_scales = torch.linalg.vector_norm(numbers, torch.inf, -1, keepdim=True).clamp_(min=_SMALLEST_SCALE)
@@ -68,12 +83,8 @@ class Int8Matrix(LinearMap):
         )
         return cast(Tensor, product.mul_(row_scales).to(rows.dtype))
 
-    def _by_full_rows(self, rows: Tensor) -> Tensor:
-        flat = rows.reshape(-1, self.num_columns).contiguous()
-        return torch._weight_int8pack_mm(flat, self._weight, self._scales).view(*rows.shape[:-1], -1)
 
-
-class Int4Matrix(LinearMap):
+class Int4Matrix(_QuantisedMatrix):
     """A scale and a zero for each group of columns of a row; rows in full precision.
 
     Raises ValueError for a number of columns that has no groups.
@@ -92,15 +103,9 @@ class Int4Matrix(LinearMap):
         self._weight = torch.cat(packed)
         self._scales = torch.cat(scales, 1)  # [groups of a row, rows, 2]
 
-    @property
-    def num_bytes(self) -> int:
-        return self._weight.nbytes + self._scales.nbytes
-
-    def forward(self, rows: Tensor) -> Tensor:
-        flat = rows.reshape(-1, self.num_columns).contiguous()
-        product = torch.ops.aten._weight_int4pack_mm_for_cpu(flat, self._weight, self._group_size, self._scales)
-        product = product[:, : self.num_rows].view(*rows.shape[:-1], -1)
-        return cast(Tensor, product if self._bias is None else product.add_(self._bias))
+    def _product(self, rows: Tensor) -> Tensor:
+        multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
+        return cast(Tensor, multiply(rows, self._weight, self._group_size, self._scales)[:, : self.num_rows])
 
 
 QUANTISED: Mapping[Weights, Callable[[Sequence[nn.Linear]], LinearMap]] = {"int8": Int8Matrix, "int4": Int4Matrix}
