@@ -4,8 +4,8 @@ only."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
-from typing import Literal, TypeAlias, cast
+from collections.abc import Collection, Mapping, Sequence
+from typing import Literal, TypeAlias
 
 __all__ = [
     "FULL",
@@ -47,23 +47,33 @@ Choices: TypeAlias = tuple[Choice, ...]
 FULL: Choice = "full"
 SKIP: Choice = "skip"
 
+_PARTS: Mapping[Choice, tuple[Weights, Keys]] = {
+    "full": ("full", "all"),
+    "skip": ("full", "all"),  # of what is not run; it reads neither
+    "int8": ("int8", "all"),
+    "int4": ("int4", "all"),
+    "window": ("full", "window"),
+    "pages": ("full", "pages"),
+    "int8+window": ("int8", "window"),
+    "int8+pages": ("int8", "pages"),
+    "int4+window": ("int4", "window"),
+    "int4+pages": ("int4", "pages"),
+}
+
 
 def weights_of(choice: Choice) -> Weights:
     """The weights of a choice that runs the sublayer."""
-    first = choice.split("+")[0]
-    return cast(Weights, first) if first in ("int8", "int4") else "full"
+    return _PARTS[choice][0]
 
 
 def keys_of(choice: Choice) -> Keys:
     """The keys of a choice that runs the sublayer."""
-    last = choice.split("+")[-1]
-    return cast(Keys, last) if last in ("window", "pages") else "all"
+    return _PARTS[choice][1]
 
 
 def combined(weights: Weights, keys: Keys) -> Choice:
     """The choice that runs a sublayer so."""
-    parts = [part for part in (weights, keys) if part not in ("full", "all")]
-    return cast(Choice, "+".join(parts) or FULL)
+    return next(choice for choice, parts in _PARTS.items() if parts == (weights, keys) and choice != SKIP)
 
 
 def combinations(allowed: Collection[str]) -> tuple[Choice, ...]:

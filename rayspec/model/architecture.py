@@ -19,7 +19,7 @@ from rayspec.types import CheckpointError, UnsupportedModelError
 
 _NUM_CHECK_TOKENS = 10
 _RESCALED_ROPE = ("dynamic", "longrope")
-_MLP_NAMES = ("mlp", "block_sparse_moe", "feed_forward")
+MLP_NAMES = ("mlp", "block_sparse_moe", "feed_forward")
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +209,7 @@ def _assemble(model: PreTrainedModel, trunk: Any, layers: Mapping[int, Any], lay
     typed_rope = all(isinstance(v, dict) for v in (getattr(config, "rope_parameters", None) or {"": None}).values())
     sublayers: list[Sublayer] = []
     for number, layer in layers.items():
-        mlp = next(getattr(layer, name) for name in _MLP_NAMES if hasattr(layer, name))
+        mlp = next(getattr(layer, name) for name in MLP_NAMES if hasattr(layer, name))
         for index, kind, block, pre, post in (
             (2 * number, "attention", layer.self_attn, layout.pre_attention, layout.post_attention),
             (2 * number + 1, "mlp", mlp, layout.pre_mlp, layout.post_mlp),

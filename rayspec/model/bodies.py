@@ -3,26 +3,33 @@
 The layout of Llama, Mistral, Qwen and their like has a fused body: one matrix for queries, keys and values, one for
 gate and up, and a last matrix that adds to the residual. Norms are the family's own modules. A sublayer that the check
 refuses goes on with transformers' modules, whose linear layers get a faster layout where the device has one.
+
+For drafts, a sublayer may have more bodies of the same kind, whose matrices are quantised copies.
 """
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from rayspec.choices import Weights
 from rayspec.model.architecture import Decomposition, random_hidden, rounding_tolerance
 from rayspec.model.attention import AttentionKind, Heads, Rows, pack
 from rayspec.model.cuda.operations import gated
 from rayspec.model.kv_arena import KVArena
-from rayspec.model.matrices import Matrix, empty_linears, has_blocked_layout, is_plain, is_plain_or_share
+from rayspec.model.matrices import LinearMap, Matrix, empty_linears, has_blocked_layout, is_plain, is_plain_or_share
 from rayspec.model.norms import Norm, as_operator
+from rayspec.model.offload import Fetch
+from rayspec.model.quantised import QUANTISED
 from rayspec.model.rows import RowSpan, one_run
 from rayspec.model.sublayers import Body, Sublayer
 
@@ -32,6 +39,8 @@ logger = logging.getLogger(__name__)
 _CHECK_SCALE = 1e-2
 _QUERY_KEY_VALUE = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
 _GATE_UP = (("gate_proj", "up_proj"), ("gate_up_proj",))
+_FIRST = {"attention": _QUERY_KEY_VALUE, "mlp": _GATE_UP}
+_LAST = {"attention": "o_proj", "mlp": "down_proj"}
 # By the name of transformers' class.
 _OPERATOR_ACTIVATIONS = {
     "SiLUActivation": "silu",
@@ -39,6 +48,9 @@ _OPERATOR_ACTIVATIONS = {
     "GELUTanh": "gelu_tanh",
     "PytorchGELUTanh": "gelu_tanh",
 }
+# How far a copy's branch may be from the sublayer's own, as a share of its norm: about twice what random weights show.
+# More means that something is wrong with the weights, or with the kernel on this machine.
+_LARGEST_ERROR: dict[Weights, float] = {"int8": 0.05, "int4": 0.35}
 # What a body raises where a block is not what it takes it for.
 _MISFITS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 
@@ -49,7 +61,7 @@ class AttentionBody:
 
     sublayer: Sublayer
     pre_norm: Norm
-    projections: Matrix
+    projections: LinearMap
     heads: Heads
     output: nn.Module
 
@@ -58,6 +70,15 @@ class AttentionBody:
         mixed = rows.attend_projected(self.heads, self.projections(self.pre_norm(hidden))[0])
         return _added(self.sublayer, self.output, hidden, mixed.flatten(1)[None], in_place=rows.in_place)
 
+    @property
+    def matrices(self) -> tuple[LinearMap, nn.Module]:
+        """The first, and the last, whose product the residual gets."""
+        return self.projections, self.output
+
+    def with_matrices(self, first: LinearMap, last: nn.Module) -> AttentionBody:
+        """The same body on other weights."""
+        return replace(self, projections=first, output=last)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedBody:
@@ -65,7 +86,7 @@ class GatedBody:
 
     sublayer: Sublayer
     pre_norm: Norm
-    gate_up: Matrix
+    gate_up: LinearMap
     weigh: Callable[[Tensor], Tensor]
     down: nn.Module
 
@@ -74,22 +95,67 @@ class GatedBody:
         weighed = self.weigh(self.gate_up(self.pre_norm(hidden)))
         return _added(self.sublayer, self.down, hidden, weighed, in_place=rows.in_place)
 
+    @property
+    def matrices(self) -> tuple[LinearMap, nn.Module]:
+        """As of `AttentionBody`."""
+        return self.gate_up, self.down
+
+    def with_matrices(self, first: LinearMap, last: nn.Module) -> GatedBody:
+        """The same body on other weights."""
+        return replace(self, gate_up=first, down=last)
+
+
+FusedBody: TypeAlias = AttentionBody | GatedBody
+
 
 @torch.inference_mode()
-def fuse(parts: Decomposition, *, apart_from: Collection[int] = (), use_operators: bool | None = None) -> Decomposition:
+def fuse(
+    parts: Decomposition,
+    *,
+    apart_from: Collection[int] = (),
+    use_operators: bool | None = None,
+    quantised: Collection[Weights] = (),
+) -> Decomposition:
     """The same model or span, with bodies where they prove equal to the modules on random input.
 
     The modules' own weights are freed: `parts` and the model that they come from cannot run any more. apart_from:
     sublayers that stay as they are, because their weights are fetched. use_operators: whether bodies consist of the
     operators `rayspec::*`, which a GPU needs, or of torch's own; by default as the device wants it.
+
+    quantised: the copies that each sublayer with a body gets, for drafts. A copy that is too far off is left out. So
+    do the sublayers in `apart_from` whose layout has a body: their copies stay in memory and fetch nothing.
     """
-    shop = _Workshop(parts, has_operators(parts.device) if use_operators is None else use_operators)
+    has_kernels = has_operators(parts.device) if use_operators is None else use_operators
+    shop = _Workshop(parts, has_kernels, quantised)
     sublayers = tuple(
-        sublayer if sublayer.index in apart_from else shop.fused(sublayer) for sublayer in parts.sublayers
+        shop.resident(sublayer) if sublayer.index in apart_from else shop.fused(sublayer)
+        for sublayer in parts.sublayers
     )
     num_fused = sum(sublayer.body is not None for sublayer in sublayers)
     logger.info("%d of %d sublayers have a fused body", num_fused, len(sublayers))
     return replace(parts, sublayers=sublayers, lm_head=shop.head(parts), final_norm=shop.final_norm(parts))
+
+
+def matrices_of(block: nn.Module, kind: Literal["attention", "mlp"]) -> tuple[list[nn.Linear], nn.Module]:
+    """In the layout that bodies know: the layers that read the block's input, and the one that makes its output.
+
+    Raises AttributeError for a block of another layout.
+    """
+    names = next((each for each in _FIRST[kind] if all(hasattr(block, name) for name in each)), None)
+    if names is None:
+        raise AttributeError(f"{type(block).__name__} has none of {_FIRST[kind]}")
+    return [getattr(block, name) for name in names], getattr(block, _LAST[kind])
+
+
+def bytes_of_copies(parts: Decomposition) -> dict[Weights, int]:
+    """Of the quantised copies of all sublayers, by weights."""
+    sizes: dict[Weights, int] = {}
+    for sublayer in parts.sublayers:
+        for weights, body in sublayer.quantised.items():
+            matrices = body.matrices if isinstance(body, FusedBody) else ()
+            num_bytes = sum(each.num_bytes for each in matrices if isinstance(each, LinearMap))
+            sizes[weights] = sizes.get(weights, 0) + num_bytes
+    return sizes
 
 
 def has_operators(device: torch.device) -> bool:
@@ -100,8 +166,9 @@ def has_operators(device: torch.device) -> bool:
 class _Workshop:
     """Makes bodies, and tries them on random hidden states, each with an empty KV cache."""
 
-    def __init__(self, parts: Decomposition, use_operators: bool) -> None:
+    def __init__(self, parts: Decomposition, use_operators: bool, quantised: Collection[Weights]) -> None:
         self._use_operators = use_operators
+        self._quantised = quantised
         self._hidden = random_hidden(parts) * _CHECK_SCALE
         num_rows = self._hidden.shape[1]
         arena = KVArena(parts.shapes, num_rows, dtype=parts.dtype, device=parts.device)
@@ -113,13 +180,30 @@ class _Workshop:
     def fused(self, sublayer: Sublayer) -> Sublayer:
         expected = self._branch(sublayer)
         try:
-            body, linears = self._mlp(sublayer) if sublayer.kind == "mlp" else self._attention(sublayer)
+            body, linears = self._body(sublayer)
             if self._computes(expected, body):
+                copies = self._copies(sublayer, body, linears, expected)
                 empty_linears(linears)
-                return replace(sublayer, body=body)
+                return replace(sublayer, body=body, quantised=copies)
         except _MISFITS as misfit:
             logger.debug("sublayer %d runs by its modules: %s", sublayer.index, misfit)
         self._block_linears(sublayer, expected)
+        return sublayer
+
+    def resident(self, sublayer: Sublayer) -> Sublayer:
+        """An offloaded sublayer with copies that need none of its weights."""
+        if not self._quantised:
+            return sublayer
+        expected = self._branch(sublayer)  # This fetches the weights, which stay until another sublayer runs.
+        try:
+            twin = _twin_of(sublayer)
+            body, linears = self._body(twin)
+            if self._computes(expected, body):
+                copies = self._copies(twin, body, linears, expected)
+                empty_linears(linears)
+                return replace(sublayer, quantised=copies)
+        except _MISFITS as misfit:
+            logger.debug("offloaded sublayer %d gets no copies: %s", sublayer.index, misfit)
         return sublayer
 
     def head(self, parts: Decomposition) -> nn.Module | None:
@@ -136,10 +220,38 @@ class _Workshop:
         norm = parts.final_norm
         return as_operator(norm) if self._use_operators and norm is not None else norm
 
-    def _attention(self, sublayer: Sublayer) -> tuple[Body, Sequence[nn.Linear]]:
+    def _copies(
+        self, sublayer: Sublayer, body: FusedBody, linears: Sequence[nn.Linear], expected: Tensor
+    ) -> dict[Weights, Body]:
+        copies: dict[Weights, Body] = {}
+        for weights in self._quantised:
+            try:
+                made = self._copy(weights, body, linears)
+            except _MISFITS as misfit:
+                logger.debug("sublayer %d has no %s copy: %s", sublayer.index, weights, misfit)
+                continue
+            error = float((self._branch(made) - expected).norm() / expected.norm())
+            if error <= _LARGEST_ERROR[weights]:
+                copies[weights] = made
+            else:
+                logger.debug("sublayer %d has no %s copy: its error is %.3f", sublayer.index, weights, error)
+        return copies
+
+    def _copy(self, weights: Weights, body: FusedBody, linears: Sequence[nn.Linear]) -> FusedBody:
+        """The linear layers are those of the body; the last is left as it is where it is not plain."""
+        make = QUANTISED[weights]
+        _, last = body.matrices
+        if not isinstance(last, LinearMap):
+            return body.with_matrices(make(linears), last)
+        return body.with_matrices(make(linears[:-1]), make(linears[-1:]))
+
+    def _body(self, sublayer: Sublayer) -> tuple[FusedBody, Sequence[nn.Linear]]:
         """A body, and the linear layers whose weights it holds. Raises one of `_MISFITS`."""
+        return self._mlp(sublayer) if sublayer.kind == "mlp" else self._attention(sublayer)
+
+    def _attention(self, sublayer: Sublayer) -> tuple[FusedBody, Sequence[nn.Linear]]:
         block: Any = sublayer.block
-        linears = _linears(block, _QUERY_KEY_VALUE)
+        linears, last = matrices_of(block, "attention")
         _require_plain(block, linears)
         assert self._rows.kind is not None, "the modules have attended"
         projections, num_kv_heads = self._matrix(linears), self._shapes[sublayer.layer].num_heads
@@ -158,14 +270,13 @@ class _Workshop:
             pre_norm=self._norm(sublayer.pre_norm),
             projections=projections,
             heads=heads,
-            output=self._last(block.o_proj),
+            output=self._last(last),
         )
-        return body, [*linears, *filter(is_plain, [block.o_proj])]
+        return body, [*linears, *filter(is_plain, [last])]
 
-    def _mlp(self, sublayer: Sublayer) -> tuple[Body, Sequence[nn.Linear]]:
-        """As `_attention`."""
+    def _mlp(self, sublayer: Sublayer) -> tuple[FusedBody, Sequence[nn.Linear]]:
         block: Any = sublayer.block
-        linears = _linears(block, _GATE_UP)
+        linears, last = matrices_of(block, "mlp")
         _require_plain(block, linears)
         activation = block.act_fn if hasattr(block, "act_fn") else block.activation_fn
         name = _OPERATOR_ACTIVATIONS.get(type(activation).__name__)
@@ -176,9 +287,9 @@ class _Workshop:
             weigh=partial(_weighed_by_operator, name)
             if self._use_operators and name
             else partial(_weighed, activation),
-            down=self._last(block.down_proj),
+            down=self._last(last),
         )
-        return body, [*linears, *filter(is_plain, [block.down_proj])]
+        return body, [*linears, *filter(is_plain, [last])]
 
     def _block_linears(self, sublayer: Sublayer, expected: Tensor) -> None:
         """Give the block's linear layers the device's faster layout, where it still computes the same."""
@@ -245,18 +356,33 @@ class _NotingRows:
         return self.rows.attend_projected(heads, projected)
 
 
-def _linears(block: nn.Module, names: Sequence[Sequence[str]]) -> list[nn.Linear]:
-    """The layers of the first names that the block has."""
-    found = next((each for each in names if all(hasattr(block, name) for name in each)), None)
-    if found is None:
-        raise AttributeError(f"{type(block).__name__} has none of {names}")
-    return [getattr(block, name) for name in found]
-
-
 def _require_plain(block: nn.Module, linears: Sequence[nn.Linear]) -> None:
     """Nothing happens around the matrices: no quantizer and no fetch has a hand in them. They may be a rank's share."""
     if block._forward_hooks or block._forward_pre_hooks or not all(map(is_plain_or_share, linears)):
         raise TypeError(f"{type(block).__name__} is more than its matrices")
+
+
+def _twin_of(sublayer: Sublayer) -> Sublayer:
+    """The same modules with parameters of their own, which nobody fetches."""
+    return replace(
+        sublayer,
+        block=_twin(sublayer.block),
+        pre_norm=None if sublayer.pre_norm is None else _twin(sublayer.pre_norm),
+        post_norm=None if sublayer.post_norm is None else _twin(sublayer.post_norm),
+    )
+
+
+def _twin(module: nn.Module) -> nn.Module:
+    twin = copy.copy(module)
+    twin._forward_pre_hooks = OrderedDict(
+        (key, hook) for key, hook in module._forward_pre_hooks.items() if not isinstance(hook, Fetch)
+    )
+    twin._parameters = {
+        name: None if weight is None else nn.Parameter(weight.data.clone(), requires_grad=False)
+        for name, weight in module._parameters.items()
+    }
+    twin._modules = {name: None if child is None else _twin(child) for name, child in module._modules.items()}
+    return twin
 
 
 def _plain_linears(block: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
@@ -283,6 +409,6 @@ def _weighed_by_operator(activation: str, gate_up: Tensor) -> Tensor:
 
 def _added(sublayer: Sublayer, matrix: nn.Module, hidden: Tensor, rows: Tensor, *, in_place: bool) -> Tensor:
     """The residual with the block's output, which is the matrix times `rows`."""
-    if not (sublayer.adds_plainly and isinstance(matrix, Matrix)):
+    if not (sublayer.adds_plainly and isinstance(matrix, LinearMap)):
         return sublayer.add(hidden, matrix(rows), in_place=in_place)
     return matrix.add_to(hidden, rows) if in_place else matrix.plus(hidden, rows)

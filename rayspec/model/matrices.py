@@ -7,6 +7,7 @@ On a CPU that is oneDNN's blocked layout. Measured on two cores, weights from me
 from __future__ import annotations
 
 import platform
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TypeGuard, cast
 
@@ -15,41 +16,72 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 
-class Matrix(nn.Module):
-    """What `nn.Linear` is to one matrix: to those of several linear layers with the same input, one below the other.
+class LinearMap(nn.Module, ABC):
+    """What `nn.Linear` is to one matrix: to those of several linear layers with the same input, one below the other."""
+
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        super().__init__()
+        self.num_rows = sum(len(each.weight) for each in linears)
+        self.num_columns = linears[0].weight.shape[1]
+        self._bias = _joined_bias(linears)
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Of the weights, with their scales."""
+
+    @abstractmethod
+    def forward(self, rows: Tensor) -> Tensor:
+        """[..., num_columns] -> [..., num_rows]."""
+
+    def plus(self, residual: Tensor, rows: Tensor) -> Tensor:
+        """residual + forward(rows), new."""
+        return residual.add(self(rows))
+
+    def add_to(self, residual: Tensor, rows: Tensor) -> Tensor:
+        """The same in place; both are contiguous."""
+        return residual.add_(self(rows))
+
+
+class Matrix(LinearMap):
+    """The weights in full precision.
 
     It holds a copy of their weights. `empty_linears` frees the originals. blocked: in oneDNN's layout.
     """
 
     def __init__(self, linears: Sequence[nn.Linear], *, blocked: bool) -> None:
-        super().__init__()
-        weight = torch.cat([each.weight.data for each in linears]) if len(linears) > 1 else linears[0].weight.data
-        self.num_rows, self.num_columns = weight.shape
-        self._bias = _joined_bias(linears)
+        super().__init__(linears)
+        weight = joined_weight(linears)
         self._is_blocked = blocked
         # No parameter: nobody can read, save or move a blocked matrix.
         self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None) if blocked else weight
 
+    @property
+    def num_bytes(self) -> int:
+        return self._weight.nbytes
+
     def forward(self, rows: Tensor) -> Tensor:
-        """[..., num_columns] -> [..., num_rows]."""
         if self._is_blocked:
             pointwise = torch.ops.mkldnn._linear_pointwise
             return cast(Tensor, pointwise(rows, self._weight, self._bias, "none", [], ""))
         return linear(rows, self._weight, self._bias)
 
     def plus(self, residual: Tensor, rows: Tensor) -> Tensor:
-        """residual + forward(rows), new."""
         if self._is_blocked:
             pointwise = torch.ops.mkldnn._linear_pointwise
             return cast(Tensor, pointwise.binary(rows, residual, self._weight, self._bias, "add"))
-        return residual.add(self(rows))
+        return super().plus(residual, rows)
 
     def add_to(self, residual: Tensor, rows: Tensor) -> Tensor:
-        """The same in place; both are contiguous."""
         if self._is_blocked:
             return residual.copy_(self.plus(residual, rows))
         residual.view(-1, self.num_rows).addmm_(rows.view(-1, self.num_columns), self._weight.T)
         return residual if self._bias is None else residual.add_(self._bias)
+
+
+def joined_weight(linears: Sequence[nn.Linear]) -> Tensor:
+    """[num_rows, num_columns]: the very weight of a single layer, a copy of those of several."""
+    return torch.cat([each.weight.data for each in linears]) if len(linears) > 1 else linears[0].weight.data
 
 
 def is_plain(module: object) -> TypeGuard[nn.Linear]:

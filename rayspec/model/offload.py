@@ -84,7 +84,7 @@ def offload(
         for piece in cargo.pieces:
             _page_out(piece.parameter.data)
             piece.parameter.data = piece.view_in(places[index])
-        cargo.entrance.register_forward_pre_hook(_Fetch(weights, index))
+        cargo.entrance.register_forward_pre_hook(Fetch(weights, index))
     _trim_heap()
     return weights
 
@@ -143,7 +143,7 @@ class OffloadedWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class _Fetch:
+class Fetch:
     """Forward pre-hook of the module of an offloaded sublayer that runs first."""
 
     weights: OffloadedWeights
@@ -305,7 +305,7 @@ def _check(parts: Decomposition, chosen: Sequence[Sublayer], to: str, device: to
         raise ConfigError("option 'to' is 'cpu', where the model runs already: use disk, or a CUDA device")
     for sublayer in chosen:
         for module in _modules(sublayer):
-            if any(isinstance(hook, _Fetch) for hook in module._forward_pre_hooks.values()):
+            if any(isinstance(hook, Fetch) for hook in module._forward_pre_hooks.values()):
                 raise ValueError(f"sublayer {sublayer.index} is offloaded already")
             if any(type(p) is not nn.Parameter or type(p.data) is not Tensor for p in module.parameters()):
                 raise UnsupportedModelError(

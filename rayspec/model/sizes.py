@@ -12,8 +12,11 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from rayspec.model.architecture import LAYOUTS
+from rayspec.choices import Weights
+from rayspec.model.architecture import LAYOUTS, MLP_NAMES
+from rayspec.model.bodies import matrices_of
 from rayspec.model.kv_arena import LayerShape, bytes_per_slot
+from rayspec.model.quantised import num_bytes
 from rayspec.model.sources import check_source
 from rayspec.types import CheckpointError, ConfigError, UnsupportedModelError
 
@@ -120,6 +123,40 @@ def model_sizes(
         head_bytes=whole.weigh(head),
         tied=tied,
     )
+
+
+def quantised_bytes(
+    config: PretrainedConfig, weights: Weights, *, dtype: torch.dtype, tensor: int = 1
+) -> tuple[int, ...]:
+    """Of the copies that drafts have of each sublayer, in order, on one of `tensor` ranks, if the model has `dtype`.
+
+    0 for a sublayer whose layout has no copies. The check at load has the last word: it may leave out some.
+
+    Raises UnsupportedModelError as `model_sizes`.
+    """
+    layers = _decoder_layers(_meta_model(config), config)
+    return tuple(_copy_bytes(block, kind, weights, dtype, tensor) for layer in layers for kind, block in _blocks(layer))
+
+
+def _blocks(layer: nn.Module) -> list[tuple[Literal["attention", "mlp"], nn.Module | None]]:
+    mlp = next((getattr(layer, name) for name in MLP_NAMES if hasattr(layer, name)), None)
+    return [("attention", getattr(layer, "self_attn", None)), ("mlp", mlp)]
+
+
+def _copy_bytes(
+    block: nn.Module | None, kind: Literal["attention", "mlp"], weights: Weights, dtype: torch.dtype, tensor: int
+) -> int:
+    """Ranks share the rows of the first matrix; the last one, whose products they sum, has no copy then."""
+    if block is None:
+        return 0
+    try:
+        first, last = matrices_of(block, kind)
+        sizes = [(sum(each.out_features for each in first) // tensor, first[0].in_features)]
+        if tensor == 1 and isinstance(last, nn.Linear):
+            sizes.append((last.out_features, last.in_features))
+        return sum(num_bytes(weights, rows, columns, dtype=dtype) for rows, columns in sizes)
+    except (AttributeError, ValueError):
+        return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

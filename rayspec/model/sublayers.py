@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from torch import Tensor, nn
 
-from rayspec.choices import FULL, SKIP, Choice, keys_of, weights_of
+from rayspec.choices import FULL, SKIP, Choice, Weights, keys_of, weights_of
 from rayspec.model.attention import Rows
 
 Tap = Callable[[int, Tensor], None]
@@ -19,7 +19,8 @@ Body: TypeAlias = Callable[[Tensor, Rows], Tensor]
 class Sublayer:
     """One attention or MLP block with its norms and residual. `index` counts sublayers, `layer` decoder layers.
 
-    body: what runs in place of the modules, where something faster was proven equal to them.
+    body: what runs in place of the modules, where something faster was proven equal to them. quantised: what drafts may
+    run in place of both, on copies of the weights.
     """
 
     index: int
@@ -31,9 +32,12 @@ class Sublayer:
     post_norm: nn.Module | None
     residual_scale: float
     body: Body | None = None
+    quantised: Mapping[Weights, Body] = field(default_factory=dict)
 
-    def __call__(self, hidden: Tensor, rows: Rows) -> Tensor:
-        """hidden: [1, N, hidden_size] in and out."""
+    def __call__(self, hidden: Tensor, rows: Rows, weights: Weights = "full") -> Tensor:
+        """hidden: [1, N, hidden_size] in and out. Raises KeyError for weights of which the sublayer has no copy."""
+        if weights != "full":
+            return self._copy(weights)(hidden, rows)
         if self.body is not None:
             return self.body(hidden, rows)
         branch: Tensor = hidden if self.pre_norm is None else self.pre_norm(hidden)
@@ -53,6 +57,11 @@ class Sublayer:
         """Whether there is a way to run it so. Few keys mean nothing to an MLP."""
         has_weights = weights_of(choice) == "full" or weights_of(choice) in self.quantised
         return choice != SKIP and has_weights and (self.kind == "attention" or keys_of(choice) == "all")
+
+    def _copy(self, weights: Weights) -> Body:
+        if weights not in self.quantised:
+            raise KeyError(f"sublayer {self.index} has no {weights} copy of its weights")
+        return self.quantised[weights]
 
     @property
     def has_experts(self) -> bool:

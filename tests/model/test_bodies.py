@@ -1,28 +1,35 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from rayspec.choices import Choices, choices_of
+from rayspec.choices import Choices, Weights, choices_of
+from rayspec.model import bodies
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.attention import pack
-from rayspec.model.bodies import AttentionBody, GatedBody, fuse
+from rayspec.model.bodies import AttentionBody, FusedBody, GatedBody, bytes_of_copies, fuse, matrices_of
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.matrices import Matrix
+from rayspec.model.offload import offload
 from rayspec.model.rows import RowSpan, one_run
 from rayspec.model.sublayers import run
 from tests.families import MATRIX, build, checkpoint, modules_of
 
 CPU = torch.device("cpu")
+KINDS: list[Weights] = ["int8", "int4"]
 # Sublayers that the check refuses: interleaved rotation (GLM), norms over all heads (OLMo 2), no rotation in some
 # layers (SmolLM 3), experts.
 MODULES_LEFT = {
     "glm4": {"attention"}, "olmo2": {"attention"}, "smollm3": {"attention"}, "mixtral": {"mlp"}, "qwen3_moe": {"mlp"},
 }  # fmt: skip
+
+
+TOKENS = [5, 9, 2, 77, 30, 30, 6, 41, 8, 100, 3, 12]
 
 
 @torch.inference_mode()
@@ -37,11 +44,10 @@ def logits_of(parts: Decomposition, tokens: list[int], choices: Choices | None =
 @pytest.mark.parametrize("use_operators", [False, True])
 @pytest.mark.parametrize("family", MATRIX)
 def test_bodies_compute_what_the_modules_do(family: str, use_operators: bool) -> None:
-    tokens = [5, 9, 2, 77, 30, 30, 6, 41, 8, 100, 3, 12]
     choices = choices_of([index % 3 != 1 for index in range(len(modules_of(checkpoint(family)).sublayers))])
-    expected = [logits_of(modules_of(checkpoint(family)), tokens, each) for each in (None, choices)]
+    expected = [logits_of(modules_of(checkpoint(family)), TOKENS, each) for each in (None, choices)]
     fused = fuse(modules_of(checkpoint(family)), use_operators=use_operators)
-    actual = [logits_of(fused, tokens, each) for each in (None, choices)]
+    actual = [logits_of(fused, TOKENS, each) for each in (None, choices)]
     torch.testing.assert_close(actual, expected, atol=2e-4, rtol=1e-4)
 
 
@@ -114,3 +120,120 @@ def test_a_module_with_a_hook_runs_as_it_is() -> None:
     calls.clear()
     logits_of(fused, [5, 9])
     assert calls == [1]
+
+
+def all_in(parts: Decomposition, weights: Weights) -> Decomposition:
+    """The model whose full weights are the copies, where it has them."""
+    sublayers = (replace(each, body=each.quantised.get(weights, each.body)) for each in parts.sublayers)
+    return replace(parts, sublayers=tuple(sublayers))
+
+
+@torch.inference_mode()
+def dequantise_linears(parts: Decomposition, copies: Decomposition, weights: Weights) -> None:
+    """Give the modules the weights of the copies."""
+    for sublayer, copied in zip(parts.sublayers, copies.sublayers, strict=True):
+        body = copied.quantised[weights]
+        assert isinstance(body, FusedBody)
+        first, last = matrices_of(sublayer.block, sublayer.kind)
+        assert isinstance(last, nn.Linear)
+        for linears, matrix in zip((first, [last]), body.matrices, strict=True):
+            weight = matrix(torch.eye(linears[0].in_features)).T
+            for linear, rows in zip(linears, weight.split([each.out_features for each in linears]), strict=True):
+                linear.weight.copy_(rows)
+
+
+@pytest.mark.parametrize("use_operators", [False, True])
+@pytest.mark.parametrize(("weights", "tolerance"), [("int8", 0.06), ("int4", 1e-3)])
+def test_copies_compute_what_modules_do_with_their_weights(
+    weights: Weights, tolerance: float, use_operators: bool
+) -> None:
+    """int8 also rounds what the matrices are multiplied by."""
+    modules = modules_of(checkpoint("llama"))
+    fused = fuse(modules_of(checkpoint("llama")), use_operators=use_operators, quantised=[weights])
+    dequantise_linears(modules, fused, weights)
+    expected, found = logits_of(modules, TOKENS), logits_of(all_in(fused, weights), TOKENS)
+    assert (found - expected).norm() < tolerance * expected.norm()
+    full = logits_of(modules_of(checkpoint("llama")), TOKENS)
+    torch.testing.assert_close(logits_of(fused, TOKENS), full, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", MATRIX)
+def test_each_sublayer_with_a_body_has_copies(family: str, dtype: str) -> None:
+    fused = fuse(modules_of(checkpoint(family), dtype), quantised=["int8", "int4"])
+    for sublayer in fused.sublayers:
+        assert list(sublayer.quantised) == ([] if sublayer.body is None else ["int8", "int4"])
+        assert all(type(body) is type(sublayer.body) for body in sublayer.quantised.values())
+
+
+def test_copies_share_norms_and_have_matrices_of_their_own() -> None:
+    [sublayer, *_] = fuse(modules_of(checkpoint("qwen3")), quantised=["int8"]).sublayers
+    full, copied = sublayer.body, sublayer.quantised["int8"]
+    assert isinstance(full, AttentionBody)
+    assert isinstance(copied, AttentionBody)
+    assert copied.pre_norm is full.pre_norm
+    assert copied.heads == full.heads
+    assert copied.matrices[0] is not full.matrices[0]
+
+
+def test_a_copy_runs_where_it_is_asked_for() -> None:
+    fused = fuse(modules_of(checkpoint("llama")), quantised=["int4"])
+    sublayer = fused.sublayers[1]
+    arena = KVArena(fused.shapes, 3, dtype=fused.dtype, device=CPU)
+    rows = pack(arena, [RowSpan(one_run(0, 3), 0, 3)], device=CPU)
+    hidden = torch.randn(1, 3, 64)
+    assert torch.equal(sublayer(hidden, rows, "int4"), sublayer.quantised["int4"](hidden, rows))
+    assert torch.equal(sublayer(hidden, rows, "full"), sublayer(hidden, rows))
+    assert not torch.equal(sublayer(hidden, rows), sublayer(hidden, rows, "int4"))
+    with pytest.raises(KeyError, match="sublayer 1 has no int8 copy of its weights"):
+        sublayer(hidden, rows, "int8")
+
+
+def test_a_copy_that_is_far_off_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(bodies._LARGEST_ERROR, "int4", 0.01)
+    fused = fuse(modules_of(checkpoint("llama")), quantised=["int8", "int4"])
+    assert all(sublayer.body is not None and list(sublayer.quantised) == ["int8"] for sublayer in fused.sublayers)
+
+
+def test_a_copy_that_cannot_be_made_is_left_out() -> None:
+    """No group of columns fits 72."""
+    fused = fuse(decompose(build("llama", intermediate_size=72)), quantised=["int8", "int4"])
+    left = [list(sublayer.quantised) for sublayer in fused.sublayers[:2]]
+    assert left == [["int8", "int4"], ["int8"]]
+
+
+def test_bytes_of_copies_are_summed() -> None:
+    fused = fuse(modules_of(checkpoint("llama")), quantised=["int8", "int4"])
+    num_rows, weights = 4 * (128 + 64 + 192 + 64), 4 * (128 * 64 + 64 * 64 + 192 * 64 + 64 * 96)
+    num_scales = 4 * (128 + 64 + 192 + 64 * 3)  # in groups of 64, of the last matrix of 32
+    assert bytes_of_copies(fused) == {"int8": weights + 4 * num_rows, "int4": weights // 2 + 2 * 4 * num_scales}
+    assert bytes_of_copies(fuse(modules_of(checkpoint("llama")))) == {}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
+def test_offloaded_sublayers_have_copies_that_fetch_nothing(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resident = fuse(modules_of(checkpoint(family)), quantised=["int8", "int4"])
+    expected = [logits_of(all_in(resident, weights), TOKENS) for weights in KINDS]
+    parts = modules_of(checkpoint(family))
+    expected_full = logits_of(parts, TOKENS)
+    offloaded = offload(parts, [1, 2, 5], to="disk", folder=tmp_path)
+    fused = fuse(parts, apart_from=[1, 2, 5], quantised=["int8", "int4"])
+    torch.testing.assert_close(logits_of(fused, TOKENS), expected_full, atol=2e-4, rtol=1e-4)
+    monkeypatch.setattr(type(offloaded), "fetch", _refuse)
+    found = [logits_of(all_in(fused, weights), TOKENS) for weights in KINDS]
+    torch.testing.assert_close(found, expected, atol=0, rtol=0)
+
+
+def _refuse(*_: object) -> None:
+    raise AssertionError("a copy fetched weights")
+
+
+def test_offloaded_sublayers_of_another_layout_have_none(tmp_path: Path) -> None:
+    parts = modules_of(checkpoint("glm4"))
+    expected = logits_of(parts, TOKENS)
+    offload(parts, [0, 1], to="disk", folder=tmp_path)
+    fused = fuse(parts, apart_from=[0, 1], quantised=["int8"])
+    assert [list(sublayer.quantised) for sublayer in fused.sublayers[:2]] == [[], ["int8"]]
+    torch.testing.assert_close(logits_of(fused, TOKENS), expected, atol=2e-4, rtol=1e-4)

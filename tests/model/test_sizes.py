@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, PretrainedConfig
 
+from rayspec.model.bodies import bytes_of_copies, fuse
 from rayspec.model.kv_arena import bytes_per_slot
-from rayspec.model.sizes import load_config, model_sizes
+from rayspec.model.sizes import load_config, model_sizes, quantised_bytes
 from rayspec.types import CheckpointError, ConfigError, UnsupportedModelError
 from tests.families import FAMILIES, WHOLE_FAMILIES, WINDOW, checkpoint, modules_of, reference
 
@@ -150,3 +151,30 @@ def test_what_is_no_causal_lm_is_unsupported() -> None:
 
 def _total(sizes: object) -> int:
     return sizes.embedding_bytes + sum(each.weight_bytes for each in sizes.layers) + sizes.last_stage_bytes(1)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "qwen3_moe"])
+def test_copies_weigh_what_the_loaded_ones_do(family: str) -> None:
+    fused = fuse(modules_of(checkpoint(family)), quantised=["int8", "int4"])
+    for weights, num_bytes in bytes_of_copies(fused).items():
+        sizes = quantised_bytes(load_config(checkpoint(family)), weights, dtype=torch.float32)
+        assert sum(sizes) == num_bytes
+        assert [bool(size) for size in sizes] == [bool(sublayer.quantised) for sublayer in fused.sublayers]
+
+
+def test_copies_of_70b() -> None:
+    int8, int4 = (quantised_bytes(LLAMA_70B, weights, dtype=BF16) for weights in ("int8", "int4"))
+    num_weights = 80 * (2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672)
+    assert len(int8) == len(int4) == 160
+    assert sum(int8) == pytest.approx(num_weights, rel=1e-3)
+    assert sum(int4) == pytest.approx(num_weights * (1 / 2 + 4 / 128), rel=1e-3)
+
+
+def test_ranks_share_the_copies_of_the_first_matrices() -> None:
+    whole, half = (quantised_bytes(LLAMA_70B, "int8", dtype=BF16, tensor=tensor) for tensor in (1, 2))
+    assert half[1] == pytest.approx(8192 * 28672, rel=1e-3)
+    assert half[1] * 3 == pytest.approx(whole[1], rel=1e-3)
+
+
+def test_layers_of_an_unknown_layout_have_no_copies() -> None:
+    assert not any(quantised_bytes(reference(checkpoint("mixtral")).config, "int8", dtype=BF16)[1::2])
