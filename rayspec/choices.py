@@ -3,10 +3,25 @@ only."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Literal, TypeAlias, cast
 
-__all__ = ["FULL", "SKIP", "Choice", "Keys", "Weights", "choices_of", "combined", "combinations", "keys_of", "weights_of"]
+__all__ = [
+    "FULL",
+    "SKIP",
+    "Choice",
+    "Choices",
+    "Keys",
+    "Weights",
+    "choices_of",
+    "combinations",
+    "combined",
+    "described",
+    "keys_of",
+    "num_leading_full",
+    "weights_of",
+]
 
 # What the matrices of a sublayer are multiplied by: the target's own weights, or a copy with 8 or 4 bits a weight.
 Weights: TypeAlias = Literal["full", "int8", "int4"]
@@ -25,6 +40,9 @@ Choice: TypeAlias = Literal[
     "int4+window",
     "int4+pages",
 ]
+
+# One for each sublayer of a model, in order.
+Choices: TypeAlias = tuple[Choice, ...]
 
 FULL: Choice = "full"
 SKIP: Choice = "skip"
@@ -50,12 +68,22 @@ def combined(weights: Weights, keys: Keys) -> Choice:
 
 def combinations(allowed: Collection[str]) -> tuple[Choice, ...]:
     """`full`, and all choices that consist of allowed ones: of "int4" and "pages" also "int4+pages"."""
-    weights: list[Weights] = ["full", *(one for one in ("int8", "int4") if one in allowed)]  # type: ignore[list-item]
-    keys: list[Keys] = ["all", *(one for one in ("window", "pages") if one in allowed)]  # type: ignore[list-item]
+    weights: list[Weights] = ["full", *(one for one in ("int8", "int4") if one in allowed)]
+    keys: list[Keys] = ["all", *(one for one in ("window", "pages") if one in allowed)]
     found = tuple(combined(weight, key) for key in keys for weight in weights)
     return (*found, SKIP) if SKIP in allowed else found
 
 
-def choices_of(keep: Sequence[bool]) -> tuple[Choice, ...]:
+def choices_of(keep: Sequence[bool]) -> Choices:
     """Full where the flag is set, else skipped."""
     return tuple(FULL if kept else SKIP for kept in keep)
+
+
+def described(choices: Sequence[Choice]) -> str:
+    """How many there are of each, in words: "14 full, 2 skip"."""
+    return ", ".join(f"{count} {choice}" for choice, count in Counter(choices).most_common())
+
+
+def num_leading_full(choices: Sequence[Choice]) -> int:
+    """Sublayers before the first one that a draft does not run in full."""
+    return next((index for index, choice in enumerate(choices) if choice != FULL), len(choices))

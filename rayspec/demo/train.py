@@ -369,7 +369,7 @@ def _main() -> None:
     parser.add_argument("--resume", type=Path, help="directory of a checkpoint to go on from")
     parser.add_argument("--spread-embeddings", action="store_true", help="first move embeddings apart that are alike")
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
-    parser.add_argument("--max-drop", type=float, default=0.25, help="with which probability the last sublayer is skipped")
+    parser.add_argument("--max-drop", type=float, default=0.25, help="probability that the last sublayer is skipped")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rayspec.model.key_budgets import KeyBudgets
+
 # Slots of a page: of one token each.
 PAGE_SIZE = 16
 
@@ -25,7 +27,7 @@ class KVArena:
     """Keys and values of the attention layers of one stage.
 
     keys[layer]: [num_heads, num_slots + num_spare, key_dim]; values[layer] likewise. Slots side by side are a view.
-    Spare slots take what padding rows write.
+    Spare slots take what padding rows write. budgets: of drafts that read few keys.
     """
 
     def __init__(
@@ -36,8 +38,10 @@ class KVArena:
         dtype: torch.dtype,
         device: torch.device,
         num_spare: int = 0,
+        budgets: KeyBudgets | None = None,
     ) -> None:
         self.num_slots = num_slots
+        self.budgets = budgets or KeyBudgets()
         total = num_slots + num_spare
         self.keys = {
             index: torch.zeros(shape.num_heads, total, shape.key_dim, dtype=dtype, device=device)
