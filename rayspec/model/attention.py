@@ -24,8 +24,9 @@ from transformers import AttentionInterface
 
 from rayspec.choices import Keys
 from rayspec.model.few_keys import FewPages, few_pages, page_tables, reads_all
-from rayspec.model.kv_arena import KVArena
+from rayspec.model.kv_arena import PAGE_SIZE, KVArena
 from rayspec.model.norms import Norm
+from rayspec.model.page_scores import NewestRows, newest_rows, note_pages
 from rayspec.model.rows import Path, RowSpan, Run, Runs, runs_between, slots_between
 
 IMPLEMENTATION = "rayspec"
@@ -151,7 +152,8 @@ class PackedRows:
     the rows are a tree; empty where they see one another causally. Where `slots` is None the rows leave no trace: those
     of a span are alternatives for the one position behind its context, and each sees the context and itself. by_run:
     the runs of a sequence may decide how its keys are read, and with it how sums round. keys: that rows read, within
-    the arena's budget; rows that see no more than the budget, and rows of trees, read all that they see.
+    the arena's budget; rows that see no more than the budget, and rows of trees, read all that they see. scores_pages:
+    the newest rows leave a note of the pages at which they look most, where the arena has room for it.
     """
 
     arena: KVArena
@@ -163,6 +165,8 @@ class PackedRows:
     rope: dict[str, Any] = field(default_factory=dict)
     looks: dict[_LooksKey, _Looks] = field(default_factory=dict)  # layers share them
     keys: Keys = "all"
+    scores_pages: bool = False
+    newest: dict[int | None, NewestRows | None] = field(default_factory=dict)  # by sliding window
 
     def seeing(self, keys: Keys) -> PackedRows:
         return self if keys == self.keys else replace(self, keys=keys)
@@ -173,6 +177,8 @@ class PackedRows:
         if self.slots is None:
             return attention.of_branches()
         self.arena.write(layer, self.slots, key, value)
+        if self.scores_pages and self.arena.looked_at is not None:
+            self._note_pages(layer, query, kind)
         return attention.of_rows()
 
     def attend_projected(self, heads: Heads, projected: Tensor) -> Tensor:
@@ -181,6 +187,15 @@ class PackedRows:
     @property
     def in_place(self) -> bool:
         return False
+
+    def _note_pages(self, layer: int, query: Tensor, kind: AttentionKind) -> None:
+        window = kind.sliding_window
+        if window not in self.newest:
+            budget = self.arena.budgets.pages
+            self.newest[window] = newest_rows(budget, self.spans, self.paths, window, query.device)
+        newest = self.newest[window]
+        if newest is not None:
+            note_pages(self.arena, layer, newest, query, scaling=kind.scaling, softcap=kind.softcap)
 
 
 def pack(
@@ -191,8 +206,10 @@ def pack(
     pad_to: int = 0,
     paths: Sequence[Sequence[Path]] | None = None,
     by_run: bool = True,
+    scores_pages: bool = False,
 ) -> PackedRows:
-    """Rows that extend sequences. paths, by_run: see `PackedRows`; paths are by default what the spans say.
+    """Rows that extend sequences. paths, by_run, scores_pages: see `PackedRows`. Paths are by default what the spans
+    say.
 
     Rows up to `pad_to` are added that attend to nothing and write to the arena's spare slots.
     """
@@ -206,7 +223,7 @@ def pack(
     positions.extend([0] * num_padding)
     slots.extend(range(arena.num_slots, arena.num_slots + num_padding))
     where = torch.tensor([positions, slots], device=device)
-    return PackedRows(arena, where[0], where[1], spans, paths, by_run)
+    return PackedRows(arena, where[0], where[1], spans, paths, by_run, scores_pages=scores_pages)
 
 
 def pack_branches(arena: KVArena, tokens: Sequence[RowSpan], num_branches: int, positions: Tensor) -> PackedRows:
@@ -305,7 +322,15 @@ class _Attention:
         budget = self.rows.arena.budgets.of(self.rows.keys)
         assert budget is not None, "rows that read all keys need no pages"
         tables = page_tables(runs, positions.device)
-        return few_pages(budget, positions, tables, sliding_window=self.kind.sliding_window)
+        looked_at = self._looked_at(tables, positions) if budget.looked_at else None
+        return few_pages(budget, positions, tables, looked_at=looked_at, sliding_window=self.kind.sliding_window)
+
+    def _looked_at(self, tables: Tensor, positions: Tensor) -> Tensor:
+        """The notes of all layers for rows at these positions: [L, R, n]."""
+        notes = self.rows.arena.looked_at
+        assert notes is not None, "an arena with room for notes"
+        own = tables.gather(1, positions[:, None] // PAGE_SIZE)[:, 0]
+        return notes[:, own]
 
     def _pieces(self, span: RowSpan, paths: Sequence[Path]) -> list[Run]:
         """Of the context, from its beginning, what the rows look at apart from the rest; all of them see all of it."""
@@ -410,8 +435,8 @@ class _Attention:
         return mixed.reshape(*query.shape[:2], values.shape[-1])
 
     def _place_in(self, by_layer: Tensor) -> int:
-        """Where the layer is in a tensor [L, ...] of `_FewLook`."""
-        return 0
+        """Where the layer is in a tensor [L, ...], as in `_FewLook`."""
+        return self.rows.arena.place_of_layer[self.layer] if len(by_layer) > 1 else 0
 
     def _seen_in_few(self, look: _FewLook) -> Tensor:
         """[R, H, D_v], by one call for all rows: key heads stand where sequences do in other attention."""

@@ -72,10 +72,10 @@ def few_pages(
 
 def page_tables(runs: Sequence[Runs], device: torch.device) -> Tensor:
     """The pages of sequences in order of position, zeros behind: int64 [sequences, pages]."""
-    assert all(is_paged(each, PAGE_SIZE) for each in runs), "sequences lie in whole pages"
-    tables = [torch.cat([_pages_of(run.start, run.end) for run in each]) for each in runs]
-    return pad_sequence(tables, batch_first=True).to(device)
+    return pad_sequence([pages_of(each) for each in runs], batch_first=True).to(device)
 
 
-def _pages_of(start: int, end: int) -> Tensor:
-    return torch.arange(start // PAGE_SIZE, -(-end // PAGE_SIZE))
+def pages_of(runs: Runs) -> Tensor:
+    """In order of position, on the host: int64 [pages]."""
+    assert is_paged(runs, PAGE_SIZE), "sequences lie in whole pages"
+    return torch.cat([torch.arange(run.start // PAGE_SIZE, -(-run.end // PAGE_SIZE)) for run in runs])

@@ -28,7 +28,9 @@ OPTIONS = [
 
 def _arena(*, value_dim: int = VALUE_DIM, budgets: KeyBudgets = BUDGETS, dtype: torch.dtype = torch.float32) -> KVArena:
     shapes = {3: LayerShape(KV_HEADS, DIM, value_dim)}
-    arena = KVArena(shapes, NUM_PAGES * PAGE_SIZE, dtype=dtype, device=CPU, num_spare=4, budgets=budgets)
+    arena = KVArena(
+        shapes, NUM_PAGES * PAGE_SIZE, dtype=dtype, device=CPU, num_spare=4, budgets=budgets, notes_pages=True
+    )
     torch.manual_seed(0)
     for tensor in (arena.keys[3], arena.values[3]):
         tensor.copy_(torch.randn_like(tensor) * 2)
@@ -61,14 +63,17 @@ def _expected(query: Tensor, keys: Tensor, values: Tensor, softcap: float | None
     return (scores.softmax(-1)[:, None] @ values)[:, 0].float()
 
 
-def _pages_of_window(position: int, budget: KeyBudget, sliding_window: int | None) -> list[int]:
-    """By the book: the numbers of the pages that a row reads, in a window."""
+def _pages_read(position: int, keys: Keys, looked_at: list[int], sliding_window: int | None) -> list[int]:
+    """By the book: the numbers of the pages that a row reads. looked_at: in order of how much, at most two."""
+    budget = BUDGETS.of(keys)
+    assert budget is not None
     own = position // PAGE_SIZE
     if own < budget.num_pages or (sliding_window or 1000) <= budget.num_pages * PAGE_SIZE:
         return list(range(own + 1))
     lowest = position + 1 - sliding_window if sliding_window else 0
-    sink = [page for page in range(budget.sink) if page * PAGE_SIZE >= lowest]
-    return [*sink, *range(own - budget.newest, own + 1)]
+    newest = range(own - budget.newest, own + 1)
+    older = [*range(budget.sink), *(looked_at if keys == "pages" else ())]
+    return [*(page for page in older if page * PAGE_SIZE >= lowest and page not in newest), *newest]
 
 
 def _positions(pages: list[int], position: int, sliding_window: int | None) -> list[int]:
@@ -78,20 +83,32 @@ def _positions(pages: list[int], position: int, sliding_window: int | None) -> l
     return [each for each in found if lowest <= each <= position]
 
 
+def _note_at_random(arena: KVArena) -> Tensor:
+    """Some notes, of which some say nothing: int32 [pages, 2]."""
+    assert arena.looked_at is not None
+    notes = torch.stack([torch.randperm(5)[:2] for _ in range(NUM_PAGES)]).int()
+    notes = torch.where((notes == 0) | (torch.rand(NUM_PAGES, 2) < 0.2), -1, notes)
+    arena.looked_at[0] = notes
+    return notes
+
+
+@pytest.mark.parametrize("keys", ["window", "pages"])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_rows_of_a_window_see_the_first_and_the_newest_pages(options: dict[str, Any]) -> None:
+def test_rows_see_the_first_pages_the_noted_ones_and_the_newest(options: dict[str, Any], keys: Keys) -> None:
     """Contexts of all lengths: within the budget, at its edge, far beyond, at either end of a page; and a chain."""
     arena, places = _arena(), _sequences()
-    contexts = ((47, 62, 63, 64), (65, 79, 100, 143), (96, 127), (80, 130))
+    notes = _note_at_random(arena)
+    contexts = ((47, 62, 63, 64), (65, 79, 80, 100, 143), (96, 127), (80, 130))
     spans = [RowSpan(place, context, 1) for place, each in zip(places, contexts, strict=True) for context in each]
     spans.append(RowSpan(places[0], 120, 3))
-    rows = pack(arena, spans, device=CPU, pad_to=len(spans) + 4).seeing("window")
+    rows = pack(arena, spans, device=CPU, pad_to=len(spans) + 4).seeing(keys)
     query, key, _, output = _attend(rows, 1, **options)
     at = 0
     for span in spans:
         slots = slots_between(span.runs, 0, span.end)
         for position in range(span.context, span.end):
-            pages = _pages_of_window(position, BUDGETS.window, options["sliding_window"])
+            noted = [page for page in notes[slots[position] // PAGE_SIZE].tolist() if page >= 0]
+            pages = _pages_read(position, keys, noted, options["sliding_window"])
             where = [slots[each] for each in _positions(pages, position, options["sliding_window"])]
             assert torch.equal(arena.keys[3][:, slots[position]], key[0, :, at]), "it is written in full"
             expected = _expected(
@@ -104,12 +121,13 @@ def test_rows_of_a_window_see_the_first_and_the_newest_pages(options: dict[str, 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("value_dim", [VALUE_DIM, DIM])
-def test_a_budget_beyond_the_context_gives_the_bits_of_all_keys(dtype: torch.dtype, value_dim: int) -> None:
+@pytest.mark.parametrize("keys", ["window", "pages"])
+def test_a_budget_beyond_the_context_gives_the_bits_of_all_keys(dtype: torch.dtype, value_dim: int, keys: Keys) -> None:
     arena, places = _arena(value_dim=value_dim, budgets=KeyBudgets(), dtype=dtype), _sequences()
     rows = pack(arena, [RowSpan(place, 90 + at, 1) for at, place in enumerate(places)], device=CPU)
     *_, whole = _attend(rows, 2, value_dim)
-    *_, windowed = _attend(rows.seeing("window"), 2, value_dim)
-    assert torch.equal(whole, windowed)
+    *_, few = _attend(rows.seeing(keys), 2, value_dim)
+    assert torch.equal(whole, few)
 
 
 def test_rows_that_read_few_keys_do_not_see_what_others_left_behind() -> None:
@@ -119,8 +137,10 @@ def test_rows_that_read_few_keys_do_not_see_what_others_left_behind() -> None:
         kept = tensor[:, filled].clone()
         tensor.fill_(float("nan"))
         tensor[:, filled] = kept
-    *_, output = _attend(pack(arena, [RowSpan(place, 120, 1)], device=CPU).seeing("window"), 3)
-    assert output.isfinite().all()
+    few: tuple[Keys, ...] = ("window", "pages")
+    for keys in few:
+        *_, output = _attend(pack(arena, [RowSpan(place, 120, 1)], device=CPU).seeing(keys), 3)
+        assert output.isfinite().all()
 
 
 def test_rows_of_a_tree_read_all_that_they_see() -> None:
@@ -131,10 +151,11 @@ def test_rows_of_a_tree_read_all_that_they_see() -> None:
     assert torch.equal(whole, windowed)
 
 
-@pytest.mark.parametrize("keys", ["all", "window"])
+@pytest.mark.parametrize("keys", ["all", "window", "pages"])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_branch_sees_what_a_row_of_a_draft_sees(options: dict[str, Any], keys: Keys) -> None:
     arena, places = _arena(), _sequences()
+    _note_at_random(arena)
     tokens = [RowSpan(places[0], 121, 1), RowSpan(places[2], 20, 1), RowSpan(places[1], 143, 1)]
     positions = torch.tensor([token.context for token in tokens])
     branches = pack_branches(arena, tokens, 2, positions.repeat_interleave(2)).seeing(keys)
