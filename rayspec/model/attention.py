@@ -6,23 +6,28 @@ no mask in decode. Rows may form a tree, whose branches are alternatives: a row 
 A sequence whose keys are one run is looked at where it lies. Where it is several, or a chunk of a prompt looks at what
 came before, rows look at pieces and what they saw is merged by the log-sum-exp of their scores; a piece that sequences
 share is read once for all of them. Where pieces cannot be merged, keys are gathered.
+
+Rows of a draft may read few keys. These are gathered, and rows of all sequences look at theirs in one call.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from rayspec.model.kv_arena import KVArena
+from rayspec.choices import Keys
+from rayspec.model.few_keys import FewPages, few_pages, page_tables, reads_all
+from rayspec.model.kv_arena import PAGE_SIZE, KVArena
 from rayspec.model.norms import Norm
-from rayspec.model.rows import Path, RowSpan, Run, runs_between, slots_between
+from rayspec.model.page_scores import NewestRows, newest_rows, note_pages
+from rayspec.model.rows import Path, RowSpan, Run, Runs, runs_between, slots_between
 
 IMPLEMENTATION = "rayspec"
 # Up to here the query heads that share a key head are folded into rows, so that keys are read once, not once a head.
@@ -45,12 +50,36 @@ class _Look:
     causal: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _FewLook:
+    """Rows, int64 [R], and the few keys that each looks at in each of L layers: slots [L, R, n], mask [L, R, n] as in
+    `_Look`. L is 1 where all layers read the same."""
+
+    rows: Tensor
+    slots: Tensor
+    mask: Tensor
+
+
 @dataclass(slots=True)
 class _Looks:
-    """Of a batch. whole: of rows that look once. pieces: of rows that look several times, to be merged."""
+    """Of a batch. whole: of rows that look once. pieces: of rows that look several times, to be merged. few: of rows
+    that read few keys; None where none does."""
 
     whole: list[_Look] = field(default_factory=list)
     pieces: list[_Look] = field(default_factory=list)
+    few: _FewLook | None = None
+
+
+# What looks depend on: the keys that are read, the window, the softcap, and whether pieces can be merged.
+_LooksKey: TypeAlias = tuple[Keys, int | None, float | None, bool]
+
+
+class _Context(NamedTuple):
+    """Keys [H_kv, n, D] and values [H_kv, n, D_v] that alternatives share. mask: [n], as in `_Look`."""
+
+    keys: Tensor
+    values: Tensor
+    mask: Tensor | None = None
 
 
 class AttentionKind(NamedTuple):
@@ -104,6 +133,9 @@ class Rows(Protocol):
     @property
     def rope(self) -> dict[str, Any]: ...
 
+    def seeing(self, keys: Keys) -> Rows:
+        """The same rows, which read only these keys. What they write stays the same."""
+
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
         """Write keys [H_kv, N, D] and values [H_kv, N, D_v] of the rows to the cache, then let queries [H, N, D] look
         at what each row sees. Returns [N, H, D_v]."""
@@ -119,7 +151,9 @@ class PackedRows:
     positions: [N] int64; slots: [N] int64 where keys and values go. paths: by span, what each of its rows sees where
     the rows are a tree; empty where they see one another causally. Where `slots` is None the rows leave no trace: those
     of a span are alternatives for the one position behind its context, and each sees the context and itself. by_run:
-    the runs of a sequence may decide how its keys are read, and with it how sums round.
+    the runs of a sequence may decide how its keys are read, and with it how sums round. keys: that rows read, within
+    the arena's budget; rows that see no more than the budget, and rows of trees, read all that they see. scores_pages:
+    the newest rows leave a note of the pages at which they look most, where the arena has room for it.
     """
 
     arena: KVArena
@@ -129,14 +163,22 @@ class PackedRows:
     paths: Sequence[Sequence[Path]]
     by_run: bool = True
     rope: dict[str, Any] = field(default_factory=dict)
-    looks: dict[tuple[int | None, float | None, bool], _Looks] = field(default_factory=dict)  # layers share them
+    looks: dict[_LooksKey, _Looks] = field(default_factory=dict)  # layers share them
+    keys: Keys = "all"
+    scores_pages: bool = False
+    newest: dict[int | None, NewestRows | None] = field(default_factory=dict)  # by sliding window
+
+    def seeing(self, keys: Keys) -> PackedRows:
+        return self if keys == self.keys else replace(self, keys=keys)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
         cached = (self.arena.keys[layer], self.arena.values[layer])
-        attention = _Attention(rows=self, query=query, own=(key, value), cached=cached, kind=kind)
+        attention = _Attention(rows=self, layer=layer, query=query, own=(key, value), cached=cached, kind=kind)
         if self.slots is None:
             return attention.of_branches()
         self.arena.write(layer, self.slots, key, value)
+        if self.scores_pages and self.arena.looked_at is not None:
+            self._note_pages(layer, query, kind)
         return attention.of_rows()
 
     def attend_projected(self, heads: Heads, projected: Tensor) -> Tensor:
@@ -145,6 +187,15 @@ class PackedRows:
     @property
     def in_place(self) -> bool:
         return False
+
+    def _note_pages(self, layer: int, query: Tensor, kind: AttentionKind) -> None:
+        window = kind.sliding_window
+        if window not in self.newest:
+            budget = self.arena.budgets.pages
+            self.newest[window] = newest_rows(budget, self.spans, self.paths, window, query.device)
+        newest = self.newest[window]
+        if newest is not None:
+            note_pages(self.arena, layer, newest, query, scaling=kind.scaling, softcap=kind.softcap)
 
 
 def pack(
@@ -155,8 +206,10 @@ def pack(
     pad_to: int = 0,
     paths: Sequence[Sequence[Path]] | None = None,
     by_run: bool = True,
+    scores_pages: bool = False,
 ) -> PackedRows:
-    """Rows that extend sequences. paths, by_run: see `PackedRows`; paths are by default what the spans say.
+    """Rows that extend sequences. paths, by_run, scores_pages: see `PackedRows`. Paths are by default what the spans
+    say.
 
     Rows up to `pad_to` are added that attend to nothing and write to the arena's spare slots.
     """
@@ -170,7 +223,7 @@ def pack(
     positions.extend([0] * num_padding)
     slots.extend(range(arena.num_slots, arena.num_slots + num_padding))
     where = torch.tensor([positions, slots], device=device)
-    return PackedRows(arena, where[0], where[1], spans, paths, by_run)
+    return PackedRows(arena, where[0], where[1], spans, paths, by_run, scores_pages=scores_pages)
 
 
 def pack_branches(arena: KVArena, tokens: Sequence[RowSpan], num_branches: int, positions: Tensor) -> PackedRows:
@@ -206,6 +259,7 @@ class _Attention:
     """
 
     rows: PackedRows
+    layer: int
     query: Tensor
     own: tuple[Tensor, Tensor]
     cached: tuple[Tensor, Tensor]
@@ -213,32 +267,35 @@ class _Attention:
 
     def of_rows(self) -> Tensor:
         """[N, H, D_v]."""
-        shared = (self.kind.sliding_window, self.kind.softcap, self._merges)
+        shared = (self.rows.keys, self.kind.sliding_window, self.kind.softcap, self._merges)
         if shared not in self.rows.looks:
             self.rows.looks[shared] = self._find_looks()
         looks = self.rows.looks[shared]
         output = self._merged(looks.pieces) if looks.pieces else self._zeros(self.query.dtype)
         for look in looks.whole:
             output[look.rows] = self._seen(look).transpose(0, 1)
+        if looks.few is not None:
+            output[looks.few.rows] = self._seen_in_few(looks.few)
         return output
 
     def of_branches(self) -> Tensor:
         """[N, H, D_v]."""
         output, end = self._zeros(self.query.dtype), 0
-        for span in self.rows.spans:
+        for span, context in zip(self.rows.spans, self._contexts(), strict=True):
             at, end = end, end + span.num_rows
-            keys, values = self._context_of(span)
-            output[at:end] = _branches(
-                self.query[:, at:end], self.own[0][:, at:end], self.own[1][:, at:end], keys, values,
-                self.kind.scaling, self.kind.softcap,
-            ).transpose(0, 1)  # fmt: skip
+            own = (self.own[0][:, at:end], self.own[1][:, at:end])
+            output[at:end] = _branches(self.query[:, at:end], own, context, self.kind).transpose(0, 1)
         return output
 
     def _find_looks(self) -> _Looks:
         looks, end = _Looks(), 0
+        few: list[tuple[int, Runs]] = []
         views: dict[Run, list[slice]] = defaultdict(list)  # the rows that look at a run as a piece
         for span, paths in zip(self.rows.spans, self.rows.paths, strict=True):
             rows, end = slice(end, end + span.num_rows), end + span.num_rows
+            if not paths and not self._reads_all(span):
+                few.extend((row, span.runs) for row in range(rows.start, rows.stop))
+                continue
             pieces = self._pieces(span, paths)
             for run in pieces:
                 if self._is_long(run):
@@ -248,7 +305,32 @@ class _Attention:
             last = self._last_look(rows, span, paths, sum(run.length for run in pieces))
             (looks.pieces if pieces else looks.whole).append(last)
         looks.pieces += [_Look(self._together(rows), self._slots([run])) for run, rows in views.items()]
+        looks.few = self._few_look(few) if few else None
         return looks
+
+    def _reads_all(self, span: RowSpan) -> bool:
+        budget = self.rows.arena.budgets.of(self.rows.keys)
+        return budget is None or reads_all(budget, span.context, self.kind.sliding_window)
+
+    def _few_look(self, few: Sequence[tuple[int, Runs]]) -> _FewLook:
+        rows = self._index([row for row, _ in few])
+        pages = self._few_pages(self.rows.positions[rows], [runs for _, runs in few])
+        slots, counts = pages.slots(with_own=True)
+        return _FewLook(rows, slots, self._masked(counts))
+
+    def _few_pages(self, positions: Tensor, runs: Sequence[Runs]) -> FewPages:
+        budget = self.rows.arena.budgets.of(self.rows.keys)
+        assert budget is not None, "rows that read all keys need no pages"
+        tables = page_tables(runs, positions.device)
+        looked_at = self._looked_at(tables, positions) if budget.looked_at else None
+        return few_pages(budget, positions, tables, looked_at=looked_at, sliding_window=self.kind.sliding_window)
+
+    def _looked_at(self, tables: Tensor, positions: Tensor) -> Tensor:
+        """The notes of all layers for rows at these positions: [L, R, n]."""
+        notes = self.rows.arena.looked_at
+        assert notes is not None, "an arena with room for notes"
+        own = tables.gather(1, positions[:, None] // PAGE_SIZE)[:, 0]
+        return notes[:, own]
 
     def _pieces(self, span: RowSpan, paths: Sequence[Path]) -> list[Run]:
         """Of the context, from its beginning, what the rows look at apart from the rest; all of them see all of it."""
@@ -322,7 +404,10 @@ class _Attention:
             seen = columns <= rows
             if self.kind.sliding_window:
                 seen &= columns > rows - self.kind.sliding_window
-        mask = torch.zeros(seen.shape, dtype=self.query.dtype, device=device)
+        return self._masked(seen)
+
+    def _masked(self, seen: Tensor) -> Tensor:
+        mask = torch.zeros(seen.shape, dtype=self.query.dtype, device=seen.device)
         return mask.masked_fill_(~seen, float("-inf"))
 
     def _keys_and_values(self, look: _Look) -> tuple[Tensor, Tensor]:
@@ -348,6 +433,22 @@ class _Attention:
         else:
             mixed = _sdpa(folded, keys, values, mask, self.kind.scaling)
         return mixed.reshape(*query.shape[:2], values.shape[-1])
+
+    def _place_in(self, by_layer: Tensor) -> int:
+        """Where the layer is in a tensor [L, ...], as in `_FewLook`."""
+        return self.rows.arena.place_of_layer[self.layer] if len(by_layer) > 1 else 0
+
+    def _seen_in_few(self, look: _FewLook) -> Tensor:
+        """[R, H, D_v], by one call for all rows: key heads stand where sequences do in other attention."""
+        place = self._place_in(look.slots)
+        slots, mask = look.slots[place], look.mask[place, :, None]
+        keys, values = (_gathered(cached, slots) for cached in self.cached)
+        query = _by_key_head(self.query[:, look.rows], len(keys))
+        if self.kind.softcap:
+            mixed = _softcapped(query, keys, values, mask, self.kind.scaling, self.kind.softcap)
+        else:
+            mixed = scaled_dot_product_attention(query, keys, values, mask[None], scale=self.kind.scaling)
+        return mixed.transpose(0, 1).flatten(1, 2)
 
     def _merged(self, pieces: Sequence[_Look]) -> Tensor:
         """What rows see that look several times: each look's part of the sum weighs as much as its share of the
@@ -377,11 +478,23 @@ class _Attention:
         )
         return found.reshape(num_heads, num_rows, size).transpose(0, 1), scores.reshape(num_heads, num_rows).T
 
-    def _context_of(self, span: RowSpan) -> tuple[Tensor, Tensor]:
-        """Of a row behind it."""
+    def _contexts(self) -> Iterator[_Context]:
+        """By span, of a row behind its context."""
+        few = [span for span in self.rows.spans if not self._reads_all(span)]
+        gathered = iter(self._few_contexts(few) if few else ())
+        for span in self.rows.spans:
+            yield self._whole_context(span) if self._reads_all(span) else next(gathered)
+
+    def _whole_context(self, span: RowSpan) -> _Context:
         first = max(0, span.context + 1 - self.kind.sliding_window) if self.kind.sliding_window else 0
         slots = self._slots(runs_between(span.runs, first, span.context))
-        return self._keys_and_values(_Look(slice(0), slots))
+        return _Context(*self._keys_and_values(_Look(slice(0), slots)))
+
+    def _few_contexts(self, spans: Sequence[RowSpan]) -> Iterator[_Context]:
+        pages = self._few_pages(self._index([span.context for span in spans]), [span.runs for span in spans])
+        slots, counts = (each[self._place_in(each)] for each in pages.slots(with_own=False))
+        for one, mask in zip(slots, self._masked(counts), strict=True):
+            yield _Context(*self._keys_and_values(_Look(slice(0), one)), mask)
 
     def _zeros(self, dtype: torch.dtype) -> Tensor:
         return self.query.new_zeros(self.query.shape[1], len(self.query), self.own[1].shape[-1], dtype=dtype)
@@ -404,6 +517,16 @@ def _folded(query: Tensor, num_kv_heads: int) -> Tensor:
     return query.reshape(num_kv_heads, -1, query.shape[-1])
 
 
+def _by_key_head(query: Tensor, num_kv_heads: int) -> Tensor:
+    """[H, R, D] -> [H_kv, R, H / H_kv, D]."""
+    return query.view(num_kv_heads, -1, *query.shape[1:]).transpose(1, 2)
+
+
+def _gathered(cached: Tensor, slots: Tensor) -> Tensor:
+    """cached: [H_kv, slots, D]; slots: [R, n]; returns [H_kv, R, n, D]."""
+    return cached.index_select(1, slots.flatten()).view(len(cached), *slots.shape, -1)
+
+
 def _sdpa(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float, *, causal: bool = False
 ) -> Tensor:
@@ -416,7 +539,7 @@ def _sdpa(
 def _softcapped(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float, softcap: float
 ) -> Tensor:
-    scores = torch.tanh(query @ keys.transpose(1, 2) * (scaling / softcap)) * softcap
+    scores = torch.tanh(query @ keys.transpose(-1, -2) * (scaling / softcap)) * softcap
     scores = scores if mask is None else scores + mask
     return torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype) @ values
 
@@ -438,27 +561,21 @@ def _seen_in_tree(paths: Sequence[Path], columns: Tensor, sliding_window: int | 
     return seen
 
 
-def _branches(
-    query: Tensor,
-    own_key: Tensor,
-    own_value: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scaling: float,
-    softcap: float | None,
-) -> Tensor:
-    """Each row sees the shared context and itself. query: [H, m, D]; own: [H_kv, m, D]; keys: [H_kv, n, D]."""
-    num_kv_heads, num_rows, _ = own_key.shape
+def _branches(query: Tensor, own: tuple[Tensor, Tensor], context: _Context, kind: AttentionKind) -> Tensor:
+    """Each row sees the shared context and itself. query: [H, m, D]; own: [H_kv, m, D] and [H_kv, m, D_v]."""
+    num_kv_heads, num_rows, _ = own[0].shape
     folded = query.reshape(num_kv_heads, -1, num_rows, query.shape[-1])
-    shared = folded.flatten(1, 2) @ keys.transpose(1, 2)
-    own = (folded * own_key[:, None]).sum(-1).reshape(num_kv_heads, -1, 1)
-    scores = torch.cat([shared, own], -1).float() * scaling
-    if softcap:
-        scores = torch.tanh(scores / softcap) * softcap
-    weights = torch.softmax(scores, -1).to(values.dtype)
-    mixed = (weights[..., :-1] @ values).reshape(num_kv_heads, -1, num_rows, values.shape[-1])
-    mixed = mixed + weights[..., -1:].reshape(num_kv_heads, -1, num_rows, 1) * own_value[:, None]
-    return mixed.reshape(query.shape[0], num_rows, values.shape[-1])
+    with_context = folded.flatten(1, 2) @ context.keys.transpose(1, 2)
+    with_own = (folded * own[0][:, None]).sum(-1).reshape(num_kv_heads, -1, 1)
+    scores = torch.cat([with_context, with_own], -1).float() * kind.scaling
+    if kind.softcap:
+        scores = torch.tanh(scores / kind.softcap) * kind.softcap
+    if context.mask is not None:
+        scores[..., :-1] += context.mask
+    weights = torch.softmax(scores, -1).to(own[1].dtype)
+    mixed = (weights[..., :-1] @ context.values).reshape(num_kv_heads, -1, num_rows, own[1].shape[-1])
+    mixed = mixed + weights[..., -1:].reshape(num_kv_heads, -1, num_rows, 1) * own[1][:, None]
+    return mixed.reshape(query.shape[0], num_rows, own[1].shape[-1])
 
 
 AttentionInterface.register(IMPLEMENTATION, packed_attention)

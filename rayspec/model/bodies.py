@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from rayspec.choices import Weights
+from rayspec.choices import Keys, Weights
 from rayspec.model.architecture import Decomposition, random_hidden, rounding_tolerance
 from rayspec.model.attention import AttentionKind, Heads, Rows, pack
 from rayspec.model.cuda.operations import gated
@@ -347,6 +347,9 @@ class _NotingRows:
     @property
     def rope(self) -> dict[str, Any]:
         return self.rows.rope
+
+    def seeing(self, keys: Keys) -> _NotingRows:
+        return self
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
         self.kind = kind

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rayspec.model.key_budgets import KeyBudgets
+
 # Slots of a page: of one token each.
 PAGE_SIZE = 16
 
@@ -25,7 +27,13 @@ class KVArena:
     """Keys and values of the attention layers of one stage.
 
     keys[layer]: [num_heads, num_slots + num_spare, key_dim]; values[layer] likewise. Slots side by side are a view.
-    Spare slots take what padding rows write.
+    Spare slots take what padding rows write. budgets: of drafts that read few keys.
+
+    looked_at: int32 [layers, pages, budgets.pages.looked_at], None unless `notes_pages`. By a page that a sequence is
+    about to write to: the pages of the sequence at which its newest row looked most, see `page_scores`. They are
+    numbered as the sequence has them; a negative number is none. Sequences that share pages have notes of their own,
+    for they write to different pages. A page's note takes 4 bytes a number in a layer, 64 bytes by default, where its
+    keys and values take kilobytes.
     """
 
     def __init__(
@@ -36,8 +44,16 @@ class KVArena:
         dtype: torch.dtype,
         device: torch.device,
         num_spare: int = 0,
+        budgets: KeyBudgets | None = None,
+        notes_pages: bool = False,
     ) -> None:
         self.num_slots = num_slots
+        self.budgets = budgets or KeyBudgets()
+        self.place_of_layer = {index: place for place, index in enumerate(layers)}
+        self.looked_at: Tensor | None = None
+        if notes_pages:
+            shape = (len(layers), -(-num_slots // PAGE_SIZE), self.budgets.pages.looked_at)
+            self.looked_at = torch.full(shape, -1, dtype=torch.int32, device=device)
         total = num_slots + num_spare
         self.keys = {
             index: torch.zeros(shape.num_heads, total, shape.key_dim, dtype=dtype, device=device)

@@ -41,6 +41,11 @@ def runs_of_pages(pages: Sequence[int], page_size: int) -> Runs:
     return tuple(runs)
 
 
+def is_paged(runs: Runs, page_size: int) -> bool:
+    """All runs begin with a page, and all but the last end with one."""
+    return all(run.start % page_size == 0 for run in runs) and all(run.length % page_size == 0 for run in runs[:-1])
+
+
 def joined(runs: Runs, more: Runs) -> Runs:
     """`more` behind `runs`."""
     if runs and more and runs[-1].end == more[0].start:

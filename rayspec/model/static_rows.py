@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rayspec.choices import Keys
 from rayspec.model.attention import AttentionKind, Heads
 from rayspec.model.buckets import MAX_TREE_ROWS, Bucket
 from rayspec.model.cuda.operations import attend, rotate_and_write
 from rayspec.model.kv_arena import PAGE_SIZE, KVArena, whole_pages
 from rayspec.model.norms import RmsNorm
-from rayspec.model.rows import Path, RowSpan, Runs, slots_between
+from rayspec.model.rows import Path, RowSpan, Runs, is_paged, slots_between
 
 # Copies to the device that may be under way.
 _NUM_STAGED = 4
@@ -62,6 +63,12 @@ class StaticRows:
     @property
     def in_place(self) -> bool:
         return True
+
+    def seeing(self, keys: Keys) -> StaticRows:
+        """Raises NotImplementedError for keys other than all."""
+        if keys != "all":
+            raise NotImplementedError(f"attention over pages on the device cannot read keys={keys!r}; choose 'all'")
+        return self
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
         self.arena.write(layer, self.slots, key, value)
@@ -126,7 +133,7 @@ class StepBuffers:
             bucket.num_rows <= self._max_rows
             and bucket.num_sequences <= self._max_sequences
             and not (bucket.is_tree and bucket.max_rows > MAX_TREE_ROWS)
-            and all(span.end <= num_places and _is_paged(span.runs) for span in filling.spans)
+            and all(span.end <= num_places and is_paged(span.runs, PAGE_SIZE) for span in filling.spans)
         )
 
     def holds(self, filling: Filling) -> bool:
@@ -269,11 +276,6 @@ def _num_words(max_rows: int, max_sequences: int) -> int:
 def _bits(path: Path, context: int) -> int:
     """Which of the rows' own places the row sees."""
     return sum(1 << (place - context) for place in path.own)
-
-
-def _is_paged(runs: Runs) -> bool:
-    """All runs begin with a page, and all but the last end with one."""
-    return all(run.start % PAGE_SIZE == 0 for run in runs) and all(run.length % PAGE_SIZE == 0 for run in runs[:-1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,81 @@
+"""The places of the few keys that a draft's row reads: whole pages of its sequence, found without a look at the device.
+
+Keys in the cache are rotated by their positions. So a row that reads some pages side by side, in any order, computes
+the attention over exactly these keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from rayspec.model.key_budgets import KeyBudget
+from rayspec.model.kv_arena import PAGE_SIZE
+from rayspec.model.rows import Runs, is_paged
+
+
+def reads_all(budget: KeyBudget, position: int, sliding_window: int | None) -> bool:
+    """Whether a row at this position sees no more keys than the budget allows."""
+    is_narrow = sliding_window is not None and sliding_window <= budget.num_pages * PAGE_SIZE
+    return is_narrow or position // PAGE_SIZE < budget.num_pages
+
+
+@dataclass(frozen=True, slots=True)
+class FewPages:
+    """What R rows read in each of L layers; L is 1 where all layers read the same.
+
+    pages: int64 [L, R, P], the row's own page the last one that counts. num_before: int64 [L, R], how many places of
+    these pages lie before the row.
+    """
+
+    pages: Tensor
+    num_before: Tensor
+
+    def slots(self, *, with_own: bool) -> tuple[Tensor, Tensor]:
+        """The slots to read, int64 [L, R, n], and which of them count, bool [L, R, n]. with_own: the row's own slot
+        counts. In place of a slot that does not count stands one that does: others may hold anything."""
+        inside = torch.arange(PAGE_SIZE, device=self.pages.device)
+        slots = (self.pages[..., None] * PAGE_SIZE + inside).flatten(-2)
+        places = torch.arange(slots.shape[-1], device=slots.device)
+        counts = places < (self.num_before + with_own)[..., None]
+        return torch.where(counts, slots, slots[..., :1]), counts
+
+
+def few_pages(
+    budget: KeyBudget,
+    positions: Tensor,
+    tables: Tensor,
+    *,
+    looked_at: Tensor | None = None,
+    sliding_window: int | None = None,
+) -> FewPages:
+    """positions: int64 [R], of rows that `reads_all` denies. tables: int64 [R, pages], see `page_tables`. looked_at:
+    int [L, R, budget.looked_at], the numbers of pages in their sequence, none twice; a negative one is none. Pages that
+    the row's sliding window does not hold in full are left out, and no page is read twice."""
+    own = positions[:, None] // PAGE_SIZE
+    newest = own - torch.arange(budget.newest, -1, -1, device=own.device)
+    older = torch.arange(budget.sink, device=own.device).expand(1, len(own), -1)
+    if looked_at is not None:
+        older = torch.cat([older.expand(len(looked_at), -1, -1), looked_at.long()], -1)
+    is_read = (older >= 0) & (older < newest[:, :1])
+    if sliding_window is not None:
+        is_read &= older * PAGE_SIZE > positions[:, None] - sliding_window
+    numbers = torch.cat([torch.where(is_read, older, own + 1), newest.expand(len(older), -1, -1)], -1).sort(-1).values
+    pages = tables.expand(len(numbers), -1, -1).gather(-1, numbers.minimum(own))
+    num_full = is_read.sum(-1) + budget.newest
+    return FewPages(pages, num_full * PAGE_SIZE + positions % PAGE_SIZE)
+
+
+def page_tables(runs: Sequence[Runs], device: torch.device) -> Tensor:
+    """The pages of sequences in order of position, zeros behind: int64 [sequences, pages]."""
+    return pad_sequence([pages_of(each) for each in runs], batch_first=True).to(device)
+
+
+def pages_of(runs: Runs) -> Tensor:
+    """In order of position, on the host: int64 [pages]."""
+    assert is_paged(runs, PAGE_SIZE), "sequences lie in whole pages"
+    return torch.cat([torch.arange(run.start // PAGE_SIZE, -(-run.end // PAGE_SIZE)) for run in runs])
