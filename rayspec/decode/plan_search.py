@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
+from rayspec.choices import FULL, Choice
 from rayspec.decode.questions import Agreement
 from rayspec.decode.runner import Runner
 from rayspec.model.attention import pack_branches
@@ -57,7 +58,8 @@ class PlanSearch:
         return self._targets[0]
 
     @torch.inference_mode()
-    def run(self, sublayer: int, states: Any) -> Tensor:
+    def run(self, sublayer: int, choice: Choice, states: Any) -> Tensor:
+        assert choice == FULL, f"a sublayer cannot run by {choice!r} yet"
         num_tokens, num_states, size = states.shape
         positions = self._positions.repeat_interleave(num_states)
         rows = pack_branches(self._runner.arena, self.tokens, num_states, positions)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from rayspec.choices import choices_of
 from rayspec.config import SpeculationOptions
 from rayspec.decode.drafting.skip_draft import KeepDrafting
 from rayspec.decode.questions import Answer, Found, FoundDraft, Trial
@@ -87,7 +88,7 @@ class DEL(Inquiring):
     def _question(self, state: BatchState) -> Trial:
         most = self._options.num_tap_tokens
         num_tokens = min(state.batch, most) if self._num_looks else most
-        return Trial(num_tokens=num_tokens, keeps=self._keeps)
+        return Trial(num_tokens=num_tokens, patterns=[choices_of(keep) for keep in self._keeps])
 
     def _decide(self, state: BatchState, answer: Answer) -> PlanRecord | None:
         assert isinstance(answer, Found)

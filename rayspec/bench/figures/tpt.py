@@ -24,8 +24,9 @@ from rayspec.bench.figures.runs import (
     take_turns,
     write,
 )
+from rayspec.choices import SKIP, choices_of
 from rayspec.decode.drafting.skip_draft import KeepDrafting
-from rayspec.decode.questions import Answer, Found, Question, Trial
+from rayspec.decode.questions import Answer, Found, FoundDraft, Question, Trial
 from rayspec.decode.rounds import RoundResult
 from rayspec.decode.selection.base import BatchState, FixedPlan, Search
 from rayspec.decode.selection.knapspec import Candidate, KnapSpec
@@ -198,13 +199,15 @@ class _Survey:
         tried = zip(*(found.drafts for found in self.trials), strict=True)
         num_tapped = sum(found.num_tokens for found in self.trials)
         return tuple(
-            Candidate(one[0].keep, fmean(d.similarity for d in one), sum(d.num_agreed for d in one), num_tapped)
+            Candidate(_kept(one[0]), fmean(d.similarity for d in one), sum(d.num_agreed for d in one), num_tapped)
             for one in tried
         )
 
     def _question(self, state: BatchState) -> Question:
         knapsack = self._strategy.question(state)
-        return Trial(num_tokens=knapsack.num_tokens, keeps=tuple(self.origins)) if self.origins else knapsack
+        if not self.origins:
+            return knapsack
+        return Trial(num_tokens=knapsack.num_tokens, patterns=[choices_of(keep) for keep in self.origins])
 
     def _take(self, search: Future[Answer]) -> None:
         self._under_way = None
@@ -215,8 +218,12 @@ class _Survey:
         if self.origins:
             self.trials.append(found)
         else:
-            keeps = [draft.keep for draft in found.drafts if not all(draft.keep)]
+            keeps = [keep for keep in map(_kept, found.drafts) if not all(keep)]
             self.origins = plan_spread(keeps, len(self._plan.keep), self._num_plans, self._rng)
+
+
+def _kept(draft: FoundDraft) -> Keep:
+    return tuple(choice != SKIP for choice in draft.choices)
 
 
 def plan_spread(found: Sequence[Keep], num_sublayers: int, num_plans: int, rng: random.Random) -> dict[Keep, str]:
