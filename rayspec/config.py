@@ -143,7 +143,7 @@ class SamplingParams(Options):
 
 
 class KnapsackOptions(Options):
-    """The plan search (KnapSpec). Budgets are weights of skipped sublayers in units of total / resolution."""
+    """The plan search (KnapSpec). Budgets are saved time in units of total / resolution."""
 
     resolution: int = Field(128, ge=16, le=4096, description="integer units that the whole model's time is cut into")
     num_tap_tokens: int = Field(8, ge=1, le=256, description="recently committed tokens the search looks at")

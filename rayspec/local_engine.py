@@ -11,7 +11,10 @@ from rayspec.config import EngineConfig
 from rayspec.decode.engine import Engine
 from rayspec.decode.loading import (
     affordable_slots,
+    choices_here,
+    copies_for_drafts,
     load_weights,
+    make_arena,
     make_buffers,
     make_graphs,
     make_scheduler,
@@ -29,7 +32,7 @@ from rayspec.decode.stages import LocalStages, Stages
 from rayspec.decode.whole_model import WholeModelStages
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.bodies import fuse
-from rayspec.model.kv_arena import KVArena, whole_pages
+from rayspec.model.kv_arena import whole_pages
 from rayspec.model.offload import OffloadedWeights
 from rayspec.model.weights import eos_token_ids, load_tokenizer, resolve_device, vocab_size
 from rayspec.strategies.by_name import make_selector, needs_latency
@@ -55,7 +58,8 @@ def load_engine(config: EngineConfig, *, with_tokenizer: bool = True) -> Engine:
     except UnsupportedModelError as error:
         return _plain_engine(config, model, str(error), vocabulary, max_model_len, tokenizer)
     offloaded = offload_weights(config, model, parts)
-    parts = fuse(parts, apart_from=offloaded.sublayers if offloaded else ())
+    copies = copies_for_drafts(config, parts)
+    parts = fuse(parts, apart_from=offloaded.sublayers if offloaded else (), quantised=copies)
     return _local_engine(config, parts, vocabulary, max_model_len, tokenizer, offloaded)
 
 
@@ -83,18 +87,11 @@ def _local_engine(
         config.kv_cache_tokens or min(config.max_num_seqs * max_model_len, affordable_slots(parts, device))
     )
     counts = row_counts(config, parts)
-    arena = KVArena(parts.shapes, num_slots, dtype=parts.dtype, device=device, num_spare=num_spare_slots(counts))
+    choices = choices_here(config, parts)
+    arena = make_arena(config, parts, num_slots, num_spare=num_spare_slots(counts), choices=choices)
     buffers = make_buffers(config, parts, arena, max_model_len)
     graphs = make_graphs(config, parts, buffers)
-    runner = Runner(
-        parts,
-        arena,
-        device=device,
-        row_counts=counts,
-        buffers=buffers,
-        graphs=graphs,
-        choices=config.speculation.draft_choices,
-    )
+    runner = Runner(parts, arena, device=device, row_counts=counts, buffers=buffers, graphs=graphs, choices=choices)
     latency = None
     if needs_latency(config):
         latency = load_or_measure(runner, config.profile_cache, offloaded=offloaded, remeasure=config.remeasure)

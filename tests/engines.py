@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from rayspec.choices import choices_of
+from rayspec.choices import SKIP, Choice, choices_of
 from rayspec.config import EngineConfig, SamplingParams
 from rayspec.decode.drafting.skip_draft import KeepDrafting, RoundEntry
 from rayspec.decode.engine import Engine
@@ -94,8 +94,8 @@ class RandomPlans:
     def improve(self, state: BatchState, search: Search) -> PlanRecord | None:
         """Searches now and then, as in the middle of everything one would, which must leave no trace."""
         if self._rng.random() < 0.1:
-            weights = [2, 1] * (self._num_sublayers // 2)
-            under_way = search(Knapsack(num_tokens=4, weights=weights, max_weight=5, min_similarity=-1.0, max_states=4))
+            savings: list[dict[Choice, int]] = [{SKIP: 2}, {SKIP: 1}] * (self._num_sublayers // 2)
+            under_way = search(Knapsack(num_tokens=4, savings=savings, max_saved=5, min_similarity=-1.0, max_states=4))
             self.num_searches += under_way is not None
         return None
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from rayspec.choices import SKIP, Choice, Weights, keys_of, weights_of
 from rayspec.config import EngineConfig
 from rayspec.decode.scheduler import Scheduler
 from rayspec.model.architecture import Decomposition, max_positions
@@ -19,6 +21,7 @@ from rayspec.model.graphs import StepGraphs
 from rayspec.model.kv_arena import KVArena, bytes_per_slot
 from rayspec.model.offload import OffloadedWeights, offload
 from rayspec.model.row_counts import FIXED, SINGLE_ROWS, RowCounts, has_experts, independent_row_counts
+from rayspec.model.sizes import quantised_bytes
 from rayspec.model.static_rows import StepBuffers
 from rayspec.model.static_step import StaticStep
 from rayspec.model.weights import load_model, num_layers, resolve_device
@@ -69,6 +72,44 @@ def least_needed(parts: Decomposition, share: float) -> list[int]:
     return sorted(chosen)
 
 
+def copies_for_drafts(config: EngineConfig, parts: Decomposition) -> list[Weights]:
+    """The quantised copies that drafts may want and `extra_weight_bytes` allows, the smallest first."""
+    wanted = {weights_of(choice) for choice in config.speculation.draft_choices if choice != SKIP} - {"full"}
+    most, chosen = config.speculation.extra_weight_bytes, []
+    num_ranks = config.parallel.tensor if config.parallel is not None else 1
+    first, last = parts.sublayers[0].index, parts.sublayers[-1].index
+    for weights in sorted(wanted):
+        num_bytes = sum(quantised_bytes(parts.config, weights, dtype=parts.dtype, tensor=num_ranks)[first : last + 1])
+        if most is not None and num_bytes > most:
+            logger.info(
+                "drafts have no %s weights: they take %d bytes, extra_weight_bytes leaves %d", weights, num_bytes, most
+            )
+            continue
+        chosen.append(weights)
+        most = None if most is None else most - num_bytes
+    return chosen
+
+
+def choices_here(config: EngineConfig, parts: Decomposition) -> tuple[Choice, ...]:
+    """By which drafts may run sublayers in this process. Rows in static buffers read all keys."""
+    reads_all = _has_buffers(config, parts)
+    return tuple(choice for choice in config.speculation.draft_choices if not reads_all or keys_of(choice) == "all")
+
+
+def make_arena(
+    config: EngineConfig, parts: Decomposition, num_slots: int, *, num_spare: int, choices: Collection[Choice]
+) -> KVArena:
+    """choices: see `choices_here`."""
+    return KVArena(
+        parts.shapes,
+        num_slots,
+        dtype=parts.dtype,
+        device=resolve_device(config.device),
+        num_spare=num_spare,
+        notes_pages=any(keys_of(choice) == "pages" for choice in choices),
+    )
+
+
 def row_counts(config: EngineConfig, parts: Decomposition) -> RowCounts | None:
     """Of decode passes in deterministic mode. Ranks of a stage do the same without asking the kernels."""
     if not config.deterministic:
@@ -96,7 +137,7 @@ def make_scheduler(config: EngineConfig, num_slots: int, num_cohorts: int = 1) -
 def make_buffers(config: EngineConfig, parts: Decomposition, arena: KVArena, max_model_len: int) -> StepBuffers | None:
     """Buffers for passes of one shape, on a device that has the operators for them. None elsewhere, and where passes
     have the shapes of `deterministic`."""
-    if config.deterministic or not has_operators(parts.device):
+    if not _has_buffers(config, parts):
         return None
     return StepBuffers(
         arena,
@@ -107,6 +148,10 @@ def make_buffers(config: EngineConfig, parts: Decomposition, arena: KVArena, max
         dtype=parts.dtype,
         device=parts.device,
     )
+
+
+def _has_buffers(config: EngineConfig, parts: Decomposition) -> bool:
+    return has_operators(parts.device) and not config.deterministic
 
 
 def make_graphs(config: EngineConfig, parts: Decomposition, buffers: StepBuffers | None) -> StepGraphs | None:

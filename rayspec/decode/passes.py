@@ -43,7 +43,8 @@ class Pass:
 
     round_id: whose saved rows are meant. choices: of each sublayer of the whole model; None: all in full. save_at: the
     states before that sublayer are saved for a later pass of the round; 0 saves nothing. taps: of these rows (row r is
-    the token taps[r]) every stage keeps its boundary states for the plan search. fixed_shape: see `Runner.batch`.
+    the token taps[r]) every stage keeps its boundary states for the plan search. fixed_shape, scores_pages: see
+    `Runner.batch`.
     """
 
     round_id: int
@@ -116,7 +117,9 @@ class SpanRunner:
     def _batch(self, work: Pass, rows: Sequence[RowSpan], drawn: Tensor | None) -> Batch:
         own = work.token_ids if drawn is None else drawn
         token_ids = own if rows is work.rows else ()
-        return self.runner.batch(rows, token_ids=token_ids, fixed_shape=work.fixed_shape)
+        return self.runner.batch(
+            rows, token_ids=token_ids, fixed_shape=work.fixed_shape, scores_pages=work.scores_pages
+        )
 
     def _through(self, work: Pass, batch: Batch, hidden: Tensor, begin: int, end: int) -> Tensor:
         if not work.taps:

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
+from rayspec.choices import Choice, keys_of, weights_of
 from rayspec.decode.questions import Agreement
 from rayspec.decode.runner import Runner
 from rayspec.model.attention import pack_branches
 from rayspec.model.rows import RowSpan
-from rayspec.model.sublayers import run
 
 # Rows whose logits are there at the same time.
 _HEAD_ROWS = 128
@@ -57,14 +57,15 @@ class PlanSearch:
         return self._targets[0]
 
     @torch.inference_mode()
-    def run(self, sublayer: int, states: Any) -> Tensor:
+    def run(self, sublayer: int, choice: Choice, states: Any) -> Tensor:
         num_tokens, num_states, size = states.shape
         positions = self._positions.repeat_interleave(num_states)
         rows = pack_branches(self._runner.arena, self.tokens, num_states, positions)
         module = self._runner.parts.sublayers[sublayer - self._runner.first_sublayer]
         if module.kind == "attention":
             self._runner.parts.rotate(states, rows)
-        hidden = run((module,), states.reshape(1, num_tokens * num_states, size), rows)
+        states = states.reshape(1, num_tokens * num_states, size)
+        hidden = module(states, rows.seeing(keys_of(choice)), weights_of(choice))
         return hidden.view(num_tokens, num_states, size)
 
     @torch.inference_mode()

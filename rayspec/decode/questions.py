@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rayspec.choices import SKIP, Choice
 from rayspec.planning.knapsack import Expansion, follow, solve
 
 _SUBLAYERS = 2  # of a layer
@@ -20,8 +21,8 @@ class Knapsack:
     """Which drafts are most similar to the target: `knapsack.solve`'s arguments. Answered by Found."""
 
     num_tokens: int
-    weights: Sequence[int]
-    max_weight: int
+    savings: Sequence[Mapping[Choice, int]]
+    max_saved: int
     min_similarity: float
     max_states: int
 
@@ -37,10 +38,10 @@ class LayerKnapsack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """How drafts that keep these sublayers would have done. Answered by Found, in the order of `keeps`."""
+    """How drafts by these choices of the sublayers would have done. Answered by Found, in the order of `patterns`."""
 
     num_tokens: int
-    keeps: Sequence[tuple[bool, ...]]
+    patterns: Sequence[tuple[Choice, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +64,7 @@ class FoundDraft:
     num_agreed: tokens after which its most likely token is the target's; confidence: its mean top-1 probability where
     it is, doubt: where it is not; None if there are no such tokens."""
 
-    keep: tuple[bool, ...]
+    choices: tuple[Choice, ...]
     similarity: float
     num_agreed: int
     confidence: float | None = None
@@ -144,50 +145,52 @@ def answer(question: Question, tapped: TappedStates, *, num_sublayers: int, star
 
 def _found(question: Knapsack, tapped: TappedStates) -> list[FoundDraft]:
     solution = solve(
-        question.weights,
+        question.savings,
         tapped,
-        max_weight=question.max_weight,
+        max_saved=question.max_saved,
         min_similarity=question.min_similarity,
         max_states=question.max_states,
     )
-    keeps = [one.keep for one in solution.candidates]
-    return _judged(keeps, [one.similarity for one in solution.candidates], tapped.agreement(solution.states))
+    patterns = [one.choices for one in solution.candidates]
+    return _judged(patterns, [one.similarity for one in solution.candidates], tapped.agreement(solution.states))
 
 
 def _found_by_layers(question: LayerKnapsack, tapped: TappedStates, num_sublayers: int) -> list[FoundDraft]:
     solution = solve(
-        [1] * (num_sublayers // _SUBLAYERS),
+        [{SKIP: 1}] * (num_sublayers // _SUBLAYERS),
         _Layers(tapped),
-        max_weight=question.num_skipped,
+        max_saved=question.num_skipped,
         min_similarity=-np.inf,
         max_states=question.num_skipped + 1,
         band=None,
         drop_dominated=False,
     )
-    keeps = [tuple(np.repeat(one.keep, _SUBLAYERS).tolist()) for one in solution.candidates]
-    return _judged(keeps, [one.similarity for one in solution.candidates], tapped.agreement(solution.states))
+    patterns = [tuple(choice for choice in one.choices for _ in range(_SUBLAYERS)) for one in solution.candidates]
+    return _judged(patterns, [one.similarity for one in solution.candidates], tapped.agreement(solution.states))
 
 
 def _tried(question: Trial, tapped: TappedStates, num_sublayers: int) -> list[FoundDraft]:
-    if any(len(keep) != num_sublayers for keep in question.keeps):
-        raise ValueError(f"each of the keeps on trial needs {num_sublayers} flags, one for each sublayer")
-    states = follow(question.keeps, tapped)
+    if any(len(pattern) != num_sublayers for pattern in question.patterns):
+        raise ValueError(f"each of the patterns on trial needs {num_sublayers} choices, one for each sublayer")
+    states = follow(question.patterns, tapped)
     similarity = tapped.similarity(num_sublayers - 1, states)
-    return _judged(question.keeps, similarity.tolist(), tapped.agreement(states))
+    return _judged(question.patterns, similarity.tolist(), tapped.agreement(states))
 
 
-def _judged(keeps: Sequence[tuple[bool, ...]], similarity: Sequence[float], agreement: Agreement) -> list[FoundDraft]:
-    """Of terminal states, by index: all as many as `keeps`."""
+def _judged(
+    patterns: Sequence[tuple[Choice, ...]], similarity: Sequence[float], agreement: Agreement
+) -> list[FoundDraft]:
+    """Of terminal states, by index: all as many as `patterns`."""
     num_others = agreement.num_tokens - agreement.num_agreed
     return [
         FoundDraft(
-            keep=tuple(keep),
+            choices=tuple(pattern),
             similarity=similarity[index],
             num_agreed=int(agreement.num_agreed[index]),
             confidence=_mean(agreement.confidence[index], agreement.num_agreed[index]),
             doubt=_mean(agreement.doubt[index], num_others[index]),
         )
-        for index, keep in enumerate(keeps)
+        for index, pattern in enumerate(patterns)
     ]
 
 
@@ -204,9 +207,9 @@ class _Layers:
     def start(self) -> Any:
         return self._tapped.start()
 
-    def run(self, layer: int, states: Any) -> Any:
+    def run(self, layer: int, choice: Choice, states: Any) -> Any:
         for sublayer in range(_SUBLAYERS * layer, _SUBLAYERS * (layer + 1)):
-            states = self._tapped.run(sublayer, states)
+            states = self._tapped.run(sublayer, choice, states)
         return states
 
     def similarity(self, layer: int, states: Any) -> NDArray[np.float64]:

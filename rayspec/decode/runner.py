@@ -80,12 +80,20 @@ class Runner:
         """One after the last sublayer that is here."""
         return self.parts.sublayers[-1].index + 1
 
-    def batch(self, spans: Sequence[RowSpan], *, token_ids: TokenIds = (), fixed_shape: bool = True) -> Batch:
-        """Pack rows for `embed`, `run` and `head`. `fixed_shape=False`: a prefill chunk, whose shape is its own."""
+    def batch(
+        self,
+        spans: Sequence[RowSpan],
+        *,
+        token_ids: TokenIds = (),
+        fixed_shape: bool = True,
+        scores_pages: bool = False,
+    ) -> Batch:
+        """Pack rows for `embed`, `run` and `head`. `fixed_shape=False`: a prefill chunk, whose shape is its own.
+        scores_pages: the pass notes at which pages it looks most, where drafts can make use of that."""
         filling = self._filling(spans, token_ids)
         if filling is not None:
             return Batch(((filling.num_rows, filling),), token_ids)
-        packs = self._packed(spans, self.row_counts if fixed_shape else None)
+        packs = self._packed(spans, self.row_counts if fixed_shape else None, scores_pages)
         for rows in packs:
             self.parts.rotate(self._like_hidden, rows)
         return Batch(tuple((sum(span.num_rows for span in rows.spans), rows) for rows in packs), token_ids)
@@ -135,13 +143,22 @@ class Runner:
         ]
         return _joined(pieces, 0)[:num_rows]
 
-    def _packed(self, spans: Sequence[RowSpan], counts: RowCounts | None) -> list[PackedRows]:
+    def _packed(self, spans: Sequence[RowSpan], counts: RowCounts | None, scores_pages: bool) -> list[PackedRows]:
         if counts is None:
-            return [pack(self.arena, spans, device=self.device, by_run=self.row_counts is None)]
+            by_run = self.row_counts is None
+            return [pack(self.arena, spans, device=self.device, by_run=by_run, scores_pages=scores_pages)]
         single, paths = _row_by_row(spans)
         chosen = [slice(at, at + counts.most) for at in range(0, len(single), counts.most)]
         return [
-            pack(self.arena, single[here], pad_to=counts.least, device=self.device, paths=paths[here], by_run=False)
+            pack(
+                self.arena,
+                single[here],
+                pad_to=counts.least,
+                device=self.device,
+                paths=paths[here],
+                by_run=False,
+                scores_pages=scores_pages,
+            )
             for here in chosen
         ]
 

@@ -98,7 +98,7 @@ def run(
     for sublayer in span:
         choice = FULL if choices is None else choices[sublayer.index]
         if choice != SKIP:
-            hidden = sublayer(hidden, rows)
+            hidden = sublayer(hidden, rows.seeing(keys_of(choice)), weights_of(choice))
         if tap is not None:
             tap(sublayer.index, hidden)
     return hidden

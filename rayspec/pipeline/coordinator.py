@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rayspec.choices import Choice
 from rayspec.decode import questions
 from rayspec.pipeline.messages import (
     Agreement,
@@ -228,11 +229,11 @@ class RemoteSearch:
     def start(self) -> RemoteBatch:
         return self._track(RemoteBatch(0, 0, 1))
 
-    def run(self, sublayer: int, states: Any) -> RemoteBatch:
+    def run(self, sublayer: int, choice: Choice, states: Any) -> RemoteBatch:
         stage = self._stage_of[sublayer]
         here = self._brought(states, stage)
         result = self._new(stage, here.num_states)
-        self._pending[stage].operations.append(RunSublayer(sublayer, here.number, result.number))
+        self._pending[stage].operations.append(RunSublayer(sublayer, choice, here.number, result.number))
         return result
 
     def gather(self, batches: Sequence[Any], index: NDArray[np.int64]) -> RemoteBatch:

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 
+from rayspec.choices import FULL, Choice
 from rayspec.config import SamplingParams
 from rayspec.decode.drafting.skip_draft import RoundEntry
 from rayspec.decode.head import SamplerSpec
@@ -264,6 +265,7 @@ class Seek(Message, frozen=True, kw_only=True):
 
 class RunSublayer(msgspec.Struct, frozen=True, tag="run"):
     sublayer: int
+    choice: Choice
     source: int
     into: int
 
@@ -333,13 +335,14 @@ class Sought(Message, frozen=True, kw_only=True):
 
 class Follow(Message, frozen=True, kw_only=True):
     """The leader of a tensor-parallel group to its other ranks: what it is about to do, so that all do: a pass, an
-    expansion of states by `sublayer`, moves, measurements, or to forget what was under way. Then it broadcasts states
-    of that shape, if any."""
+    expansion of states by `sublayer` and `choice`, moves, measurements, or to forget what was under way. Then it
+    broadcasts states of that shape, if any."""
 
     shape: Sequence[int] = ()
 
     work: Pass | None = None
     sublayer: int | None = None
+    choice: Choice = FULL
     rows: Sequence[RowSpan] = ()
     moves: Sequence[Move] = ()
     measure: bool = False

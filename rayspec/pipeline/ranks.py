@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from rayspec.choices import Choice
 from rayspec.decode.passes import Pass, SpanRunner
 from rayspec.decode.plan_search import PlanSearch, TappedToken
 from rayspec.decode.runner import Runner
@@ -56,10 +57,10 @@ class LeadingSpan(SpanRunner):
         found = super().search(tokens, places, next_tokens)
         run, rows = found.run, found.tokens
 
-        def announced(sublayer: int, states: Any) -> Tensor:
+        def announced(sublayer: int, choice: Choice, states: Any) -> Tensor:
             shape = tuple(states.shape)
-            self.announce(Follow(epoch=self._epoch(), sublayer=sublayer, rows=rows, shape=shape))
-            return run(sublayer, _shared(states))
+            self.announce(Follow(epoch=self._epoch(), sublayer=sublayer, choice=choice, rows=rows, shape=shape))
+            return run(sublayer, choice, _shared(states))
 
         found.run = announced  # type: ignore[method-assign]
         return found
@@ -74,7 +75,7 @@ def follow(span: SpanRunner, message: Follow, measure: Callable[[], object]) -> 
         span.run(message.work, hidden)
     elif message.sublayer is not None:
         nowhere = torch.empty(0, 0, 0, device=device)
-        PlanSearch(span.runner, nowhere, message.rows, None).run(message.sublayer, hidden)
+        PlanSearch(span.runner, nowhere, message.rows, None).run(message.sublayer, message.choice, hidden)
     elif message.measure:
         measure()
     elif message.forget:

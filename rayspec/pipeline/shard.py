@@ -13,12 +13,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from rayspec.choices import Choice
 from rayspec.config import EngineConfig
 from rayspec.decode.head import Head
 from rayspec.decode.loading import (
     affordable_slots,
+    choices_here,
+    copies_for_drafts,
     free_bytes,
     load_weights,
+    make_arena,
     make_buffers,
     make_graphs,
     num_spare_slots,
@@ -172,7 +176,8 @@ class Shard:
             group.join(_RANKS_TIMEOUT_S)
             self._parts = split_tensor_parallel(model, self._parts, group)
         weights = sum(p.nbytes for p in model.parameters() if p.device.type != "meta")
-        self._parts = fuse(self._parts, apart_from=self._offloaded.sublayers if self._offloaded else ())
+        apart_from = self._offloaded.sublayers if self._offloaded else ()
+        self._parts = fuse(self._parts, apart_from=apart_from, quantised=copies_for_drafts(spec.config, self._parts))
         return Loaded(
             device=_device_name(self._device),
             dtype=str(self._parts.dtype).removeprefix("torch."),
@@ -259,10 +264,9 @@ class Shard:
         spec = self._spec
         counts = row_counts(spec.config, self._parts)
         num_spare = num_spare_slots(counts)
-        arena = KVArena(
-            self._parts.shapes, num_slots, dtype=self._parts.dtype, device=self._device, num_spare=num_spare
-        )
-        runner = self._make_runner(arena, counts)
+        choices = choices_here(spec.config, self._parts)
+        arena = make_arena(spec.config, self._parts, num_slots, num_spare=num_spare, choices=choices)
+        runner = self._make_runner(arena, counts, choices)
         if spec.num_ranks == 1 or spec.rank > 0:
             return SpanRunner(runner, num_taps=_num_taps(spec.config))
         followers = [rank_name(spec.stage, rank) for rank in range(1, spec.num_ranks)]
@@ -273,7 +277,7 @@ class Shard:
 
         return LeadingSpan(runner, num_taps=_num_taps(self._spec.config), epoch=lambda: post.epoch, announce=announce)
 
-    def _make_runner(self, arena: KVArena, counts: RowCounts | None) -> Runner:
+    def _make_runner(self, arena: KVArena, counts: RowCounts | None, choices: Sequence[Choice]) -> Runner:
         config = self._spec.config
         buffers = make_buffers(config, self._parts, arena, resolve_max_model_len(config, self._parts.config))
         graphs = make_graphs(config, self._parts, buffers)
@@ -285,7 +289,7 @@ class Shard:
             row_counts=counts,
             buffers=buffers,
             graphs=graphs,
-            choices=config.speculation.draft_choices,
+            choices=choices,
         )
 
     def _make_worker(self, span: SpanRunner) -> StageWorker:

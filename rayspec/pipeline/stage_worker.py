@@ -227,7 +227,7 @@ def _apply(operation: Operation, seeking: _Seeking) -> list[float]:
     search, batches = seeking.search, seeking.batches
     match operation:
         case RunSublayer():
-            batches[operation.into] = search.run(operation.sublayer, batches[operation.source])
+            batches[operation.into] = search.run(operation.sublayer, operation.choice, batches[operation.source])
         case Gather():
             sources = [batches[source] for source in operation.sources]
             batches[operation.into] = search.gather(sources, np.asarray(operation.index, np.int64))

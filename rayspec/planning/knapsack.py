@@ -1,26 +1,30 @@
-"""The knapsack over sublayers: for every amount of skipped time, the draft most similar to the target.
+"""The multiple-choice knapsack over sublayers: for every amount of saved time, the draft most similar to the target.
 
-After KnapSpec: state (i, w) holds the hidden states after sublayer i, with skipped weight w, that are most similar to
-what the target computed there. Each state grows by "run sublayer i" and by "skip it, w += weights[i]". The result is
-optimal when similarity is a sum over the skipped sublayers, and a heuristic otherwise. Nothing is excluded a priori:
-the first and the last sublayers may be skipped, and skipping nothing is always one of the answers.
+After KnapSpec: state (i, w) holds the hidden states after sublayer i that are most similar to what the target computed
+there, among the drafts that have saved w units of time. KnapSpec grows each state by "run sublayer i" and by "skip it";
+here it grows by every choice of sublayer i (`rayspec.choices`), and w grows by what the choice saves. The result is
+optimal when similarity is a sum over the sublayers, and a heuristic otherwise. Nothing is excluded a priori: the first
+and the last sublayers may be skipped, and "all in full" is always one of the answers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rayspec.choices import FULL, SKIP, Choice
+
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
+Codes = NDArray[np.int8]
 
 DEFAULT_BAND = 0.2
-USEFUL_FLOOR = 0.25  # of max_weight: lighter drafts can hardly pay, so the band need not keep room for them
+USEFUL_FLOOR = 0.25  # of max_saved: drafts that save less can hardly pay, so the band need not keep room for them
 ROUNDING_TOLERANCE = 0.05  # of the total time, that quantize() may misplace
 MAX_REFINEMENT = 32
 SCALE_STEP = 1.02
@@ -32,8 +36,9 @@ class Expansion(Protocol):
     def start(self) -> Any:
         """A batch of one state: the hidden states before sublayer 0."""
 
-    def run(self, sublayer: int, states: Any) -> Any:
-        """The batch after running `sublayer` on each of its states. `states` must stay as it was."""
+    def run(self, sublayer: int, choice: Choice, states: Any) -> Any:
+        """The batch after running `sublayer` by `choice`, any but skip, on each of its states. `states` must stay as it
+        was."""
 
     def similarity(self, sublayer: int, states: Any) -> Floats:
         """[num_states]: how similar each is to the target's state after `sublayer`; higher is better."""
@@ -43,58 +48,78 @@ class Expansion(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SublayerSet:
-    """Of a draft: keep[i] tells whether sublayer i runs; weight is what it skips; index is its row in the batch."""
+class Pattern:
+    """Of a draft: the choice of each sublayer; saved is the units of time it saves; index is its row in the batch."""
 
-    keep: tuple[bool, ...]
-    weight: int
+    choices: tuple[Choice, ...]
+    saved: int
     similarity: float
     index: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """Sets by rising skipped weight, the first skips nothing; `states` is the terminal batch, a row for each.
+    """Patterns by rising saved time, the first saves nothing; `states` is the terminal batch, a row for each.
 
-    num_rows_run: states run through each sublayer; times its seconds, what the search has cost.
+    num_rows_run: of each sublayer, the states run through it by each choice; times its seconds, the search's cost.
     """
 
-    candidates: list[SublayerSet]
+    candidates: list[Pattern]
     states: Any
-    num_rows_run: list[int]
+    num_rows_run: list[dict[Choice, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    states: Any
+    size: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """The states after some sublayer, by rising weight. Row 0 has skipped nothing and is never dropped."""
+    """The states after some sublayer, by rising saved time. Row 0 has saved nothing and is never dropped."""
 
-    weight: Ints
+    batch: _Batch
+    saved: Ints
     similarity: Floats
-    keep: Flags  # [num_states, num_sublayers]
+    codes: Codes  # [num_states, num_sublayers]: the choices made, as numbers
+
+
+@dataclass(frozen=True, slots=True)
+class _Menu:
+    """The choices of a sublayer, `full` first and `skip` last; the number of each, and the units that it saves."""
+
+    choices: tuple[Choice, ...]
+    codes: Codes
+    savings: Ints
+
+    @classmethod
+    def of(cls, savings: Mapping[Choice, int], code_of: Mapping[Choice, int]) -> _Menu:
+        choices = tuple(sorted({FULL, *savings}, key=lambda choice: code_of[choice]))
+        codes = np.asarray([code_of[choice] for choice in choices], np.int8)
+        return cls(choices, codes, np.asarray([savings.get(choice, 0) for choice in choices], np.int64))
 
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """Which skipped weights a state may have after each sublayer."""
+    """How much a state may have saved after each sublayer."""
 
-    may_skip: Flags
     low: Ints
     high: Ints
 
     @classmethod
-    def of(cls, weights: Ints, max_weight: int, band: float | None, may_skip: Sequence[bool] | None) -> _Limits:
-        allowed = np.ones(len(weights), bool) if may_skip is None else np.asarray(may_skip, bool)
-        decided = np.cumsum(np.where(allowed, weights, 0))
+    def of(cls, menus: Sequence[_Menu], max_saved: int, band: float | None) -> _Limits:
+        decided = np.cumsum([menu.savings.max() for menu in menus], dtype=np.int64)
         total = int(decided[-1]) if len(decided) else 0
-        low, high = np.zeros_like(decided), np.full_like(decided, max_weight)
+        low, high = np.zeros_like(decided), np.full_like(decided, max_saved)
         if band is not None and total > 0:
-            reach = min(max_weight, total) / total
+            reach = min(max_saved, total) / total
             low = np.ceil(USEFUL_FLOOR * reach * decided - band * total).astype(np.int64)
-            high = np.minimum(np.floor(reach * decided + band * total).astype(np.int64), max_weight)
-        return cls(allowed, np.maximum(low, 0), high)
+            high = np.minimum(np.floor(reach * decided + band * total).astype(np.int64), max_saved)
+        return cls(np.maximum(low, 0), high)
 
-    def admit(self, sublayer: int, weight: Ints) -> Flags:
-        admitted: Flags = (weight >= self.low[sublayer]) & (weight <= self.high[sublayer])
+    def admit(self, sublayer: int, saved: Ints) -> Flags:
+        admitted: Flags = (saved >= self.low[sublayer]) & (saved <= self.high[sublayer])
         return admitted
 
 
@@ -104,195 +129,244 @@ class _Pruning:
     max_states: int
     drop_dominated: bool
 
-    def choose(self, weight: Ints, similarity: Floats) -> Ints:
-        """Indices of the states that go on, by rising weight. State 0, which skips nothing, is the first."""
+    def choose(self, saved: Ints, similarity: Floats) -> Ints:
+        """Indices of the states that go on, by rising saved time. State 0, all in full, is the first."""
         alive = np.flatnonzero(similarity >= self.min_similarity)
-        alive = alive[weight[alive] > 0]  # weight 0 belongs to state 0
-        alive = alive[np.lexsort((-similarity[alive], weight[alive]))]
-        alive = alive[np.diff(weight[alive], prepend=0) > 0]
+        alive = alive[saved[alive] > 0]  # nothing saved belongs to state 0
+        alive = alive[np.lexsort((-similarity[alive], saved[alive]))]
+        alive = alive[np.diff(saved[alive], prepend=0) > 0]
         if self.drop_dominated and len(alive) > 1:
-            best_heavier = np.maximum.accumulate(similarity[alive][::-1])[::-1][1:]
-            alive = alive[np.append(similarity[alive][:-1] > best_heavier, True)]
+            best_faster = np.maximum.accumulate(similarity[alive][::-1])[::-1][1:]
+            alive = alive[np.append(similarity[alive][:-1] > best_faster, True)]
         alive = np.insert(alive, 0, 0)
         if len(alive) > self.max_states:
-            alive = alive[_thin(weight[alive], similarity[alive], self.max_states)]
+            alive = alive[_thin(saved[alive], similarity[alive], self.max_states)]
         return alive
 
 
 def solve(
-    weights: Sequence[int],
+    savings: Sequence[Mapping[Choice, int]],
     expansion: Expansion,
     *,
-    max_weight: int,
+    max_saved: int,
     min_similarity: float,
     max_states: int,
     band: float | None = DEFAULT_BAND,
-    may_skip: Sequence[bool] | None = None,
     drop_dominated: bool = True,
 ) -> Solution:
-    """The most similar draft for each skipped weight up to `max_weight`; one `run` and one `similarity` a sublayer.
+    """The most similar draft for each saved time up to `max_saved`.
+
+    savings: of each sublayer, the units of time that each choice saves compared to `full`, which always is a choice and
+    saves 0; a sublayer without `skip` is never skipped. One `run` a sublayer and choice other than skip, and one
+    `similarity` a sublayer.
 
     Dropped on the way: states less similar than `min_similarity` (or NaN); states further than `band` (a share of the
-    skippable weight) from the diagonals that lead to a quarter of `max_weight` and to `max_weight`; with
-    `drop_dominated`, states that skip no more than another and are no more similar; and the rest of a row over
-    `max_states`, thinned over weight. band=None, drop_dominated=False, min_similarity=-inf and a large
-    `max_states` give the exact recurrence. A skip that weighs 0 competes with running at equal weight: it happens only
-    where it makes the state more similar. Raises ValueError on arguments that do not fit.
+    most that could be saved) from the diagonals that lead to a quarter of `max_saved` and to `max_saved`; with
+    `drop_dominated`, states that save no more than another and are no more similar; and the rest of a row over
+    `max_states`, thinned over saved time. band=None, drop_dominated=False, min_similarity=-inf and a large `max_states`
+    give the exact recurrence. A choice that saves 0 competes with `full` at equal saved time: it is made only where the
+    state becomes more similar, and where something is saved elsewhere. Raises ValueError on arguments that do not fit.
     """
-    item_weights = _checked(weights, max_weight, max_states, band, may_skip)
-    limits = _Limits.of(item_weights, max_weight, band, may_skip)
+    _check(savings, max_saved, max_states, band)
+    names = _names(savings)
+    menus = _menus(savings, names)
+    limits = _Limits.of(menus, max_saved, band)
     pruning = _Pruning(min_similarity, max_states, drop_dominated)
-    row = _Row(np.zeros(1, np.int64), np.ones(1), np.ones((1, len(item_weights)), bool))
-    states, num_rows_run = expansion.start(), []
-    for sublayer in range(len(item_weights)):
-        num_rows_run.append(len(row.weight))
-        row, states = _expand(sublayer, int(item_weights[sublayer]), row, states, expansion, limits, pruning)
+    start = _Batch(expansion.start(), 1)
+    row, num_rows_run = _Row(start, np.zeros(1, np.int64), np.ones(1), np.zeros((1, len(menus)), np.int8)), []
+    for sublayer, menu in enumerate(menus):
+        row, num_rows = _advance(sublayer, menu, row, expansion, limits, pruning)
+        num_rows_run.append(num_rows)
+    found = zip(row.codes.tolist(), row.saved.tolist(), row.similarity.tolist(), strict=True)
     candidates = [
-        SublayerSet(keep=tuple(keep), weight=int(weight), similarity=float(similarity), index=index)
-        for index, (keep, weight, similarity) in enumerate(
-            zip(row.keep.tolist(), row.weight, row.similarity, strict=True)
-        )
+        Pattern(choices=tuple(names[code] for code in codes), saved=saved, similarity=similarity, index=index)
+        for index, (codes, saved, similarity) in enumerate(found)
     ]
-    return Solution(candidates=candidates, states=states, num_rows_run=num_rows_run)
+    return Solution(candidates=candidates, states=row.batch.states, num_rows_run=num_rows_run)
 
 
-def follow(keeps: Sequence[Sequence[bool]], expansion: Expansion) -> Any:
-    """The terminal states of given drafts, a row for each, in their order. Drafts with the same past are one state:
-    what they have in common is run once. Raises ValueError when there are none, or of different lengths."""
-    if len(keeps) == 0 or len({len(keep) for keep in keeps}) != 1:
-        raise ValueError(f"{len(keeps)} drafts cannot be followed: give one or more, each with a flag a sublayer")
-    flags = np.asarray(keeps, bool)
-    states, num_states = expansion.start(), 1
-    row_of = np.zeros(len(flags), np.int64)  # by draft
-    for sublayer, kept in enumerate(flags.T):
-        if not kept.any():
-            continue
-        running = np.unique(row_of[kept])
-        ran = expansion.run(sublayer, _take(expansion, (states,), running, num_states))
-        branches = np.where(kept, np.searchsorted(running, row_of), len(running) + row_of)
-        index, row_of = np.unique(branches, return_inverse=True)
-        states, num_states = _take(expansion, (ran, states), index, len(running)), len(index)
-    return _take(expansion, (states,), row_of, num_states)
+def follow(choice_patterns: Sequence[Sequence[Choice]], expansion: Expansion) -> Any:
+    """The terminal states of given drafts, a row for each, in their order. Drafts with the same past are one state,
+    which runs once a sublayer and choice. Raises ValueError when there are none, or of different lengths."""
+    if len(choice_patterns) == 0 or len({len(pattern) for pattern in choice_patterns}) != 1:
+        raise ValueError(
+            f"{len(choice_patterns)} drafts cannot be followed: give one or more, each with a choice a sublayer"
+        )
+    names = _names([dict.fromkeys(pattern) for pattern in choice_patterns])
+    batch = _Batch(expansion.start(), 1)
+    row_of = np.zeros(len(choice_patterns), np.int64)  # by draft
+    for sublayer, chosen in enumerate(np.asarray(choice_patterns).T):
+        parents, rows, num_rows = {}, row_of, 0
+        row_of = np.zeros_like(rows)
+        for choice in names:
+            made = chosen == choice
+            parents[choice] = np.unique(rows[made])
+            row_of[made] = num_rows + np.searchsorted(parents[choice], rows[made])
+            num_rows += len(parents[choice])
+        batch = _grow(sublayer, batch, parents, expansion)
+    return _take([batch], row_of, expansion).states
 
 
 def count_rows(
-    weights: Sequence[int],
+    savings: Sequence[Mapping[Choice, int]],
     *,
-    max_weight: int,
+    max_saved: int,
     max_states: int,
     band: float | None = DEFAULT_BAND,
-    may_skip: Sequence[bool] | None = None,
-) -> list[int]:
-    """The most states that `solve` can run through each sublayer: with the latency model, its price in advance."""
-    item_weights = _checked(weights, max_weight, max_states, band, may_skip)
-    limits = _Limits.of(item_weights, max_weight, band, may_skip)
-    reachable, counts = 1, []  # bit w: some state skips w
-    for sublayer, weight in enumerate(item_weights.tolist()):
-        counts.append(min(max_states, reachable.bit_count()))
-        if limits.may_skip[sublayer]:
-            reachable |= reachable << weight
-        low, high = int(limits.low[sublayer]), int(limits.high[sublayer])
-        reachable &= ((1 << (high + 1)) - 1) >> low << low | 1
+) -> list[dict[Choice, int]]:
+    """The most states that `solve` can run through each sublayer by each choice: with the latency model, its price in
+    advance. A choice that `solve` cannot run there is left out."""
+    _check(savings, max_saved, max_states, band)
+    menus = _menus(savings, _names(savings))
+    limits = _Limits.of(menus, max_saved, band)
+    reachable, counts = 1, []  # bit w: some state saves w
+    for menu, low, high in zip(menus, limits.low.tolist(), limits.high.tolist(), strict=True):
+        admitted = ((1 << (high + 1)) - 1) >> low << low
+        grown = [reachable << int(saved) & admitted for saved in menu.savings]
+        grown[0] |= 1
+        counts.append(
+            {
+                choice: min(max_states, states.bit_count())
+                for choice, states in zip(menu.choices, grown, strict=True)
+                if choice != SKIP and states
+            }
+        )
+        reachable = 0
+        for states in grown:
+            reachable |= states
     return counts
 
 
-def quantize(seconds: Sequence[float], resolution: int) -> list[int]:
-    """Integer weights proportional to `seconds`, in units of total / resolution or finer.
+def quantize(seconds: Sequence[Mapping[Choice, float]], resolution: int) -> list[dict[Choice, int]]:
+    """Savings for `solve`, in units of total / resolution or finer: total is the seconds of all sublayers in full.
 
-    Each is rounded to the nearest, so a sublayer may weigh 0: beside offloaded ones that take 800 times as long,
-    rounding the others up to 1 would make them half of the budget while they are a thousandth of the time, and there
-    is no cap, for the same reason. Where plain rounding would misplace more than 5 % of the time (a deep model has
-    more sublayers than units), the unit is refined, at most 32 times; `solve` bounds its states itself.
+    seconds: of each sublayer, what each choice takes, `full` among them. Each saving is rounded to the nearest, so a
+    skip may save 0: beside offloaded sublayers that take 800 times as long, rounding the others up to 1 would make them
+    half of the budget while they are a thousandth of the time, and there is no cap, for the same reason. Where plain
+    rounding could misplace more than 5 % of the time (a deep model has more sublayers than units), the unit is refined,
+    at most 32 times; `solve` bounds its states itself.
+
+    Left out: `full`; choices that are not faster than it; and those that run the sublayer to save less than half a
+    unit, for trying them would cost more than it can earn.
     """
-    exact = np.asarray(seconds, float)
-    total = float(exact.sum())
-    if resolution < 1 or not np.isfinite(total) or (exact < 0).any():
+    total = float(sum(costs[FULL] for costs in seconds))
+    if resolution < 1 or not np.isfinite(total) or any(min(costs.values()) < 0 for costs in seconds):
         raise ValueError(f"cannot cut seconds {list(seconds)} into {resolution} units: need finite seconds >= 0")
-    if total == 0:
-        return [0] * len(exact)
-    best, best_error = np.zeros_like(exact), np.inf
-    units = float(resolution)
+    shares = [
+        {choice: (costs[FULL] - cost) / total for choice, cost in costs.items() if cost < costs[FULL]}
+        for costs in seconds
+    ]
+    units = _units(shares, resolution)
+    rounded = [{choice: round(share * units) for choice, share in each.items()} for each in shares]
+    return [{choice: saved for choice, saved in each.items() if saved or choice == SKIP} for each in rounded]
+
+
+def _units(shares: Sequence[Mapping[Choice, float]], resolution: int) -> float:
+    """The units that misplace least, or enough, where each sublayer makes the choice whose saving is rounded most."""
+    exact = np.zeros((len(shares), max(map(len, shares), default=0)))
+    for row, each in zip(exact, shares, strict=True):
+        row[: len(each)] = list(each.values())
+    best = units = float(resolution)
+    best_error = np.inf
     while units <= MAX_REFINEMENT * resolution and best_error > ROUNDING_TOLERANCE:
-        scaled = exact * (units / total)
-        error = float(np.abs(np.rint(scaled) - scaled).sum()) / units
+        scaled = exact * units
+        error = float(np.abs(np.rint(scaled) - scaled).max(axis=1, initial=0.0).sum()) / units
         if error < best_error:
-            best, best_error = np.rint(scaled), error
+            best, best_error = units, error
         units *= SCALE_STEP
-    return [int(weight) for weight in best]
+    return best
 
 
-def _expand(
-    sublayer: int, weight: int, row: _Row, states: Any, expansion: Expansion, limits: _Limits, pruning: _Pruning
-) -> tuple[_Row, Any]:
-    num_states = len(row.weight)
-    source = np.arange(2 * num_states if limits.may_skip[sublayer] else num_states)  # run ones, then skipped ones
-    grown = row.weight[source % num_states] + weight * (source >= num_states)
+def _advance(
+    sublayer: int, menu: _Menu, row: _Row, expansion: Expansion, limits: _Limits, pruning: _Pruning
+) -> tuple[_Row, dict[Choice, int]]:
+    """The row after `sublayer`, and how many states ran by each choice."""
+    grown = row.saved + menu.savings[:, None]
     admitted = limits.admit(sublayer, grown)
-    admitted[0] = True
-    source, grown = source[admitted], grown[admitted]
+    admitted[0, 0] = True
+    option, source = np.nonzero(admitted)  # of each new state, choice by choice
+    saved = grown[admitted]
+    parents = {choice: source[option == position] for position, choice in enumerate(menu.choices)}
+    merged = _grow(sublayer, row.batch, parents, expansion)
+    similarity = np.asarray(expansion.similarity(sublayer, merged.states), float)
+    if similarity.shape != saved.shape:
+        raise ValueError(f"similarity() returned shape {similarity.shape} for {len(saved)} states")
 
-    ran = expansion.run(sublayer, states)
-    merged = _take(expansion, (ran, states), source, num_states)
-    similarity = np.asarray(expansion.similarity(sublayer, merged), float)
-    if similarity.shape != source.shape:
-        raise ValueError(f"similarity() returned shape {similarity.shape} for {len(source)} states")
-
-    chosen = pruning.choose(grown, similarity)
-    keep = row.keep[source[chosen] % num_states]
-    keep[:, sublayer] = source[chosen] < num_states
-    return _Row(grown[chosen], similarity[chosen], keep), _take(expansion, (merged,), chosen, len(source))
+    chosen = pruning.choose(saved, similarity)
+    codes = row.codes[source[chosen]]
+    codes[:, sublayer] = menu.codes[option[chosen]]
+    num_rows = {choice: len(rows) for choice, rows in parents.items() if choice != SKIP and len(rows)}
+    return _Row(_take([merged], chosen, expansion), saved[chosen], similarity[chosen], codes), num_rows
 
 
-def _take(expansion: Expansion, batches: tuple[Any, ...], index: Ints, first_size: int) -> Any:
+def _grow(sublayer: int, batch: _Batch, parents: Mapping[Choice, Ints], expansion: Expansion) -> _Batch:
+    """The rows `parents` of the batch after each choice, one choice after the other. `skip` is the last of them."""
+    ran = [
+        _Batch(expansion.run(sublayer, choice, _take([batch], rows, expansion).states), len(rows))
+        for choice, rows in parents.items()
+        if choice != SKIP and len(rows)
+    ]
+    num_ran = sum(each.size for each in ran)
+    index = np.append(np.arange(num_ran), num_ran + parents.get(SKIP, np.zeros(0, np.int64)))
+    return _take([*ran, batch], index, expansion)
+
+
+def _take(batches: Sequence[_Batch], index: Ints, expansion: Expansion) -> _Batch:
     """gather(), or the first batch itself where that is all there is to take."""
-    if len(index) == first_size and np.array_equal(index, np.arange(first_size)):
+    if len(index) == batches[0].size and np.array_equal(index, np.arange(len(index))):
         return batches[0]
-    return expansion.gather(batches, index)
+    return _Batch(expansion.gather([batch.states for batch in batches], index), len(index))
 
 
-def _thin(weight: Ints, similarity: Floats, num_kept: int) -> Ints:
-    """`num_kept` positions out of states by rising weight, the first among them.
+def _thin(saved: Ints, similarity: Floats, num_kept: int) -> Ints:
+    """`num_kept` positions out of states by rising saved time, the first among them.
 
-    States on the concave hull of (weight, similarity) go first, evenly over weight: for a similarity that is a sum,
-    the best draft of a hull budget passes through hull states only. Taking the most similar state of each weight
-    bucket instead would take its lightest, row after row, and lose the drafts that skip much. What is left goes to
-    the states farthest in weight from those taken.
+    States on the concave hull of (saved, similarity) go first, evenly over saved time: for a similarity that is a sum,
+    the best draft of a hull budget passes through hull states only. Taking the most similar state of each bucket of
+    saved time instead would take the slowest of it, row after row, and lose the drafts that save much. What is left
+    goes to the states farthest in saved time from those taken.
     """
-    hull = _hull(weight, similarity)
-    targets = np.linspace(weight[0], weight[-1], num_kept)
-    taken = np.unique(hull[np.abs(weight[hull] - targets[:, None]).argmin(axis=1)] if len(hull) > num_kept else hull)
-    distance = np.abs(weight[:, None] - weight[taken]).min(axis=1)
+    hull = _hull(saved, similarity)
+    targets = np.linspace(saved[0], saved[-1], num_kept)
+    taken = np.unique(hull[np.abs(saved[hull] - targets[:, None]).argmin(axis=1)] if len(hull) > num_kept else hull)
+    distance = np.abs(saved[:, None] - saved[taken]).min(axis=1)
     while len(taken) < num_kept:
         farthest = distance.argmax()
         taken = np.append(taken, farthest)
-        distance = np.minimum(distance, np.abs(weight - weight[farthest]))
+        distance = np.minimum(distance, np.abs(saved - saved[farthest]))
     return np.sort(taken)
 
 
-def _hull(weight: Ints, similarity: Floats) -> Ints:
-    """Positions on the upper concave hull, first and last included; weights rise strictly."""
-    points = list(zip(weight.tolist(), similarity.tolist(), strict=True))
-    hull: list[int] = []
-    for k, (x, y) in enumerate(points):
-        while len(hull) > 1:
-            (x0, y0), (x1, y1) = points[hull[-2]], points[hull[-1]]
-            if (y1 - y0) * (x - x1) > (y - y1) * (x1 - x0):
-                break
-            hull.pop()
-        hull.append(k)
-    return np.asarray(hull, np.int64)
+def _hull(saved: Ints, similarity: Floats) -> Ints:
+    """Positions on the upper concave hull, first and last included; `saved` rises strictly.
+
+    A point is on it where every line from the left to it is steeper than every line from it to the right.
+    """
+    before = np.tri(len(saved), k=-1, dtype=bool)  # [of, to]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        slope = (similarity[:, None] - similarity) / (saved[:, None] - saved)
+    from_left = np.where(before, slope, np.inf).min(axis=1)
+    to_right = np.where(before.T, slope, -np.inf).max(axis=1)
+    return np.flatnonzero(from_left > to_right)
 
 
-def _checked(
-    weights: Sequence[int], max_weight: int, max_states: int, band: float | None, may_skip: Sequence[bool] | None
-) -> Ints:
-    item_weights = np.asarray(weights, np.int64)
-    if (item_weights < 0).any() or max_weight < 0:
-        raise ValueError(f"weights and max_weight ({max_weight}) must be 0 or more")
+def _names(used: Sequence[Mapping[Choice, object]]) -> tuple[Choice, ...]:
+    """All choices in use: full first, skip last. The position of each is its number."""
+    others = dict.fromkeys(choice for each in used for choice in each if choice not in (FULL, SKIP))
+    return (FULL, *others, SKIP)
+
+
+def _menus(savings: Sequence[Mapping[Choice, int]], names: Sequence[Choice]) -> list[_Menu]:
+    code_of = {choice: code for code, choice in enumerate(names)}
+    return [_Menu.of(each, code_of) for each in savings]
+
+
+def _check(savings: Sequence[Mapping[Choice, int]], max_saved: int, max_states: int, band: float | None) -> None:
+    if max_saved < 0 or any(saved < 0 for each in savings for saved in each.values()):
+        raise ValueError(f"savings and max_saved ({max_saved}) must be 0 or more")
+    if any(each.get(FULL, 0) for each in savings):
+        raise ValueError(f"a sublayer in full saves nothing compared to itself: leave {FULL!r} out of the savings")
     if max_states < 2:
         raise ValueError(f"max_states is {max_states}; the search needs 2 or more")
     if band is not None and band < 0:
         raise ValueError(f"band is {band}; use None to switch it off")
-    if may_skip is not None and len(may_skip) != len(item_weights):
-        raise ValueError(f"may_skip has {len(may_skip)} flags for {len(item_weights)} sublayers")
-    return item_weights

@@ -7,7 +7,7 @@ speaks for all, and the search is timed, but not rationed by `optimise_share`.
 
 from __future__ import annotations
 
-from rayspec.choices import choices_of
+from rayspec.choices import FULL
 from rayspec.config import SpeculationOptions
 from rayspec.decode.drafting.skip_draft import KeepDrafting
 from rayspec.decode.questions import Answer, Found, LayerKnapsack
@@ -44,10 +44,10 @@ class CLaSp(Inquiring):
 
     def _decide(self, state: BatchState, answer: Answer) -> PlanRecord | None:
         assert isinstance(answer, Found)
-        chosen = min(answer.drafts, key=lambda draft: sum(draft.keep))
+        chosen = min(answer.drafts, key=lambda draft: draft.choices.count(FULL))
         return self._current.take(
             state,
-            choices_of(chosen.keep),
+            chosen.choices,
             self._max_draft_tokens,
             acceptance=estimated_acceptance(chosen, answer.num_tokens),
             reason="its interval is over",

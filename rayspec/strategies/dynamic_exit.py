@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from rayspec.choices import SKIP, Choices, choices_of
+from rayspec.choices import Choices, choices_of
 from rayspec.config import SpeculationOptions
 from rayspec.decode.drafting.skip_draft import KeepDrafting
 from rayspec.decode.questions import Answer, Found, FoundDraft, Trial
@@ -88,9 +88,7 @@ class DEL(Inquiring):
     def _question(self, state: BatchState) -> Trial:
         most = self._options.num_tap_tokens
         num_tokens = min(state.batch, most) if self._num_looks else most
-        return Trial(
-            num_tokens=num_tokens, keeps=[tuple(choice != SKIP for choice in choices) for choices in self._exits]
-        )
+        return Trial(num_tokens=num_tokens, patterns=self._exits)
 
     def _decide(self, state: BatchState, answer: Answer) -> PlanRecord | None:
         assert isinstance(answer, Found)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from concurrent.futures import Future
 
-from rayspec.choices import choices_of
+from rayspec.choices import SKIP, choices_of
 from rayspec.config import SpeculationOptions, SwiftOptions
 from rayspec.decode.drafting.skip_draft import KeepDrafting
 from rayspec.decode.questions import Answer, Found, Trial
@@ -114,7 +114,9 @@ class Swift:
             return None
         self._trying = self._trying or self._search.propose()
         if self._under_way is None:
-            self._under_way = search(Trial(num_tokens=self._options.context_window, keeps=(self._trying,)))
+            self._under_way = search(
+                Trial(num_tokens=self._options.context_window, patterns=(choices_of(self._trying),))
+            )
         if self._under_way is None or not self._under_way.done():
             return None
         under_way, self._under_way = self._under_way, None
@@ -130,7 +132,9 @@ class Swift:
     def _learn(self, state: BatchState, found: Found) -> PlanRecord | None:
         (draft,), self._trying = found.drafts, None
         self._spent_s += found.seconds
-        gained = self._search.observe(draft.keep, draft.num_agreed / found.num_tokens)
+        gained = self._search.observe(
+            tuple(choice != SKIP for choice in draft.choices), draft.num_agreed / found.num_tokens
+        )
         end = self._search.end
         if not gained and end is None:
             return None

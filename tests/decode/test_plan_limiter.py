@@ -3,10 +3,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from rayspec.decode.selection.plan_limiter import PlanLimiter
 
 from rayspec.choices import FULL, SKIP
 from rayspec.decode.selection.base import BatchState
-from rayspec.decode.selection.plan_limiter import PlanLimiter
 from rayspec.types import Plan
 from tests.decode.selecting import latency_model, state
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rayspec.choices import FULL, choices_of
+from rayspec.choices import FULL, SKIP, choices_of
 from rayspec.config import SamplingParams
 from rayspec.decode.plan_search import PlanSearch
 from rayspec.decode.selection.base import FixedPlan
@@ -42,7 +42,7 @@ def _search(parts: Decomposition, prompts: list[list[int]], plan: Plan, num_step
 def _branch(search: PlanSearch, keep: tuple[bool, ...]) -> torch.Tensor:
     states = search.start()
     for index, kept in enumerate(keep):
-        states = search.run(index, states) if kept else states
+        states = search.run(index, FULL, states) if kept else states
     return states
 
 
@@ -77,13 +77,13 @@ def test_many_branches_at_once_are_the_branches_one_by_one() -> None:
     prompts = cases(checkpoint("gemma2"), (1, 600, 37, 3, 150, 12, 70), 24).prompts[2:4]
     search, _ = _search(parts, prompts, Plan(choices=(FULL,) * 8, num_draft_tokens=2, source="all"), 4)
     start = search.start()
-    ran = search.run(0, start)
+    ran = search.run(0, FULL, start)
     many = search.gather((ran, start), np.array([1, 0, 0]))
     assert torch.equal(many[:, :1], start)
     assert torch.equal(many[:, 1:2], ran)
-    together = search.run(2, search.run(1, many))
+    together = search.run(2, FULL, search.run(1, FULL, many))
     for at, one in enumerate((start, ran, ran)):
-        alone = search.run(2, search.run(1, one))
+        alone = search.run(2, FULL, search.run(1, FULL, one))
         torch.testing.assert_close(together[:, at : at + 1], alone, atol=1e-5, rtol=1e-5)
 
 
@@ -92,7 +92,7 @@ def test_running_everything_is_the_target_itself() -> None:
     search, _ = _search(parts, demo_prompts(2, 8), Plan(choices=(FULL,) * 32, num_draft_tokens=3, source="all"), 6)
     states = search.start()
     for index in range(32):
-        states = search.run(index, states)
+        states = search.run(index, FULL, states)
         assert search.similarity(index, states) == pytest.approx([1.0], abs=1e-5)
     assert search.agreement(states).num_agreed.tolist() == [search.num_tokens]
     worse = search.gather((states, search.start()), np.array([0, 1]))
@@ -108,18 +108,16 @@ def test_the_knapsack_finds_nearly_what_brute_force_finds_on_the_demo_model(num_
     search, _ = _search(
         parts, demo_prompts(2, 8), Plan(choices=(FULL,) * 32, num_draft_tokens=3, source="all"), num_steps
     )
-    may_skip = [index in window for index in range(32)]
     weights = [5 if index % 2 == 0 else 3 for index in range(32)]
     best = _brute_force(search, window, weights)
     solution = solve(
-        weights,
+        [{SKIP: weight} if index in window else {} for index, weight in enumerate(weights)],
         search,
-        max_weight=sum(weights[index] for index in window),
+        max_saved=sum(weights[index] for index in window),
         min_similarity=0.0,
         max_states=16,
-        may_skip=may_skip,
     )
-    found = {one.weight: one.similarity for one in solution.candidates}
+    found = {one.saved: one.similarity for one in solution.candidates}
     assert found[0] == pytest.approx(1.0, abs=1e-5)
     shares = []
     for budget in range(5, sum(weights[index] for index in window) + 1):
@@ -129,7 +127,7 @@ def test_the_knapsack_finds_nearly_what_brute_force_finds_on_the_demo_model(num_
     assert min(shares) >= 0.98
     assert np.mean(shares) >= 0.99
     for one in solution.candidates:
-        whole = _branch(search, one.keep)
+        whole = _branch(search, tuple(choice == FULL for choice in one.choices))
         assert search.similarity(31, whole)[0] == pytest.approx(one.similarity, abs=1e-4)
 
 
@@ -137,14 +135,14 @@ def _brute_force(search: PlanSearch, window: range, weights: list[int]) -> dict[
     """The best mean cosine at the end of the model, by skipped weight."""
     states = search.start()
     for index in range(window.start):
-        states = search.run(index, states)
+        states = search.run(index, FULL, states)
     skipped = np.zeros(1, np.int64)
     for index in window:
-        ran = search.run(index, states)
+        ran = search.run(index, FULL, states)
         states = search.gather((ran, states), np.arange(2 * len(skipped)))
         skipped = np.concatenate([skipped, skipped + weights[index]])
     for index in range(window.stop, 32):
-        states = search.run(index, states)
+        states = search.run(index, FULL, states)
     assert len(skipped) == 2 ** len(window)
     best: dict[int, float] = {}
     for weight, similarity in zip(skipped.tolist(), search.similarity(31, states).tolist(), strict=True):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from rayspec.choices import FULL
+from rayspec.choices import FULL, SKIP, Choice, choices_of
 from rayspec.config import SamplingParams
 from rayspec.decode.engine import Engine
 from rayspec.decode.plan_search import PlanSearch, TappedToken
@@ -55,7 +55,7 @@ class _Asked:
         return self.engine.stages.search(self.tokens, self.starts, question).result()
 
     def try_out(self, keeps: Sequence[tuple[bool, ...]]) -> Found:
-        found = self.ask(Trial(num_tokens=NUM_TOKENS, keeps=keeps))
+        found = self.ask(Trial(num_tokens=NUM_TOKENS, patterns=[choices_of(keep) for keep in keeps]))
         assert isinstance(found, Found)
         return found
 
@@ -100,7 +100,7 @@ def test_a_trial_says_what_each_draft_alone_would_have_done(asked: _Asked) -> No
     keeps = [random_plan(rng, NUM_SUBLAYERS, 1).keep for _ in range(28)]  # more rows than one piece of the head
     keeps += [(True,) * NUM_SUBLAYERS, (False,) * NUM_SUBLAYERS, keeps[0]]
     found = asked.try_out(keeps)
-    assert [draft.keep for draft in found.drafts] == keeps
+    assert [draft.choices for draft in found.drafts] == [choices_of(keep) for keep in keeps]
     assert found.num_tokens == NUM_TOKENS
     search, stages = asked.search, asked.engine.stages
     target = search._targets[-1, :, 0]
@@ -108,7 +108,7 @@ def test_a_trial_says_what_each_draft_alone_would_have_done(asked: _Asked) -> No
     for keep, draft in zip(keeps, found.drafts, strict=True):
         state = search.start()
         for index in range(NUM_SUBLAYERS):
-            state = search.run(index, state) if keep[index] else state
+            state = search.run(index, FULL, state) if keep[index] else state
         probabilities = stages.runner.head(state.view(1, NUM_TOKENS, -1)).softmax(-1)  # type: ignore[attr-defined]
         best, tokens = probabilities.max(-1)
         agrees = tokens == search._next_tokens
@@ -129,9 +129,9 @@ def test_a_trial_says_what_each_draft_alone_would_have_done(asked: _Asked) -> No
 def test_the_drafts_of_a_layer_knapsack_are_as_similar_as_a_trial_says(asked: _Asked) -> None:
     found = asked.ask(LayerKnapsack(num_tokens=NUM_TOKENS, num_skipped=3))
     assert isinstance(found, Found)
-    assert [draft.keep.count(False) for draft in found.drafts] == [0, 2, 4, 6]
-    assert all(draft.keep[0::2] == draft.keep[1::2] for draft in found.drafts)
-    tried = asked.try_out([draft.keep for draft in found.drafts])
+    assert [draft.choices.count(SKIP) for draft in found.drafts] == [0, 2, 4, 6]
+    assert all(draft.choices[0::2] == draft.choices[1::2] for draft in found.drafts)
+    tried = asked.try_out([tuple(choice == FULL for choice in draft.choices) for draft in found.drafts])
     for draft, again in zip(found.drafts, tried.drafts, strict=True):
         assert draft.similarity == pytest.approx(again.similarity, abs=1e-5)
         assert draft.num_agreed == again.num_agreed
@@ -168,7 +168,7 @@ def test_answers_say_how_long_they_took(asked: _Asked) -> None:
 
 
 def test_a_trial_of_another_models_drafts_is_refused(asked: _Asked) -> None:
-    with pytest.raises(ValueError, match="8 flags"):
+    with pytest.raises(ValueError, match="8 choices"):
         asked.try_out([(True,) * 6])
 
 
@@ -182,7 +182,8 @@ class _Additive:
     def start(self) -> NDArray[np.float64]:
         return np.zeros(1)
 
-    def run(self, sublayer: int, states: Any) -> Any:
+    def run(self, sublayer: int, choice: Choice, states: Any) -> Any:
+        assert choice == FULL
         self.rows.append(len(states))
         return states + self.costs[sublayer]
 
@@ -216,7 +217,7 @@ def test_layers_are_chosen_as_well_as_by_trying_all_sets_of_them(seed: int) -> N
     of_layer = [costs[2 * layer] + costs[2 * layer + 1] for layer in range(num_layers)]
     for count, draft in enumerate(found.drafts):
         best = min(sum(chosen) for chosen in itertools.combinations(of_layer, count))
-        skipped = [layer for layer in range(num_layers) if not draft.keep[2 * layer]]
+        skipped = [layer for layer in range(num_layers) if draft.choices[2 * layer] == SKIP]
         assert len(skipped) == count
         assert sum(of_layer[layer] for layer in skipped) == pytest.approx(best)
         assert draft.similarity == pytest.approx(-best)
@@ -224,8 +225,8 @@ def test_layers_are_chosen_as_well_as_by_trying_all_sets_of_them(seed: int) -> N
 
 def test_all_early_exits_together_cost_one_full_pass() -> None:
     tapped = _Additive([1.0] * 12)
-    keeps = [tuple(index < end for index in range(12)) for end in range(2, 12, 2)]
-    found = answer(Trial(num_tokens=1, keeps=keeps), tapped, num_sublayers=12, started=0.0)
+    patterns = [choices_of([index < end for index in range(12)]) for end in range(2, 12, 2)]
+    found = answer(Trial(num_tokens=1, patterns=patterns), tapped, num_sublayers=12, started=0.0)
     assert isinstance(found, Found)
     assert [draft.similarity for draft in found.drafts] == [-10, -8, -6, -4, -2]
     assert tapped.rows == [1] * 10

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rayspec.choices import FULL, SKIP
+from rayspec.choices import FULL, SKIP, choices_of
 from rayspec.config import SamplingParams
 from rayspec.decode.plan_search import PlanSearch, TappedToken
 from rayspec.decode.questions import (
@@ -53,7 +53,11 @@ class Tapping(FixedPlan):
 
 def knapsack(num_tokens: int = 6) -> Knapsack:
     return Knapsack(
-        num_tokens=num_tokens, weights=[3, 1, 2, 1, 2, 2, 1, 3], max_weight=9, min_similarity=-1.0, max_states=6
+        num_tokens=num_tokens,
+        savings=[{SKIP: weight} for weight in (3, 1, 2, 1, 2, 2, 1, 3)],
+        max_saved=9,
+        min_similarity=-1.0,
+        max_states=6,
     )
 
 
@@ -124,24 +128,27 @@ def test_stages_find_what_one_process_finds(family: str, num_stages: int) -> Non
         assert isinstance(expected, Found)
         assert drafts_of(future) == expected.drafts
         assert len(expected.drafts) >= 4
-        assert len({draft.keep for draft in expected.drafts}) == len(expected.drafts)
+        assert len({draft.choices for draft in expected.drafts}) == len(expected.drafts)
         run.engine.stages.wait()
         for shard in run.replica.parts.values():
             assert shard._worker._seeking is None
 
 
-KEEPS = [
-    (True, True, False, True, False, True, True, False),
-    (True, True, False, True, True, True, True, True),
-    (False, True, True, True, True, True, True, True),
-    (True,) * 4 + (False,) * 4,
-    (False,) * 8,
-    (True,) * 8,
+PATTERNS = [
+    choices_of(keep)
+    for keep in [
+        (True, True, False, True, False, True, True, False),
+        (True, True, False, True, True, True, True, True),
+        (False, True, True, True, True, True, True, True),
+        (True,) * 4 + (False,) * 4,
+        (False,) * 8,
+        (True,) * 8,
+    ]
 ]
 QUESTIONS: dict[str, Question] = {
     "knapsack": knapsack(),
     "layers": LayerKnapsack(num_tokens=6, num_skipped=3),
-    "trial": Trial(num_tokens=6, keeps=KEEPS),
+    "trial": Trial(num_tokens=6, patterns=PATTERNS),
     "steadiness": Steadiness(num_tokens=6),
     "feature": Feature(num_tokens=6),
 }
@@ -188,8 +195,8 @@ def test_a_trial_leaves_no_states_behind_on_its_way_through_a_stage() -> None:
                 seeking.search.run = run_sublayer
 
             worker._expand = watched  # type: ignore[method-assign]
-        exits = [tuple(index < end for index in range(8)) for end in (2, 4, 6)]
-        wait_for(run, run.engine.stages.search(*places(run, 6), Trial(num_tokens=6, keeps=exits)))
+        exits = [choices_of([index < end for index in range(8)]) for end in (2, 4, 6)]
+        wait_for(run, run.engine.stages.search(*places(run, 6), Trial(num_tokens=6, patterns=exits)))
         assert 0 < most <= 4
 
 

@@ -97,14 +97,14 @@ PASS = Pass(
     fixed_shape=False,
 )
 QUESTIONS: list[Question] = [
-    Knapsack(num_tokens=1, weights=[2, 1], max_weight=2, min_similarity=-1.0, max_states=4),
+    Knapsack(num_tokens=1, savings=[{SKIP: 2, "int4+pages": 1}, {}], max_saved=2, min_similarity=-1.0, max_states=4),
     LayerKnapsack(num_tokens=1, num_skipped=3),
-    Trial(num_tokens=2, keeps=[(True, False), (False, False)]),
+    Trial(num_tokens=2, patterns=[(FULL, SKIP), ("int8", SKIP)]),
     Steadiness(num_tokens=4),
     Feature(num_tokens=5),
 ]
 ANSWERS: list[Answer] = [
-    Found([FoundDraft((True, False), 0.5, 1, 0.75, None)], 1, 0.25),
+    Found([FoundDraft((FULL, "int4+pages"), 0.5, 1, 0.75, None)], 1, 0.25),
     Steady([0.5, -1.0], 0.25),
     Features([0.5, 1e-30], 0.25),
 ]
@@ -151,7 +151,7 @@ MESSAGES: list[Message] = [
         epoch=1,
         search_id=1,
         operations=[
-            RunSublayer(0, 1, 2),
+            RunSublayer(0, "int4+pages", 1, 2),
             Gather([1, 2], [0, 0, 1], 3),
             Similarity(0, 3),
             Agreement(3),

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-
 from rayspec.planning.gate import Gate
+
 from tests.exhaustive import few_of
 
 ACCEPTANCE, NUM_DRAFT_TOKENS = 0.85, 5

@@ -3,9 +3,9 @@ from __future__ import annotations
 import random
 
 import pytest
+from rayspec.planning.round_costs import RecentMean, RecentRate, RoundCosts, RoundShape
 
 from rayspec.choices import FULL, SKIP
-from rayspec.planning.round_costs import RecentMean, RecentRate, RoundCosts, RoundShape
 from tests.planning.test_latency import model
 
 PLAIN = RoundShape(rows=4, context=1024, batch=4)

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from rayspec.planning.gate import Gate
 
 from rayspec import SamplingParams
 from rayspec.choices import FULL, SKIP, Choices
 from rayspec.command.loading import load_llm
 from rayspec.command.settings import make_settings
 from rayspec.pipeline.ray_stages import StageUse
-from rayspec.planning.gate import Gate
 from rayspec.serve.metered import MeteredEngine
 from rayspec.serve.metric_table import METRICS, UNREACHABLE_NODES
 from rayspec.serve.metrics import EngineMetrics, keep_updated

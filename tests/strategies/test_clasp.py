@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rayspec.choices import FULL, SKIP
+from rayspec.choices import FULL, SKIP, choices_of
 from rayspec.config import SpeculationOptions
 from rayspec.decode.questions import Answer, Found, FoundDraft, LayerKnapsack, Question
 from rayspec.planning.stopping import DraftWhileSure
@@ -23,7 +23,7 @@ def _found(question: Question) -> Answer:
     assert isinstance(question, LayerKnapsack)
     return Found(
         [
-            FoundDraft(tuple(index >= 2 * count for index in range(12)), 1 - count / 10, int(count < 3))
+            FoundDraft(choices_of([index >= 2 * count for index in range(12)]), 1 - count / 10, int(count < 3))
             for count in range(question.num_skipped + 1)
         ],
         question.num_tokens,
@@ -48,7 +48,7 @@ def test_the_newest_token_is_asked_and_the_draft_that_skips_most_is_taken() -> N
 
 @pytest.mark.parametrize(("num_layers", "num_skipped"), [(6, 3), (7, 3), (80, 40), (1, 1)])
 def test_half_of_the_layers_are_skipped_unless_told_otherwise(num_layers: int, num_skipped: int) -> None:
-    asker = Asker(lambda question: Found([FoundDraft((False, False) * num_layers, 0.5, 0)], 1, 0.0))
+    asker = Asker(lambda question: Found([FoundDraft((SKIP, SKIP) * num_layers, 0.5, 0)], 1, 0.0))
     turns(_clasp(num_layers), asker, 2)
     assert asker.asked == [LayerKnapsack(num_tokens=1, num_skipped=num_skipped)]
 

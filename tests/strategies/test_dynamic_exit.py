@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rayspec.choices import FULL, SKIP, choices_of
+from rayspec.choices import FULL, SKIP
 from rayspec.config import SpeculationOptions
 from rayspec.decode.questions import Answer, Found, FoundDraft, Question, Trial
 from rayspec.planning.stopping import DraftWhileSure
@@ -28,8 +28,8 @@ def _replies(shares: list[float], confidence: float = 0.9, doubt: float = 0.3) -
         assert isinstance(question, Trial)
         count = question.num_tokens
         drafts = [
-            FoundDraft(keep, 0.5, round(share * count), confidence if share else None, doubt if share < 1 else None)
-            for keep, share in zip(question.keeps, shares, strict=True)
+            FoundDraft(pattern, 0.5, round(share * count), confidence if share else None, doubt if share < 1 else None)
+            for pattern, share in zip(question.patterns, shares, strict=True)
         ]
         return Found(drafts, count, 0.25)
 
@@ -114,8 +114,7 @@ def test_it_first_looks_at_some_tokens_and_then_at_the_newest_of_each_sequence()
     turns(chooser, asker, 7, batch=3)
     asked = [question for question in asker.asked if isinstance(question, Trial)]
     assert [question.num_tokens for question in asked] == [8, 3, 3, 3], "three rounds to tap the first eight"
-    exits = early_exits(2 * NUM_LAYERS)
-    assert all([choices_of(keep) for keep in question.keeps] == exits for question in asked)
+    assert all(list(question.patterns) == early_exits(2 * NUM_LAYERS) for question in asked)
 
 
 def test_an_interval_makes_looks_rarer() -> None:
@@ -127,12 +126,12 @@ def test_an_interval_makes_looks_rarer() -> None:
 
 def test_the_record_fades_look_by_look() -> None:
     record = ExitRecord(2, memory=0.5)
-    keeps = [(True,) * 2 + (False,) * 4, (True,) * 4 + (False,) * 2]
-    record.observe([FoundDraft(keeps[0], 0.1, 1, 0.8, 0.2), FoundDraft(keeps[1], 0.1, 4, 0.9, None)], 4)
+    patterns = early_exits(6)
+    record.observe([FoundDraft(patterns[0], 0.1, 1, 0.8, 0.2), FoundDraft(patterns[1], 0.1, 4, 0.9, None)], 4)
     assert record.acceptance == pytest.approx([0.25, 1.0])
     assert record.threshold(0) == pytest.approx((0.8 + 0.2) / 2)
     assert record.threshold(1) is None, "no miss"
-    record.observe([FoundDraft(keeps[0], 0.1, 2, 0.6, None), FoundDraft(keeps[1], 0.1, 0, None, 0.4)], 2)
+    record.observe([FoundDraft(patterns[0], 0.1, 2, 0.6, None), FoundDraft(patterns[1], 0.1, 0, None, 0.4)], 2)
     assert record.acceptance == pytest.approx([(0.5 * 1 + 2) / 4, (0.5 * 4 + 0) / 4])
     assert record.threshold(0) == pytest.approx(((0.5 * 0.8 + 2 * 0.6) / 2.5 + 0.2) / 2)
     assert record.threshold(1) == pytest.approx((0.9 + 0.4) / 2)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rayspec import demo
+from rayspec.choices import SKIP, choices_of
 from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions, SwiftOptions
 from rayspec.decode.questions import Answer, Found, FoundDraft, Question, Trial
 from rayspec.local_engine import load_engine
@@ -28,7 +29,13 @@ def _scores(search: SwiftSearch, scores: list[float]) -> list[bool]:
 
 
 def _found(keep: Keep, num_agreed: int, num_tokens: int = WINDOW) -> Found:
-    return Found([FoundDraft(keep, 0.9, num_agreed)], num_tokens, 0.25)
+    return Found([FoundDraft(choices_of(keep), 0.9, num_agreed)], num_tokens, 0.25)
+
+
+def _kept(trial: Trial) -> Keep:
+    """Of a trial of one set."""
+    (pattern,) = trial.patterns
+    return tuple(choice != SKIP for choice in pattern)
 
 
 def test_it_starts_by_skipping_odd_layers_but_never_the_last() -> None:
@@ -104,7 +111,7 @@ def test_one_set_a_round_is_tried_and_the_best_drafts() -> None:
     def answer(question: Question) -> Answer:
         asked.append(question)
         assert isinstance(question, Trial)
-        return _found(question.keeps[0], next(agreed))
+        return _found(_kept(question), next(agreed))
 
     here = state()
     assert not swift.plan(here).drafts
@@ -116,14 +123,14 @@ def test_one_set_a_round_is_tried_and_the_best_drafts() -> None:
     assert not swift.wants_taps
     assert swift.improve(here, answered(answer)) is None
     trials = [question for question in asked if isinstance(question, Trial)]
-    assert {(len(trial.keeps), trial.num_tokens) for trial in trials} == {(1, WINDOW)}
+    assert {(len(trial.patterns), trial.num_tokens) for trial in trials} == {(1, WINDOW)}
     assert records[1] is None
     first, third, last = records[0], records[2], records[3]
     assert first is not None
     assert third is not None
     assert last is not None
     assert (first.plan.keep, first.plan.num_draft_tokens) == (odd_layers_skipped(8), 16)
-    assert (third.plan.keep, third.optimise_s) == (trials[2].keeps[0], 0.5), "with the time of the one in vain"
+    assert (third.plan.keep, third.optimise_s) == (_kept(trials[2]), 0.5), "with the time of the one in vain"
     assert (first.estimated_acceptance, third.estimated_acceptance) == (0.25, 0.5)
     assert first.predicted_tpt < third.predicted_tpt < last.predicted_tpt
     assert "96.9%" in last.reason
@@ -157,8 +164,8 @@ def test_a_trial_that_was_cancelled_is_made_again_and_one_that_failed_too() -> N
     assert len(asked) == 3
     assert asked[0] == asked[1] == asked[2]
     assert isinstance(asked[0], Trial)
-    assert asked[0].keeps != (odd_layers_skipped(8),)
-    futures[2].set_result(_found(asked[0].keeps[0], 20))
+    assert _kept(asked[0]) != odd_layers_skipped(8)
+    futures[2].set_result(_found(_kept(asked[0]), 20))
     assert swift.improve(here, search) is not None
 
 

@@ -24,7 +24,7 @@ from rayspec.bench.figures.runs import (
     take_turns,
     write,
 )
-from rayspec.choices import SKIP, Choices, choices_of
+from rayspec.choices import Choices, choices_of, num_leading_full
 from rayspec.decode.drafting.skip_draft import KeepDrafting
 from rayspec.decode.questions import Answer, Found, Question, Trial
 from rayspec.decode.rounds import RoundResult
@@ -199,22 +199,15 @@ class _Survey:
         tried = zip(*(found.drafts for found in self.trials), strict=True)
         num_tapped = sum(found.num_tokens for found in self.trials)
         return tuple(
-            Candidate(
-                choices_of(one[0].keep), fmean(d.similarity for d in one), sum(d.num_agreed for d in one), num_tapped
-            )
+            Candidate(one[0].choices, fmean(d.similarity for d in one), sum(d.num_agreed for d in one), num_tapped)
             for one in tried
         )
 
     def _question(self, state: BatchState) -> Question:
         knapsack = self._strategy.question(state)
-        return (
-            Trial(
-                num_tokens=knapsack.num_tokens,
-                keeps=[tuple(choice != SKIP for choice in choices) for choices in self.origins],
-            )
-            if self.origins
-            else knapsack
-        )
+        if not self.origins:
+            return knapsack
+        return Trial(num_tokens=knapsack.num_tokens, patterns=list(self.origins))
 
     def _take(self, search: Future[Answer]) -> None:
         self._under_way = None
@@ -225,7 +218,7 @@ class _Survey:
         if self.origins:
             self.trials.append(found)
         else:
-            patterns = [choices_of(draft.keep) for draft in found.drafts if not all(draft.keep)]
+            patterns = [draft.choices for draft in found.drafts if num_leading_full(draft.choices) < len(draft.choices)]
             self.origins = plan_spread(patterns, len(self._plan.choices), self._num_plans, self._rng)
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rayspec.choices import Choices, choices_of
+from rayspec.choices import SKIP, Choice, Choices
 from rayspec.config import SpeculationOptions
 from rayspec.decode.questions import Answer, Found, Knapsack
 from rayspec.decode.rounds import RoundResult
@@ -236,25 +236,39 @@ class KnapSpec:
         return self._budget.allows(cost_s, elapsed_s=share * state.elapsed_s, expected_remaining_s=remaining_s)
 
     def _search_cost_s(self, state: BatchState) -> float:
-        options, weights = self._options.knapsack, self._weights(state)
-        num_states = count_rows(weights, max_weight=self._max_weight(state, weights), max_states=options.max_states)
-        rows = np.asarray(num_states) * options.num_tap_tokens
-        return float(
-            sum(
-                self._latency.sublayer_s(index, rows=int(count), context=state.context, batch=options.num_tap_tokens)
-                for index, count in enumerate(rows)
+        options, savings = self._options.knapsack, self._savings(state)
+        num_states = count_rows(savings, max_saved=self._max_saved(state, savings), max_states=options.max_states)
+        num_tokens = options.num_tap_tokens
+        return sum(
+            self._latency.sublayer_s(
+                index, rows=count * num_tokens, context=state.context, batch=num_tokens, choice=choice
             )
+            for index, counts in enumerate(num_states)
+            for choice, count in counts.items()
         )
 
-    def _weights(self, state: BatchState) -> list[int]:
-        return quantize(self._seconds(state).tolist(), self._options.knapsack.resolution)
+    def _savings(self, state: BatchState) -> Sequence[Mapping[Choice, int]]:
+        return quantize(self._seconds_by_choice(state), self._options.knapsack.resolution)
 
-    def _max_weight(self, state: BatchState, weights: Sequence[int]) -> int:
+    def _seconds_by_choice(self, state: BatchState) -> list[dict[Choice, float]]:
+        """Of each sublayer in a draft step."""
+        rows, context, batch = state.batch, state.context, state.batch
+        return [
+            {
+                choice: self._latency.sublayer_s(index, rows=rows, context=context, batch=batch, choice=choice)
+                for choice in self._latency.choices_of(index)
+                if choice in self._options.draft_choices
+            }
+            for index in range(len(self._latency.sublayers))
+        ]
+
+    def _max_saved(self, state: BatchState, savings: Sequence[Mapping[Choice, int]]) -> int:
         """All that is spent on fetching weights, and `max_skipped_share` of what is spent on computing."""
+        total = sum(each.get(SKIP, 0) for each in savings)
         total_s = float(self._seconds(state).sum())
         computing_share = 1 - sum(self._latency.transfer_s) / total_s
         least_share = computing_share * (1 - self._options.knapsack.max_skipped_share)
-        return sum(weights) - int(sum(weights) * least_share)
+        return total - int(total * least_share)
 
     def _seconds(self, state: BatchState) -> NDArray[np.float64]:
         """[num_sublayers]: of each in a draft step."""
@@ -262,11 +276,11 @@ class KnapSpec:
 
     def question(self, state: BatchState) -> Knapsack:
         """What a search asks."""
-        options, weights = self._options.knapsack, self._weights(state)
+        options, savings = self._options.knapsack, self._savings(state)
         return Knapsack(
             num_tokens=options.num_tap_tokens,
-            weights=weights,
-            max_weight=self._max_weight(state, weights),
+            savings=savings,
+            max_saved=self._max_saved(state, savings),
             min_similarity=options.min_cosine,
             max_states=options.max_states,
         )
@@ -289,7 +303,7 @@ class KnapSpec:
         """Make what a search has found the known candidates, and decide among them."""
         previous = self._in_use
         self._candidates = [
-            Candidate(choices_of(one.keep), one.similarity, one.num_agreed, found.num_tokens) for one in found.drafts
+            Candidate(one.choices, one.similarity, one.num_agreed, found.num_tokens) for one in found.drafts
         ]
         for one in self._candidates:
             if previous is not None and one.choices == previous.choices:
