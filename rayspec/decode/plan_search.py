@@ -47,6 +47,7 @@ class PlanSearch:
         self._positions = torch.tensor([token.context for token in tokens], device=runner.device)
         self._targets = boundaries[:, :, None]
         self._next_tokens = next_tokens
+        self._changes: dict[tuple[int, Choice], Tensor] = {}  # [T, 1, hidden_size]
 
     @property
     def num_tokens(self) -> int:
@@ -67,6 +68,14 @@ class PlanSearch:
         states = states.reshape(1, num_tokens * num_states, size)
         hidden = module(states, rows.seeing(keys_of(choice)), weights_of(choice))
         return hidden.view(num_tokens, num_states, size)
+
+    @torch.inference_mode()
+    def vary(self, sublayer: int, choice: Choice, states: Any) -> Tensor:
+        """What the choice changes is found out on the target's own states, and taken to be the same for these."""
+        if (sublayer, choice) not in self._changes:
+            at = sublayer - self._runner.first_sublayer
+            self._changes[sublayer, choice] = self.run(sublayer, choice, self._targets[at]) - self._targets[at + 1]
+        return states + self._changes[sublayer, choice]  # type: ignore[no-any-return]
 
     @torch.inference_mode()
     def similarity(self, sublayer: int, states: Any) -> NDArray[np.float64]:

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from rayspec.choices import SKIP, Choice
+from rayspec.choices import SKIP, Choice, Choices
 from rayspec.planning.knapsack import Expansion, follow, solve
 
 _SUBLAYERS = 2  # of a layer
@@ -18,13 +18,15 @@ _SUBLAYERS = 2  # of a layer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knapsack:
-    """Which drafts are most similar to the target: `knapsack.solve`'s arguments. Answered by Found."""
+    """Which drafts are most similar to the target: `knapsack.solve`'s arguments. also: drafts that are tried in any
+    case. Answered by Found."""
 
     num_tokens: int
     savings: Sequence[Mapping[Choice, int]]
     max_saved: int
     min_similarity: float
     max_states: int
+    also: Sequence[Choices] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +43,7 @@ class Trial:
     """How drafts by these choices of the sublayers would have done. Answered by Found, in the order of `patterns`."""
 
     num_tokens: int
-    patterns: Sequence[tuple[Choice, ...]]
+    patterns: Sequence[Choices]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +154,15 @@ def _found(question: Knapsack, tapped: TappedStates) -> list[FoundDraft]:
         max_states=question.max_states,
     )
     patterns = [one.choices for one in solution.candidates]
-    return _judged(patterns, [one.similarity for one in solution.candidates], tapped.agreement(solution.states))
+    found = _judged(patterns, [one.similarity for one in solution.candidates], tapped.agreement(solution.states))
+    others = [choices for choices in question.also if choices not in patterns]
+    return [*found, *(_followed(others, tapped) if others else ())]
+
+
+def _followed(patterns: Sequence[Choices], tapped: TappedStates) -> list[FoundDraft]:
+    states = follow(patterns, tapped)
+    similarity = tapped.similarity(len(patterns[0]) - 1, states)
+    return _judged(patterns, similarity.tolist(), tapped.agreement(states))
 
 
 def _found_by_layers(question: LayerKnapsack, tapped: TappedStates, num_sublayers: int) -> list[FoundDraft]:
@@ -172,14 +182,10 @@ def _found_by_layers(question: LayerKnapsack, tapped: TappedStates, num_sublayer
 def _tried(question: Trial, tapped: TappedStates, num_sublayers: int) -> list[FoundDraft]:
     if any(len(pattern) != num_sublayers for pattern in question.patterns):
         raise ValueError(f"each of the patterns on trial needs {num_sublayers} choices, one for each sublayer")
-    states = follow(question.patterns, tapped)
-    similarity = tapped.similarity(num_sublayers - 1, states)
-    return _judged(question.patterns, similarity.tolist(), tapped.agreement(states))
+    return _followed(question.patterns, tapped)
 
 
-def _judged(
-    patterns: Sequence[tuple[Choice, ...]], similarity: Sequence[float], agreement: Agreement
-) -> list[FoundDraft]:
+def _judged(patterns: Sequence[Choices], similarity: Sequence[float], agreement: Agreement) -> list[FoundDraft]:
     """Of terminal states, by index: all as many as `patterns`."""
     num_others = agreement.num_tokens - agreement.num_agreed
     return [
@@ -211,6 +217,9 @@ class _Layers:
         for sublayer in range(_SUBLAYERS * layer, _SUBLAYERS * (layer + 1)):
             states = self._tapped.run(sublayer, choice, states)
         return states
+
+    def vary(self, layer: int, choice: Choice, states: Any) -> Any:
+        raise NotImplementedError("whole layers run in full or not at all")
 
     def similarity(self, layer: int, states: Any) -> NDArray[np.float64]:
         return self._tapped.similarity(_SUBLAYERS * (layer + 1) - 1, states)

@@ -47,6 +47,7 @@ from rayspec.pipeline.messages import (
     TargetSteadiness,
     TimedHops,
     TimeHops,
+    VarySublayer,
 )
 from rayspec.pipeline.post import COORDINATOR, ENGINE, Letter, NewEpoch, Post, Stopped
 from rayspec.pipeline.stage_worker import stage_name
@@ -234,6 +235,13 @@ class RemoteSearch:
         here = self._brought(states, stage)
         result = self._new(stage, here.num_states)
         self._pending[stage].operations.append(RunSublayer(sublayer, choice, here.number, result.number))
+        return result
+
+    def vary(self, sublayer: int, choice: Choice, states: Any) -> RemoteBatch:
+        stage = self._stage_of[sublayer]
+        here = self._brought(states, stage)
+        result = self._new(stage, here.num_states)
+        self._pending[stage].operations.append(VarySublayer(sublayer, choice, here.number, result.number))
         return result
 
     def gather(self, batches: Sequence[Any], index: NDArray[np.int64]) -> RemoteBatch:

@@ -270,6 +270,13 @@ class RunSublayer(msgspec.Struct, frozen=True, tag="run"):
     into: int
 
 
+class VarySublayer(msgspec.Struct, frozen=True, tag="vary"):
+    sublayer: int
+    choice: Choice
+    source: int
+    into: int
+
+
 class Gather(msgspec.Struct, frozen=True, tag="gather"):
     sources: Sequence[int]
     index: Sequence[int]
@@ -308,7 +315,9 @@ class Ship(msgspec.Struct, frozen=True, tag="ship"):
     peer: str
 
 
-Operation: TypeAlias = RunSublayer | Gather | Similarity | Agreement | TargetSteadiness | TargetFeature | Ship | Drop
+Operation: TypeAlias = (
+    RunSublayer | VarySublayer | Gather | Similarity | Agreement | TargetSteadiness | TargetFeature | Ship | Drop
+)
 
 
 class Expand(Message, frozen=True, kw_only=True):

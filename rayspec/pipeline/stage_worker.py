@@ -40,6 +40,7 @@ from rayspec.pipeline.messages import (
     Sought,
     TargetFeature,
     TargetSteadiness,
+    VarySublayer,
 )
 from rayspec.pipeline.post import COORDINATOR, ENGINE
 
@@ -228,6 +229,8 @@ def _apply(operation: Operation, seeking: _Seeking) -> list[float]:
     match operation:
         case RunSublayer():
             batches[operation.into] = search.run(operation.sublayer, operation.choice, batches[operation.source])
+        case VarySublayer():
+            batches[operation.into] = search.vary(operation.sublayer, operation.choice, batches[operation.source])
         case Gather():
             sources = [batches[source] for source in operation.sources]
             batches[operation.into] = search.gather(sources, np.asarray(operation.index, np.int64))

@@ -2,9 +2,10 @@
 
 After KnapSpec: state (i, w) holds the hidden states after sublayer i that are most similar to what the target computed
 there, among the drafts that have saved w units of time. KnapSpec grows each state by "run sublayer i" and by "skip it";
-here it grows by every choice of sublayer i (`rayspec.choices`), and w grows by what the choice saves. The result is
-optimal when similarity is a sum over the sublayers, and a heuristic otherwise. Nothing is excluded a priori: the first
-and the last sublayers may be skipped, and "all in full" is always one of the answers.
+here it grows by every choice of sublayer i (`rayspec.choices`), and w grows by what the choice saves. A state runs a
+sublayer once, in full; what it would be by the other choices is derived from that, which costs next to nothing. The
+result is optimal when similarity is a sum over the sublayers, and a heuristic otherwise. Nothing is excluded a priori:
+the first and the last sublayers may be skipped, and "all in full" is always one of the answers.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ class Expansion(Protocol):
         """The batch after running `sublayer` by `choice`, any but skip, on each of its states. `states` must stay as it
         was."""
 
+    def vary(self, sublayer: int, choice: Choice, states: Any) -> Any:
+        """What the states, which have run `sublayer` in full, would be by another choice, as nearly as is cheap."""
+
     def similarity(self, sublayer: int, states: Any) -> Floats:
         """[num_states]: how similar each is to the target's state after `sublayer`; higher is better."""
 
@@ -61,12 +65,12 @@ class Pattern:
 class Solution:
     """Patterns by rising saved time, the first saves nothing; `states` is the terminal batch, a row for each.
 
-    num_rows_run: of each sublayer, the states run through it by each choice; times its seconds, the search's cost.
+    num_rows_run: of each sublayer, the states run through it in full.
     """
 
     candidates: list[Pattern]
     states: Any
-    num_rows_run: list[dict[Choice, int]]
+    num_rows_run: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +161,8 @@ def solve(
     """The most similar draft for each saved time up to `max_saved`.
 
     savings: of each sublayer, the units of time that each choice saves compared to `full`, which always is a choice and
-    saves 0; a sublayer without `skip` is never skipped. One `run` a sublayer and choice other than skip, and one
-    `similarity` a sublayer.
+    saves 0; a sublayer without `skip` is never skipped. One `run` and one `similarity` a sublayer, and one `vary` a
+    sublayer and choice beside full and skip.
 
     Dropped on the way: states less similar than `min_similarity` (or NaN); states further than `band` (a share of the
     most that could be saved) from the diagonals that lead to a quarter of `max_saved` and to `max_saved`; with
@@ -213,27 +217,19 @@ def count_rows(
     max_saved: int,
     max_states: int,
     band: float | None = DEFAULT_BAND,
-) -> list[dict[Choice, int]]:
-    """The most states that `solve` can run through each sublayer by each choice: with the latency model, its price in
-    advance. A choice that `solve` cannot run there is left out."""
+) -> list[int]:
+    """The most states that `solve` can run through each sublayer: with the latency model, its price in advance."""
     _check(savings, max_saved, max_states, band)
     menus = _menus(savings, _names(savings))
     limits = _Limits.of(menus, max_saved, band)
     reachable, counts = 1, []  # bit w: some state saves w
     for menu, low, high in zip(menus, limits.low.tolist(), limits.high.tolist(), strict=True):
+        counts.append(min(max_states, reachable.bit_count()))
         admitted = ((1 << (high + 1)) - 1) >> low << low
-        grown = [reachable << int(saved) & admitted for saved in menu.savings]
-        grown[0] |= 1
-        counts.append(
-            {
-                choice: min(max_states, states.bit_count())
-                for choice, states in zip(menu.choices, grown, strict=True)
-                if choice != SKIP and states
-            }
-        )
-        reachable = 0
-        for states in grown:
-            reachable |= states
+        grown = 1
+        for saved in menu.savings:
+            grown |= reachable << int(saved) & admitted
+        reachable = grown
     return counts
 
 
@@ -279,15 +275,15 @@ def _units(shares: Sequence[Mapping[Choice, float]], resolution: int) -> float:
 
 def _advance(
     sublayer: int, menu: _Menu, row: _Row, expansion: Expansion, limits: _Limits, pruning: _Pruning
-) -> tuple[_Row, dict[Choice, int]]:
-    """The row after `sublayer`, and how many states ran by each choice."""
+) -> tuple[_Row, int]:
+    """The row after `sublayer`, and how many states ran it."""
     grown = row.saved + menu.savings[:, None]
     admitted = limits.admit(sublayer, grown)
     admitted[0, 0] = True
     option, source = np.nonzero(admitted)  # of each new state, choice by choice
     saved = grown[admitted]
     parents = {choice: source[option == position] for position, choice in enumerate(menu.choices)}
-    merged = _grow(sublayer, row.batch, parents, expansion)
+    merged, num_rows = _grow_cheaply(sublayer, row.batch, parents, expansion)
     similarity = np.asarray(expansion.similarity(sublayer, merged.states), float)
     if similarity.shape != saved.shape:
         raise ValueError(f"similarity() returned shape {similarity.shape} for {len(saved)} states")
@@ -295,8 +291,22 @@ def _advance(
     chosen = pruning.choose(saved, similarity)
     codes = row.codes[source[chosen]]
     codes[:, sublayer] = menu.codes[option[chosen]]
-    num_rows = {choice: len(rows) for choice, rows in parents.items() if choice != SKIP and len(rows)}
     return _Row(_take([merged], chosen, expansion), saved[chosen], similarity[chosen], codes), num_rows
+
+
+def _grow_cheaply(
+    sublayer: int, batch: _Batch, parents: Mapping[Choice, Ints], expansion: Expansion
+) -> tuple[_Batch, int]:
+    """As `_grow`, but every state runs once, in full. Also how many do."""
+    running = np.unique(np.concatenate([rows for choice, rows in parents.items() if choice != SKIP]))
+    ran = _Batch(expansion.run(sublayer, FULL, _take([batch], running, expansion).states), len(running))
+    grown = []
+    for choice, rows in parents.items():
+        if choice == SKIP or not len(rows):
+            continue
+        states = _take([ran], np.searchsorted(running, rows), expansion).states
+        grown.append(_Batch(states if choice == FULL else expansion.vary(sublayer, choice, states), len(rows)))
+    return _with_skipped(grown, batch, parents, expansion), len(running)
 
 
 def _grow(sublayer: int, batch: _Batch, parents: Mapping[Choice, Ints], expansion: Expansion) -> _Batch:
@@ -306,6 +316,11 @@ def _grow(sublayer: int, batch: _Batch, parents: Mapping[Choice, Ints], expansio
         for choice, rows in parents.items()
         if choice != SKIP and len(rows)
     ]
+    return _with_skipped(ran, batch, parents, expansion)
+
+
+def _with_skipped(ran: Sequence[_Batch], batch: _Batch, parents: Mapping[Choice, Ints], expansion: Expansion) -> _Batch:
+    """What ran, and behind it the rows of the batch that skip the sublayer."""
     num_ran = sum(each.size for each in ran)
     index = np.append(np.arange(num_ran), num_ran + parents.get(SKIP, np.zeros(0, np.int64)))
     return _take([*ran, batch], index, expansion)

@@ -6,11 +6,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rayspec.choices import SKIP, Choice, Choices
+from rayspec.choices import FULL, SKIP, Choice, Choices, combined, num_leading_full, weights_of
 from rayspec.config import SpeculationOptions
 from rayspec.decode.questions import Answer, Found, Knapsack
 from rayspec.decode.rounds import RoundResult
@@ -236,19 +237,27 @@ class KnapSpec:
         return self._budget.allows(cost_s, elapsed_s=share * state.elapsed_s, expected_remaining_s=remaining_s)
 
     def _search_cost_s(self, state: BatchState) -> float:
-        options, savings = self._options.knapsack, self._savings(state)
-        num_states = count_rows(savings, max_saved=self._max_saved(state, savings), max_states=options.max_states)
-        num_tokens = options.num_tap_tokens
-        return sum(
-            self._latency.sublayer_s(
-                index, rows=count * num_tokens, context=state.context, batch=num_tokens, choice=choice
+        """Of a search: the states that run in full, and the tapped tokens by every other choice and every pattern that
+        is tried in any case."""
+        question = self.question(state)
+        num_tokens, context = question.num_tokens, state.context
+        num_states = count_rows(question.savings, max_saved=question.max_saved, max_states=question.max_states)
+        seconds = partial(self._latency.sublayer_s, context=context, batch=num_tokens)
+        pass_seconds = partial(self._latency.sublayers_s, rows=num_tokens, context=context, batch=num_tokens)
+        return (
+            sum(seconds(index, rows=count * num_tokens) for index, count in enumerate(num_states))
+            + sum(
+                seconds(index, rows=num_tokens, choice=choice)
+                for index, each in enumerate(question.savings)
+                for choice in each
             )
-            for index, counts in enumerate(num_states)
-            for choice, count in counts.items()
+            + sum(
+                float(
+                    self._latency.sublayers_s(rows=num_tokens, context=context, batch=num_tokens, choices=choices).sum()
+                )
+                for choices in question.also
+            )
         )
-
-    def _savings(self, state: BatchState) -> Sequence[Mapping[Choice, int]]:
-        return quantize(self._seconds_by_choice(state), self._options.knapsack.resolution)
 
     def _seconds_by_choice(self, state: BatchState) -> list[dict[Choice, float]]:
         """Of each sublayer in a draft step."""
@@ -276,13 +285,15 @@ class KnapSpec:
 
     def question(self, state: BatchState) -> Knapsack:
         """What a search asks."""
-        options, savings = self._options.knapsack, self._savings(state)
+        options, seconds = self._options.knapsack, self._seconds_by_choice(state)
+        savings = quantize(seconds, options.resolution)
         return Knapsack(
             num_tokens=options.num_tap_tokens,
             savings=savings,
             max_saved=self._max_saved(state, savings),
             min_similarity=options.min_cosine,
             max_states=options.max_states,
+            also=uniform_patterns(savings),
         )
 
     def _conclude(self, state: BatchState, search: Future[Answer]) -> PlanRecord | None:
@@ -370,3 +381,16 @@ class KnapSpec:
             batch=state.batch,
             expected_acceptance=self.acceptance_of([candidate])[0] if candidate else None,
         )
+
+
+def uniform_patterns(savings: Sequence[Mapping[Choice, int]]) -> list[Choices]:
+    """Drafts that skip nothing, and run all sublayers by the same choice as far as that saves time. These work with any
+    model, also where the search goes astray."""
+    ways = dict.fromkeys(choice for each in savings for choice in each if choice != SKIP)
+    patterns = dict.fromkeys(tuple(_nearest(choice, each) for each in savings) for choice in ways)
+    return [choices for choices in patterns if num_leading_full(choices) < len(choices)]
+
+
+def _nearest(choice: Choice, savings: Mapping[Choice, int]) -> Choice:
+    """The choice itself, or else with all keys, or else in full."""
+    return next((one for one in (choice, combined(weights_of(choice), "all")) if one in savings), FULL)
