@@ -244,20 +244,13 @@ class KnapSpec:
         num_states = count_rows(question.savings, max_saved=question.max_saved, max_states=question.max_states)
         seconds = partial(self._latency.sublayer_s, context=context, batch=num_tokens)
         pass_seconds = partial(self._latency.sublayers_s, rows=num_tokens, context=context, batch=num_tokens)
-        return (
-            sum(seconds(index, rows=count * num_tokens) for index, count in enumerate(num_states))
-            + sum(
-                seconds(index, rows=num_tokens, choice=choice)
-                for index, each in enumerate(question.savings)
-                for choice in each
-            )
-            + sum(
-                float(
-                    self._latency.sublayers_s(rows=num_tokens, context=context, batch=num_tokens, choices=choices).sum()
-                )
-                for choices in question.also
-            )
+        states_s = sum(seconds(index, rows=count * num_tokens) for index, count in enumerate(num_states))
+        choices_s = sum(
+            seconds(index, rows=num_tokens, choice=choice)
+            for index, each in enumerate(question.savings)
+            for choice in each
         )
+        return states_s + choices_s + sum(float(pass_seconds(choices=choices).sum()) for choices in question.also)
 
     def _seconds_by_choice(self, state: BatchState) -> list[dict[Choice, float]]:
         """Of each sublayer in a draft step."""
