@@ -19,13 +19,14 @@ from torch.nn.functional import pad
 from rayspec.choices import Weights
 from rayspec.model.matrices import LinearMap, joined_weight
 
-# Columns that share a scale, the first that divides their number: what the kernels take.
-_GROUP_SIZES = (128, 64, 32)
+# Sizes of groups, of which the first is taken that divides the number of columns, and the share of a group's range
+# that the levels span: it has the smallest squared error, on random numbers as on a trained model.
+_SPANS = {128: 0.93, 64: 0.96, 32: 0.98}
 # The int4 kernel's layout is made of blocks of 64 rows, the last one of a multiple of 16.
 _BLOCK_ROWS = 64
 _ROW_MULTIPLE = 16
-# Weights that are quantised at a time: their float32 copies stay in the cache.
-_CHUNK_WEIGHTS = 2**18
+# Weights that are quantised at a time: what several threads can share, and yet not more than their caches hold.
+_CHUNK_WEIGHTS = 2**19
 # Rows are scaled to this, not to 127: in bfloat16 the largest number may come out half a percent larger.
 _LARGEST_INPUT = 126
 _SMALLEST_SCALE = 1e-30
@@ -123,9 +124,11 @@ def has_int8_products(device: torch.device) -> bool:
 
 def group_size(num_columns: int) -> int:
     """Columns of an int4 matrix that share a scale. Raises ValueError where no size fits."""
-    size = next((size for size in _GROUP_SIZES if num_columns % size == 0), None)
+    size = next((size for size in _SPANS if num_columns % size == 0), None)
     if size is None:
-        raise ValueError(f"{num_columns} columns cannot be quantised to int4 in groups of {_GROUP_SIZES}")
+        raise ValueError(
+            f"{num_columns} columns cannot be quantised to int4 in groups of {', '.join(map(str, _SPANS))}"
+        )
     return size
 
 
@@ -158,7 +161,8 @@ def _int4(weight: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """
     numbers = weight.float().view(len(weight), -1, size)
     low, high = numbers.aminmax(dim=-1, keepdim=True)
-    scale = ((high - low) / 15).clamp_(min=torch.finfo(weight.dtype).tiny).to(weight.dtype)
-    zero = (low + scale.float() * 8).to(weight.dtype)
-    levels = ((numbers - zero) / scale + 8).round_().clamp_(0, 15)
+    scale = ((high - low) * (_SPANS[size] / 15)).to(weight.dtype)
+    zero = ((low + high + scale) / 2).to(weight.dtype)  # The middle lies between levels 7 and 8.
+    scale = torch.where(scale > 0, scale, 1)
+    levels = ((numbers - zero.float()) / scale.float() + 8).round_().clamp_(0, 15)
     return levels.flatten(1), scale.squeeze(-1), zero.squeeze(-1)
