@@ -20,27 +20,27 @@ from rayspec.model.rows import Path, RowSpan, Run, Runs, runs_between
 
 # A draft begins in a page of the verify's rows or right behind them, and goes on for some tokens.
 _NOTED_TOKENS_AHEAD = 64
+# A run of so many slots is looked at where it lies; shorter ones are gathered.
+_LONG_RUN = 256
 
 
 @dataclass(frozen=True, slots=True)
-class NewestRow:
-    """The newest row of a sequence. row: its number in the batch. path: what it sees, by places. runs: the sequence's.
-    context: places filled before the batch."""
+class _Look:
+    """Keys that a row looks at. places: in its sequence; slots: in the cache."""
 
-    row: int
-    path: Path
-    runs: Runs
-    context: int
+    places: slice | Tensor
+    slots: slice | Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class NewestRows:
-    """Those of a batch that are worth a note: R of them. rows: numbers in the batch. seen: by row the runs that it
-    sees, each with the place of its first key. own: int64 [R], the number of each row's page in its sequence. pages:
-    int64 [M], pages of the cache that get a note; owners: int64 [M], the row that each note is of."""
+    """Those of a batch that are worth a note: R of them. rows: numbers in the batch. looks: by row. num_pages: of the
+    longest sequence. own: int64 [R], the number of each row's page in its sequence. pages: int64 [M], pages of the
+    cache that get a note; owners: int64 [M], the row that each note is of."""
 
     rows: Sequence[int]
-    seen: Sequence[Sequence[tuple[int, Run]]]
+    looks: Sequence[Sequence[_Look]]
+    num_pages: int
     own: Tensor
     pages: Tensor
     owners: Tensor
@@ -56,19 +56,20 @@ def newest_rows(
     """Of sequences that a draft will not read in full; None where there are none. Of a tree it is the row that is
     farthest from the root."""
     newest = [
-        one
-        for one in _newest_of_sequences(spans, paths)
+        row
+        for row in _newest_of_sequences(spans, paths)
         # The draft may reach the next page.
-        if not reads_all(budget, one.path.position + PAGE_SIZE, sliding_window)
+        if not reads_all(budget, row.path.position + PAGE_SIZE, sliding_window)
     ]
     if not newest:
         return None
-    noted = [_pages_to_write(one) for one in newest]
+    noted = [row.next_pages() for row in newest]
     owners = torch.arange(len(newest)).repeat_interleave(torch.tensor([len(pages) for pages in noted]))
     return NewestRows(
-        rows=[one.row for one in newest],
-        seen=[_seen(one, sliding_window) for one in newest],
-        own=torch.tensor([one.path.position // PAGE_SIZE for one in newest], device=device),
+        rows=[row.number for row in newest],
+        looks=[_looks(row, sliding_window, device) for row in newest],
+        num_pages=max(row.last for row in newest) // PAGE_SIZE + 1,
+        own=torch.tensor([row.path.position // PAGE_SIZE for row in newest], device=device),
         pages=torch.cat(noted).to(device),
         owners=owners.to(device),
     )
@@ -81,7 +82,7 @@ def note_pages(
     assert arena.looked_at is not None, "an arena with room for notes"
     budget = arena.budgets.pages
     masses = page_masses(arena.keys[layer], newest, query, scaling=scaling, softcap=softcap)
-    numbers = torch.arange(masses.shape[1], device=masses.device)
+    numbers = torch.arange(newest.num_pages, device=masses.device)
     is_older = (numbers >= budget.sink) & (numbers <= newest.own[:, None] - budget.newest)
     best = masses.where(is_older, 0.0).topk(budget.looked_at)
     chosen = best.indices.where(best.values > 0, -1).int()
@@ -91,29 +92,53 @@ def note_pages(
 def page_masses(keys: Tensor, newest: NewestRows, query: Tensor, *, scaling: float, softcap: float | None) -> Tensor:
     """How much each row looks at each page of its sequence: float32 [R, pages]. keys: [H_kv, slots, D]; query:
     [H, N, D], of the batch."""
-    num_pages = int(max(place + run.length for seen in newest.seen for place, run in seen) - 1) // PAGE_SIZE + 1
-    scores = query.new_full((len(newest.rows), len(query), num_pages * PAGE_SIZE), float("-inf"), dtype=torch.float32)
-    for at, (row, seen) in enumerate(zip(newest.rows, newest.seen, strict=True)):
-        folded = query[:, row].reshape(len(keys), -1, query.shape[-1])
-        for place, run in seen:
-            products = (folded @ keys[:, run.start : run.end].transpose(1, 2)).flatten(0, 1).float() * scaling
-            scores[at, :, place : place + run.length] = (
-                torch.tanh(products / softcap) * softcap if softcap else products
-            )
-    return scores.softmax(-1).sum(1).view(len(newest.rows), num_pages, PAGE_SIZE).sum(-1)
+    shape = (len(newest.rows), len(keys), len(query) // len(keys), newest.num_pages * PAGE_SIZE)
+    scores = query.new_full(shape, float("-inf"), dtype=torch.float32)
+    for own, row, looks in zip(scores, newest.rows, newest.looks, strict=True):
+        folded = query[:, row].reshape(len(keys), -1, query.shape[-1]).transpose(1, 2)
+        for look in looks:
+            # Keys on the left: on a CPU that is more than twice as fast.
+            own[..., look.places] = (keys[:, look.slots] @ folded).transpose(1, 2).float()
+    scores *= scaling
+    if softcap:
+        scores = (torch.tanh(scores / softcap) * softcap).where(scores.isfinite(), scores)
+    weights: Tensor = scores.softmax(-1).sum((1, 2))
+    return weights.view(len(weights), -1, PAGE_SIZE).sum(-1)
 
 
-def _newest_of_sequences(spans: Sequence[RowSpan], paths: Sequence[Sequence[Path]]) -> Iterable[NewestRow]:
+@dataclass(frozen=True, slots=True)
+class _NewestRow:
+    """The newest row of a sequence that lies in `runs`. number: in the batch. path: what it sees. context: places that
+    were filled before the batch. last: its own place."""
+
+    number: int
+    path: Path
+    runs: Runs
+    context: int
+    last: int
+
+    def next_pages(self) -> Tensor:
+        """To which the sequence may write next, on the host."""
+        first, last = self.context // PAGE_SIZE, (self.last + _NOTED_TOKENS_AHEAD) // PAGE_SIZE
+        return pages_of(self.runs)[first : last + 1]
+
+    def places(self, sliding_window: int | None) -> tuple[range, Sequence[int]]:
+        """What it sees: from the beginning on, and of a tree's own places."""
+        lowest = max(0, self.path.position + 1 - sliding_window) if sliding_window else 0
+        return range(lowest, self.path.shared), self.path.own[max(0, lowest - self.path.shared) :]
+
+
+def _newest_of_sequences(spans: Sequence[RowSpan], paths: Sequence[Sequence[Path]]) -> Iterable[_NewestRow]:
     """The rows of a sequence may be several spans."""
-    found: dict[Runs, NewestRow] = {}
+    found: dict[Runs, _NewestRow] = {}
     end = 0
     for span, tree in zip(spans, paths, strict=True):
         first, end = end, end + span.num_rows
-        last = span.end - 1
-        row, path = max(enumerate(tree), key=_position) if tree else (span.num_rows - 1, Path(last, (last,)))
+        row, path = max(enumerate(tree), key=_position) if tree else (span.num_rows - 1, Path(span.end, ()))
         before = found.get(span.runs)
         if before is None or path.position > before.path.position:
-            found[span.runs] = NewestRow(first + row, path, span.runs, before.context if before else span.context)
+            context = before.context if before else span.context
+            found[span.runs] = _NewestRow(first + row, path, span.runs, context, span.context + row)
     return found.values()
 
 
@@ -121,20 +146,27 @@ def _position(row: tuple[int, Path]) -> int:
     return row[1].position
 
 
-def _pages_to_write(newest: NewestRow) -> Tensor:
-    """To which the sequence may write next."""
-    first, last = newest.context // PAGE_SIZE, (newest.path.own[-1] + _NOTED_TOKENS_AHEAD) // PAGE_SIZE
-    return pages_of(newest.runs)[first : last + 1]
+def _looks(row: _NewestRow, sliding_window: int | None, device: torch.device) -> list[_Look]:
+    shared, own = row.places(sliding_window)
+    runs = _with_places(row.runs, shared)
+    short = [(place, run) for place, run in runs if run.length < _LONG_RUN]
+    short += [pair for place in own for pair in _with_places(row.runs, range(place, place + 1))]
+    looks = [
+        _Look(slice(place, place + run.length), slice(run.start, run.end))
+        for place, run in runs
+        if run.length >= _LONG_RUN
+    ]
+    if short:
+        places = [each for place, run in short for each in range(place, place + run.length)]
+        slots = [slot for _, run in short for slot in run.slots]
+        looks.append(_Look(torch.tensor(places, device=device), torch.tensor(slots, device=device)))
+    return looks
 
 
-def _seen(newest: NewestRow, sliding_window: int | None) -> list[tuple[int, Run]]:
-    path = newest.path
-    lowest = max(0, path.position + 1 - sliding_window) if sliding_window else 0
-    own = [range(place, place + 1) for place in path.own[max(0, lowest - path.shared) :]]
-    found = []
-    for places in (range(lowest, path.shared), *own):
-        place = places.start
-        for run in runs_between(newest.runs, places.start, places.stop):
-            found.append((place, run))
-            place += run.length
+def _with_places(runs: Runs, places: range) -> list[tuple[int, Run]]:
+    """The runs in which the places lie, each with the first of its places."""
+    found, place = [], places.start
+    for run in runs_between(runs, places.start, places.stop):
+        found.append((place, run))
+        place += run.length
     return found
