@@ -276,10 +276,11 @@ def streaming(requests: Iterable[Request]) -> list[Request]:
 def require_idle(engine: Engine) -> None:
     scheduler = engine._scheduler
     assert scheduler.num_used_slots == 0
-    assert not scheduler.has_work
+    assert not scheduler.waiting
+    assert not scheduler.running
     assert engine._cohorts.is_idle
     head = getattr(engine.stages, "head", None)
-    assert head is None or head.num_open == 0
+    assert head is None or not head._samplers
     stats = engine.stats
     assert stats.num_accepted_tokens <= stats.num_draft_tokens
     assert sum(length * count for length, count in stats.accepted_lengths.items()) == stats.num_accepted_tokens

@@ -136,15 +136,6 @@ async def answer(reference: Awaitable[Any]) -> Any:
         raise
 
 
-def death_of(engine: Any) -> EngineDeadError | None:
-    """Why an actor's engine has ended; None while it runs."""
-    try:
-        death: EngineDeadError | None = ray.get(engine.death.remote())
-    except RayActorError as error:
-        return death_of_process(error)
-    return death
-
-
 def death_of_process(error: RayActorError) -> EngineDeadError:
     """What a call to an engine's actor says when the actor is gone, as an error of the engine."""
     reason = str(error).splitlines()[0]

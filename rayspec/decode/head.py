@@ -81,10 +81,6 @@ class Head:
         self._lookups: dict[str, LookupIndex] = {}  # made when something is looked up
         self._next_tokens: dict[TappedToken, Tensor] = {}
 
-    @property
-    def num_open(self) -> int:
-        return len(self._samplers)
-
     def open(self, spec: SamplerSpec) -> None:
         self._samplers[spec.sequence_id] = spec.sampler(self._vocab_size, self._device)
         self._lookups.pop(spec.sequence_id, None)

@@ -87,10 +87,6 @@ class Scheduler:
         self._prefixes = PrefixCache(self.pool, enabled=shares_pages, chunk_grid=chunk_grid)
 
     @property
-    def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
-
-    @property
     def num_slots(self) -> int:
         return self.pool.num_pages * PAGE_SIZE
 

@@ -144,11 +144,6 @@ class EngineMetrics:
         """To be entered when a request is handed to the engine."""
         return RequestObserver(self._recorder, self._clock)
 
-    def observe(self, output: RequestOutput) -> None:
-        """The finished output of a request that was not streamed."""
-        with self.request() as request:
-            request.observe(output)
-
     def update(self, stats: EngineStats, load: EngineLoad, stages: Sequence[StageUse] = ()) -> None:
         """To be called every few seconds: counters grow by what was done since the last call, gauges are set.
 

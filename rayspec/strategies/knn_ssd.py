@@ -114,11 +114,6 @@ class KnnSSD:
                 self._look(name, search)
         return record
 
-    def domain_of(self, sequence_id: str) -> str | None:
-        """The domain whose plan a sequence has; None: it has none, or is not known yet."""
-        drafter = self._told.get(sequence_id)
-        return next((domain for domain, one in self._drafters.items() if one is drafter), None)
-
     def _drafter_of(self, state: BatchState) -> Selector:
         votes = Counter(self._told[name] for name in state.sequence_ids if name in self._told)
         return votes.most_common(1)[0][0] if votes else self._strangers

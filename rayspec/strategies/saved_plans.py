@@ -165,11 +165,6 @@ class SavedPlans(_Strict, frozen=True, kw_only=True):
             )
         return plan
 
-    def with_plan(self, plan: SavedPlan) -> SavedPlans:
-        """A copy in which `plan` stands for its domain."""
-        others = [one for one in self.plans if one.domain != plan.domain]
-        return SavedPlans(model=self.model, plans=(*others, plan))
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write JSON, whole or not at all."""
         target = Path(path)

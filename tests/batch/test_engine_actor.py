@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import RayActorError
 
 from rayspec import LLM, SamplingParams, demo
 from rayspec.batch.document_task import DocumentTask
 from rayspec.batch.documents import input_row
-from rayspec.batch.engine_actor import EngineWorker, call, cpus_to_reserve, death_of, start_engine
+from rayspec.batch.engine_actor import EngineWorker, call, cpus_to_reserve, death_of_process, start_engine
 from rayspec.command.settings import make_settings
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.types import CheckpointError
@@ -67,7 +68,7 @@ def test_it_is_where_the_engine_is_in_another_process() -> None:
     worker = start_engine(task(model="no/such-model"))
     with pytest.raises(CheckpointError, match="no/such-model"):
         call(worker.load.remote())
-    assert death_of(worker) is None  # its process is there, and nothing that could have died
+    assert call(worker.death.remote()) is None  # its process is there, and nothing that could have died
     with pytest.raises(EngineDeadError, match="could not be loaded"):
         call(worker.handle.remote(input_row("any", source="s", text="word")))
 
@@ -87,10 +88,12 @@ def test_an_engine_leaves_ray_data_a_cpu() -> None:
 
 
 def test_a_stopped_engine_says_so_and_a_killed_one_too(engine: Any) -> None:
-    assert death_of(engine) is None
+    assert call(engine.death.remote()) is None
     call(engine.stop.remote())
-    assert "it was stopped" in str(death_of(engine))
+    assert "it was stopped" in str(call(engine.death.remote()))
     with pytest.raises(EngineDeadError, match="it was stopped"):
         call(engine.handle.remote(input_row("late", source="late", text="word")))
     os.kill(call(engine.process_id.remote()), signal.SIGKILL)
-    assert "the engine's process has ended" in str(death_of(engine))
+    with pytest.raises(RayActorError) as killed:
+        call(engine.death.remote())
+    assert "the engine's process has ended" in str(death_of_process(killed.value))

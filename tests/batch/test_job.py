@@ -190,6 +190,7 @@ def test_an_engine_that_dies_again_and_again_ends_the_job_which_keeps_its_rows(t
     assert manifest_of(tmp_path / "out")["status"] == "interrupted"
 
 
+@exhaustive
 @on_ray
 def test_a_shard_that_is_killed_is_replaced(tmp_path: Path, undisturbed: dict[str, str]) -> None:
     task = noted(

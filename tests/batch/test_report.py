@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 from pathlib import Path
 from typing import get_args
 
@@ -12,6 +13,7 @@ from rayspec.batch.report import DOCUMENT_HEADINGS, PLOT_NAME, RunReport
 from rayspec.batch.rows import Row
 from rayspec.choices import Choice
 from rayspec.types import EngineStats, Plan, PlanRecord, PromptTooLongError, no_draft
+from tests.exhaustive import few_of
 
 CONFIG = {"model": "demo", "dtype": "float32", "speculation": {"strategy": "knapspec"}}
 
@@ -44,8 +46,10 @@ def rows() -> list[Row]:
     return [good, Row(id="bad|id").failed(PromptTooLongError("too\nlong")), Row(id="other", text="x")]
 
 
-@pytest.mark.parametrize("num_records", [0, 1, 7, 300])
-@pytest.mark.parametrize("drafts", [True, False])
+@pytest.mark.parametrize(
+    ("num_records", "drafts"),
+    few_of(list(product([0, 1, 7, 300], [True, False])), [(0, True), (1, False), (300, True)]),
+)
 def test_the_picture_is_drawn_for_any_number_of_plans(tmp_path: Path, num_records: int, drafts: bool) -> None:
     rng = random.Random(0)
     records = [record(rng, drafts=drafts, num_tokens=rng.choice([0, 200])) for _ in range(num_records)]

@@ -21,6 +21,7 @@ from rayspec.decode import verify
 from rayspec.decode.noise import Stream, gumbel, uniform
 from rayspec.decode.sampling import Rows, TokenSampler, draft_tokens, target_tokens
 from rayspec.decode.verify import RejectionBatch, decide, verify_coupled, verify_rejection
+from tests.exhaustive import few_of
 
 EVERYTHING = SamplingParams(
     temperature=0.9,
@@ -414,6 +415,7 @@ def plant_bonus_with_the_next_draft(patch: pytest.MonkeyPatch) -> None:
     "plant",
     [*ROUND_PLANTS, plant_same_uniform_everywhere, plant_same_noise_everywhere, plant_bonus_with_the_next_draft],
 )
+@pytest.mark.parametrize("toy", few_of(["plain", "everything"], ["everything"]), indirect=True)
 def test_joint_flags_planted_biases(monkeypatch: pytest.MonkeyPatch, toy: Toy, plant: Callable[..., None]) -> None:
     plant(monkeypatch)
     assert joint_excess(toy, generate(toy, 100_000, varied_lengths, rule=reject)) > 1

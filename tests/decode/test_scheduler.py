@@ -118,6 +118,10 @@ class _World:
             self.finished.append(sequence.sequence_id)
 
 
+def has_work(scheduler: Scheduler) -> bool:
+    return bool(scheduler.waiting or scheduler.running)
+
+
 SIZES = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 40)), min_size=1, max_size=12)
 
 
@@ -170,7 +174,7 @@ def test_everyone_finishes_and_nobody_writes_elsewhere(
         assert sum(len(chunk.token_ids) for chunk in step.chunks) <= max_prefill
         if on_grid:
             _check_grid(step, max_prefill)
-        if not arriving and not scheduler.has_work:
+        if not arriving and not has_work(scheduler):
             break
     assert sorted(world.finished, key=int) == [str(index) for index in range(len(sizes))]
     assert scheduler.num_used_slots == 0
@@ -190,7 +194,7 @@ def test_it_does_preempt_and_replays_what_was_generated() -> None:
     world = _World(Scheduler(128, max_num_seqs=3, max_prefill_tokens=16, lookahead=4), 4, 0)
     for index in range(3):
         world.add(_sequence(index, 15, 30))
-    while world.scheduler.has_work:
+    while has_work(world.scheduler):
         world.step()
     assert world.num_preemptions > 0
     assert world.finished[0] == "0", "the oldest is never preempted"
@@ -201,7 +205,7 @@ def test_pages_are_dealt_side_by_side_and_stay_where_they_are() -> None:
     world = _World(scheduler, 8, 0)
     for index in range(4):
         world.add(_sequence(index, 20, 30))
-    while world.scheduler.has_work:
+    while has_work(world.scheduler):
         step = world.step()
         assert not step.preempted
         assert all(len(sequence.table.runs) == 1 for sequence in scheduler.running)
@@ -211,7 +215,7 @@ def test_who_begins_like_another_computes_the_rest_only() -> None:
     world = _World(Scheduler(400, max_num_seqs=8, max_prefill_tokens=32, lookahead=0), 0, 0)
     for index in range(8):
         world.add(_sequence(index, 105, 3, prompt=[7] * 100 + [index] * 5))
-    while world.scheduler.has_work:
+    while has_work(world.scheduler):
         world.step()
     assert world.num_prefilled == 105 + 7 * (105 - 96)
 
@@ -221,10 +225,10 @@ def test_a_preempted_sequence_finds_its_pages_again() -> None:
     world = _World(scheduler, 0, 0)
     world.add(_sequence(0, 30, 40))
     world.add(_sequence(1, 33, 60))
-    while scheduler.has_work and not world.num_preemptions:
+    while has_work(scheduler) and not world.num_preemptions:
         world.step()
     num_prefilled = world.num_prefilled
-    while scheduler.has_work:
+    while has_work(scheduler):
         world.step()
     assert world.num_preemptions == 1
     assert world.num_prefilled - num_prefilled < 33, "its pages are still there"

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.exhaustive import few_of
+
 JOBS = Path(__file__).parent.parent.parent / "jobs"
 
 
@@ -25,7 +27,7 @@ def test_a_job_says_what_it_takes(job: str, option: str, tmp_path: Path) -> None
     assert option in result.stdout
 
 
-@pytest.mark.parametrize("job", ["summarize.py", "generate.py"])
+@pytest.mark.parametrize("job", few_of(["summarize.py", "generate.py"], ["generate.py"]))
 def test_an_input_that_is_not_there_ends_a_job_before_anything_is_started(job: str, tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, str(JOBS / job), "none*.jsonl", "-o", "out", "--model", "demo"],

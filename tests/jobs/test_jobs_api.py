@@ -39,7 +39,7 @@ BROKEN = {
 BROKEN_FILES = {"empty_file": b"", "unreadable_file": b"no parquet"}
 NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('there is no system role') }}{% endif %}"
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.exhaustive]
 
 
 @pytest.fixture

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import logging
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
@@ -253,26 +256,22 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
     build("llama", attention_bias=True, mlp_bias=True).save_pretrained(folder / BIASED)
     paths = {name: str(folder / name) if (folder / name).exists() else checkpoint(name) for name in NAMES}
     (folder / "checkpoints.json").write_text(json.dumps(paths), encoding="utf-8")
-    command = [sys.executable, __file__, str(folder), free_address(), free_address()]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank)],
-            env=environment,
-            cwd=ROOT,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(SIZE)
-    ]
+    ranks = subprocess.Popen(
+        [sys.executable, __file__, str(folder), free_address(), free_address()],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
     try:
-        outputs = [process.communicate(timeout=120)[0] for process in ranks]
+        output = ranks.communicate(timeout=120)[0]
     finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in ranks] == [0] * SIZE, "\n".join(outputs)
+        with suppress(ProcessLookupError):
+            os.killpg(ranks.pid, signal.SIGKILL)
+        ranks.wait()
+    assert ranks.returncode == 0, output
     return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(SIZE)]
 
 
@@ -425,4 +424,12 @@ def test_a_rank_that_is_alone_gives_up_in_time() -> None:
 
 
 if __name__ == "__main__":
-    worker(int(sys.argv[4]), Path(sys.argv[1]), sys.argv[2], sys.argv[3])
+    if HAS_DEEPSPEED:
+        importlib.import_module("deepspeed")
+    processes = multiprocessing.get_context("fork")  # what was imported, which takes seconds, is imported once
+    started = [processes.Process(target=worker, args=(rank, Path(sys.argv[1]), *sys.argv[2:4])) for rank in range(SIZE)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join()
+    sys.exit(any(process.exitcode for process in started))

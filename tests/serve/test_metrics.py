@@ -107,9 +107,15 @@ def record_of(choices: Choices, *, num_tokens: int, sequence_s: float) -> PlanRe
 # --- requests ---
 
 
+def observe(metrics: EngineMetrics, whole: RequestOutput) -> None:
+    """A request that is not streamed."""
+    with metrics.request() as request:
+        request.observe(whole)
+
+
 def test_a_whole_output_gives_its_latencies_and_lengths() -> None:
     recording = Recording()
-    EngineMetrics(recording).observe(output(completion(5, "length"), first_token_s=10.5, finished_s=12.5))
+    observe(EngineMetrics(recording), output(completion(5, "length"), first_token_s=10.5, finished_s=12.5))
     assert recording.counters == {("request_success", "length"): 1}
     assert recording.histograms == {
         "time_to_first_token_seconds": [0.5],
@@ -160,7 +166,7 @@ def test_several_texts_of_a_request_are_one_request() -> None:
 
 def test_a_text_of_one_token_has_no_time_per_token() -> None:
     recording = Recording()
-    EngineMetrics(recording).observe(output(completion(1, "stop"), first_token_s=11.0, finished_s=11.0))
+    observe(EngineMetrics(recording), output(completion(1, "stop"), first_token_s=11.0, finished_s=11.0))
     assert "request_time_per_output_token_seconds" not in recording.histograms
     assert recording.histograms["e2e_request_latency_seconds"] == [1.0]
 
@@ -168,8 +174,8 @@ def test_a_text_of_one_token_has_no_time_per_token() -> None:
 def test_errors_are_counted_by_kind_and_have_no_latency() -> None:
     recording = Recording()
     metrics = EngineMetrics(recording)
-    metrics.observe(output(error=PromptTooLongError("too long")))
-    metrics.observe(output(completion(2, "error"), error=RayspecError("broken"), first_token_s=11.0, finished_s=12.0))
+    observe(metrics, output(error=PromptTooLongError("too long")))
+    observe(metrics, output(completion(2, "error"), error=RayspecError("broken"), first_token_s=11.0, finished_s=12.0))
     assert recording.counters == {("request_errors", "prompt_too_long"): 1, ("request_errors", "internal"): 1}
     assert recording.histograms == {"time_to_first_token_seconds": [1.0]}
 
@@ -201,7 +207,7 @@ def test_what_happens_after_the_end_is_not_counted() -> None:
 
 def test_an_output_that_the_engine_aborted_has_no_latency() -> None:
     recording = Recording()
-    EngineMetrics(recording).observe(output(completion(2, "abort"), first_token_s=11.0, finished_s=12.0))
+    observe(EngineMetrics(recording), output(completion(2, "abort"), first_token_s=11.0, finished_s=12.0))
     assert recording.counters == {("request_success", "abort"): 1}
     assert recording.histograms == {"time_to_first_token_seconds": [1.0]}
 

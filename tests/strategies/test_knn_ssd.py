@@ -76,7 +76,16 @@ def _round(
     drafts = result([length] * len(names), [length] * len(names))
     knn.observe(here, plan, drafts, (1 + length) * len(names), seconds(plan))
     record = knn.improve(here, texts)
-    return [index for index, choice in enumerate(plan.choices) if choice == SKIP], tapped, record
+    return _skipped(plan), tapped, record
+
+
+def _skipped(plan: Plan) -> list[int]:
+    return [index for index, choice in enumerate(plan.choices) if choice == SKIP]
+
+
+def _skipped_for(knn: KnnSSD, name: str) -> list[int]:
+    """Sublayers that a draft of this sequence alone skips; none before its domain is known, and without a domain."""
+    return _skipped(knn.plan(state(sequence_ids=(name,))))
 
 
 @pytest.mark.parametrize(
@@ -104,7 +113,6 @@ def test_a_texts_first_round_is_looked_at_and_its_second_drafts_by_the_plan_of_i
     assert _round(knn, texts, "a") == ([], True, None)
     skipped, tapped, record = _round(knn, texts, "a")
     assert (skipped, tapped) == ([2, 3, 4, 5], False)
-    assert knn.domain_of("a") == "law"
     here = state(sequence_ids=("a",))
     assert knn.plan(here).num_draft_tokens == 5
     assert knn.keep_drafting(here) == DraftWhileSure(threshold=0.8)
@@ -147,7 +155,7 @@ def test_far_text_gets_the_plan_for_any() -> None:
     assert skipped == [7]
     assert record is not None
     assert record.reason == "the plan for any text"
-    assert knn.domain_of("a") == ""
+    assert _skipped_for(knn, "a") == [7]
 
 
 def test_a_batch_has_the_plan_of_most_of_it_and_what_is_new_has_no_say() -> None:
@@ -170,7 +178,7 @@ def test_while_the_answer_is_on_its_way_nothing_is_asked_again() -> None:
     texts.answer("a")
     texts.answer("b")
     _round(knn, texts, "b")
-    assert (knn.domain_of("a"), knn.domain_of("b")) == (None, "code"), "a's batch hears of it when it is at rest"
+    assert (_skipped_for(knn, "a"), _skipped_for(knn, "b")) == ([], [5]), "a's batch hears of it when it is at rest"
     assert _round(knn, texts, "a")[0] == []
     assert _round(knn, texts, "a")[0] == [2, 3, 4, 5]
     assert texts.asked == ["a", "b"]
@@ -184,14 +192,14 @@ def test_a_text_that_moved_is_looked_at_again_and_one_that_cannot_be_asked_is_of
     assert _round(knn, texts, "a")[1], "it is tapped again"
     texts.answer("a")
     _round(knn, texts, "a")
-    assert knn.domain_of("a") == "law"
+    assert _skipped_for(knn, "a") == [2, 3, 4, 5]
     _round(knn, texts, "b")
     texts.futures["b"].set_exception(RayspecError("gone"))
     _round(knn, texts, "b")
     _round(knn, texts, "unknown")
     for name in ("b", "unknown"):
         assert _round(knn, texts, name)[:2] == ([], False)
-        assert knn.domain_of(name) is None
+        assert _skipped_for(knn, name) == []
     assert texts.asked.count("b") == texts.asked.count("unknown") == 1
 
 
@@ -218,7 +226,7 @@ def test_old_texts_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> 
     knn, texts = _knn(LAW), _Texts(dict.fromkeys(names, NEAR_LAW))
     for name in names:
         _round(knn, texts, name)
-    assert [name for name in names if knn.domain_of(name)] == names[-3:]
+    assert [name for name in names if _skipped_for(knn, name)] == names[-3:]
     assert not knn._looks
 
 
@@ -228,7 +236,6 @@ def test_real_texts_are_told_apart_and_their_tokens_stay_the_same(num_stages: in
     path = checkpoint("llama")
     known = cases(path, LENGTHS, 24)
     directions = unit_rows(features_of(engine_with(parts_of(path)), known.prompts)).tolist()
-    domains = ["law", "code", "law", "code"]
     saved = _saved(
         *(
             saved_plan(domain, [skip], radius=1e-4, anchors=tuple(map(tuple, directions[at:4:2])))
@@ -247,7 +254,7 @@ def test_real_texts_are_told_apart_and_their_tokens_stay_the_same(num_stages: in
             run.require_clean()
         engine = run.engine
     names = [f"{number}/{request.request_id}/0" for number, request in enumerate(requests_for(known.prompts), 1)]
-    assert [knn.domain_of(name) for name in names] == [*domains, None]
+    assert [_skipped_for(knn, name) for name in names] == [[3], [4], [3], [4], []]
     assert engine.stats.num_accepted_tokens > 0
 
 

@@ -66,7 +66,7 @@ def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
     path = tmp_path / "new" / "plans.json"
     plans.save(path)
     assert SavedPlans.load(path, MODEL) == plans
-    plans.with_plan(saved_plan("law", [1])).save(path)
+    _plans(saved_plan("law", [1]), *plans.plans[1:]).save(path)
     again = SavedPlans.load(path, MODEL)
     assert again.of_domain("law") == saved_plan("law", [1])
     assert again.of_domain("") == plans.of_domain("")

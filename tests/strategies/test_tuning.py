@@ -211,7 +211,7 @@ def test_what_was_tuned_is_what_self_sd_and_knn_ssd_draft_by(tmp_path: Path) -> 
         TuningOptions(num_tries=6, max_tokens=24, threshold=0.05),
         model=ModelIdentity.of(config(), 8),
     )
-    tuned.with_plan(saved_plan("", [1])).save(file)
+    SavedPlans(model=tuned.model, plans=(*tuned.plans, saved_plan("", [1]))).save(file)
     for strategy, group in (("self-sd", "self_sd"), ("knn-ssd", "knn_ssd")):
         options: dict[str, Any] = {"strategy": strategy, "warm_start": str(file), "gate": False}
         options[group] = {"threshold": 0.05} | ({"reject_distance": 2.0} if strategy == "knn-ssd" else {})
