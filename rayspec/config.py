@@ -266,14 +266,14 @@ class SpeculationOptions(Options):
     """How, and whether, drafts are made.
 
     strategy: "knapspec" (plans chosen while running), "lookup" (drafts found in the sequence's own text), "auto" (of
-    these two, what promises more in each round), "lookahead" (n-grams made by Jacobi iteration), "static" (the
-    sublayers in `skip`, always), "ar" (none).
+    these two, what promises more in each round), "lookahead" (n-grams made by Jacobi iteration), "static" (without the
+    sublayers in `skip`, and the others by `static_choice`, always), "ar" (none).
     As others have published them, each with its group of options: "clasp", "del" (`dynamic_exit`), "asd", "swift",
     "self-sd", "knn-ssd", "layerskip"; self-sd and knn-ssd go by saved plans, `warm_start`.
     verification: "coupled" (text depends on the seed only) or "rejection" (higher acceptance when sampling).
     """
 
-    strategy: Strategy = "knapspec"
+    strategy: Strategy = "auto"
     verification: Verification = "coupled"
     max_draft_tokens: int = Field(16, ge=1, le=127)
     max_tree_tokens: int = Field(64, ge=1, le=512, description="tokens of a draft that has branches, over all of them")

@@ -36,8 +36,9 @@ Message = Mapping[str, Any]
 class LLM:
     """A model and the engine that runs it: in this process, or with `parallel` in shards that are Ray actors.
 
-    model: local folder, hub id, or "demo" for the bundled model. Other options are those of `EngineConfig`. With
-    `parallel`, Ray is used as it is running or as RAY_ADDRESS says, and started on this machine otherwise.
+    model: local folder, hub id, or "demo" or "demo-plain" for a bundled model. Other options are those of
+    `EngineConfig`. With `parallel`, Ray is used as it is running or as RAY_ADDRESS says, and started on this machine
+    otherwise.
     Raises ConfigError and CheckpointError; with `parallel` also PlacementError and UnsupportedModelError.
 
     `generate`, `chat` and `stream` may be called from any thread; requests of all calls run together. An exception in a
@@ -45,7 +46,7 @@ class LLM:
     """
 
     def __init__(self, model: str, **options: Any) -> None:
-        path = demo.model_path() if model == "demo" else model
+        path = demo.local_path(model)
         config = EngineConfig(model=path, **options)
         self._resources = ExitStack()
         self.engine: Engine | Replicas = load_engine(config) if config.parallel is None else self._pipeline(config)

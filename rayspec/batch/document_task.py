@@ -14,6 +14,7 @@ from rayspec.batch.rows import Row
 from rayspec.command.settings import Settings
 from rayspec.config import SamplingParams
 from rayspec.decode.engine_loop import EngineDeadError
+from rayspec.demo import BUNDLED
 from rayspec.types import ConfigError, InvalidMessagesError, Request, RequestError
 
 if TYPE_CHECKING:  # torch, transformers and ray, which others do not need
@@ -23,12 +24,11 @@ if TYPE_CHECKING:  # torch, transformers and ray, which others do not need
 SUMMARY_SAMPLING = SamplingParams(temperature=0.0, max_tokens=256)
 _PLACE = "{text}"
 _SUMMARY_PROMPT = f"Summarize the following document.\n\n{_PLACE}"
-DEMO = "demo"
 
 
 def summary_prompt(model: str) -> str:
-    """What a document is wrapped in when nothing else is asked for. The bundled model needs no instruction."""
-    return _PLACE if model == DEMO else _SUMMARY_PROMPT
+    """What a document is wrapped in when nothing else is asked for. The bundled models need no instruction."""
+    return _PLACE if model in BUNDLED else _SUMMARY_PROMPT
 
 
 def fitting_prompt_tokens(max_model_len: int, params: SamplingParams) -> int:

@@ -200,7 +200,7 @@ def _side_by_side(
 def model_folder(config: EngineConfig, factor: int) -> Iterator[str]:
     """The model's own place, or a temporary folder with the widened model, whose files are the same every time: saved
     plans fit it again, and saved latency profiles too."""
-    place = demo.model_path() if config.model == "demo" else config.model
+    place = demo.local_path(config.model)
     if factor == 1:
         yield place
         return

@@ -1,7 +1,8 @@
-"""The bundled model, and documents to try it on. Importing this needs neither torch nor transformers."""
+"""The bundled models, and documents to try them on. Importing this needs neither torch nor transformers."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -10,10 +11,12 @@ from rayspec.demo.corpus import generate_report
 from rayspec.demo.tasks import DOMAINS, Task, generate_task
 
 __all__ = [
+    "BUNDLED",
     "DOMAINS",
     "SampleDocument",
     "Task",
     "exact_lines",
+    "local_path",
     "model_path",
     "python_documents",
     "sample_documents",
@@ -22,6 +25,9 @@ __all__ = [
 ]
 
 
+# By name: the folder here. "demo" was trained with stochastic depth, which makes it tolerant of skipped sublayers;
+# "demo-plain" without.
+BUNDLED: Mapping[str, str] = {"demo": "model", "demo-plain": "model_plain"}
 _MAX_DOCUMENTS = 100_000  # with one seed
 
 
@@ -34,9 +40,14 @@ class SampleDocument:
     summary: str | None
 
 
-def model_path() -> str:
-    """Directory of the bundled model: a `transformers` checkpoint with its tokenizer."""
-    return str(Path(__file__).parent / "model")
+def model_path(name: str = "demo") -> str:
+    """Directory of a bundled model: a `transformers` checkpoint with its tokenizer. Raises KeyError for other names."""
+    return str(Path(__file__).parent / BUNDLED[name])
+
+
+def local_path(model: str) -> str:
+    """The directory of a bundled model for its name; any other name or path as it is."""
+    return model_path(model) if model in BUNDLED else model
 
 
 def tokenizer_path() -> str:

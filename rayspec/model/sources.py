@@ -20,7 +20,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from rayspec.types import CheckpointError, ConfigError
 
-_BUNDLED = "demo"
+_BUNDLED = ("demo", "demo-plain")
 _SIMILAR = 0.75  # difflib's ratio: one letter more, less or different in "demo"
 _CONFIGS = ("config.json", "adapter_config.json")
 _CACHED_FILES = ("config.json", "tokenizer_config.json")
@@ -38,12 +38,13 @@ def check_name(name: str, *, option: str = "model", is_elsewhere: bool = False) 
     asked = f"option {option!r} is {name!r}"
     if path.is_file():
         raise ConfigError(f"{asked}, which is a file: name the folder of a whole checkpoint")
-    if difflib.SequenceMatcher(None, name.lower(), _BUNDLED).ratio() >= _SIMILAR and name != _BUNDLED:
-        raise ConfigError(f"{asked}, and there is no such folder; did you mean {_BUNDLED!r}?")
+    meant = difflib.get_close_matches(name.lower(), _BUNDLED, n=1, cutoff=_SIMILAR)
+    if meant and name not in _BUNDLED:
+        raise ConfigError(f"{asked}, and there is no such folder; did you mean {meant[0]!r}?")
     if _is_path(name):
         if not is_elsewhere:
             raise ConfigError(f"{asked}, and there is no such folder: {_REMEDY}")
-    elif name != _BUNDLED:
+    elif name not in _BUNDLED:
         _check_hub_id(name, asked)
 
 

@@ -17,6 +17,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from rayspec.command.terminal import exit_on_sigterm
+from rayspec.demo import BUNDLED
 from rayspec.model.weights import load_config
 from rayspec.pipeline.session import ray_session
 from rayspec.serve.access import ANY, is_loopback
@@ -131,7 +132,7 @@ def _check_models(options: ServeOptions) -> None:
     """Before anything is started; a cluster's nodes may have other files than this one. Raises CheckpointError."""
     for config in options.llm_configs:
         engine = config.engine
-        if engine.model != "demo":
+        if engine.model not in BUNDLED:
             load_config(engine)
 
 

@@ -37,7 +37,7 @@ class ModelFiles:
 
 def look_at_model(model: str) -> ModelFiles:
     """model: a folder, a hub id, or "demo"."""
-    place = Path(demo.model_path() if model == "demo" else model)
+    place = Path(demo.local_path(model))
     if not place.is_dir():
         cached = _cached(model)
         if isinstance(cached, str):

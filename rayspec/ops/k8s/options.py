@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
 
 from rayspec.config import DType, Options
+from rayspec.demo import BUNDLED
 from rayspec.ops.gpus import gpus_of_a_node
 from rayspec.ops.plan.options import Quantization
 from rayspec.serve.options import read_options_file
@@ -133,7 +134,7 @@ class RenderOptions(Options):
                 raise ValueError(f"option {name!r} is of a {' or a '.join(kinds)}, not of a {self.kind}: remove it")
         if self.kind == "job" and self.output is None:
             raise ValueError("option 'output' is missing: name a folder that outlives the job, as s3://BUCKET/FOLDER")
-        if self.kind == "job" and not self.inputs and self.model != "demo":
+        if self.kind == "job" and not self.inputs and self.model not in BUNDLED:
             raise ValueError("option 'inputs' is missing: name documents, as s3://BUCKET/FOLDER")
         return self
 
@@ -174,7 +175,7 @@ class RenderOptions(Options):
     @property
     def uses_hub(self) -> bool:
         """Whether the model is kept on the volume for models."""
-        return self.model != "demo"
+        return self.model not in BUNDLED
 
 
 def read_render_options(file: Path | None, asked: Mapping[str, Any]) -> RenderOptions:

@@ -96,7 +96,9 @@ class ClusterPlan:
 
 def plan_cluster(options: RenderOptions) -> ClusterPlan:
     """Raises ConfigError for what does not fit, CheckpointError for a model whose config cannot be read."""
-    config = load_config(str(demo.model_path()) if options.model == "demo" else options.sizes_from or options.model)
+    config = load_config(
+        demo.model_path(options.model) if options.model in demo.BUNDLED else options.sizes_from or options.model
+    )
     limit = max_positions(config)
     if limit is not None and options.context > limit:
         raise ConfigError(f"option 'context' is {options.context}, the model ends at {limit}: lower it")

@@ -63,7 +63,7 @@ def plan(*, model: Model, asked: GivenFlags, json: Json = None) -> None:
 
 
 def _place(model: str) -> str:
-    return str(demo.model_path()) if model == "demo" else model
+    return demo.local_path(model)
 
 
 @app.command()

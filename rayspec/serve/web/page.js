@@ -4,7 +4,7 @@ import { Endpoint, EndpointError } from "./endpoint.js";
 import { LivePanel } from "./live.js";
 
 const INSTRUCTION = "Summarize the following document.";
-const TRAINED_TO_SUMMARIZE = "demo"; // the bundled model takes the document alone
+const TRAINED_TO_SUMMARIZE = ["demo", "demo-plain"]; // the bundled models take the document alone
 const MAX_RETRIES = 5;
 
 const form = byId("form");
@@ -137,7 +137,7 @@ async function fillInSample() {
 
 function suggestInstruction() {
   const field = byId("instruction");
-  if (field.dataset.own !== "true") field.value = model.value === TRAINED_TO_SUMMARIZE ? "" : INSTRUCTION;
+  if (field.dataset.own !== "true") field.value = TRAINED_TO_SUMMARIZE.includes(model.value) ? "" : INSTRUCTION;
 }
 
 function showSize() {
