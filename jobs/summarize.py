@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from rayspec.batch.document_task import DEMO, SUMMARY_SAMPLING, DocumentTask, summary_prompt
+from rayspec.batch.document_task import SUMMARY_SAMPLING, DocumentTask, summary_prompt
 from rayspec.batch.documents import Columns
 from rayspec.batch.input_files import found_inputs
 from rayspec.batch.job import Job, Source
@@ -41,6 +41,7 @@ from rayspec.batch.samples import as_rows, bundled_documents, references
 from rayspec.batch.survey import check_changed
 from rayspec.command.options import Asked, with_settings
 from rayspec.command.terminal import clean_exit
+from rayspec.demo import BUNDLED
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -74,7 +75,7 @@ def summarize(
             settings=settings,
             template=prompt or summary_prompt(settings.engine.model),
             long=long_options(long, chunk_tokens, overlap_tokens, level_tokens),
-            instruct=settings.engine.model != DEMO,
+            instruct=settings.engine.model not in BUNDLED,
         )
         job = Job(
             task=task,
