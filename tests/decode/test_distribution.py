@@ -183,7 +183,7 @@ ROUND_PLANTS = [
 ]
 
 
-@pytest.mark.parametrize("plant", [plant_nothing, *ROUND_PLANTS])
+@pytest.mark.parametrize("plant", few_of([plant_nothing, *ROUND_PLANTS], [plant_nothing, plant_recovered_from_target]))
 def test_narrow_flags_planted_biases(monkeypatch: pytest.MonkeyPatch, plant: Callable[..., None]) -> None:
     """Of the two drafts at least one must show the bias: each is blind to some (vLLM's wide test was)."""
     plant(monkeypatch)
@@ -208,8 +208,10 @@ def draft_with_recover_noise(scores: Tensor, seeds: Tensor, position: int) -> Te
     [
         (draw_draft, lambda tokens: tokens * 0 + 1, True),
         (draft_with_accept_noise, lambda tokens: tokens * 0 + 1, False),
-        (draft_with_recover_noise, lambda tokens: tokens * 0 + 1, False),
-        (certain_draft, lambda tokens: tokens * 0 + 1, False),  # says it was sampled
+        pytest.param(draft_with_recover_noise, lambda tokens: tokens * 0 + 1, False, marks=pytest.mark.exhaustive),
+        pytest.param(  # says it was sampled
+            certain_draft, lambda tokens: tokens * 0 + 1, False, marks=pytest.mark.exhaustive
+        ),
         (draw_draft, lambda tokens: tokens % 2, False),  # drops a draft by which token it is
     ],
     ids=["honest", "accept_noise", "recover_noise", "not_sampled", "dropped_by_token"],
@@ -413,7 +415,10 @@ def plant_bonus_with_the_next_draft(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "plant",
-    [*ROUND_PLANTS, plant_same_uniform_everywhere, plant_same_noise_everywhere, plant_bonus_with_the_next_draft],
+    few_of(
+        [*ROUND_PLANTS, plant_same_uniform_everywhere, plant_same_noise_everywhere, plant_bonus_with_the_next_draft],
+        [plant_recovered_from_target, plant_same_uniform_everywhere, plant_bonus_with_the_next_draft],
+    ),
 )
 @pytest.mark.parametrize("toy", few_of(["plain", "everything"], ["everything"]), indirect=True)
 def test_joint_flags_planted_biases(monkeypatch: pytest.MonkeyPatch, toy: Toy, plant: Callable[..., None]) -> None:

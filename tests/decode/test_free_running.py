@@ -122,7 +122,7 @@ def plant_coin(patch: pytest.MonkeyPatch) -> None:
     ("name", "verification", "plant"),
     [
         ("tree", "coupled", plant_siblings_that_stand),
-        ("tree", "rejection", plant_coin),
+        pytest.param("tree", "rejection", plant_coin, marks=pytest.mark.exhaustive),
         ("lookup", "rejection", plant_recovered_from_target),
         pytest.param("lookahead", "coupled", plant_siblings_that_stand, marks=pytest.mark.exhaustive),
         pytest.param("lookahead", "rejection", plant_siblings_that_stand, marks=pytest.mark.exhaustive),

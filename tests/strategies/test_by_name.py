@@ -94,7 +94,7 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("strategy", OPTIONS)
+@pytest.mark.parametrize("strategy", few_of(OPTIONS, ["asd"]))
 def test_a_loaded_engine_measures_asks_and_drafts(strategy: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     config = EngineConfig(
         model=demo.model_path(),
