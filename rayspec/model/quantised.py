@@ -68,7 +68,7 @@ class Int8Matrix(_QuantisedMatrix):
         self._has_int8_rows = has_int8_products(weight.device)
         if self._has_int8_rows:
             self._weight = torch.ops.onednn.qlinear_prepack(quantised, None)
-            self._scales = scales / _LARGEST_INPUT
+            self._scales = scales
         else:
             self._weight, self._scales = quantised, scales.to(weight.dtype)
 
@@ -77,8 +77,8 @@ class Int8Matrix(_QuantisedMatrix):
             return torch._weight_int8pack_mm(rows, self._weight, self._scales)
         # float16 cannot hold the product before it is scaled.
         numbers = rows.float() if rows.dtype == torch.float16 else rows
-        row_scales = torch.linalg.vector_norm(numbers, torch.inf, -1, keepdim=True).clamp_(min=_SMALLEST_SCALE)
-        quantised = (numbers * (_LARGEST_INPUT / row_scales)).round_().to(torch.int8)
+        row_scales = (numbers.abs().amax(-1, keepdim=True) / _LARGEST_INPUT).clamp_(min=_SMALLEST_SCALE)
+        quantised = (numbers / row_scales).round_().to(torch.int8)
         product = torch.ops.onednn.qlinear_pointwise(
             quantised, 1.0, 0, self._weight, self._scales, None, None, 1.0, 0, numbers.dtype, "none", [], ""
         )
@@ -160,7 +160,7 @@ def _int4(weight: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
     (level - 8) * scale + zero is near the weight.
     """
     numbers = weight.float().view(len(weight), -1, size)
-    low, high = numbers.aminmax(dim=-1, keepdim=True)
+    low, high = numbers.amin(-1, keepdim=True), numbers.amax(-1, keepdim=True)  # `aminmax` is six times as slow.
     scale = ((high - low) * (_SPANS[size] / 15)).to(weight.dtype)
     zero = ((low + high + scale) / 2).to(weight.dtype)  # The middle lies between levels 7 and 8.
     scale = torch.where(scale > 0, scale, 1)
