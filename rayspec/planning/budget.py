@@ -5,6 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from rayspec.planning.discounted import Discounted
+
+_HALF_LIFE_TOKENS = 128.0  # of the acceptance that is held against the expected one
+
 
 class Budget:
     """Plan search may take `share` of all time. Spending is bounded in advance, by predicted cost."""
@@ -57,7 +61,6 @@ class Trigger:
         max_ratio: float = 1.5,
         max_drift: float = 0.05,
         num_errors: float = 3.0,
-        half_life_tokens: float = 128.0,
         cooldown_tokens: int = 64,
         patience_tokens: int = 512,
         max_patience_tokens: int = 16384,
@@ -67,29 +70,28 @@ class Trigger:
         self._max_ratio = max_ratio
         self._max_drift = max_drift
         self._num_errors = num_errors
-        self._half_life_tokens = half_life_tokens
         self._cooldown_tokens = cooldown_tokens
         self._patience_tokens = patience_tokens
         self._max_patience_tokens = max_patience_tokens
         self._made: _Made | None = None
         self._num_unchanged = 0
-        self._num_tokens, self._num_tested, self._num_accepted = 0.0, 0.0, 0.0
+        self._num_tokens = 0.0
+        self._acceptance = Discounted(_HALF_LIFE_TOKENS)
 
     def observe(self, *, num_tokens: float, num_accepted: int = 0, num_tested: int = 0) -> None:
         """A round: tokens committed per sequence; over the batch, draft tokens tested (up to and with the first
         rejected one of each draft) and accepted."""
         if not 0 <= num_accepted <= num_tested:
             raise ValueError(f"{num_accepted} of {num_tested} tokens accepted cannot be")
-        fade = 0.5 ** (num_tested / self._half_life_tokens)
-        self._num_tested = self._num_tested * fade + num_tested
-        self._num_accepted = self._num_accepted * fade + num_accepted
+        self._acceptance.observe(num_accepted, num_tested)
         self._num_tokens += num_tokens
 
     def planned(self, *, changed: bool, context: float, batch: float, expected_acceptance: float | None = None) -> None:
         """A search has ended. changed: with another decision than before; expected_acceptance: None for no draft."""
         self._made = _Made(context=context, batch=batch, expected_acceptance=expected_acceptance)
         self._num_unchanged = 0 if changed else self._num_unchanged + 1
-        self._num_tokens, self._num_tested, self._num_accepted = 0.0, 0.0, 0.0
+        self._num_tokens = 0.0
+        self._acceptance = Discounted(_HALF_LIFE_TOKENS)
 
     def reason(self, *, context: float, batch: float) -> str | None:
         """Why a search is wanted now; None if it is not."""
@@ -101,19 +103,17 @@ class Trigger:
             if max(now, 1.0) > self._max_ratio * max(then, 1.0) or max(then, 1.0) > self._max_ratio * max(now, 1.0):
                 return f"{name} has gone from {then:g} to {now:g}"
         if self._drifted(self._made.expected_acceptance):
-            observed = self._num_accepted / self._num_tested
-            return f"acceptance is {observed:.2f}, not {self._made.expected_acceptance:.2f} as expected"
+            return f"acceptance is {self._acceptance.value:.2f}, not {self._made.expected_acceptance:.2f} as expected"
         if self._num_tokens >= self._backed_off(self._patience_tokens):
             return f"{self._num_tokens:.0f} tokens since the last search"
         return None
 
     def _drifted(self, expected: float | None) -> bool:
-        if expected is None or self._num_tested == 0:
+        if expected is None or not self._acceptance.is_known:
             return False
-        observed = self._num_accepted / self._num_tested
-        inside = (self._num_accepted + 1) / (self._num_tested + 2)
-        error = math.sqrt(inside * (1 - inside) / self._num_tested)
-        return abs(observed - expected) > max(self._max_drift, self._num_errors * error)
+        inside = self._acceptance.with_prior(0.5, 2.0)
+        error = math.sqrt(inside * (1 - inside) / self._acceptance.weight)
+        return abs(self._acceptance.value - expected) > max(self._max_drift, self._num_errors * error)
 
     def _backed_off(self, num_tokens: int) -> float:
         return min(num_tokens * 2.0 ** min(self._num_unchanged, 30), self._max_patience_tokens)

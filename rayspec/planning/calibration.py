@@ -7,8 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from rayspec.planning.discounted import Discounted
+
 Floats = NDArray[np.float64]
 
+_HALF_LIFE_TOKENS, _PRIOR_TOKENS = 512.0, 32.0
+_NUM_BINS, _BIN_HALF_LIFE_TOKENS, _BIN_PRIOR_TOKENS = 16, 1024.0, 16.0
 EXTREME = 1e-6  # probabilities are kept this far from 0 and 1 where logits are taken
 
 
@@ -16,35 +20,28 @@ class Correction:
     """One offset, in logits, between estimated and observed acceptance; applied to every candidate's estimate.
 
     Of the tokens drafted, only those up to the first rejected one were tested; what follows it says nothing. Old tokens
-    fade with a half-life; `strength` tokens of faith keep the offset near `prior_offset` at first.
+    fade; some tokens of faith keep the offset near `prior_offset` at first.
     """
 
-    def __init__(self, *, half_life_tokens: float = 512.0, strength: float = 32.0, prior_offset: float = 0.0) -> None:
-        if half_life_tokens <= 0 or strength <= 0:
-            raise ValueError(f"half_life_tokens ({half_life_tokens}) and strength ({strength}) must be above 0")
-        self._half_life_tokens = half_life_tokens
-        self._strength = strength
+    def __init__(self, *, prior_offset: float = 0.0) -> None:
         self._prior_offset = prior_offset
-        self._num_tested = 0.0
-        self._num_accepted = 0.0
-        self._num_expected = 0.0
+        self._accepted = Discounted(_HALF_LIFE_TOKENS)
+        self._expected = Discounted(_HALF_LIFE_TOKENS)
 
     def observe(self, estimated: float, *, num_accepted: int, num_tested: int) -> None:
         """Some rounds of a plan whose acceptance was estimated, before correction, as `estimated`."""
         _check_counts(num_accepted, num_tested)
-        fade = 0.5 ** (num_tested / self._half_life_tokens)
-        self._num_tested = self._num_tested * fade + num_tested
-        self._num_accepted = self._num_accepted * fade + num_accepted
-        self._num_expected = self._num_expected * fade + num_tested * estimated
+        self._accepted.observe(num_accepted, num_tested)
+        self._expected.observe(num_tested * estimated, num_tested)
 
     @property
     def offset(self) -> float:
         """Logits to add. `prior_offset` until something was observed."""
-        if self._num_tested == 0:
+        if not self._expected.is_known:
             return self._prior_offset
-        expected = self._num_expected / self._num_tested
+        expected = self._expected.value
         believed = 1 / (1 + np.exp(-_logit(expected) - self._prior_offset))
-        observed = (self._num_accepted + self._strength * believed) / (self._num_tested + self._strength)
+        observed = self._accepted.with_prior(believed, _PRIOR_TOKENS)
         return float(_logit(observed) - _logit(expected))
 
     def apply(self, acceptance: ArrayLike) -> Floats:
@@ -71,31 +68,22 @@ class Calibration:
     """Acceptance of a draft token, given its confidence (the draft's top-1 probability).
 
     The confidence itself, plus what bins of it were observed to be off by, interpolated between bins. Bins are narrow
-    near 1, where most tokens are. `strength` tokens a bin of faith in the confidence; old tokens fade.
+    near 1, where most tokens are. Some tokens a bin of faith in the confidence; old tokens fade.
     """
 
-    def __init__(self, *, num_bins: int = 16, half_life_tokens: float = 1024.0, strength: float = 16.0) -> None:
-        if num_bins < 2 or half_life_tokens <= 0 or strength <= 0:
-            raise ValueError("num_bins must be 2 or more, half_life_tokens and strength above 0")
-        self._edges = 1.0 - np.linspace(1.0, 0.0, num_bins + 1) ** 2
-        self._half_life_tokens = half_life_tokens
-        self._strength = strength
-        self._num_tested = np.zeros(num_bins)
-        self._num_accepted = np.zeros(num_bins)
-        self._sum_confidence = np.zeros(num_bins)
+    def __init__(self) -> None:
+        self._edges = 1.0 - np.linspace(1.0, 0.0, _NUM_BINS + 1) ** 2
+        self._excess = [Discounted(_BIN_HALF_LIFE_TOKENS, strength=_BIN_PRIOR_TOKENS) for _ in range(_NUM_BINS)]
 
     def observe(self, confidence: ArrayLike, accepted: ArrayLike) -> None:
         """[num_tested] each: tokens that were tested, that is, up to and with the first rejected one of a draft."""
         values, hits = np.atleast_1d(np.asarray(confidence, float)), np.atleast_1d(np.asarray(accepted, bool))
         if values.shape != hits.shape or not ((values >= 0) & (values <= 1)).all():
             raise ValueError("need as many confidences, between 0 and 1, as outcomes")
-        num_bins = len(self._num_tested)
         bins = np.searchsorted(self._edges[1:-1], values, side="right")
-        counts = np.bincount(bins, minlength=num_bins)
-        fade = 0.5 ** (counts / self._half_life_tokens)
-        self._num_tested = self._num_tested * fade + counts
-        self._num_accepted = self._num_accepted * fade + np.bincount(bins, hits, num_bins)
-        self._sum_confidence = self._sum_confidence * fade + np.bincount(bins, values, num_bins)
+        counts, sums = np.bincount(bins, minlength=_NUM_BINS), np.bincount(bins, hits - values, _NUM_BINS)
+        for excess, total, count in zip(self._excess, sums.tolist(), counts.tolist(), strict=True):
+            excess.observe(total, count)
 
     def acceptance(self, confidence: ArrayLike) -> Floats:
         """Same shape, between 0 and 1. Before any observation: the confidence itself."""
@@ -104,9 +92,8 @@ class Calibration:
     @property
     def curve(self) -> CalibrationCurve:
         """What has been learned so far."""
-        excess = (self._num_accepted - self._sum_confidence) / (self._num_tested + self._strength)
         middles = (self._edges[1:] + self._edges[:-1]) / 2
-        return CalibrationCurve(tuple(middles.tolist()), tuple(excess.tolist()))
+        return CalibrationCurve(tuple(middles.tolist()), tuple(excess.value for excess in self._excess))
 
 
 def _check_counts(num_accepted: int, num_tested: int) -> None:

@@ -11,6 +11,7 @@ from operator import mul
 import numpy as np
 
 from rayspec.planning.acceptance import DraftWhileWorth
+from rayspec.planning.discounted import Discounted
 
 # What other places say of a token, where the text was like that before: some of them go on with another one, there are
 # none, or all go on with it.
@@ -39,21 +40,17 @@ class LookupRecord:
     """
 
     def __init__(self) -> None:
-        self._agreed = [0.0] * len(_PRIORS)
-        self._tested = [0.0] * len(_PRIORS)
+        self._classes = [Discounted(_HALF_LIFE, prior=prior, strength=_PRIOR_TOKENS) for prior in _PRIORS]
 
     @property
     def by_class(self) -> tuple[float, ...]:
         """Acceptance of each class."""
-        counts = zip(self._agreed, self._tested, _PRIORS, strict=True)
-        return tuple((agreed + _PRIOR_TOKENS * prior) / (tested + _PRIOR_TOKENS) for agreed, tested, prior in counts)
+        return tuple(one.value for one in self._classes)
 
     def observe(self, evidence: Sequence[int], proposed: Sequence[int], committed: Sequence[int]) -> None:
         """proposed: what was looked up, and the evidence for each. committed: what came instead, as far as is known."""
         for at, one, other in zip(evidence, proposed, committed, strict=False):
-            fade = 0.5 ** (1 / _HALF_LIFE)
-            self._agreed[at] = self._agreed[at] * fade + (one == other)
-            self._tested[at] = self._tested[at] * fade + 1.0
+            self._classes[at].observe(one == other)
             if one != other:
                 return
 

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from rayspec.planning.discounted import Discounted
+
 Floats = NDArray[np.float64]
+
+_HALF_LIFE_TOKENS = 512.0
+_PRIOR_TOKENS = 16.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,25 +71,17 @@ class DraftWhileSure:
 class StopRecord:
     """The rule as observed in use. Old tokens fade; until there are some, the rule is taken to be a middling one."""
 
-    def __init__(self, *, half_life_tokens: float = 512.0, strength: float = 16.0) -> None:
-        self._half_life_tokens = half_life_tokens
-        self._strength = strength
-        self._prior = StopRule(detects=0.6, misfires=0.05)
-        self._counts = np.zeros((2, 2))  # [accepted or not, draft went on or ended]
+    def __init__(self) -> None:
+        self._detects = Discounted(_HALF_LIFE_TOKENS, prior=0.6, strength=_PRIOR_TOKENS)
+        self._misfires = Discounted(_HALF_LIFE_TOKENS, prior=0.05, strength=_PRIOR_TOKENS)
 
     def observe(self, *, num_accepted: int, num_tested: int, ended: bool) -> None:
         """One draft: its tokens up to and with the first rejected one, and whether the rule ended it at the last of
         these (False: it went on, or reached its length)."""
-        self._counts *= 0.5 ** (num_tested / self._half_life_tokens)
-        outcomes = [True] * num_accepted + [False] * (num_tested - num_accepted)
-        for position, outcome in enumerate(outcomes):
-            self._counts[int(outcome), int(ended and position == num_tested - 1)] += 1
+        num_rejected = num_tested - num_accepted
+        self._detects.observe(ended and num_rejected > 0, num_rejected, age=num_tested)
+        self._misfires.observe(ended and num_rejected == 0, num_accepted, age=num_tested)
 
     @property
     def rule(self) -> StopRule:
-        def share(counts: Floats, prior: float) -> float:
-            return float((counts[1] + prior * self._strength) / (counts.sum() + self._strength))
-
-        return StopRule(
-            detects=share(self._counts[0], self._prior.detects), misfires=share(self._counts[1], self._prior.misfires)
-        )
+        return StopRule(detects=self._detects.value, misfires=self._misfires.value)

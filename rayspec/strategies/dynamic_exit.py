@@ -12,6 +12,7 @@ layers, where the paper's verify goes on from the exit: an `interval` above 1 ha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,6 +24,7 @@ from rayspec.decode.drafting.skip_draft import KeepDrafting
 from rayspec.decode.questions import Answer, Found, FoundDraft, Trial
 from rayspec.decode.selection.base import BatchState
 from rayspec.planning.acceptance import best_choice, expected_tokens
+from rayspec.planning.discounted import Discounted
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.stopping import DraftWhileSure
 from rayspec.strategies.inquiring import Inquiring
@@ -33,33 +35,28 @@ class ExitRecord:
     """How one-token drafts did that left at each exit. Old tokens fade by `memory` at each look."""
 
     def __init__(self, num_exits: int, *, memory: float) -> None:
-        self._memory = memory
-        self._num_tokens = 0.0
-        self._num_agreed = np.zeros(num_exits)
-        self._confidence = np.zeros(num_exits)  # sums over the tokens that agreed
-        self._doubt = np.zeros(num_exits)  # and over those that did not
+        self._age = -math.log2(memory) if memory else math.inf
+        self._agreed, self._confidence, self._doubt = (
+            [Discounted(1.0) for _ in range(num_exits)] for _ in ("of all tokens", "of matches", "of misses")
+        )
 
     def observe(self, drafts: Sequence[FoundDraft], num_tokens: int) -> None:
         """A look: a draft for each exit."""
-        agreed = np.asarray([one.num_agreed for one in drafts], float)
-        confidence = np.asarray([one.confidence or 0.0 for one in drafts])
-        doubt = np.asarray([one.doubt or 0.0 for one in drafts])
-        self._num_tokens = self._memory * self._num_tokens + num_tokens
-        self._num_agreed = self._memory * self._num_agreed + agreed
-        self._confidence = self._memory * self._confidence + agreed * confidence
-        self._doubt = self._memory * self._doubt + (num_tokens - agreed) * doubt
+        for index, one in enumerate(drafts):
+            num_missed = num_tokens - one.num_agreed
+            self._agreed[index].observe(one.num_agreed, num_tokens, age=self._age)
+            self._confidence[index].observe(one.num_agreed * (one.confidence or 0.0), one.num_agreed, age=self._age)
+            self._doubt[index].observe(num_missed * (one.doubt or 0.0), num_missed, age=self._age)
 
     @property
     def acceptance(self) -> NDArray[np.float64]:
         """[num_exits]. Only after a look."""
-        return self._num_agreed / self._num_tokens
+        return np.asarray([one.value for one in self._agreed])
 
     def threshold(self, index: int) -> float | None:
         """Confidence that tells the matches of an exit from its misses; None while it lacks one of the two."""
-        num_agreed, num_missed = self._num_agreed[index], self._num_tokens - self._num_agreed[index]
-        if num_agreed <= 0 or num_missed <= 0:
-            return None
-        return float(self._confidence[index] / num_agreed + self._doubt[index] / num_missed) / 2
+        confidence, doubt = self._confidence[index], self._doubt[index]
+        return (confidence.value + doubt.value) / 2 if confidence.is_known and doubt.is_known else None
 
 
 class DEL(Inquiring):

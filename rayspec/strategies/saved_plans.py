@@ -203,17 +203,10 @@ def known_candidates(saved: SavedPlans) -> list[Candidate]:
     they were saved counts like what is observed from now on, and fades like it."""
     candidates = []
     for plan in saved.plans:
-        num_tested = float(min(plan.num_tested_tokens, _MAX_REMEMBERED_TOKENS))
-        candidates.append(
-            Candidate(
-                choices=plan.choices,
-                similarity=plan.acceptance,
-                num_agreed=0,
-                num_tapped=0,
-                num_accepted=plan.acceptance * num_tested,
-                num_tested=num_tested,
-            )
-        )
+        num_tested = min(plan.num_tested_tokens, _MAX_REMEMBERED_TOKENS)
+        candidate = Candidate(plan.choices, plan.acceptance, num_agreed=0, num_tapped=0)
+        candidate.used.observe(plan.acceptance * num_tested, num_tested)
+        candidates.append(candidate)
     return candidates
 
 

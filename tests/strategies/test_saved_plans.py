@@ -183,7 +183,7 @@ def test_the_identity_is_of_the_checkpoint() -> None:
 
 def test_knapspec_drafts_by_a_saved_plan_after_the_first_round_and_learns_from_there() -> None:
     known = known_candidates(_plans(saved_plan("slow", [0], acceptance=0.1), saved_plan("fast", [2, 3, 4, 5, 6])))
-    assert [candidate.num_tested for candidate in known] == [60.0, 60.0]
+    assert [candidate.used.weight for candidate in known] == [60.0, 60.0]
     options = SpeculationOptions(optimise_share=0.0, gate=False)
     knapspec, here = KnapSpec(options, latency(), known=known), state()
     assert not knapspec.plan(here).drafts

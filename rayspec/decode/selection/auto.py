@@ -32,8 +32,8 @@ class _PlanRounds:
 
     def __init__(self) -> None:
         self.committed = Discounted(_HALF_LIFE, prior=1.0)
-        self.drafted = Discounted(_HALF_LIFE, prior=0.0)
-        self.num_steps = Discounted(_HALF_LIFE, prior=0.0)
+        self.drafted = Discounted(_HALF_LIFE)
+        self.num_steps = Discounted(_HALF_LIFE)
 
     def observe(self, own: RoundResult, num_tokens: int) -> None:
         batch = len(own.drafts)
@@ -68,7 +68,7 @@ class Auto:
         self._trials = Trials(latency, PLAIN, trusted=(LOOKUP, BOTH))
         self._lookup = LookupRecord()
         self._plan_rounds = _PlanRounds()
-        self._open_share = Discounted(_SHARE_HALF_LIFE, prior=0.0, strength=_PRIOR_TOKENS)
+        self._open_share = Discounted(_SHARE_HALF_LIFE, strength=_PRIOR_TOKENS)
         self._num_rounds = self._num_looked_up = 0
 
     @property
@@ -114,7 +114,7 @@ class Auto:
         if taken is None:
             return
         copies = plan.num_lookup_tokens > 0 and self._copies(taken)
-        self._open_share.observe(0.0 if copies else 1.0, num_tokens / state.batch)
+        self._open_share.observe(0.0 if copies else num_tokens / state.batch, num_tokens / state.batch)
         if plan.num_lookup_tokens and not result.num_draft_steps:
             return
         own = _of_the_model(result)

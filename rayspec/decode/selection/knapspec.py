@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -19,6 +19,7 @@ from rayspec.decode.selection.base import BatchState, Search
 from rayspec.planning.acceptance import Decision, DraftWhileWorth, Estimate, best_choice, shrink, tokens_per_time
 from rayspec.planning.budget import Budget, Trigger
 from rayspec.planning.calibration import Calibration, Correction
+from rayspec.planning.discounted import Discounted
 from rayspec.planning.knapsack import count_rows, quantize
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.stopping import NEVER, StopRecord, StopRule
@@ -32,7 +33,7 @@ _FIRST_SEARCH_SHARE = 0.1
 _ROUNDS_TO_REVIEW = 16
 _ROUNDS_TO_PRICE = 4
 _CONTEXT_GRID = 64  # tokens that change what a plan makes by little
-_USE_HALF_LIFE = 256.0
+USE_HALF_LIFE_TOKENS = 256.0
 # What is expected of a candidate counts as so many tokens beside those that were tested in use.
 _PRIOR_TOKENS = 16.0
 # Logits to take off estimates that nothing is known about: the best of many candidates on few tokens, each drafted from
@@ -42,14 +43,15 @@ _OPTIMISM = -1.0
 
 @dataclass(slots=True)
 class Candidate:
-    """A draft the last search found, what the tapped tokens say of its acceptance, and what use has shown."""
+    """A draft the last search found, what the tapped tokens say of its acceptance, and what use has shown.
+
+    used: tested tokens and, of these, the accepted ones."""
 
     choices: Choices
     similarity: float
     num_agreed: int
     num_tapped: int
-    num_accepted: float = 0.0
-    num_tested: float = 0.0
+    used: Discounted = field(default_factory=lambda: Discounted(USE_HALF_LIFE_TOKENS))
 
     @property
     def estimate(self) -> float:
@@ -60,16 +62,11 @@ class Candidate:
     def hope(self) -> float:
         """Acceptance by all that was seen, on the high side."""
         prior = float(self._by_taps.mean)
-        return float(shrink(self.num_accepted, self.num_tested, prior, strength=_PRIOR_TOKENS).upper())
+        return float(shrink(self.used.total, self.used.weight, prior, strength=_PRIOR_TOKENS).upper())
 
     @property
     def _by_taps(self) -> Estimate:
         return shrink(self.num_agreed, self.num_tapped, min(max(self.similarity, 0.0), 1.0))
-
-    def observe(self, num_accepted: int, num_tested: int) -> None:
-        fade = 0.5 ** (num_tested / _USE_HALF_LIFE)
-        self.num_accepted = self.num_accepted * fade + num_accepted
-        self.num_tested = self.num_tested * fade + num_tested
 
 
 class KnapSpec:
@@ -213,14 +210,14 @@ class KnapSpec:
         if num_tested and candidate is not None:
             self._calibration.observe(confidences, outcomes)
             self._correction.observe(candidate.estimate, num_accepted=num_accepted, num_tested=num_tested)
-            candidate.observe(num_accepted, num_tested)
+            candidate.used.observe(num_accepted, num_tested)
         return num_accepted, num_tested
 
     def acceptance_of(self, candidates: Sequence[Candidate]) -> list[float]:
         """What to expect of each: its estimate, corrected by what was seen of all, then by what was seen of it."""
         corrected = self._correction.apply([candidate.estimate for candidate in candidates])
         return [
-            float(shrink(one.num_accepted, one.num_tested, float(prior), strength=_PRIOR_TOKENS).mean)
+            float(shrink(one.used.total, one.used.weight, float(prior), strength=_PRIOR_TOKENS).mean)
             for one, prior in zip(candidates, corrected, strict=True)
         ]
 
@@ -311,7 +308,7 @@ class KnapSpec:
         ]
         for one in self._candidates:
             if previous is not None and one.choices == previous.choices:
-                one.num_accepted, one.num_tested = previous.num_accepted, previous.num_tested
+                one.used = previous.used
         if previous is not None and all(one.choices != previous.choices for one in self._candidates):
             self._candidates.append(previous)
         self._budget.spend(found.seconds)
