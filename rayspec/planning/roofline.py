@@ -6,12 +6,16 @@ joins its cache by concatenation, expands it to all query heads, and converts it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-from rayspec.planning.latency import Curve, LatencyModel
+from rayspec.choices import Choice, combined, weights_of
+from rayspec.planning.latency import Curve, LatencyModel, kind_of
 
 _BYTES_16_BIT = 2
 _REACHED = 0.65  # of peak arithmetic, by large matrix products
+QUANTISED_BYTES: Mapping[Choice, float] = {"int8": 1.0, "int4": 0.5 + 4 / 128}  # a weight, its share of scales
+_PAGES_KEYS = 352  # of a draft that reads few: the default budget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +137,24 @@ def reference_latency(
         kv_passes=3 + 2 * shape.num_heads // shape.num_kv_heads,
         overhead_s=copied / accelerator.bytes_per_s,
     )
+
+
+def choice_latency(shape: ModelShape, accelerator: Accelerator) -> LatencyModel:
+    """`ideal_latency` with what drafts may do: int8 weights take half of the bytes, int4 weights with the scales of
+    their groups a quarter and a bit; attention to pages reads so many keys of each sequence."""
+    full = ideal_latency(shape, accelerator)
+    curves = dict(full.curves)
+    for weights, bytes_per_weight in QUANTISED_BYTES.items():
+        quantised = ideal_latency(shape, accelerator, bytes_per_weight=bytes_per_weight)
+        curves |= {kind_of(kind, weights): quantised.curves[kind] for kind in ("attention", "mlp")}
+    for choice in ("full", "int8", "int4"):
+        curve = curves[kind_of("attention", choice)]
+        read_s = curve.kv_s * _PAGES_KEYS
+        pages = combined(weights_of(choice), "pages")
+        curves[kind_of("attention", pages)] = replace(
+            curve, base_s=tuple(seconds + read_s for seconds in curve.base_s), sequence_s=read_s, kv_s=0.0
+        )
+    return replace(full, curves=curves)
 
 
 def _latency(

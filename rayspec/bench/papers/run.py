@@ -12,6 +12,7 @@ from typing import Any
 
 import rayspec
 from rayspec.bench.markdown import markdown_table
+from rayspec.bench.papers.choices import choices_markdown, predict_choices
 from rayspec.bench.papers.rows import (
     BUDGETS,
     DEFAULT_ACCELERATOR,
@@ -77,7 +78,7 @@ def run_paper(json: Path | None = None) -> str:
     if json is not None:
         json.parent.mkdir(parents=True, exist_ok=True)
         json.write_text(dumps(paper_json(rows), indent=2) + "\n", encoding="utf-8")
-    return paper_markdown(rows)
+    return paper_markdown(rows) + "\n" + choices_markdown(predict_choices())
 
 
 def paper_json(rows: Sequence[PaperRow]) -> dict[str, Any]:
