@@ -239,7 +239,7 @@ class _Workshop:
 
     def _copy(self, weights: Weights, body: FusedBody, linears: Sequence[nn.Linear]) -> FusedBody:
         """The linear layers are those of the body; the last is left as it is where it is not plain."""
-        make = QUANTISED[weights]
+        make = partial(QUANTISED[weights], use_operators=self._use_operators)
         _, last = body.matrices
         if not isinstance(last, LinearMap):
             return body.with_matrices(make(linears), last)
