@@ -27,7 +27,7 @@ _SPANS = {128: 0.93, 64: 0.96, 32: 0.98}
 _BLOCK_ROWS = 64
 _ROW_MULTIPLE = 16
 # Weights that are quantised at a time: what several threads can share, and yet not more than their caches hold.
-_CHUNK_WEIGHTS = 2**19
+_CHUNK_WEIGHTS = 2**20
 # Rows are scaled to this, not to 127: in bfloat16 the largest number may come out half a percent larger.
 _LARGEST_INPUT = 126
 _SMALLEST_SCALE = 1e-30

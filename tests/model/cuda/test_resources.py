@@ -18,7 +18,7 @@ for shape, bucket, architecture in ((r.LLAMA_8B, r.VERIFY, 90), (r.GEMMA, r.CHUN
 """
 PRODUCTS = """
 from rayspec.model.cuda import resources as r
-for num_rows, architecture in ((8, 80), (8, 90), (64, 90), (64, 100)):
+for num_rows, architecture in ((8, 90), (64, 80), (64, 100)):
     for launch in r.product_launches(r.LLAMA_8B, num_rows):
         needs = r.compile_launch(launch, architecture)
         print(needs.registers, needs.stack, needs.shared)
@@ -69,7 +69,7 @@ def test_kernels_compile_and_do_not_spill() -> None:
 
 def test_products_with_quantised_matrices_compile_and_do_not_spill() -> None:
     needs = [[int(number) for number in line.split()] for line in _python("-c", PRODUCTS)]
-    assert len(needs) == 8
+    assert len(needs) == 6
     assert all(registers <= 255 and stack == 0 and shared <= 99 * 1024 for registers, stack, shared in needs), needs
 
 
