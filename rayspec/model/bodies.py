@@ -122,8 +122,8 @@ def fuse(
     sublayers that stay as they are, because their weights are fetched. use_operators: whether bodies consist of the
     operators `rayspec::*`, which a GPU needs, or of torch's own; by default as the device wants it.
 
-    quantised: the copies that each sublayer with a body gets, for drafts. A copy that is too far off is left out. So
-    do the sublayers in `apart_from` whose layout has a body: their copies stay in memory and fetch nothing.
+    quantised: the copies that drafts may have of each sublayer with a body. A copy that is too far off is left out. A
+    sublayer in `apart_from` gets copies, too, where its layout has a body: they stay on the device and fetch nothing.
     """
     has_kernels = has_operators(parts.device) if use_operators is None else use_operators
     shop = _Workshop(parts, has_kernels, quantised)
@@ -239,7 +239,7 @@ class _Workshop:
 
     def _copy(self, weights: Weights, body: FusedBody, linears: Sequence[nn.Linear]) -> FusedBody:
         """The linear layers are those of the body; the last is left as it is where it is not plain."""
-        make = QUANTISED[weights]
+        make = partial(QUANTISED[weights], use_operators=self._use_operators)
         _, last = body.matrices
         if not isinstance(last, LinearMap):
             return body.with_matrices(make(linears), last)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import platform
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from rayspec.choices import Weights
+from rayspec.model.cuda.operations import int4_product, int8_product
 from rayspec.model.matrices import LinearMap, joined_weight
 
 # Sizes of groups, of which the first is taken that divides the number of columns, and the share of a group's range
@@ -26,14 +27,17 @@ _SPANS = {128: 0.93, 64: 0.96, 32: 0.98}
 _BLOCK_ROWS = 64
 _ROW_MULTIPLE = 16
 # Weights that are quantised at a time: what several threads can share, and yet not more than their caches hold.
-_CHUNK_WEIGHTS = 2**19
+_CHUNK_WEIGHTS = 2**20
 # Rows are scaled to this, not to 127: in bfloat16 the largest number may come out half a percent larger.
 _LARGEST_INPUT = 126
 _SMALLEST_SCALE = 1e-30
 
 
 class _QuantisedMatrix(LinearMap):
-    """Weights, and the scales that make them numbers."""
+    """Weights, and the scales that make them numbers, in the layout of the kernel that multiplies by them.
+
+    It changes none of the linear layers. use_operators: multiply by the operators `rayspec::*`.
+    """
 
     _weight: Tensor
     _scales: Tensor
@@ -58,31 +62,26 @@ class Int8Matrix(_QuantisedMatrix):
     With oneDNN, rows are made int8 too, each with a scale of its own, so that no row depends on the others.
     """
 
-    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+    _multiply: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+    def __init__(self, linears: Sequence[nn.Linear], *, use_operators: bool = False) -> None:
         super().__init__(linears)
         weight = joined_weight(linears)
         quantised = torch.empty_like(weight, dtype=torch.int8)
         scales = weight.new_empty(len(weight), dtype=torch.float32)
         for chunk in _chunks(weight):
             quantised[chunk], scales[chunk] = _int8(weight[chunk])
-        self._has_int8_rows = has_int8_products(weight.device)
-        if self._has_int8_rows:
+        self._weight, self._scales = quantised, scales
+        if use_operators:
+            self._multiply = int8_product
+        elif has_int8_products(weight.device):
+            self._multiply = _product_of_int8_rows
             self._weight = torch.ops.onednn.qlinear_prepack(quantised, None)
-            self._scales = scales
         else:
-            self._weight, self._scales = quantised, scales.to(weight.dtype)
+            self._multiply = _product_of_full_rows
 
     def _product(self, rows: Tensor) -> Tensor:
-        if not self._has_int8_rows:
-            return torch._weight_int8pack_mm(rows, self._weight, self._scales)
-        # float16 cannot hold the product before it is scaled.
-        numbers = rows.float() if rows.dtype == torch.float16 else rows
-        row_scales = (numbers.abs().amax(-1, keepdim=True) / _LARGEST_INPUT).clamp_(min=_SMALLEST_SCALE)
-        quantised = (numbers / row_scales).round_().to(torch.int8)
-        product = torch.ops.onednn.qlinear_pointwise(
-            quantised, 1.0, 0, self._weight, self._scales, None, None, 1.0, 0, numbers.dtype, "none", [], ""
-        )
-        return cast(Tensor, product.mul_(row_scales).to(rows.dtype))
+        return self._multiply(rows, self._weight, self._scales)
 
 
 class Int4Matrix(_QuantisedMatrix):
@@ -91,25 +90,41 @@ class Int4Matrix(_QuantisedMatrix):
     Raises ValueError for a number of columns that has no groups.
     """
 
-    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+    def __init__(self, linears: Sequence[nn.Linear], *, use_operators: bool = False) -> None:
         super().__init__(linears)
         weight = joined_weight(linears)
         self._group_size = group_size(self.num_columns)
+        self._use_operators = use_operators
         weight = pad(weight, (0, 0, 0, -self.num_rows % _ROW_MULTIPLE))
         packed, scales = [], []
         for chunk in _chunks(weight):
             levels, scale, zero = _int4(weight[chunk], self._group_size)
-            packed.append(torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels.int(), 1))
+            packed.append(self._packed(levels))
             scales.append(torch.stack([scale.T, zero.T], -1))
         self._weight = torch.cat(packed)
         self._scales = torch.cat(scales, 1)  # [groups of a row, rows, 2]
 
+    def _packed(self, levels: Tensor) -> Tensor:
+        """levels: [N, K] -> uint8 [N, K / 2], two levels a byte."""
+        if not self._use_operators:
+            return cast(Tensor, torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels.int(), 1))
+        low, high = levels.to(torch.uint8).view(len(levels), -1, 2, self._group_size // 2).unbind(2)
+        return (low | high << 4).flatten(1)
+
     def _product(self, rows: Tensor) -> Tensor:
-        multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
-        return cast(Tensor, multiply(rows, self._weight, self._group_size, self._scales)[:, : self.num_rows])
+        if self._use_operators:
+            product = int4_product(rows, self._weight, self._scales)
+        else:
+            multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
+            product = multiply(rows, self._weight, self._group_size, self._scales)
+        return product[:, : self.num_rows]
 
 
-QUANTISED: Mapping[Weights, Callable[[Sequence[nn.Linear]], LinearMap]] = {"int8": Int8Matrix, "int4": Int4Matrix}
+class _Make(Protocol):
+    def __call__(self, linears: Sequence[nn.Linear], *, use_operators: bool = False) -> LinearMap: ...
+
+
+QUANTISED: Mapping[Weights, _Make] = {"int8": Int8Matrix, "int4": Int4Matrix}
 
 
 def has_int8_products(device: torch.device) -> bool:
@@ -139,6 +154,23 @@ def num_bytes(weights: Weights, num_rows: int, num_columns: int, *, dtype: torch
     num_groups = num_columns // group_size(num_columns)
     padded_rows = num_rows + -num_rows % _ROW_MULTIPLE
     return padded_rows * (num_columns // 2 + num_groups * 2 * dtype.itemsize)
+
+
+def _product_of_int8_rows(rows: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """weight: in oneDNN's layout. scales: float32 [num_rows]."""
+    # float16 cannot hold the product before it is scaled.
+    numbers = rows.float() if rows.dtype == torch.float16 else rows
+    row_scales = (numbers.abs().amax(-1, keepdim=True) / _LARGEST_INPUT).clamp_(min=_SMALLEST_SCALE)
+    quantised = (numbers / row_scales).round_().to(torch.int8)
+    product = torch.ops.onednn.qlinear_pointwise(
+        quantised, 1.0, 0, weight, scales, None, None, 1.0, 0, numbers.dtype, "none", [], ""
+    )
+    return cast(Tensor, product.mul_(row_scales).to(rows.dtype))
+
+
+def _product_of_full_rows(rows: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """weight: int8 [num_rows, num_columns]."""
+    return torch._weight_int8pack_mm(rows, weight, scales.to(rows.dtype))
 
 
 def _chunks(weight: Tensor) -> Iterator[slice]:

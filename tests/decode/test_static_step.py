@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,17 +12,19 @@ import torch
 from torch import Tensor
 
 from rayspec.bench.selfcheck.launches import Launch, LaunchRecorder, first_difference
-from rayspec.choices import FULL, SKIP, Choices, choices_of
+from rayspec.choices import FULL, SKIP, Choices, Weights, choices_of
 from rayspec.config import SamplingParams
 from rayspec.decode.runner import Batch, Runner
 from rayspec.decode.stages import LocalStages
+from rayspec.model.architecture import Decomposition
+from rayspec.model.bodies import fuse
 from rayspec.model.kv_arena import PAGE_SIZE, KVArena
 from rayspec.model.rows import RowSpan, Runs, runs_of_pages
 from rayspec.model.static_rows import Filling
 from rayspec.types import Plan
 from tests.engines import GREEDY, RandomPlans, complete, engine_with, requests_for, step_buffers, tokens_of
 from tests.exhaustive import few_of
-from tests.families import FAMILIES, MATRIX, cases, checkpoint, operator_parts_of, parts_of
+from tests.families import FAMILIES, MATRIX, cases, checkpoint, modules_of, operator_parts_of, parts_of
 
 CPU = torch.device("cpu")
 NUM_SLOTS, MAX_PLACES = 8192, 1024
@@ -53,7 +56,10 @@ def test_greedy_equals_generate_when_preempted(family: str) -> None:
 
 
 def _runner(family: str) -> Runner:
-    parts = operator_parts_of(checkpoint(family))
+    return _runner_of(operator_parts_of(checkpoint(family)))
+
+
+def _runner_of(parts: Decomposition) -> Runner:
     arena = KVArena(parts.shapes, NUM_SLOTS, dtype=torch.float32, device=CPU, num_spare=1)
     buffers = step_buffers(parts, arena, max_places=MAX_PLACES)
     return Runner(parts, arena, device=CPU, row_counts=None, buffers=buffers)
@@ -111,6 +117,19 @@ def test_a_bucket_has_the_same_launches_whatever_is_in_it(
     one, other = _batch(runner, 1, rows, parents), _batch(runner, 2, other_rows, parents)
     assert one.buckets[0][1].bucket == other.buckets[0][1].bucket  # type: ignore[union-attr]
     assert first_difference(_launches(runner, one, choices), _launches(runner, other, choices)) is None
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize(("rows", "other_rows"), [((1,), (1,)), ((1, 1, 1), (1, 1, 1, 1))])
+def test_copies_have_the_same_launches_whatever_is_in_a_bucket(
+    weights: Weights, rows: Sequence[int], other_rows: Sequence[int]
+) -> None:
+    fused = fuse(modules_of(checkpoint("llama")), use_operators=True, quantised=[weights])
+    sublayers = tuple(replace(each, body=each.quantised[weights]) for each in fused.sublayers)
+    runner = _runner_of(replace(fused, sublayers=sublayers))
+    one, other = (_launches(runner, _batch(runner, seed, each), None) for seed, each in ((1, rows), (2, other_rows)))
+    assert first_difference(one, other) is None
+    assert sum(launch.name == f"rayspec::{weights}_product" for launch in one) == 2 * len(sublayers)
 
 
 @pytest.mark.parametrize("rows", [(1,), (1,) * 8, (5, 1, 5)])

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from rayspec.choices import Weights
 from rayspec.model import quantised
 from rayspec.model.matrices import LinearMap
-from rayspec.model.quantised import QUANTISED, Int4Matrix, Int8Matrix, group_size, num_bytes
+from rayspec.model.quantised import QUANTISED, Int4Matrix, group_size, num_bytes
 
 COLUMNS = 192
 ROW_COUNTS = [*range(1, 10), 33]
@@ -23,14 +23,17 @@ TOLERANCE = {
 }
 
 
-@pytest.fixture(params=[True, False], ids=["int8-rows", "full-rows"])
-def int8_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """With oneDNN, and as on other processors."""
-    has_them: bool = request.param
-    if has_them and not quantised.has_int8_products(torch.device("cpu")):
+Make = Callable[[Weights, Sequence[nn.Linear]], LinearMap]
+
+
+@pytest.fixture(params=["int8-rows", "full-rows", "operators"])
+def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """With oneDNN, as on other processors, and as on a GPU."""
+    has_int8_rows = request.param == "int8-rows"
+    if has_int8_rows and not quantised.has_int8_products(torch.device("cpu")):
         pytest.skip("this processor has no products of int8")
-    monkeypatch.setattr(quantised, "has_int8_products", lambda device: has_them)
-    return has_them
+    monkeypatch.setattr(quantised, "has_int8_products", lambda device: has_int8_rows)
+    return lambda kind, linears: QUANTISED[kind](linears, use_operators=request.param == "operators")
 
 
 def linears(
@@ -55,14 +58,13 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return float((found.float() - expected).norm() / expected.norm())
 
 
-@pytest.mark.usefixtures("int8_rows")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
-def test_it_computes_the_product_with_the_dequantised_matrix(kind: Weights, dtype: torch.dtype) -> None:
+def test_it_computes_the_product_with_the_dequantised_matrix(make: Make, kind: Weights, dtype: torch.dtype) -> None:
     """The exact one is that of a float32 matrix, whose weights are the same but for the type of its scales."""
     layers = linears(39, 32, 5, bias=(True, False, True), dtype=dtype)
-    matrix = QUANTISED[kind](layers)
+    matrix = make(kind, layers)
     assert (matrix.num_rows, matrix.num_columns) == (76, COLUMNS)
     bias = torch.cat([layers[0].bias, torch.zeros(32), layers[2].bias]).float()
     exact = dequantised(matrix)
@@ -74,20 +76,19 @@ def test_it_computes_the_product_with_the_dequantised_matrix(kind: Weights, dtyp
         assert torch.equal(matrix(rows[None]), found[None])
 
 
-@pytest.mark.usefixtures("int8_rows")
 @torch.inference_mode()
-def test_int8_is_off_by_half_a_level_at_most() -> None:
+def test_int8_is_off_by_half_a_level_at_most(make: Make) -> None:
     layers = linears(40)
     weight = weight_of(layers)
-    off = (dequantised(Int8Matrix(layers)) - weight).abs()
+    off = (dequantised(make("int8", layers)) - weight).abs()
     assert (off <= weight.abs().amax(1, keepdim=True) / 127 * 0.501).all()
 
 
 @torch.inference_mode()
-def test_int4_is_off_by_half_a_level_at_most_but_at_the_ends() -> None:
+def test_int4_is_off_by_half_a_level_at_most_but_at_the_ends(make: Make) -> None:
     layers = linears(40)
     groups = weight_of(layers).view(40, -1, group_size(COLUMNS))
-    off = (dequantised(Int4Matrix(layers)).view_as(groups) - groups).abs()
+    off = (dequantised(make("int4", layers)).view_as(groups) - groups).abs()
     low, high = groups.aminmax(dim=-1, keepdim=True)
     level = (high - low) / 15
     is_within = (groups - low > level) & (high - groups > level)
@@ -104,24 +105,22 @@ def test_int4_is_nearer_than_levels_over_the_whole_range(num_columns: int, bound
     assert relative_error(dequantised(Int4Matrix([layer])), layer.weight) < bound
 
 
-@pytest.mark.usefixtures("int8_rows")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
-def test_a_row_does_not_depend_on_the_others(kind: Weights, dtype: torch.dtype) -> None:
-    matrix = QUANTISED[kind](linears(32, dtype=dtype))
+def test_a_row_does_not_depend_on_the_others(make: Make, kind: Weights, dtype: torch.dtype) -> None:
+    matrix = make(kind, linears(32, dtype=dtype))
     rows = torch.randn(9, COLUMNS).to(dtype) * torch.logspace(-3, 3, 9)[:, None].to(dtype)
     together = matrix(rows)
     alone = torch.cat([matrix(row[None]) for row in rows])
     torch.testing.assert_close(together, alone, rtol=0.02, atol=1e-6 if dtype == torch.float32 else 2e-3)
 
 
-@pytest.mark.usefixtures("int8_rows")
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
-def test_it_adds_to_a_residual_new_and_in_place(kind: Weights, has_bias: bool) -> None:
-    matrix = QUANTISED[kind](linears(16, bias=[has_bias]))
+def test_it_adds_to_a_residual_new_and_in_place(make: Make, kind: Weights, has_bias: bool) -> None:
+    matrix = make(kind, linears(16, bias=[has_bias]))
     rows, residual = torch.randn(1, 4, COLUMNS), torch.randn(1, 4, 16)
     before, expected = residual.clone(), residual + matrix(rows)
     assert torch.equal(matrix.plus(residual, rows), expected)
@@ -131,28 +130,26 @@ def test_it_adds_to_a_residual_new_and_in_place(kind: Weights, has_bias: bool) -
     assert torch.equal(residual, expected)
 
 
-@pytest.mark.usefixtures("int8_rows")
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
-def test_rows_may_lie_apart_or_be_none(kind: Weights) -> None:
-    matrix = QUANTISED[kind](linears(16))
+def test_rows_may_lie_apart_or_be_none(make: Make, kind: Weights) -> None:
+    matrix = make(kind, linears(16))
     wide = torch.randn(2, 3, 2 * COLUMNS)
     for rows in (wide[..., ::2], wide[..., :COLUMNS], wide.transpose(0, 1)[..., COLUMNS:]):
         assert torch.equal(matrix(rows), matrix(rows.contiguous()))
     assert matrix(torch.empty(1, 0, COLUMNS)).shape == (1, 0, 16)
 
 
-@pytest.mark.usefixtures("int8_rows")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
-def test_all_is_finite(kind: Weights, dtype: torch.dtype) -> None:
+def test_all_is_finite(make: Make, kind: Weights, dtype: torch.dtype) -> None:
     [layer] = linears(32, dtype=dtype)
     layer.weight[:8] = 0
     layer.weight[8:16] = 0.125
     layer.weight[16, 0] = 1000
     layer.weight[17] *= 1e-6
-    matrix = QUANTISED[kind]([layer])
+    matrix = make(kind, [layer])
     found = matrix(torch.stack([torch.zeros(COLUMNS), torch.ones(COLUMNS), torch.randn(COLUMNS) * 1e-7]).to(dtype))
     assert found.isfinite().all()
     assert not found[:, :8].any()
@@ -161,19 +158,19 @@ def test_all_is_finite(kind: Weights, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
-def test_the_linear_layers_stay_as_they_are(kind: Weights) -> None:
+def test_the_linear_layers_stay_as_they_are(make: Make, kind: Weights) -> None:
     for sizes in ([16], [16, 32]):
         layers = linears(*sizes)
         before = [layer.weight.clone() for layer in layers]
-        QUANTISED[kind](layers)
+        make(kind, layers)
         assert all(torch.equal(layer.weight, weight) for layer, weight in zip(layers, before, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_rows", [16, 39])
-def test_bytes_are_known_beforehand(kind: Weights, dtype: torch.dtype, num_rows: int) -> None:
-    matrix = QUANTISED[kind](linears(num_rows, dtype=dtype))
+def test_bytes_are_known_beforehand(make: Make, kind: Weights, dtype: torch.dtype, num_rows: int) -> None:
+    matrix = make(kind, linears(num_rows, dtype=dtype))
     assert matrix.num_bytes == num_bytes(kind, num_rows, COLUMNS, dtype=dtype)
 
 
@@ -188,9 +185,9 @@ def test_columns_without_groups_are_refused() -> None:
 
 
 @torch.inference_mode()
-def test_a_matrix_is_quantised_in_chunks_as_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_matrix_is_quantised_in_chunks_as_in_one(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = torch.randn(3, COLUMNS)
-    whole = [make(linears(170, 50))(rows) for make in QUANTISED.values()]
+    whole = [make(kind, linears(170, 50))(rows) for kind in KINDS]
     monkeypatch.setattr(quantised, "_CHUNK_WEIGHTS", 1)
-    in_chunks = [make(linears(170, 50))(rows) for make in QUANTISED.values()]
+    in_chunks = [make(kind, linears(170, 50))(rows) for kind in KINDS]
     assert all(map(torch.equal, whole, in_chunks))

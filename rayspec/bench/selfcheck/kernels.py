@@ -73,6 +73,9 @@ def _operations(dtype: torch.dtype) -> Iterator[tuple[str, Operation]]:
     yield "rotate_and_write", partial(_rotate_and_write, dtype)
     for activation in ("silu", "gelu_tanh"):
         yield f"gated, {activation}", partial(_gated, dtype, activation)
+    for num_rows in (5, 40):
+        yield f"int8_product, {num_rows} rows", partial(_int8_product, dtype, num_rows)
+        yield f"int4_product, {num_rows} rows", partial(_int4_product, dtype, num_rows)
 
 
 def _attend(dtype: torch.dtype, device: torch.device, *, is_tree: bool, window: int) -> Tensor:
@@ -128,6 +131,18 @@ def _rotate_and_write(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def _gated(dtype: torch.dtype, activation: str, device: torch.device) -> Tensor:
     return operations.gated(_random(dtype, device)(5, 512), activation)
+
+
+def _int8_product(dtype: torch.dtype, num_rows: int, device: torch.device) -> Tensor:
+    weight = torch.arange(300 * 512).mul(7919).remainder(255).sub(127).to(torch.int8).view(300, 512)
+    scales = torch.linspace(0.001, 0.01, 300)
+    return operations.int8_product(_random(dtype, device)(num_rows, 512), weight.to(device), scales.to(device))
+
+
+def _int4_product(dtype: torch.dtype, num_rows: int, device: torch.device) -> Tensor:
+    random = _random(dtype, device)
+    weight = torch.arange(300 * 256).mul(7919).remainder(256).to(device, torch.uint8).view(300, 256)
+    return operations.int4_product(random(num_rows, 512), weight, random(4, 300, 2) / 16)
 
 
 def _random(dtype: torch.dtype, device: torch.device) -> Callable[..., Tensor]:

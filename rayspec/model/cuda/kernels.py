@@ -288,6 +288,63 @@ def gate_columns(packed, output, row_stride, SIZE: tl.constexpr, BLOCK: tl.const
     tl.store(output + row * SIZE + column, _as(_rounded(gate * tl.sigmoid(slope), output) * up, output), mask=inside)
 
 
+@triton.jit(do_not_specialize=["num_rows"])
+def int8_product_tiles(
+    rows, weight, scales, output, num_rows, row_stride,
+    SIZE: tl.constexpr, OUTPUTS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_OUTPUTS: tl.constexpr,
+    TILE_SIZE: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One program: a tile of rows, times a tile of rows of the matrix, which are columns of the output.
+
+    Grid: (ceil(OUTPUTS / TILE_OUTPUTS), ceil(N / TILE_ROWS)).
+    """
+    out = tl.program_id(0) * TILE_OUTPUTS + tl.arange(0, TILE_OUTPUTS)
+    row = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    own, live = out < OUTPUTS, row < num_rows
+    rows += row.to(tl.int64)[:, None] * row_stride
+    weight += out.to(tl.int64)[None, :] * SIZE
+    total = tl.zeros([TILE_ROWS, TILE_OUTPUTS], tl.float32)
+    for start in tl.range(0, SIZE, TILE_SIZE, num_stages=STAGES):
+        column = start + tl.arange(0, TILE_SIZE)
+        inside = column < SIZE
+        numbers = tl.load(rows + column[None, :], mask=live[:, None] & inside[None, :], other=0.0)
+        levels = tl.load(weight + column[:, None], mask=inside[:, None] & own[None, :], other=0)
+        total = _dot(numbers, levels.to(numbers.dtype), total, UPCAST)
+    scale = tl.load(scales + out, mask=own, other=0.0)
+    where = row.to(tl.int64)[:, None] * OUTPUTS + out[None, :]
+    tl.store(output + where, _as(total * scale[None, :], output), mask=live[:, None] & own[None, :])
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def int4_product_tiles(
+    rows, weight, scales, output, num_rows, row_stride,
+    SIZE: tl.constexpr, OUTPUTS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_OUTPUTS: tl.constexpr,
+    GROUP: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """As `int8_product_tiles`, a group of columns at a time: first with levels, which are small whole numbers, then
+    scaled."""
+    out = tl.program_id(0) * TILE_OUTPUTS + tl.arange(0, TILE_OUTPUTS)
+    row = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    own, live = out < OUTPUTS, row < num_rows
+    half = tl.arange(0, GROUP // 2)
+    rows += row.to(tl.int64)[:, None] * row_stride + half[None, :]
+    weight += out.to(tl.int64)[None, :] * (SIZE // 2) + half[:, None]
+    total = tl.zeros([TILE_ROWS, TILE_OUTPUTS], tl.float32)
+    for group in tl.range(0, SIZE // GROUP, num_stages=STAGES):
+        first = tl.load(rows + group * GROUP, mask=live[:, None], other=0.0)
+        second = tl.load(rows + group * GROUP + GROUP // 2, mask=live[:, None], other=0.0)
+        packed = tl.load(weight + group * (GROUP // 2), mask=own[None, :], other=0)
+        where = scales + (group * OUTPUTS + out) * 2
+        scale = tl.load(where, mask=own, other=0.0).to(tl.float32)
+        zero = tl.load(where + 1, mask=own, other=0.0).to(tl.float32)
+        product = _dot(first, ((packed & 15).to(tl.int8) - 8).to(first.dtype), None, UPCAST)
+        product = _dot(second, ((packed >> 4).to(tl.int8) - 8).to(first.dtype), product, UPCAST)
+        sums = tl.sum(first.to(tl.float32) + second.to(tl.float32), 1)
+        total += product * scale[None, :] + sums[:, None] * zero[None, :]
+    where = row.to(tl.int64)[:, None] * OUTPUTS + out[None, :]
+    tl.store(output + where, _as(total, output), mask=live[:, None] & own[None, :])
+
+
 @triton.jit
 def _as(numbers, like):
     """In the type of a tensor, rounded to nearest (by Triton's interpreter towards zero, if it is bfloat16)."""

@@ -7,6 +7,7 @@ company, because neither tiles nor splits depend on the number of sequences or o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,9 @@ _MAX_KEY_TILE_BYTES = 2**14
 # A single sequence is read by about so many programs, about one for each multiprocessor.
 _PROGRAMS_A_SEQUENCE = 128
 _MIN_SPLIT_LENGTH = 256
+# Up to so many rows, which are the fewest that tensor cores take, a product waits for its matrix only.
+MAX_FEW_ROWS = 16
+_PROGRAMS_A_PRODUCT = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,18 @@ class Splits:
 
     number: int
     length: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTile:
+    """What a program of a product with a quantised matrix holds: rows, columns of the output, and columns of the matrix
+    in one step of its loop, of int8; of int4 that is a group."""
+
+    rows: int
+    outputs: int
+    size: int
+    num_warps: int
+    num_stages: int
 
 
 def choose_tile(*, group: int, dim: int, itemsize: int, max_rows: int) -> Tile:
@@ -224,6 +240,42 @@ def gated(packed: Tensor, activation: str) -> Call:
     options = {"num_warps": 4, "enable_fp_fusion": False}
     grid = (num_rows, _ceil_div(size, block))
     return Call(output, (Launch(kernels.gate_columns, grid, arguments, options),))
+
+
+def choose_product_tile(*, num_rows: int, num_outputs: int, itemsize: int) -> ProductTile:
+    """Few rows wait for memory, so many programs read at the same time; more rows share what a program reads. Never run
+    on a GPU yet."""
+    if num_rows <= MAX_FEW_ROWS:
+        outputs = 16 if num_outputs < 32 * _PROGRAMS_A_PRODUCT else 32
+        return ProductTile(MAX_FEW_ROWS, outputs, 256 if itemsize <= 2 else 128, num_warps=4, num_stages=4)
+    return ProductTile(64, 64, 128 if itemsize <= 2 else 32, num_warps=4, num_stages=3)
+
+
+def int8_product(rows: Tensor, weight: Tensor, scales: Tensor) -> Call:
+    return _product(kernels.int8_product_tiles, rows, weight, scales, lambda tile: {"TILE_SIZE": tile.size})
+
+
+def int4_product(rows: Tensor, weight: Tensor, scales: Tensor) -> Call:
+    group = rows.shape[1] // len(scales)
+    return _product(kernels.int4_product_tiles, rows, weight, scales, lambda tile: {"GROUP": group})
+
+
+def _product(
+    kernel: Any, rows: Tensor, weight: Tensor, scales: Tensor, constants: Callable[[ProductTile], dict[str, int]]
+) -> Call:
+    num_rows, size = rows.shape
+    num_outputs = len(weight)
+    tile = choose_product_tile(num_rows=num_rows, num_outputs=num_outputs, itemsize=rows.element_size())
+    output = rows.new_empty(num_rows, num_outputs)
+    arguments = {
+        "rows": rows, "weight": weight, "scales": scales, "output": output, "num_rows": num_rows,
+        "row_stride": rows.stride(0), "SIZE": size, "OUTPUTS": num_outputs,
+        "TILE_ROWS": tile.rows, "TILE_OUTPUTS": tile.outputs, **constants(tile),
+        "UPCAST": triton.knobs.runtime.interpret, "STAGES": tile.num_stages,
+    }  # fmt: skip
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
+    grid = (_ceil_div(num_outputs, tile.outputs), _ceil_div(num_rows, tile.rows))
+    return Call(output, (Launch(kernel, grid, arguments, options),))
 
 
 def _padded(size: int) -> int:

@@ -1,7 +1,7 @@
 """The torch operators `rayspec::*`: shapes for tracing, plain torch on a CPU, Triton kernels on a GPU.
 
 Importing this module registers them and needs no triton. The functions here are the operators with names and types.
-Sizes: N rows, H query heads, H_kv key heads, D numbers a head, S slots, R sequences, P pages a sequence.
+Sizes: N rows, C columns, H query heads, H_kv key heads, D numbers a head, S slots, R sequences, P pages a sequence.
 Operators are for inference: they have no gradients.
 """
 
@@ -27,6 +27,8 @@ _SCHEMAS = {
         "Tensor? query_norm, Tensor? key_norm, float eps) -> Tensor"
     ),
     "gated": "(Tensor packed, str activation) -> Tensor",
+    "int8_product": "(Tensor rows, Tensor weight, Tensor scales) -> Tensor",
+    "int4_product": "(Tensor rows, Tensor weight, Tensor scales) -> Tensor",
 }
 _LIBRARY = torch.library.Library("rayspec", "DEF")  # type: ignore[no-untyped-call]
 
@@ -124,6 +126,26 @@ def gated(packed: Tensor, activation: str) -> Tensor:
     return cast(Tensor, torch.ops.rayspec.gated(packed, activation))
 
 
+def int8_product(rows: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """rows times the transposed matrix weight * scales[:, None]: [N, M], of the type of rows.
+
+    rows: [N, C]. weight: int8 [M, C], contiguous. scales: float32 [M].
+
+    Sums in float32, in an order that depends on N only by whether it is more than 16.
+    """
+    return cast(Tensor, torch.ops.rayspec.int8_product(rows, weight, scales))
+
+
+def int4_product(rows: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """As `int8_product`, times a matrix whose numbers are (level - 8) * scale + zero.
+
+    weight: uint8 [M, C / 2], contiguous: of a row's group of columns, byte i holds the levels of column i in its low
+    four bits and of column i + size / 2 in its high ones. scales: [groups of a row, M, 2], contiguous: scale and zero.
+    A group has at least 32 columns.
+    """
+    return cast(Tensor, torch.ops.rayspec.int4_product(rows, weight, scales))
+
+
 def _shape_of_attend(query: Tensor, *_: Any) -> Tensor:
     return query.new_empty(query.shape)
 
@@ -144,11 +166,17 @@ def _shape_of_gated(packed: Tensor, activation: str) -> Tensor:
     return packed.new_empty(packed.shape[0], packed.shape[1] // 2)
 
 
+def _shape_of_product(rows: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    return rows.new_empty(len(rows), len(weight))
+
+
 _SHAPES = {
     "attend": _shape_of_attend,
     "rms_norm": _shape_of_rms_norm,
     "rotate_and_write": _shape_of_rotate_and_write,
     "gated": _shape_of_gated,
+    "int8_product": _shape_of_product,
+    "int4_product": _shape_of_product,
 }
 
 

@@ -130,6 +130,18 @@ def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([turned, rest], -1)
 
 
+def int8_product(rows: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    return (rows.float() @ weight.T.float() * scales).to(rows.dtype)
+
+
+def int4_product(rows: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    grouped = weight.view(len(weight), len(scales), -1)
+    levels = torch.cat([grouped & 15, grouped >> 4], -1).float() - 8
+    scale, zero = scales.float().transpose(0, 1).unbind(-1)
+    matrix = levels * scale[..., None] + zero[..., None]
+    return (rows.float() @ matrix.flatten(1).T).to(rows.dtype)
+
+
 def gated(packed: Tensor, activation: str) -> Tensor:
     gate, up = packed.chunk(2, -1)
     return ACTIVATIONS[activation](gate) * up

@@ -29,6 +29,8 @@ _TRITON_TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -121,6 +123,21 @@ def row_launches(shape: Shape, dtype: torch.dtype = torch.bfloat16) -> list[Laun
         launches.rms_norm(_meta(num_rows, size, dtype=dtype), _meta(size, dtype=dtype), 1e-5, 0.0),
         launches.rotate_and_write(packed, angles, angles, slots, cache, cache, shape.num_heads, norm, norm, 1e-6),
         launches.gated(_meta(num_rows, 7 * size, dtype=dtype), "silu"),
+    ]
+    return [launch for call in calls for launch in call.launches]
+
+
+def product_launches(shape: Shape, num_rows: int, dtype: torch.dtype = torch.bfloat16) -> list[Launch]:
+    """Of products of rows with quantised matrices of queries, keys and values."""
+    size, num_outputs = shape.num_heads * shape.dim, (shape.num_heads + 2 * shape.num_kv_heads) * shape.dim
+    rows = _meta(num_rows, size, dtype=dtype)
+    int8, int4 = (
+        _meta(num_outputs, size, dtype=torch.int8),
+        _meta(num_outputs, size // 2, dtype=torch.uint8),
+    )
+    calls = [
+        launches.int8_product(rows, int8, _meta(num_outputs, dtype=torch.float32)),
+        launches.int4_product(rows, int4, _meta(size // 128, num_outputs, 2, dtype=dtype)),
     ]
     return [launch for call in calls for launch in call.launches]
 

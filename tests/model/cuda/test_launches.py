@@ -227,6 +227,87 @@ def test_rotate_and_write(heads: tuple[int, int], dim: int, rotary: int, normali
     assert torch.equal(caches[1], caches[3]), "values are copied"
 
 
+# Whole tiles and parts of them, with one tile of columns and several.
+PRODUCT_SIZES = [(48, 64), (75, 352)]
+
+
+def _quantised(num_outputs: int, size: int, group: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Weights and scales for int8, and for int4."""
+    generator = torch.Generator().manual_seed(size)
+    int8 = torch.randint(-127, 128, (num_outputs, size), dtype=torch.int8, generator=generator)
+    int4 = torch.randint(0, 256, (num_outputs, size // 2), dtype=torch.uint8, generator=generator)
+    scales = torch.rand(num_outputs, generator=generator) * 0.01
+    return (int8, scales), (int4, torch.randn(size // group, num_outputs, 2, generator=generator) * 0.1)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 16, 33])
+@pytest.mark.parametrize(("num_outputs", "size"), PRODUCT_SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_with_quantised_matrices(num_outputs: int, size: int, num_rows: int, dtype: torch.dtype) -> None:
+    (int8, int8_scales), (int4, int4_scales) = _quantised(num_outputs, size, 32)
+    wide = torch.randn(num_rows, size + 5, generator=torch.Generator().manual_seed(num_rows)).to(dtype)
+    for rows in (wide[:, :size].contiguous(), wide[:, 5:]):
+        calls = [
+            (launches.int8_product, reference.int8_product, (rows, int8, int8_scales)),
+            (launches.int4_product, reference.int4_product, (rows, int4, int4_scales.to(dtype))),
+        ]
+        for launch, expected, arguments in calls:
+            _close_to_the_largest(launch(*arguments).run(), expected(*arguments))
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_groups_of_int4_have_their_own_scales(group: int) -> None:
+    _, (weight, scales) = _quantised(20, 256, group)
+    rows = torch.eye(256)[[0, group // 2 - 1, group // 2, group - 1, group % 256, 255]]
+    found = launches.int4_product(rows, weight, scales).run()
+    for row, column in zip(found, rows.argmax(1).tolist(), strict=True):
+        place, within = divmod(column, group)
+        byte = weight[:, place * group // 2 + within % (group // 2)]
+        level = (byte >> 4 if within >= group // 2 else byte & 15).float()
+        torch.testing.assert_close(row, (level - 8) * scales[place, :, 0] + scales[place, :, 1])
+
+
+@pytest.mark.parametrize("num_rows", [0, 1])
+def test_products_of_no_rows_launch_nothing(num_rows: int) -> None:
+    (weight, scales), _ = _quantised(20, 64, 32)
+    call = launches.int8_product(torch.ones(num_rows, 64), weight, scales)
+    assert all(call.launches[0].grid) == bool(num_rows)
+    assert call.run().shape == (num_rows, 20)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_of_a_product_has_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
+    (int8, int8_scales), (int4, int4_scales) = _quantised(40, 96, 32)
+    rows = torch.randn(40, 96).to(dtype)
+    products = [
+        (launches.int8_product, (int8, int8_scales)),
+        (launches.int4_product, (int4, int4_scales.to(dtype))),
+    ]
+    for product, matrix in products:
+        few = product(rows[:16], *matrix).run()
+        for count in (1, 7):
+            _same(product(rows[:count], *matrix).run(), few[:count], f"{count} rows")
+        many = product(rows, *matrix).run()
+        _same(product(rows[:33], *matrix).run(), many[:33], "33 rows")
+
+
+def test_products_launch_by_the_number_of_rows_alone() -> None:
+    (weight, scales), _ = _quantised(40, 96, 32)
+    calls = [launches.int8_product(rows, weight, scales) for rows in (torch.zeros(5, 96), torch.randn(5, 96))]
+    first, second = (call.launches[0] for call in calls)
+    numbers = [
+        {name: each for name, each in one.arguments.items() if not isinstance(each, Tensor)} for one in (first, second)
+    ]
+    assert numbers[0] == numbers[1]
+    assert (first.grid, first.options) == (second.grid, second.options)
+
+
+def _close_to_the_largest(found: Tensor, expected: Tensor) -> None:
+    """A sum of products of both signs may be small by chance."""
+    tolerance = 1e-5 if found.dtype == torch.float32 else 2e-3
+    assert (found - expected).abs().max() <= tolerance * expected.abs().max()
+
+
 def _same(found: Tensor, expected: Tensor, message: str) -> None:
     assert torch.equal(found, expected), message
 

@@ -13,6 +13,7 @@ from rayspec.model.kv_arena import PAGE_SIZE
 from tests.model.cuda.batches import lay_out, random_rows
 
 OPERATORS: Any = torch.ops.rayspec
+FACTORS = torch.rand(24)
 BUCKET = {"page_size": PAGE_SIZE, "max_rows": 8, "max_context": 512}
 
 
@@ -27,6 +28,12 @@ def _calls() -> dict[str, tuple[Any, ...]]:
         "rotate_and_write": (packed, *angles, slots, *caches.clone(), 4, None, None, 0.0),
         "rotate_and_write, norms": (packed, *angles, slots, *caches.clone(), 4, *norms, 1e-6),
         "gated": (torch.randn(5, 64), "silu"),
+        "int8_product": (torch.randn(5, 64), torch.randint(-127, 128, (24, 64), dtype=torch.int8), FACTORS),
+        "int4_product": (
+            torch.randn(5, 64),
+            torch.randint(0, 256, (24, 32), dtype=torch.uint8),
+            torch.randn(2, 24, 2),
+        ),
     }
 
 
@@ -64,6 +71,9 @@ def test_the_functions_call_the_operators() -> None:
     found = operations.rms_norm(hidden, weight, 1e-5, 1.0)
     assert torch.equal(found, reference.rms_norm(hidden, weight, 1e-5, 1.0))
     assert torch.equal(operations.gated(hidden, "gelu_tanh"), reference.gated(hidden, "gelu_tanh"))
+    for name in ("int8_product", "int4_product"):
+        found = getattr(operations, name)(*CALLS[name])
+        assert torch.equal(found, getattr(reference, name)(*CALLS[name]))
     packed, cos, sin, slots, keys, values, *_ = CALLS["rotate_and_write"]
     query = operations.rotate_and_write(packed, cos, sin, slots, keys, values, num_heads=4)
     assert torch.equal(values[:, slots], packed.view(5, 8, 64)[:, 6:].transpose(0, 1))

@@ -16,6 +16,13 @@ from rayspec.model.cuda import resources as r
 for shape, bucket, architecture in ((r.LLAMA_8B, r.VERIFY, 90), (r.GEMMA, r.CHUNK, 100), (r.QWEN3_14B, r.TREE, 80)):
     print(r.table(r.rows([shape], [bucket], [architecture])))
 """
+PRODUCTS = """
+from rayspec.model.cuda import resources as r
+for num_rows, architecture in ((8, 90), (64, 80), (64, 100)):
+    for launch in r.product_launches(r.LLAMA_8B, num_rows):
+        needs = r.compile_launch(launch, architecture)
+        print(needs.registers, needs.stack, needs.shared)
+"""
 SAME_CODE = """
 from rayspec.model.cuda import resources as r
 for shape in r.SHAPES:
@@ -58,6 +65,12 @@ def test_kernels_compile_and_do_not_spill() -> None:
     assert len(lines) == 2 + 5 + 2 + 4 + 2 + 5, "five kernels; a chunk has no splits to merge"
     for first, end in ((0, 7), (7, 13), (13, 20)):
         assert not _spills(lines[first:end])
+
+
+def test_products_with_quantised_matrices_compile_and_do_not_spill() -> None:
+    needs = [[int(number) for number in line.split()] for line in _python("-c", PRODUCTS)]
+    assert len(needs) == 6
+    assert all(registers <= 255 and stack == 0 and shared <= 99 * 1024 for registers, stack, shared in needs), needs
 
 
 @pytest.mark.exhaustive
