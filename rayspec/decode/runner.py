@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from rayspec.choices import Keys
 from rayspec.model.architecture import Decomposition
 from rayspec.model.attention import PackedRows, pack
 from rayspec.model.buckets import bucket_of
@@ -18,7 +20,7 @@ from rayspec.model.graphs import StepGraphs
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.row_counts import RowCounts
 from rayspec.model.rows import Path, RowSpan
-from rayspec.model.static_rows import Filling, StaticRows, StepBuffers
+from rayspec.model.static_rows import STATIC_KEYS, Filling, StaticRows, StepBuffers
 from rayspec.model.static_step import StaticStep, Step
 from rayspec.model.sublayers import Sublayer, Tap, run
 
@@ -76,12 +78,26 @@ class Runner:
         """One after the last sublayer that is here."""
         return self.parts.sublayers[-1].index + 1
 
-    def batch(self, spans: Sequence[RowSpan], *, token_ids: TokenIds = (), fixed_shape: bool = True) -> Batch:
-        """Pack rows for `embed`, `run` and `head`. `fixed_shape=False`: a prefill chunk, whose shape is its own."""
+    @property
+    def supported_keys(self) -> tuple[Keys, ...]:
+        """What the rows of every pass here can read."""
+        of_arena = self.arena.supported_keys
+        return of_arena if self._buffers is None else tuple(keys for keys in of_arena if keys in STATIC_KEYS)
+
+    def batch(
+        self,
+        spans: Sequence[RowSpan],
+        *,
+        token_ids: TokenIds = (),
+        fixed_shape: bool = True,
+        scores_pages: bool = False,
+    ) -> Batch:
+        """Pack rows for `embed`, `run` and `head`. `fixed_shape=False`: a prefill chunk, whose shape is its own.
+        scores_pages: see `PackedRows`; rows in buffers leave no notes."""
         filling = self._filling(spans, token_ids)
         if filling is not None:
             return Batch(((filling.num_rows, filling),), token_ids)
-        packs = self._packed(spans, self.row_counts if fixed_shape else None)
+        packs = self._packed(spans, self.row_counts if fixed_shape else None, scores_pages)
         for rows in packs:
             self.parts.rotate(self._like_hidden, rows)
         return Batch(tuple((sum(span.num_rows for span in rows.spans), rows) for rows in packs), token_ids)
@@ -131,15 +147,13 @@ class Runner:
         ]
         return _joined(pieces, 0)[:num_rows]
 
-    def _packed(self, spans: Sequence[RowSpan], counts: RowCounts | None) -> list[PackedRows]:
+    def _packed(self, spans: Sequence[RowSpan], counts: RowCounts | None, scores_pages: bool) -> list[PackedRows]:
+        make = partial(pack, self.arena, device=self.device, scores_pages=scores_pages)
         if counts is None:
-            return [pack(self.arena, spans, device=self.device, by_run=self.row_counts is None)]
+            return [make(spans, by_run=self.row_counts is None)]
         single, paths = _row_by_row(spans)
         chosen = [slice(at, at + counts.most) for at in range(0, len(single), counts.most)]
-        return [
-            pack(self.arena, single[here], pad_to=counts.least, device=self.device, paths=paths[here], by_run=False)
-            for here in chosen
-        ]
+        return [make(single[here], pad_to=counts.least, paths=paths[here], by_run=False) for here in chosen]
 
     def _filling(self, spans: Sequence[RowSpan], token_ids: TokenIds) -> Filling | None:
         """None where the rows do not run in the buffers."""
