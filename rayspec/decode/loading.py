@@ -22,7 +22,7 @@ from rayspec.model.kv_arena import KVArena, bytes_per_slot
 from rayspec.model.offload import OffloadedWeights, offload
 from rayspec.model.row_counts import FIXED, SINGLE_ROWS, RowCounts, has_experts, independent_row_counts
 from rayspec.model.sizes import quantised_bytes
-from rayspec.model.static_rows import StepBuffers
+from rayspec.model.static_rows import STATIC_KEYS, StepBuffers
 from rayspec.model.static_step import StaticStep
 from rayspec.model.weights import load_model, num_layers, resolve_device
 from rayspec.types import CheckpointError, ConfigError
@@ -91,9 +91,9 @@ def copies_for_drafts(config: EngineConfig, parts: Decomposition) -> list[Weight
 
 
 def choices_here(config: EngineConfig, parts: Decomposition) -> tuple[Choice, ...]:
-    """By which drafts may run sublayers in this process. Rows in static buffers read all keys."""
-    reads_all = _has_buffers(config, parts)
-    return tuple(choice for choice in config.speculation.draft_choices if not reads_all or keys_of(choice) == "all")
+    """By which drafts may run sublayers in this process, as far as the rows of its passes can read the keys."""
+    readable = STATIC_KEYS if _has_buffers(config, parts) else ("all", "window", "pages")
+    return tuple(choice for choice in config.speculation.draft_choices if keys_of(choice) in readable)
 
 
 def make_arena(

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rayspec.choices import FULL, SKIP, Choice
+from rayspec.choices import FULL, SKIP, Choice, Keys
 from rayspec.model.architecture import Decomposition
 from rayspec.model.attention import PackedRows, pack
 from rayspec.model.buckets import bucket_of
@@ -19,7 +20,7 @@ from rayspec.model.graphs import StepGraphs
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.row_counts import RowCounts
 from rayspec.model.rows import Path, RowSpan
-from rayspec.model.static_rows import Filling, StaticRows, StepBuffers
+from rayspec.model.static_rows import STATIC_KEYS, Filling, StaticRows, StepBuffers
 from rayspec.model.static_step import StaticStep, Step
 from rayspec.model.sublayers import Sublayer, Tap, run
 
@@ -80,6 +81,12 @@ class Runner:
         """One after the last sublayer that is here."""
         return self.parts.sublayers[-1].index + 1
 
+    @property
+    def supported_keys(self) -> tuple[Keys, ...]:
+        """What the rows of every pass here can read."""
+        of_arena = self.arena.supported_keys
+        return of_arena if self._buffers is None else tuple(keys for keys in of_arena if keys in STATIC_KEYS)
+
     def batch(
         self,
         spans: Sequence[RowSpan],
@@ -89,7 +96,7 @@ class Runner:
         scores_pages: bool = False,
     ) -> Batch:
         """Pack rows for `embed`, `run` and `head`. `fixed_shape=False`: a prefill chunk, whose shape is its own.
-        scores_pages: the pass notes at which pages it looks most, where drafts can make use of that."""
+        scores_pages: see `PackedRows`; rows in buffers leave no notes."""
         filling = self._filling(spans, token_ids)
         if filling is not None:
             return Batch(((filling.num_rows, filling),), token_ids)
@@ -144,23 +151,12 @@ class Runner:
         return _joined(pieces, 0)[:num_rows]
 
     def _packed(self, spans: Sequence[RowSpan], counts: RowCounts | None, scores_pages: bool) -> list[PackedRows]:
+        make = partial(pack, self.arena, device=self.device, scores_pages=scores_pages)
         if counts is None:
-            by_run = self.row_counts is None
-            return [pack(self.arena, spans, device=self.device, by_run=by_run, scores_pages=scores_pages)]
+            return [make(spans, by_run=self.row_counts is None)]
         single, paths = _row_by_row(spans)
         chosen = [slice(at, at + counts.most) for at in range(0, len(single), counts.most)]
-        return [
-            pack(
-                self.arena,
-                single[here],
-                pad_to=counts.least,
-                device=self.device,
-                paths=paths[here],
-                by_run=False,
-                scores_pages=scores_pages,
-            )
-            for here in chosen
-        ]
+        return [make(single[here], pad_to=counts.least, paths=paths[here], by_run=False) for here in chosen]
 
     def _filling(self, spans: Sequence[RowSpan], token_ids: TokenIds) -> Filling | None:
         """None where the rows do not run in the buffers."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rayspec.choices import Keys
 from rayspec.model.key_budgets import KeyBudgets
 
 # Slots of a page: of one token each.
@@ -63,6 +64,11 @@ class KVArena:
             index: torch.zeros(shape.num_heads, total, shape.value_dim, dtype=dtype, device=device)
             for index, shape in layers.items()
         }
+
+    @property
+    def supported_keys(self) -> tuple[Keys, ...]:
+        """What rows can read here."""
+        return ("all", "window") if self.looked_at is None else ("all", "window", "pages")
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store rows. slots: [N] int64; keys: [num_heads, N, key_dim]; values: [num_heads, N, value_dim]."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -14,10 +15,13 @@ from rayspec.choices import Keys
 from rayspec.model.attention import AttentionKind, Heads
 from rayspec.model.buckets import MAX_TREE_ROWS, Bucket
 from rayspec.model.cuda.operations import attend, rotate_and_write
+from rayspec.model.few_keys import reads_all
 from rayspec.model.kv_arena import PAGE_SIZE, KVArena, whole_pages
 from rayspec.model.norms import RmsNorm
 from rayspec.model.rows import Path, RowSpan, Runs, is_paged, slots_between
 
+# What rows in these buffers can read.
+STATIC_KEYS: Final[tuple[Keys, ...]] = ("all", "window")
 # Copies to the device that may be under way.
 _NUM_STAGED = 4
 
@@ -45,6 +49,9 @@ class StaticRows:
     tokens, positions, slots, bits: int64 [N]. shared: int32 [N]. row_starts: int32 [R + 1]. contexts: int32 [R].
     page_table: int32 [R, pages]. residual: [1, N, hidden_size]. Rows behind the last sequence's are padding. rope: by
     layer type, cosines and sines [1, N, rotary].
+
+    window_table: int32 [R, P], the pages that single rows read in a window; window_contexts: int32 [R], how many places
+    of these pages lie before the row. keys: that rows read; where sequences have several rows these read all.
     """
 
     bucket: Bucket
@@ -57,18 +64,22 @@ class StaticRows:
     row_starts: Tensor
     contexts: Tensor
     page_table: Tensor
+    window_table: Tensor
+    window_contexts: Tensor
     residual: Tensor
     rope: dict[str, Any] = field(default_factory=dict)
+    keys: Keys = "all"
 
     @property
     def in_place(self) -> bool:
         return True
 
     def seeing(self, keys: Keys) -> StaticRows:
-        """Raises NotImplementedError for keys other than all."""
-        if keys != "all":
-            raise NotImplementedError(f"attention over pages on the device cannot read keys={keys!r}; choose 'all'")
-        return self
+        """Raises NotImplementedError for keys that are not among `STATIC_KEYS`."""
+        if keys not in STATIC_KEYS:
+            allowed = " or ".join(map(repr, STATIC_KEYS))
+            raise NotImplementedError(f"attention over pages on the device cannot read keys={keys!r}; use {allowed}")
+        return self if keys == self.keys else replace(self, keys=keys)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
         self.arena.write(layer, self.slots, key, value)
@@ -87,6 +98,8 @@ class StaticRows:
 
     def _mixed(self, layer: int, query: Tensor, kind: AttentionKind) -> Tensor:
         """query: [N, H, D]."""
+        if self.keys == "window" and self._reads_window(kind):
+            return self._mixed_in_window(layer, query, kind)
         is_tree = self.bucket.is_tree
         return attend(
             query, self.arena.keys[layer], self.arena.values[layer], self.page_table, self.row_starts, self.contexts,
@@ -94,6 +107,25 @@ class StaticRows:
             scaling=kind.scaling, window=kind.sliding_window or 0, softcap=kind.softcap or 0.0, page_size=PAGE_SIZE,
             max_rows=self.bucket.max_rows, max_context=self.page_table.shape[1] * PAGE_SIZE,
         )  # fmt: skip
+
+    def _reads_window(self, kind: AttentionKind) -> bool:
+        is_narrow = kind.sliding_window is not None and kind.sliding_window <= self._window_places
+        return self.bucket.max_rows == 1 and not self.bucket.is_tree and not is_narrow
+
+    def _mixed_in_window(self, layer: int, query: Tensor, kind: AttentionKind) -> Tensor:
+        """Row r is the only one of sequence r, and its place in the window's pages stands for its position. Where the
+        layer has a window of its own, the row sees the newest pages only: the first one may lie outside."""
+        places = self.window_contexts[: len(query)]
+        window = self.arena.budgets.window.newest * PAGE_SIZE + 1 if kind.sliding_window else 0
+        return attend(
+            query, self.arena.keys[layer], self.arena.values[layer], self.window_table, self.row_starts,
+            self.window_contexts, places, None, None, scaling=kind.scaling, window=window, softcap=kind.softcap or 0.0,
+            page_size=PAGE_SIZE, max_rows=1, max_context=self._window_places,
+        )  # fmt: skip
+
+    @property
+    def _window_places(self) -> int:
+        return self.window_table.shape[1] * PAGE_SIZE
 
 
 class StepBuffers:
@@ -117,11 +149,13 @@ class StepBuffers:
         self._arena = arena
         self._max_rows = max_rows
         self._max_sequences = max_sequences
-        self._numbers = Staging(_num_words(max_rows, max_sequences), device)
+        self._sizes = _Sizes(max_rows, max_sequences, arena.budgets.window.num_pages)
+        self._numbers = Staging(self._sizes.num_words, device)
         num_pages = whole_pages(max_places) // PAGE_SIZE
         self._table = torch.zeros(max_sequences, num_pages, dtype=torch.int32, device=device)
         self._residual = torch.zeros(1, max_rows, hidden_size, dtype=dtype, device=device)
         self._runs: list[Runs] = [()] * max_sequences  # that the page table holds
+        self._pages: list[list[int]] = [[] for _ in range(max_sequences)]  # of these runs
         self._rows: dict[Bucket, StaticRows] = {}
         self._held: Filling | None = None
         self._ropes: dict[str, tuple[Tensor, ...]] = {}  # by layer type, [1, max_rows, rotary] each
@@ -148,9 +182,9 @@ class StepBuffers:
         is_new = not self.holds(filling)
         if is_new:
             self._held = None  # until all of it is there
-            self._numbers.upload(partial(self._write, filling))
             for sequence, span in enumerate(filling.spans):
                 self._write_pages(sequence, span.runs)
+            self._numbers.upload(partial(self._write, filling))
             if isinstance(filling.token_ids, Tensor):
                 self._rows[bucket].tokens[: len(filling.token_ids)].copy_(filling.token_ids)
             self._held = filling
@@ -174,7 +208,7 @@ class StepBuffers:
         return self._rows[self._held.bucket].residual
 
     def _views(self, bucket: Bucket) -> StaticRows:
-        words = _Words.of(self._numbers.device, self._max_rows, self._max_sequences)
+        words = _Words.of(self._numbers.device, self._sizes)
         rows, sequences = slice(bucket.num_rows), slice(bucket.num_sequences)
         return StaticRows(
             bucket=bucket,
@@ -187,13 +221,15 @@ class StepBuffers:
             row_starts=words.row_starts[: bucket.num_sequences + 1],
             contexts=words.contexts[sequences],
             page_table=self._table[sequences],
+            window_table=words.window_table[sequences],
+            window_contexts=words.window_contexts[sequences],
             residual=self._residual[:, rows],
         )
 
     def _write(self, filling: Filling, numbers: Tensor) -> None:
         """numbers: on the host."""
         numbers.zero_()
-        words = _Words.of(numbers, self._max_rows, self._max_sequences)
+        words = _Words.of(numbers, self._sizes)
         words.slots[:] = self._arena.num_slots  # of padding: a spare one
         end = 0
         for sequence, (span, paths) in enumerate(zip(filling.spans, filling.paths, strict=True)):
@@ -201,6 +237,8 @@ class StepBuffers:
             words.slots[rows] = torch.tensor(slots_between(span.runs, span.context, span.end))
             words.contexts[sequence] = span.context
             words.row_starts[sequence + 1] = end
+            if filling.bucket.max_rows == 1:
+                self._write_window(words, sequence, span.context)
             if paths:
                 words.positions[rows] = torch.tensor([path.position for path in paths])
                 words.shared[rows] = torch.tensor([path.shared for path in paths], dtype=torch.int32)
@@ -214,11 +252,19 @@ class StepBuffers:
         if not isinstance(filling.token_ids, Tensor) and filling.token_ids:
             words.tokens[:end] = torch.tensor(filling.token_ids)
 
+    def _write_window(self, words: _Words, sequence: int, position: int) -> None:
+        """Of a single row at this position."""
+        budget, pages, own = self._arena.budgets.window, self._pages[sequence], position // PAGE_SIZE
+        is_short = reads_all(budget, position, None)
+        read = pages[: own + 1] if is_short else pages[: budget.sink] + pages[own - budget.newest : own + 1]
+        words.window_table[sequence, : len(read)] = torch.tensor(read, dtype=torch.int32)
+        words.window_contexts[sequence] = (len(read) - 1) * PAGE_SIZE + position % PAGE_SIZE
+
     def _write_pages(self, sequence: int, runs: Runs) -> None:
         if self._runs[sequence] != runs:
             pages = [slot // PAGE_SIZE for run in runs for slot in run.slots[::PAGE_SIZE]][: self._table.shape[1]]
             self._table[sequence, : len(pages)].copy_(torch.tensor(pages, dtype=torch.int32), non_blocking=True)
-            self._runs[sequence] = runs
+            self._runs[sequence], self._pages[sequence] = runs, pages
 
 
 class Staging:
@@ -243,6 +289,27 @@ class Staging:
 
 
 @dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Of the numbers of a pass: `max_rows` rows and `max_sequences` sequences, `window_pages` of each in a window."""
+
+    max_rows: int
+    max_sequences: int
+    window_pages: int
+
+    @property
+    def num_words(self) -> int:
+        """int64."""
+        return 4 * self.max_rows + -(-self.narrow_ends[-1] // 2)
+
+    @property
+    def narrow_ends(self) -> tuple[int, ...]:
+        """Where the int32 numbers of each kind end: shared, row_starts, contexts, window_contexts, window_table."""
+        rows, sequences = self.max_rows, self.max_sequences
+        counts = (rows, sequences + 1, sequences, sequences, sequences * self.window_pages)
+        return tuple(itertools.accumulate(counts))
+
+
+@dataclass(frozen=True, slots=True)
 class _Words:
     """What the numbers of a pass are, as views of one buffer. tokens .. bits: int64 [max_rows]; the others int32."""
 
@@ -253,24 +320,27 @@ class _Words:
     shared: Tensor
     row_starts: Tensor
     contexts: Tensor
+    window_contexts: Tensor
+    window_table: Tensor
 
     @classmethod
-    def of(cls, numbers: Tensor, max_rows: int, max_sequences: int) -> _Words:
-        wide, narrow = numbers[: 4 * max_rows].view(4, max_rows), numbers[4 * max_rows :].view(torch.int32)
-        ends = (max_rows, max_rows + max_sequences + 1, max_rows + 2 * max_sequences + 1)
+    def of(cls, numbers: Tensor, sizes: _Sizes) -> _Words:
+        num_wide, ends = 4 * sizes.max_rows, sizes.narrow_ends
+        wide, narrow = numbers[:num_wide].view(4, sizes.max_rows), numbers[num_wide:].view(torch.int32)
+        shared, row_starts, contexts, window_contexts, window_table = (
+            narrow[first:end] for first, end in itertools.pairwise((0, *ends))
+        )
         return cls(
             tokens=wide[0],
             positions=wide[1],
             slots=wide[2],
             bits=wide[3],
-            shared=narrow[: ends[0]],
-            row_starts=narrow[ends[0] : ends[1]],
-            contexts=narrow[ends[1] : ends[2]],
+            shared=shared,
+            row_starts=row_starts,
+            contexts=contexts,
+            window_contexts=window_contexts,
+            window_table=window_table.view(sizes.max_sequences, sizes.window_pages),
         )
-
-
-def _num_words(max_rows: int, max_sequences: int) -> int:
-    return 4 * max_rows + -(-(max_rows + 2 * max_sequences + 1) // 2)
 
 
 def _bits(path: Path, context: int) -> int:

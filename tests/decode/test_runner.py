@@ -7,10 +7,12 @@ import torch
 
 from rayspec.choices import choices_of
 from rayspec.decode.runner import Runner
-from rayspec.model.kv_arena import KVArena
+from rayspec.model.key_budgets import KeyBudget, KeyBudgets
+from rayspec.model.kv_arena import PAGE_SIZE, KVArena
 from rayspec.model.row_counts import RowCounts
 from rayspec.model.rows import RowSpan, one_run
 from rayspec.types import Plan
+from tests.engines import step_buffers
 from tests.families import MATRIX, checkpoint, parts_of
 
 CPU = torch.device("cpu")
@@ -108,3 +110,38 @@ def test_the_prefix_of_a_plan_ends_at_the_first_skipped_sublayer() -> None:
     for skip, prefix in (((), 4), ((0,), 0), ((3,), 3), ((1, 2), 1)):
         choices = choices_of([index not in skip for index in range(4)])
         assert Plan(choices=choices, num_draft_tokens=1, source="").prefix == prefix
+
+
+def _noting_runner(row_counts: RowCounts | None, *, notes_pages: bool = True) -> Runner:
+    parts = parts_of(checkpoint("llama"))
+    budgets = KeyBudgets(pages=KeyBudget(newest=1, looked_at=2))
+    arena = KVArena(
+        parts.shapes, 512, dtype=torch.float32, device=CPU, num_spare=8, budgets=budgets, notes_pages=notes_pages
+    )
+    return Runner(parts, arena, device=CPU, row_counts=row_counts)
+
+
+@torch.inference_mode()
+def test_a_verify_notes_pages_in_one_batch_and_row_by_row() -> None:
+    notes = []
+    for row_counts in (None, RowCounts(8, 8)):
+        runner = _noting_runner(row_counts)
+        chunk = runner.batch([RowSpan(one_run(0, 512), 0, 150)], token_ids=torch.arange(3, 153), fixed_shape=False)
+        runner.run(chunk, runner.embed(chunk))
+        assert bool((runner.arena.looked_at == -1).all()), "nobody asked for notes"
+        verify = runner.batch([RowSpan(one_run(0, 512), 150, 5)], token_ids=torch.arange(3, 8), scores_pages=True)
+        runner.run(verify, runner.embed(verify))
+        notes.append(runner.arena.looked_at)
+    assert notes[0] is not None
+    assert notes[1] is not None
+    assert torch.equal(notes[0], notes[1])
+    assert bool((notes[0][:, 150 // PAGE_SIZE] >= 0).all()), "in every layer"
+
+
+def test_a_runner_says_which_keys_its_rows_can_read() -> None:
+    runner = _noting_runner(None)
+    assert runner.supported_keys == ("all", "window", "pages")
+    assert _noting_runner(None, notes_pages=False).supported_keys == ("all", "window")
+    buffers = step_buffers(runner.parts, runner.arena, max_places=512)
+    static = Runner(runner.parts, runner.arena, device=CPU, row_counts=None, buffers=buffers)
+    assert static.supported_keys == ("all", "window")

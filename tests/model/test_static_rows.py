@@ -5,20 +5,34 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from rayspec.choices import Keys
+from rayspec.model.attention import AttentionKind, pack
 from rayspec.model.buckets import bucket_of
+from rayspec.model.key_budgets import KeyBudget, KeyBudgets
 from rayspec.model.kv_arena import PAGE_SIZE, KVArena, LayerShape
-from rayspec.model.rows import RowSpan, Runs, one_run, runs_of_pages
+from rayspec.model.rows import RowSpan, Runs, one_run, runs_of_pages, slots_between
 from rayspec.model.static_rows import Filling, StepBuffers
 
 NUM_SLOTS = 256
 TREE = (-1, 0, -3, 1)
 
 
-def _buffers() -> StepBuffers:
-    cpu = torch.device("cpu")
-    arena = KVArena({0: LayerShape(1, 4, 4)}, NUM_SLOTS, dtype=torch.float32, device=cpu, num_spare=1)
+CPU = torch.device("cpu")
+
+
+def _arena() -> KVArena:
+    """Filled at random."""
+    budgets = KeyBudgets(window=KeyBudget(newest=2))
+    arena = KVArena({0: LayerShape(1, 4, 4)}, NUM_SLOTS, dtype=torch.float32, device=CPU, num_spare=1, budgets=budgets)
+    for tensor in (arena.keys[0], arena.values[0]):
+        tensor.normal_(generator=torch.Generator().manual_seed(0))
+    return arena
+
+
+def _buffers(arena: KVArena | None = None) -> StepBuffers:
+    arena = arena or _arena()
     return StepBuffers(
-        arena, max_rows=32, max_sequences=4, max_places=128, hidden_size=8, dtype=torch.float32, device=cpu
+        arena, max_rows=32, max_sequences=4, max_places=128, hidden_size=8, dtype=torch.float32, device=CPU
     )
 
 
@@ -90,3 +104,67 @@ def test_a_pass_that_was_written_in_part_is_written_again() -> None:
 def test_what_does_not_fit_is_refused(spans: list[RowSpan]) -> None:
     assert not _buffers().can_hold(_filling(spans))
     assert _buffers().can_hold(_filling([RowSpan(one_run(0, 128), 0, 32)]))
+
+
+def _long_sequences() -> list[RowSpan]:
+    """Single rows: within the window's four pages, at its edge, at either end of a page, far beyond."""
+    order = (7, 2, 13, 3, 11, 5, 0, 9)
+    return [RowSpan(runs_of_pages(order, PAGE_SIZE), context, 1) for context in (20, 63, 64, 127)]
+
+
+def _attend(
+    arena: KVArena, spans: Sequence[RowSpan], keys: Keys, kind: AttentionKind, *, is_static: bool
+) -> torch.Tensor:
+    """What the rows saw: [N, H, D]."""
+    num_rows = sum(span.num_rows for span in spans)
+    torch.manual_seed(1)
+    query, key, value = torch.randn(2, 32, 4), torch.randn(1, 32, 4), torch.randn(1, 32, 4)
+    if is_static:
+        rows, _ = _buffers(arena).hold(_filling(spans))
+        padded = rows.bucket.num_rows
+        own = (each[:, :padded] for each in (query, key, value))
+        return rows.seeing(keys).attend(0, *own, kind)[:num_rows]
+    own = (each[:, :num_rows] for each in (query, key, value))
+    return pack(arena, spans, device=CPU).seeing(keys).attend(0, *own, kind)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("sliding_window", [None, 40])
+@pytest.mark.parametrize("keys", ["all", "window"])
+def test_single_rows_see_what_packed_rows_see(keys: Keys, sliding_window: int | None, softcap: float | None) -> None:
+    """A sliding window of 40 places is less than the budget: it stays as it is."""
+    arena, kind = _arena(), AttentionKind(0.5, sliding_window, softcap)
+    for span in _long_sequences():
+        found, expected = (_attend(arena, [span], keys, kind, is_static=static) for static in (True, False))
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    apart = [RowSpan(one_run(start, 80), 70, 1) for start in (0, 160, 80)]
+    found, expected = (_attend(arena, apart, keys, kind, is_static=static) for static in (True, False))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_in_a_layer_with_a_longer_window_a_row_sees_the_newest_pages() -> None:
+    arena = _arena()
+    (*_, span) = _long_sequences()
+    kind, whole = AttentionKind(0.5, 100, None), AttentionKind(0.5, None, None)
+    found = _attend(arena, [span], "window", kind, is_static=True)
+    places = slots_between(span.runs, span.context - 2 * PAGE_SIZE, span.context + 1)
+    alone = _arena()
+    alone.write(0, torch.arange(len(places)), arena.keys[0][:, places], arena.values[0][:, places])
+    expected = _attend(alone, [RowSpan(one_run(0, 48), len(places) - 1, 1)], "all", whole, is_static=False)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("parents", [(), TREE])
+def test_several_rows_of_a_sequence_read_all(parents: tuple[int, ...]) -> None:
+    arena, kind = _arena(), AttentionKind(0.5, None, None)
+    spans = [RowSpan(_long_sequences()[0].runs, 110, 4, parents)]
+    found = _attend(arena, spans, "window", kind, is_static=True)
+    expected = _attend(arena, spans, "all", kind, is_static=True)
+    assert torch.equal(found, expected)
+
+
+def test_pages_that_were_looked_at_are_not_for_these_rows() -> None:
+    rows, _ = _buffers().hold(_filling([RowSpan(PAGES, 3, 1)]))
+    assert rows.seeing("all") is rows
+    with pytest.raises(NotImplementedError, match="use 'all' or 'window'"):
+        rows.seeing("pages")

@@ -315,3 +315,17 @@ def _same(found: Tensor, expected: Tensor, message: str) -> None:
 def _close_to_the_last_place(found: Tensor, expected: Tensor) -> None:
     tolerance = 2e-6 if found.dtype == torch.float32 else 1e-3
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("window", [0, 2 * PAGE_SIZE + 1])
+def test_places_in_a_few_pages_may_stand_for_positions(window: int) -> None:
+    """As rows that read a window have them: int32, and one for each sequence."""
+    generator = torch.Generator().manual_seed(0)
+    query, keys, values = (torch.randn(size, generator=generator) for size in ((4, 4, 8), (2, 256, 8), (2, 256, 8)))
+    table = torch.tensor([[7, 2, 13, 3], [5, 0, 9, 1], [11, 4, 0, 0], [0, 0, 0, 0]], dtype=torch.int32)
+    starts = torch.tensor([0, 1, 2, 3, 3], dtype=torch.int32)
+    contexts = torch.tensor([48, 63, 17, 0], dtype=torch.int32)
+    arguments = (query, keys, values, table, starts, contexts, contexts, None, None)
+    found = launches.attend(*arguments, SCALING, window, 0.0, PAGE_SIZE, 1, 4 * PAGE_SIZE).run()
+    expected = reference.attend(*arguments, SCALING, window, 0.0, PAGE_SIZE, 1, 4 * PAGE_SIZE)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
