@@ -8,14 +8,15 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from rayspec import demo
+from rayspec.choices import Weights
 from rayspec.model.architecture import Decomposition
 from tests.families import parts_of
 
 EOS = 1
 
 
-def demo_parts(dtype: str = "float32") -> Decomposition:
-    return parts_of(demo.model_path(), dtype)
+def demo_parts(dtype: str = "float32", quantised: tuple[Weights, ...] = ()) -> Decomposition:
+    return parts_of(demo.model_path(), dtype, quantised)
 
 
 @cache

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from rayspec.choices import SKIP, Choice, choices_of
+from rayspec.choices import FULL, SKIP, Choice, choices_of, combinations, keys_of
 from rayspec.config import EngineConfig, SamplingParams
 from rayspec.decode.drafting.skip_draft import KeepDrafting, RoundEntry
 from rayspec.decode.engine import Engine
@@ -28,6 +28,7 @@ from rayspec.decode.stages import LocalStages, Stages
 from rayspec.decode.stopwatch import Stopwatch
 from rayspec.model.architecture import Decomposition
 from rayspec.model.graphs import StepGraphs
+from rayspec.model.key_budgets import KeyBudget, KeyBudgets
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.row_counts import FIXED
 from rayspec.model.static_rows import StepBuffers
@@ -35,6 +36,14 @@ from rayspec.model.static_step import StaticStep
 from rayspec.types import Plan, PlanRecord, Request, RequestOutput, no_draft
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+# Drafts that read few keys do so from the fourth page on.
+TINY_BUDGETS = KeyBudgets(window=KeyBudget(newest=1), pages=KeyBudget(newest=1, looked_at=1))
+ALL_CHOICES = combinations(("skip", "int8", "int4", "window", "pages"))
+
+
+def ways_of(parts: Decomposition, choices: Sequence[Choice] = ALL_CHOICES) -> list[list[Choice]]:
+    """Of each sublayer, by which of these choices it can run; skip among them."""
+    return [[one for one in choices if one == SKIP or sublayer.can_run(one)] for sublayer in parts.sublayers]
 
 
 def random_plan(rng: random.Random, num_sublayers: int, max_draft_tokens: int) -> Plan:
@@ -55,6 +64,19 @@ def random_plan(rng: random.Random, num_sublayers: int, max_draft_tokens: int) -
     )
 
 
+def varied(rng: random.Random, plan: Plan, ways: Sequence[Sequence[Choice]]) -> Plan:
+    """The plan, whose sublayers run by some of their ways: all by any, nearly all in full, or all by one."""
+    kind = rng.choice(["any", "any", "few", "one"])
+    share = {"any": 1.0, "few": 0.3, "one": 1.0}[kind]
+    names = list(dict.fromkeys(choice for each in ways for choice in each if choice != SKIP))
+    only = [rng.choice(names)] if kind == "one" else names
+    choices = []
+    for choice, each in zip(plan.choices, ways, strict=True):
+        possible = [one for one in each if one in only]
+        choices.append(rng.choice(possible) if choice == FULL and possible and rng.random() < share else choice)
+    return replace(plan, choices=tuple(choices))
+
+
 def branching(rng: random.Random, plan: Plan) -> Plan:
     """The plan, now and then with trees."""
     widths = (1, 2, 3, 5) if rng.random() < 0.4 else ()
@@ -62,13 +84,23 @@ def branching(rng: random.Random, plan: Plan) -> Plan:
 
 
 class RandomPlans:
-    """Another random plan in every round; drafts end at random, and taps come and go."""
+    """Another random plan in every round; drafts end at random, and taps come and go. ways: of each sublayer, by which
+    choices it can run; by default in full or not at all."""
 
     gate_reason = "random"
 
-    def __init__(self, seed: int, num_sublayers: int, max_draft_tokens: int = 6) -> None:
+    def __init__(
+        self,
+        seed: int,
+        num_sublayers: int,
+        max_draft_tokens: int = 6,
+        *,
+        ways: Sequence[Sequence[Choice]] | None = None,
+    ) -> None:
         self._rng = random.Random(seed)
         self._branch_rng = random.Random(f"branches {seed}")
+        self._choice_rng = random.Random(f"choices {seed}")
+        self._ways = ways
         self._num_sublayers = num_sublayers
         self._max_draft_tokens = max_draft_tokens
         self.plans: list[Plan] = []
@@ -80,6 +112,8 @@ class RandomPlans:
 
     def plan(self, state: BatchState) -> Plan:
         plan = random_plan(self._rng, self._num_sublayers, self._max_draft_tokens)
+        if self._ways is not None:
+            plan = varied(self._choice_rng, plan, self._ways)
         self.plans.append(branching(self._branch_rng, plan))
         return self.plans[-1]
 
@@ -95,6 +129,8 @@ class RandomPlans:
         """Searches now and then, as in the middle of everything one would, which must leave no trace."""
         if self._rng.random() < 0.1:
             savings: list[dict[Choice, int]] = [{SKIP: 2}, {SKIP: 1}] * (self._num_sublayers // 2)
+            for each, ways in zip(savings, self._ways or (), strict=False):
+                each.update({choice: 1 for choice in ways if choice not in (FULL, SKIP)})
             under_way = search(Knapsack(num_tokens=4, savings=savings, max_saved=5, min_similarity=-1.0, max_states=4))
             self.num_searches += under_way is not None
         return None
@@ -124,13 +160,14 @@ def engine_with(
     max_draft_tokens: int = 6,
     num_beside: int = 0,
     clock: Callable[[], float] = time.perf_counter,
+    choices: Sequence[Choice] = (FULL, SKIP),
     is_static: bool = False,
     capture: Callable[[StaticStep], StepGraphs] | None = None,
     **options: Any,
 ) -> Engine:
-    """An engine like `load_engine`'s over parts that are loaded already. No selector: plain decoding. is_static: passes
-    run in static buffers, and the host looks at drafts every few steps, as on a GPU. capture: makes graphs of these
-    passes."""
+    """An engine like `load_engine`'s over parts that are loaded already. No selector: plain decoding. choices: by which
+    drafts may run sublayers; those that read few keys have tiny budgets. is_static: passes run in static buffers, and
+    the host looks at drafts every few steps, as on a GPU. capture: makes graphs of these passes."""
     config = EngineConfig(
         model="test", device="cpu", max_model_len=max_model_len, **({"kv_cache_tokens": 4096} | options)
     )
@@ -144,13 +181,19 @@ def engine_with(
     device, weight = torch.device("cpu"), parts.final_norm.weight
     assert isinstance(weight, torch.Tensor)
     arena = KVArena(
-        parts.shapes, config.kv_cache_tokens, dtype=weight.dtype, device=device, num_spare=counts.least if counts else 1
+        parts.shapes,
+        config.kv_cache_tokens,
+        dtype=weight.dtype,
+        device=device,
+        num_spare=counts.least if counts else 1,
+        budgets=TINY_BUDGETS,
+        notes_pages=any(keys_of(choice) == "pages" for choice in choices),
     )
     buffers = step_buffers(parts, arena, max_places=max_model_len + 64) if is_static or capture else None
     graphs = capture(StaticStep(parts, buffers)) if capture and buffers else None
     vocab_size = int(parts.config.get_text_config().vocab_size)
     stages = LocalStages(
-        Runner(parts, arena, device=device, row_counts=counts, buffers=buffers, graphs=graphs),
+        Runner(parts, arena, device=device, row_counts=counts, buffers=buffers, graphs=graphs, choices=choices),
         vocab_size=vocab_size,
         verification=verification,  # type: ignore[arg-type]
         num_tap_tokens=config.num_tap_tokens,

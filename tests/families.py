@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from rayspec.choices import Weights
 from rayspec.config import EngineConfig
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.bodies import fuse
@@ -122,9 +123,9 @@ def reference(path: str) -> PreTrainedModel:
 
 
 @cache
-def parts_of(path: str, dtype: str = "float32") -> Decomposition:
-    """The checkpoint as an engine runs it: loaded, split and fused."""
-    return fuse(modules_of(path, dtype))
+def parts_of(path: str, dtype: str = "float32", quantised: tuple[Weights, ...] = ()) -> Decomposition:
+    """The checkpoint as an engine runs it: loaded, split and fused. quantised: the copies that drafts have."""
+    return fuse(modules_of(path, dtype), quantised=quantised)
 
 
 def modules_of(path: str, dtype: str = "float32") -> Decomposition:

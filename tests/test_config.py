@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from rayspec.choices import FULL, SKIP
 from rayspec.config import EngineConfig, KnapsackOptions, SamplingParams, SpeculationOptions
 from rayspec.types import ConfigError
 
@@ -66,6 +67,40 @@ def test_skip_belongs_to_the_static_strategy() -> None:
     assert SpeculationOptions(strategy="static", skip=(1, 3)).skip == (1, 3)
     with pytest.raises(ConfigError, match="'skip' works with strategy 'static' only, not 'knapspec'"):
         SpeculationOptions(skip=(1,))
+
+
+def test_a_static_choice_belongs_to_the_static_strategy() -> None:
+    assert speculation(strategy="static", static_choice="int4").draft_choices == (FULL, "int4", SKIP)
+    assert speculation(strategy="static", skip=(1,)).draft_choices == (FULL, SKIP)
+    with pytest.raises(ConfigError, match="'static_choice' works with strategy 'static' only, not 'auto'"):
+        speculation(strategy="auto", static_choice="int4")
+    with pytest.raises(ConfigError, match="'static_choice' is 'skip', which leaves no draft"):
+        speculation(strategy="static", static_choice="skip")
+    with pytest.raises(ConfigError, match="'static_choice' is 'int4\\+window2'.*did you mean 'int4\\+window'"):
+        speculation(strategy="static", static_choice="int4+window2")
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        (("skip", "int5"), "'choices.1' is 'int5'"),
+        (("full",), "'choices.0' is 'full'"),
+        (("int4+window",), "'choices.0' is 'int4\\+window'.*'skip', 'int8', 'int4', 'window' or 'pages'"),
+        ("int4", "'choices' is 'int4'"),
+    ],
+)
+def test_choices_of_other_names_are_refused(choices: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        speculation(choices=choices)
+    with pytest.raises(ConfigError, match="extra_weight_bytes"):
+        speculation(extra_weight_bytes=-1)
+
+
+def test_drafts_may_combine_the_choices_that_are_allowed() -> None:
+    assert speculation(choices=()).draft_choices == (FULL,)
+    assert speculation(choices=("pages", "skip", "int4")).draft_choices == (FULL, "int4", "pages", "int4+pages", SKIP)
+    assert speculation(choices=("int8", "int8")).draft_choices == (FULL, "int8")
+    assert speculation(strategy="swift", choices=("int4",)).draft_choices == (FULL, SKIP), "it knows no other choices"
 
 
 def test_what_is_offloaded_is_not_split() -> None:

@@ -143,12 +143,19 @@ def _flag_type(annotation: Any) -> Any:
     if origin is Literal:
         return str | None
     if origin is tuple:
-        return list[arguments[0]] | None  # type: ignore[valid-type]
+        element = str if get_origin(arguments[0]) is Literal else arguments[0]
+        return list[element] | None  # type: ignore[valid-type]
     return annotation | None if annotation in (bool, int, float, str) else None
 
 
 def _help(info: FieldInfo, default: Any) -> str:
-    choices = ", ".join(get_args(info.annotation)) if get_origin(info.annotation) is Literal else ""
-    shown = "" if default in (None, (), PydanticUndefined) else f"[default: {default}]"
+    values = get_args(info.annotation)[0] if get_origin(info.annotation) is tuple else info.annotation
+    choices = ", ".join(get_args(values)) if get_origin(values) is Literal else ""
     text = "; ".join(part for part in (info.description or "", choices) if part)
-    return f"{text} {shown}".strip()
+    return f"{text} {_shown(default)}".strip()
+
+
+def _shown(default: Any) -> str:
+    if default in (None, (), PydanticUndefined):
+        return ""
+    return f"[default: {', '.join(map(str, default)) if isinstance(default, tuple) else default}]"

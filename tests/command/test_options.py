@@ -46,6 +46,16 @@ def test_flags_become_options_of_the_right_group() -> None:
     assert settings.sampling == SamplingParams(temperature=0.25, stop=("a", "b"), max_tokens=77)
 
 
+def test_choices_are_given_one_by_one() -> None:
+    settings = settings_of("--model", "m", "--choices", "int8", "--choices", "window", "--extra-weight-bytes", "7")
+    assert settings.engine.speculation == SpeculationOptions(choices=("int8", "window"), extra_weight_bytes=7)
+    settings = settings_of("--model", "m", "--strategy", "static", "--static-choice", "int4+pages")
+    assert settings.engine.speculation == SpeculationOptions(strategy="static", static_choice="int4+pages")
+    assert settings_of("--model", "m", "--set", "speculation.choices=[]").engine.speculation.choices == ()
+    with pytest.raises(ConfigError, match=r"'choices.1' is 'widow'.*did you mean 'window'"):
+        settings_of("--model", "m", "--choices", "skip", "--choices", "widow")
+
+
 def test_what_is_not_said_is_left_to_the_defaults() -> None:
     assert settings_of("--model", "m").engine == EngineConfig(model="m")
 
@@ -56,6 +66,7 @@ def test_help_shows_the_defaults_of_the_option_groups() -> None:
     assert "--max-tokens <int> [default: 77]" in text
     assert ", static, ar, " in text
     assert "[default: knapspec]" in text
+    assert "; skip, int8, int4, window, pages [default: skip, int4, window, pages]" in text
 
 
 def test_every_simple_option_has_a_flag() -> None:

@@ -2,21 +2,25 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import cosine_similarity
 
-from rayspec.choices import FULL, SKIP, choices_of
+from rayspec.choices import FULL, SKIP, Choice, choices_of, keys_of
 from rayspec.config import SamplingParams
 from rayspec.decode.plan_search import PlanSearch
 from rayspec.decode.selection.base import FixedPlan
 from rayspec.model.architecture import Decomposition
-from rayspec.planning.knapsack import solve
+from rayspec.model.rows import slots_between
+from rayspec.planning.knapsack import Solution, follow, solve
 from rayspec.types import Plan
 from tests.demo_model import demo_parts, demo_prompts
-from tests.engines import engine_with, random_plan, requests_for
+from tests.engines import ALL_CHOICES, engine_with, random_plan, requests_for, varied, ways_of
 from tests.families import MATRIX, cases, checkpoint, parts_of
 
 
@@ -26,9 +30,15 @@ class _Taps(FixedPlan):
     wants_taps = True
 
 
-def _search(parts: Decomposition, prompts: list[list[int]], plan: Plan, num_steps: int) -> tuple[PlanSearch, Any]:
+def _search(
+    parts: Decomposition,
+    prompts: list[list[int]],
+    plan: Plan,
+    num_steps: int,
+    choices: Sequence[Choice] = (FULL, SKIP),
+) -> tuple[PlanSearch, Any]:
     """A search in the middle of generation, and the runner it looks at."""
-    engine = engine_with(parts, _Taps(plan), max_num_seqs=len(prompts), max_model_len=1024)
+    engine = engine_with(parts, _Taps(plan), max_num_seqs=len(prompts), max_model_len=1024, choices=choices)
     for request in requests_for(prompts, SamplingParams(temperature=0, max_tokens=64)):
         engine.add(request)
     for _ in range(num_steps):
@@ -129,6 +139,136 @@ def test_the_knapsack_finds_nearly_what_brute_force_finds_on_the_demo_model(num_
     for one in solution.candidates:
         whole = _branch(search, tuple(choice == FULL for choice in one.choices))
         assert search.similarity(31, whole)[0] == pytest.approx(one.similarity, abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def choosing() -> PlanSearch:
+    """A search on the demo model, whose drafts have all choices; its contexts of about 200 tokens exceed the budgets of
+    keys by far."""
+    plan = Plan(choices=(FULL,) * 32, num_draft_tokens=3, source="all")
+    return _search(demo_parts("float32", ("int8", "int4")), demo_prompts(2, 8), plan, 8, ALL_CHOICES)[0]
+
+
+def _ways(search: PlanSearch) -> list[list[Choice]]:
+    return [[one for one in ways if one not in (FULL, SKIP)] for ways in ways_of(search._runner.parts)]
+
+
+def test_a_choice_varies_the_targets_own_states_exactly(choosing: PlanSearch) -> None:
+    for index, ways in enumerate(_ways(choosing)):
+        before, after = choosing._targets[index], choosing._targets[index + 1]
+        for choice in ways:
+            exact, full = choosing.run(index, choice, before), choosing.run(index, FULL, before)
+            torch.testing.assert_close(choosing.vary(index, choice, full), exact, atol=1e-4, rtol=1e-4)
+            assert not torch.allclose(exact, after, atol=1e-3), f"{choice} changes nothing in sublayer {index}"
+
+
+def test_few_keys_and_copies_of_a_branch_are_those_of_a_draft(choosing: PlanSearch) -> None:
+    """As `test_a_branch_is_what_a_draft_of_one_token_computes`, with all choices."""
+    rng, runner = random.Random(1), choosing._runner
+    everything = Plan(choices=(FULL,) * 32, num_draft_tokens=1, source="all")
+    patterns = [varied(rng, everything, ways_of(runner.parts)).choices for _ in range(12)]
+    states, inputs = follow(patterns, choosing), choosing.start()[:, 0]
+    assert len({choice for pattern in patterns for choice in pattern}) == len(ALL_CHOICES) - 1
+    with torch.inference_mode():
+        for at, row in enumerate(choosing.tokens):
+            slot = slots_between(row.runs, row.context, row.end)[0]
+            arena = runner.arena
+            saved = {
+                index: (arena.keys[index][:, slot].clone(), arena.values[index][:, slot].clone())
+                for index in arena.keys
+            }
+            for number, pattern in enumerate(patterns):
+                drafted = runner.run(runner.batch([row]), inputs[at][None, None], choices=pattern)
+                torch.testing.assert_close(states[at, number], drafted[0, 0], atol=2e-3, rtol=2e-3)
+            for index, (keys, values) in saved.items():
+                arena.keys[index][:, slot], arena.values[index][:, slot] = keys, values
+
+
+def test_a_choice_changes_other_states_nearly_as_it_changes_the_targets(choosing: PlanSearch) -> None:
+    rng = random.Random(2)
+    guessed: dict[Choice, list[float]] = defaultdict(list)
+    unvaried: dict[Choice, list[float]] = defaultdict(list)
+    patterns = [tuple(rng.choice((FULL, FULL, FULL, SKIP)) for _ in range(32)) for _ in range(6)]
+    states = choosing.gather([choosing.start()], np.zeros(len(patterns), np.int64))
+    for index, ways in enumerate(_ways(choosing)):
+        full = choosing.run(index, FULL, states)
+        for choice in ways:
+            exact = choosing.run(index, choice, states)
+            guessed[choice] += cosine_similarity(choosing.vary(index, choice, full), exact, dim=-1).flatten().tolist()
+            unvaried[choice] += cosine_similarity(full, exact, dim=-1).flatten().tolist()
+        skipped = torch.tensor([pattern[index] == SKIP for pattern in patterns])
+        states = torch.where(skipped[None, :, None], states, full)
+    assert set(guessed) == set(ALL_CHOICES) - {FULL, SKIP}
+    for choice, each in guessed.items():
+        least = {"int8": 0.9999, "int4": 0.999}.get(choice, 0.98)
+        assert np.mean(each) >= least
+        if keys_of(choice) != "all":
+            assert 1 - np.mean(each) < 0.6 * (1 - np.mean(unvaried[choice])), "better than no change at all"
+
+
+# Units saved by each choice, of a sublayer that takes 10.
+_ATTENTION: dict[Choice, int] = {SKIP: 10, "int4": 4, "window": 3}
+_MLP: dict[Choice, int] = {SKIP: 10, "int4": 6, "int8": 4}
+
+
+def _savings(window: range) -> list[dict[Choice, int]]:
+    return [(_MLP if index % 2 else _ATTENTION) if index in window else {} for index in range(32)]
+
+
+@pytest.mark.parametrize("window", [range(12, 17), range(23, 28)])
+def test_a_search_with_four_choices_a_sublayer_finds_nearly_what_brute_force_finds(
+    choosing: PlanSearch, window: range
+) -> None:
+    """All 4^5 drafts, each sublayer of them run exactly, against the search at every budget."""
+    savings = _savings(window)
+    patterns = list(itertools.product(*((FULL, *each) for each in savings)))
+    similarity = choosing.similarity(31, follow(patterns, choosing))
+    saved = np.asarray([_saved(savings, pattern) for pattern in patterns])
+    solution = solve(savings, choosing, max_saved=50, min_similarity=0.0, max_states=16)
+    truly = {one.saved: similarity[patterns.index(one.choices)] for one in solution.candidates}
+    shares = [
+        max((value for units, value in truly.items() if units >= budget), default=0.0)
+        / similarity[saved >= budget].max()
+        for budget in range(1, 51)
+    ]
+    print(
+        min(shares),
+        np.mean(shares),
+        len(truly),
+        [abs(one.similarity - truly[one.saved]) for one in solution.candidates],
+    )
+    assert min(shares) >= 0.98
+    assert np.mean(shares) >= 0.99
+
+
+def test_a_thinned_search_over_eight_sublayers_finds_nearly_what_the_whole_recurrence_finds(
+    choosing: PlanSearch,
+) -> None:
+    savings = _savings(range(14, 22))
+    exact = solve(
+        savings, choosing, max_saved=80, min_similarity=-1.0, max_states=10**6, band=None, drop_dominated=False
+    )
+    thin = solve(savings, choosing, max_saved=80, min_similarity=0.0, max_states=16)
+    best, found = (_by_saved(choosing, solution) for solution in (exact, thin))
+    shares = [_best_from(found, budget) / _best_from(best, budget) for budget in range(1, 81)]
+    print(min(shares), np.mean(shares), len(best), len(found))
+    assert min(shares) >= 0.98
+    assert np.mean(shares) >= 0.99
+
+
+def _saved(savings: Sequence[dict[Choice, int]], pattern: Sequence[Choice]) -> int:
+    return sum(each.get(choice, 0) for each, choice in zip(savings, pattern, strict=True))
+
+
+def _by_saved(search: PlanSearch, solution: Solution) -> dict[int, float]:
+    """The similarity of the candidates when each sublayer of them is run exactly."""
+    states = follow([one.choices for one in solution.candidates], search)
+    similarity = search.similarity(31, states).tolist()
+    return {one.saved: value for one, value in zip(solution.candidates, similarity, strict=True)}
+
+
+def _best_from(by_saved: dict[int, float], budget: int) -> float:
+    return max((similarity for saved, similarity in by_saved.items() if saved >= budget), default=0.0)
 
 
 def _brute_force(search: PlanSearch, window: range, weights: list[int]) -> dict[int, float]:

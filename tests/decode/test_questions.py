@@ -187,6 +187,9 @@ class _Additive:
         self.rows.append(len(states))
         return states + self.costs[sublayer]
 
+    def vary(self, sublayer: int, choice: Choice, states: Any) -> Any:
+        raise AssertionError("no draft here has cheaper choices")
+
     def similarity(self, sublayer: int, states: Any) -> Any:
         return states - sum(self.costs[: sublayer + 1])
 

@@ -97,7 +97,14 @@ PASS = Pass(
     fixed_shape=False,
 )
 QUESTIONS: list[Question] = [
-    Knapsack(num_tokens=1, savings=[{SKIP: 2, "int4+pages": 1}, {}], max_saved=2, min_similarity=-1.0, max_states=4),
+    Knapsack(
+        num_tokens=1,
+        savings=[{SKIP: 2, "int4+pages": 1}, {}],
+        max_saved=2,
+        min_similarity=-1.0,
+        max_states=4,
+        also=[("int4+pages", FULL)],
+    ),
     LayerKnapsack(num_tokens=1, num_skipped=3),
     Trial(num_tokens=2, patterns=[(FULL, SKIP), ("int8", SKIP)]),
     Steadiness(num_tokens=4),

@@ -25,16 +25,23 @@ class Additive:
     def __init__(self, damages: Sequence[Mapping[Choice, float]]) -> None:
         self.damages = damages
         self.by_skips = list(itertools.accumulate(each.get(SKIP, 0.0) for each in damages))
-        self.runs: list[tuple[int, Choice, int]] = []
+        self.num_rows_run: list[int] = []  # by sublayer
+        self.varied: list[tuple[int, Choice]] = []
         self.num_similarity_calls = 0
 
     def start(self) -> Any:
         return np.zeros(1)
 
     def run(self, sublayer: int, choice: Choice, states: Any) -> Any:
-        self.runs.append((sublayer, choice, len(states)))
-        damages = self.damages[sublayer]
-        return states + damages.get(SKIP, 0.0) - (0.0 if choice == FULL else damages[choice])
+        assert choice == FULL
+        assert sublayer == len(self.num_rows_run), "once a sublayer, in order"
+        self.num_rows_run.append(len(states))
+        return states + self.damages[sublayer].get(SKIP, 0.0)
+
+    def vary(self, sublayer: int, choice: Choice, states: Any) -> Any:
+        assert choice not in (FULL, SKIP)
+        self.varied.append((sublayer, choice))
+        return states - self.damages[sublayer][choice]
 
     def similarity(self, sublayer: int, states: Any) -> Any:
         self.num_similarity_calls += 1
@@ -147,13 +154,12 @@ def test_pruned_is_consistent_never_better_and_never_over_its_limits(
 
 
 def check_within_bound(solution: Solution, savings: Savings, expansion: Additive, limits: dict[str, Any]) -> None:
-    """One run a sublayer and choice, none by skip, and no more rows than the price in advance."""
-    rows = [(sublayer, choice, n) for sublayer, each in enumerate(solution.num_rows_run) for choice, n in each.items()]
-    assert rows == expansion.runs
+    """One run a sublayer, in full, of no more rows than the price in advance; at most one variation a choice."""
+    assert solution.num_rows_run == expansion.num_rows_run
     bound = count_rows(savings, **limits)
-    for each, ran, most in zip(savings, solution.num_rows_run, bound, strict=True):
-        assert {FULL} <= set(ran) <= set(most) <= {FULL, *each} - {SKIP}
-        assert all(count <= most[choice] <= limits["max_states"] for choice, count in ran.items())
+    assert all(ran <= most <= limits["max_states"] for ran, most in zip(solution.num_rows_run, bound, strict=True))
+    assert len(expansion.varied) == len(set(expansion.varied))
+    assert all(choice in savings[sublayer] for sublayer, choice in expansion.varied)
 
 
 @pytest.mark.parametrize(("max_states", "mean_gap"), [(16, 0.35), (32, 0.15)])
@@ -272,7 +278,7 @@ class Residual:
         self.first = rng.normal(size=(1, self.NUM_TOKENS, self.HIDDEN_SIZE))
         self.targets = list(
             itertools.accumulate(range(num_sublayers), lambda x, i: self.run(i, FULL, x), initial=self.first)
-        )[1:]
+        )
 
     def start(self) -> Any:
         return self.first
@@ -280,8 +286,11 @@ class Residual:
     def run(self, sublayer: int, choice: Choice, states: Any) -> Any:
         return states + np.tanh(states @ self.matrices[choice][sublayer])
 
+    def vary(self, sublayer: int, choice: Choice, states: Any) -> Any:
+        return states + self.run(sublayer, choice, self.targets[sublayer]) - self.targets[sublayer + 1]
+
     def similarity(self, sublayer: int, states: Any) -> Any:
-        target = self.targets[sublayer]
+        target = self.targets[sublayer + 1]
         lengths = np.linalg.norm(states, axis=-1) * np.linalg.norm(target, axis=-1)
         return ((states * target).sum(-1) / lengths).mean(-1)
 
@@ -306,18 +315,18 @@ def test_on_a_network_whose_damages_do_not_add_up_it_is_nearly_as_good_as_brute_
     max_saved = 3 * int(saved.max()) // 4
     limits = {"max_saved": max_saved, "max_states": 16}
     solution = solve(savings, network, min_similarity=0.0, **limits)
+    truly = {c.index: similarity[patterns.index(c.choices)] for c in solution.candidates}
     shares = [
-        max(c.similarity for c in solution.candidates if c.saved >= budget) / similarity[saved >= budget].max()
+        max(truly[c.index] for c in solution.candidates if c.saved >= budget) / similarity[saved >= budget].max()
         for budget in range(solution.candidates[-1].saved + 1)
     ]
     assert solution.candidates[-1].saved > 0.9 * max_saved
     assert np.mean(shares) >= 0.98
     bound = count_rows(savings, **limits)
-    assert all(n <= most[c] for ran, most in zip(solution.num_rows_run, bound, strict=True) for c, n in ran.items())
-    for candidate in solution.candidates:
-        row = patterns.index(candidate.choices)
-        assert candidate.similarity == pytest.approx(similarity[row])
-        np.testing.assert_allclose(solution.states[candidate.index], states[row])
+    assert all(ran <= most for ran, most in zip(solution.num_rows_run, bound, strict=True))
+    errors = [abs(c.similarity - truly[c.index]) for c in solution.candidates]
+    assert errors[0] < 1e-9
+    assert np.mean(errors) < 0.01, "what a choice changes is nearly the same in every state"
 
 
 @given(st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=80), st.integers(16, 256))
@@ -381,6 +390,9 @@ class _Histories:
     def run(self, sublayer: int, choice: Choice, states: Any) -> Any:
         self.runs.append((sublayer, choice, len(states)))
         return [(*state, (sublayer, choice)) for state in states]
+
+    def vary(self, sublayer: int, choice: Choice, states: Any) -> Any:
+        raise AssertionError("drafts that are followed run exactly")
 
     def similarity(self, sublayer: int, states: Any) -> Any:
         return np.zeros(len(states))

@@ -186,22 +186,22 @@ def test_knapspec_drafts_by_a_saved_plan_after_the_first_round_and_learns_from_t
     assert [candidate.used.weight for candidate in known] == [60.0, 60.0]
     options = SpeculationOptions(optimise_share=0.0, gate=False)
     knapspec, here = KnapSpec(options, latency(), known=known), state()
-    assert not knapspec.plan(here).drafts
-    knapspec.observe(here, knapspec.plan(here), result([0], [0]), 1, 0.01)
+    assert not knapspec.plan.drafts
+    knapspec.observe(here, knapspec.plan, result([0], [0]), 1, 0.01)
     record = knapspec.improve(here, lambda question: None)
     assert record is not None
     assert record.plan.choices == (FULL, FULL, SKIP, SKIP, SKIP, SKIP, SKIP, FULL)
     assert 0.6 < record.estimated_acceptance < 0.8
-    assert knapspec.plan(here) is record.plan
+    assert knapspec.plan is record.plan
     for _ in range(40):
         knapspec.observe(here, record.plan, result([4], [0]), 1, 0.01)
         knapspec.improve(here, lambda question: None)
-    assert not knapspec.plan(here).drafts, "use has shown otherwise"
+    assert not knapspec.plan.drafts, "use has shown otherwise"
 
 
 def test_without_saved_plans_knapspec_has_none() -> None:
     knapspec, here = KnapSpec(SpeculationOptions(optimise_share=0.0, gate=False), latency()), state()
-    knapspec.observe(here, knapspec.plan(here), result([0], [0]), 1, 0.01)
+    knapspec.observe(here, knapspec.plan, result([0], [0]), 1, 0.01)
     assert knapspec.improve(here, lambda question: None) is None
 
 
