@@ -53,13 +53,14 @@ def newest_rows(
     sliding_window: int | None,
     device: torch.device,
 ) -> NewestRows | None:
-    """Of sequences that a draft will not read in full; None where there are none. Of a tree it is the row that is
+    """Of sequences that a draft will not read in full, and whose rows lie in more than one page: a look at all keys costs
+    half of a verify, and notes are good for some pages. None where there are none. Of a tree it is the row that is
     farthest from the root."""
     newest = [
         row
         for row in _newest_of_sequences(spans, paths)
         # The draft may reach the next page.
-        if not reads_all(budget, row.path.position + PAGE_SIZE, sliding_window)
+        if row.begins_page and not reads_all(budget, row.path.position + PAGE_SIZE, sliding_window)
     ]
     if not newest:
         return None
@@ -116,6 +117,10 @@ class _NewestRow:
     runs: Runs
     context: int
     last: int
+
+    @property
+    def begins_page(self) -> bool:
+        return self.context // PAGE_SIZE < self.last // PAGE_SIZE
 
     def next_pages(self) -> Tensor:
         """To which the sequence may write next, on the host."""

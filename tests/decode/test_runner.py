@@ -126,16 +126,16 @@ def test_a_verify_notes_pages_in_one_batch_and_row_by_row() -> None:
     notes = []
     for row_counts in (None, RowCounts(8, 8)):
         runner = _noting_runner(row_counts)
-        chunk = runner.batch([RowSpan(one_run(0, 512), 0, 150)], token_ids=torch.arange(3, 153), fixed_shape=False)
+        chunk = runner.batch([RowSpan(one_run(0, 512), 0, 157)], token_ids=torch.arange(3, 160), fixed_shape=False)
         runner.run(chunk, runner.embed(chunk))
         assert bool((runner.arena.looked_at == -1).all()), "nobody asked for notes"
-        verify = runner.batch([RowSpan(one_run(0, 512), 150, 5)], token_ids=torch.arange(3, 8), scores_pages=True)
+        verify = runner.batch([RowSpan(one_run(0, 512), 157, 5)], token_ids=torch.arange(3, 8), scores_pages=True)
         runner.run(verify, runner.embed(verify))
         notes.append(runner.arena.looked_at)
     assert notes[0] is not None
     assert notes[1] is not None
     assert torch.equal(notes[0], notes[1])
-    assert bool((notes[0][:, 150 // PAGE_SIZE] >= 0).all()), "in every layer"
+    assert bool((notes[0][:, 157 // PAGE_SIZE] >= 0).all()), "in every layer"
 
 
 def test_a_runner_says_which_keys_its_rows_can_read() -> None:

@@ -79,7 +79,7 @@ def test_newest_rows_note_the_pages_at_which_they_look_most(options: dict[str, A
     """A verify of a chain and of a tree, and a chunk of a prompt, of which two share pages."""
     arena, runs = _arena(), _runs()
     assert arena.looked_at is not None
-    spans = [RowSpan(runs[0], 110, 4), RowSpan(runs[1], 140, 6, TREE), RowSpan(runs[2], 80, 45)]
+    spans = [RowSpan(runs[0], 110, 4), RowSpan(runs[1], 142, 6, TREE), RowSpan(runs[2], 80, 45)]
     rows = pack(arena, spans, device=CPU, scores_pages=True)
     query, _ = _attend(rows, **options)
     window = options["sliding_window"]
@@ -136,7 +136,7 @@ def test_notes_do_not_change_what_rows_see(options: dict[str, Any]) -> None:
     results = []
     for scores_pages in (False, True):
         arena, runs = _arena(), _runs()
-        spans = [RowSpan(runs[0], 110, 4), RowSpan(runs[1], 140, 6, TREE), RowSpan(runs[2], 80, 45)]
+        spans = [RowSpan(runs[0], 110, 4), RowSpan(runs[1], 142, 6, TREE), RowSpan(runs[2], 80, 45)]
         results.append(_attend(pack(arena, spans, device=CPU, scores_pages=scores_pages), **options)[1])
     assert torch.equal(*results)
 
@@ -145,3 +145,10 @@ def test_an_arena_without_room_gets_no_notes() -> None:
     arena, (runs, *_) = _arena(notes_pages=False), _runs()
     _attend(pack(arena, [RowSpan(runs, 110, 2)], device=CPU, scores_pages=True))
     assert arena.looked_at is None
+
+
+def test_rows_that_stay_within_a_page_leave_the_note_as_it_is() -> None:
+    arena, runs = _arena(), _runs()
+    assert arena.looked_at is not None
+    _attend(pack(arena, [RowSpan(runs[0], 112, 4)], device=CPU, scores_pages=True))
+    assert bool((arena.looked_at == -1).all())
