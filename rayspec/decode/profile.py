@@ -8,7 +8,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -32,7 +32,6 @@ ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = (32, 1024, 4096)
 BATCHES = (8, 4, 2)  # sequences: the first number that the arena can hold
 _WIDE_ROWS = (1, 8, 32)
-_DRAFT_ROWS = (1, 2, 8, 32)  # with which choices other than `full` are measured: drafts have few, searches many
 _ROWS_EACH = (1, 4)  # of a sequence, where there are several
 _NUM_REPEATS = 6
 # More than a last-level cache holds of one core complex; and a pause as between two passes of a stage.
@@ -146,10 +145,11 @@ def _works(runner: Runner, device: str) -> Iterator[tuple[Measurement, Callable[
     for rows, context, batch_size in cells:
         each = rows // batch_size
         length = whole_pages(context + each)
-        batch = runner.batch([RowSpan(one_run(at * length, length), context, each) for at in range(batch_size)])
-        hidden = _random_states(runner, rows)
+        spans = [RowSpan(one_run(at * length, length), context, each) for at in range(batch_size)]
+        _note_pages(runner, spans)
+        batch, hidden = runner.batch(spans), _random_states(runner, rows)
         for name, ways in runner.choices_by_kind.items():
-            for choice in ways if rows in _DRAFT_ROWS else (FULL,):
+            for choice in ways if each == 1 else (FULL,):  # drafts have one row a sequence
                 mine = [choice if own == name else SKIP for own in names]
                 one = Measurement(
                     kind=kind_of(name, choice),
@@ -165,6 +165,14 @@ def _works(runner: Runner, device: str) -> Iterator[tuple[Measurement, Callable[
             yield head, partial(runner.head, hidden)
     fixed = Measurement(kind=OVERHEAD, rows=1, context=0, batch=1, seconds=1, device=device)
     yield fixed, partial(runner.batch, [RowSpan(one_run(0, 1), 0, 1)])
+
+
+def _note_pages(runner: Runner, spans: Sequence[RowSpan]) -> None:
+    """So that drafts which read few pages find as many as in use: rows that end where the spans begin, and begin a
+    page."""
+    if runner.arena.looked_at is not None and spans[0].context >= PAGE_SIZE:
+        before = [RowSpan(span.runs, span.context - 1, 2) for span in spans]
+        runner.run(runner.batch(before, scores_pages=True), _random_states(runner, 2 * len(spans)))
 
 
 def _wake_seconds(runner: Runner, clock: Callable[[], float]) -> float:
