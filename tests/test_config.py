@@ -76,7 +76,7 @@ def test_a_static_choice_belongs_to_the_static_strategy() -> None:
         speculation(strategy="auto", static_choice="int4")
     with pytest.raises(ConfigError, match="'static_choice' is 'skip', which leaves no draft"):
         speculation(strategy="static", static_choice="skip")
-    with pytest.raises(ConfigError, match="'static_choice' is 'int4\\+window2'.*did you mean 'int4\\+window'"):
+    with pytest.raises(ConfigError, match=r"'static_choice' is 'int4\+window2'.*did you mean 'int4\+window'"):
         speculation(strategy="static", static_choice="int4+window2")
 
 

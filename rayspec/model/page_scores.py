@@ -53,9 +53,9 @@ def newest_rows(
     sliding_window: int | None,
     device: torch.device,
 ) -> NewestRows | None:
-    """Of sequences that a draft will not read in full, and whose rows lie in more than one page: a look at all keys costs
-    half of a verify, and notes are good for some pages. None where there are none. Of a tree it is the row that is
-    farthest from the root."""
+    """Of sequences that a draft will not read in full, and whose rows lie in more than one page: a look at all keys
+    costs half of a verify, and notes are good for some pages. None where there are none. Of a tree it is the row that
+    is farthest from the root."""
     newest = [
         row
         for row in _newest_of_sequences(spans, paths)
