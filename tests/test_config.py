@@ -85,7 +85,7 @@ def test_a_static_choice_belongs_to_the_static_strategy() -> None:
     [
         (("skip", "int5"), "'choices.1' is 'int5'"),
         (("full",), "'choices.0' is 'full'"),
-        (("int4+window",), "'choices.0' is 'int4\\+window'.*'skip', 'int8', 'int4', 'window' or 'pages'"),
+        (("int4+window",), r"'choices.0' is 'int4\+window'.*'skip', 'int8', 'int4', 'window' or 'pages'"),
         ("int4", "'choices' is 'int4'"),
     ],
 )
