@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from rayspec.choices import FULL, SKIP, Choice, Choices, combined, num_leading_full, weights_of
+from rayspec.choices import FULL, SKIP, Choice, Choices, combined, keys_of, num_leading_full, weights_of
 from rayspec.config import SpeculationOptions
 from rayspec.decode.questions import Answer, Found, Knapsack
 from rayspec.decode.rounds import RoundResult
@@ -33,6 +33,8 @@ _FIRST_SEARCH_SHARE = 0.1
 _ROUNDS_TO_REVIEW = 16
 _ROUNDS_TO_PRICE = 4
 _CONTEXT_GRID = 64  # tokens that change what a plan makes by little
+# Of the cost with all keys, below which few keys are a choice.
+_FEW_KEYS_COST = 0.9
 USE_HALF_LIFE_TOKENS = 256.0
 # What is expected of a candidate counts as so many tokens beside those that were tested in use.
 _PRIOR_TOKENS = 16.0
@@ -253,11 +255,13 @@ class KnapSpec:
         """Of each sublayer in a draft step."""
         rows, context, batch = state.batch, state.context, state.batch
         return [
-            {
-                choice: self._latency.sublayer_s(index, rows=rows, context=context, batch=batch, choice=choice)
-                for choice in self._latency.choices_of(index)
-                if choice in self._options.draft_choices
-            }
+            _worthwhile(
+                {
+                    choice: self._latency.sublayer_s(index, rows=rows, context=context, batch=batch, choice=choice)
+                    for choice in self._latency.choices_of(index)
+                    if choice in self._options.draft_choices
+                }
+            )
             for index in range(len(self._latency.sublayers))
         ]
 
@@ -371,6 +375,16 @@ class KnapSpec:
             batch=state.batch,
             expected_acceptance=self.acceptance_of([candidate])[0] if candidate else None,
         )
+
+
+def _worthwhile(seconds: Mapping[Choice, float]) -> dict[Choice, float]:
+    """Without choices of few keys that save next to nothing: contexts may be shorter than what they read."""
+    with_all_keys = {choice: seconds[combined(weights_of(choice), "all")] for choice in seconds}
+    return {
+        choice: cost
+        for choice, cost in seconds.items()
+        if keys_of(choice) == "all" or cost < _FEW_KEYS_COST * with_all_keys[choice]
+    }
 
 
 def uniform_patterns(savings: Sequence[Mapping[Choice, int]]) -> list[Choices]:
