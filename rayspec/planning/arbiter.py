@@ -64,6 +64,7 @@ class Arbiter:
         self._records: dict[Way, _Record] = {}
         self._taken = home  # the way of the last round that was no trial
         self._trial: _Trial | None = None
+        self._price_s: dict[Way, float] = {}  # of a trial, by what the last one lost
         self._elapsed_s = self._lost_s = self._round_s = 0.0
         self._num_outstanding: float | None = None
 
@@ -74,12 +75,9 @@ class Arbiter:
 
     def choose(self, predicted: Mapping[Way, float]) -> Way:
         """predicted: tokens per second of each way that is open to the round, the home way among them."""
-        best = self._best(predicted)
         if self._trial is not None and self._trial.way in predicted:
-            if best == self._trial.way:
-                best = self._best({way: rate for way, rate in predicted.items() if way != self._trial.way})
-            return best if self._trial.was_last else self._trial.way
-        self._taken = best
+            return self._best(predicted, without=self._trial.way) if self._trial.was_last else self._trial.way
+        best = self._taken = self._best(predicted)
         challenger = self._challenger(predicted, best)
         if challenger is None:
             return best
@@ -101,7 +99,7 @@ class Arbiter:
             raise ValueError(f"{num_tokens} tokens in {seconds} s with {predicted} tokens/s predicted cannot be")
         self._pass(seconds, num_outstanding)
         record = self._record(way)
-        record.add(num_tokens, predicted[way] * seconds, max_clip=self._options.max_clip)
+        seconds = record.add(num_tokens, predicted[way] * seconds) / predicted[way]
         self._round_s += 0.1 * (seconds - self._round_s) if self._round_s else seconds
         if self._trial is not None:
             self._learn_trial(self._trial, way, num_tokens, seconds, predicted)
@@ -112,6 +110,7 @@ class Arbiter:
 
     def renew(self, way: Way) -> None:
         """The way has become another one: a new plan. Where it is taken it goes on, and is judged afresh."""
+        self._price_s.pop(way, None)
         if self._trial is not None and self._trial.way == way:
             self._trial = None
         if self._taken == way:
@@ -132,7 +131,7 @@ class Arbiter:
         return self._record(way).mean
 
     def is_known(self, way: Way) -> bool:
-        return way in self._trusted or self._record(way).num_rounds >= self._options.min_rounds
+        return way in self._trusted or way == self._taken or self._record(way).num_rounds >= self._options.min_rounds
 
     def spare_s(self, predicted: Mapping[Way, float]) -> float:
         """Seconds that the trial may still lose."""
@@ -146,14 +145,15 @@ class Arbiter:
         for record in self._records.values():
             record.fade(fade)
 
-    def _best(self, predicted: Mapping[Way, float]) -> Way:
-        """Of the ways that are known; the one taken last has an advantage."""
+    def _best(self, predicted: Mapping[Way, float], *, without: Way | None = None) -> Way:
+        """Of the ways that are known; the one taken last has an advantage. Home, if there is no other."""
 
         def rate(way: Way) -> float:
             bonus = 1 + self._options.hysteresis if way == self._taken else 1.0
             return predicted[way] * self.factor(way) * bonus
 
-        return max((way for way in predicted if self.is_known(way)), key=rate)
+        known = [way for way in predicted if way != without and self.is_known(way)]
+        return max(known, key=rate, default=self._home)
 
     def _challenger(self, predicted: Mapping[Way, float], best: Way) -> Way | None:
         """The way with the most to gain by a trial, if there is one, and if a trial may be lost."""
@@ -163,7 +163,7 @@ class Arbiter:
         if not others:
             return None
         way = max(others, key=hopes.__getitem__)
-        return way if self._lost_s < self._allowance_s(way, predicted) else None
+        return way if self._lost_s + self._price_s.get(way, 0.0) < self._allowance_s(way, predicted) else None
 
     def _learn_trial(
         self, trial: _Trial, way: Way, num_tokens: float, seconds: float, predicted: Mapping[Way, float]
@@ -171,11 +171,13 @@ class Arbiter:
         trial.was_last = way == trial.way
         if not trial.was_last:
             return
-        best = self._best({other: rate for other, rate in predicted.items() if other != trial.way})
+        best = self._best(predicted, without=trial.way)
         trial.num_rounds += 1
         trial.lost_s += seconds - num_tokens / (predicted[best] * self.factor(best))
         if self._is_over(trial, best, predicted):
-            self._lost_s += max(trial.lost_s, 0.0)
+            lost_s = max(trial.lost_s, 0.0)
+            self._lost_s += lost_s
+            self._price_s[way] = lost_s / trial.num_rounds * self._options.min_rounds
             self._trial = None
 
     def _is_over(self, trial: _Trial, best: Way, predicted: Mapping[Way, float]) -> bool:
@@ -245,15 +247,17 @@ class _Record:
     def upper(self, num_errors: float) -> float:
         return self.mean + num_errors * self.error
 
-    def add(self, made: float, expected: float, *, max_clip: float) -> None:
+    def add(self, made: float, expected: float) -> float:
+        """A round. Returns what it counts as expected."""
         if self.num_rounds >= 1:
-            expected = min(expected, max_clip * self._expected / self.num_rounds)
+            expected = min(expected, self._options.max_clip * self._expected / self.num_rounds)
         self.num_rounds += 1
         self._made += made
         self._expected += expected
         self._squares = tuple(  # type: ignore[assignment]
             total + more for total, more in zip(self._squares, (made * made, made * expected, expected**2), strict=True)
         )
+        return expected
 
     def fade(self, factor: float) -> None:
         self.num_rounds *= factor
