@@ -59,7 +59,7 @@ class Arbiter:
     def __init__(self, home: Way, *, trusted: Collection[Way] = (), options: ArbiterOptions | None = None) -> None:
         """trusted: ways that need no trial either, as their predictions are made of what rounds of all ways showed."""
         self._home = home
-        self._trusted = {home, *trusted}
+        self._trusted = frozenset(trusted)
         self._options = options or ArbiterOptions()
         self._records: dict[Way, _Record] = {}
         self._taken = home  # the way of the last round that was no trial
@@ -127,11 +127,17 @@ class Arbiter:
             self._taken = self._home
 
     def factor(self, way: Way) -> float:
-        """What its rounds made over what was predicted for them."""
-        return self._record(way).mean
+        """What its rounds made over what was predicted for them. A machine that is slower than predicted is so for all
+        ways: what the home way makes of its predictions is the prior of the others."""
+        return self._record(way).mean(1.0 if way == self._home else self.factor(self._home))
+
+    def _error(self, way: Way) -> float:
+        """Standard error of the factor."""
+        return self._record(way).error(self.factor(way), self.factor(self._home))
 
     def is_known(self, way: Way) -> bool:
-        return way in self._trusted or way == self._taken or self._record(way).num_rounds >= self._options.min_rounds
+        is_taken = way in {self._home, self._taken} or way in self._trusted
+        return is_taken or self._record(way).num_rounds >= self._options.min_rounds
 
     def spare_s(self, predicted: Mapping[Way, float]) -> float:
         """Seconds that the trial may still lose."""
@@ -158,8 +164,10 @@ class Arbiter:
     def _challenger(self, predicted: Mapping[Way, float], best: Way) -> Way | None:
         """The way with the most to gain by a trial, if there is one, and if a trial may be lost."""
         aim = predicted[best] * self.factor(best) * (1 + self._options.hysteresis)
-        hopes = {way: predicted[way] * self._record(way).upper(self._options.lost_errors) for way in predicted}
-        others = [way for way in predicted if way != best and hopes[way] > aim]
+        hopes = {
+            way: predicted[way] * (self.factor(way) + self._options.lost_errors * self._error(way)) for way in predicted
+        }
+        others = [way for way in predicted if way != best and way not in self._trusted and hopes[way] > aim]
         if not others:
             return None
         way = max(others, key=hopes.__getitem__)
@@ -182,13 +190,13 @@ class Arbiter:
 
     def _is_over(self, trial: _Trial, best: Way, predicted: Mapping[Way, float]) -> bool:
         """After a round of the trial. best: of the other ways."""
-        options, record, other = self._options, self._record(trial.way), self._record(best)
-        rate, aim = predicted[trial.way], predicted[best]
-        difference = rate * record.mean - aim * other.mean * (1 + options.hysteresis)
-        error = math.hypot(rate * record.error, aim * other.error)
+        options, way = self._options, trial.way
+        rate, aim = predicted[way], predicted[best]
+        difference = rate * self.factor(way) - aim * self.factor(best) * (1 + options.hysteresis)
+        error = math.hypot(rate * self._error(way), aim * self._error(best))
         spent = self._lost_s + max(trial.lost_s, 0.0) * (1 + 1 / trial.num_rounds)
-        if spent > self._allowance_s(trial.way, predicted):
-            record.know(options.min_rounds)
+        if spent > self._allowance_s(way, predicted):
+            self._record(way).know(options.min_rounds)
             return True
         if trial.num_rounds < options.min_rounds:
             return False
@@ -208,7 +216,7 @@ class Arbiter:
 
     def _record(self, way: Way) -> _Record:
         if way not in self._records:
-            self._records[way] = _Record(self._options)
+            self._records[way] = _Record(self._options, 0.0 if way == self._home else self._options.prior_rounds)
         return self._records[way]
 
 
@@ -223,33 +231,36 @@ class _Trial:
 class _Record:
     """Tokens of a way's rounds over those predicted, faded; a prediction counts as some rounds."""
 
-    def __init__(self, options: ArbiterOptions) -> None:
+    def __init__(self, options: ArbiterOptions, prior_rounds: float) -> None:
         self._options = options
+        self._prior_rounds = prior_rounds
         self.num_rounds = 0.0
         self._made = self._expected = 0.0
         self._squares = (0.0, 0.0, 0.0)  # of made, made times expected, expected
 
     @property
-    def mean(self) -> float:
-        prior = self._options.prior_rounds * (self._expected / self.num_rounds if self.num_rounds else 1.0)
-        return (self._made + prior) / (self._expected + prior)
+    def _typical(self) -> float:
+        """Tokens expected of a round."""
+        return self._expected / self.num_rounds if self.num_rounds else 1.0
 
-    @property
-    def error(self) -> float:
+    def mean(self, prior: float) -> float:
+        """Tokens made over those expected. prior: that before anything was seen."""
+        tokens = self._prior_rounds * self._typical
+        return (self._made + prior * tokens) / (self._expected + tokens) if self._expected + tokens else prior
+
+    def error(self, mean: float, prior: float) -> float:
         """Standard error of the mean."""
-        options, mean = self._options, self.mean
+        options = self._options
         of_made, of_both, of_expected = self._squares
-        typical = self._expected / self.num_rounds if self.num_rounds else 1.0
-        residual = max(of_made - 2 * mean * of_both + mean**2 * of_expected, 0.0) / typical**2 if typical else 0.0
-        variance = (residual + options.variance_rounds * options.variance) / (self.num_rounds + options.variance_rounds)
+        residual = max(of_made - 2 * mean * of_both + mean**2 * of_expected, 0.0) / self._typical**2
+        variance = (residual + options.variance_rounds * options.variance * prior**2) / (
+            self.num_rounds + options.variance_rounds
+        )
         return math.sqrt(variance / (self.num_rounds + options.prior_rounds))
-
-    def upper(self, num_errors: float) -> float:
-        return self.mean + num_errors * self.error
 
     def add(self, made: float, expected: float) -> float:
         """A round. Returns what it counts as expected."""
-        if self.num_rounds >= 1:
+        if self.num_rounds > 0:
             expected = min(expected, self._options.max_clip * self._expected / self.num_rounds)
         self.num_rounds += 1
         self._made += made

@@ -87,7 +87,7 @@ def test_text_that_repeats_itself_is_looked_up() -> None:
     for _ in range(60):
         there.play([FOUND])
     assert all(plan.num_lookup_tokens >= 4 for plan in there.plans[-20:])
-    assert "100% of the rounds verified looked-up" in there.auto.gate_reason
+    assert int(there.auto.gate_reason.split("; ")[1].split("%")[0]) >= 90, "but for trials of plain decoding"
 
 
 def test_what_is_never_right_is_soon_left_alone_and_taken_up_again_when_it_is() -> None:
@@ -112,7 +112,7 @@ def test_rows_that_cost_more_than_they_earn_are_not_verified(right: float) -> No
 def test_no_proposal_is_knapspecs_business() -> None:
     there = world(right=1.0)
     there.play([NOTHING, NOTHING])
-    assert there.plans == [there.auto._knapspec.plan(_batch_state())]
+    assert there.plans == [there.auto._no_draft]
 
 
 @pytest.mark.parametrize(
@@ -173,41 +173,18 @@ def test_what_went_on_a_draft_teaches_lookup_and_the_plan_hears_of_its_own(num_a
     auto, plan, heard = there.auto, Plan(choices=(SKIP,) * 8, num_draft_tokens=8, source="x"), []
     there.play([FOUND])
     auto._knapspec.observe = lambda *told: heard.append(told)  # type: ignore[method-assign]
+    auto._knapspec.plan = plan
+    auto._knapspec.rate = lambda state: 1e9  # type: ignore[method-assign]
     before = auto._lookup.by_class
-    auto.observe(
-        replace(_batch_state(), proposals=lambda: [NOTHING]), plan, _continued(num_accepted), num_accepted + 1, 0.04
-    )
-    [(_, _, own, num_tokens, seconds)] = heard
+    state = replace(_batch_state(), proposals=lambda: [NOTHING])
+    assert auto.plan(state).num_draft_tokens > 0
+    auto.observe(state, plan, _continued(num_accepted), num_accepted + 1, 0.04)
+    [(_, own_plan, own, _, _)] = heard
+    assert own_plan is plan, "also where its drafts were made shorter"
     assert own.num_accepted == [min(2, num_accepted)]
-    assert num_tokens == min(2, num_accepted) + 1
-    saved_s = max(0, num_accepted - 2) / auto._lookup_rounds.value
-    assert seconds == pytest.approx(0.04 - min(saved_s, 0.02))
     learned = [now > then for now, then in zip(auto._lookup.by_class, before, strict=True)]
     assert any(learned) == (num_accepted > 2), "what was looked up behind a wrong token says nothing"
     assert (auto._lookup.by_class != before) == (num_accepted >= 2)
-
-
-@pytest.mark.parametrize("on_trial", [True, False])
-def test_what_drafts_gain_is_seen_after_their_trial_and_one_bad_round_is_not_all(
-    monkeypatch: pytest.MonkeyPatch, on_trial: bool
-) -> None:
-    monkeypatch.setattr(KnapSpec, "on_trial", on_trial)
-    hoped_tpt = 2 / model().decode_step_s(context=1024, batch=1)
-    monkeypatch.setattr(KnapSpec, "hoped_tpt", lambda knapspec, state: hoped_tpt)
-    there = world(right=1.0)
-    auto, plan = there.auto, Plan(choices=(SKIP,) * 8, num_draft_tokens=8, source="x")
-    assert auto._gain(_batch_state()) == pytest.approx(2.0)
-    plain_s = 1 / auto._plain_rate(_batch_state())
-    slow = replace(_continued(0), draft_s=7 * plain_s, verify_s=plain_s)
-    gains = []
-    for _ in range(40):
-        auto.observe(replace(_batch_state(), proposals=lambda: [NOTHING]), plan, slow, 1, 8 * plain_s)
-        gains.append(auto._gain(_batch_state()))
-    if on_trial:
-        assert gains == pytest.approx([2.0] * 40)
-    else:
-        assert gains[0] > 1.4
-        assert gains[-1] < 0.5
 
 
 def test_drafts_go_on_by_what_lookup_has_learned() -> None:
@@ -218,14 +195,29 @@ def test_drafts_go_on_by_what_lookup_has_learned() -> None:
     worth = DraftWhileWorth(
         curve=CalibrationCurve(confidence=(0.0, 1.0), excess=(0.0, 0.0)), usual=0.8, rate=1.0, step_s=0.5, row_s=0.01
     )
-    there.auto._knapspec.keep_drafting = lambda state: worth  # type: ignore[method-assign]
-    there.auto._chosen = Plan(choices=(SKIP,) * 8, num_draft_tokens=8, source="x")
-    rule = there.auto.keep_drafting(_batch_state())
+    knapspec = there.auto._knapspec
+    knapspec.keep_drafting = lambda state, rate: worth  # type: ignore[method-assign]
+    knapspec.rate = lambda state: 1e9  # type: ignore[method-assign]
+    knapspec.plan = Plan(choices=(SKIP,) * 8, num_draft_tokens=8, source="x")
+    state = replace(_batch_state(), proposals=lambda: [NOTHING])
+    there.auto.plan(state)
+    rule = there.auto.keep_drafting(state)
     assert isinstance(rule, DraftUntilFound)
     assert (rule.worth, rule.by_class) == (worth, there.auto._lookup.by_class)
-    row_s = there.auto._costs.row_s(context=1024, batch=1)
-    assert rule.min_survival == pytest.approx(there.auto._lookup_rounds.value * row_s)
-    assert rule.num_looked_up([1.0], FOUND.evidence) > 0
+    assert rule.drafting_gain > 1
+
+
+def test_rounds_of_several_cohorts_may_be_under_way() -> None:
+    there = world(right=1.0)
+    states = [replace(_batch_state(), proposals=lambda: [FOUND]) for _ in range(3)]
+    plans = [there.auto.plan(state) for state in states]
+    for state, plan in reversed(list(zip(states, plans, strict=True))):
+        draft = Draft(list(FOUND.token_ids[: plan.num_lookup_tokens]))
+        tokens = [1] * (len(draft.token_ids) + 1)
+        result = RoundResult([Committed(tokens, (), True)], [draft], [len(draft.token_ids)], 0, 0.0, 0.01)
+        there.auto.observe(state, plan, result, len(tokens), 0.01)
+    assert there.auto._trials.taken(states[0]) is None
+    there.auto.observe(states[0], plans[0], result, 1, 0.01)
 
 
 def _batch_state() -> BatchState:
@@ -257,17 +249,16 @@ def test_a_plan_is_not_told_that_drafts_which_lookup_ended_had_ended_by_themselv
     assert knapspec._stops.rule.misfires < before.misfires
 
 
-def test_a_plan_that_may_well_be_faster_is_tried_before_lookup_is_settled_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the gate, which compares with rounds without any draft, would wait for ever for some."""
+def test_a_plan_that_may_well_be_faster_is_tried_although_lookup_pays() -> None:
     there = world(right=0.3)
     for _ in range(30):
         there.play([FOUND])
     assert there.plans[-1].num_lookup_tokens > 0
-    looked_up_rate = there.auto._lookup_rounds.value
-    step_s = there.latency.decode_step_s(context=1024, batch=1)
-    monkeypatch.setattr(KnapSpec, "is_open", True)
-    for gain, tried in ((0.5, False), (2.0, True)):
-        hoped_tpt = gain * max(looked_up_rate, 1 / step_s)
-        monkeypatch.setattr(KnapSpec, "hoped_tpt", lambda knapspec, state, hoped_tpt=hoped_tpt: hoped_tpt)
+    knapspec = there.auto._knapspec
+    knapspec.plan = Plan(choices=(SKIP,) * 8, num_draft_tokens=8, source="x")
+    plain_rate = 1 / there.latency.decode_step_s(context=1024, batch=1)
+    for gain, tried in ((0.5, False), (8.0, True)):
+        knapspec.rate = lambda state, gain=gain: gain * plain_rate  # type: ignore[method-assign]
         there.play([FOUND])
-        assert (there.plans[-1].num_lookup_tokens == 0) == tried
+        there.play([FOUND])
+        assert any(plan.num_draft_tokens for plan in there.plans[-2:]) == tried

@@ -12,7 +12,7 @@ from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
 from rayspec.decode.engine import Engine
 from rayspec.decode.profile import measure
 from rayspec.decode.runner import Runner
-from rayspec.decode.selection.knapspec import KnapSpec
+from rayspec.decode.selection.auto import Auto
 from rayspec.local_engine import load_engine
 from rayspec.planning.latency import LatencyModel
 from tests.demo_model import EOS, demo_parts, demo_prompts
@@ -33,9 +33,9 @@ def _latency(engine: Engine) -> LatencyModel:
     return measure(runner)
 
 
-def _knapspec(latency: LatencyModel, **options: Any) -> KnapSpec:
+def _knapspec(latency: LatencyModel, **options: Any) -> Auto:
     values: dict[str, Any] = {"optimise_share": 1.0, "knapsack": {"num_tap_tokens": 6}}
-    return KnapSpec(SpeculationOptions(**(values | options)), latency)
+    return Auto(SpeculationOptions(**(values | options)), latency, looks_up=False)
 
 
 @pytest.mark.parametrize("verification", few_of(["coupled", "rejection"], ["coupled"]))
@@ -80,17 +80,18 @@ def test_on_random_weights_it_ends_up_not_drafting_and_says_so() -> None:
     assert not stats.plans[-1].plan.drafts or "plain" in stats.gate_reason
 
 
-def test_the_gate_stops_a_plan_that_only_looked_good(demo_latency: LatencyModel) -> None:
+def test_a_plan_that_only_looked_good_is_dropped(demo_latency: LatencyModel) -> None:
     """Predictions say that sublayers take all the time; in truth drafting is made slow."""
 
-    class _SlowDrafts(KnapSpec):
+    class _SlowDrafts(Auto):
         def keep_drafting(self, state: Any) -> Any:
-            if self._plan.drafts and self.plan(state).drafts:
+            rule = super().keep_drafting(state)
+            if rule is not None:
                 time.sleep(0.05)
-            return super().keep_drafting(state)
+            return rule
 
     options = SpeculationOptions(optimise_share=1.0, knapsack={"num_tap_tokens": 6})
-    engine = engine_with(demo_parts(), _SlowDrafts(options, demo_latency), max_draft_tokens=16)
+    engine = engine_with(demo_parts(), _SlowDrafts(options, demo_latency, looks_up=False), max_draft_tokens=16)
     output = complete(engine, demo_prompts(1, 10), SamplingParams(temperature=0, max_tokens=150, ignore_eos=True))[0]
     stats = engine.stats
     assert output.error is None

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -121,7 +122,7 @@ def test_a_plan_that_pays_is_taken_and_one_that_does_not_is_left() -> None:
 
 def test_rounds_of_a_trial_alternate_with_others() -> None:
     ways = steady(Arbiter("plain"), 9, 2.7)
-    assert [first != second for first, second in zip(ways, ways[1:], strict=False)][:6] == [True] * 6
+    assert [first != second for first, second in itertools.pairwise(ways)][:6] == [True] * 6
 
 
 @pytest.mark.parametrize(("draft_s", "best"), [(2.4, "plan"), (3.6, "plain")])
