@@ -26,7 +26,7 @@ from rayspec.decode.loading import (
 )
 from rayspec.decode.profile import load_or_measure
 from rayspec.decode.requests import Vocabulary
-from rayspec.decode.runner import Runner
+from rayspec.decode.runner import Runner, ways_of
 from rayspec.decode.selection.base import FixedPlan
 from rayspec.decode.stages import LocalStages, Stages
 from rayspec.decode.whole_model import WholeModelStages
@@ -111,7 +111,7 @@ def _local_engine(
         ),
         stages=stages,
         scheduler=make_scheduler(config, num_slots),
-        selector=make_selector(config, runner.end_sublayer, latency),
+        selector=make_selector(config, runner.end_sublayer, latency, ways=ways_of(parts, choices)),
         vocabulary=vocabulary,
         max_model_len=max_model_len,
         tokenizer=tokenizer,
