@@ -102,8 +102,8 @@ def test_greedy_equals_generate_under_random_choices_every_round(family: str, ve
     assert (reads.num_rows > 0) == (family not in {"mistral", "mixtral", "phi3"}), "these have windows of a page"
 
 
-@pytest.mark.parametrize("family", few_of(FAMILIES, ["llama", "gemma2", "qwen3_moe", "smollm3"]))
-@pytest.mark.parametrize("seed", few_of(range(12), [0, 1, 2]))
+@pytest.mark.parametrize("family", few_of(FAMILIES, ["gemma2", "smollm3"]))
+@pytest.mark.parametrize("seed", few_of(range(12), [0, 1]))
 def test_greedy_equals_generate_under_one_pattern_throughout(family: str, seed: int) -> None:
     parts, known = parts_with_copies(family), known_cases(family)
     full = Plan(choices=(FULL,) * len(parts.sublayers), num_draft_tokens=5, source="one")
@@ -175,8 +175,13 @@ def test_in_swifts_trees_the_branches_read_few_keys_too(deterministic: bool) -> 
     assert engine.stats.num_accepted_tokens > 0
 
 
-@pytest.mark.parametrize("family", few_of(FAMILIES, ["llama", "gemma2", "qwen3_moe"]))
-@pytest.mark.parametrize(("num_stages", "verification"), [(1, "coupled"), (2, "rejection"), (3, "coupled")])
+@pytest.mark.parametrize(
+    ("family", "num_stages", "verification"),
+    few_of(
+        [(family, *way) for family in FAMILIES for way in ((1, "coupled"), (2, "rejection"), (3, "coupled"))],
+        [("llama", 1, "coupled"), ("gemma2", 2, "rejection"), ("qwen3_moe", 3, "coupled")],
+    ),
+)
 def test_over_stages(family: str, num_stages: int, verification: str) -> None:
     parts, known = parts_with_copies(family), known_cases(family)
     selector = TravellingPlans(num_stages, 2 * NUM_LAYERS, ways=ways_of(parts))
@@ -226,7 +231,7 @@ def test_with_a_seed_the_text_does_not_depend_on_the_choices(name: str) -> None:
     parts, prompts = parts_with_copies("qwen2"), known_cases("qwen2").prompts[-4:]
     params = [SamplingParams(max_tokens=30, seed=1000 + index, **SAMPLING[name]) for index in range(len(prompts))]
     plain = [[list(one.token_ids) for one in each.outputs] for each in complete(engine_with(parts), prompts, params)]
-    for seed, options in enumerate(({}, {"kv_cache_tokens": 300, "max_num_batched_tokens": 16}, {"max_num_seqs": 1})):
+    for seed, options in enumerate(({}, {"kv_cache_tokens": 300, "max_num_batched_tokens": 16})):
         engine = engine_with(parts, random_choices(parts, seed), choices=ALL_CHOICES, **options)
         outputs = complete(engine, prompts, params)
         assert [[list(one.token_ids) for one in each.outputs] for each in outputs] == plain
