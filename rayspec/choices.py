@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 
 __all__ = [
     "FULL",
+    "QUANTISED_WEIGHTS",
     "SKIP",
     "Choice",
     "Choices",
@@ -19,6 +20,7 @@ __all__ = [
     "combined",
     "described",
     "keys_of",
+    "nearest",
     "num_leading_full",
     "weights_of",
 ]
@@ -46,6 +48,8 @@ Choices: TypeAlias = tuple[Choice, ...]
 
 FULL: Choice = "full"
 SKIP: Choice = "skip"
+# The smallest first.
+QUANTISED_WEIGHTS: tuple[Weights, ...] = ("int4", "int8")
 
 _PARTS: Mapping[Choice, tuple[Weights, Keys]] = {
     "full": ("full", "all"),
@@ -82,6 +86,12 @@ def combinations(allowed: Collection[str]) -> tuple[Choice, ...]:
     keys: list[Keys] = ["all", *(one for one in ("window", "pages") if one in allowed)]
     found = tuple(combined(weight, key) for key in keys for weight in weights)
     return (*found, SKIP) if SKIP in allowed else found
+
+
+def nearest(choice: Choice, possible: Collection[Choice]) -> Choice:
+    """The choice itself where it is possible, or else with all keys, or else with the full weights, or else in full."""
+    candidates = (choice, combined(weights_of(choice), "all"), combined("full", keys_of(choice)))
+    return next((one for one in candidates if one in possible), FULL)
 
 
 def choices_of(keep: Sequence[bool]) -> Choices:

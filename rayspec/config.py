@@ -11,7 +11,7 @@ import pydantic
 from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
 
-from rayspec.choices import FULL, SKIP, Choice, combinations
+from rayspec.choices import FULL, QUANTISED_WEIGHTS, SKIP, Choice, Weights, combinations, weights_of
 from rayspec.errors import ConfigError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -352,6 +352,12 @@ class SpeculationOptions(Options):
         if self.strategy == "static":
             return tuple(dict.fromkeys((FULL, self.static_choice, SKIP)))
         return combinations(self.choices if self.strategy in _CHOOSING else (SKIP,))
+
+    @property
+    def draft_weights(self) -> tuple[Weights, ...]:
+        """The copies of weights that drafts of the strategy want, the smallest first."""
+        wanted = {weights_of(choice) for choice in self.draft_choices}
+        return tuple(weights for weights in QUANTISED_WEIGHTS if weights in wanted)
 
     @property
     def num_tap_tokens(self) -> int:

@@ -26,7 +26,7 @@ from rayspec.decode.loading import (
 )
 from rayspec.decode.profile import load_or_measure
 from rayspec.decode.requests import Vocabulary
-from rayspec.decode.runner import Runner
+from rayspec.decode.runner import Runner, ways_of
 from rayspec.decode.selection.base import FixedPlan
 from rayspec.decode.stages import LocalStages, Stages
 from rayspec.decode.whole_model import WholeModelStages
@@ -66,12 +66,18 @@ def load_engine(config: EngineConfig, *, with_tokenizer: bool = True) -> Engine:
 def engine_like(engine: Engine, config: EngineConfig) -> Engine | None:
     """Another engine over the weights and the tokenizer of `engine`, for sequences as long, with a KV cache of its own.
     config: names the same model, data type and device. None where weights cannot be shared, because they are offloaded,
-    in shards, or run as one piece. Raises ConfigError for options that the model cannot serve.
+    in shards, run as one piece, or have not all the copies that drafts of `config` want. Raises ConfigError for options
+    that the model cannot serve.
     """
     stages = engine.stages
     if not isinstance(stages, LocalStages) or config.offload is not None or config.parallel is not None:
         return None
-    return _local_engine(config, stages.runner.parts, engine.vocabulary, engine.max_model_len, engine.tokenizer)
+    parts = stages.runner.parts
+    wanted, there = (set(copies_for_drafts(each, parts)) for each in (config, engine.config))
+    made = {weights for sublayer in parts.sublayers for weights in sublayer.quantised}
+    if not wanted <= there | made:
+        return None
+    return _local_engine(config, parts, engine.vocabulary, engine.max_model_len, engine.tokenizer)
 
 
 def _local_engine(
@@ -111,7 +117,7 @@ def _local_engine(
         ),
         stages=stages,
         scheduler=make_scheduler(config, num_slots),
-        selector=make_selector(config, runner.end_sublayer, latency),
+        selector=make_selector(config, runner.end_sublayer, latency, ways=ways_of(parts, choices)),
         vocabulary=vocabulary,
         max_model_len=max_model_len,
         tokenizer=tokenizer,

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -15,6 +18,7 @@ from typing_extensions import Self
 
 from rayspec.choices import FULL, SKIP, Choice, choices_of, combinations, keys_of
 from rayspec.config import EngineConfig, SamplingParams
+from rayspec.decode import loading
 from rayspec.decode.drafting.skip_draft import KeepDrafting, RoundEntry
 from rayspec.decode.engine import Engine
 from rayspec.decode.passes import Pass
@@ -39,6 +43,13 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 # Drafts that read few keys do so from the fourth page on.
 TINY_BUDGETS = KeyBudgets(window=KeyBudget(newest=1), pages=KeyBudget(newest=1, looked_at=1))
 ALL_CHOICES = combinations(("skip", "int8", "int4", "window", "pages"))
+
+
+@contextmanager
+def tiny_budgets() -> Iterator[None]:
+    """Arenas that are made meanwhile have these budgets, wherever they are loaded."""
+    with patch.object(loading, "KVArena", partial(KVArena, budgets=TINY_BUDGETS)):
+        yield
 
 
 def ways_of(parts: Decomposition, choices: Sequence[Choice] = ALL_CHOICES) -> list[list[Choice]]:
@@ -128,7 +139,7 @@ class RandomPlans:
     def improve(self, state: BatchState, search: Search) -> PlanRecord | None:
         """Searches now and then, as in the middle of everything one would, which must leave no trace."""
         if self._rng.random() < 0.1:
-            savings: list[dict[Choice, int]] = [{SKIP: 2}, {SKIP: 1}] * (self._num_sublayers // 2)
+            savings: list[dict[Choice, int]] = [{SKIP: 2 - index % 2} for index in range(self._num_sublayers)]
             for each, ways in zip(savings, self._ways or (), strict=False):
                 each.update({choice: 1 for choice in ways if choice not in (FULL, SKIP)})
             under_way = search(Knapsack(num_tokens=4, savings=savings, max_saved=5, min_similarity=-1.0, max_states=4))

@@ -15,6 +15,7 @@ from rayspec.choices import (
     combined,
     described,
     keys_of,
+    nearest,
     num_leading_full,
     weights_of,
 )
@@ -25,6 +26,23 @@ def test_a_choice_is_its_weights_and_its_keys() -> None:
     choices = [combined(weights, keys) for weights, keys in pairs]
     assert [(weights_of(choice), keys_of(choice)) for choice in choices] == pairs
     assert {*choices, SKIP} == set(get_args(Choice))
+
+
+@pytest.mark.parametrize(
+    ("choice", "possible", "expected"),
+    [
+        ("int4+pages", ("full", "int4", "int4+pages"), "int4+pages"),
+        ("int4+pages", ("full", "int4", "pages"), "int4"),
+        ("int4+pages", ("full", "int8", "pages"), "pages"),
+        ("int4+pages", ("full", "int8", "window"), "full"),
+        ("int8", ("full", "int4", "skip"), "full"),
+        ("window", ("full", "int4"), "full"),
+        ("skip", ("full", "skip"), "skip"),
+        ("full", (), "full"),
+    ],
+)
+def test_the_nearest_choice_does_no_more_damage(choice: Choice, possible: tuple[Choice, ...], expected: Choice) -> None:
+    assert nearest(choice, possible) == expected
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,8 @@ def bench_options(
 ) -> BenchOptions:
     """strategies: names with commas. plans: "STRATEGY=FILE" each. Raises ConfigError."""
     asked.flags["num_threads"] = threads if threads is not None else asked.flags["num_threads"]
-    asked.flags["strategy"] = "static" if asked.flags["skip"] else None  # each contender has its own
+    is_static = asked.flags["skip"] or asked.flags["static_choice"]
+    asked.flags["strategy"] = "static" if is_static else None  # each contender has its own
     names = tuple(filter(None, map(str.strip, strategies.split(","))))
     if not names:
         raise ConfigError(f"option 'strategies' is {strategies!r}: name at least one, as ar,knapspec")

@@ -29,6 +29,7 @@ from rayspec.bench.pipeline_result import Case, HopTimes, PipelineRun, TimedPart
 from rayspec.bench.result import BASELINE
 from rayspec.bench.run import engine_config, model_folder
 from rayspec.bench.workloads import make_workloads
+from rayspec.choices import FULL
 from rayspec.command.environment import describe_environment
 from rayspec.command.loading import hide_progress_bars, load_llm
 from rayspec.command.terminal import exit_on_sigterm
@@ -130,7 +131,7 @@ def _engine_of(llm: rayspec.LLM) -> Engine:
 def _strategies(options: BenchOptions) -> tuple[str, ...]:
     """ "ar" always, and first: the tokens of the others are compared with its."""
     for name in options.strategies:
-        options.engine.speculation.replace(strategy=name, skip=())  # raises, naming the nearest
+        options.engine.speculation.replace(strategy=name, skip=(), static_choice=FULL)  # raises, naming the nearest
     return tuple(dict.fromkeys([BASELINE, *options.strategies]))
 
 

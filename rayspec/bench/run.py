@@ -19,6 +19,7 @@ from rayspec.bench.hf import HfGenerate
 from rayspec.bench.options import BenchOptions
 from rayspec.bench.result import BASELINE, HF, Cost, Run, Sample, bench_row, total_cost
 from rayspec.bench.workloads import Workload, make_workloads
+from rayspec.choices import FULL
 from rayspec.command.environment import describe_environment
 from rayspec.command.loading import hide_progress_bars, load_llm
 from rayspec.command.terminal import exit_on_sigterm
@@ -51,10 +52,11 @@ def run_bench(
     result: dict[str, Any] = {"environment": {}, "options": options.as_json(), "workloads": found}
     with model_folder(options.engine, options.widen) as folder, ExitStack() as stack:
         say("loading")
-        baseline = stack.enter_context(load_llm(engine_config(options, folder, BASELINE)))
+        first = _first_loaded(names, options)
+        llm = stack.enter_context(load_llm(engine_config(options, folder, first)))
         result["environment"] = describe_environment()
-        workloads = _workloads(baseline, options, say)
-        contenders = _contenders(names, baseline, options, folder, stack)
+        workloads = _workloads(llm, options, say)
+        contenders = _contenders(names, first, _one_engine(llm), options, folder, stack)
         for workload in workloads:
             found.append(_compare(contenders, workload, options, say))
             keep(result)
@@ -75,7 +77,7 @@ def strategy_names(options: BenchOptions) -> list[str]:
 def _all_strategies(options: BenchOptions) -> list[str]:
     """Every one that has what it needs."""
     missing = {name for name in _WITH_SAVED_PLANS if _plans_of(options, name) is None}
-    if not options.engine.speculation.skip:
+    if not options.engine.speculation.skip and options.engine.speculation.static_choice == FULL:
         missing.add("static")
     return [name for name in get_args(Strategy) if name not in missing]
 
@@ -99,19 +101,28 @@ def _check_plans_are_used(names: Sequence[str], options: BenchOptions) -> None:
         )
 
 
+def _first_loaded(names: Sequence[str], options: BenchOptions) -> str:
+    """The strategy that wants the most copies of weights: engines of the others can share what it loads."""
+
+    def num_copies(name: str) -> int:
+        return len(engine_config(options, options.engine.model, name).speculation.draft_weights)
+
+    return max((name for name in names if name != HF), key=num_copies)
+
+
 def _contenders(
-    names: Sequence[str], baseline: rayspec.LLM, options: BenchOptions, folder: str, stack: ExitStack
+    names: Sequence[str], first: str, loaded: Engine, options: BenchOptions, folder: str, stack: ExitStack
 ) -> dict[str, Contender]:
-    """By name. Our engines share the baseline's weights where they can."""
+    """By name. The strategy `first` is loaded; our other engines share its weights where they can."""
     contenders: dict[str, Contender] = {}
     for name in names:
         config = engine_config(options, folder, name if name != HF else BASELINE)
         if name == HF:
             contenders[name] = HfGenerate(config, batch=options.batch)
-        elif name == BASELINE:
-            contenders[name] = Ours(_one_engine(baseline))
+        elif name == first:
+            contenders[name] = Ours(loaded)
         else:
-            engine = engine_like(_one_engine(baseline), config)
+            engine = engine_like(loaded, config)
             contenders[name] = Ours(engine or _one_engine(stack.enter_context(load_llm(config))))
     return contenders
 
@@ -219,10 +230,11 @@ def model_folder(config: EngineConfig, factor: int) -> Iterator[str]:
 def engine_config(options: BenchOptions, folder: str, strategy: str) -> EngineConfig:
     """Of one strategy, with skipped sublayers and saved plans only where they are for it. Raises ConfigError for a
     strategy that there is not, or that needs something further."""
-    base = options.engine
+    base, is_static = options.engine, strategy == "static"
     speculation = base.speculation.replace(
         strategy=strategy,
-        skip=base.speculation.skip if strategy == "static" else (),
+        skip=base.speculation.skip if is_static else (),
+        static_choice=base.speculation.static_choice if is_static else FULL,
         warm_start=_plans_of(options, strategy),
     )
     return base.replace(

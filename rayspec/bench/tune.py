@@ -15,7 +15,7 @@ import rayspec
 from rayspec.batch.document_task import summary_prompt
 from rayspec.bench.run import model_folder
 from rayspec.bench.workloads import WorkloadOptions, make_workloads
-from rayspec.choices import SKIP
+from rayspec.choices import FULL, SKIP
 from rayspec.command.loading import load_llm
 from rayspec.config import EngineConfig, TuningOptions
 from rayspec.decode.engine import Engine
@@ -174,7 +174,10 @@ def _engine_config(options: TuneOptions, folder: str) -> EngineConfig:
         enable_prefix_caching=False,  # repeats of a prompt are to be read each time
         max_model_len=base.max_model_len or options.context + options.tuning.max_tokens,
         speculation=base.speculation.replace(
-            strategy="static" if by_trials else "knapspec", skip=_UNUSED_SKIP if by_trials else (), warm_start=None
+            strategy="static" if by_trials else "knapspec",
+            skip=_UNUSED_SKIP if by_trials else (),
+            static_choice=FULL,
+            warm_start=None,
         ),
     )
 

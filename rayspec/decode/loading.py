@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rayspec.choices import SKIP, Choice, Weights, keys_of, weights_of
+from rayspec.choices import Choice, Weights, keys_of
 from rayspec.config import EngineConfig
 from rayspec.decode.scheduler import Scheduler
 from rayspec.model.architecture import Decomposition, max_positions
@@ -20,6 +20,7 @@ from rayspec.model.cuda.graphs import CudaDriver, can_switch_nodes
 from rayspec.model.graphs import StepGraphs
 from rayspec.model.kv_arena import KVArena, bytes_per_slot
 from rayspec.model.offload import OffloadedWeights, offload
+from rayspec.model.quantised import has_kernels
 from rayspec.model.row_counts import FIXED, SINGLE_ROWS, RowCounts, has_experts, independent_row_counts
 from rayspec.model.sizes import quantised_bytes
 from rayspec.model.static_rows import STATIC_KEYS, StepBuffers
@@ -73,20 +74,28 @@ def least_needed(parts: Decomposition, share: float) -> list[int]:
 
 
 def copies_for_drafts(config: EngineConfig, parts: Decomposition) -> list[Weights]:
-    """The quantised copies that drafts may want and `extra_weight_bytes` allows, the smallest first."""
-    wanted = {weights_of(choice) for choice in config.speculation.draft_choices if choice != SKIP} - {"full"}
-    most, chosen = config.speculation.extra_weight_bytes, []
+    """The quantised copies that drafts want, the device can use and `extra_weight_bytes` allows, the smallest first."""
     num_ranks = config.parallel.tensor if config.parallel is not None else 1
     first, last = parts.sublayers[0].index, parts.sublayers[-1].index
-    for weights in sorted(wanted):
-        num_bytes = sum(quantised_bytes(parts.config, weights, dtype=parts.dtype, tensor=num_ranks)[first : last + 1])
-        if most is not None and num_bytes > most:
-            logger.info(
-                "drafts have no %s weights: they take %d bytes, extra_weight_bytes leaves %d", weights, num_bytes, most
-            )
+    by_weights = {
+        weights: sum(quantised_bytes(parts.config, weights, dtype=parts.dtype, tensor=num_ranks)[first : last + 1])
+        for weights in config.speculation.draft_weights
+        if has_kernels(weights, parts.device.type)
+    }
+    return allowed_copies(by_weights, config.speculation.extra_weight_bytes)
+
+
+def allowed_copies(by_weights: Mapping[Weights, int], most: int | None) -> list[Weights]:
+    """Those that take no more than `most` bytes in this process, in their order. by_weights: the bytes of each."""
+    chosen: list[Weights] = []
+    for weights, num_bytes in by_weights.items():
+        if most is None or num_bytes <= most:
+            chosen.append(weights)
+            most = None if most is None else most - num_bytes
             continue
-        chosen.append(weights)
-        most = None if most is None else most - num_bytes
+        logger.info(
+            "drafts have no %s weights: they take %d bytes, extra_weight_bytes leaves %d", weights, num_bytes, most
+        )
     return chosen
 
 

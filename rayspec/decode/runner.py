@@ -194,6 +194,14 @@ class Runner:
         return self.parts.lm_head is None and any(isinstance(rows, Filling) for _, rows in batch.buckets)
 
 
+def ways_of(parts: Decomposition, choices: Sequence[Choice]) -> list[tuple[Choice, ...]]:
+    """Of each sublayer, those of the choices by which it can run. Each can be skipped."""
+    return [
+        tuple(choice for choice in choices if choice == SKIP or sublayer.can_run(choice))
+        for sublayer in parts.sublayers
+    ]
+
+
 def _choices_by_kind(parts: Decomposition, choices: Sequence[Choice]) -> dict[str, tuple[Choice, ...]]:
     """By the name of a curve, those ways to run that all its sublayers have."""
     found: dict[str, tuple[Choice, ...]] = {}

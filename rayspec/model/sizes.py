@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,10 +32,12 @@ class LayerSizes:
     """One decoder layer.
 
     sublayer_bytes: weights of attention and of MLP, each with its norms; a single number where the family's layout is
-        unknown. kv_bytes_per_token: keys and values. window: tokens that attention looks back, None for all.
+        unknown. copy_bytes: copies for drafts. kv_bytes_per_token: keys and values. window: tokens that attention looks
+        back, None for all.
     """
 
     sublayer_bytes: tuple[int, ...]
+    copy_bytes: int = 0
     kv_bytes_per_token: int
     window: int | None
 
@@ -87,7 +89,12 @@ def load_config(source: str) -> PretrainedConfig:
 
 
 def model_sizes(
-    config: PretrainedConfig, *, dtype: torch.dtype, quantization: Quantization | None = None, tensor: int = 1
+    config: PretrainedConfig,
+    *,
+    dtype: torch.dtype,
+    quantization: Quantization | None = None,
+    tensor: int = 1,
+    draft_weights: Collection[Weights] = (),
 ) -> ModelSizes:
     """Sizes of the causal LM that `config` describes.
 
@@ -95,6 +102,7 @@ def model_sizes(
     a mixture's router included. Embedding, norms, biases and head stay in dtype.
     tensor: ranks that share the layers' matrices and KV heads evenly; each holds everything else, and one KV head at
     least.
+    draft_weights: the copies that drafts have; a model with `quantization` gets none.
 
     Raises UnsupportedModelError if transformers has no causal LM for the config or it has no list of layers, and
     ConfigError for a `tensor` that does not divide the attention heads.
@@ -118,7 +126,17 @@ def model_sizes(
     return ModelSizes(
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         embedding_bytes=whole.weigh(parameter for parameter in ends if parameter.ndim > 1),
-        layers=tuple(_layer_sizes(layer, config, in_layers, dtype) for layer in layers),
+        layers=tuple(
+            replace(
+                _layer_sizes(layer, config, in_layers, dtype),
+                copy_bytes=sum(
+                    _copy_bytes(block, kind, weights, dtype, tensor)
+                    for kind, block in _blocks(layer)
+                    for weights in (draft_weights if quantization is None else ())
+                ),
+            )
+            for layer in layers
+        ),
         norm_bytes=whole.weigh(parameter for parameter in ends if parameter.ndim == 1),
         head_bytes=whole.weigh(head),
         tied=tied,

@@ -73,7 +73,13 @@ def place(config: PretrainedConfig, options: PlacementOptions) -> Placement:
     GPUs that are unknown or too few, and what `model_sizes` and `partition` raise.
     """
     dtype = placed_dtype(options.dtype, config)
-    sizes = model_sizes(config, dtype=dtype, quantization=options.quantization, tensor=options.num_ranks)
+    sizes = model_sizes(
+        config,
+        dtype=dtype,
+        quantization=options.quantization,
+        tensor=options.num_ranks,
+        draft_weights=options.draft_weights,
+    )
     return place_sizes(sizes, dtype, options)
 
 
@@ -218,7 +224,7 @@ def _costs(
 
     layers = tuple(
         cost(
-            layer.weight_bytes,
+            layer.weight_bytes + layer.copy_bytes,
             kv_bytes=layer.kv_bytes_per_token * options.context * options.concurrency,
             bytes_read=layer.weight_bytes + layer.kv_bytes_read(options.context) * options.concurrency,
         )

@@ -11,12 +11,14 @@ import ray
 import torch
 from transformers import PretrainedConfig
 
+from rayspec.choices import Weights
 from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.decode.engine import Engine
-from rayspec.decode.loading import make_scheduler, resolve_max_model_len
+from rayspec.decode.loading import allowed_copies, make_scheduler, resolve_max_model_len
 from rayspec.decode.requests import Vocabulary
 from rayspec.model.kv_arena import whole_pages
-from rayspec.model.sizes import Quantization, model_sizes
+from rayspec.model.quantised import has_kernels
+from rayspec.model.sizes import Quantization, model_sizes, quantised_bytes
 from rayspec.model.weights import eos_token_ids, load_config, load_tokenizer, num_layers, vocab_size
 from rayspec.pipeline.ray_stages import RayStages
 from rayspec.pipeline.replica import Blueprint, Replica
@@ -59,14 +61,15 @@ def load_pipeline(config: EngineConfig, *, with_tokenizer: bool = True, shard_ty
     max_model_len = resolve_max_model_len(config, model)
     tokenizer = load_tokenizer(config) if with_tokenizer else None
     vocabulary = Vocabulary(size=vocab_size(model), eos_token_ids=eos_token_ids(config))
+    num_gpus = _gpus_per_shard(config, options)
     blueprint = Blueprint(
         config=config,
         options=options,
-        costs=_costs(config, options, model, max_model_len),
+        costs=_costs(config, options, model, max_model_len, "cuda" if num_gpus else "cpu"),
         vocab_size=vocabulary.size,
         hidden_size=model.get_text_config().hidden_size,
         num_slots=whole_pages(config.kv_cache_tokens or config.max_num_seqs * max_model_len),
-        num_gpus=_gpus_per_shard(config, options),
+        num_gpus=num_gpus,
         shard_type=shard_type,
     )
     stages, latency = _started(blueprint)
@@ -80,7 +83,7 @@ def load_pipeline(config: EngineConfig, *, with_tokenizer: bool = True, shard_ty
         ),
         stages=stages,
         scheduler=make_scheduler(config, stages.replica.num_slots, stages.num_cohorts),
-        selector=make_selector(config, stages.num_sublayers, latency),
+        selector=make_selector(config, stages.num_sublayers, latency, ways=stages.ways),
         vocabulary=vocabulary,
         max_model_len=max_model_len,
         tokenizer=tokenizer,
@@ -153,27 +156,50 @@ def _start(blueprint: Blueprint) -> RayStages:
         raise
 
 
-def _costs(config: EngineConfig, options: ParallelOptions, model: PretrainedConfig, max_model_len: int) -> ModelCosts:
+def _costs(
+    config: EngineConfig, options: ParallelOptions, model: PretrainedConfig, max_model_len: int, device_type: str
+) -> ModelCosts:
     """Of one rank. Time by bytes of weights, which is what decoding reads; memory with KV cache for one full context at
-    least. What is offloaded takes no memory that is known here."""
+    least, and copies of weights for drafts. What is offloaded takes no memory that is known here."""
     if num_layers(model) < options.stages:
         raise ConfigError(
             f"option 'stages' is {options.stages}, but the model has {num_layers(model)} layers: a stage needs one"
         )
     dtype = _dtype_of(config, model)
-    sizes = model_sizes(model, dtype=dtype, quantization=_quantization(config, model), tensor=options.tensor)
+    sizes = model_sizes(
+        model,
+        dtype=dtype,
+        quantization=_quantization(config, model),
+        tensor=options.tensor,
+        draft_weights=_draft_weights(config, options, model, dtype, device_type),
+    )
 
-    def cost(weight_bytes: int, kv_bytes: int = 0) -> LayerCost:
+    def cost(weight_bytes: int, kv_bytes: int = 0, copy_bytes: int = 0) -> LayerCost:
         resident = 0 if config.offload else weight_bytes
         seconds = (float(weight_bytes),) * options.stages
-        return LayerCost(weight_bytes=resident, kv_bytes=kv_bytes, seconds=seconds)
+        return LayerCost(weight_bytes=resident + copy_bytes, kv_bytes=kv_bytes, seconds=seconds)
 
     embedding = replace(cost(sizes.embedding_bytes), seconds=(0.0,) * options.stages)  # a row a token is read
     return ModelCosts(
         embedding=embedding,
-        layers=tuple(cost(layer.weight_bytes, layer.kv_bytes_per_token * max_model_len) for layer in sizes.layers),
+        layers=tuple(
+            cost(layer.weight_bytes, layer.kv_bytes_per_token * max_model_len, layer.copy_bytes)
+            for layer in sizes.layers
+        ),
         head=cost(sizes.last_stage_bytes(options.stages)),
     )
+
+
+def _draft_weights(
+    config: EngineConfig, options: ParallelOptions, model: PretrainedConfig, dtype: torch.dtype, device_type: str
+) -> list[Weights]:
+    """The copies that drafts will have, if every stage holds an even share of them."""
+    by_weights = {
+        weights: -(-sum(quantised_bytes(model, weights, dtype=dtype, tensor=options.tensor)) // options.stages)
+        for weights in config.speculation.draft_weights
+        if has_kernels(weights, device_type)
+    }
+    return allowed_copies(by_weights, config.speculation.extra_weight_bytes)
 
 
 def _dtype_of(config: EngineConfig, model: PretrainedConfig) -> torch.dtype:

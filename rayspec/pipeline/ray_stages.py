@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
+from rayspec.choices import Choice
 from rayspec.decode.head import SamplerSpec
 from rayspec.decode.plan_search import TappedToken
 from rayspec.decode.questions import Answer, Question
@@ -121,6 +122,12 @@ class RayStages:
     @property
     def num_sublayers(self) -> int:
         return self.replica.spans[-1][1]
+
+    @property
+    def ways(self) -> list[Sequence[Choice]]:
+        """Of each sublayer, the choices by which drafts may run it."""
+        loaded = (self.replica.loaded[stage_name(stage)] for stage in range(len(self.replica.spans)))
+        return [ways for one in loaded for ways in one.ways]
 
     def open(self, spec: SamplerSpec) -> None:
         self._require_alive()

@@ -33,10 +33,10 @@ from rayspec.decode.loading import (
 )
 from rayspec.decode.passes import SpanRunner
 from rayspec.decode.profile import measurements
-from rayspec.decode.runner import Runner
+from rayspec.decode.runner import Runner, ways_of
 from rayspec.errors import TransportError
 from rayspec.model.architecture import Decomposition, decompose
-from rayspec.model.bodies import fuse
+from rayspec.model.bodies import bytes_of_copies, fuse
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.row_counts import RowCounts
 from rayspec.model.weights import resolve_device
@@ -114,12 +114,15 @@ class Room:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """What a shard says of itself once its weights are there. num_slots: tokens of KV cache it could hold."""
+    """What a shard says of itself once its weights are there. num_slots: tokens of KV cache it could hold.
+    weight_bytes: copies for drafts are counted. ways: of each of its sublayers, the choices by which drafts may run it.
+    """
 
     device: str
     dtype: str
     num_slots: int
     weight_bytes: int
+    ways: Sequence[Sequence[Choice]]
 
 
 @dataclass(order=True, slots=True)
@@ -182,7 +185,8 @@ class Shard:
             device=_device_name(self._device),
             dtype=str(self._parts.dtype).removeprefix("torch."),
             num_slots=affordable_slots(self._parts, self._device),
-            weight_bytes=weights,
+            weight_bytes=weights + sum(bytes_of_copies(self._parts).values()),
+            ways=ways_of(self._parts, choices_here(spec.config, self._parts)),
         )
 
     def address(self) -> str:

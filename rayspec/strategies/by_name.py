@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from rayspec.choices import Choice
 from rayspec.config import EngineConfig, SpeculationOptions
 from rayspec.decode.selection.auto import Auto
 from rayspec.decode.selection.base import FixedPlan, Selector, lookup_plan, static_plan
@@ -20,7 +22,9 @@ from rayspec.strategies.only_if_faster import OnlyIfFaster
 from rayspec.strategies.saved_plans import ModelIdentity, SavedPlans, known_candidates
 from rayspec.strategies.self_sd import SelfSD
 from rayspec.strategies.swift import Swift
-from rayspec.types import ConfigError, no_draft
+from rayspec.types import ConfigError, Plan, no_draft
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +49,8 @@ class _Given:
     @property
     def saved_plans(self) -> SavedPlans:
         assert self.options.warm_start is not None
-        return SavedPlans.load(self.options.warm_start, ModelIdentity.of(self.config, self.num_sublayers))
+        saved = SavedPlans.load(self.options.warm_start, ModelIdentity.of(self.config, self.num_sublayers))
+        return saved.within([self.latency.choices_of(index) for index in range(self.num_sublayers)])
 
     @property
     def known(self) -> Sequence[Candidate]:
@@ -76,9 +81,16 @@ def needs_latency(config: EngineConfig) -> bool:
     return config.speculation.strategy not in ("static", "ar")
 
 
-def make_selector(config: EngineConfig, num_sublayers: int, latency: LatencyModel | None) -> Selector:
-    """latency: None for a strategy that does not need it. Raises ConfigError for options that the model cannot
-    serve, and for saved plans that cannot be read or are another model's."""
+def make_selector(
+    config: EngineConfig,
+    num_sublayers: int,
+    latency: LatencyModel | None,
+    *,
+    ways: Sequence[Collection[Choice]] | None = None,
+) -> Selector:
+    """latency: None for a strategy that does not need it. ways: of each sublayer, the choices by which it can run, for
+    static drafts; None: it can run by all. Raises ConfigError for options that the model cannot serve, and for saved
+    plans that cannot be read or are another model's."""
     options = config.speculation
     if latency is not None and options.strategy in _WITH_THEIR_OWN_GATE:
         return _WITH_THEIR_OWN_GATE[options.strategy](_Given(config=config, latency=latency))
@@ -86,11 +98,18 @@ def make_selector(config: EngineConfig, num_sublayers: int, latency: LatencyMode
         strategy = _BEHIND_THE_GATE[options.strategy](_Given(config=config, latency=latency))
         return OnlyIfFaster(strategy, latency) if options.gate else strategy
     if options.strategy == "static":
-        try:
-            return FixedPlan(
-                static_plan(options.skip, num_sublayers, options.max_draft_tokens, choice=options.static_choice)
-            )
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
+        return FixedPlan(_static_plan(options, num_sublayers, ways))
     assert options.strategy == "ar", f"strategy {options.strategy!r} needs a latency model"
     return FixedPlan(no_draft(num_sublayers, "ar"))
+
+
+def _static_plan(options: SpeculationOptions, num_sublayers: int, ways: Sequence[Collection[Choice]] | None) -> Plan:
+    choice = options.static_choice
+    try:
+        plan = static_plan(options.skip, num_sublayers, options.max_draft_tokens, choice=choice, ways=ways)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if plan.prefix < num_sublayers:
+        return plan
+    logger.warning("there are no drafts: no sublayer can run by option 'static_choice' %r", choice)
+    return no_draft(num_sublayers, f"static: no sublayer can run by {choice!r}")

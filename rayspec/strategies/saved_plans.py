@@ -6,7 +6,7 @@ import datetime as dt
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, TypeAlias
@@ -14,7 +14,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 from typing_extensions import Self
 
-from rayspec.choices import Choices
+from rayspec.choices import Choice, Choices, nearest
 from rayspec.config import EngineConfig
 from rayspec.decode.selection.knapspec import Candidate
 from rayspec.model.fingerprint import weights_fingerprint
@@ -164,6 +164,11 @@ class SavedPlans(_Strict, frozen=True, kw_only=True):
                 "text: tune one without a domain, or use 'knn-ssd'"
             )
         return plan
+
+    def within(self, ways: Sequence[Collection[Choice]]) -> SavedPlans:
+        """A copy whose plans run each sublayer by one of these choices, the nearest to what was saved."""
+        plans = [msgspec.structs.replace(plan, choices=tuple(map(nearest, plan.choices, ways))) for plan in self.plans]
+        return SavedPlans(model=self.model, plans=tuple(plans))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write JSON, whole or not at all."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -17,7 +19,7 @@ from tests.families import WHOLE_FAMILIES, checkpoint, parts_of, ragged_prompts
 PROMPTS = ragged_prompts([5, 40, 60])
 
 
-def config(strategy: str = "knapspec", family: str = "llama") -> EngineConfig:
+def config(strategy: str = "knapspec", family: str = "llama", **speculation: Any) -> EngineConfig:
     return EngineConfig(
         model=checkpoint(family),
         dtype="float32",
@@ -25,7 +27,7 @@ def config(strategy: str = "knapspec", family: str = "llama") -> EngineConfig:
         num_threads=1,
         max_model_len=128,
         max_num_seqs=2,
-        speculation={"strategy": strategy, "gate": False},  # type: ignore[arg-type]
+        speculation={"strategy": strategy, "gate": False, **speculation},  # type: ignore[arg-type]
     )
 
 
@@ -54,6 +56,26 @@ def test_engines_share_weights_and_nothing_else(plain: Engine) -> None:
 @pytest.mark.parametrize("changes", [{"offload": {"to": "disk"}}, {"parallel": {"stages": 2}}])
 def test_what_cannot_share_weights(plain: Engine, changes: dict[str, object]) -> None:
     assert engine_like(plain, config().replace(**changes)) is None
+
+
+def test_weights_without_the_copies_that_are_wanted_are_not_shared(plain: Engine) -> None:
+    assert engine_like(plain, config("knapspec")) is None
+    assert engine_like(plain, config("static", static_choice="int4")) is None
+    assert engine_like(plain, config("knapspec", choices=("skip", "pages"))) is not None
+    assert engine_like(plain, config("knapspec", extra_weight_bytes=0)) is not None, "it would have no copies either"
+    with_int4 = load_engine(config("static", static_choice="int4"), with_tokenizer=False)
+    assert engine_like(with_int4, config("knapspec", choices=("skip", "int8"))) is None
+    before = finish(Ours(plain).write(PROMPTS, 20)).token_ids
+    for one in (config("ar"), config("knapspec"), config("static", static_choice="int4+pages")):
+        shared = engine_like(with_int4, one)
+        assert shared is not None
+        assert engine_like(shared, config("knapspec")) is not None, "whoever made the copies"
+        assert finish(Ours(shared).write(PROMPTS, 20)).token_ids == before
+
+
+def test_families_without_copies_share_their_weights() -> None:
+    loaded = load_engine(config("static", "phi3", skip=(1,), static_choice="int4"), with_tokenizer=False)
+    assert engine_like(loaded, config("knapspec", "phi3")) is not None
 
 
 def test_models_of_one_piece_cannot_share_weights_and_have_nothing_to_forget() -> None:
@@ -141,7 +163,7 @@ def test_plans_count_from_when_it_was_warm(plain: Engine) -> None:
 
 
 def test_to_forget_is_to_begin_with_a_new_selector(plain: Engine) -> None:
-    contender = Ours(like(plain, "knapspec"))
+    contender = Ours(like(plain, "clasp"))
     before = contender.engine._planner.selector
     contender.forget()
     after = contender.engine._planner.selector

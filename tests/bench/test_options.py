@@ -16,7 +16,7 @@ def workloads(inputs: list[str] | None = None, contexts: str = "100", mix_ratios
 
 
 def bench(strategies: str = "knapspec", **changes: Any) -> BenchOptions:
-    flags = {"model": "demo", "num_threads": 3, "skip": None} | changes.pop("flags", {})
+    flags = {"model": "demo", "num_threads": 3, "skip": None, "static_choice": None} | changes.pop("flags", {})
     values = {"workloads": workloads(), "max_tokens": 5, "batch": 1, "repeats": 1, "widen": 1} | changes
     return bench_options(Asked(flags=flags), values.pop("workloads"), strategies=strategies, **values)
 
@@ -48,6 +48,12 @@ def test_strategies_are_names_with_commas() -> None:
     assert bench("ar, knapspec,").strategies == ("ar", "knapspec")
     with pytest.raises(ConfigError, match="option 'strategies' is ',': name at least one"):
         bench(",")
+
+
+def test_what_static_drafts_are_like_makes_the_strategy_static() -> None:
+    assert bench(flags={"skip": [3]}).engine.speculation.skip == (3,)
+    assert bench(flags={"static_choice": "int4"}).engine.speculation.static_choice == "int4"
+    assert bench().engine.speculation.strategy == "knapspec"
 
 
 def test_threads_are_those_of_the_engine() -> None:

@@ -17,7 +17,7 @@ from rayspec import demo
 from rayspec.bench.contenders import Writing
 from rayspec.bench.options import BenchOptions
 from rayspec.bench.result import Run
-from rayspec.bench.run import Say, _take_turns, engine_config, model_folder, strategy_names
+from rayspec.bench.run import Say, _first_loaded, _take_turns, engine_config, model_folder, strategy_names
 from rayspec.bench.workloads import Workload, WorkloadOptions
 from rayspec.cli import app
 from rayspec.config import EngineConfig, Strategy
@@ -102,6 +102,20 @@ def test_plans_and_sublayers_go_to_those_that_cannot_do_without() -> None:
         name: engine_config(given, "m", name).speculation.warm_start for name in ("self-sd", "knn-ssd", "knapspec")
     }
     assert found == {"self-sd": "s.json", "knn-ssd": "p.json", "knapspec": "k.json"}
+
+
+def test_static_choices_go_to_static_drafts() -> None:
+    given = options("all", strategy="static", static_choice="int4")
+    assert engine_config(given, "m", "static").speculation.static_choice == "int4"
+    assert engine_config(given, "m", "knapspec").speculation.static_choice == "full"
+    assert sorted(strategy_names(given)) == sorted([*ALL, "static"])
+
+
+def test_what_wants_most_copies_of_weights_is_loaded_first() -> None:
+    assert _first_loaded(["ar", "swift", "knapspec", "hf"], options()) == "knapspec"
+    assert _first_loaded(["ar", "swift", "hf"], options()) == "ar"
+    given = options(strategy="static", static_choice="int8", choices=("skip",))
+    assert _first_loaded(["ar", "knapspec", "static"], given) == "static"
 
 
 def test_engines_have_room_for_the_longest_context() -> None:

@@ -178,3 +178,14 @@ def test_ranks_share_the_copies_of_the_first_matrices() -> None:
 
 def test_layers_of_an_unknown_layout_have_no_copies() -> None:
     assert not any(quantised_bytes(reference(checkpoint("mixtral")).config, "int8", dtype=BF16)[1::2])
+
+
+def test_sizes_of_layers_hold_the_copies_that_are_asked_for() -> None:
+    int4, int8 = (quantised_bytes(LLAMA_70B, weights, dtype=BF16) for weights in ("int4", "int8"))
+    both = model_sizes(LLAMA_70B, dtype=BF16, draft_weights=("int4", "int8"))
+    assert [layer.copy_bytes for layer in both.layers] == [
+        sum(int4[at : at + 2]) + sum(int8[at : at + 2]) for at in range(0, 160, 2)
+    ]
+    assert {layer.copy_bytes for layer in model_sizes(LLAMA_70B, dtype=BF16).layers} == {0}
+    quantized = model_sizes(LLAMA_70B, dtype=BF16, quantization="int8", draft_weights=("int4",))
+    assert {layer.copy_bytes for layer in quantized.layers} == {0}, "there are no copies of what is quantized"

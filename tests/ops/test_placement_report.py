@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from rayspec.cli import app
+from rayspec.model.sizes import quantised_bytes
 from rayspec.ops.gpus import Gpu
 from rayspec.ops.placement_report import Placement, place
 from rayspec.ops.plan.options import PlacementOptions
@@ -57,6 +59,18 @@ def test_70b_in_bfloat16_fits_eight_h100() -> None:
     assert sum(stage.weight_bytes for stage in found.stages) == weights
     assert sum(stage.kv_bytes for stage in found.stages) == kv
     assert not placed(LLAMA_70B, "8xH100-80G", stages=4).fits
+
+
+def test_copies_for_drafts_take_memory_and_no_time() -> None:
+    plain, drafting = placed(LLAMA_70B, "8xH100-80G"), placed(LLAMA_70B, "8xH100-80G", draft_weights="int8")
+    more = sum(stage.weight_bytes for stage in drafting.stages) - sum(stage.weight_bytes for stage in plain.stages)
+    assert more == sum(quantised_bytes(LLAMA_70B, "int8", dtype=torch.bfloat16)) > 60 * GIB
+    assert drafting.step_s == pytest.approx(plain.step_s)
+    both = placed(LLAMA_70B, "3xH100-80G", draft_weights="int4,int8", context=1, concurrency=1)
+    assert not both.fits
+    assert placed(LLAMA_70B, "3xH100-80G", context=1, concurrency=1).fits
+    with pytest.raises(ConfigError, match=r"'draft_weights.0' is 'int5'"):
+        placed(LLAMA_70B, "8xH100-80G", draft_weights="int5")
 
 
 def test_405b_in_bfloat16_does_not_fit_eight_h100_but_sixteen() -> None:

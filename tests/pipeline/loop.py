@@ -21,6 +21,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from rayspec.choices import Weights
 from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.decode.engine import Engine
 from rayspec.decode.passes import Pass
@@ -29,6 +30,7 @@ from rayspec.decode.rounds import Result, Round, Work
 from rayspec.decode.scheduler import Scheduler
 from rayspec.decode.selection.base import BatchState, FixedPlan, Selector
 from rayspec.model.architecture import Decomposition, decompose
+from rayspec.model.bodies import fuse
 from rayspec.model.weights import load_model
 from rayspec.pipeline import post as post_module
 from rayspec.pipeline import ray_stages as ray_stages_module
@@ -52,11 +54,12 @@ HIDDEN_SIZE = 64
 
 
 @cache
-def span_parts(path: str, first: int, last: int) -> Decomposition:
-    """Decoder layers [first, last) of the checkpoint, as a shard loads them."""
+def span_parts(path: str, first: int, last: int, quantised: tuple[Weights, ...] = ()) -> Decomposition:
+    """Decoder layers [first, last) of the checkpoint, as a shard loads them, with these copies for drafts."""
     layers = range(first, last)
     config = EngineConfig(model=path, dtype="float32", device="cpu")
-    return decompose(load_model(config, layers=layers), layers=layers)
+    parts = decompose(load_model(config, layers=layers), layers=layers)
+    return fuse(parts, quantised=quantised) if quantised else parts
 
 
 def cut(num_stages: int, num_layers: int = NUM_LAYERS) -> tuple[tuple[int, int], ...]:
@@ -187,13 +190,15 @@ class _LoopPost(Post):
 class LoopShard(Shard):
     """A shard that handles what has come in, and returns."""
 
-    def __init__(self, spec: ShardSpec, spans: tuple[tuple[int, int], ...], num_slots: int) -> None:
+    def __init__(
+        self, spec: ShardSpec, spans: tuple[tuple[int, int], ...], num_slots: int, quantised: tuple[Weights, ...]
+    ) -> None:
         super().__init__(spec)
         self._spans = spans
         self._device = torch.device("cpu")
         self._offloaded = None
         first, last = spans[spec.stage]
-        self._parts = span_parts(spec.config.model, first // 2, last // 2)
+        self._parts = span_parts(spec.config.model, first // 2, last // 2, quantised)
         self.post = _LoopPost(spec.name, SECRET, host="", ranks=spec.ranks)
         self.span = self._make_span(num_slots, self.post)
         self._worker = self._make_worker(self.span)
@@ -248,6 +253,7 @@ class _Process:
 class _Blueprint:
     config: EngineConfig
     options: ParallelOptions
+    quantised: tuple[Weights, ...] = ()
     num_gpus: float = 0.0
 
 
@@ -329,7 +335,7 @@ class LoopReplica:
                 num_threads=1,
                 secret=SECRET,
             )
-            shard = LoopShard(spec, self.spans, self.num_slots)
+            shard = LoopShard(spec, self.spans, self.num_slots, self.blueprint.quantised)
             self._posts.append(shard.post)
             self.parts[spec.name] = shard
             self.shards[spec.name] = _Process(spec.name, shard.post.address)
@@ -377,10 +383,12 @@ def loop_engine(
     max_restarts: int = 100,
     kv_cache_tokens: int = 4096,
     patience: float = math.inf,
+    quantised: tuple[Weights, ...] = (),
     **options: Any,
 ) -> Iterator[LoopEngine]:
-    """No selector: plain decoding. Dead shards are noticed at once; silence never is. An engine without patience
-    looks after the dead only where nothing is to be delivered, or the pings would fill the links."""
+    """No selector: plain decoding. quantised: the copies that drafts have. Dead shards are noticed at once; silence
+    never is. An engine without patience looks after the dead only where nothing is to be delivered, or the pings would
+    fill the links."""
     loop = Loop(random.Random(seed), patience=patience)
     config = EngineConfig(
         model=path,
@@ -399,7 +407,7 @@ def loop_engine(
         if patience == math.inf:
             stack.enter_context(patch.object(ray_stages_module, "_CHECK_EVERY_S", 0.0))
         stack.enter_context(patch.object(ray_stages_module, "time", loop.clock))
-        replica = LoopReplica(loop, _Blueprint(config, config.parallel), cut(num_stages), kv_cache_tokens)
+        replica = LoopReplica(loop, _Blueprint(config, config.parallel, quantised), cut(num_stages), kv_cache_tokens)
         stack.callback(replica.close)
         engine = Engine(
             config,

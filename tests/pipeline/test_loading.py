@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-from rayspec.pipeline.loading import balanced_cut
+from rayspec.config import EngineConfig, ParallelOptions
+from rayspec.model.sizes import load_config, model_sizes, quantised_bytes
+from rayspec.pipeline.loading import _costs, balanced_cut
 from rayspec.pipeline.replica import spans_of
 from rayspec.planning.latency import LatencyModel, Measurement
 from rayspec.planning.partition import Device, LayerCost, ModelCosts
+from tests.families import checkpoint
 
 NUM_LAYERS = 12
 
@@ -83,3 +87,45 @@ def test_the_head_counts_as_part_of_the_last_stage() -> None:
     better = cut_anew(measured((4, 4, 4), (1, 1, 1), head_s=4e-3), spans(4, 4, 4))
     assert better is not None
     assert len(better[2]) < 4
+
+
+def layer_bytes(device_type: str = "cpu", *, stages: int = 2, tensor: int = 1, **options: Any) -> list[int]:
+    model, parallel = checkpoint("qwen3_moe"), ParallelOptions(stages=stages, tensor=tensor)
+    config = EngineConfig(model=model, dtype="float32", parallel=parallel, **options)
+    costs = _costs(config, parallel, load_config(model), 128, device_type)
+    return [layer.weight_bytes for layer in costs.layers]
+
+
+def copy_bytes(*kinds: str, tensor: int = 1) -> list[int]:
+    """By layer of the same model."""
+    found = [
+        quantised_bytes(load_config(checkpoint("qwen3_moe")), kind, dtype=torch.float32, tensor=tensor)  # type: ignore[arg-type]
+        for kind in kinds
+    ]
+    return [sum(each[2 * layer] + each[2 * layer + 1] for each in found) for layer in range(4)]
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_layers_weigh_what_they_and_the_copies_for_their_drafts_do(tensor: int) -> None:
+    sizes = model_sizes(load_config(checkpoint("qwen3_moe")), dtype=torch.float32, tensor=tensor)
+    weights = [layer.weight_bytes for layer in sizes.layers]
+    int4, both = copy_bytes("int4", tensor=tensor), copy_bytes("int4", "int8", tensor=tensor)
+    with_int8 = {"speculation": {"choices": ("int8", "int4", "skip")}}
+    assert min(int4) > 0
+    assert layer_bytes(tensor=tensor) == [sum(pair) for pair in zip(weights, int4, strict=True)]
+    assert layer_bytes(tensor=tensor, **with_int8) == [sum(pair) for pair in zip(weights, both, strict=True)]
+    assert layer_bytes(tensor=tensor, speculation={"strategy": "ar"}) == weights
+    assert layer_bytes(tensor=tensor, speculation={"choices": ("skip", "pages")}) == weights
+    assert layer_bytes("cuda", tensor=tensor) == weights, "there are no products with int4 there"
+
+
+def test_of_offloaded_weights_the_copies_stay_in_memory() -> None:
+    assert layer_bytes(offload={"to": "disk"}) == copy_bytes("int4")
+
+
+def test_copies_count_as_far_as_every_stage_may_have_its_share() -> None:
+    choices, share = ("int4", "int8"), sum(copy_bytes("int4")) // 2
+    plain = layer_bytes(speculation={"strategy": "ar"})
+    for most, kinds in ((0, ()), (share - 1, ()), (share, ("int4",)), (10**9, choices)):
+        found = layer_bytes(speculation={"choices": choices, "extra_weight_bytes": most})
+        assert [here - alone for here, alone in zip(found, plain, strict=True)] == copy_bytes(*kinds)

@@ -19,6 +19,7 @@ from rayspec.bench.figures.sweeps import run_intervals, run_thresholds
 from rayspec.bench.figures.tpt import Estimates, estimate_plans, run_tpt
 from rayspec.bench.run import model_folder
 from rayspec.bench.workloads import demo_prompts
+from rayspec.choices import FULL
 from rayspec.command.environment import describe_environment
 from rayspec.command.loading import hide_progress_bars, load_llm
 from rayspec.config import EngineConfig
@@ -111,7 +112,7 @@ def _engine_config(options: FigureOptions, folder: str) -> EngineConfig:
         max_num_seqs=1,
         enable_prefix_caching=False,  # repeats of a prompt are to be read each time
         max_model_len=base.max_model_len or max(options.context, *options.contexts) + options.max_tokens,
-        speculation=base.speculation.replace(strategy="knapspec", skip=(), warm_start=None),
+        speculation=base.speculation.replace(strategy="knapspec", skip=(), static_choice=FULL, warm_start=None),
     )
 
 

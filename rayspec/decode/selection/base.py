@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from rayspec.choices import FULL, SKIP, Choice
+from rayspec.choices import FULL, SKIP, Choice, nearest
 from rayspec.decode.drafting.lookup import Proposal
 from rayspec.decode.drafting.skip_draft import KeepDrafting
 from rayspec.decode.questions import Answer, Question
@@ -80,12 +80,21 @@ class FixedPlan:
         return None
 
 
-def static_plan(skip: Sequence[int], num_sublayers: int, num_draft_tokens: int, *, choice: Choice = FULL) -> Plan:
-    """choice: of the sublayers that are not skipped. Raises ValueError when a sublayer does not exist."""
+def static_plan(
+    skip: Sequence[int],
+    num_sublayers: int,
+    num_draft_tokens: int,
+    *,
+    choice: Choice = FULL,
+    ways: Sequence[Collection[Choice]] | None = None,
+) -> Plan:
+    """choice: of the sublayers that are not skipped, or the nearest to it that is among a sublayer's `ways`; None: all
+    sublayers have all. Raises ValueError when a sublayer does not exist."""
     foreign = [index for index in skip if not 0 <= index < num_sublayers]
     if foreign:
         raise ValueError(f"option 'skip' names sublayer {foreign[0]}; the model has 0 to {num_sublayers - 1}")
-    choices = tuple(SKIP if index in set(skip) else choice for index in range(num_sublayers))
+    possible = [(choice,)] * num_sublayers if ways is None else ways
+    choices = tuple(SKIP if index in set(skip) else nearest(choice, each) for index, each in enumerate(possible))
     return Plan(choices=choices, num_draft_tokens=num_draft_tokens, source="static")
 
 

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from rayspec.choices import FULL, SKIP, Choice, Choices, combined, keys_of, num_leading_full, weights_of
+from rayspec.choices import SKIP, Choice, Choices, combined, keys_of, nearest, num_leading_full, weights_of
 from rayspec.config import SpeculationOptions
 from rayspec.decode.questions import Answer, Found, Knapsack
 from rayspec.decode.rounds import RoundResult
@@ -391,10 +391,5 @@ def uniform_patterns(savings: Sequence[Mapping[Choice, int]]) -> list[Choices]:
     """Drafts that skip nothing, and run all sublayers by the same choice as far as that saves time. These work with any
     model, also where the search goes astray."""
     ways = dict.fromkeys(choice for each in savings for choice in each if choice != SKIP)
-    patterns = dict.fromkeys(tuple(_nearest(choice, each) for each in savings) for choice in ways)
+    patterns = dict.fromkeys(tuple(nearest(choice, each) for each in savings) for choice in ways)
     return [choices for choices in patterns if num_leading_full(choices) < len(choices)]
-
-
-def _nearest(choice: Choice, savings: Mapping[Choice, int]) -> Choice:
-    """The choice itself, or else with all keys, or else in full."""
-    return next((one for one in (choice, combined(weights_of(choice), "all")) if one in savings), FULL)

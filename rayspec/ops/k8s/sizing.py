@@ -11,6 +11,7 @@ import torch
 from transformers import PretrainedConfig
 
 from rayspec import demo
+from rayspec.config import SpeculationOptions
 from rayspec.model.architecture import max_positions
 from rayspec.model.sizes import load_config, model_sizes
 from rayspec.ops.gpus import Gpu, are_ranks_alike, parse_gpus
@@ -139,6 +140,7 @@ def _placement_options(options: RenderOptions) -> PlacementOptions:
         context=options.context,
         concurrency=options.concurrency,
         quantization=options.quantization,
+        draft_weights=SpeculationOptions().draft_weights if options.gpus is None else (),
         dtype=options.dtype,
     )
 

@@ -75,6 +75,7 @@ def _plan_options(options: PlacementOptions, gpus_per_node: int | None) -> PlanO
         output_tokens=min(usual, context - 1),
         concurrency=options.concurrency,
         quantization=options.quantization,
+        draft_weights=options.draft_weights,
         dtype=options.dtype,
         gpus_per_node=gpus_per_node,
     )

@@ -33,7 +33,7 @@ def flags_of(layout: Layout, options: PlanOptions) -> Flags:
     return Flags(
         engine=_joined(engine | parallel),
         python=", ".join(f"{name}={value!r}" for name, value in nested.items()),
-        placement=_joined(copy),
+        placement=_joined(copy | _draft_weights(options)),
         render=_joined(copy | copies) if len(layout.groups) == 1 else None,
     )
 
@@ -68,6 +68,10 @@ def _copy(layout: Layout, options: PlanOptions) -> dict[str, Any]:
     if options.quantization is not None:
         values["quantization"] = options.quantization
     return values | _dtype(options)
+
+
+def _draft_weights(options: PlanOptions) -> dict[str, str]:
+    return {"draft_weights": ",".join(options.draft_weights)} if options.draft_weights else {}
 
 
 def _dtype(options: PlanOptions) -> dict[str, str]:

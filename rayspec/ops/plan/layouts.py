@@ -80,7 +80,13 @@ def layouts(config: PretrainedConfig, options: PlanOptions, *, max_replicas: int
     gpus = parse_gpus(options.gpus)
     dtype = placed_dtype(options.dtype, config)
     for tensor in _tensor_degrees(config, gpus, options.max_ranks):
-        sizes = model_sizes(config, dtype=dtype, quantization=options.quantization, tensor=tensor)
+        sizes = model_sizes(
+            config,
+            dtype=dtype,
+            quantization=options.quantization,
+            tensor=tensor,
+            draft_weights=options.draft_weights,
+        )
         maker = _Maker(gpus, sizes, dtype, tensor, options)
         num_groups = len(gpus) // tensor
         stages = {min(num_groups // replicas, len(sizes.layers)) for replicas in range(1, num_groups + 1)}
@@ -140,6 +146,7 @@ class _Maker:
             context=options.context,
             concurrency=concurrency,
             quantization=options.quantization,
+            draft_weights=options.draft_weights,
             dtype=options.dtype,
         )
         return place_sizes(self.sizes, self.dtype, asked)

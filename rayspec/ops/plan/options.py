@@ -13,12 +13,18 @@ from rayspec.ops.gpus import gpus_of_a_node
 
 Goal = Literal["throughput", "latency", "cost"]
 Quantization = Literal["fp8", "int8", "int4"]
+DraftWeights = Literal["int8", "int4"]
 _GPUS_HELP = "in order, as 8xH100-80G, 2x8xH100 (two nodes), 4xH200,4xA100-80G or 2xNEW-96G@4000 (GB/s)"
 _QUANTIZATION_HELP = "of the layers' linears"
 _DTYPE_HELP = "of the weights"
+_DRAFT_WEIGHTS_HELP = "copies of the weights that drafts run by, which take memory, as int8"
 
 # Of published self-speculative decoders that leave out about half of the sublayers, KnapSpec's at its best .94 to .97.
 PUBLISHED_ACCEPTANCE = (0.85, 0.90, 0.95)
+
+
+def _split(value: Any) -> Any:
+    return value.split(",") if isinstance(value, str) else value
 
 
 class PlacementOptions(Options):
@@ -41,13 +47,14 @@ class PlacementOptions(Options):
         description="sequences at once, for the KV cache; over all copies that rayspec plan recommends",
     )
     quantization: Quantization | None = Field(None, description=_QUANTIZATION_HELP)
+    draft_weights: tuple[DraftWeights, ...] = Field((), description=_DRAFT_WEIGHTS_HELP)
     dtype: DType = Field("auto", description=_DTYPE_HELP)
     layers: tuple[int, ...] | None = Field(None, description="layers of each stage, as 20,30,30")
 
-    @field_validator("layers", mode="before")
+    @field_validator("layers", "draft_weights", mode="before")
     @classmethod
-    def _numbers_with_commas(cls, value: Any) -> Any:
-        return value.split(",") if isinstance(value, str) else value
+    def _values_with_commas(cls, value: Any) -> Any:
+        return _split(value)
 
     @property
     def names_layout(self) -> bool:
@@ -74,6 +81,7 @@ class PlanOptions(Options):
     concurrency: int = Field(32, ge=1, description="sequences at once, over all replicas")
     goal: Goal = Field("throughput", description="what counts; latency is of a request alone")
     quantization: Quantization | None = Field(None, description=_QUANTIZATION_HELP)
+    draft_weights: tuple[DraftWeights, ...] = Field((), description=_DRAFT_WEIGHTS_HELP)
     dtype: DType = Field("auto", description=_DTYPE_HELP)
     profile: Path | None = Field(None, description="measured on one such GPU, as `rayspec profile` has saved it")
     acceptance: float | None = Field(
@@ -89,6 +97,11 @@ class PlanOptions(Options):
         None, ge=1, description="the most tensor-parallel ranks; without it, as --gpus names nodes, else 8"
     )
     seed: int = 0
+
+    @field_validator("draft_weights", mode="before")
+    @classmethod
+    def _values_with_commas(cls, value: Any) -> Any:
+        return _split(value)
 
     @model_validator(mode="after")
     def _answers_fit(self) -> Self:
