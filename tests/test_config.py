@@ -65,7 +65,7 @@ def test_skip_belongs_to_the_static_strategy() -> None:
     with pytest.raises(ConfigError, match=r"strategy 'static' needs option 'skip'.*: name them"):
         SpeculationOptions(strategy="static")
     assert SpeculationOptions(strategy="static", skip=(1, 3)).skip == (1, 3)
-    with pytest.raises(ConfigError, match="'skip' works with strategy 'static' only, not 'knapspec'"):
+    with pytest.raises(ConfigError, match="'skip' works with strategy 'static' only, not 'auto'"):
         SpeculationOptions(skip=(1,))
 
 

@@ -62,7 +62,7 @@ class Arbiter:
         self._trusted = frozenset(trusted)
         self._options = options or ArbiterOptions()
         self._records: dict[Way, _Record] = {}
-        self._taken = home  # the way of the last round that was no trial
+        self.taken = home  # by the last round that was no trial
         self._trial: _Trial | None = None
         self._price_s: dict[Way, float] = {}  # of a trial, by what the last one lost
         self._elapsed_s = self._lost_s = self._round_s = 0.0
@@ -77,7 +77,7 @@ class Arbiter:
         """predicted: tokens per second of each way that is open to the round, the home way among them."""
         if self._trial is not None and self._trial.way in predicted:
             return self._best(predicted, without=self._trial.way) if self._trial.was_last else self._trial.way
-        best = self._taken = self._best(predicted)
+        best = self.taken = self._best(predicted)
         challenger = self._challenger(predicted, best)
         if challenger is None:
             return best
@@ -113,7 +113,7 @@ class Arbiter:
         self._price_s.pop(way, None)
         if self._trial is not None and self._trial.way == way:
             self._trial = None
-        if self._taken == way:
+        if self.taken == way:
             self._record(way).fade_to(self._options.min_rounds)
         else:
             self._records.pop(way, None)
@@ -123,8 +123,8 @@ class Arbiter:
         self._records.pop(way, None)
         if self._trial is not None and self._trial.way == way:
             self._trial = None
-        if self._taken == way:
-            self._taken = self._home
+        if self.taken == way:
+            self.taken = self._home
 
     def factor(self, way: Way) -> float:
         """What its rounds made over what was predicted for them. A machine that is slower than predicted is so for all
@@ -136,8 +136,12 @@ class Arbiter:
         return self._record(way).error(self.factor(way), self.factor(self._home))
 
     def is_known(self, way: Way) -> bool:
-        is_taken = way in {self._home, self._taken} or way in self._trusted
+        is_taken = way in {self._home, self.taken} or way in self._trusted
         return is_taken or self._record(way).num_rounds >= self._options.min_rounds
+
+    def was_tried(self, way: Way) -> bool:
+        """Whether there was a round of it, be it long ago."""
+        return self._record(way).num_rounds > 0
 
     def spare_s(self, predicted: Mapping[Way, float]) -> float:
         """Seconds that the trial may still lose."""
@@ -155,7 +159,7 @@ class Arbiter:
         """Of the ways that are known; the one taken last has an advantage. Home, if there is no other."""
 
         def rate(way: Way) -> float:
-            bonus = 1 + self._options.hysteresis if way == self._taken else 1.0
+            bonus = 1 + self._options.hysteresis if way == self.taken else 1.0
             return predicted[way] * self.factor(way) * bonus
 
         known = [way for way in predicted if way != without and self.is_known(way)]

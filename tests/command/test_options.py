@@ -65,7 +65,7 @@ def test_help_shows_the_defaults_of_the_option_groups() -> None:
     assert f"sequences decoded at once [default: {EngineConfig.model_fields['max_num_seqs'].default}]" in text
     assert "--max-tokens <int> [default: 77]" in text
     assert ", static, ar, " in text
-    assert "[default: knapspec]" in text
+    assert "[default: auto]" in text
     assert "; skip, int8, int4, window, pages [default: skip, int4, window, pages]" in text
 
 

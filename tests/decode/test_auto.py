@@ -209,7 +209,7 @@ def test_drafts_go_on_by_what_lookup_has_learned() -> None:
 
 def test_rounds_of_several_cohorts_may_be_under_way() -> None:
     there = world(right=1.0)
-    states = [replace(_batch_state(), proposals=lambda: [FOUND]) for _ in range(3)]
+    states = [replace(_batch_state(), proposals=lambda: [FOUND], sequence_ids=(name,)) for name in "abc"]
     plans = [there.auto.plan(state) for state in states]
     for state, plan in reversed(list(zip(states, plans, strict=True))):
         draft = Draft(list(FOUND.token_ids[: plan.num_lookup_tokens]))
@@ -250,7 +250,7 @@ def test_a_plan_is_not_told_that_drafts_which_lookup_ended_had_ended_by_themselv
 
 
 def test_a_plan_that_may_well_be_faster_is_tried_although_lookup_pays() -> None:
-    there = world(right=0.3)
+    there = world(right=0.7)
     for _ in range(30):
         there.play([FOUND])
     assert there.plans[-1].num_lookup_tokens > 0

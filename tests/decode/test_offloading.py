@@ -16,7 +16,7 @@ from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
 from rayspec.decode.engine import Engine
 from rayspec.decode.loading import least_needed, load_weights, offload_weights
 from rayspec.decode.runner import Runner
-from rayspec.decode.selection.knapspec import KnapSpec
+from rayspec.decode.selection.auto import Auto
 from rayspec.local_engine import load_engine
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.kv_arena import KVArena
@@ -146,8 +146,8 @@ def test_with_nothing_to_fetch_drafts_skip_something_else(measured: LatencyModel
 
 
 def _plans(latency: LatencyModel) -> list[Any]:
-    options = SpeculationOptions(**KNAPSPEC)
-    engine = engine_with(demo_parts(), KnapSpec(options, latency), max_draft_tokens=16, eos=(EOS,))
+    options = SpeculationOptions(**KNAPSPEC, choices=("skip",))  # whose knapsack is between skipping and fetching
+    engine = engine_with(demo_parts(), Auto(options, latency, looks_up=False), max_draft_tokens=16, eos=(EOS,))
     assert tokens_of(complete(engine, prompts(), PARAMS)) == resident("float32")
     return [record.plan for record in engine.stats.plans]
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from rayspec.choices import choices_of
+from rayspec.choices import FULL, choices_of
 from rayspec.config import SamplingParams
 from rayspec.decode.drafting.skip_draft import RoundEntry
 from rayspec.decode.head import SamplerSpec
@@ -144,7 +144,7 @@ def test_taps_are_the_targets_states_of_newest_tokens(num_drafted: int) -> None:
     newest = torch.tensor([KNOWN.expected[name][0] for name in range(2)])
     assert torch.equal(states[:, 0], stages.runner.parts.embed(newest)[0])
     for sublayer in range(8):
-        states = search.run(sublayer, states)
+        states = search.run(sublayer, FULL, states)
         assert search.similarity(sublayer, states) == pytest.approx([1.0], abs=1e-5)
     assert stages.head.next_tokens(tokens).tolist() == [KNOWN.expected[name][1] for name in range(2)]
     assert search.agreement(states).num_agreed.tolist() == [2]

@@ -17,7 +17,7 @@ from rayspec.choices import SKIP, Choice
 from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
 from rayspec.decode.engine import Engine
 from rayspec.decode.runner import Batch, Runner
-from rayspec.decode.selection.knapspec import KnapSpec
+from rayspec.decode.selection.auto import Auto
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.row_counts import RowCounts
 from rayspec.model.sublayers import Tap
@@ -147,7 +147,9 @@ def test_so_do_the_drafts_that_the_shards_find_themselves(pinned: Engine) -> Non
 
 def _plans(latency: LatencyModel) -> list[Plan]:
     """Found in this process, where the model's states are the same."""
-    engine = engine_with(demo_parts(), KnapSpec(SpeculationOptions(**KNAPSPEC), latency), max_draft_tokens=16)
+    engine = engine_with(
+        demo_parts(), Auto(SpeculationOptions(**KNAPSPEC), latency, looks_up=False), max_draft_tokens=16
+    )
     assert tokens_of(complete(engine, prompts(), PARAMS)) == expected()
     return [record.plan for record in engine.stats.plans if record.plan.drafts]
 

@@ -13,17 +13,18 @@ from pathlib import Path
 import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
-from rayspec.planning.gate import Gate
 
 from rayspec import SamplingParams
-from rayspec.choices import FULL, SKIP, Choices
+from rayspec.choices import FULL, SKIP, Choices, choices_of
 from rayspec.command.loading import load_llm
 from rayspec.command.settings import make_settings
+from rayspec.decode.selection.base import FixedPlan
 from rayspec.pipeline.ray_stages import StageUse
 from rayspec.serve.metered import MeteredEngine
 from rayspec.serve.metric_table import METRICS, UNREACHABLE_NODES
 from rayspec.serve.metrics import EngineMetrics, keep_updated
 from rayspec.serve.scrape import scrape
+from rayspec.strategies.only_if_faster import OnlyIfFaster
 from rayspec.types import (
     CompletionOutput,
     EngineLoad,
@@ -36,7 +37,9 @@ from rayspec.types import (
     RequestMetrics,
     RequestOutput,
 )
+from tests.decode.selecting import latency_model, round_of, state
 
+PLAN = Plan(choices=choices_of([True, False, True, True]), num_draft_tokens=4, source="test")
 IDLE = EngineLoad(num_running=0, num_waiting=0, kv_used_tokens=0, kv_total_tokens=64)
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 KINDS = {spec.name: spec.kind for spec in METRICS}
@@ -332,24 +335,27 @@ def gate_gauges(recording: Recording) -> dict[tuple[str, str], float]:
     return {key: value for key, value in recording.gauges.items() if key[0].startswith("gate_")}
 
 
-def test_what_a_real_gate_says_becomes_few_labels() -> None:
-    recording, gate, seen = Recording(), Gate(), set()
-    metrics = EngineMetrics(recording)
-    for promise in (0.9, 1.6, 1.3):
-        gate.new_plan(promise)
-        for number in range(400):
-            mode = gate.choose()
-            gate.observe(mode, 3 if mode == "draft" else 1, 1.0 + 0.01 * (number % 7))
-            metrics.update(EngineStats(gate_reason=gate.reason), IDLE)
-            seen.add(gate.reason)
+def test_what_a_strategy_says_of_drafting_becomes_few_labels() -> None:
+    recording, seen = Recording(), set()
+    metrics, selector = EngineMetrics(recording), OnlyIfFaster(FixedPlan(PLAN), latency_model(2))
+    for accepted in (4, 0, 4):
+        for number in range(300):
+            here = state()
+            plan = selector.plan(here)
+            count = min(accepted, plan.num_draft_tokens)
+            selector.observe(
+                here, plan, round_of(plan, count), 1 + count, 1.5 if plan.drafts else 1 + 0.01 * (number % 7)
+            )
+            reason = selector.gate_reason
+            metrics.update(EngineStats(gate_reason=reason), IDLE)
+            seen.add(reason)
             gauges = gate_gauges(recording)
-            assert gauges.pop(("gate_open", "")) == gate.reason.startswith("drafting")
+            assert gauges.pop(("gate_open", "")) == reason.startswith("drafting")
             assert list(gauges.values()).count(1.0) == 1
     labels = {label for name, label in gate_gauges(recording) if name == "gate_info"}
     assert len(seen) > 3
     assert 3 <= len(labels) <= 6
     assert not [label for label in labels if re.search(r"\d", label)]
-    assert "not drafting: there is no plan that promises to be faster" in labels
 
 
 def test_the_number_of_reasons_is_bounded() -> None:

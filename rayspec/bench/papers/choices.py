@@ -74,7 +74,7 @@ def choices_markdown(predictions: Sequence[ChoicePrediction]) -> str:
         "weights and an int4 copy of them are left out."
     )
     table = markdown_table(("model", "context", "batch", "draft taken", "gain", "gain of skipping alone"), rows)
-    return f"## Choices on large models\n\n{intro}\n\n{table}\n"
+    return f"## Choices on large models\n\n{intro}\n\n{table}"
 
 
 def _fits(model: str, num_gpus: int, num_tokens: int) -> bool:

@@ -53,7 +53,7 @@ class Candidate:
     similarity: float
     num_agreed: int
     num_tapped: int
-    used: Discounted = field(default_factory=lambda: Discounted(USE_HALF_LIFE_TOKENS))
+    used: Discounted = field(default_factory=lambda: Discounted(USE_HALF_LIFE_TOKENS), compare=False)
 
     @property
     def estimate(self) -> float:

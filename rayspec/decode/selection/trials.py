@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
@@ -40,7 +39,7 @@ class Trials:
         self.arbiter = Arbiter(home, trusted=trusted)
         self._latency = latency
         self._home = home
-        self._under_way: deque[tuple[BatchState, Taken]] = deque(maxlen=_MOST_UNDER_WAY)
+        self._under_way: dict[tuple[str, ...], Taken] = {}  # by the sequences of the round
         self._last: Taken | None = None
 
     def take(self, state: BatchState, ways: Mapping[Way, Proposed]) -> Plan:
@@ -48,19 +47,21 @@ class Trials:
         way = self.arbiter.choose(rates)
         plan = ways[way].plan
         self._last = Taken(way, plan, rates)
-        self._under_way.append((state, self._last))
+        self._under_way.pop(tuple(state.sequence_ids), None)
+        self._under_way[tuple(state.sequence_ids)] = self._last
+        if len(self._under_way) > _MOST_UNDER_WAY:
+            del self._under_way[next(iter(self._under_way))]
         return self._shortened(state, plan, rates) if way == self.arbiter.trial else plan
 
     def taken(self, state: BatchState) -> Taken | None:
-        """By the round of this state."""
-        return next((taken for own, taken in self._under_way if own is state), None)
+        """By the round of these sequences that is under way."""
+        return self._under_way.get(tuple(state.sequence_ids))
 
     def observe(self, state: BatchState, num_tokens: int, seconds: float, *, tells: bool = True) -> Taken | None:
         """The round of this state has ended. tells: whether it says anything of the way that it took."""
-        taken = self.taken(state)
+        taken = self._under_way.pop(tuple(state.sequence_ids), None)
         if taken is None:
             return None
-        self._under_way = deque((pair for pair in self._under_way if pair[0] is not state), maxlen=_MOST_UNDER_WAY)
         num_outstanding = max(state.num_outstanding_tokens - num_tokens, 0)
         if tells:
             self.arbiter.observe(taken.way, num_tokens, seconds, predicted=taken.rates, num_outstanding=num_outstanding)
@@ -76,12 +77,12 @@ class Trials:
         """One sentence for reports. way: that drafts, None where there is no plan."""
         if way is None:
             return "not drafting: there is no plan that promises to be faster"
+        doing = "drafting" if self.arbiter.taken != self._home else "not drafting"
         if self.arbiter.trial is not None:
-            return f"{self.arbiter.trial} is on trial"
-        if not self.arbiter.is_known(way) or self._last is None or way not in self._last.rates:
+            return f"{doing}, but trying {self.arbiter.trial}"
+        if not self.arbiter.was_tried(way) or self._last is None or way not in self._last.rates:
             return "not drafting: the plan has not been tried yet"
         gain, promised = self.rate(self._last, way) / self.rate(self._last, self._home), self._promised(way)
-        doing = "drafting" if gain > 1 else "not drafting"
         return f"{doing}: measured x{gain:.2f} of plain decoding, x{promised:.2f} predicted"
 
     def _promised(self, way: Way) -> float:

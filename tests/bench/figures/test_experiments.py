@@ -10,7 +10,7 @@ import pytest
 
 import rayspec
 from rayspec.bench.figures.runs import Gain, Spread, TimedSelector, gain_of, latency_of, local_engine, take_turns, write
-from rayspec.bench.figures.skips import every, free_knapspec, run_skips
+from rayspec.bench.figures.skips import every, run_skips
 from rayspec.bench.figures.sweeps import run_intervals, run_thresholds
 from rayspec.bench.figures.tpt import Estimates, context_of, estimate_plans, predict, run_tpt
 from rayspec.choices import FULL, SKIP, Choices, choices_of
@@ -121,7 +121,7 @@ def test_plans_are_estimated_on_tokens_that_the_search_did_not_see(llm: rayspec.
     num_tapped = found.candidates[0].num_tapped
     assert num_tapped in (40, 48)
     for one in found.candidates:
-        assert SKIP in one.choices
+        assert one.choices.count(FULL) < len(one.choices)
         assert one.num_tapped == num_tapped
         assert 0 <= one.num_agreed <= num_tapped
     light = min(found.candidates, key=lambda one: one.choices.count(SKIP))
@@ -187,13 +187,12 @@ def test_plans_in_use_are_counted_by_context(llm: rayspec.LLM) -> None:
     assert drafted, "the demo model drafts for itself"
     for one in drafted:
         assert 0 <= (one.attention_skipped or 0) <= 1
-        assert (one.attention_skipped or 0) + (one.mlp_skipped or 0) > 0
+        assert all(plan.choices.count(FULL) < len(plan.choices) for plan in one.plans)
     assert found.by_context[1].attention_s > found.by_context[0].attention_s
     assert found.by_context[1].mlp_s == found.by_context[0].mlp_s
 
 
 def test_a_free_knapspec_searches_at_its_interval(llm: rayspec.LLM) -> None:
-    assert not free_knapspec(llm, 8)._options.gate
     trigger = every(40)
     assert trigger.reason(context=10, batch=1) == "no plan yet"
     for _ in range(3):
