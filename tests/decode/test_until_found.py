@@ -62,7 +62,7 @@ class LookingUp(TravellingPlans):
 @pytest.mark.parametrize("batch", [3])
 def test_greedy_equals_generate(family: str, verification: str, batch: int) -> None:
     parts, known = parts_of(checkpoint(family)), cases(checkpoint(family), LENGTHS, 40)
-    selector = LookingUp(8, len(parts.sublayers))
+    selector = LookingUp(4, len(parts.sublayers))
     engine = engine_with(parts, selector, verification=verification, max_num_seqs=batch, max_num_batched_tokens=32)
     assert tokens_of(complete(engine, known.prompts, SamplingParams(temperature=0, max_tokens=40))) == known.expected
     selector.require_used()
