@@ -53,7 +53,7 @@ def test_strategies_are_names_with_commas() -> None:
 def test_what_static_drafts_are_like_makes_the_strategy_static() -> None:
     assert bench(flags={"skip": [3]}).engine.speculation.skip == (3,)
     assert bench(flags={"static_choice": "int4"}).engine.speculation.static_choice == "int4"
-    assert bench().engine.speculation.strategy == "knapspec"
+    assert bench().engine.speculation.strategy == "auto"
 
 
 def test_threads_are_those_of_the_engine() -> None:
