@@ -11,7 +11,7 @@ import pydantic
 from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
 
-from rayspec.choices import FULL, QUANTISED_WEIGHTS, SKIP, Choice, Weights, combinations, weights_of
+from rayspec.choices import FULL, QUANTISED_WEIGHTS, SKIP, Choice, Weights, combinations, keys_of, weights_of
 from rayspec.errors import ConfigError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -342,7 +342,7 @@ class SpeculationOptions(Options):
     def draft_choices(self) -> tuple[Choice, ...]:
         """By which drafts of the strategy may run sublayers."""
         if self.strategy == "static":
-            return tuple(dict.fromkeys((FULL, self.static_choice, SKIP)))
+            return combinations((weights_of(self.static_choice), keys_of(self.static_choice), SKIP))
         return combinations(self.choices if self.strategy in _CHOOSING else (SKIP,))
 
     @property

@@ -142,7 +142,11 @@ class RandomPlans:
             savings: list[dict[Choice, int]] = [{SKIP: 2 - index % 2} for index in range(self._num_sublayers)]
             for each, ways in zip(savings, self._ways or (), strict=False):
                 each.update({choice: 1 for choice in ways if choice not in (FULL, SKIP)})
-            under_way = search(Knapsack(num_tokens=4, savings=savings, max_saved=5, min_similarity=-1.0, max_states=4))
+            also = [plan.choices for plan in self.plans[-2:]]
+            question = Knapsack(
+                num_tokens=4, savings=savings, max_saved=5, min_similarity=-1.0, max_states=4, also=also
+            )
+            under_way = search(question)
             self.num_searches += under_way is not None
         return None
 

@@ -106,5 +106,5 @@ def saved_plan(domain: str = "", skip: Sequence[int] = (4, 5), *, num_sublayers:
             date=dt.datetime(2026, 11, 21, tzinfo=dt.timezone.utc),
         ),
     }
-    choices = choices_of([index not in skip for index in range(num_sublayers)])
-    return SavedPlan(domain=domain, choices=choices, **(values | changes))
+    values["choices"] = choices_of([index not in skip for index in range(num_sublayers)])
+    return SavedPlan(domain=domain, **(values | changes))

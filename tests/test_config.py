@@ -72,6 +72,8 @@ def test_skip_belongs_to_the_static_strategy() -> None:
 def test_a_static_choice_belongs_to_the_static_strategy() -> None:
     assert speculation(strategy="static", static_choice="int4").draft_choices == (FULL, "int4", SKIP)
     assert speculation(strategy="static", skip=(1,)).draft_choices == (FULL, SKIP)
+    parts = speculation(strategy="static", static_choice="int8+pages").draft_choices
+    assert parts == (FULL, "int8", "pages", "int8+pages", SKIP), "an MLP has no keys, and some attention no copy"
     with pytest.raises(ConfigError, match="'static_choice' works with strategy 'static' only, not 'auto'"):
         speculation(strategy="auto", static_choice="int4")
     with pytest.raises(ConfigError, match="'static_choice' is 'skip', which leaves no draft"):

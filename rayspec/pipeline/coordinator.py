@@ -228,7 +228,7 @@ class RemoteSearch:
             self._post.send(stage_name(stage), seek)
 
     def start(self) -> RemoteBatch:
-        return self._track(RemoteBatch(0, 0, 1))
+        return RemoteBatch(0, 0, 1)  # it stays to the end of the search, which may start from it again
 
     def run(self, sublayer: int, choice: Choice, states: Any) -> RemoteBatch:
         stage = self._stage_of[sublayer]

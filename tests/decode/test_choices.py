@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayspec.choices import FULL, Choice
+from rayspec import LLM, demo
+from rayspec.choices import FULL, Choice, nearest
 from rayspec.config import EngineConfig, SamplingParams
 from rayspec.local_engine import load_engine
 from rayspec.model.architecture import Decomposition
 from rayspec.model.attention import _Attention
-from rayspec.types import Plan
+from rayspec.pipeline.stage_worker import stage_name
+from rayspec.types import Plan, RequestOutput
+from tests.decode.test_distribution import excess
+from tests.demo_model import demo_prompts
 from tests.engines import (
     ALL_CHOICES,
     GREEDY,
@@ -26,14 +33,15 @@ from tests.engines import (
     complete,
     engine_with,
     plant_trees,
+    requests_for,
     tiny_budgets,
     tokens_of,
     varied,
     ways_of,
 )
 from tests.exhaustive import few_of
-from tests.families import FAMILIES, MATRIX, Cases, cases, checkpoint, parts_of
-from tests.pipeline.loop import NUM_LAYERS, TravellingPlans, loop_engine
+from tests.families import FAMILIES, MATRIX, Cases, cases, checkpoint, greedy, parts_of, ragged_prompts, reference
+from tests.pipeline.loop import NUM_LAYERS, Chaos, TravellingPlans, loop_engine
 
 # Most contexts grow beyond the tiny budgets of 48 and 64 tokens, some of them in the middle of the generation.
 LENGTHS = (1, 600, 37, 3, 150, 44, 90)
@@ -236,3 +244,146 @@ def test_with_a_seed_the_text_does_not_depend_on_the_choices(name: str) -> None:
         outputs = complete(engine, prompts, params)
         assert [[list(one.token_ids) for one in each.outputs] for each in outputs] == plain
         assert engine.stats.num_accepted_tokens > 0
+
+
+def _joint(path: str, prompt: Sequence[int], params: SamplingParams, length: int) -> dict[tuple[int, ...], float]:
+    """The target's probability of every text of the next `length` tokens, each one of the `top_k` most likely."""
+    probabilities: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(length):
+        longer: dict[tuple[int, ...], float] = {}
+        for text, probability in probabilities.items():
+            with torch.no_grad():
+                logits = reference(path)(torch.tensor([[*prompt, *text]])).logits[0, -1] / params.temperature
+            best = logits.topk(params.top_k)
+            for token, share in zip(best.indices.tolist(), best.values.softmax(-1).tolist(), strict=True):
+                longer[(*text, token)] = probability * share
+        probabilities = longer
+    return probabilities
+
+
+@pytest.mark.parametrize("choice", few_of(["int4+window", "int8+pages"], ["int4+window"]))
+def test_sampled_text_has_the_targets_distribution_under_rejection(choice: Choice) -> None:
+    """Drafts by int4 and a window of three pages, in a context of seven; the joint of four tokens. The bound is that of
+    `test_distribution`."""
+    parts, path, length = parts_with_copies("llama"), checkpoint("llama"), 4
+    (prompt,) = ragged_prompts([100], seed=4)
+    params = SamplingParams(temperature=1.5, top_k=3, n=1000, max_tokens=length, seed=11)
+    ways = ways_of(parts)
+    choices = tuple(nearest(choice, each) if index > 1 else FULL for index, each in enumerate(ways))
+    engine = engine_with(
+        parts,
+        Plan(choices=choices, num_draft_tokens=3, source="one"),
+        choices=ALL_CHOICES,
+        verification="rejection",
+        max_num_seqs=64,
+        kv_cache_tokens=16384,
+    )
+    with counted_reads() as reads:
+        outputs = complete(engine, [prompt] * 3, [params.replace(seed=seed) for seed in range(3)])
+    counts = Counter(tuple(one.token_ids) for output in outputs for one in output.outputs)
+    expected = _joint(path, prompt, params, length)
+    assert counts.total() == 3000
+    assert set(counts) <= set(expected)
+    observed = torch.tensor([counts[text] for text in expected])
+    assert excess(observed, torch.tensor(list(expected.values()))) < 1
+    assert engine.stats.acceptance_rate is not None
+    assert 0.05 < engine.stats.acceptance_rate < 0.95
+    assert reads.num_rows > 1000
+
+
+@pytest.mark.parametrize("seed", few_of(range(6), range(2)))
+def test_replayed_when_stages_die_in_the_middle_of_drafts(seed: int) -> None:
+    parts, known = parts_with_copies("llama"), known_cases("llama")
+    num_stages = 1 + seed % 3
+    selector = TravellingPlans(seed, 2 * NUM_LAYERS, ways=ways_of(parts))
+    with (
+        tiny_budgets(),
+        loop_engine(checkpoint("llama"), num_stages, selector, quantised=COPIES, seed=seed, kv_cache_tokens=800) as run,
+    ):
+        run.loop.chaos = Chaos(run, seed, [stage_name(stage) for stage in range(num_stages)], most=4, every=20)
+        assert tokens_of(complete(run.engine, known.prompts, PARAMS)) == known.expected
+        assert run.engine.stats.num_replays > 0
+        run.loop.chaos = None
+        run.require_clean()
+
+
+def test_completions_that_share_pages_have_notes_of_their_own() -> None:
+    """All begin with the same seven pages, and write to the same places of other ones."""
+    parts = parts_with_copies("llama")
+    prompts = [known_cases("llama").prompts[-1], known_cases("llama").prompts[-1][:80]]
+    params = [SamplingParams(temperature=1.0, n=5, seed=seed, max_tokens=60) for seed in (3, 4)]
+    plan = Plan(choices=("int4+pages", "int4") * 4, num_draft_tokens=5, source="pages")
+    plain = complete(engine_with(parts, enable_prefix_caching=False), prompts, params)
+    with counted_reads() as reads:
+        engine = engine_with(parts, plan, choices=ALL_CHOICES, max_num_seqs=7)
+        outputs = complete(engine, prompts, params)
+    assert _texts(outputs) == _texts(plain)
+    assert reads.num_rows > 0
+    assert engine.stats.num_cached_tokens > 300
+    assert engine.stats.num_accepted_tokens > 0
+
+
+def test_a_context_that_crosses_the_budget_within_a_draft() -> None:
+    """From a prompt of one token to eight pages; drafts of 16 tokens begin with all keys and end with few."""
+    parts = parts_with_copies("qwen2")
+    params = PARAMS.replace(max_tokens=120)
+    (expected,) = tokens_of(complete(engine_with(parts), [[5]], params))
+    for choices in (("int8+pages", "int8") * 4, ("window", FULL) * 4):
+        with counted_reads() as reads:
+            plan = Plan(choices=choices, num_draft_tokens=16, source="long")
+            engine = engine_with(parts, plan, choices=ALL_CHOICES, max_draft_tokens=16)
+            assert tokens_of(complete(engine, [[5]], params)) == [expected]
+        assert reads.num_rows > 0
+        assert engine.stats.num_accepted_tokens > 0
+
+
+def test_engines_side_by_side_do_not_disturb_each_other() -> None:
+    """Over the same weights and the same copies, in step."""
+    parts, known = parts_with_copies("llama"), known_cases("llama")
+    engines = [
+        engine_with(parts, random_choices(parts, seed), choices=ALL_CHOICES, deterministic=seed == 1)
+        for seed in range(3)
+    ]
+    outputs: list[dict[str, Any]] = [{} for _ in engines]
+    for engine in engines:
+        for request in requests_for(known.prompts, PARAMS):
+            engine.add(request)
+    while any(engine.has_unfinished for engine in engines):
+        for engine, own in zip(engines, outputs, strict=True):
+            own |= {output.request_id: output for output in engine.step()}
+    for own in outputs:
+        assert tokens_of(own[str(index)] for index in range(len(known.prompts))) == known.expected
+
+
+@pytest.mark.parametrize(
+    "speculation",
+    [
+        pytest.param({"strategy": "static", "static_choice": "int4+pages", "max_draft_tokens": 5}, id="static"),
+        pytest.param(
+            {"strategy": "knapspec", "gate": False, "optimise_share": 1.0, "knapsack": {"num_tap_tokens": 4}},
+            id="knapspec",
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
+def test_calls_from_eight_threads_get_their_own_outputs(speculation: dict[str, Any], tmp_path: Path) -> None:
+    prompts = demo_prompts(4, 2)
+    params = [PARAMS.replace(max_tokens=16), PARAMS.replace(max_tokens=16, temperature=1.0, seed=3, n=2)]
+    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len": 256, "num_threads": 1}
+    with tiny_budgets(), LLM("demo", speculation=speculation, profile_cache=str(tmp_path), **options) as llm:
+
+        def written(work: tuple[int, SamplingParams]) -> list[list[list[int]]]:
+            first, one = work
+            return _texts(llm.generate([{"prompt_token_ids": prompt} for prompt in prompts[first : first + 2]], one))
+
+        works = [(first, one) for first in range(4) for one in params]
+        expected = [written(work) for work in works]
+        with ThreadPoolExecutor(8) as pool:
+            assert list(pool.map(written, works)) == expected
+        assert llm.stats.num_draft_tokens > 0
+    assert [tuple(texts[0]) for texts in expected[0]] == greedy(demo.model_path(), prompts[:2], 16)
+
+
+def _texts(outputs: Sequence[RequestOutput]) -> list[list[list[int]]]:
+    assert all(output.error is None for output in outputs)
+    return [[list(one.token_ids) for one in output.outputs] for output in outputs]

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from rayspec.choices import choices_of
+from rayspec.choices import FULL, SKIP, Choice, choices_of
 from rayspec.decode import profile
 from rayspec.decode.profile import load_or_measure, measure, measurements, profile_key
 from rayspec.decode.runner import Runner
@@ -18,6 +19,7 @@ from rayspec.model.architecture import Decomposition
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.row_counts import RowCounts
 from rayspec.planning.latency import LatencyModel
+from tests.engines import ALL_CHOICES, ways_of
 from tests.families import checkpoint, parts_of
 
 CPU = torch.device("cpu")
@@ -27,10 +29,15 @@ def _counts(bucket_rows: int | None) -> RowCounts | None:
     return RowCounts(bucket_rows, bucket_rows) if bucket_rows else None
 
 
-def _runner(parts: Decomposition, num_slots: int = 1200, bucket_rows: int | None = None) -> Runner:
+def _runner(
+    parts: Decomposition,
+    num_slots: int = 1200,
+    bucket_rows: int | None = None,
+    choices: Sequence[Choice] = (FULL, SKIP),
+) -> Runner:
     dtype: Any = parts.final_norm.weight.dtype
-    arena = KVArena(parts.shapes, num_slots, dtype=dtype, device=CPU, num_spare=bucket_rows or 0)
-    return Runner(parts, arena, device=CPU, row_counts=_counts(bucket_rows))
+    arena = KVArena(parts.shapes, num_slots, dtype=dtype, device=CPU, num_spare=bucket_rows or 0, notes_pages=True)
+    return Runner(parts, arena, device=CPU, row_counts=_counts(bucket_rows), choices=choices)
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +188,31 @@ def test_another_model_dtype_thread_count_or_mode_is_measured_for_itself(
     load_or_measure(_runner(llama), str(tmp_path))
     assert len(count_measured) == 4
     monkeypatch.undo()
+
+
+@pytest.mark.parametrize("family", ["llama", "smollm3", "qwen3_moe"])
+def test_every_way_to_run_a_kind_is_measured(family: str) -> None:
+    """What all sublayers of the kind can do: in smollm3 half of the attention has no copies, experts never have."""
+    parts = parts_of(checkpoint(family), "float32", ("int8", "int4"))
+    latency = measure(_runner(parts, 600, choices=ALL_CHOICES))
+    ways = ways_of(parts)
+    for index, name in enumerate(parts.curve_names):
+        alike = [set(own) for own, kind in zip(ways, parts.curve_names, strict=True) if kind == name]
+        assert set(latency.choices_of(index)) == set.intersection(*alike)
+        for choice in latency.choices_of(index):
+            assert (latency.sublayer_s(index, rows=1, context=200, batch=1, choice=choice) > 0) == (choice != SKIP)
+    assert "pages" in latency.choices_of(0)
+    assert "pages" not in latency.choices_of(1), "an MLP reads no keys"
+
+
+def test_other_choices_have_a_profile_of_their_own() -> None:
+    plain, copied = (parts_of(checkpoint("llama"), "float32", copies) for copies in ((), ("int4",)))
+    keys = [
+        profile_key(_runner(parts, choices=choices))
+        for parts, choices in ((plain, ALL_CHOICES), (copied, ALL_CHOICES), (copied, ("full", "skip")))
+    ]
+    assert keys[0] != keys[1] != keys[2] != keys[0]
+    assert profile_key(_runner(plain)) == keys[2], "copies that no draft uses change nothing"
 
 
 def test_the_mode_of_fixed_shapes_has_a_profile_of_its_own() -> None:

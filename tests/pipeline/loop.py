@@ -369,6 +369,21 @@ class LoopEngine:
         ]
 
 
+class Chaos:
+    """Kills somebody in one of `every` deliveries, at most `most` times."""
+
+    def __init__(self, run: LoopEngine, seed: int, names: list[str], most: int, every: int) -> None:
+        self.run, self.names, self.left, self.every = run, names, most, every
+        self.rng = random.Random(seed)
+
+    def __call__(self) -> None:
+        if self.left and self.rng.random() < 1 / self.every:
+            name = self.rng.choice(self.names)
+            if name in self.run.replica.processes and name not in self.run.replica.dead:
+                self.left -= 1
+                self.run.replica.kill(name)
+
+
 @contextmanager
 def loop_engine(
     path: str,

@@ -29,15 +29,17 @@ from rayspec.decode.runner import Runner
 from rayspec.decode.selection.base import FixedPlan
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.rows import RowSpan, Runs
-from rayspec.pipeline.messages import Searched, Ship
+from rayspec.pipeline.messages import Searched, Ship, VarySublayer
 from rayspec.pipeline.post import COORDINATOR
 from rayspec.pipeline.stage_worker import stage_name
 from rayspec.types import Plan, RayspecError
-from tests.engines import complete, requests_for
+from tests.engines import TINY_BUDGETS, complete, requests_for, tiny_budgets
 from tests.families import cases, checkpoint, parts_of
 from tests.pipeline.loop import NUM_LAYERS, LoopEngine, loop_engine
 
 LENGTHS = (37, 3, 25, 12)
+LONG = (97, 80, 3, 70)
+COPIES = ("int8", "int4")
 NUM_SLOTS = 1024
 CPU = torch.device("cpu")
 
@@ -61,9 +63,9 @@ def knapsack(num_tokens: int = 6) -> Knapsack:
     )
 
 
-def generate(run: LoopEngine, path: str) -> None:
+def generate(run: LoopEngine, path: str, lengths: tuple[int, ...] = LENGTHS) -> None:
     """To the middle of some generations."""
-    for request in requests_for(cases(path, LENGTHS, 24).prompts, SamplingParams(temperature=0, max_tokens=200)):
+    for request in requests_for(cases(path, lengths, 24).prompts, SamplingParams(temperature=0, max_tokens=200)):
         run.engine.add(request)
     for _ in range(12):
         run.engine.step()
@@ -97,13 +99,26 @@ def answer_here(
     run: LoopEngine, path: str, tokens: Sequence[TappedToken], places: Sequence[Runs], question: Question
 ) -> Answer:
     """The same question answered in one process, on the shards' keys, values and taps."""
-    parts = parts_of(path)
-    arena = KVArena(parts.shapes, NUM_SLOTS, dtype=torch.float32, device=CPU, num_spare=1)
+    parts = parts_of(path, "float32", COPIES)
+    arena = KVArena(
+        parts.shapes,
+        NUM_SLOTS,
+        dtype=torch.float32,
+        device=CPU,
+        num_spare=1,
+        budgets=TINY_BUDGETS,
+        notes_pages=True,
+    )
+    assert arena.looked_at is not None
     shards = [run.replica.parts[stage_name(stage)] for stage in range(run.replica.num_stages)]
     for shard in shards:
         for layer, keys in shard.span.runner.arena.keys.items():
             arena.keys[layer].copy_(keys)
             arena.values[layer].copy_(shard.span.runner.arena.values[layer])
+        first = shard.span.runner.first_sublayer // 2
+        notes = shard.span.runner.arena.looked_at
+        if notes is not None and notes.shape[-1] == arena.looked_at.shape[-1]:
+            arena.looked_at[first : first + len(notes)].copy_(notes)
     taps = [torch.stack([shard.span._taps[token] for token in tokens], 1) for shard in shards]
     boundaries = torch.cat([taps[0], *(states[1:] for states in taps[1:])])
     search = PlanSearch(
@@ -132,6 +147,44 @@ def test_stages_find_what_one_process_finds(family: str, num_stages: int) -> Non
         run.engine.stages.wait()
         for shard in run.replica.parts.values():
             assert shard._worker._seeking is None
+
+
+CHOOSING = Knapsack(
+    num_tokens=6,
+    savings=[
+        {SKIP: 6, "int4": 3, "window": 2, "int4+pages": 4} if index % 2 == 0 else {SKIP: 4, "int8": 1, "int4": 2}
+        for index in range(8)
+    ],
+    max_saved=30,
+    min_similarity=-1.0,
+    max_states=8,
+    also=[("int4",) * 8, ("pages", FULL) * 4],
+)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_stages_vary_states_as_one_process_does(num_stages: int) -> None:
+    """Contexts of about 100 tokens, of which few keys are three or four pages."""
+    path = checkpoint("llama")
+    with (
+        tiny_budgets(),
+        loop_engine(path, num_stages, Tapping(), seed=1, kv_cache_tokens=NUM_SLOTS, quantised=COPIES) as run,
+    ):
+        generate(run, path, LONG)
+        tokens, starts = places(run, 6)
+        future = run.engine.stages.search(tokens, starts, CHOOSING)
+        wait_for(run, future)
+        expected = answer_here(run, path, tokens, starts, CHOOSING)
+        assert isinstance(expected, Found)
+        found = drafts_of(future)
+        assert [draft.choices for draft in found] == [draft.choices for draft in expected.drafts]
+        assert {choice for draft in found for choice in draft.choices} >= {FULL, SKIP, "int8", "int4", "pages"}
+        for here, there in zip(expected.drafts, found, strict=True):
+            assert there.similarity == pytest.approx(here.similarity, abs=1e-5)
+            assert there.num_agreed == here.num_agreed
+        assert found[-2].choices == ("int4",) * 8
+        operations = [op for _, message in run.loop.delivered for op in getattr(message, "operations", ())]
+        assert any(isinstance(op, VarySublayer) for op in operations)
 
 
 PATTERNS = [

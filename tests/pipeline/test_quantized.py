@@ -16,6 +16,7 @@ from rayspec.config import EngineConfig, SamplingParams
 from rayspec.decode.engine import Engine
 from rayspec.local_engine import load_engine
 from rayspec.pipeline.loading import load_pipeline
+from rayspec.pipeline.ray_stages import RayStages
 from tests.engines import complete, tokens_of
 from tests.exhaustive import few_of
 from tests.families import checkpoint, greedy, ragged_prompts
@@ -80,3 +81,26 @@ def test_two_stages_give_the_tokens_of_one_process(
     expected = tokens(load_engine(one, with_tokenizer=False))
     assert expected != greedy(checkpoint("llama"), PROMPTS, 24), "the weights are others than they were"
     assert tokens(in_two_stages(one)) == expected
+
+
+@pytest.mark.parametrize("parallel", [{"stages": 2}, {"stages": 1, "tensor": 2}], ids=["stages", "ranks"])
+def test_shards_draft_by_copies_that_each_makes_for_itself(parallel: dict[str, int], ray_cluster: None) -> None:
+    """Where ranks share a stage, the last matrix of a sublayer has no copy."""
+    static = {"strategy": "static", "static_choice": "int4+window", "skip": (3,), "max_draft_tokens": 4}
+    one = config(checkpoint("llama")).replace(speculation=static, parallel=parallel | {"cpus_per_shard": 0.5})
+    engine = load_pipeline(one, with_tokenizer=False)
+    assert isinstance(engine.stages, RayStages)
+    assert [set(ways) for ways in engine.stages.ways] == [
+        {"full", "int4", "window", "int4+window", "skip"},
+        {"full", "int4", "skip"},
+    ] * 4
+    assert (
+        engine._planner.selector.plan(None).choices
+        == ("int4+window", "int4", "int4+window", "skip")
+        + (  # type: ignore[arg-type]
+            "int4+window",
+            "int4",
+        )
+        * 2
+    )
+    assert tokens(engine) == greedy(checkpoint("llama"), PROMPTS, 24)

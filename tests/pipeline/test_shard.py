@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from rayspec.decode.runner import Runner
 from rayspec.decode.scheduler import Chunk, Move
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.rows import RowSpan, one_run
+from rayspec.model.sizes import load_config, quantised_bytes
 from rayspec.pipeline import ranks
 from rayspec.pipeline import shard as shard_module
 from rayspec.pipeline.messages import (
@@ -31,7 +33,7 @@ from rayspec.pipeline.messages import (
 )
 from rayspec.pipeline.post import ENGINE, Letter, NewEpoch
 from rayspec.pipeline.ranks import LeadingSpan, RanksOutOfStepError, follow
-from rayspec.pipeline.shard import Shard, ShardSpec, _patience_s, rank_name
+from rayspec.pipeline.shard import Loaded, Shard, ShardSpec, _patience_s, rank_name
 from rayspec.pipeline.transport import Secret
 from rayspec.types import no_draft
 from tests.families import VOCAB_SIZE, checkpoint, parts_of
@@ -192,3 +194,19 @@ def test_a_shard_says_how_busy_it_was_since_it_was_asked() -> None:
     assert (used.epoch, used.busy_s, used.num_passes) == (4, 0.5, 3)
     assert used.elapsed_s >= 0.01
     assert one._usage(4).num_passes == 0
+
+
+def loaded(**speculation: Any) -> Loaded:
+    """The first half of a model whose second MLP is dense."""
+    config = EngineConfig(model=checkpoint("qwen3_moe"), device="cpu", dtype="float32", speculation=speculation)  # type: ignore[arg-type]
+    return Shard(replace(spec(), config=config)).load([(0, 4), (4, 8)], None)
+
+
+def test_a_shard_says_what_its_copies_weigh_and_by_what_they_run() -> None:
+    plain, copied = loaded(strategy="ar"), loaded(choices=("int4", "pages"))
+    copies = quantised_bytes(load_config(checkpoint("qwen3_moe")), "int4", dtype=torch.float32)
+    assert copied.weight_bytes - plain.weight_bytes == sum(copies[:4]) > 0
+    attention = ("full", "int4", "pages", "int4+pages")
+    assert copied.ways == [attention, ("full",), attention, ("full", "int4")]
+    assert plain.ways == [("full", "skip")] * 4
+    assert loaded(choices=("int4",), extra_weight_bytes=9).weight_bytes == plain.weight_bytes

@@ -30,7 +30,7 @@ from tests.engines import (
 )
 from tests.exhaustive import few_of
 from tests.families import FAMILIES, Cases, cases, checkpoint, parts_of
-from tests.pipeline.loop import NUM_LAYERS, LoopEngine, TravellingPlans, cut, loop_engine
+from tests.pipeline.loop import NUM_LAYERS, Chaos, LoopEngine, TravellingPlans, cut, loop_engine
 
 LENGTHS = (1, 60, 37, 3, 25, 12, 70)
 MAX_TOKENS = 24
@@ -239,21 +239,6 @@ def test_out_of_memory_in_a_stage_fails_only_its_victims(when: str, stage: int) 
         run.require_clean(given_up=2)
 
 
-class _Chaos:
-    """Kills somebody in one of `every` deliveries, at most `most` times."""
-
-    def __init__(self, run: LoopEngine, seed: int, names: list[str], most: int, every: int) -> None:
-        self.run, self.names, self.left, self.every = run, names, most, every
-        self.rng = random.Random(seed)
-
-    def __call__(self) -> None:
-        if self.left and self.rng.random() < 1 / self.every:
-            name = self.rng.choice(self.names)
-            if name in self.run.replica.processes and name not in self.run.replica.dead:
-                self.left -= 1
-                self.run.replica.kill(name)
-
-
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=1.0, seed=5, max_tokens=24, n=2, logprobs=2)])
 @pytest.mark.parametrize("seed", few_of(range(6), range(3)))
 def test_whoever_dies_at_whatever_moment_nothing_is_lost_or_doubled(seed: int, params: SamplingParams) -> None:
@@ -263,7 +248,7 @@ def test_whoever_dies_at_whatever_moment_nothing_is_lost_or_doubled(seed: int, p
     names = [stage_name(stage) for stage in range(num_stages)] + [COORDINATOR]
     options: dict[str, Any] = {"kv_cache_tokens": 300} if seed % 2 else {}
     with loop_engine(checkpoint("llama"), num_stages, plans(seed), seed=seed, **options) as run:
-        run.loop.chaos = _Chaos(run, seed, names, most=5, every=12)
+        run.loop.chaos = Chaos(run, seed, names, most=5, every=12)
         outputs = complete(run.engine, prompts, params)
         assert run.loop.chaos.left < 5
         stats = run.engine.stats

@@ -201,6 +201,7 @@ CASES = (
     ("8xH100", ()),
     ("1xH100", ()),
     ("2x2xH200", ("--quantization", "fp8", "--dtype", "float16", "--max-num-batched-tokens", 2048)),
+    ("4xB-40G@1000", ("--draft-weights", "int8,int4")),
     ("12xA-4G@1000.5", ("--concurrency", 30, "--goal", "latency")),
 )
 
