@@ -108,7 +108,7 @@ def test_several_sequences_have_spans_of_their_own(
     """As many sequences as the arena can hold, with a row each and with several."""
     runner, seen = _runner(parts_of(checkpoint("llama")), num_slots), []
     batch_of = runner.batch
-    monkeypatch.setattr(runner, "batch", lambda spans: seen.append(spans) or batch_of(spans))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(runner, "batch", lambda spans, **options: seen.append(spans) or batch_of(spans, **options))  # type: ignore[func-returns-value]
     found = [one for one in measurements(runner) if one.batch > 1 and one.kind.startswith("attention")]
     assert {(one.batch, one.context) for one in found} == expected
     assert {one.rows // one.batch for one in found} == ({1, 4} if expected else set())
