@@ -13,12 +13,14 @@ from typing import Annotated
 
 import typer
 
+from rayspec.batch.data import check_order
 from rayspec.batch.document_task import DocumentTask
 from rayspec.batch.documents import Columns
 from rayspec.batch.input_files import found_inputs
 from rayspec.batch.job import Job, Source
 from rayspec.batch.job_options import (
     EPILOG,
+    AcceptFailedRows,
     ChangedRows,
     DrainSeconds,
     Format,
@@ -29,6 +31,7 @@ from rayspec.batch.job_options import (
     MaxEngineRestarts,
     Output,
     Overwrite,
+    RowOrder,
     Sample,
     long_options,
     show_report,
@@ -61,6 +64,8 @@ def generate(
     max_engine_restarts: MaxEngineRestarts = 3,
     file_format: Format = "parquet",
     drain_s: DrainSeconds = 2.0,
+    order: RowOrder = "input",
+    accept_failed_rows: AcceptFailedRows = False,
 ) -> None:
     """Complete prompts and answer chats on Ray, from files into a folder."""
     with clean_exit():
@@ -80,13 +85,14 @@ def generate(
             changed=check_changed(changed),
             max_engine_restarts=max_engine_restarts,
             drain_s=drain_s,
+            order=check_order(order),
         )
         columns = Columns(text=prompt_column, id=id_column, messages=messages_column)
         report = job.run(
             Source(inputs=found_inputs(inputs, output=output), columns=columns, limit=limit, sample=sample)
         )
         show_report(report, output)
-    raise typer.Exit(report.tally.exit_code)
+    raise typer.Exit(report.tally.exit_code_of(accepts_failed=accept_failed_rows))
 
 
 if __name__ == "__main__":

@@ -13,8 +13,18 @@ from typing import Annotated
 import typer
 
 from rayspec.batch.batch_task import ERRORS_NAME, OUTPUT_NAME, BatchFiles, BatchTask, read_requests
+from rayspec.batch.data import check_order
 from rayspec.batch.job import Job, Source
-from rayspec.batch.job_options import EPILOG, ChangedRows, DrainSeconds, MaxEngineRestarts, Output, Overwrite
+from rayspec.batch.job_options import (
+    EPILOG,
+    AcceptFailedRows,
+    ChangedRows,
+    DrainSeconds,
+    MaxEngineRestarts,
+    Output,
+    Overwrite,
+    RowOrder,
+)
 from rayspec.batch.survey import check_changed
 from rayspec.command.options import Asked, with_settings
 from rayspec.command.terminal import clean_exit, output_console
@@ -34,6 +44,8 @@ def openai_batch(
     changed: ChangedRows = "keep",
     max_engine_restarts: MaxEngineRestarts = 3,
     drain_s: DrainSeconds = 2.0,
+    order: RowOrder = "input",
+    accept_failed_rows: AcceptFailedRows = False,
 ) -> None:
     """Answer the requests of an OpenAI batch file on Ray."""
     with clean_exit():
@@ -49,12 +61,13 @@ def openai_batch(
             changed=check_changed(changed),
             max_engine_restarts=max_engine_restarts,
             drain_s=drain_s,
+            order=check_order(order),
             export=BatchFiles(requests),
             export_names=(OUTPUT_NAME, ERRORS_NAME),
         )
         report = job.run(Source(rows=requests, refused=refused))
         output_console().print(f"{report.tally}\n{OUTPUT_NAME} and {ERRORS_NAME} are in {output}", soft_wrap=True)
-    raise typer.Exit(report.tally.exit_code)
+    raise typer.Exit(report.tally.exit_code_of(accepts_failed=accept_failed_rows))
 
 
 if __name__ == "__main__":

@@ -14,12 +14,14 @@ from typing import Annotated
 
 import typer
 
+from rayspec.batch.data import check_order
 from rayspec.batch.document_task import SUMMARY_SAMPLING, DocumentTask, summary_prompt
 from rayspec.batch.documents import Columns
 from rayspec.batch.input_files import found_inputs
 from rayspec.batch.job import Job, Source
 from rayspec.batch.job_options import (
     EPILOG,
+    AcceptFailedRows,
     ChangedRows,
     ChunkTokens,
     DrainSeconds,
@@ -33,6 +35,7 @@ from rayspec.batch.job_options import (
     Output,
     OverlapTokens,
     Overwrite,
+    RowOrder,
     Sample,
     long_options,
     show_report,
@@ -67,6 +70,8 @@ def summarize(
     max_engine_restarts: MaxEngineRestarts = 3,
     file_format: Format = "parquet",
     drain_s: DrainSeconds = 2.0,
+    order: RowOrder = "input",
+    accept_failed_rows: AcceptFailedRows = False,
 ) -> None:
     """Summarize documents on Ray, from files into a folder."""
     with clean_exit():
@@ -88,6 +93,7 @@ def summarize(
             changed=check_changed(changed),
             max_engine_restarts=max_engine_restarts,
             drain_s=drain_s,
+            order=check_order(order),
         )
         samples = [] if inputs else bundled_documents()
         source = Source(
@@ -100,7 +106,7 @@ def summarize(
         )
         report = job.run(source)
         show_report(report, output)
-    raise typer.Exit(report.tally.exit_code)
+    raise typer.Exit(report.tally.exit_code_of(accepts_failed=accept_failed_rows))
 
 
 if __name__ == "__main__":

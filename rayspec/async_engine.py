@@ -5,17 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
 import rayspec
 from rayspec.config import SamplingParams
 from rayspec.decode.chat import conversation_tokens
-from rayspec.decode.engine import Engine
 from rayspec.decode.engine_loop import EngineDeadError
+from rayspec.decode.pieces import PieceQueue
 from rayspec.pipeline.ray_stages import RayStages, StageUse
 from rayspec.pipeline.replicas import Replicas
 from rayspec.types import ConfigError, EngineLoad, EngineStats, Request, RequestOutput
@@ -50,17 +47,17 @@ class AsyncEngine:
     @property
     def is_recovering(self) -> bool:
         """Lost shards are being replaced. Their engine does not come round meanwhile; it gives up by itself."""
-        return any(isinstance(one.stages, RayStages) and one.stages.is_recovering for one in self._engines)
+        engine = self.llm.engine
+        if isinstance(engine, Replicas):
+            return engine.is_recovering
+        return isinstance(engine.stages, RayStages) and engine.stages.is_recovering
 
     def stage_use(self) -> list[StageUse]:
-        """How busy the stages of a pipeline were since this was asked last; nothing for a model in one process."""
-        engines = self._engines
-        return [
-            replace(use, name=f"{index}/{use.name}") if len(engines) > 1 else use
-            for index, one in enumerate(engines)
-            if isinstance(one.stages, RayStages)
-            for use in one.stages.recent_use()
-        ]
+        """How busy the stages of a pipeline were since this was asked last; nothing for a model in one process, nor for
+        several replicas."""
+        engine = self.llm.engine
+        stages = None if isinstance(engine, Replicas) else engine.stages
+        return list(stages.recent_use()) if isinstance(stages, RayStages) else []
 
     @property
     def death(self) -> EngineDeadError | None:
@@ -86,23 +83,16 @@ class AsyncEngine:
         return await asyncio.wrap_future(self._loop.submit(self._request(prompt_token_ids, params)))
 
     async def stream(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, interval_s: float = 0.0
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The output piece by piece as it comes, see RequestOutput. Raises EngineDeadError. Closing it aborts the
-        request."""
-        loop = asyncio.get_running_loop()
-        pieces: asyncio.Queue[RequestOutput | Future[RequestOutput]] = asyncio.Queue()
-
-        def put(piece: RequestOutput | Future[RequestOutput]) -> None:
-            with suppress(RuntimeError):  # the event loop has ended, and with it whoever waits
-                loop.call_soon_threadsafe(pieces.put_nowait, piece)
-
-        future = self._loop.submit(self._request(prompt_token_ids, params, stream=True), put)
-        future.add_done_callback(put)
+        """The output piece by piece as it comes, see RequestOutput. interval_s: pieces are joined that come so soon
+        after another, see PieceQueue. Raises EngineDeadError. Closing it aborts the request."""
+        pieces = PieceQueue(interval_s)
+        future = self._loop.submit(self._request(prompt_token_ids, params, stream=True), pieces.put)
+        future.add_done_callback(pieces.end)
         try:
-            while not isinstance(piece := await pieces.get(), Future):
+            async for piece in pieces.read():
                 yield piece
-            yield piece.result()
         finally:
             future.cancel()
 
@@ -110,11 +100,6 @@ class AsyncEngine:
         """Returns when the engine's loop has come round and all that the model runs on has answered. Raises
         EngineDeadError and StageLostError; a loop that is stuck is for the caller's deadline."""
         await asyncio.wrap_future(self._loop.ping())
-
-    @property
-    def _engines(self) -> Sequence[Engine]:
-        engine = self.llm.engine
-        return engine.engines if isinstance(engine, Replicas) else [engine]
 
     def _request(self, prompt_token_ids: Sequence[int], params: SamplingParams, *, stream: bool = False) -> Request:
         name = str(next(self._numbers))

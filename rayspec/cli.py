@@ -213,6 +213,9 @@ def serve(
         list[str] | None,
         typer.Option(metavar="NAME", help="by which clients may call the endpoint on loopback; repeatable; *: any"),
     ] = None,
+    batches: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="where /v1/files and /v1/batches keep files; none: neither")
+    ] = None,
 ) -> None:
     """Answer OpenAI requests over HTTP, with Ray Serve, until SIGTERM or Ctrl-C. Prints the URL when it is ready."""
     # They bring ray, which others wait for.
@@ -227,6 +230,7 @@ def serve(
             api_keys=api_key or (),
             cors=cors or (),
             allowed_hosts=allowed_host or (),
+            batches=batches,
             environment=os.environ,
         )
         run_endpoint(options, Address(host=host, port=port), lambda url: print(url, flush=True))  # noqa: T201

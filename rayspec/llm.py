@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import itertools
 import queue
@@ -11,6 +12,7 @@ import weakref
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,7 @@ from rayspec.decode.engine import Engine
 from rayspec.decode.engine_loop import EngineDeadError, EngineLoop
 from rayspec.decode.stages import StageLostError
 from rayspec.local_engine import load_engine
+from rayspec.model.weights import load_tokenizer
 from rayspec.types import ConfigError, EngineStats, Request, RequestError, RequestOutput
 
 if TYPE_CHECKING:
@@ -51,7 +54,7 @@ class LLM:
         self._resources = ExitStack()
         self.engine: Engine | Replicas = load_engine(config) if config.parallel is None else self._pipeline(config)
         self._tokenizer = _for_callers(self.engine.tokenizer)
-        self._loop = EngineLoop(self.engine)
+        self._loop: EngineLoop | Replicas = EngineLoop(self.engine) if isinstance(self.engine, Engine) else self.engine
         self._request_numbers = itertools.count(1)
         self._shutdown_lock = threading.RLock()
         self._is_shut_down = False
@@ -67,8 +70,8 @@ class LLM:
         return self.engine.stats
 
     @property
-    def loop(self) -> EngineLoop:
-        """The thread that runs the engine. All calls submit their requests to it."""
+    def loop(self) -> EngineLoop | Replicas:
+        """What all calls submit their requests to: the thread that runs the engine, or the replicas."""
         return self._loop
 
     @property
@@ -138,12 +141,17 @@ class LLM:
 
     def _pipeline(self, config: EngineConfig) -> Engine | Replicas:
         # Imported here, so that a model in one process never needs Ray.
-        from rayspec.pipeline.loading import load_replicas  # noqa: PLC0415
+        from rayspec.pipeline.loading import load_pipeline  # noqa: PLC0415
         from rayspec.pipeline.session import ray_session  # noqa: PLC0415
 
         with ExitStack() as resources:
             resources.enter_context(ray_session())
-            engine = load_replicas(config)
+            is_one = config.parallel is None or config.parallel.replicas == 1
+            engine = load_pipeline(config) if is_one else _replicas(config)
+            # Before Ray ends at exit, whose own hook is older than this one.
+            end = partial(_shut_down, weakref.ref(self))
+            atexit.register(end)
+            resources.callback(atexit.unregister, end)
             self._resources = resources.pop_all()
         return engine
 
@@ -214,6 +222,19 @@ def _for_callers(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokeniz
     """A fast tokenizer keeps the settings of a call, and another thread's text would be truncated by them. So callers
     do not get the tokenizer that the engine uses."""
     return copy.deepcopy(tokenizer) if tokenizer is not None and tokenizer.is_fast else tokenizer
+
+
+def _shut_down(llm: weakref.ref[LLM]) -> None:
+    """At exit, if nobody has."""
+    if (found := llm()) is not None:
+        found.shutdown()
+
+
+def _replicas(config: EngineConfig) -> Replicas:
+    from rayspec.pipeline.replicas import Replicas  # noqa: PLC0415
+    from rayspec.request_engine import RequestRecipe  # noqa: PLC0415
+
+    return Replicas(RequestRecipe(config), load_tokenizer(config))
 
 
 def _failed(error: Exception) -> Future[RequestOutput]:

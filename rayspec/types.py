@@ -68,6 +68,7 @@ class Plan:
     num_draft_tokens: the most tokens drafted before a verify; 0 = the model drafts nothing.
     num_lookup_tokens: the most tokens taken from the sequence's own text, where its newest tokens stood there before;
     the model drafts only for the other sequences. 0 = nothing is looked up. Neither: plain decoding.
+    lookup_lengths: the same by sequence of the round, where they differ; empty: they do not.
     source: who made the plan and why, for reports.
     tree_widths: how many alternatives each drafted token has, itself counted, where the draft is surest, less sure, ...
     (`drafting.skip_draft.SURENESS`); empty: none. lookahead: drafts are n-grams of the sequence's Jacobi window.
@@ -77,6 +78,7 @@ class Plan:
     num_draft_tokens: int
     source: str
     num_lookup_tokens: int = 0
+    lookup_lengths: tuple[int, ...] = ()
     tree_widths: tuple[int, ...] = ()
     lookahead: bool = False
 
@@ -84,6 +86,8 @@ class Plan:
         for name in ("num_draft_tokens", "num_lookup_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 (none) or more")
+        if self.lookup_lengths and (min(self.lookup_lengths) < 0 or max(self.lookup_lengths) != self.num_lookup_tokens):
+            raise ValueError(f"lookup_lengths is {self.lookup_lengths}; the most must be {self.num_lookup_tokens}")
         if len(self.tree_widths) not in (0, 4) or any(width < 1 for width in self.tree_widths):
             raise ValueError(f"tree_widths is {self.tree_widths}; it must be empty or four numbers from 1 on")
 

@@ -32,7 +32,8 @@ MODEL = PLANNING | {"rayspec.model"}
 DECODE = MODEL | {"rayspec.decode"}
 STRATEGIES = DECODE | {"rayspec.strategies"}
 PIPELINE = STRATEGIES | {"rayspec.pipeline"}
-LLM = PIPELINE | {"rayspec", "rayspec.demo", "rayspec.llm", "rayspec.local_engine", "rayspec.async_engine"}
+LLM = PIPELINE | {"rayspec", "rayspec.demo", "rayspec.llm", "rayspec.async_engine"}
+LLM |= {"rayspec.local_engine", "rayspec.request_engine"}
 COMMAND = LLM | {"rayspec.command"}
 OPENAI = COMMAND | {"rayspec.openai"}
 BATCH = OPENAI | {"rayspec.batch"}
@@ -55,6 +56,9 @@ FLOORS = (
     Floor(name="rayspec.demo", below=frozenset({"rayspec.demo"}), without=NO_RAY),
     Floor(name="rayspec.pipeline", below=PIPELINE),
     Floor(name="rayspec.local_engine", below=STRATEGIES, without=NO_RAY),
+    Floor(
+        name="rayspec.request_engine", below=LLM - {"rayspec", "rayspec.llm", "rayspec.async_engine"}, without=NO_RAY
+    ),
     # It leaves the pipeline alone until it is asked for one.
     Floor(name="rayspec.llm", below=LLM - {"rayspec", "rayspec.async_engine"}, without=NO_RAY),
     Floor(name="rayspec.async_engine", below=LLM, without=NO_RAY),
@@ -72,7 +76,7 @@ FLOORS = (
 # Floors that one box of the picture in docs/architecture.md shows together; every other floor has a box of its own.
 BOXES = {
     "config, types, choices, errors": ("rayspec.config", "rayspec.types", "rayspec.choices", "rayspec.errors"),
-    "Python API": ("rayspec", "rayspec.llm", "rayspec.local_engine", "rayspec.async_engine"),
+    "Python API": ("rayspec", "rayspec.llm", "rayspec.local_engine", "rayspec.request_engine", "rayspec.async_engine"),
     "cli, jobs": ("rayspec.cli", "rayspec.data", "jobs"),
 }
 NEEDS_NO_MODEL = ("rayspec/demo/__init__.py", "rayspec/demo/corpus.py")

@@ -9,7 +9,7 @@ from typing import Any
 
 from rayspec.async_engine import AsyncEngine
 from rayspec.batch.documents import input_row
-from rayspec.batch.engine_actor import Handler
+from rayspec.batch.row_engine import Handler
 from rayspec.batch.rows import Row
 from rayspec.command.locations import Location
 from rayspec.command.settings import Settings
@@ -42,9 +42,12 @@ class BatchTask:
         async def complete(row: Row) -> Row:
             line = BatchLine(**json.loads(row.document or ""))
             try:
-                return answered(row, await answer(line, engine, served))
+                done = answered(row, await answer(line, engine, served))
             except StageLostError as error:
                 raise EngineDeadError(f"the engine has failed a row and cannot go on: {error}") from error
+            if not done.is_final:
+                raise EngineDeadError(f"the engine has failed a row and cannot go on: {done.error}")
+            return done
 
         return complete
 
@@ -59,7 +62,7 @@ def read_requests(path: str) -> tuple[list[Row], list[Row]]:
                 if isinstance(line, BatchResult):
                     refused.append(answered(Row(id=line.id, source=line.id), line))
                 else:
-                    row_id = line.result(200, {}).id
+                    row_id = line.id
                     requests.append(input_row(row_id, source=row_id, text=json.dumps(asdict(line))))
     except OSError as error:
         raise ConfigError(f"batch file {path!r} could not be read: {error}") from error

@@ -19,7 +19,7 @@ from rayspec.types import ConfigError, InvalidMessagesError, Request, RequestErr
 
 if TYPE_CHECKING:  # torch, transformers and ray, which others do not need
     from rayspec.async_engine import AsyncEngine
-    from rayspec.batch.engine_actor import Handler
+    from rayspec.batch.row_engine import Handler
 
 SUMMARY_SAMPLING = SamplingParams(temperature=0.0, max_tokens=256)
 _PLACE = "{text}"

@@ -9,13 +9,15 @@ import codecs
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -24,6 +26,7 @@ from rayspec.batch.input_files import (
     KNOWN_TYPES,
     PARQUET_SUFFIXES,
     TEXT_SUFFIXES,
+    InputFile,
     InputFiles,
     file_type,
     find_files,
@@ -32,7 +35,7 @@ from rayspec.batch.rows import Row
 from rayspec.command.locations import Location, UnreadableFileError, error_detail
 from rayspec.types import InputFileError
 
-_ROWS_PER_READ = 16  # long documents: a batch of rows must stay small
+_MIN_ROWS_PER_READ, _MAX_ROWS_PER_READ, _BYTES_PER_READ = 16, 1024, 2**20
 _DEFAULT_ID_COLUMN = "id"
 
 # The mark of little-endian UTF-32 begins with that of UTF-16.
@@ -45,6 +48,7 @@ _MARKS = (
 _UTF_8 = "UTF-8"
 _BEGINNING = 4  # bytes that tell the encoding
 
+Made = TypeVar("Made")
 ByteFile = io.BufferedReader | gzip.GzipFile
 
 
@@ -98,9 +102,12 @@ class UndecodableError(ValueError):
 def input_row(row_id: str, *, source: str, text: str | None = None, messages: Sequence[Any] | None = None) -> Row:
     """A row with a text or chat messages, whichever is given."""
     encoded = json.dumps(messages) if messages is not None else None
-    content = text if text is not None else encoded or ""
-    digest = hashlib.blake2b(content.encode(errors="surrogatepass"), digest_size=8).hexdigest()
-    return Row(id=row_id, source=source, document=text, messages=encoded, input_hash=digest)
+    return Row(id=row_id, source=source, document=text, messages=encoded, input_hash=_hash(text, encoded))
+
+
+def _hash(text: str | None, messages: str | None) -> str:
+    content = text if text is not None else messages or ""
+    return hashlib.blake2b(content.encode(errors="surrogatepass"), digest_size=8).hexdigest()
 
 
 def read_documents(inputs: Iterable[str], columns: Columns) -> Iterator[Row]:
@@ -119,30 +126,70 @@ def expand(inputs: Iterable[str]) -> InputFiles:
     return inputs if isinstance(inputs, InputFiles) else find_files(inputs)
 
 
-def read_file(path: str, columns: Columns, *, name: str | None = None) -> Iterator[Row]:
-    """The rows of one file. A file that cannot be read, or ends early, yields an error row in place of the rest.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What one task reads: a file, or some row groups of a Parquet file.
 
-    path: a path or URI. name: what rows and errors call the file; its path where None. Raises ConfigError for a URI of
-    an unknown kind.
+    path: a path or URI. name: what rows and errors call the file. groups: the first row group and the number of them;
+    None is the whole file. num_before: rows of the file before the first row group.
     """
-    name = name or path
+
+    path: str
+    name: str
+    groups: tuple[int, int] | None = None
+    num_before: int = 0
+
+    def source(self, number: int) -> str:
+        """Of the row with this number."""
+        return f"{self.name}:{number}" if number else self.name
+
+
+def read_file(path: str, columns: Columns, *, name: str | None = None) -> Iterator[Row]:
+    """The rows of one file, see `read_piece`. name: what rows and errors call the file; its path where None."""
+    return (row for _, row in read_piece(Piece(path=path, name=name or path), columns))
+
+
+def read_piece(piece: Piece, columns: Columns, wanted: AbstractSet[int] | None = None) -> Iterator[tuple[int, Row]]:
+    """The rows of a file or a part of a file, each with its number in the file, which begins with 1. A file that cannot
+    be read, or ends early, yields an error row with number 0 in place of the rest.
+
+    wanted: only the rows with these numbers; 0 is that of the one row of a text file. An error of the file then shows
+    only in place of rows that are wanted. Raises ConfigError for a URI of an unknown kind.
+    """
+    return _made_of(piece, columns, wanted, _row_of)
+
+
+def see_piece(piece: Piece, columns: Columns) -> Iterator[tuple[int, tuple[str, str] | Row]]:
+    """As `read_piece`, but of a row that can be read only the id and the hash."""
+    return _made_of(piece, columns, None, _identity_of)
+
+
+def _made_of(
+    piece: Piece, columns: Columns, wanted: AbstractSet[int] | None, make: Callable[[_Fields, str, Columns], Made]
+) -> Iterator[tuple[int, Made | Row]]:
+    num_rows, failure = 0, None
     try:
-        location = Location.parse(path)
-        reader = _reader(location, name)
-    except UnreadableFileError as error:
-        yield _failed(name, error)
-        return
-    num_rows = 0
-    try:
-        for source, row in reader(location, name, columns):
+        location = Location.parse(piece.path)
+        for number, fields in _reader(location, piece)(location, piece, columns, wanted):
             num_rows += 1
-            yield _row_of(row, source, columns)
+            yield number, make(fields, piece.source(number), columns)
+    except UnreadableFileError as error:
+        failure = error
     except (OSError, pa.ArrowException) as error:
-        where = f"after {num_rows} rows " if num_rows else ""
-        yield _failed(name, UnreadableFileError(f"{name}: could not be read {where}({error_detail(error)})"))
-        return
+        where = f"after {piece.num_before + num_rows} rows " if num_rows and wanted is None else ""
+        failure = UnreadableFileError(f"{piece.name}: could not be read {where}({error_detail(error)})")
+    missing = failure or _missing(piece, num_rows, wanted)
+    if missing is not None and (wanted is None or num_rows < len(wanted)):
+        yield 0, _failed(piece.name, missing)
+
+
+def _missing(piece: Piece, num_rows: int, wanted: AbstractSet[int] | None) -> InputFileError | None:
+    """Why a piece that was read to its end has too few rows."""
+    if wanted is not None and num_rows < len(wanted):
+        return UnreadableFileError(f"{piece.name}: {len(wanted) - num_rows} rows are gone; do not change the input")
     if num_rows == 0:
-        yield _failed(name, EmptyFileError(f"{name}: the file is empty; give it rows or leave it out"))
+        return EmptyFileError(f"{piece.name}: the file is empty; give it rows or leave it out")
+    return None
 
 
 class DuplicateCheck:
@@ -162,43 +209,47 @@ def as_duplicate(row: Row, first: str | None) -> Row:
 
 
 _Fields = Mapping[str, Any] | InputFileError
-_Reader = Callable[[Location, str, Columns], Iterator[tuple[str, _Fields]]]
+_Numbered = Iterator[tuple[int, _Fields]]
+_Reader = Callable[[Location, Piece, Columns, AbstractSet[int] | None], _Numbered]
 
 
-def _reader(location: Location, name: str) -> _Reader:
+def _reader(location: Location, piece: Piece) -> _Reader:
     """Raises UnreadableFileError for what is no file of a known type."""
     if location.is_folder:
         location.check_listing()
-        raise UnreadableFileError(f"{name}: the folder holds no file of a known type; known are {KNOWN_TYPES}")
+        raise UnreadableFileError(f"{piece.name}: the folder holds no file of a known type; known are {KNOWN_TYPES}")
     kind = file_type(location.file_name)
     if kind is None:
-        raise UnreadableFileError(f"{name}: its type is not known; known are {KNOWN_TYPES}")
+        raise UnreadableFileError(f"{piece.name}: its type is not known; known are {KNOWN_TYPES}")
     if kind.suffix in PARQUET_SUFFIXES:
         return _read_parquet
     return partial(_read_text if kind.suffix in TEXT_SUFFIXES else _read_jsonl, is_zipped=kind.is_zipped)
 
 
-def _read_text(location: Location, name: str, columns: Columns, *, is_zipped: bool) -> Iterator[tuple[str, _Fields]]:
+def _read_text(
+    location: Location, piece: Piece, columns: Columns, _wanted: AbstractSet[int] | None, *, is_zipped: bool
+) -> _Numbered:
     """One document: the whole file."""
     with opened(location, is_zipped=is_zipped) as file:
         content = file.read()
     if content:
-        text = _decode(content, name)
-        row = {columns.text: text, columns.id or _DEFAULT_ID_COLUMN: name}
-        yield name, text if isinstance(text, InputFileError) else row
+        text = _decode(content, piece.name)
+        row = {columns.text: text, columns.id or _DEFAULT_ID_COLUMN: piece.name}
+        yield 0, text if isinstance(text, InputFileError) else row
 
 
-def _read_jsonl(location: Location, name: str, _columns: Columns, *, is_zipped: bool) -> Iterator[tuple[str, _Fields]]:
+def _read_jsonl(
+    location: Location, piece: Piece, _columns: Columns, wanted: AbstractSet[int] | None, *, is_zipped: bool
+) -> _Numbered:
     number = 0
     try:
         with opened(location, is_zipped=is_zipped) as file:
             for number, line in enumerate(lines(file), start=1):
-                source = f"{name}:{number}"
-                if line.strip():
-                    yield source, _parse_line(line, source)
+                if (wanted is None or number in wanted) and line.strip():
+                    yield number, _parse_line(line, piece.source(number))
     except UndecodableError as error:
-        source = f"{name}:{number + 1}"
-        yield source, NotUtf8Error(f"{source}: {error}; convert the file")
+        if wanted is None or number + 1 in wanted:
+            yield number + 1, NotUtf8Error(f"{piece.source(number + 1)}: {error}; convert the file")
 
 
 def _parse_line(line: bytes, source: str) -> _Fields:
@@ -224,15 +275,44 @@ def _is_unicode(row: object) -> bool:
     return True
 
 
-def _read_parquet(location: Location, name: str, columns: Columns) -> Iterator[tuple[str, _Fields]]:
-    number = 0
+def _read_parquet(location: Location, piece: Piece, columns: Columns, wanted: AbstractSet[int] | None) -> _Numbered:
+    """Row groups without a wanted row are not read."""
+    number = piece.num_before
     with location.open() as content, pq.ParquetFile(content) as file:
-        wanted = [column for column in columns.names if column in file.schema_arrow.names]
-        for batch in file.iter_batches(batch_size=_ROWS_PER_READ, columns=wanted):
-            for index in range(batch.num_rows):
-                number += 1
-                source = f"{name}:{number}"
-                yield source, _parquet_row(batch, index, source)
+        names = [name for name in columns.names if name in file.schema_arrow.names]
+        first, num_groups = piece.groups or (0, file.num_row_groups)
+        for group in range(first, first + num_groups):
+            num_rows = file.metadata.row_group(group).num_rows
+            numbers = range(number + 1, number + num_rows + 1)
+            if wanted is None or not wanted.isdisjoint(numbers):
+                yield from _read_group(file, group, names, numbers, piece, wanted)
+            number += num_rows
+
+
+def _read_group(
+    file: pq.ParquetFile, group: int, names: list[str], numbers: range, piece: Piece, wanted: AbstractSet[int] | None
+) -> _Numbered:
+    remaining = iter(numbers)
+    rows_per_read = _rows_per_read(file.metadata.row_group(group))
+    for batch in file.iter_batches(batch_size=rows_per_read, row_groups=[group], columns=names):
+        of_batch = list(itertools.islice(remaining, batch.num_rows))
+        kept = [index for index, number in enumerate(of_batch) if wanted is None or number in wanted]
+        rows = batch if len(kept) == batch.num_rows else batch.take(pa.array(kept, pa.int64()))
+        kept_numbers = [of_batch[index] for index in kept]
+        yield from zip(kept_numbers, _parquet_rows(rows, kept_numbers, piece), strict=True)
+
+
+def _rows_per_read(group: Any) -> int:
+    """So that long documents are few. group: a Parquet file's metadata of it."""
+    bytes_per_row: int = group.total_byte_size // max(1, group.num_rows)
+    return max(_MIN_ROWS_PER_READ, min(_BYTES_PER_READ // max(1, bytes_per_row), _MAX_ROWS_PER_READ))
+
+
+def _parquet_rows(batch: pa.RecordBatch, numbers: Sequence[int], piece: Piece) -> Sequence[_Fields]:
+    try:
+        return batch.to_pylist()  # type: ignore[no-any-return]
+    except UnicodeDecodeError:
+        return [_parquet_row(batch, index, piece.source(number)) for index, number in enumerate(numbers)]
 
 
 def _parquet_row(batch: pa.RecordBatch, index: int, source: str) -> _Fields:
@@ -240,6 +320,52 @@ def _parquet_row(batch: pa.RecordBatch, index: int, source: str) -> _Fields:
         return {name: batch.column(name)[index].as_py() for name in batch.schema.names}
     except UnicodeDecodeError as error:
         return NotUtf8Error(f"{source}: not UTF-8 at byte {error.start}: {error.reason}; write the file again")
+
+
+def pieces(file: InputFile, num_bytes: int) -> Iterator[Piece]:
+    """A file in pieces of about so many bytes: a Parquet file by its row groups, another file as a whole.
+
+    A file that cannot be read is one piece; reading says what is wrong with it.
+    """
+    whole = Piece(path=file.path, name=file.name)
+    try:
+        sizes = _group_sizes(Location.parse(file.path))
+    except (OSError, pa.ArrowException, UnreadableFileError):
+        sizes = []
+    first = num_rows = num_before = size = 0
+    for group, (rows_of_group, bytes_of_group) in enumerate(sizes, start=1):
+        num_rows, size = num_rows + rows_of_group, size + bytes_of_group
+        if size >= num_bytes or (group == len(sizes) and first > 0):
+            yield replace(whole, groups=(first, group - first), num_before=num_before)
+            first, num_before, size = group, num_rows, 0
+    if first == 0:
+        yield whole
+
+
+def num_rows_of(piece: Piece) -> int:
+    """Rows of a piece, as far as they can be counted without being read as rows: an estimate. Empty lines count."""
+    try:
+        location = Location.parse(piece.path)
+        kind = file_type(location.file_name)
+        if kind is None or kind.suffix in TEXT_SUFFIXES:
+            return 1
+        if kind.suffix in PARQUET_SUFFIXES:
+            first, num_groups = piece.groups or (0, None)
+            sizes = _group_sizes(location)[first:]
+            return sum(num_rows for num_rows, _ in sizes[:num_groups])
+        with opened(location, is_zipped=kind.is_zipped) as file:
+            return sum(block.count(b"\n") for block in iter(lambda: file.read(_BYTES_PER_READ), b""))
+    except (OSError, pa.ArrowException, UnreadableFileError):
+        return 1
+
+
+def _group_sizes(location: Location) -> list[tuple[int, int]]:
+    """Rows and bytes, without compression, of the row groups of a Parquet file; empty for other files."""
+    if location.suffix not in PARQUET_SUFFIXES:
+        return []
+    with location.open() as content, pq.ParquetFile(content) as file:
+        groups = (file.metadata.row_group(index) for index in range(file.num_row_groups))
+        return [(group.num_rows, group.total_byte_size) for group in groups]
 
 
 def _decode(content: bytes, source: str) -> str | InputFileError:
@@ -254,16 +380,35 @@ def _failed(source: str, error: InputFileError, row_id: str | None = None) -> Ro
 
 
 def _row_of(fields: _Fields, source: str, columns: Columns) -> Row:
+    content = _content_of(fields, source, columns)
+    if isinstance(content, Row):
+        return content
+    row_id, text, messages = content
+    return input_row(row_id, source=source, text=text, messages=messages)
+
+
+def _identity_of(fields: _Fields, source: str, columns: Columns) -> tuple[str, str] | Row:
+    """The id and the hash, or else an error row."""
+    content = _content_of(fields, source, columns)
+    if isinstance(content, Row):
+        return content
+    row_id, text, messages = content
+    return row_id, _hash(text, json.dumps(messages) if messages is not None else None)
+
+
+def _content_of(
+    fields: _Fields, source: str, columns: Columns
+) -> tuple[str, str | None, Sequence[Mapping[str, str]] | None] | Row:
+    """The id, and a text or messages; or else an error row."""
     if isinstance(fields, InputFileError):
         return _failed(source, fields)
     row_id = None
     try:
         row_id = _row_id(fields, source, columns)
         messages = _messages(fields, source, columns)
-        text = _text(fields, source, columns) if messages is None else None
+        return row_id, _text(fields, source, columns) if messages is None else None, messages
     except InputFileError as error:
         return _failed(source, error, row_id)
-    return input_row(row_id, source=source, text=text, messages=messages)
 
 
 def _row_id(row: Mapping[str, Any], source: str, columns: Columns) -> str:

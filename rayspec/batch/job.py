@@ -4,43 +4,49 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import tempfile
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import ray
+import numpy as np
+import pyarrow as pa
 import ray.data
 import yaml
-from ray.exceptions import RayError
 
 from rayspec.batch.data import (
-    Remaining,
-    complete_dataset,
-    completed_rows,
+    CountedRows,
+    Order,
     dataset_of,
+    ordered,
+    pieces_of,
     quieten,
     read_dataset,
     reading,
-    remaining_rows,
+    rows_of,
+    seen_of,
     seen_rows,
 )
-from rayspec.batch.documents import Columns
+from rayspec.batch.documents import Columns, Piece
 from rayspec.batch.drain import Drain
-from rayspec.batch.engine_actor import Recipe, call
-from rayspec.batch.progress import showing_progress
+from rayspec.batch.feeding import completing
+from rayspec.batch.progress import TimeLeft, showing_progress
 from rayspec.batch.report import PLOT_NAME, RunReport
 from rayspec.batch.results import FileFormat
+from rayspec.batch.row_engine import RowRecipe, RowTask
 from rayspec.batch.rows import Row
 from rayspec.batch.run_folder import RunFolder
-from rayspec.batch.supervisor import start_supervisor
-from rayspec.batch.survey import Changed, survey
+from rayspec.batch.survey import Changed, Seen, survey
 from rayspec.command.exit_codes import EXIT_TERMINATED
 from rayspec.command.locations import Location
 from rayspec.command.terminal import error_console, exit_on_sigterm, say
 from rayspec.decode.engine_loop import EngineDeadError
+from rayspec.pipeline.pool.pool import EnginePool
+from rayspec.pipeline.pool.recipe import Recipe
+from rayspec.pipeline.pool.supervisor import DrainingError
+from rayspec.pipeline.pool.worker import num_engines
 from rayspec.pipeline.session import ray_session
 from rayspec.types import EngineStats
 
@@ -61,7 +67,7 @@ class Share:
         return int.from_bytes(digest, "big") < self.of_rows * 2**32
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Source:
     """The rows of a job: those in the files `inputs`, or else `rows`. refused: rows that failed before they could be
     read. limit: only so many rows, the first. sample: the share of these that is taken."""
@@ -74,6 +80,11 @@ class Source:
     sample: float | None = None
     references: Mapping[str, str] = field(default_factory=dict)
 
+    @cached_property
+    def pieces(self) -> Sequence[Piece]:
+        """Of the files."""
+        return pieces_of(self.inputs)
+
     @property
     def is_whole(self) -> bool:
         """All rows of the input are wanted."""
@@ -83,19 +94,28 @@ class Source:
     def share(self) -> Share:
         return Share(self.sample)
 
-    def dataset(self) -> ray.data.Dataset:
-        """Of all rows, or the first ones."""
-        if not self.inputs:
-            return dataset_of(self.rows[: self.limit])
-        return read_dataset(self.inputs, self.columns, limit=self.limit)
-
-    def seen(self) -> Iterator[Row]:
+    def seen(self) -> Seen:
         """The wanted rows without their documents and messages, in order."""
-        rows = seen_rows(self.dataset()) if self.inputs else (row.without_input() for row in self.rows[: self.limit])
-        return (row for row in rows if self.share(row.id))
+        if not self.inputs:
+            return seen_of(self.rows[: self.limit], self.share)
+        return seen_rows(self.pieces, self.columns, takes=self.share, limit=self.limit)
+
+    def dataset(self, order: Order) -> ray.data.Dataset:
+        """Of all wanted rows."""
+        if not self.inputs:
+            return ordered(dataset_of([row for row in self.rows[: self.limit] if self.share(row.id)]), order)
+        return read_dataset(self.pieces, self.columns, takes=self.share, order=order)
+
+    def dataset_of_some(self, rows: pa.Table, order: Order) -> ray.data.Dataset:
+        """Of some of the seen rows."""
+        if not self.inputs:
+            return ordered(dataset_of([self.rows[index] for index in rows["piece"].to_pylist()]), order)
+        grouped = rows.group_by("piece").aggregate([("number", "list")])
+        wanted = dict(zip(grouped["piece"].to_pylist(), grouped["number_list"].to_pylist(), strict=True))
+        return read_dataset(self.pieces, self.columns, wanted=wanted, order=order)
 
 
-class JobTask(Recipe, Protocol):
+class JobTask(RowTask, Protocol):
     """What is done with the rows of a job."""
 
     @property
@@ -111,9 +131,9 @@ Export = Callable[[Callable[[], Iterable[Row]], Location], None]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """name, text_column, file_format: of the output. changed: what becomes of rows whose text has changed since an
-    earlier run did them, see `survey.Changed`. max_engine_restarts: how often in a row an engine that died is started
-    again without a row completed in between. drain_s: how long rows under way may take to end after SIGTERM. export:
-    writes more files in the end, of the names `export_names`.
+    earlier run did them, see `survey.Changed`. order: in which rows are done, see `data.ordered`. max_engine_restarts:
+    how often in a row an engine that died is started again without a row completed in between. drain_s: how long rows
+    under way may take to end after SIGTERM. export: writes more files in the end, of the names `export_names`.
     """
 
     task: JobTask
@@ -124,10 +144,16 @@ class Job:
     file_format: FileFormat = "parquet"
     overwrite: bool = False
     changed: Changed = "keep"
+    order: Order = "input"
     max_engine_restarts: int = 3
     drain_s: float = 2.0
     export: Export | None = None
     export_names: Sequence[str] = ()
+
+    @property
+    def recipe(self) -> Recipe:
+        """Of the engines that do the rows."""
+        return RowRecipe(self.task)
 
     def run(self, source: Source) -> RunReport:
         """Returns when every row is in the output. Rows of an earlier run of the same job are not done again; of a run
@@ -162,9 +188,8 @@ class _Run:
         self._job, self._source, self._folder = job, source, folder
         self._report = RunReport(references=source.references)
         self._drain = Drain(job.drain_s)
-        self._sources: dict[str, str | None] = {}  # of the rows that are done
-        self._refused: frozenset[tuple[str, str | None]] = frozenset()  # id and source
-        self._supervisor: Any = None
+        self._left: pa.Table | None = None  # the seen rows that are left; None is all rows
+        self._pool: EnginePool | None = None
         self._config: dict[str, Any] = dict(folder.manifest.extra.get("config", {}))
 
     def finish(self) -> RunReport:
@@ -180,17 +205,18 @@ class _Run:
     def _catch_up(self) -> bool:
         """Takes all that needs no engine: rows of earlier runs, rows that cannot be read, duplicates. Returns whether
         rows are left. Raises ConfigError."""
-        if self._source.inputs and not self._folder.done:
+        if self._source.inputs and self._source.limit is None and len(self._folder.done) == 0:
             self._refuse(self._source.refused)
             return True
-        found = survey(self._source.seen(), self._folder.done, is_whole=self._source.is_whole)
+        seen = self._source.seen()
+        found = survey(seen, self._folder.done, is_whole=self._source.is_whole)
         found.check(self._job.changed)
-        redone = found.changed if self._job.changed == "redo" else []
-        self._folder.redo(redone)
+        redone = found.redoable if self._job.changed == "redo" else found.redoable[:0]
+        self._folder.redo(seen.rows["id"].take(redone))
         self._show_earlier(found.describe(), num_redone=len(redone))
-        self._sources = {row_id: found.sources.get(row_id) for row_id in self._folder.done}
         self._refuse([*self._source.refused, *found.errors])
-        return found.num_left + len(redone) > 0
+        self._left = seen.rows.take(np.sort(np.concatenate([found.left, redone])))
+        return len(self._left) > 0
 
     def _show_earlier(self, changes: str, *, num_redone: int) -> None:
         counts = self._folder.counts
@@ -203,51 +229,68 @@ class _Run:
     def _complete(self) -> None:
         """Does the rows that are left. Raises EngineDeadError if engines die too often; SystemExit at SIGTERM."""
         self._folder.commit()
-        self._supervisor = start_supervisor(self._job.task, max_restarts=self._job.max_engine_restarts)
-        with contextlib.closing(self._started(self._supervisor.begin.remote())) as rows:
+        self._pool = EnginePool(self._job.recipe, max_restarts=self._job.max_engine_restarts)
+        failure = None
+        with contextlib.suppress(DrainingError), contextlib.closing(self._completed(self._pool)) as rows:
             failure = self._take_rows(rows)
         if self._drain.requested:
             raise SystemExit(EXIT_TERMINATED)
         if failure is not None:
             raise EngineDeadError(str(failure.error))
 
-    def _started(self, loading: Any) -> Generator[Row]:
-        """The rows as they come. Ray Data starts its workers while the engine is loading; the first row waits."""
-        with contextlib.closing(completed_rows(self._results())) as rows:
-            first = list(itertools.islice(rows, 1))
-            self._config = call(loading)
+    def _completed(self, pool: EnginePool) -> Generator[Row]:
+        """The rows as they are completed. They are read while the engines are loading."""
+        source, order = self._source, self._job.order
+        left = source.dataset(order) if self._left is None else source.dataset_of_some(self._left, order)
+        with completing(pool, rows_of(left), num_wanted=self._num_wanted) as completed:
+            self._config = pool.begin()
             self._folder.location.join(CONFIG_NAME).write(yaml.safe_dump(self._config, sort_keys=False).encode())
-            yield from itertools.chain(first, rows)
+            yield from completed
 
-    def _results(self) -> ray.data.Dataset:
-        remaining = Remaining(takes=self._source.share, sources=self._sources, refused=self._refused)
+    @property
+    def _num_wanted(self) -> int:
+        """Rows that keep the engine busy."""
         engine = self._job.task.settings.engine
-        num_replicas = engine.parallel.replicas if engine.parallel is not None else 1
-        return complete_dataset(
-            remaining_rows(self._source.dataset(), remaining),
-            self._supervisor,
-            num_wanted=2 * engine.max_num_seqs * num_replicas,
-        )
+        return 2 * engine.max_num_seqs * num_engines(engine)
 
-    def _take_rows(self, rows: Iterator[Row]) -> Row | None:
-        """Takes all rows. Once no more are begun, ends when every row that an engine was given is here, and returns a
-        row that says why."""
-        num_from_engine, num_to_come, failure = 0, None, None
-        with showing_progress(self._report.tally, error_console()) as show:
+    @contextlib.contextmanager
+    def _estimating(self) -> Iterator[TimeLeft]:
+        """Where the rows were not surveyed, they are counted meanwhile."""
+        with contextlib.ExitStack() as stack:
+            counted = None
+            if self._left is None:
+                counted = CountedRows(self._source.pieces)
+                stack.callback(counted.stop)
+            yield TimeLeft(
+                num_left=partial(self._num_left, counted),
+                num_under_way=self._num_wanted,
+                is_bound=self._job.order == "longest",
+            )
+
+    def _num_left(self, counted: CountedRows | None) -> int | None:
+        if counted is None:
+            return len(self._left) if self._left is not None else None
+        num_rows, share = counted(), self._source.sample
+        return num_rows if num_rows is None or share is None else round(share * num_rows)
+
+    def _take_rows(self, rows: Iterable[Row]) -> Row | None:
+        """Takes all rows that are final. Returns one that is not, and says why."""
+        failure = None
+        with (
+            self._estimating() as time_left,
+            showing_progress(self._report.tally, error_console(), time_left) as show,
+        ):
             for row in rows:
-                num_from_engine += row.is_from_engine
                 if row.is_final:
                     self._take(row)
+                    time_left.add(row)
                     show()
                 else:
-                    failure, num_to_come = row, call(self._supervisor.num_given.remote())
-                if num_from_engine == num_to_come:
-                    break
+                    failure = row
         return failure
 
     def _refuse(self, rows: Sequence[Row]) -> None:
         """Takes rows that no engine is asked about."""
-        self._refused = frozenset((row.id, row.source) for row in rows)
         for row in rows:
             self._take(row)
 
@@ -256,14 +299,14 @@ class _Run:
         self._report.add(row)
 
     def _begin_draining(self) -> None:
-        if self._supervisor is not None:
-            self._supervisor.drain.remote()
+        if self._pool is not None:
+            self._pool.drain()
 
     def _conclude(self) -> None:
         """Merges the rows and writes the report, unless nothing has changed since an earlier run did."""
         self._folder.commit()
         is_unchanged = self._folder.is_merged
-        stats = EngineStats() if self._supervisor is None else call(self._supervisor.stats.remote())
+        stats = EngineStats() if self._pool is None else self._pool.stats()
         if stats.num_lost_replicas:
             say(f"{stats.num_lost_replicas} replicas were lost for good, and the others did their rows; see the log")
         tally, before = self._report.tally, self._folder.manifest
@@ -276,8 +319,8 @@ class _Run:
         self._folder.finish(before.counts if is_unchanged else counts, {"config": self._config})
         if not is_unchanged:
             self._write_report(stats)
-        if self._supervisor is not None:
-            call(self._supervisor.stop.remote())
+        if self._pool is not None:
+            self._pool.stop()
 
     def _write_report(self, stats: EngineStats) -> None:
         if self._job.export is not None:
@@ -289,7 +332,5 @@ class _Run:
 
     def _end_engine(self) -> None:
         """At once: the CPUs and GPUs that it holds are wanted, if only by the next job of this process."""
-        if self._supervisor is not None:
-            supervisor, self._supervisor = self._supervisor, None
-            with contextlib.suppress(RayError):
-                ray.kill(supervisor)
+        if self._pool is not None:
+            self._pool.kill()

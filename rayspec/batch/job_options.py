@@ -12,7 +12,8 @@ from rayspec.batch.report import DOCUMENT_HEADINGS, RunReport
 from rayspec.command.terminal import output_console
 
 EPILOG = """Exit codes: 0 every row succeeded, 1 none did or the engine failed, 2 usage, 3 some rows failed,
-130 interrupted and 143 terminated. The rows so far are in the output; the same command goes on with the others."""
+130 interrupted and 143 terminated. With --accept-failed-rows it is 0
+also where rows failed for good. The rows so far are in the output; the same command goes on with the others."""
 
 Inputs = Annotated[
     list[str] | None,
@@ -26,6 +27,16 @@ Overwrite = Annotated[bool, typer.Option(help="begin again, in place of what an 
 Format = Annotated[str, typer.Option("--format", help="of the output: parquet or jsonl")]
 ChangedRows = Annotated[
     str, typer.Option("--changed", help="rows with other text than when they were done: keep, redo or fail")
+]
+RowOrder = Annotated[
+    str,
+    typer.Option(
+        "--order", help="of the rows: input, longest (first), or prefix (rows that begin alike are neighbours)"
+    ),
+]
+AcceptFailedRows = Annotated[
+    bool,
+    typer.Option(help="exit code 0 when every row has its result, also an error: the same command would do nothing"),
 ]
 MaxEngineRestarts = Annotated[
     int, typer.Option(min=0, help="engines started again in a row, without a row completed in between")

@@ -12,17 +12,16 @@ from typing import TYPE_CHECKING, Any
 import ray
 import ray.data
 from jinja2 import TemplateError
-from pydantic import Field
+from pydantic import Field, model_validator
 from ray.exceptions import RayActorError, RayError
 from typing_extensions import Self
 
-from rayspec.batch.data import through_client
-from rayspec.batch.engine_actor import Handler, answer, call
-from rayspec.batch.supervisor import start_supervisor
+from rayspec.batch.row_engine import Handler, RowRecipe, RowTask
 from rayspec.command.plain_values import plain_values
 from rayspec.command.settings import Settings
 from rayspec.config import EngineConfig, Options, ParallelOptions, SamplingParams
 from rayspec.decode.engine_loop import EngineDeadError
+from rayspec.pipeline.pool.worker import answer, call, num_engines, start_supervisor
 from rayspec.types import RayspecError, RequestError, RequestMetrics, RequestOutput
 
 if TYPE_CHECKING:
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
 ERROR_COLUMN = "__inference_error__"
 _MAX_ROWS_OF_A_BATCH = 16  # Ray Data gives a client no more rows of one block at a time
 _MIN_BATCHES = 8
+_CLIENT_CPUS = 0.0  # it only waits; and on one CPU there must be a whole one for Ray Data's own tasks
 _SHUTDOWN_TIMEOUT_S = 15.0
 _ENGINE_LOST = frozenset({"engine_dead", "stage_lost"})  # kinds of errors that are not the row's
 
@@ -41,8 +41,9 @@ RowFunction = Callable[[Row], Row]
 class ProcessorConfig(Options):
     """A model and how a dataset is streamed through it.
 
-    engine_kwargs: options of `EngineConfig`, `parallel` and `speculation` among them. concurrency: replicas of the
-    engine. batch_size: rows that leave the client together; the engine forms batches of its own.
+    engine_kwargs: options of `EngineConfig`, `parallel` and `speculation` among them. concurrency: engines; or the
+    least and the most of them. Work begins when one is up; the others come as the cluster has room for them.
+    batch_size: rows that leave the client together; the engine forms batches of its own.
     should_continue_on_error: a row at fault gets its error in `__inference_error__`; if False, it fails the dataset.
     max_engine_restarts: restarts of an engine that died, without a completed row in between, before the dataset fails.
     """
@@ -50,19 +51,27 @@ class ProcessorConfig(Options):
     model_source: str
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     batch_size: int = Field(8, ge=1)
-    concurrency: int = Field(1, ge=1)
+    concurrency: int | tuple[int, int] = 1
     max_concurrent_batches: int | None = Field(None, ge=1, description="None: as many as keep all replicas busy")
     should_continue_on_error: bool = True
     max_engine_restarts: int = Field(3, ge=0)
+
+    @model_validator(mode="after")
+    def _concurrency_is_a_range(self) -> Self:
+        least, most = self.concurrency if isinstance(self.concurrency, tuple) else (self.concurrency, self.concurrency)
+        if not 1 <= least <= most:
+            raise ValueError(f"option 'concurrency' is {self.concurrency}: give 1 or more engines, or (least, most)")
+        return self
 
     @property
     def engine(self) -> EngineConfig:
         """Raises ConfigError."""
         config = EngineConfig(**({"model": self.model_source} | self.engine_kwargs))
-        if self.concurrency == 1:
+        most = self.concurrency[1] if isinstance(self.concurrency, tuple) else self.concurrency
+        if most == 1:
             return config
         parallel = config.parallel or ParallelOptions()
-        return config.replace(parallel=parallel.replace(replicas=self.concurrency))
+        return config.replace(parallel=parallel.replace(replicas=most))
 
     @property
     def num_concurrent_batches(self) -> int:
@@ -70,8 +79,7 @@ class ProcessorConfig(Options):
         if self.max_concurrent_batches is not None:
             return self.max_concurrent_batches
         config = self.engine
-        num_replicas = config.parallel.replicas if config.parallel is not None else 1
-        num_wanted = 2 * config.max_num_seqs * num_replicas  # as `Engine.num_wanted`
+        num_wanted = 2 * config.max_num_seqs * num_engines(config)  # as `Engine.num_wanted`
         # A batch is replaced when its last row is done: on average, half of its rows are done before.
         num_rows = (min(self.batch_size, _MAX_ROWS_OF_A_BATCH) + 1) / 2
         return max(_MIN_BATCHES, math.ceil(num_wanted / num_rows))
@@ -103,7 +111,7 @@ class Processor:
         self, config: ProcessorConfig, preprocess: RowFunction | None, postprocess: RowFunction | None
     ) -> None:
         self._config = config
-        self._recipe = RowTask(settings=Settings(engine=config.engine, sampling=SamplingParams()))
+        self._task: RowTask = PreparedRowTask(settings=Settings(engine=config.engine, sampling=SamplingParams()))
         self._functions = RowFunctions(preprocess, postprocess, config.should_continue_on_error)
         self._supervisor: Any = None
 
@@ -111,16 +119,19 @@ class Processor:
         """Raises CheckpointError, PlacementError and EngineDeadError when the engine cannot be started."""
         if self._supervisor is None:
             self._supervisor = self._started()
-        return through_client(
-            dataset,
-            RowClient,
-            [self._supervisor, self._functions],
-            rows_per_block=self._config.batch_size,
-            num_blocks=self._config.num_concurrent_batches,
+        client: Any = RowClient
+        num_blocks = self._config.num_concurrent_batches
+        return dataset.repartition(target_num_rows_per_block=self._config.batch_size).map(
+            client,
+            fn_constructor_args=[self._supervisor, self._functions],
+            compute=ray.data.ActorPoolStrategy(
+                size=1, max_tasks_in_flight_per_actor=num_blocks, max_concurrent_calls_per_actor=num_blocks
+            ),
+            num_cpus=_CLIENT_CPUS,
         )
 
     def _started(self) -> Any:
-        supervisor = start_supervisor(self._recipe, max_restarts=self._config.max_engine_restarts)
+        supervisor = start_supervisor(RowRecipe(self._task), max_restarts=self._config.max_engine_restarts)
         try:
             call(supervisor.begin.remote())
         except BaseException:
@@ -193,7 +204,7 @@ class RowClient:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowTask:
+class PreparedRowTask:
     """What the engine does with a prepared row."""
 
     settings: Settings

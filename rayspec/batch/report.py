@@ -52,7 +52,8 @@ class RunReport:
         rows: gives them, `with_text` or without. Only as many are read as the report needs.
         """
         self.tally.add_earlier(num_rows, errors)
-        for row in rows(with_text=True) if self.references else islice(rows(with_text=False), _MAX_LISTED):
+        final = (row for row in rows(with_text=bool(self.references)) if row.is_final)
+        for row in final if self.references else islice(final, _MAX_LISTED):
             self._list(row)
 
     def _list(self, row: Row) -> None:

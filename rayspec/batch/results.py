@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import yaml
 
@@ -20,7 +21,8 @@ from rayspec.types import ConfigError, RayspecError
 
 FileFormat = Literal["parquet", "jsonl"]
 
-_ROWS_PER_GROUP = 64
+_ROWS_PER_GROUP = 1024
+_BYTES_PER_GROUP = 2**23
 
 
 class DamagedRowsError(RayspecError):
@@ -58,7 +60,7 @@ class JsonlEncoder(RowEncoder):
 
 
 class ParquetEncoder(RowEncoder):
-    """A row group every 64 rows."""
+    """A row group every 1024 rows."""
 
     def __init__(self, file: IO[bytes], text_column: str) -> None:
         super().__init__(file, text_column)
@@ -118,6 +120,56 @@ def read_rows(file: IO[bytes], *, text_column: str, file_format: FileFormat, wit
             yield Row(**known, text=text)
     except (pa.ArrowException, ValueError, KeyError, TypeError) as error:
         raise DamagedRowsError(f"not rows as they were written ({error})") from error
+
+
+def read_table(
+    file: IO[bytes], *, text_column: str, file_format: FileFormat, columns: Collection[str] | None = None
+) -> pa.Table:
+    """The rows of a file that write_rows wrote, as a table; columns that the file does not have are at their defaults.
+
+    columns: only these, in this order. Raises DamagedRowsError as read_rows does; OSError.
+    """
+    schema = parquet_schema(text_column)
+    wanted = list(schema.names if columns is None else columns)
+    try:
+        if file_format == "jsonl":
+            table = pa.Table.from_pylist(list(_read_jsonl(file)), schema=schema)
+        else:
+            with pq.ParquetFile(file) as content:
+                present = [name for name in wanted if name in content.schema_arrow.names]
+                table = content.read(columns=present)
+        _check_ids(table)
+        return pa.table({name: _column(table, schema.field(name)) for name in wanted})
+    except (pa.ArrowException, ValueError, KeyError, TypeError) as error:
+        raise DamagedRowsError(f"not rows as they were written ({error})") from error
+
+
+def _check_ids(table: pa.Table) -> None:
+    if len(table) == 0 or table["id"].null_count:
+        raise ValueError("there are no rows, or rows without an id")
+
+
+def _column(table: pa.Table, field: pa.Field) -> pa.ChunkedArray:
+    default = pa.scalar(0 if pa.types.is_integer(field.type) else None, field.type)
+    if field.name not in table.schema.names:
+        return pa.chunked_array([pa.repeat(default, len(table))], field.type)
+    values = table[field.name].cast(field.type)
+    return pc.fill_null(values, default) if default.is_valid else values
+
+
+def write_tables(file: IO[bytes], tables: Iterable[pa.Table], *, text_column: str) -> None:
+    """Tables that read_table gave, as the whole content of an open Parquet file."""
+    with pq.ParquetWriter(file, parquet_schema(text_column)) as writer:
+        waiting: list[pa.Table] = []
+        num_bytes = 0
+        for table in tables:
+            waiting.append(table)
+            num_bytes += table.nbytes
+            if num_bytes >= _BYTES_PER_GROUP:
+                writer.write_table(pa.concat_tables(waiting))
+                waiting, num_bytes = [], 0
+        if waiting:
+            writer.write_table(pa.concat_tables(waiting))
 
 
 def _read_jsonl(file: IO[bytes]) -> Iterator[dict[str, Any]]:

@@ -7,7 +7,7 @@ from typing import Final
 
 from rayspec.types import RayspecError, RequestMetrics, RequestOutput
 
-_TRANSIENT_KINDS: Final = frozenset({"aborted", "engine_dead", "stage_lost", "stages_replaced", "transport"})
+TRANSIENT_KINDS: Final = frozenset({"aborted", "engine_dead", "stage_lost", "stages_replaced", "transport"})
 """Errors of the engine and not of the row, which is done again."""
 
 
@@ -49,7 +49,7 @@ class Row:
     @property
     def is_final(self) -> bool:
         """The row would be the same if it were done again."""
-        return self.error_kind not in _TRANSIENT_KINDS and self.finish_reason != "abort"
+        return self.error_kind not in TRANSIENT_KINDS and self.finish_reason != "abort"
 
     @property
     def is_from_engine(self) -> bool:

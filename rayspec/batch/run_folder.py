@@ -1,7 +1,7 @@
 """The output folder of a job: rows that are committed in small files, and a manifest that says what they came from.
 
     manifest.json                     what decides the rows, the sessions so far, counts
-    rows/part-000007-1f2e3d4c.parquet rows, committed together by one session
+    rows/part-000007-1f2e3d4c.parquet rows, see `parts`
     <name>.parquet                    every row once, when the job is done
 
 Two drivers at once: on this machine's file systems the second is refused, by a lock that the kernel gives up with the
@@ -20,16 +20,18 @@ import platform
 import re
 import threading
 import uuid
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from types import TracebackType
-from typing import Any, Final, Literal, NamedTuple, Protocol
+from typing import Any, Final, Literal, Protocol
 
+import pyarrow as pa
 from typing_extensions import Self
 
-from rayspec.batch.results import DamagedRowsError, FileFormat, read_rows, write_rows
+from rayspec.batch.parts import INDEX_NAME, PART_NAME, DamagedOutputError, Parts, delete_parts
+from rayspec.batch.results import FileFormat
+from rayspec.batch.row_index import RowCounts, RowIndex
 from rayspec.batch.rows import OUTPUT_COLUMNS, Row
 from rayspec.command.locations import PARTIAL_SUFFIX, Location, UnreadableFileError, error_detail
 from rayspec.types import ConfigError, RayspecError
@@ -38,20 +40,14 @@ MANIFEST: Final = "manifest.json"
 _MANIFEST_VERSION = 2
 _LOCK = ".lock"
 _ROWS = "rows"
-_PART = r"part-(?P<number>\d{6,})-[0-9a-f]{8}\.(?:parquet|jsonl)"
-_ROWS_PER_PART = 32
+_MIN_ROWS_PER_PART, _MAX_ROWS_PER_PART = 32, 4096
+_MIN_PARTS = 64  # the rows of one part are at most this share of all
 _SECONDS_PER_PART = 5.0
 _MAX_MERGED_ROWS = 1_000_000
 _MAX_SHOWN = 80
 _BLOCK_BYTES = 4096
 
 Status = Literal["running", "complete", "interrupted"]
-
-
-class DamagedOutputError(RayspecError):
-    """A file of an output folder cannot be read as what was written."""
-
-    kind = "damaged_output"
 
 
 class OutputError(RayspecError):
@@ -117,86 +113,13 @@ class Manifest:
         return {**self.identity} | {name: getattr(self, name) for name in names}
 
 
-class _Place(NamedTuple):
-    """Where the row of an id is, and what became of it."""
-
-    part: int
-    row: int
-    error_kind: str | None
-    input_hash: str | None
-    is_done: bool
-
-
-class RowIndex:
-    """Which of the rows with one id counts: the last, but no row that is to be done again in place of one that is done.
-
-    Rows that could not be read, and rows with the id of another row, stand beside that row, one for each place in the
-    input. They are a matter of the input and not of its rows: those of earlier sessions do not count.
-    """
-
-    def __init__(self) -> None:
-        self._places: dict[tuple[str, str | None], _Place] = {}
-        self.done: dict[str, str | None] = {}
-
-    def add(self, row: Row, *, part: int, number: int) -> None:
-        """`row` has this number in this part. Parts are numbered in their order."""
-        key, is_done = _key(row), row.is_final
-        before = self._places.get(key)
-        if before is not None and before.is_done and not is_done:
-            return
-        self._places[key] = _Place(part, number, row.error_kind, row.input_hash, is_done)
-        if is_done and not row.is_input_error:
-            self.done[row.id] = row.input_hash
-
-    def reopen(self, row_id: str) -> None:
-        """The row is to be done again. Until it is, the earlier one counts."""
-        del self.done[row_id]
-        self._places[row_id, None] = self._places[row_id, None]._replace(is_done=False)
-
-    def counts(self, row: Row, *, part: int, number: int) -> bool:
-        """Whether the row there is the one that counts."""
-        place = self._places.get(_key(row))
-        return place is not None and place[:2] == (part, number)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    @property
-    def is_complete(self) -> bool:
-        return all(place.is_done for place in self._places.values())
-
-    def summary(self) -> RowCounts:
-        """Of the rows that are done."""
-        kinds = [place.error_kind for place in self._places.values() if place.is_done]
-        return RowCounts(total=len(kinds), failed=Counter(kind for kind in kinds if kind is not None))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowCounts:
-    """Numbers of rows: in all, and failed by kind."""
-
-    total: int
-    failed: Counter[str]
-
-    def as_dict(self) -> dict[str, Any]:
-        """As the manifest has it."""
-        return {
-            "total": self.total,
-            "succeeded": self.total - self.failed.total(),
-            "failed": dict(self.failed.most_common()),
-        }
-
-
-def _key(row: Row) -> tuple[str, str | None]:
-    return row.id, (row.source or "") if row.is_input_error else None
-
-
 class _FolderLock:
     """Held by one process at a time, and given up by the kernel when that ends. None in a remote store."""
 
     def __init__(self, location: Location) -> None:
         """Raises ConfigError where another has it."""
         self._descriptor: int | None = None
+        self._is_held = False
         path = location.join(_LOCK).local_path
         if path is None:
             return
@@ -215,8 +138,14 @@ class _FolderLock:
                 self.release()
                 raise
             return  # a file system without locks is as good as a remote store
+        self._is_held = True
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, f"process {os.getpid()} of {platform.node()}, since {_now()},".encode(), 0)
+
+    @property
+    def is_held(self) -> bool:
+        """False where there are no locks: another driver may be at work."""
+        return self._is_held
 
     def release(self) -> None:
         if self._descriptor is not None:
@@ -241,8 +170,8 @@ StartTimer = Callable[[float, Callable[[], None]], _Timer]
 class RunFolder:
     """Rows of a job, on disk a few at a time. Use as a context manager: what ends the block, rows are committed.
 
-    Rows are committed when there are 32 of them, and 5 s after the first of them: a driver that is killed loses those,
-    and they are done again. Safe to use from several threads.
+    Rows are committed when there are 32 of them (later, 1/64 of all), and 5 s after the first of them: a driver that is
+    killed loses those, and they are done again. Safe to use from several threads.
     """
 
     def __init__(
@@ -256,15 +185,13 @@ class RunFolder:
         self._buffer: list[Row] = []
         self._timer: _Timer | None = None
         self._is_overdue = False
-        self._parts = _parts_of(location)
-        self._number = _number(self._parts[-1]) if self._parts else 0
-        self._is_merged = before.status == "complete" and self._merged.exists
-        self._index = RowIndex()
-        for part, row, number in self._all_rows(with_text=False):
-            if row.is_input_error:
-                self._is_merged = False
-            else:
-                self._index.add(row, part=part, number=number)
+        self._parts = Parts(
+            location.join(_ROWS),
+            text_column=before.text_column,
+            file_format=before.file_format,
+            may_join=lock.is_held,
+        )
+        self._is_merged = before.status == "complete" and self._merged.exists and not self._index.ignores_some
         self._manifest.write(location.join(MANIFEST))  # only now: a folder that cannot be read has not been worked on
 
     @classmethod
@@ -308,8 +235,8 @@ class RunFolder:
             ) from error
 
     @property
-    def done(self) -> Mapping[str, str | None]:
-        """Input hash by id of the committed rows that an engine has done. Grows with every commit."""
+    def done(self) -> pa.Table:
+        """`id` and `input_hash` of the committed rows that an engine has done. Grows with every commit."""
         return self._index.done
 
     @property
@@ -331,17 +258,17 @@ class RunFolder:
         """Drivers that have worked on this, with the one that does now."""
         return len(self._manifest.sessions)
 
-    def redo(self, row_ids: Iterable[str]) -> None:
+    def redo(self, row_ids: pa.Array) -> None:
         """These rows are to be done again."""
-        for row_id in row_ids:
-            self._index.reopen(row_id)
+        if len(row_ids):
+            self._index.reopen(row_ids)
             self._is_merged = False
 
     def add(self, row: Row) -> None:
         """Raises OutputError where rows cannot be committed; they are kept, and committed with the next ones."""
         with self._guard:
             self._buffer.append(row)
-            if self._is_overdue or len(self._buffer) >= _ROWS_PER_PART:
+            if self._is_overdue or len(self._buffer) >= self._rows_per_part:
                 self.commit()
             elif self._timer is None:
                 self._timer = self._start_timer(_SECONDS_PER_PART, self._commit_overdue)
@@ -352,23 +279,16 @@ class RunFolder:
             self._stop_timer()
             if not self._buffer:
                 return
-            part = self.location.join(_ROWS, f"part-{self._number + 1:06d}-{self._run_id}.{self._format}")
-            with self._naming_output(), part.writing() as file:
-                write_rows(file, self._buffer, text_column=self._manifest.text_column, file_format=self._format)
-            # In this order, because a signal may end it anywhere, and the commit at the end then does it all again.
-            for number, row in enumerate(self._buffer):
-                self._index.add(row, part=len(self._parts), number=number)
-            self._parts.append(part)
+            with self._naming_output():
+                self._parts.append(self._buffer, self._run_id)
             self._is_merged = False
-            self._number += 1
             self._buffer.clear()
             self._is_overdue = False
+            self._parts.tidy()
 
     def rows(self, *, with_text: bool = True) -> Iterator[Row]:
         """The committed rows, each id once. Raises DamagedOutputError."""
-        for part, row, number in self._all_rows(with_text=with_text):
-            if self._index.counts(row, part=part, number=number):
-                yield row
+        return self._parts.rows(with_text=with_text)
 
     def finish(self, counts: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
         """Commits, merges the rows into one file beside the parts, unless they are a million, and updates the manifest.
@@ -380,7 +300,7 @@ class RunFolder:
         with self._naming_output():
             if not self._is_merged and len(self._index) < _MAX_MERGED_ROWS:
                 with self._merged.writing() as file:
-                    write_rows(file, self.rows(), text_column=self._manifest.text_column, file_format=self._format)
+                    self._parts.write_counting(file)
                 self._is_merged = True
             status: Status = "complete" if self._index.is_complete else "interrupted"
             self._end_session(status, counts=counts, extra=extra)
@@ -404,6 +324,15 @@ class RunFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    @property
+    def _index(self) -> RowIndex:
+        return self._parts.index
+
+    @property
+    def _rows_per_part(self) -> int:
+        """Grows with the rows, as the number of parts must not."""
+        return max(_MIN_ROWS_PER_PART, min(self._index.num_stored // _MIN_PARTS, _MAX_ROWS_PER_PART))
 
     @property
     def _format(self) -> FileFormat:
@@ -455,27 +384,6 @@ class RunFolder:
             if error.errno != errno.ENOSPC or not _rewrite(location, self._manifest.encoded()):
                 raise
 
-    def _all_rows(self, *, with_text: bool) -> Iterator[tuple[int, Row, int]]:
-        """Number of the part, row, number of the row in it."""
-        for part_number, part in enumerate(self._parts):
-            number = -1
-            for number, row in enumerate(self._rows_of(part, with_text=with_text)):
-                yield part_number, row, number
-            if number < 0:
-                raise _damaged(part, "it is empty, which no part is")
-
-    def _rows_of(self, part: Location, *, with_text: bool) -> Iterator[Row]:
-        column = self._manifest.text_column
-        try:
-            with part.open() as file:
-                yield from read_rows(file, text_column=column, file_format=self._format, with_text=with_text)
-        except (OSError, DamagedRowsError) as error:
-            raise _damaged(part, error_detail(error)) from error
-
-
-def _damaged(part: Location, reason: str) -> DamagedOutputError:
-    return DamagedOutputError(f"{part}: {reason}; put it back, or delete it to have its rows done again")
-
 
 def _check_text_column(text_column: str) -> None:
     if text_column in set(OUTPUT_COLUMNS) - {"text"}:
@@ -500,30 +408,18 @@ def _continue(location: Location, fresh: Manifest) -> Manifest:
 
 def _begin(location: Location, fresh: Manifest, name: str, report_files: Collection[str]) -> Manifest:
     """Removes what a job left. The manifest stays until the new one replaces it: there is no moment without one."""
-    for part in _parts_of(location):
-        part.delete()
+    delete_parts(location.join(_ROWS))
     for file_name in (f"{name}.parquet", f"{name}.jsonl", *report_files):
         location.join(file_name).delete()
     return fresh
-
-
-def _parts_of(location: Location) -> list[Location]:
-    """In the order of their numbers."""
-    found = location.join(_ROWS).files((".parquet", ".jsonl"), recursive=False)
-    return sorted((file for file in found if re.fullmatch(_PART, file.file_name)), key=_number)
-
-
-def _number(part: Location) -> int:
-    match = re.fullmatch(_PART, part.file_name)
-    assert match is not None
-    return int(match["number"])
 
 
 def _remove_leftovers(location: Location, name: str) -> None:
     """Of writers that were killed. Not in a remote store, where another driver may be writing them."""
     if location.local_path is None:
         return
-    ours = re.compile(rf"\.(?:{_PART}|{re.escape(MANIFEST)}|{re.escape(name)}\.\w+)\.[0-9a-f]{{8}}{PARTIAL_SUFFIX}")
+    names = "|".join((PART_NAME, *map(re.escape, (INDEX_NAME, MANIFEST)), rf"{re.escape(name)}\.\w+"))
+    ours = re.compile(rf"\.(?:{names})\.[0-9a-f]{{8}}{PARTIAL_SUFFIX}")
     for folder in (location, location.join(_ROWS)):
         for file in folder.files((PARTIAL_SUFFIX,), recursive=False):
             if ours.fullmatch(file.file_name):

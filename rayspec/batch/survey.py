@@ -1,36 +1,71 @@
-"""What has become of an input since rows of it were done: pure decisions over ids, sources and hashes."""
+"""What has become of an input since rows of it were done: pure decisions over columns of ids, places and hashes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Final, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from rayspec.batch.documents import as_duplicate
+from rayspec.batch.row_index import codes_of
 from rayspec.batch.rows import Row
 from rayspec.types import ConfigError
 
 Changed = Literal["keep", "redo", "fail"]
 """What to do about rows whose text has changed since they were done: keep their results, do them again, or fail."""
 
+SEEN_SCHEMA: Final = pa.schema(
+    {"id": pa.large_string(), "input_hash": pa.string(), "piece": pa.int32(), "number": pa.int64()}
+)
+
 _NUM_NAMED = 3
 
+Indices = npt.NDArray[np.int64]
 
-@dataclass(slots=True, kw_only=True)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """The rows of an input, in order. rows: a table of SEEN_SCHEMA; `piece` and `number` say where a row is, and
+    `number` is 0 where the piece is one row. names: of the pieces. errors: rows that could not be read.
+
+    The memory for a row is that of its id and about 40 bytes.
+    """
+
+    rows: pa.Table
+    names: Sequence[str]
+    errors: Sequence[Row] = ()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def row(self, index: int) -> Row:
+        """Without its text."""
+        fields = self.rows.slice(index, 1).to_pylist()[0]
+        name, number = self.names[fields["piece"]], fields["number"]
+        source = f"{name}:{number}" if number else name
+        return Row(id=fields["id"], source=source, input_hash=fields["input_hash"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """sources: where the row of each id is in the input. errors: rows that could not be read, and rows with the id of
-    another row. changed, absent: ids of rows that are done, and have other text or are in the input no more. num_left:
-    rows that are not done."""
+    """left: which of the seen rows are not done. errors: rows that could not be read, and rows with the id of another
+    row. changed, absent: ids of rows that are done, and have other text or are in the input no more. redoable: which of
+    the seen rows have changed."""
 
-    sources: dict[str, str | None] = field(default_factory=dict)
-    errors: list[Row] = field(default_factory=list)
-    changed: list[str] = field(default_factory=list)
-    absent: list[str] = field(default_factory=list)
-    num_left: int = 0
+    left: Indices
+    errors: Sequence[Row] = ()
+    changed: pa.ChunkedArray = field(default_factory=lambda: _ids([]))
+    absent: pa.ChunkedArray = field(default_factory=lambda: _ids([]))
+    redoable: Indices = field(default_factory=lambda: np.empty(0, np.int64))
 
     def check(self, changed: Changed) -> None:
         """Raises ConfigError if the input has changed and this is to be an error."""
-        if changed == "fail" and (self.changed or self.absent):
+        if changed == "fail" and (len(self.changed) or len(self.absent)):
             raise ConfigError(
                 f"option 'changed' is 'fail', and {self.describe()}: pass --changed keep or redo, or choose another "
                 "output folder"
@@ -42,7 +77,7 @@ class Survey:
             (self.changed, "have other text than when they were done"),
             (self.absent, "of the output are no longer in the input"),
         )
-        return ", and ".join(f"{len(ids)} rows {what} ({_named(ids)})" for ids, what in parts if ids)
+        return ", and ".join(f"{len(ids)} rows {what} ({_named(ids)})" for ids, what in parts if len(ids))
 
 
 def check_changed(value: str) -> Changed:
@@ -53,33 +88,54 @@ def check_changed(value: str) -> Changed:
     raise ConfigError(f"option 'changed' is {value!r}: give {', '.join(get_args(Changed))}")
 
 
-def survey(seen: Iterable[Row], done: Mapping[str, str | None], *, is_whole: bool = True) -> Survey:
+def survey(seen: Seen, done: pa.Table, *, is_whole: bool = True) -> Survey:
     """Compares an input with the rows that are done.
 
-    seen: the input's rows in order, see `data.seen_rows`. done: input hash by id, None where it is not known. is_whole:
-    `seen` is the whole input, so that other rows are absent from it.
+    done: `id` and `input_hash` of rows; the hash is null where it is not known. is_whole: `seen` is the whole input, so
+    that other rows are absent from it.
 
     Of several rows with one id, one keeps the id: the row with the text that was done, or else the first.
     """
-    result = Survey()
-    hashes: dict[str, str | None] = {}
-    for row in seen:
-        if row.error_kind is not None:
-            result.errors.append(row)
-        elif row.id not in hashes:
-            hashes[row.id], result.sources[row.id] = row.input_hash, row.source
-        elif row.source != result.sources[row.id]:
-            loser = row
-            if row.id in done and row.input_hash == done[row.id] != hashes[row.id]:
-                loser = Row(id=row.id, source=result.sources[row.id])
-                hashes[row.id], result.sources[row.id] = row.input_hash, row.source
-            result.errors.append(as_duplicate(loser, result.sources[row.id]))
-    result.changed = [row_id for row_id, now in hashes.items() if done.get(row_id) not in (None, now)]
-    result.absent = [row_id for row_id in done if row_id not in hashes] if is_whole else []
-    result.num_left = sum(row_id not in done for row_id in hashes)
-    return result
+    ids, done_ids = seen.rows["id"], done["id"]
+    done_places = pc.index_in(ids, value_set=done_ids)
+    done_hashes = done["input_hash"].take(done_places)
+    is_same = pc.equal(seen.rows["input_hash"], done_hashes)  # null where the row is not done, or its hash not known
+    kept, errors = _one_of_each(seen, np.asarray(pc.fill_null(is_same, fill_value=False).to_numpy(), dtype=bool))
+    is_left = np.asarray(pc.is_null(done_places).to_numpy(), dtype=bool)
+    is_changed = np.asarray(pc.fill_null(pc.invert(is_same), fill_value=False).to_numpy(), dtype=bool)
+    redoable = kept[is_changed[kept]]
+    return Survey(
+        left=kept[is_left[kept]],
+        errors=[*seen.errors, *errors],
+        changed=ids.take(pa.array(redoable)),
+        absent=done_ids.filter(pc.invert(pc.is_in(done_ids, value_set=ids))) if is_whole else _ids([]),
+        redoable=redoable,
+    )
 
 
-def _named(ids: list[str]) -> str:
+def _one_of_each(seen: Seen, is_done_text: npt.NDArray[np.bool_]) -> tuple[Indices, list[Row]]:
+    """Which rows keep their id, in order, and the errors of the others. A row that is seen twice is one row."""
+    codes = codes_of(seen.rows["id"])
+    place = np.arange(len(codes))
+    keeper = np.empty(int(codes.max(initial=-1)) + 1, np.int64)
+    keeper[codes[::-1]] = place[::-1]  # of equal codes the last assignment holds: that of the first row
+    errors = []
+    for index in np.flatnonzero(keeper[codes] != place):
+        code = codes[index]
+        row, first = seen.row(int(index)), seen.row(int(keeper[code]))
+        if row.source == first.source:
+            continue
+        if is_done_text[index] and not is_done_text[keeper[code]]:
+            keeper[code] = index
+            row, first = first, row
+        errors.append(as_duplicate(row, first.source))
+    return np.sort(keeper), errors
+
+
+def _ids(values: Sequence[str]) -> pa.ChunkedArray:
+    return pa.chunked_array([values], pa.large_string())
+
+
+def _named(ids: pa.ChunkedArray) -> str:
     more = ", ..." if len(ids) > _NUM_NAMED else ""
-    return ", ".join(map(repr, ids[:_NUM_NAMED])) + more
+    return ", ".join(map(repr, ids[:_NUM_NAMED].to_pylist())) + more

@@ -11,6 +11,7 @@ from rayspec.batch.rows import Row
 from rayspec.command.exit_codes import EXIT_FAILED, EXIT_OK, EXIT_SOME_FAILED
 
 _MAX_KINDS = 4
+_PASSING_KINDS = frozenset({"unreadable_file"})
 
 
 @dataclass(slots=True)
@@ -67,6 +68,11 @@ class Tally:
         """The commonest kinds of errors with their numbers."""
         counts = [f"{kind} {count}" for kind, count in self.errors.most_common(_MAX_KINDS)]
         return ", ".join(counts) + (", ..." if len(self.errors) > _MAX_KINDS else "")
+
+    def exit_code_of(self, *, accepts_failed: bool) -> int:
+        """accepts_failed: 0 also where rows failed, unless a file could not be read: another run may read it."""
+        is_final = not self.errors.keys() & _PASSING_KINDS
+        return EXIT_OK if accepts_failed and is_final and self.num_rows > 0 else self.exit_code
 
     @property
     def exit_code(self) -> int:

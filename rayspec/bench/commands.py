@@ -173,6 +173,36 @@ def bench_data(
 
 
 @app.command()
+def bench_feed(
+    *,
+    rows: Annotated[int, typer.Option(min=1)] = 20_000,
+    engines: Annotated[int, typer.Option(min=1, help="each an actor of its own")] = 4,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="rows that an engine takes at once")] = 64,
+    row_s: Annotated[float, typer.Option(min=0.0, help="seconds that an engine takes for a row")] = 0.0,
+    words: Annotated[int, typer.Option(min=2, help="of a document")] = 200,
+    output_words: Annotated[int, typer.Option(min=1, help="of a result")] = 100,
+    json: Json = None,
+) -> None:
+    """What a job costs beside its engines: rows through the whole path of a job, with engines that only wait. Says how
+    many rows a second one driver feeds, and which process is the busiest."""
+    from rayspec.bench.feed import FeedOptions, feed_markdown, run_feed_bench  # noqa: PLC0415 - brings ray
+
+    with clean_exit():
+        options = FeedOptions(
+            num_rows=rows,
+            num_engines=engines,
+            max_num_seqs=max_num_seqs,
+            row_s=row_s,
+            words=words,
+            output_words=output_words,
+        )
+        result = run_feed_bench(options, say)
+        output_console().print(feed_markdown(result), markup=False, highlight=False, soft_wrap=True)
+        if json is not None:
+            save_bench(result, json)
+
+
+@app.command()
 def bench_serve(
     *,
     url: Annotated[str, typer.Option(help="of the endpoint, without /v1")] = "http://127.0.0.1:8000",

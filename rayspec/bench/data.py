@@ -10,22 +10,20 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from statistics import median
 from typing import Any, TypeAlias
 
-import ray
-
-from rayspec.batch.data import complete_dataset, completed_rows, dataset_of, quieten, reading
+from rayspec.batch.data import dataset_of, quieten, reading, rows_of
 from rayspec.batch.document_task import DocumentTask, PromptBuilder, summary_prompt
 from rayspec.batch.documents import input_row
-from rayspec.batch.engine_actor import call
+from rayspec.batch.feeding import completing
 from rayspec.batch.in_process import complete
 from rayspec.batch.long_documents import LongDocumentOptions
+from rayspec.batch.row_engine import RowRecipe
 from rayspec.batch.rows import Row
-from rayspec.batch.supervisor import start_supervisor
 from rayspec.bench.markdown import markdown_table
 from rayspec.bench.options import BenchOptions
 from rayspec.bench.run import engine_config, model_folder
@@ -36,6 +34,7 @@ from rayspec.command.settings import Settings
 from rayspec.command.terminal import exit_on_sigterm
 from rayspec.config import EngineConfig, SamplingParams
 from rayspec.demo import Task
+from rayspec.pipeline.pool.pool import EnginePool
 from rayspec.pipeline.session import ray_session
 from rayspec.types import ConfigError
 
@@ -100,13 +99,13 @@ def run_data_bench(options: BenchOptions, say: Callable[[str], None]) -> dict[st
 def _measured(options: BenchOptions, config: EngineConfig, say: Callable[[str], None]) -> dict[str, list[DataSample]]:
     params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens, ignore_eos=True)
     template = summary_prompt(options.engine.model)
-    with load_llm(config) as llm, _loaded_actor(config, params, template) as engine:
+    with load_llm(config) as llm, _loaded_pool(config, params, template) as pool:
         (context,) = options.workloads.contexts
         prompts = PromptBuilder(llm=llm, params=params, template=template, max_prompt_tokens=context)
         documents = _documents(prompts, options.workloads)
         ways: dict[str, _Way] = {
             BARE: partial(complete, llm, prompts=prompts),
-            RAY_DATA: partial(_through_ray_data, engine, num_wanted=2 * config.max_num_seqs),
+            RAY_DATA: partial(_through_ray_data, pool, num_wanted=2 * config.max_num_seqs),
         }
         samples: dict[str, list[DataSample]] = {way: [] for way in ways}
         for repeat in range(1 + options.repeats):
@@ -132,22 +131,20 @@ def _documents(prompts: PromptBuilder, options: WorkloadOptions) -> list[Row]:
 
 
 @contextmanager
-def _loaded_actor(config: EngineConfig, params: SamplingParams, template: str) -> Iterator[Any]:
+def _loaded_pool(config: EngineConfig, params: SamplingParams, template: str) -> Iterator[EnginePool]:
     settings = Settings(engine=config, sampling=params)
     task = DocumentTask(settings=settings, template=template, long=LongDocumentOptions(mode="truncate"))
-    supervisor = start_supervisor(task, max_restarts=0)
+    pool = EnginePool(RowRecipe(task), max_restarts=0)
     try:
-        call(supervisor.begin.remote())
-        yield supervisor
-        call(supervisor.stop.remote())
+        pool.begin()
+        yield pool
     finally:
-        ray.kill(supervisor)
+        pool.stop()
 
 
-def _through_ray_data(engine: Any, documents: Sequence[Row], num_wanted: int) -> Iterator[Row]:
-    """Through an engine's actor, whose rows Ray Data brings, as in a job."""
-    dataset = complete_dataset(dataset_of(documents), engine, num_wanted=num_wanted)
-    with closing(completed_rows(dataset)) as rows:
+def _through_ray_data(pool: EnginePool, documents: Sequence[Row], num_wanted: int) -> Iterator[Row]:
+    """Through an engine's actor; Ray Data reads the rows, as in a job."""
+    with completing(pool, rows_of(dataset_of(documents)), num_wanted=num_wanted) as rows:
         yield from rows
 
 

@@ -178,6 +178,15 @@ class Location:
         """The files and folders right in a folder, in order. No folder has none."""
         return sorted((location for location, _ in self._entries(recursive=False)), key=_by_parts)
 
+    def file_sizes(self) -> dict[str, int]:
+        """Bytes of the files right in a folder, by name. No folder has none."""
+        with self._asking():
+            if self.local_path is not None:
+                return _local_sizes(self.local_path)
+            selector = fs.FileSelector(self._address, allow_not_found=True)
+            infos = self.store.filesystem.get_file_info(selector)
+        return {info.base_name: info.size for info in infos if info.type == fs.FileType.File}
+
     def glob(self) -> list[Location]:
         """The files and folders that match the path as a pattern of "*", "?", "[...]" and "**", in order.
 
@@ -358,6 +367,14 @@ def _local_type(path: str) -> Literal["folder", "file"] | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     return "folder" if stat.S_ISDIR(mode) else "file"
+
+
+def _local_sizes(folder: Path) -> dict[str, int]:
+    try:
+        with os.scandir(folder) as entries:
+            return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+    except FileNotFoundError:
+        return {}
 
 
 def _walk(root: str, *, recursive: bool, hidden: bool) -> Iterator[tuple[str, Literal["file", "folder", "unreadable"]]]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from transformers import PreTrainedTokenizerBase
 
 from rayspec.config import EngineConfig
 from rayspec.decode.cohorts import Cohorts
-from rayspec.decode.pages import PageHash
 from rayspec.decode.requests import Requests, Vocabulary
 from rayspec.decode.round_planner import RoundPlanner
 from rayspec.decode.scheduler import Scheduler
@@ -96,11 +95,6 @@ class Engine:
             kv_used_tokens=scheduler.num_used_slots,
             kv_total_tokens=scheduler.num_slots,
         )
-
-    def num_cached_pages(self, hashes: Sequence[PageHash]) -> int:
-        """How many pages the KV cache has of a prompt with pages of these hashes, from its beginning: a hint where to
-        send it. May be asked from any thread."""
-        return len(self._scheduler.pool.find(hashes))
 
     @property
     def num_wanted(self) -> int:

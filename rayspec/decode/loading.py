@@ -20,7 +20,6 @@ from rayspec.model.cuda.graphs import CudaDriver, can_switch_nodes
 from rayspec.model.graphs import StepGraphs
 from rayspec.model.kv_arena import KVArena, bytes_per_slot
 from rayspec.model.offload import OffloadedWeights, offload
-from rayspec.model.quantised import has_kernels
 from rayspec.model.row_counts import FIXED, SINGLE_ROWS, RowCounts, has_experts, independent_row_counts
 from rayspec.model.sizes import quantised_bytes
 from rayspec.model.static_rows import STATIC_KEYS, StepBuffers
@@ -74,13 +73,14 @@ def least_needed(parts: Decomposition, share: float) -> list[int]:
 
 
 def copies_for_drafts(config: EngineConfig, parts: Decomposition) -> list[Weights]:
-    """The quantised copies that drafts want, the device can use and `extra_weight_bytes` allows, the smallest first."""
+    """The quantised copies that drafts want and `extra_weight_bytes` allows, the smallest first. On a GPU only the
+    operators `rayspec::*` can use copies."""
     num_ranks = config.parallel.tensor if config.parallel is not None else 1
     first, last = parts.sublayers[0].index, parts.sublayers[-1].index
     by_weights = {
         weights: sum(quantised_bytes(parts.config, weights, dtype=parts.dtype, tensor=num_ranks)[first : last + 1])
         for weights in config.speculation.draft_weights
-        if has_kernels(weights, parts.device.type)
+        if parts.device.type == "cpu" or has_operators(parts.device)
     }
     return allowed_copies(by_weights, config.speculation.extra_weight_bytes)
 

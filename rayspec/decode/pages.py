@@ -175,13 +175,6 @@ def page_hash(before: PageHash, token_ids: Sequence[int], salt: bytes = b"") -> 
     return hashlib.blake2b(before + array("q", token_ids).tobytes(), digest_size=16, salt=salt[:16]).digest()
 
 
-def page_hashes(token_ids: Sequence[int]) -> list[PageHash]:
-    """Of the full pages that a prompt fills."""
-    hashes: list[PageHash] = []
-    extend_hashes(hashes, token_ids, len(token_ids) // PAGE_SIZE)
-    return hashes
-
-
 def extend_hashes(
     hashes: list[PageHash], token_ids: Sequence[int], num_pages: int, salt: Callable[[int], bytes] = lambda end: b""
 ) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,12 +20,21 @@ from typing import Any
 import torch
 import transformers
 
-from rayspec.choices import FULL, SKIP, choices_of
+from rayspec.choices import FULL, SKIP, Choice, choices_of, combined, keys_of, weights_of
 from rayspec.decode.runner import Runner
 from rayspec.model.kv_arena import PAGE_SIZE, KVArena, whole_pages
 from rayspec.model.offload import OffloadedWeights
 from rayspec.model.rows import RowSpan, one_run
-from rayspec.planning.latency import HEAD, OVERHEAD, WAKE, LatencyModel, Measurement, StaleProfileError, kind_of
+from rayspec.planning.latency import (
+    HEAD,
+    OVERHEAD,
+    WAKE,
+    Curve,
+    LatencyModel,
+    Measurement,
+    StaleProfileError,
+    kind_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -47,22 +57,46 @@ def load_or_measure(
     key = profile_key(runner) | {"offloaded": list(offloaded.sublayers) if offloaded else []}
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     path = Path(folder or _user_cache()) / f"latency-{name}.json"
-    if not remeasure:
+    with _one_process_at_a_time(path):
+        saved = None if remeasure else _saved(path, key, runner.arena.num_slots)
+        if saved is not None:
+            return saved
+        model = measure(runner, offloaded)
         try:
-            saved = LatencyModel.load(path, key)
-            if saved.covers(_grid(runner.arena.num_slots)):
-                return saved
-            logger.info("the latency profile %s is of a smaller KV cache: it is measured again", path)
-        except OSError:
-            pass
-        except StaleProfileError as error:
-            logger.warning("%s; this is done now", error)
-    model = measure(runner, offloaded)
-    try:
-        model.save(path, key)
-    except OSError as error:
-        logger.warning("the latency profile could not be saved (%s): it is measured again next time", error)
+            model.save(path, key)
+        except OSError as error:
+            logger.warning("the latency profile could not be saved (%s): it is measured again next time", error)
     return model
+
+
+@contextmanager
+def _one_process_at_a_time(path: Path) -> Iterator[None]:
+    """For a block that makes a file. Replicas of one machine begin together: one of them measures, undisturbed, and the
+    others wait for its profile."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.with_suffix(".lock").open("w")
+    except OSError:
+        yield
+        return
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _saved(path: Path, key: dict[str, Any], num_slots: int) -> LatencyModel | None:
+    """The model that was saved, if it is of this key and covers a KV cache of so many slots."""
+    try:
+        saved = LatencyModel.load(path, key)
+    except OSError:
+        return None
+    except StaleProfileError as error:
+        logger.warning("%s; this is done now", error)
+        return None
+    if saved.covers(_grid(num_slots)):
+        return saved
+    logger.info("the latency profile %s is of a smaller KV cache: it is measured again", path)
+    return None
 
 
 def profile_key(runner: Runner) -> dict[str, Any]:
@@ -125,6 +159,11 @@ def _measurements(runner: Runner, device: str, clock: Callable[[], float]) -> li
         replace(one, seconds=median(seconds) / one.seconds)
         for (one, _), seconds in zip(works, zip(*times, strict=True), strict=True)
     ]
+    found += [
+        one
+        for name, ways in runner.choices_by_kind.items()
+        for one in _composed(found, name, ways, _shortest(_grid(runner.arena.num_slots)))
+    ]
     if runner.device.type == "cpu":
         wake_s = _wake_seconds(runner, clock)
         found.append(Measurement(kind=WAKE, rows=1, context=0, batch=1, seconds=wake_s, device=device))
@@ -142,6 +181,7 @@ def _fill(arena: KVArena) -> None:
 def _works(runner: Runner, device: str) -> Iterator[tuple[Measurement, Callable[[], object]]]:
     """What is to be timed, and as what; in the place of its seconds, how many of these a run is."""
     names, cells = runner.parts.curve_names, _grid(runner.arena.num_slots)
+    shortest = _shortest(cells)
     for rows, context, batch_size in cells:
         each = rows // batch_size
         length = whole_pages(context + each)
@@ -149,7 +189,9 @@ def _works(runner: Runner, device: str) -> Iterator[tuple[Measurement, Callable[
         _note_pages(runner, spans)
         batch, hidden = runner.batch(spans), _random_states(runner, rows)
         for name, ways in runner.choices_by_kind.items():
-            for choice in ways if each == 1 else (FULL,):  # drafts have one row a sequence
+            for choice in ways:
+                if not _must_be_timed(name, choice, rows, context, batch_size, short_context=shortest[batch_size]):
+                    continue
                 mine = [choice if own == name else SKIP for own in names]
                 one = Measurement(
                     kind=kind_of(name, choice),
@@ -165,6 +207,36 @@ def _works(runner: Runner, device: str) -> Iterator[tuple[Measurement, Callable[
             yield head, partial(runner.head, hidden)
     fixed = Measurement(kind=OVERHEAD, rows=1, context=0, batch=1, seconds=1, device=device)
     yield fixed, partial(runner.batch, [RowSpan(one_run(0, 1), 0, 1)])
+
+
+def _must_be_timed(name: str, choice: Choice, rows: int, context: int, batch: int, *, short_context: int) -> bool:
+    """Drafts have one row a sequence. What reads no context takes the same with any; what a copy of the weights saves
+    does not depend on the context and the keys, see `_composed`."""
+    if choice == FULL:
+        return Curve.reads_context(name) or (context == short_context and batch == 1)
+    few_keys, copied = keys_of(choice) != "all", weights_of(choice) != FULL
+    return rows == batch and not (few_keys and copied) and (few_keys or context == short_context)
+
+
+def _composed(
+    found: Sequence[Measurement], name: str, ways: Sequence[Choice], shortest: Mapping[int, int]
+) -> Iterator[Measurement]:
+    """Attention by a copy of its weights, over the contexts and keys with which only that with the full weights was
+    timed: these seconds, and by how many the copy differs with a short context."""
+    seconds = {(one.kind, one.rows, one.context, one.batch): one.seconds for one in found}
+    for choice in ways:
+        if weights_of(choice) == FULL or not Curve.reads_context(name):
+            continue
+        with_full, with_all = (combined("full", keys_of(choice)), combined(weights_of(choice), "all"))
+        for one in found:
+            if one.kind != kind_of(name, with_full) or one.rows != one.batch:
+                continue
+            copy_s, full_s = (
+                seconds[kind_of(name, each), one.rows, shortest[one.batch], one.batch] for each in (with_all, FULL)
+            )
+            if (kind_of(name, choice), one.rows, one.context, one.batch) not in seconds:
+                composed_s = max(one.seconds + copy_s - full_s, copy_s)
+                yield replace(one, kind=kind_of(name, choice), seconds=composed_s)
 
 
 def _note_pages(runner: Runner, spans: Sequence[RowSpan]) -> None:
@@ -208,6 +280,11 @@ def _grid(num_slots: int) -> list[tuple[int, int, int]]:
     cells = [(rows, short, 1) for rows in ROW_COUNTS] + [(rows, far, 1) for far in others for rows in _WIDE_ROWS]
     cells = [(rows, context, 1) for rows, context, _ in cells if context + rows <= num_slots]
     return cells + _batches(num_slots, short)
+
+
+def _shortest(cells: Sequence[tuple[int, int, int]]) -> dict[int, int]:
+    """The shortest context for each number of sequences."""
+    return {batch: min(context for _, context, other in cells if other == batch) for _, _, batch in cells}
 
 
 def _batches(num_slots: int, short: int) -> list[tuple[int, int, int]]:

@@ -63,9 +63,10 @@ class RoundPlanner:
         state = self._batch_state(sequences)
         plan = self.selector.plan(state)
         proposals = state.proposals() if plan.num_lookup_tokens else [NOTHING] * len(sequences)
+        lengths = plan.lookup_lengths or [plan.num_lookup_tokens] * len(sequences)
         work = Round(
             id=work_id,
-            entries=[self._entry(*each, plan) for each in zip(sequences, proposals, strict=True)],
+            entries=[self._entry(*each, plan) for each in zip(sequences, proposals, lengths, strict=True)],
             plan=plan,
             keep_drafting=self.selector.keep_drafting(state),
             num_taps=self.taps.capacity if self.selector.wants_taps else 0,
@@ -139,10 +140,10 @@ class RoundPlanner:
         shortest = shortest_match(options)
         return [sequence.proposal(options.lookup_ngram, options.max_draft_tokens, shortest) for sequence in sequences]
 
-    def _entry(self, sequence: SequenceState, proposal: Proposal, plan: Plan) -> RoundEntry:
+    def _entry(self, sequence: SequenceState, proposal: Proposal, num_looked_up: int, plan: Plan) -> RoundEntry:
         num_free = sequence.table.capacity - sequence.num_tokens
         max_tree_tokens = min(self._options.max_tree_tokens, num_free)
-        guess = Guess(list(proposal.token_ids[: min(plan.num_lookup_tokens, num_free)]))
+        guess = Guess(list(proposal.token_ids[: min(num_looked_up, num_free)]))
         if plan.lookahead:
             guess = sequence.guess(self._options.lookahead, max_tree_tokens)
         return RoundEntry(

@@ -137,11 +137,6 @@ def has_int8_products(device: torch.device) -> bool:
     )
 
 
-def has_kernels(weights: Weights, device_type: str) -> bool:
-    """Whether such copies can be multiplied on a device of this type, as "cpu" or "cuda"."""
-    return weights == "int8" or device_type == "cpu"
-
-
 def group_size(num_columns: int) -> int:
     """Columns of an int4 matrix that share a scale. Raises ValueError where no size fits."""
     size = next((size for size in _SPANS if num_columns % size == 0), None)

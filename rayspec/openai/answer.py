@@ -33,7 +33,7 @@ class Streams(Tokenizes, Protocol):
     """What is asked of an engine for chunks; AsyncEngine is one. Outputs are what is new, the last one is finished."""
 
     def stream(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, interval_s: float
     ) -> AsyncGenerator[RequestOutput, None]: ...
 
 
@@ -43,6 +43,14 @@ class _Job:
 
     token_ids: Sequence[int]
     params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Chunks of a stream that are there at the same time. is_last: no part follows; others have at least one."""
+
+    chunks: Sequence[Chunk]
+    is_last: bool
 
 
 async def respond(
@@ -73,22 +81,26 @@ async def stream(
     *,
     name: str,
     created: int,
-) -> AsyncGenerator[Chunk, None]:
+    interval_s: float = 0.0,
+) -> AsyncGenerator[Part, None]:
     """`respond` in chunks, as they come. There is at least one.
 
-    What is wrong with the request is raised before the first chunk; what goes wrong later, after the chunks before it.
+    interval_s: what comes of a prompt so soon after another piece of it waits, see `decode.pieces`. What is wrong with
+    the request is raised before the first chunk; what goes wrong later, after the chunks before it.
     Closing it, and cancelling the wait for a chunk, end all prompts.
     """
     jobs = await _jobs(request, engine, served)
     chunks = chunks_of(request, TokenTexts(engine.tokenizer), _stamp(request, name, created, served))
-    tally = UsageTally()
-    async with aclosing(_stream_together(engine, jobs)) as pieces:
+    tally, num_running = UsageTally(), len(jobs)
+    async with aclosing(_stream_together(engine, jobs, interval_s)) as pieces:
         async for prompt_index, piece in pieces:
             tally.add(prompt_index, piece)
-            for chunk in chunks.of(prompt_index, piece):
-                yield chunk
-    if has_end(request):
-        yield chunks.end(tally)
+            num_running -= piece.finished
+            new: list[Chunk] = list(chunks.of(prompt_index, piece))
+            if not num_running and has_end(request):
+                new.append(chunks.end(tally))
+            if new or not num_running:
+                yield Part(chunks=new, is_last=not num_running)
 
 
 async def _jobs(request: Request, engine: Tokenizes, served: Sequence[str]) -> list[_Job]:
@@ -129,10 +141,12 @@ async def _run(engine: Completes, job: _Job) -> RequestOutput:
     return output
 
 
-async def _stream_together(engine: Streams, jobs: Iterable[_Job]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+async def _stream_together(
+    engine: Streams, jobs: Iterable[_Job], interval_s: float
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """What is new of each prompt, with the prompt's index."""
     arrived: asyncio.Queue[tuple[int, RequestOutput] | asyncio.Task[None]] = asyncio.Queue()
-    tasks = [asyncio.create_task(_pass_on(engine, index, job, arrived)) for index, job in enumerate(jobs)]
+    tasks = [asyncio.create_task(_pass_on(engine, index, job, interval_s, arrived)) for index, job in enumerate(jobs)]
     for task in tasks:
         task.add_done_callback(arrived.put_nowait)
     try:
@@ -152,9 +166,10 @@ async def _pass_on(
     engine: Streams,
     index: int,
     job: _Job,
+    interval_s: float,
     arrived: asyncio.Queue[tuple[int, RequestOutput] | asyncio.Task[None]],
 ) -> None:
-    async with aclosing(engine.stream(job.token_ids, job.params)) as pieces:
+    async with aclosing(engine.stream(job.token_ids, job.params, interval_s)) as pieces:
         async for piece in pieces:
             if piece.error is not None:
                 raise piece.error

@@ -74,9 +74,19 @@ class BatchLine:
     url: Url
     body: Mapping[str, Any]
 
+    @property
+    def id(self) -> str:
+        """Of its result."""
+        return f"batch_req_{self.digest}"
+
     def result(self, status_code: int, body: Mapping[str, Any]) -> BatchResult:
         response = BatchResponse(status_code=status_code, request_id=f"req_{self.digest}", body=body)
-        return BatchResult(id=f"batch_req_{self.digest}", custom_id=self.custom_id, response=response, error=None)
+        return BatchResult(id=self.id, custom_id=self.custom_id, response=response, error=None)
+
+    def unanswered(self, code: str, message: str) -> BatchResult:
+        """The result of a request that nobody has answered."""
+        error = BatchError(code=code, message=message, param=None, line=None)
+        return BatchResult(id=self.id, custom_id=self.custom_id, response=None, error=error)
 
 
 class _Fields(StrictBody):

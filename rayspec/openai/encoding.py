@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
 import msgspec
 
+from rayspec.openai.answer import Part
 from rayspec.openai.chunks import Chunk
 from rayspec.openai.errors import ApiError
 from rayspec.openai.models import ModelCard, ModelList
 from rayspec.openai.responses import Response
 from rayspec.openai.tokenizing import DetokenizeResponse, TokenizeResponse
-from rayspec.types import RayspecError
 
 Body = Response | Chunk | ModelCard | ModelList | TokenizeResponse | DetokenizeResponse
 END_OF_EVENTS = b"data: [DONE]\n\n"
@@ -34,14 +34,22 @@ def event(body: Chunk | ApiError) -> bytes:
     return b"data: " + json_body(body) + b"\n\n"
 
 
-async def events(chunks: AsyncGenerator[Chunk, None]) -> AsyncGenerator[bytes, None]:
-    """The whole body of a streamed response. An error before the first chunk is raised, for there is still time for
-    another status; a later one becomes an event. Closing it closes the chunks."""
-    async with aclosing(chunks):
-        yield event(await anext(chunks))
+async def events(
+    parts: AsyncGenerator[Part, None], told: Callable[[Exception], ApiError]
+) -> AsyncGenerator[bytes, None]:
+    """The whole body of a streamed response, a part at a time.
+
+    An error before the first part is raised, for there is still time for another status. A later one becomes an event.
+    told: how clients are told of an error. Closing it closes the parts.
+    """
+    async with aclosing(parts):
+        yield _encoded(await anext(parts))
         try:
-            async for chunk in chunks:
-                yield event(chunk)
-        except RayspecError as error:
-            yield event(ApiError.of(error))
-        yield END_OF_EVENTS
+            async for part in parts:
+                yield _encoded(part)
+        except Exception as error:  # noqa: BLE001 - reported to the client
+            yield event(told(error)) + END_OF_EVENTS
+
+
+def _encoded(part: Part) -> bytes:
+    return b"".join(map(event, part.chunks)) + (END_OF_EVENTS if part.is_last else b"")

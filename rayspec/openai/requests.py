@@ -121,6 +121,11 @@ class GenerationRequest(StrictBody):
         return self
 
     @property
+    def num_sequences(self) -> int:
+        """That the engine decodes for it."""
+        return self.num_prompts * (self.n or 1)
+
+    @property
     def include_usage(self) -> bool:
         """A stream ends in a chunk that tells it."""
         return self.stream_options is not None and self.stream_options.include_usage

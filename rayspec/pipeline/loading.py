@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import ray
 import torch
 from transformers import PretrainedConfig
 
@@ -17,12 +16,11 @@ from rayspec.decode.engine import Engine
 from rayspec.decode.loading import allowed_copies, make_scheduler, resolve_max_model_len
 from rayspec.decode.requests import Vocabulary
 from rayspec.model.kv_arena import whole_pages
-from rayspec.model.quantised import has_kernels
 from rayspec.model.sizes import Quantization, model_sizes, quantised_bytes
 from rayspec.model.weights import eos_token_ids, load_config, load_tokenizer, num_layers, vocab_size
+from rayspec.pipeline.placement import gpus_per_shard
 from rayspec.pipeline.ray_stages import RayStages
 from rayspec.pipeline.replica import Blueprint, Replica
-from rayspec.pipeline.replicas import Replicas
 from rayspec.pipeline.shard import Shard
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.partition import Device, LayerCost, ModelCosts, partition, stage_costs
@@ -33,21 +31,6 @@ logger = logging.getLogger(__name__)
 
 # Loading again costs minutes: shards are cut anew only for a pipeline that is faster by this factor.
 _WORTH_RELOADING = 1.25
-
-
-def load_replicas(config: EngineConfig) -> Engine | Replicas:
-    """An engine over the shards that `config.parallel` asks for, or several of them behind one face. Raises what
-    `load_pipeline` does."""
-    num_replicas = config.parallel.replicas if config.parallel else 1
-    engines: list[Engine] = []
-    try:
-        for _ in range(num_replicas):
-            engines.append(load_pipeline(config))  # noqa: PERF401 - those that were made must be ended
-    except BaseException:
-        for engine in engines:
-            engine.shutdown()
-        raise
-    return engines[0] if num_replicas == 1 else Replicas(engines)
 
 
 def load_pipeline(config: EngineConfig, *, with_tokenizer: bool = True, shard_type: type[Shard] = Shard) -> Engine:
@@ -61,11 +44,11 @@ def load_pipeline(config: EngineConfig, *, with_tokenizer: bool = True, shard_ty
     max_model_len = resolve_max_model_len(config, model)
     tokenizer = load_tokenizer(config) if with_tokenizer else None
     vocabulary = Vocabulary(size=vocab_size(model), eos_token_ids=eos_token_ids(config))
-    num_gpus = _gpus_per_shard(config, options)
+    num_gpus = gpus_per_shard(config, options)
     blueprint = Blueprint(
         config=config,
         options=options,
-        costs=_costs(config, options, model, max_model_len, "cuda" if num_gpus else "cpu"),
+        costs=_costs(config, options, model, max_model_len),
         vocab_size=vocabulary.size,
         hidden_size=model.get_text_config().hidden_size,
         num_slots=whole_pages(config.kv_cache_tokens or config.max_num_seqs * max_model_len),
@@ -156,9 +139,7 @@ def _start(blueprint: Blueprint) -> RayStages:
         raise
 
 
-def _costs(
-    config: EngineConfig, options: ParallelOptions, model: PretrainedConfig, max_model_len: int, device_type: str
-) -> ModelCosts:
+def _costs(config: EngineConfig, options: ParallelOptions, model: PretrainedConfig, max_model_len: int) -> ModelCosts:
     """Of one rank. Time by bytes of weights, which is what decoding reads; memory with KV cache for one full context at
     least, and copies of weights for drafts. What is offloaded takes no memory that is known here."""
     if num_layers(model) < options.stages:
@@ -171,7 +152,7 @@ def _costs(
         dtype=dtype,
         quantization=_quantization(config, model),
         tensor=options.tensor,
-        draft_weights=_draft_weights(config, options, model, dtype, device_type),
+        draft_weights=_draft_weights(config, options, model, dtype),
     )
 
     def cost(weight_bytes: int, kv_bytes: int = 0, copy_bytes: int = 0) -> LayerCost:
@@ -191,13 +172,12 @@ def _costs(
 
 
 def _draft_weights(
-    config: EngineConfig, options: ParallelOptions, model: PretrainedConfig, dtype: torch.dtype, device_type: str
+    config: EngineConfig, options: ParallelOptions, model: PretrainedConfig, dtype: torch.dtype
 ) -> list[Weights]:
     """The copies that drafts will have, if every stage holds an even share of them."""
     by_weights = {
         weights: -(-sum(quantised_bytes(model, weights, dtype=dtype, tensor=options.tensor)) // options.stages)
         for weights in config.speculation.draft_weights
-        if has_kernels(weights, device_type)
     }
     return allowed_copies(by_weights, config.speculation.extra_weight_bytes)
 
@@ -219,11 +199,3 @@ def _quantization(config: EngineConfig, model: PretrainedConfig) -> Quantization
         return None
     is_4_bit = plain.get("load_in_4bit") or plain.get("bits") == 4 or "int4" in str(plain.get("quant_type", ""))
     return "int4" if is_4_bit else "int8"
-
-
-def _gpus_per_shard(config: EngineConfig, options: ParallelOptions) -> float:
-    num_gpus: float = ray.cluster_resources().get("GPU", 0)  # type: ignore[no-untyped-call]
-    wants = config.device.startswith("cuda") or (config.device == "auto" and num_gpus > 0)
-    if not wants:
-        return 0.0
-    return 1.0 if options.gpus_per_shard is None else options.gpus_per_shard

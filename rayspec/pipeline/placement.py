@@ -1,4 +1,4 @@
-"""The processes of a replica: actors in a placement group, a bundle each. Actors are made here and nowhere else."""
+"""The processes of a replica: actors in a placement group. The actors of shards are made here and nowhere else."""
 
 from __future__ import annotations
 
@@ -45,31 +45,34 @@ class Process:
 
 
 class Bundles:
-    """The placement group of a replica."""
+    """The placement group of a replica: a bundle for each stage, whose ranks so share a node."""
 
     def __init__(self, options: ParallelOptions, *, num_gpus: float, timeout_s: float) -> None:
         """Raises PlacementError when the cluster cannot hold the shards in time."""
         self._cpus, self._gpus = options.cpus_per_shard, num_gpus
-        count = options.stages * options.tensor
-        bundle = {name: amount for name, amount in (("CPU", self._cpus), ("GPU", num_gpus)) if amount > 0}
+        of_a_stage = (("CPU", options.tensor * self._cpus), ("GPU", options.tensor * num_gpus))
+        bundle = {name: round(amount, 4) for name, amount in of_a_stage if amount > 0}  # Ray's own precision
         if not bundle:
             raise ConfigError("options 'cpus_per_shard' and 'gpus_per_shard' are both 0: reserve something for a shard")
         remove_orphaned_groups()
         self._group: PlacementGroup = placement_group(
-            [bundle] * count, strategy=options.placement, name=f"{_GROUP_PREFIX}{_own_name()}:{secrets.token_hex(8)}"
+            [bundle] * options.stages,
+            strategy=options.placement,
+            name=f"{_GROUP_PREFIX}{_own_name()}:{secrets.token_hex(8)}",
         )
         if not self._group.wait(timeout_s):
             remove_placement_group(self._group)
             available: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
             free = ", ".join(f"{available.get(name, 0):g} {name}" for name in bundle)
             raise PlacementError(
-                f"no place for {count} shards of {bundle} each, placed {options.placement}, within {timeout_s:.0f} s "
-                f"(free: {free}): add nodes, lower cpus_per_shard or gpus_per_shard, or choose another placement"
+                f"no place for {options.stages} stages of {bundle} each, on one node each, placed {options.placement}, "
+                f"within {timeout_s:.0f} s (free: {free}): add nodes, lower tensor, cpus_per_shard or gpus_per_shard, "
+                "or choose another placement"
             )
 
-    def start(self, kind: type, spec: object, *, bundle: int) -> Any:
-        """An actor of a class that takes its spec, in that bundle. It is not restarted by Ray."""
-        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+    def start(self, kind: type, spec: object, *, stage: int) -> Any:
+        """An actor of a class that takes its spec, where that stage is. It is not restarted by Ray."""
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=stage)
         options = {
             "num_cpus": self._cpus,
             "num_gpus": self._gpus,
@@ -171,3 +174,11 @@ def wants_gpu(config: EngineConfig) -> bool:
     if config.parallel is not None:
         return False
     return config.device.startswith("cuda") or (config.device == "auto" and num_gpus >= 1)
+
+
+def gpus_per_shard(config: EngineConfig, options: ParallelOptions) -> float:
+    num_gpus: float = ray.cluster_resources().get("GPU", 0)  # type: ignore[no-untyped-call]
+    wants = config.device.startswith("cuda") or (config.device == "auto" and num_gpus > 0)
+    if not wants:
+        return 0.0
+    return 1.0 if options.gpus_per_shard is None else options.gpus_per_shard

@@ -170,8 +170,7 @@ class Replica:
 
     def _begin(self, stage: int, rank: int) -> _Starting:
         blueprint = self.blueprint
-        bundle = stage * blueprint.options.tensor + rank
-        actor = self._bundles.start(blueprint.shard_type, blueprint.shard(stage, rank, self.secret), bundle=bundle)
+        actor = self._bundles.start(blueprint.shard_type, blueprint.shard(stage, rank, self.secret), stage=stage)
         return _Starting(stage, rank, actor)
 
     def _cut(self, rooms: Sequence[Room]) -> tuple[tuple[int, int], ...]:

@@ -1,265 +1,157 @@
-"""Several replicas behind the face of one engine: a request goes to the one that has least to do."""
+"""Several engines behind the face of one: replicas, each an actor of its own."""
 
 from __future__ import annotations
 
 import dataclasses
-import logging
-import queue
 import secrets
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
 from rayspec.config import EngineConfig
-from rayspec.decode.admission import prompt_tokens
-from rayspec.decode.engine import Engine
-from rayspec.decode.engine_loop import EngineDeadError, EngineLoop
-from rayspec.decode.pages import PageHash, page_hashes
-from rayspec.decode.stages import StageLostError
-from rayspec.decode.unread import UnreadOutput
-from rayspec.pipeline.affinity import PrefixAffinity
+from rayspec.decode.engine_loop import EngineDeadError, Listener
+from rayspec.pipeline.pool.pool import EnginePool
+from rayspec.pipeline.pool.recipe import Recipe
 from rayspec.pipeline.retelling import Retelling
 from rayspec.planning.latency import LatencyModel
-from rayspec.types import EngineLoad, EngineStats, RayspecError, Request, RequestError, RequestOutput
-
-logger = logging.getLogger(__name__)
-
-_POLL_S = 0.02  # a request that comes meanwhile waits so long
+from rayspec.types import EngineLoad, EngineStats, Request, RequestError, RequestOutput
 
 
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """A request with one of the replicas. `num_moves`: how often it was moved from one that was lost. `retelling`: what
-    its stream has given so far."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaFacts:
+    """What a replica says of itself once it is loaded."""
 
-    request: Request
-    replica: int
-    future: Future[RequestOutput]
-    num_moves: int = 0
-    retelling: Retelling = field(default_factory=Retelling)
-
-
-@dataclass(frozen=True, slots=True)
-class _Update:
-    """What is new of a request; None: its future is done."""
-
-    request: Request
-    output: RequestOutput | None
+    config: EngineConfig
+    max_model_len: int
+    latency: LatencyModel | None
 
 
 class Replicas:
-    """Engines that run at the same time, each on a thread of its own. Not thread-safe itself, as an engine is not.
+    """Requests of any thread go to the replica that has least to do, or that had a prompt which begins alike.
 
-    When a replica is lost for good, its requests begin anew on the others; they fail with the last one. What a stream
-    has given already is not given again: the same seed gives the same text.
+    When a replica dies, its requests begin anew on others, and another replica takes its place. What a stream has given
+    already is not given again: the same seed gives the same text. A request that kills replicas fails alone.
     """
 
-    def __init__(self, engines: Sequence[Engine]) -> None:
-        self._engines = list(engines)
-        self._loops = [EngineLoop(engine) for engine in engines]
-        self._placed: dict[str, _Placed] = {}
-        self._updates: queue.SimpleQueue[_Update] = queue.SimpleQueue()
-        self._lost: set[int] = set()
-        self._affinity = PrefixAffinity(self._engines)
-
-    @property
-    def engines(self) -> Sequence[Engine]:
-        return self._engines
+    def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """Returns when one replica is up; the others follow. recipe: its items are requests. Raises what a replica
+        raises while it loads."""
+        self.tokenizer = tokenizer
+        options = recipe.engine.parallel
+        self._num_replicas = options.replicas if options is not None else 1
+        self._parallel = options
+        self._pool = EnginePool(recipe, max_restarts=options.max_restarts if options is not None else 0)
+        self._death: EngineDeadError | None = None
+        try:
+            self._facts: ReplicaFacts = self._pool.begin()
+        except BaseException:
+            self._pool.stop()
+            raise
 
     @property
     def config(self) -> EngineConfig:
-        return self._engines[0].config
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        return self._engines[0].tokenizer
+        """The options in force of a replica, with the number of replicas that were asked for."""
+        return self._facts.config.replace(parallel=self._parallel)
 
     @property
     def latency(self) -> LatencyModel | None:
-        return self._engines[0].latency
+        return self._facts.latency
 
     @property
     def max_model_len(self) -> int:
-        return self._engines[0].max_model_len
+        return self._facts.max_model_len
 
     @property
     def stats(self) -> EngineStats:
-        stats = merged_stats([engine.stats for engine in self._engines])
-        stats.num_lost_replicas = len(self._lost)
-        return stats
+        return self._pool.stats()
 
     @property
     def load(self) -> EngineLoad:
-        loads = [engine.load for engine in self._engines]
-        return sum(loads[1:], start=loads[0])
-
-    @property
-    def has_unfinished(self) -> bool:
-        return bool(self._placed)
-
-    @property
-    def num_unfinished(self) -> int:
-        return len(self._placed)
+        return self._pool.load()
 
     @property
     def num_wanted(self) -> int:
-        return sum(engine.num_wanted for engine in self._engines)
+        """Requests that keep all replicas busy."""
+        return 2 * self._facts.config.max_num_seqs * self._num_replicas
 
-    def add(self, request: Request) -> None:
-        """Raises RequestError for an id in use, StageLostError when all replicas are lost. What else is wrong with the
-        request is found out by the replica and comes back from `step`."""
-        if request.request_id in self._placed:
-            raise RequestError(f"request id {request.request_id!r} is in use: give each request its own")
-        if request.params.seed is None:
-            request = dataclasses.replace(request, params=request.params.replace(seed=secrets.randbits(63)))
-        self._place(request)
+    @property
+    def is_whole(self) -> bool:
+        """All replicas that are not lost for good are up."""
+        return self._pool.is_whole
 
-    def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request; what it had become stays with the replica. None when it is not here."""
-        placed = self._placed.pop(request_id, None)
-        if placed is None:
-            return None
-        placed.future.cancel()
-        output = RequestOutput.refused(placed.request, RequestError("the request was aborted"))
-        return dataclasses.replace(output, error=None)
+    @property
+    def is_recovering(self) -> bool:
+        """No replica is up, and another is being started."""
+        return self._pool.num_up == 0
 
-    def abort_all(self) -> list[RequestOutput]:
-        """`abort` for every request."""
-        return [output for name in list(self._placed) if (output := self.abort(name)) is not None]
+    @property
+    def death(self) -> EngineDeadError | None:
+        """Why nothing more comes of the replicas; None while they run."""
+        return self._death
 
-    def step(self) -> list[RequestOutput]:
-        """Waits a moment for something to finish, or for something new of what streams; returns what has come."""
-        if not self._placed:
-            return []
-        updates: list[_Update] = []
-        with suppress(queue.Empty):
-            updates.append(self._updates.get(timeout=_POLL_S))
-            while True:
-                updates.append(self._updates.get_nowait())
-        return [output for update in updates if (output := self._take(update)) is not None]
+    def submit(self, request: Request, listener: Listener | None = None) -> Future[RequestOutput]:
+        """As `EngineLoop.submit`."""
+        return self.submit_all([request], listener)[0]
 
-    def advance(self) -> list[UnreadOutput]:
-        """`step`, as an engine has it: the replicas' loops have made the texts."""
-        return [UnreadOutput.of(output) for output in self.step()]
+    def submit_all(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Future[RequestOutput]]:
+        """As `EngineLoop.submit_all`. Raises EngineDeadError."""
+        if self._death is not None:
+            raise EngineDeadError(*self._death.args)
+        return [self._submit(request, listener) for request in requests]
 
     def ping(self) -> Future[None]:
-        """Done when all replicas that are not lost have answered; fails when there are none."""
-        answered: Future[None] = Future()
-        pings = []
-        for index, loop in enumerate(self._loops):
-            with suppress(EngineDeadError):
-                if index not in self._lost:
-                    pings.append(loop.ping())
-        if pings:
-            _when_all(pings, answered)
-        else:
-            answered.set_exception(StageLostError("all replicas are lost"))
-        return answered
+        """Done when all replicas that are up have answered; fails when there is none."""
+        return self._pool.ping()
 
-    def shutdown(self) -> None:
-        """Abort everything and end the processes of all replicas."""
-        self.abort_all()
-        for loop, engine in zip(self._loops, self._engines, strict=True):
-            loop.stop()
-            engine.shutdown()
+    def stop(self) -> None:
+        """End the processes of all replicas. What is unfinished fails with EngineDeadError."""
+        self._death = self._death or EngineDeadError("the engine has ended: it was stopped")
+        self._pool.stop()
 
-    def _place(self, request: Request, num_moves: int = 0, retelling: Retelling | None = None) -> None:
-        alive = [index for index in range(len(self._loops)) if index not in self._lost]
-        if not alive:
-            raise StageLostError("all replicas are lost")
-        request, hashes = self._tokenized(request)
-        load = [placed.replica for placed in self._placed.values()]
-        chosen = self._affinity.choose(hashes, {replica: load.count(replica) for replica in alive})
-        try:
-            future = self._loops[chosen].submit(request, lambda output: self._updates.put(_Update(request, output)))
-        except EngineDeadError as death:
-            self._lose(chosen, death)
-            self._place(request, num_moves, retelling)
-            return
-        self._placed[request.request_id] = _Placed(request, chosen, future, num_moves, retelling or Retelling())
-        future.add_done_callback(lambda _: self._updates.put(_Update(request, None)))
+    shutdown = stop
 
-    def _tokenized(self, request: Request) -> tuple[Request, list[PageHash]]:
-        """With its tokens, and the hashes of its pages. What is no prompt is refused by the replica."""
-        try:
-            token_ids = prompt_tokens(request, self.tokenizer)
-            return dataclasses.replace(request, prompt_token_ids=token_ids), page_hashes(token_ids)
-        except (RequestError, OverflowError):
-            return request, []
-
-    def _lose(self, replica: int, error: RayspecError) -> None:
-        if replica not in self._lost:
-            self._lost.add(replica)
-            logger.warning(
-                "replica %d of %d is lost for good, and the others take its requests: %s",
-                replica,
-                len(self._loops),
-                error,
-            )
-
-    def _take(self, update: _Update) -> RequestOutput | None:
-        """What callers are to know of it; nothing of a request that was aborted."""
-        placed = self._placed.get(update.request.request_id)
-        if placed is None or placed.request is not update.request:
-            return None
-        return self._finish(placed) if update.output is None else placed.retelling.new_part(update.output)
-
-    def _finish(self, placed: _Placed) -> RequestOutput | None:
-        """The last output of a request; None if its replica was lost and it begins anew on another."""
-        del self._placed[placed.request.request_id]
-        error: RayspecError | None = None
-        try:
-            output = placed.future.result()
-            if placed.request.stream:
-                output = placed.retelling.last_part(output)
-            if not isinstance(output.error, StageLostError):
-                return output
-            error = output.error
-        except EngineDeadError as death:
-            output, error = RequestOutput.refused(placed.request, RequestError(str(death))), death
-        self._lose(placed.replica, error)
-        if placed.num_moves + 1 >= len(self._loops):
-            return dataclasses.replace(output, error=error)
-        try:
-            self._place(placed.request, placed.num_moves + 1, placed.retelling.again())
-        except StageLostError as lost:
-            return dataclasses.replace(output, error=lost)
-        return None
+    def _submit(self, request: Request, listener: Listener | None) -> Future[RequestOutput]:
+        if request.params.seed is None:  # a request that begins anew goes on as it began
+            request = dataclasses.replace(request, params=request.params.replace(seed=secrets.randbits(63)))
+        telling = _Telling(listener) if request.stream and listener is not None else None
+        future: Future[RequestOutput] = Future()
+        asked = self._pool.submit(request, telling.begin if telling is not None else None)
+        future.add_done_callback(lambda done: asked.cancel() if done.cancelled() else None)
+        asked.add_done_callback(lambda _: _settle(future, asked, request, telling))
+        return future
 
 
-def _when_all(parts: Sequence[Future[None]], whole: Future[None]) -> None:
-    """`whole` is done when all parts are; it fails with the first that fails."""
-    left = set(parts)
-    lock = threading.Lock()
+class _Telling:
+    """A stream's listener, which hears everything once, however often the stream begins anew."""
 
-    def on_done(part: Future[None]) -> None:
-        with lock:
-            left.discard(part)
-            if whole.done():
-                return
-            if (error := part.exception()) is not None:
-                whole.set_exception(error)
-            elif not left:
-                whole.set_result(None)
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._retelling: Retelling | None = None
 
-    for part in parts:
-        part.add_done_callback(on_done)
+    def begin(self) -> Callable[[RequestOutput], None]:
+        self._retelling = Retelling() if self._retelling is None else self._retelling.again()
+        return self._hear
+
+    def last(self, output: RequestOutput) -> RequestOutput:
+        return output if self._retelling is None else self._retelling.last_part(output)
+
+    def _hear(self, part: RequestOutput) -> None:
+        assert self._retelling is not None
+        if (new := self._retelling.new_part(part)) is not None:
+            self._listener(new)
 
 
-def merged_stats(parts: Sequence[EngineStats]) -> EngineStats:
-    """Counts and seconds summed, plans of all by the time they were made."""
-    total = EngineStats()
-    for part in parts:
-        for one in dataclasses.fields(EngineStats):
-            value, sum_so_far = getattr(part, one.name), getattr(total, one.name)
-            if isinstance(value, int | float):
-                setattr(total, one.name, sum_so_far + value)
-        for length, count in part.accepted_lengths.items():
-            total.accepted_lengths[length] = total.accepted_lengths.get(length, 0) + count
-    total.gate_reason = next((part.gate_reason for part in parts if part.gate_reason), "")
-    total.plans = sorted((plan for part in parts for plan in part.plans), key=lambda plan: plan.elapsed_s)
-    return total
+def _settle(
+    future: Future[RequestOutput], asked: Future[RequestOutput], request: Request, telling: _Telling | None
+) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        output = asked.result()
+        future.set_result(telling.last(output) if telling is not None else output)
+    except RequestError as error:  # it kills engines
+        future.set_result(RequestOutput.refused(request, error))
+    except BaseException as error:  # noqa: BLE001 - the caller's to judge
+        future.set_exception(error)

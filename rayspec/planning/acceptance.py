@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from rayspec.choices import FULL, Choices, num_leading_full
 from rayspec.planning.calibration import CalibrationCurve
+from rayspec.planning.constants import CAUTION, PRIOR_TOKENS
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.stopping import NEVER, StopRule, expected_draft
 
@@ -52,15 +53,11 @@ class Estimate:
     def deviation(self) -> Floats:
         return np.sqrt(self.mean * (1 - self.mean) / (self.alpha + self.beta + 1))
 
-    def lower(self, num_deviations: float = 0.5) -> Floats:
-        return np.clip(self.mean - num_deviations * self.deviation, 0.0, 1.0)
-
-    def upper(self, num_deviations: float = 0.5) -> Floats:
-        """What it may well be: by this something is judged worth a trial."""
-        return np.clip(self.mean + num_deviations * self.deviation, 0.0, 1.0)
+    def lower(self) -> Floats:
+        return np.clip(self.mean - CAUTION * self.deviation, 0.0, 1.0)
 
 
-def shrink(matches: ArrayLike, total: ArrayLike, prior: ArrayLike, strength: float = 4.0) -> Estimate:
+def shrink(matches: ArrayLike, total: ArrayLike, prior: ArrayLike, strength: float = PRIOR_TOKENS) -> Estimate:
     """Acceptance after `matches` of `total` tap tokens agreed, drawn to `prior` as if by `strength` more tokens."""
     agreed, seen, expected = np.broadcast_arrays(*(np.asarray(value, float) for value in (matches, total, prior)))
     if strength <= 0 or not ((agreed >= 0) & (agreed <= seen) & (expected >= 0) & (expected <= 1)).all():
@@ -92,7 +89,7 @@ def best_choice(
     max_draft_tokens: int,
     stop_rule: StopRule = NEVER,
     reuse_prefix: bool = True,
-    min_gain: float = 0.02,
+    min_gain: float = 0.0,
 ) -> Decision:
     """The (candidate, draft length) with the most `tokens_per_time`; no draft unless it gains more than `min_gain`.
 

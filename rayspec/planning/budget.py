@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from rayspec.planning.constants import COOLDOWN_TOKENS, MAX_PATIENCE_TOKENS, MAX_RATIO, NUM_ERRORS, TOKENS_HALF_LIFE
 from rayspec.planning.discounted import Discounted
-
-_HALF_LIFE_TOKENS = 128.0  # of the acceptance that is held against the expected one
 
 
 class Budget:
@@ -49,8 +48,8 @@ class _Made:
 class Trigger:
     """Wants a search when there was none, and when what the last one went by has changed.
 
-    That is: the context or the batch by more than `max_ratio`; observed acceptance from the plan's expectation by more
-    than `max_drift` and `num_errors` standard errors; or `patience_tokens` (of one sequence) have gone by. Each search
+    That is: the context or the batch by more than MAX_RATIO; observed acceptance from the plan's expectation by more
+    than NUM_ERRORS standard errors; or `patience_tokens` (of one sequence) have gone by. Each search
     that leaves the decision as it was doubles the tokens that must go by before the next, up to `max_patience_tokens`;
     one that changes it starts from `cooldown_tokens` again.
     """
@@ -58,25 +57,19 @@ class Trigger:
     def __init__(
         self,
         *,
-        max_ratio: float = 1.5,
-        max_drift: float = 0.05,
-        num_errors: float = 3.0,
-        cooldown_tokens: int = 64,
-        patience_tokens: int = 512,
-        max_patience_tokens: int = 16384,
+        cooldown_tokens: int = COOLDOWN_TOKENS,
+        patience_tokens: int = round(TOKENS_HALF_LIFE),
+        max_patience_tokens: int = MAX_PATIENCE_TOKENS,
     ) -> None:
-        if max_ratio <= 1 or not 0 < cooldown_tokens <= patience_tokens <= max_patience_tokens:
-            raise ValueError("need max_ratio > 1 and 0 < cooldown_tokens <= patience_tokens <= max_patience_tokens")
-        self._max_ratio = max_ratio
-        self._max_drift = max_drift
-        self._num_errors = num_errors
+        if not 0 < cooldown_tokens <= patience_tokens <= max_patience_tokens:
+            raise ValueError("need 0 < cooldown_tokens <= patience_tokens <= max_patience_tokens")
         self._cooldown_tokens = cooldown_tokens
         self._patience_tokens = patience_tokens
         self._max_patience_tokens = max_patience_tokens
         self._made: _Made | None = None
         self._num_unchanged = 0
         self._num_tokens = 0.0
-        self._acceptance = Discounted(_HALF_LIFE_TOKENS)
+        self._acceptance = Discounted(TOKENS_HALF_LIFE)
 
     def observe(self, *, num_tokens: float, num_accepted: int = 0, num_tested: int = 0) -> None:
         """A round: tokens committed per sequence; over the batch, draft tokens tested (up to and with the first
@@ -91,7 +84,7 @@ class Trigger:
         self._made = _Made(context=context, batch=batch, expected_acceptance=expected_acceptance)
         self._num_unchanged = 0 if changed else self._num_unchanged + 1
         self._num_tokens = 0.0
-        self._acceptance = Discounted(_HALF_LIFE_TOKENS)
+        self._acceptance = Discounted(TOKENS_HALF_LIFE)
 
     def reason(self, *, context: float, batch: float) -> str | None:
         """Why a search is wanted now; None if it is not."""
@@ -100,7 +93,7 @@ class Trigger:
         if self._num_tokens < self._backed_off(self._cooldown_tokens):
             return None
         for name, now, then in (("context", context, self._made.context), ("batch", batch, self._made.batch)):
-            if max(now, 1.0) > self._max_ratio * max(then, 1.0) or max(then, 1.0) > self._max_ratio * max(now, 1.0):
+            if max(now, then) > MAX_RATIO * max(min(now, then), 1.0):
                 return f"{name} has gone from {then:g} to {now:g}"
         if self._drifted(self._made.expected_acceptance):
             return f"acceptance is {self._acceptance.value:.2f}, not {self._made.expected_acceptance:.2f} as expected"
@@ -113,7 +106,7 @@ class Trigger:
             return False
         inside = self._acceptance.with_prior(0.5, 2.0)
         error = math.sqrt(inside * (1 - inside) / self._acceptance.weight)
-        return abs(self._acceptance.value - expected) > max(self._max_drift, self._num_errors * error)
+        return abs(self._acceptance.value - expected) > NUM_ERRORS * error
 
     def _backed_off(self, num_tokens: int) -> float:
         return min(num_tokens * 2.0 ** min(self._num_unchanged, 30), self._max_patience_tokens)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from rayspec.planning.constants import PRIOR_TOKENS, TOKENS_HALF_LIFE
 from rayspec.planning.discounted import Discounted
 
 Floats = NDArray[np.float64]
 
-_HALF_LIFE_TOKENS, _PRIOR_TOKENS = 512.0, 32.0
-_NUM_BINS, _BIN_HALF_LIFE_TOKENS, _BIN_PRIOR_TOKENS = 16, 1024.0, 16.0
+_NUM_BINS = 16
 EXTREME = 1e-6  # probabilities are kept this far from 0 and 1 where logits are taken
 
 
@@ -25,8 +25,8 @@ class Correction:
 
     def __init__(self, *, prior_offset: float = 0.0) -> None:
         self._prior_offset = prior_offset
-        self._accepted = Discounted(_HALF_LIFE_TOKENS)
-        self._expected = Discounted(_HALF_LIFE_TOKENS)
+        self._accepted = Discounted(TOKENS_HALF_LIFE)
+        self._expected = Discounted(TOKENS_HALF_LIFE)
 
     def observe(self, estimated: float, *, num_accepted: int, num_tested: int) -> None:
         """Some rounds of a plan whose acceptance was estimated, before correction, as `estimated`."""
@@ -41,7 +41,7 @@ class Correction:
             return self._prior_offset
         expected = self._expected.value
         believed = 1 / (1 + np.exp(-_logit(expected) - self._prior_offset))
-        observed = self._accepted.with_prior(believed, _PRIOR_TOKENS)
+        observed = self._accepted.with_prior(believed, PRIOR_TOKENS)
         return float(_logit(observed) - _logit(expected))
 
     def apply(self, acceptance: ArrayLike) -> Floats:
@@ -73,7 +73,7 @@ class Calibration:
 
     def __init__(self) -> None:
         self._edges = 1.0 - np.linspace(1.0, 0.0, _NUM_BINS + 1) ** 2
-        self._excess = [Discounted(_BIN_HALF_LIFE_TOKENS, strength=_BIN_PRIOR_TOKENS) for _ in range(_NUM_BINS)]
+        self._excess = [Discounted(TOKENS_HALF_LIFE, strength=PRIOR_TOKENS) for _ in range(_NUM_BINS)]
 
     def observe(self, confidence: ArrayLike, accepted: ArrayLike) -> None:
         """[num_tested] each: tokens that were tested, that is, up to and with the first rejected one of a draft."""

@@ -18,14 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayspec.choices import FULL, SKIP, Choice
+from rayspec.planning.constants import BAND
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 Codes = NDArray[np.int8]
 
-DEFAULT_BAND = 0.2
-USEFUL_FLOOR = 0.25  # of max_saved: drafts that save less can hardly pay, so the band need not keep room for them
 ROUNDING_TOLERANCE = 0.05  # of the total time, that quantize() may misplace
 MAX_REFINEMENT = 32
 SCALE_STEP = 1.02
@@ -118,7 +117,7 @@ class _Limits:
         low, high = np.zeros_like(decided), np.full_like(decided, max_saved)
         if band is not None and total > 0:
             reach = min(max_saved, total) / total
-            low = np.ceil(USEFUL_FLOOR * reach * decided - band * total).astype(np.int64)
+            low = np.ceil(band * (reach * decided - total)).astype(np.int64)
             high = np.minimum(np.floor(reach * decided + band * total).astype(np.int64), max_saved)
         return cls(np.maximum(low, 0), high)
 
@@ -155,7 +154,7 @@ def solve(
     max_saved: int,
     min_similarity: float,
     max_states: int,
-    band: float | None = DEFAULT_BAND,
+    band: float | None = BAND,
     drop_dominated: bool = True,
 ) -> Solution:
     """The most similar draft for each saved time up to `max_saved`.
@@ -216,7 +215,7 @@ def count_rows(
     *,
     max_saved: int,
     max_states: int,
-    band: float | None = DEFAULT_BAND,
+    band: float | None = BAND,
 ) -> list[int]:
     """The most states that `solve` can run through each sublayer: with the latency model, its price in advance."""
     _check(savings, max_saved, max_states, band)

@@ -90,7 +90,7 @@ class Curve:
         rows, context, batch = cells.T
         knots = np.unique(rows)
         columns = [rows[:, None] >= knots]  # base as a sum of steps up, each >= 0
-        if measurements[0].kind.startswith(cls.CONTEXT_KIND):
+        if cls.reads_context(measurements[0].kind):
             several = _several(rows, batch)
             columns += [
                 column[:, None] for column in (batch - 1, several * (batch - 1), batch * context, rows * context)
@@ -108,6 +108,11 @@ class Curve:
             score_s=float(score_s),
             residual=float(np.median(np.abs(matrix @ found / seconds - 1))),
         )
+
+    @classmethod
+    def reads_context(cls, kind: str) -> bool:
+        """Whether sublayers of this kind take longer with a longer context."""
+        return kind.startswith(cls.CONTEXT_KIND)
 
     def seconds(self, *, rows: float, context: float = 0, batch: float = 1) -> float:
         if rows <= 0:
@@ -239,7 +244,9 @@ class LatencyModel:
         """Of a sublayer with this curve, without its transfer."""
         if choice == SKIP:
             return 0.0
-        return self.curves[_chosen_name(name, choice)].seconds(rows=rows, context=context, batch=batch)
+        if (curve := self.curves.get(_chosen_name(name, choice))) is None:
+            raise ValueError(f"choice {choice!r} was not measured for {name!r}: name it in 'speculation.choices'")
+        return curve.seconds(rows=rows, context=context, batch=batch)
 
     def head_s(self, rows: float) -> float:
         return self.curves[self.head].seconds(rows=rows)

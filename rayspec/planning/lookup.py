@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,17 +12,16 @@ from operator import mul
 import numpy as np
 
 from rayspec.planning.acceptance import DraftWhileWorth
+from rayspec.planning.constants import TEXT_HALF_LIFE
 from rayspec.planning.discounted import Discounted
 
 # What other places say of a token, where the text was like that before: some of them go on with another one, there are
 # none, or all go on with it.
 CONTESTED, ALONE, AGREED = range(3)
-# Matched tokens at which a class begins, and what is expected of it, alone, before anything was seen.
+# Matched tokens at which a class begins; and what is expected of a token behind a match, alone, before there was any.
 _LENGTHS = (0, 2, 3, 4, 5, 6, 8, 11, 16, 24)
-_ALONE = (0.25, 0.5, 0.7, 0.75, 0.75, 0.8, 0.85, 0.85, 0.85, 0.85)
-_PRIORS = (*(0.5 * right for right in _ALONE), *_ALONE, *(1 - 0.5 * (1 - right) for right in _ALONE))
-_PRIOR_TOKENS = 1.0
-_HALF_LIFE = 16.0  # tested tokens of a class: the next document may be of another kind
+_ALONE = tuple(max(length, 1) / (max(length, 1) + 2) for length in _LENGTHS)
+_PRIORS = (*(right / 2 for right in _ALONE), *_ALONE, *((1 + right) / 2 for right in _ALONE))
 
 
 def evidence_of(num_matched: int, support: int) -> int:
@@ -40,7 +40,7 @@ class LookupRecord:
     """
 
     def __init__(self) -> None:
-        self._classes = [Discounted(_HALF_LIFE, prior=prior, strength=_PRIOR_TOKENS) for prior in _PRIORS]
+        self._classes = [Discounted(TEXT_HALF_LIFE, prior=prior, strength=1) for prior in _PRIORS]
 
     @property
     def by_class(self) -> tuple[float, ...]:
@@ -62,9 +62,9 @@ def survival(by_class: Sequence[float], evidence: Sequence[int]) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """A round that verifies what was looked up, at most `num_tokens` a sequence: what it commits and takes."""
+    """A round that verifies what was looked up, `lengths` tokens by sequence: what it commits and takes."""
 
-    num_tokens: int
+    lengths: tuple[int, ...]
     committed: float
     seconds: float
 
@@ -77,21 +77,22 @@ def best_lookup(
     survivals: Sequence[Sequence[float]],
     seconds: Callable[[Sequence[int]], float],
     *,
-    num_tokens_beside: float = 0.0,
+    committed_without: float = 1.0,
 ) -> Verified:
-    """How many looked-up tokens to verify for the most tokens per second, the powers of two being tried.
+    """Which looked-up tokens to verify for the most tokens per second: the likeliest of the batch, whose number is a
+    power of two, or all. As survival falls, these are the first ones of each sequence.
 
-    survivals: of each sequence, the `survival` of what was found. seconds: of a round that verifies so many for each.
-    num_tokens_beside: what else the round commits.
+    survivals: of each sequence, the `survival` of what was found; of one, at least, something was. seconds: of a round
+    that verifies so many for each. committed_without: tokens of a sequence of which none are verified.
     """
-    longest = max(map(len, survivals))
-    lengths = sorted({min(2**power, longest) for power in range(longest.bit_length() + 1)})
+    likeliest = sorted(itertools.chain(*survivals), reverse=True)
+    numbers = {min(2**power, len(likeliest)) for power in range(len(likeliest).bit_length() + 1)}
     sums = [list(accumulate(one, initial=1.0)) for one in survivals]
     rounds = []
-    for length in lengths:
-        taken = [min(length, len(one)) for one in survivals]
-        committed = sum(one[count] for one, count in zip(sums, taken, strict=True)) + num_tokens_beside
-        rounds.append(Verified(length, committed, seconds(taken)))
+    for least in dict.fromkeys(likeliest[number - 1] for number in sorted(numbers)):
+        lengths = tuple(sum(chance >= least for chance in one) for one in survivals)
+        committed = [one[length] if length else committed_without for one, length in zip(sums, lengths, strict=True)]
+        rounds.append(Verified(lengths, sum(committed), seconds(lengths)))
     return max(rounds, key=lambda one: one.rate)
 
 

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from rayspec.planning.constants import DETECTS, MISFIRES, PRIOR_TOKENS, TOKENS_HALF_LIFE
 from rayspec.planning.discounted import Discounted
 
 Floats = NDArray[np.float64]
-
-_HALF_LIFE_TOKENS = 512.0
-_PRIOR_TOKENS = 16.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +70,8 @@ class StopRecord:
     """The rule as observed in use. Old tokens fade; until there are some, the rule is taken to be a middling one."""
 
     def __init__(self) -> None:
-        self._detects = Discounted(_HALF_LIFE_TOKENS, prior=0.6, strength=_PRIOR_TOKENS)
-        self._misfires = Discounted(_HALF_LIFE_TOKENS, prior=0.05, strength=_PRIOR_TOKENS)
+        self._detects = Discounted(TOKENS_HALF_LIFE, prior=DETECTS, strength=PRIOR_TOKENS)
+        self._misfires = Discounted(TOKENS_HALF_LIFE, prior=MISFIRES, strength=PRIOR_TOKENS)
 
     def observe(self, *, num_accepted: int, num_tested: int, ended: bool) -> None:
         """One draft: its tokens up to and with the first rejected one, and whether the rule ended it at the last of

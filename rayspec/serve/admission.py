@@ -45,7 +45,8 @@ class Admission:
 @dataclass(slots=True, kw_only=True)
 class Entry:
     """Who may enter. hosts: names by which the endpoint may be called, see `allowed_host`. origins: of pages that may
-    make models work, see `allowed_origin`. posts: requests that make models work; they alone can be too many. draining:
+    make models work, see `allowed_origin`. posts: requests that make models work or change
+    what is kept; they alone can be too many. draining:
     nobody may enter any more."""
 
     keys: ApiKeys
@@ -79,7 +80,7 @@ class AdmissionControl:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        costs, needs_key = scope["method"] == "POST", scope["path"] not in self._open_paths
+        costs, needs_key = scope["method"] in {"POST", "DELETE"}, scope["path"] not in self._open_paths
         try:
             with (self._entry.posts if costs else self._entry.others).admit():
                 refusal = self._entry.refusal(Headers(scope=scope), costs=costs, needs_key=needs_key)
@@ -95,7 +96,7 @@ class Cors(CORSMiddleware):
         super().__init__(
             app,
             allow_origins=origins,
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "POST", "DELETE"),
             allow_headers=_REQUEST_HEADERS,
             expose_headers=_RESPONSE_HEADERS,
         )

@@ -12,8 +12,10 @@ import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig
 
+from rayspec.command.locations import Location
 from rayspec.pipeline.placement import wants_gpu
 from rayspec.serve.access import ANY, ApiKeys
+from rayspec.serve.batch_runner import BatchRunner, BatchSettings
 from rayspec.serve.ingress import Ingress, IngressSettings, ModelSettings
 from rayspec.serve.model_server import ModelServer
 from rayspec.serve.options import DeploymentOptions, LLMConfig, ServeOptions, serve_options
@@ -22,6 +24,7 @@ from rayspec.types import ConfigError
 
 _INGRESS_CPUS = 0.5
 _INGRESS_QUEUE = 256  # whoever comes then gets the 429 of Serve's proxy, which is not OpenAI's
+_RUNNER_SHUTDOWN_S = 2.0  # what it has not answered, its successor answers
 _NOT_SERVES_OWN = {
     "autoscaling_config",
     "health_check_timeout_s",
@@ -50,7 +53,30 @@ def bind(options: ServeOptions) -> serve.Application:
     models = bind_models(options)
     hosts = frozenset(options.allowed_hosts) if options.allowed_hosts is not None else frozenset({ANY})
     settings = ingress_settings(options, hosts, num_ingresses=options.ingress_deployment_config.num_replicas)
-    return _ingress_deployment(options).bind(settings, models)
+    return _ingress_deployment(options).bind(settings, models, bind_runner(options, models))
+
+
+def bind_runner(options: ServeOptions, models: Mapping[str, Any]) -> serve.Application | None:
+    """What runs batches; None where there are none. models: applications or handles, by the models' ids."""
+    settings = batch_settings(options)
+    if settings is None:
+        return None
+    make = serve.deployment(
+        name="Batches",
+        num_replicas=1,
+        graceful_shutdown_timeout_s=_RUNNER_SHUTDOWN_S,
+        ray_actor_options={"num_cpus": 0},
+    )
+    return make(BatchRunner).bind(settings, dict(models))
+
+
+def batch_settings(options: ServeOptions) -> BatchSettings | None:
+    """Raises ConfigError."""
+    if options.batches is None:
+        return None
+    places = {config.model_id: config.num_places * config.num_replicas for config in options.llm_configs}
+    folder = Location.parse(options.batches).absolute()
+    return BatchSettings(folder=folder.name, max_lines=options.max_batch_lines, places=places)
 
 
 def bind_models(options: ServeOptions) -> dict[str, serve.Application]:
@@ -86,6 +112,8 @@ def ingress_settings(options: ServeOptions, hosts: frozenset[str], *, num_ingres
         body_timeout_s=options.body_timeout_s,
         request_timeout_s=options.request_timeout_s,
         replica_timeout_s=options.replica_timeout_s,
+        batches=batch_settings(options),
+        max_batch_file_bytes=options.max_batch_file_bytes,
     )
 
 

@@ -21,10 +21,12 @@ def asked_options(
     api_keys: Sequence[str],
     cors: Sequence[str] = (),
     allowed_hosts: Sequence[str] = (),
+    batches: str | None = None,
     environment: Mapping[str, str],
 ) -> ServeOptions:
     """file: of ServeOptions; it takes the place of the engine's options. model_id: what requests call the model;
-    without it, as the engine's options do. api_keys, cors, allowed_hosts: more of them. Raises ConfigError.
+    without it, as the engine's options do. api_keys, cors, allowed_hosts: more of them. batches: in place of the
+    file's. Raises ConfigError.
     """
     if file is None:
         args = {"llm_configs": [_llm_config(asked, model_id)]}
@@ -37,7 +39,8 @@ def asked_options(
         args = read_options_file(file)
     more = {"api_keys": api_keys, "cors": cors, "allowed_hosts": allowed_hosts}
     lists = {name: [*(args.get(name) or ()), *values] for name, values in more.items() if values}
-    return serve_options(args | lists, environment=environment)
+    chosen = {"batches": batches} if batches is not None else {}
+    return serve_options(args | lists | chosen, environment=environment)
 
 
 def _llm_config(asked: Asked, model_id: str | None) -> dict[str, object]:

@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
+from rayspec.openai.batches import Batch, BatchList, BatchRequest, FileDeleted, FileList, FileObject
 from rayspec.openai.models import ModelCard, ModelList
 from rayspec.openai.requests import ChatRequest, CompletionRequest
 from rayspec.openai.responses import ChatCompletion, Completion
@@ -23,8 +24,21 @@ from rayspec.openai.tokenizing import (
 from rayspec.serve.status import EndpointStatus
 
 _SCHEMAS = "#/components/schemas/"
-_BODIES = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
-_ANSWERS = (ChatCompletion, Completion, ModelCard, ModelList, TokenizeResponse, DetokenizeResponse, EndpointStatus)
+_BODIES = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest, BatchRequest)
+_ANSWERS = (
+    ChatCompletion,
+    Completion,
+    ModelCard,
+    ModelList,
+    TokenizeResponse,
+    DetokenizeResponse,
+    EndpointStatus,
+    FileObject,
+    FileList,
+    FileDeleted,
+    Batch,
+    BatchList,
+)
 _EVENT = {
     "type": "object",
     "description": "each server-sent event, with stream: true",
@@ -36,8 +50,10 @@ _GENERATION_ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 503, 504)
 _MEANINGS = {
     400: "The request is at fault; `param` names the field.",
     401: "No valid API key.",
-    404: "There is no such model or route.",
+    403: "The host or the page's origin is not allowed.",
+    404: "There is no such model, object or route.",
     408: "The body did not come in time.",
+    409: "The object is not in a state for this.",
     413: "The body is too large.",
     415: "The body is not announced as JSON.",
     429: "Too many requests are waiting. Retry-After says when to try again.",
@@ -75,9 +91,17 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 def generation(request: type[pydantic.BaseModel], answer: type, *, streamed: bool = False) -> dict[str, Any]:
     """The options of a route that reads such a body itself, and has a model answer it."""
+    return _takes(request, answers(answer, streamed=streamed) | errors(*_GENERATION_ERRORS))
+
+
+def takes(request: type[pydantic.BaseModel], answer: type, *statuses: int) -> dict[str, Any]:
+    """The options of a route that reads such a body itself, and answers it or fails with one of these."""
+    return _takes(request, answers(answer) | errors(*statuses))
+
+
+def _takes(request: type[pydantic.BaseModel], responses: dict[int | str, dict[str, Any]]) -> dict[str, Any]:
     schema = {"$ref": _SCHEMAS + request.__name__}
     body = {"required": True, "content": {"application/json": {"schema": schema}}}
-    responses = answers(answer, streamed=streamed) | errors(*_GENERATION_ERRORS)
     return {"responses": responses, "openapi_extra": {"requestBody": body}}
 
 

@@ -33,6 +33,8 @@ from rayspec.openai.tokenizing import (
 )
 from rayspec.serve.access import ApiKeys
 from rayspec.serve.admission import Admission, AdmissionControl, Cors, Entry, error_response, response_of
+from rayspec.serve.batch_routes import BatchDesk, add_batch_routes
+from rayspec.serve.batch_runner import BatchSettings
 from rayspec.serve.bodies import read_body
 from rayspec.serve.calls import Relay, call, fetch
 from rayspec.serve.description import answers, describe, errors, generation
@@ -59,7 +61,8 @@ class ModelSettings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IngressSettings:
     """What of ServeOptions an ingress goes by. hosts: names by which clients may call it, see `allowed_host`.
-    max_requests: of all models, under way at once."""
+    max_requests: of all models, under way at once. batches: None: there are none. max_batch_file_bytes: of an
+    upload."""
 
     keys: ApiKeys
     models: Mapping[str, ModelSettings]
@@ -70,15 +73,18 @@ class IngressSettings:
     body_timeout_s: float
     request_timeout_s: float | None
     replica_timeout_s: float
+    batches: BatchSettings | None
+    max_batch_file_bytes: int
 
 
 class Ingress:
     """Carries requests to models. A plain class: `app.py` makes it a deployment, `front.py` serves it without Serve.
 
-    models: Serve's handles, by the ids that requests use.
+    models: Serve's handles, by the ids that requests use. runner: Serve's handle of the BatchRunner; None: there are no
+    batches.
     """
 
-    def __init__(self, settings: IngressSettings, models: Mapping[str, Any]) -> None:
+    def __init__(self, settings: IngressSettings, models: Mapping[str, Any], runner: Any = None) -> None:
         self.settings, self._models = settings, dict(models)
         self._cards: dict[str, ModelCard] = {}
         self._admissions = {
@@ -90,6 +96,12 @@ class Ingress:
         ]
         self.watch = Watch(watched, replica_timeout_s=settings.replica_timeout_s)
         posts = Admission(settings.max_requests, refusal=OVERRUN)
+        self.desk = BatchDesk(
+            settings.batches.store() if settings.batches is not None else None,
+            runner=runner,
+            max_file_bytes=settings.max_batch_file_bytes,
+            body_timeout_s=settings.body_timeout_s,
+        )
         self.entry = Entry(keys=settings.keys, hosts=settings.hosts, origins=settings.cors, posts=posts)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -97,10 +109,10 @@ class Ingress:
 
     async def generate(self, request: Request, kind: type[ChatRequest | CompletionRequest]) -> Response:
         """Raises RequestError and Refused."""
-        asked = kind.parse(await self._json(request))
+        asked = kind.parse(await self.json(request))
         model, name, timeout_s = self._ready_model(asked.model), _name_of(request), self.settings.request_timeout_s
         with ExitStack() as held:
-            held.enter_context(self._admissions[asked.model].admit(asked.num_prompts * (asked.n or 1)))
+            held.enter_context(self._admissions[asked.model].admit(asked.num_sequences))
             if not asked.stream:
                 return response_of(await call(model.respond.remote(asked, name), timeout_s))
             relay = Relay(model.options(stream=True).stream.remote(asked, name), timeout_s)
@@ -110,7 +122,7 @@ class Ingress:
 
     async def tokenize(self, request: Request, kind: type[TokenizeRequest | DetokenizeRequest]) -> Response:
         """Raises RequestError."""
-        asked = kind.parse(await self._json(request))
+        asked = kind.parse(await self.json(request))
         model = self._ready_model(asked.model or next(iter(self._models)))
         return response_of(await call(model.tokenize.remote(asked, _name_of(request)), self.settings.request_timeout_s))
 
@@ -128,7 +140,7 @@ class Ingress:
         failure = next((one for one in found if isinstance(one, ApiError)), None)
         return failure or ModelList.of(one for one in found if isinstance(one, ModelCard))
 
-    async def _json(self, request: Request) -> Any:
+    async def json(self, request: Request) -> Any:
         return parse_json(await read_body(request, self.settings.max_request_bytes, self.settings.body_timeout_s))
 
     def _ready_model(self, name: str) -> Any:
@@ -166,6 +178,7 @@ def build_app(ingress: Ingress) -> FastAPI:
         lifespan=partial(_lifespan, ingress),
     )
     _add_openai_routes(app, ingress)
+    add_batch_routes(app, ingress.desk, ingress.json)
     _add_vllm_routes(app, ingress)
     _add_operator_routes(app, ingress)
     open_paths = frozenset({"/health"}) | _add_web(app)

@@ -26,10 +26,10 @@ class MeteredEngine(AsyncEngine):
         return output
 
     async def stream(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, interval_s: float = 0.0
     ) -> AsyncGenerator[RequestOutput, None]:
         with self._metrics.request() as request:
-            async with aclosing(super().stream(prompt_token_ids, params)) as outputs:
+            async with aclosing(super().stream(prompt_token_ids, params, interval_s)) as outputs:
                 async for output in outputs:
                     request.observe(output)
                     yield output

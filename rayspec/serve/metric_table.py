@@ -108,7 +108,7 @@ METRICS = (
     _histogram(
         "rayspec_inter_token_latency_seconds",
         "seconds",
-        "Between two pieces of a streamed text, as they were taken; a piece holds all tokens of a round.",
+        "Between two pieces of a streamed text, as they were sent; several rounds may be in a piece.",
         boundaries=_TOKEN_S,
     ),
     _histogram(

@@ -19,7 +19,8 @@ from rayspec.command.loading import load_llm
 from rayspec.command.plain_values import plain_values
 from rayspec.model.weights import load_config, num_layers
 from rayspec.openai.answer import respond, stream
-from rayspec.openai.encoding import END_OF_EVENTS, event, json_body, plain_body
+from rayspec.openai.batch import BatchLine, BatchResult, answer
+from rayspec.openai.encoding import events, json_body, plain_body
 from rayspec.openai.errors import ApiError
 from rayspec.openai.models import ModelCard
 from rayspec.openai.requests import ENDPOINTS, Request
@@ -35,6 +36,7 @@ from rayspec.serve.heartbeat import Heartbeat
 from rayspec.serve.metered import MeteredEngine
 from rayspec.serve.metrics import EngineMetrics, keep_updated
 from rayspec.serve.options import LLMConfig
+from rayspec.serve.precedence import Precedence
 from rayspec.serve.recent import RecentRates
 from rayspec.serve.replies import INTERNAL, Reply
 from rayspec.serve.status import EngineHealth, ModelStatus
@@ -57,6 +59,7 @@ class ModelServer:
         self._tasks: list[asyncio.Task[None]] = []
         self._served = (config.model_id,)
         self._engine_timeout_s = engine_timeout_s
+        self._stream_interval_s = config.experimental_configs.stream_batching_interval_ms / 1000
         engine = config.engine
         if engine.parallel is None:
             # Ray sets OMP_NUM_THREADS to the replica's num_cpus, a reservation and not what the engine should use.
@@ -69,6 +72,7 @@ class ModelServer:
         else:
             self._engine = AsyncEngine(llm)
         self._num_sublayers = 2 * num_layers(load_config(self._engine.llm.config))
+        self._precedence = Precedence(config.num_places)
         self._heartbeat = Heartbeat(self._engine.ping)
         self._rates = RecentRates()
         self._created = int(time.time())
@@ -78,9 +82,16 @@ class ModelServer:
     async def respond(self, request: Request, name: str) -> Reply:
         """The whole answer. name: what its id ends in."""
         try:
-            return Reply(status=200, body=json_body(await self._respond(request, name)))
+            with self._precedence.interactive(request.num_sequences):
+                return Reply(status=200, body=json_body(await self._respond(request, name)))
         except Exception as error:  # noqa: BLE001 - reported to the client, and logged
             return Reply.failed(_failure(error, name))
+
+    async def answer(self, line: BatchLine) -> BatchResult:
+        """Of a line of a batch, once interactive requests leave room. Raises EngineDeadError and StageLostError: the
+        line has no answer yet."""
+        async with self._precedence.line():
+            return await answer(line, self._engine, self._served)
 
     async def tokenize(self, request: TokenizeRequest | DetokenizeRequest, name: str) -> Reply:
         """Text to tokens, or tokens to text."""
@@ -96,18 +107,15 @@ class ModelServer:
         """The answer as server-sent events. The first item is a reply: it says whether there will be any, and has the
         first. What goes wrong later is an event too. Closing it ends the request."""
         created = int(time.time())
-        begun = False
-        async with aclosing(stream(request, self._engine, self._served, name=name, created=created)) as chunks:
-            try:
-                async for chunk in chunks:
-                    yield event(chunk) if begun else Reply(status=200, body=event(chunk))
-                    begun = True
-                yield END_OF_EVENTS
-            except Exception as error:  # noqa: BLE001 - reported to the client, and logged
-                failure = _failure(error, name)
-            else:
-                return
-        yield event(failure) + END_OF_EVENTS if begun else Reply.failed(failure)
+        parts = stream(
+            request, self._engine, self._served, name=name, created=created, interval_s=self._stream_interval_s
+        )
+        pieces = events(parts, partial(_failure, name=name))
+        with self._precedence.interactive(request.num_sequences):
+            async with aclosing(pieces):
+                yield await _begun(pieces, name)
+                async for piece in pieces:
+                    yield piece
 
     async def chat(self, row: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """For `ray.data.llm`'s ServeDeploymentProcessorConfig: one dict, the body of the response. Raises ValueError
@@ -174,6 +182,14 @@ class ModelServer:
 
 def _own_id() -> str:
     return str(ray.get_runtime_context().get_actor_id())
+
+
+async def _begun(pieces: AsyncGenerator[bytes, None], name: str) -> Reply:
+    """The first of them, or why there are none."""
+    try:
+        return Reply(status=200, body=await anext(pieces))
+    except Exception as error:  # noqa: BLE001 - reported to the client, and logged
+        return Reply.failed(_failure(error, name))
 
 
 def _failure(error: Exception, name: str) -> ApiError:

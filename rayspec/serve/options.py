@@ -91,6 +91,13 @@ class ModelLoadingConfig(Options):
     tokenizer_source: str | None = None
 
 
+class ExperimentalOptions(Options):
+    """stream_batching_interval_ms: pieces of a streamed answer that come so soon after another travel together; the
+    first and the last do not wait. 0: pieces travel as they come."""
+
+    stream_batching_interval_ms: float = Field(100.0, ge=0, le=10_000)
+
+
 class LLMConfig(Options):
     """One model. engine_kwargs: options of `EngineConfig`, `parallel` and `speculation` among them."""
 
@@ -100,6 +107,7 @@ class LLMConfig(Options):
     runtime_env: dict[str, Any] | None = None
     accelerator_type: str | None = None
     log_engine_metrics: bool = True
+    experimental_configs: ExperimentalOptions = ExperimentalOptions()
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -173,7 +181,8 @@ class ServeOptions(Options):
     body_timeout_s: for the headers and the body of a request to come. request_timeout_s: for a whole answer, streamed
     or not; None: as long as it takes. engine_timeout_s: after which an engine that gives no sign of life is replaced;
     longer than its longest step. replica_timeout_s: the same for a replica's process, which answers while the engine
-    computes.
+    computes. batches: folder, path or URI that all nodes reach, for /v1/files and /v1/batches; None: there are none.
+    max_batch_file_bytes, max_batch_lines: of a file for batches.
     """
 
     llm_configs: tuple[LLMConfig, ...] = Field(min_length=1)
@@ -187,6 +196,9 @@ class ServeOptions(Options):
     request_timeout_s: float | None = Field(None, gt=0)
     engine_timeout_s: float = Field(30.0, gt=0)
     replica_timeout_s: float = Field(6.0, ge=1)
+    batches: str | None = None
+    max_batch_file_bytes: int = Field(200 * 2**20, ge=1024)
+    max_batch_lines: int = Field(50_000, ge=1)
 
     @field_validator("llm_configs", mode="before")
     @classmethod

@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -21,13 +21,14 @@ from rayspec.demo import BUNDLED
 from rayspec.model.weights import load_config
 from rayspec.pipeline.session import ray_session
 from rayspec.serve.access import ANY, is_loopback
-from rayspec.serve.app import bind_models, ingress_settings
+from rayspec.serve.app import bind_models, bind_runner, ingress_settings
 from rayspec.serve.front import http_server
 from rayspec.serve.ingress import Ingress, build_app
 from rayspec.serve.options import ServeOptions
 from rayspec.types import ConfigError, RayspecError
 
 _APP = "rayspec"
+_RUNNER_APP = "rayspec-batches"
 _RAY_ADDRESS = "RAY_ADDRESS"
 _POLL_S = 0.05
 _BACKLOG = 2048
@@ -105,7 +106,8 @@ def run_endpoint(options: ServeOptions, address: Address, announce: Callable[[st
 def _serve(options: ServeOptions, address: Address, listener: socket.socket, announce: Callable[[str], None]) -> None:
     """Raises ConfigError and DeploymentError."""
     handles = _start_models(options)
-    ingress = Ingress(ingress_settings(options, allowed_hosts(options, address)), handles)
+    settings = ingress_settings(options, allowed_hosts(options, address))
+    ingress = Ingress(settings, handles, _start_runner(options, handles))
     address.listen(listener)
     with http_server(build_app(ingress), listener, header_timeout_s=options.header_timeout_s) as server:
         exit_on_sigterm()
@@ -117,7 +119,7 @@ def _serve(options: ServeOptions, address: Address, listener: socket.socket, ann
         ingress.entry.draining = True
         longest_s = max(one.graceful_shutdown_timeout_s for one in options.deployments)
         _wait_until(lambda: ingress.entry.num_under_way == 0, timeout_s=longest_s)
-    for name in _app_names(options):
+    for name in ([_RUNNER_APP] if options.batches is not None else []) + _app_names(options):
         serve.delete(name)
 
 
@@ -149,6 +151,13 @@ def _start_models(options: ServeOptions) -> dict[str, DeploymentHandle[Any]]:
     except RuntimeError as error:
         raise DeploymentError(f"the endpoint could not be started: {error}") from error
     return dict(zip((config.model_id for config in options.llm_configs), handles, strict=True))
+
+
+def _start_runner(options: ServeOptions, models: Mapping[str, DeploymentHandle[Any]]) -> DeploymentHandle[Any] | None:
+    runner = bind_runner(options, models)
+    if runner is None:
+        return None
+    return serve.run(runner, name=_RUNNER_APP, route_prefix=None, logging_config=_QUIET)
 
 
 def _app_names(options: ServeOptions) -> list[str]:

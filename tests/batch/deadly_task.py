@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rayspec.batch.processor import ERROR_COLUMN, RowTask
+from rayspec.batch.processor import ERROR_COLUMN, PreparedRowTask
 from rayspec.command.settings import Settings
 
 if TYPE_CHECKING:
     from rayspec.async_engine import AsyncEngine
-    from rayspec.batch.engine_actor import Handler
+    from rayspec.batch.row_engine import Handler
 
 PARAMS = {"temperature": 0.0, "max_tokens": 6}
 
@@ -45,9 +45,10 @@ def postprocess(row: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadlyTask:
-    """A RowTask whose engine is killed by rows with a column `kills`: "always", or a file that the first kill makes."""
+    """A PreparedRowTask whose engine is killed by rows with a column `kills`: "always", or a file that the first kill
+    makes."""
 
-    task: RowTask
+    task: PreparedRowTask
 
     @property
     def settings(self) -> Settings:

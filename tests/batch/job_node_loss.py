@@ -39,7 +39,7 @@ def main() -> None:
     ray.init(address=cluster.address, log_to_driver=False)
     task = noted(folder)
     threading.Thread(target=lose_node_of_engine, args=(cluster, task), daemon=True).start()
-    report = job(task, folder / "out").run(Source(documents=documents()))
+    report = job(task, folder / "out").run(Source(rows=documents()))
     ray.shutdown()
     cluster.shutdown()
     sys.exit(report.tally.exit_code)

@@ -22,7 +22,7 @@ from rayspec.config import SamplingParams
 
 if TYPE_CHECKING:
     from rayspec.async_engine import AsyncEngine
-    from rayspec.batch.engine_actor import Handler
+    from rayspec.batch.row_engine import Handler
 
 FAST = {"model": "demo", "dtype": "float32", "device": "cpu", "num_threads": 1, "max_model_len": 256, "max_num_seqs": 4}
 
@@ -91,11 +91,6 @@ def kill_stage(name: str, engine: AsyncEngine) -> None:
 
 def terminate(process: int, _engine: AsyncEngine) -> None:
     os.kill(process, signal.SIGTERM)
-
-
-def kill_replica(engine: AsyncEngine) -> None:
-    for process in engine.llm.engine._engines[0]._stages.replica.processes.values():  # type: ignore[union-attr]
-        ray.kill(process.actor)
 
 
 def noted(

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from functools import partial
@@ -27,7 +29,7 @@ from rayspec.batch.job import Job, Share, Source
 from rayspec.batch.rows import Row
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.types import CheckpointError, ConfigError
-from tests.batch.noted_task import NotedTask, kill_engine, kill_replica, kill_stage, noted, terminate
+from tests.batch.noted_task import NotedTask, kill_engine, kill_stage, noted, terminate
 
 NUM_ROWS = 80
 
@@ -206,14 +208,15 @@ def test_a_shard_that_is_killed_is_replaced(tmp_path: Path, undisturbed: dict[st
     assert Counter(task.read("begun")).most_common(1)[0][1] == 1
 
 
-@exhaustive
 @on_ray
-def test_a_replica_that_is_killed_is_replaced(tmp_path: Path, undisturbed: dict[str, str]) -> None:
-    parallel = {"stages": 1, "replicas": 2, "cpus_per_shard": 0.25, "layers": None}
-    task = noted(tmp_path, kill_replica, after=20, parallel=parallel)
+def test_a_replica_that_is_killed_is_replaced_while_the_other_goes_on(
+    tmp_path: Path, undisturbed: dict[str, str]
+) -> None:
+    task = noted(tmp_path, kill_engine, after=20, parallel={"replicas": 2, "cpus_per_shard": 0.25})
     report = job(task, tmp_path / "out").run(Source(rows=documents()))
     assert (report.tally.num_rows, report.tally.num_failed) == (NUM_ROWS, 0)
-    assert task.read("done")
+    assert len(task.read("done")) == 1
+    assert len(task.read("nodes")) >= 2, "two engines, and another in place of one if there was time for it"
     assert texts_of(tmp_path / "out") == undisturbed
 
 
@@ -235,6 +238,24 @@ def test_sigterm_ends_what_is_under_way_and_the_next_run_does_the_rest(
     assert sorted(task.read("begun")) == sorted(undisturbed)
     assert texts_of(tmp_path / "out") == undisturbed
     assert manifest_of(tmp_path / "out")["status"] == "complete"
+
+
+@on_ray
+def test_sigterm_while_the_engine_is_loading_ends_the_job_at_once(tmp_path: Path) -> None:
+    def terminate_when_it_loads() -> None:
+        while not any(one["name"].startswith("rayspec-engine-") for one in ray.util.list_named_actors(True)):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    task = noted(tmp_path)
+    thread = threading.Thread(target=terminate_when_it_loads)
+    thread.start()
+    with pytest.raises(SystemExit) as exit_:
+        job(task, tmp_path / "out", drain_s=60).run(Source(rows=documents()))
+    thread.join()
+    assert exit_.value.code == 143
+    assert task.read("begun") == []
+    assert manifest_of(tmp_path / "out")["status"] == "interrupted"
 
 
 @exhaustive
@@ -293,7 +314,7 @@ def test_a_limited_run_is_taken_further_and_a_share_is_the_same_every_time(tmp_p
 @on_ray
 def test_other_options_are_refused_before_anything_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job(noted(tmp_path), tmp_path / "out").run(Source(rows=documents(1)))
-    monkeypatch.setattr("rayspec.batch.job.start_supervisor", pytest.fail)
+    monkeypatch.setattr("rayspec.batch.job.EnginePool", pytest.fail)
     with pytest.raises(ConfigError, match=r"engine\.max_model_len was 256 and is 128: choose another folder"):
         job(noted(tmp_path, max_model_len=128), tmp_path / "out").run(Source(rows=documents(1)))
 

@@ -14,6 +14,7 @@ import ray.data
 
 from rayspec import LLM, SamplingParams, demo
 from rayspec.batch.processor import ERROR_COLUMN
+from rayspec.config import ParallelOptions
 from rayspec.data import Processor, ProcessorConfig, build_processor
 from rayspec.types import ConfigError
 from tests.batch.deadly_task import PARAMS, DeadlyTask, postprocess, preprocess
@@ -32,7 +33,7 @@ ENGINE: dict[str, Any] = {
 def built(*, engine: Mapping[str, Any] | None = None, **options: Any) -> Processor:
     config = ProcessorConfig(model_source="demo", engine_kwargs=ENGINE | dict(engine or {}), **options)
     processor = build_processor(config, preprocess=preprocess, postprocess=postprocess)
-    processor._recipe = DeadlyTask(task=processor._recipe)  # type: ignore[assignment]
+    processor._task = DeadlyTask(task=processor._task)  # type: ignore[arg-type]
     return processor
 
 
@@ -199,3 +200,7 @@ def test_concurrency_is_replicas() -> None:
     config = ProcessorConfig(model_source="demo", concurrency=3, engine_kwargs={"parallel": {"stages": 2}})
     assert config.engine.parallel is not None
     assert (config.engine.parallel.replicas, config.engine.parallel.stages) == (3, 2)
+    assert ProcessorConfig(model_source="demo", concurrency=(1, 3)).engine.parallel == ParallelOptions(replicas=3)
+    for wrong in (0, (3, 1), (0, 2)):
+        with pytest.raises(ConfigError, match=r"option 'concurrency' is .*: give 1 or more engines, or .least, most."):
+            ProcessorConfig(model_source="demo", concurrency=wrong)

@@ -89,10 +89,10 @@ def test_no_rows_make_an_empty_file(tmp_path: Path, suffix: str) -> None:
 def test_parquet_is_written_in_row_groups(tmp_path: Path) -> None:
     path = tmp_path / "out.parquet"
     with open_writer(path, text_column="text") as writer:
-        for number in range(150):
+        for number in range(2200):
             writer.write(Row(id=str(number)))
     with pq.ParquetFile(path) as file:
-        assert [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)] == [64, 64, 22]
+        assert [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)] == [1024, 1024, 152]
 
 
 def test_json_lines_are_on_disk_as_they_come(tmp_path: Path) -> None:

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import pyarrow as pa
 import pytest
 from pyarrow import fs
 
 from rayspec.batch.results import read_rows
 from rayspec.batch.rows import Row
-from rayspec.batch.run_folder import DamagedOutputError, OutputError, RowIndex, RunFolder
+from rayspec.batch.run_folder import DamagedOutputError, OutputError, RunFolder
 from rayspec.command.locations import Location, Store
 from rayspec.types import ConfigError
 
@@ -61,6 +62,10 @@ def manifest_of(folder: Path) -> dict[str, Any]:
 
 def parts_of(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "rows").iterdir())
+
+
+def done_ids(folder: RunFolder) -> set[str]:
+    return set(folder.done["id"].to_pylist())
 
 
 def done(row_id: str, text: str = "a summary") -> Row:
@@ -110,7 +115,7 @@ def test_a_job_goes_on_where_it_was(tmp_path: Path, file_format: str) -> None:
     assert manifest_of(tmp_path)["status"] == "interrupted"
     with open_folder(tmp_path, file_format=file_format) as folder:
         assert (len(folder.done), folder.num_sessions) == (40, 2)
-        assert folder.done.keys() == {str(number) for number in range(40)}
+        assert done_ids(folder) == {str(number) for number in range(40)}
         assert manifest_of(tmp_path)["status"] == "running"
         folder.add(done("40"))
         folder.finish({}, {})
@@ -125,7 +130,7 @@ def test_an_error_commits_what_there_is(tmp_path: Path) -> None:
         folder.add(done("a"))
         raise KeyboardInterrupt
     with open_folder(tmp_path) as folder:
-        assert folder.done.keys() == {"a"}
+        assert done_ids(folder) == {"a"}
 
 
 def test_rows_are_committed_some_time_after_the_first(tmp_path: Path) -> None:
@@ -135,7 +140,7 @@ def test_rows_are_committed_some_time_after_the_first(tmp_path: Path) -> None:
         folder.add(done("b"))
         assert (timers.seconds, len(folder.done)) == ([5.0], 0)
         timers.go_off()
-        assert folder.done.keys() == {"a", "b"}
+        assert done_ids(folder) == {"a", "b"}
         folder.add(done("c"))
         assert timers.seconds == [5.0, 5.0]
         folder.commit()
@@ -148,9 +153,9 @@ def test_a_real_timer_commits_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with RunFolder.open(location, identity={}, overwrite=False, text_column="text", file_format="jsonl") as folder:
         folder.add(done("a"))
         deadline = time.monotonic() + 10
-        while not folder.done and time.monotonic() < deadline:
+        while len(folder.done) == 0 and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert folder.done.keys() == {"a"}
+        assert done_ids(folder) == {"a"}
 
 
 def test_a_commit_that_fails_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +171,7 @@ def test_a_commit_that_fails_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.
                 folder.add(done("b"))
         assert parts_of(tmp_path) == []
         folder.add(done("c"))
-        assert folder.done.keys() == {"a", "b", "c"}
+        assert done_ids(folder) == {"a", "b", "c"}
 
 
 def _raise_disk_full(*_: object) -> None:
@@ -178,7 +183,7 @@ def test_rows_that_failed_for_no_fault_of_theirs_are_done_again(tmp_path: Path) 
         for row in (failed("a", "engine_dead"), failed("b", "empty_prompt"), replace(done("c"), finish_reason="abort")):
             folder.add(row)
         folder.finish({}, {})
-        assert folder.done.keys() == {"b"}
+        assert done_ids(folder) == {"b"}
     assert manifest_of(tmp_path)["status"] == "interrupted"
     with open_folder(tmp_path) as folder:
         folder.add(done("a"))
@@ -198,37 +203,15 @@ def test_what_is_final(row: Row, final: bool) -> None:
     assert row.is_final is final
 
 
-def test_of_an_id_the_last_row_counts_but_no_transient_one_after_a_final_one() -> None:
-    index = RowIndex()
-    rows = [done("a"), failed("b", "stage_lost"), done("a"), failed("a", "engine_dead"), failed("b", "engine_dead")]
-    for number, row in enumerate(rows):
-        index.add(row, part=0, number=number)
-    assert [index.counts(row, part=0, number=number) for number, row in enumerate(rows)] == [
-        False,
-        False,
-        True,
-        False,
-        True,
-    ]
-    assert not index.counts(rows[2], part=1, number=2)
-    assert index.summary().as_dict() == {"total": 1, "succeeded": 1, "failed": {}}
-
-
 def test_a_row_with_another_ones_id_does_not_take_its_place(tmp_path: Path) -> None:
     twins = [unread("a", "duplicate_id", "f:2"), unread("a", "duplicate_id", "f:3")]
     with open_folder(tmp_path) as folder:
         for row in (twins[0], done("a"), *twins):
             folder.add(row)
         folder.commit()
-        assert folder.done.keys() == {"a"}
+        assert done_ids(folder) == {"a"}
         assert list(folder.rows()) == [done("a"), *twins]
         assert len(folder.done) == 1
-
-
-def test_a_row_with_another_ones_id_does_not_make_it_done() -> None:
-    index = RowIndex()
-    index.add(unread("a", "duplicate_id", "f:2"), part=0, number=0)
-    assert not index.done
 
 
 def test_errors_of_the_input_are_those_of_the_last_session(tmp_path: Path) -> None:
@@ -275,11 +258,11 @@ def test_a_row_that_is_done_again_replaces_the_earlier_one_when_it_comes(tmp_pat
         folder.add(done("a", "old"))
         folder.finish({}, {})
     with open_folder(tmp_path) as folder:
-        folder.redo(["a"])
-        assert (dict(folder.done), folder.counts.total, folder.is_merged) == ({}, 0, False)
+        folder.redo(pa.array(["a"]))
+        assert (done_ids(folder), folder.counts.total, folder.is_merged) == (set(), 0, False)
         assert [row.text for row in folder.rows()] == ["old"]
     with open_folder(tmp_path) as folder:
-        folder.redo(["a"])
+        folder.redo(pa.array(["a"]))
         folder.add(done("a", "new"))
         folder.finish({}, {})
         assert [row.text for row in folder.rows()] == ["new"]
@@ -304,7 +287,7 @@ def test_an_output_that_cannot_be_written_is_named_and_the_folder_is_given_back(
     )
     assert f"OutputError: the output '{tmp_path}' cannot be written (File too large)" in process.stderr
     with open_folder(tmp_path) as folder:
-        assert folder.done.keys() == {"a"}
+        assert done_ids(folder) == {"a"}
 
 
 def test_a_manifest_fits_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,7 +394,7 @@ def test_a_damaged_part_is_named(tmp_path: Path, file_format: str, damage: Calla
     assert len(manifest_of(tmp_path)["sessions"]) == 1
     part.unlink()
     with open_folder(tmp_path, file_format=file_format) as folder:
-        assert folder.done.keys() == {"32"}
+        assert done_ids(folder) == {"32"}
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"version": 1}'])
@@ -448,7 +431,7 @@ def test_a_job_in_a_remote_store(bucket: Location, file_format: str) -> None:
     with open_folder(bucket, file_format=file_format) as folder:
         folder.add(done("a"))
     with open_folder(bucket, file_format=file_format) as folder:
-        assert folder.done.keys() == {"a"}
+        assert done_ids(folder) == {"a"}
         folder.add(done("b"))
         folder.finish({}, {})
     with bucket.join(f"summaries.{file_format}").open() as file:
@@ -474,8 +457,9 @@ from rayspec.batch.run_folder import RunFolder
 
 location, file_format, num_rows = Location.parse(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 with RunFolder.open(location, identity={}, overwrite=False, text_column="text", file_format=file_format) as folder:
+    done = set(folder.done["id"].to_pylist())
     for number in range(num_rows):
-        if str(number) not in folder.done:
+        if str(number) not in done:
             folder.add(Row(id=str(number), text=f"text {number} " * 20))
             if number % 3 == 0:
                 folder.commit()
@@ -503,7 +487,7 @@ def test_a_driver_that_is_killed_again_and_again_loses_nothing_that_was_committe
         assert writer.returncode == -9
         num_killed += 1
         with open_folder(tmp_path, identity={}, text_column="text", file_format=file_format) as folder:
-            assert reported <= folder.done.keys()
+            assert reported <= done_ids(folder)
     assert num_killed >= 2
     with open_folder(tmp_path, identity={}, text_column="text", file_format=file_format) as folder:
         rows = list(folder.rows())

@@ -1,14 +1,26 @@
 from __future__ import annotations
 
+import random
+
+import pyarrow as pa
 import pytest
 
+from rayspec.batch.data import seen_of
 from rayspec.batch.rows import Row
-from rayspec.batch.survey import Survey, check_changed, survey
+from rayspec.batch.survey import Seen, Survey, check_changed, survey
 from rayspec.types import ConfigError
 
 
-def seen(row_id: str, source: str, input_hash: str = "h") -> Row:
+def row(row_id: str, source: str, input_hash: str = "h") -> Row:
     return Row(id=row_id, source=source, input_hash=input_hash)
+
+
+def done(hashes: dict[str, str | None]) -> pa.Table:
+    return pa.table({"id": pa.array(hashes, pa.large_string()), "input_hash": pa.array(hashes.values(), pa.string())})
+
+
+def of(*rows: Row) -> Seen:
+    return seen_of(rows)
 
 
 def errors_of(found: Survey) -> list[tuple[str, str | None, str | None]]:
@@ -17,15 +29,15 @@ def errors_of(found: Survey) -> list[tuple[str, str | None, str | None]]:
 
 def test_rows_that_have_moved_are_done() -> None:
     """One row was inserted at the top: ids decide, not places."""
-    done = {f"r{number}": "h" for number in range(1, 44)}
-    found = survey((seen(f"r{number}", f"a:{number + 1}") for number in range(44)), done)
-    assert (found.num_left, found.errors, found.changed, found.absent) == (1, [], [], [])
-    assert found.sources["r1"] == "a:2"
+    seen = of(*(row(f"r{number}", f"a:{number + 1}") for number in range(44)))
+    found = survey(seen, done({f"r{number}": "h" for number in range(1, 44)}))
+    assert (found.left.tolist(), found.errors, len(found.changed), len(found.absent)) == ([0], [], 0, 0)
 
 
 def test_changed_and_absent_rows_are_found() -> None:
-    found = survey([seen("a", "f:1"), seen("b", "f:2", "new")], {"a": "h", "b": "old", "c": "h"})
-    assert (found.changed, found.absent, found.num_left) == (["b"], ["c"], 0)
+    found = survey(of(row("a", "f:1"), row("b", "f:2", "new")), done({"a": "h", "b": "old", "c": "h"}))
+    assert (found.changed.to_pylist(), found.absent.to_pylist(), found.left.tolist()) == (["b"], ["c"], [])
+    assert found.redoable.tolist() == [1]
     assert found.describe() == (
         "1 rows have other text than when they were done ('b'), and 1 rows of the output are no longer in the input "
         "('c')"
@@ -33,45 +45,81 @@ def test_changed_and_absent_rows_are_found() -> None:
 
 
 def test_a_part_of_the_input_says_nothing_of_absent_rows() -> None:
-    assert survey([seen("a", "f:1")], {"a": "h", "b": "h"}, is_whole=False).absent == []
+    assert len(survey(of(row("a", "f:1")), done({"a": "h", "b": "h"}), is_whole=False).absent) == 0
 
 
 def test_an_unknown_hash_is_no_change() -> None:
-    assert survey([seen("a", "f:1")], {"a": None}).changed == []
+    assert len(survey(of(row("a", "f:1")), done({"a": None})).changed) == 0
 
 
 def test_the_first_row_keeps_an_id() -> None:
-    found = survey([seen("a", "f:1"), seen("a", "f:2"), seen("a", "f:1")], {})
-    assert (found.sources, errors_of(found)) == ({"a": "f:1"}, [("a", "f:2", "duplicate_id")])
-    assert (found.num_left, found.changed) == (1, [])
+    found = survey(of(row("a", "f:1"), row("a", "f:2"), row("a", "f:1")), done({}))
+    assert errors_of(found) == [("a", "f:2", "duplicate_id")]
+    assert (found.left.tolist(), len(found.changed)) == ([0], 0)
 
 
 def test_the_row_that_was_done_keeps_its_id_before_the_first() -> None:
-    found = survey([seen("a", "f:1", "new"), seen("a", "f:2", "old"), seen("a", "f:3", "old")], {"a": "old"})
-    assert found.sources == {"a": "f:2"}
+    found = survey(of(row("a", "f:1", "new"), row("a", "f:2", "old"), row("a", "f:3", "old")), done({"a": "old"}))
     assert errors_of(found) == [("a", "f:1", "duplicate_id"), ("a", "f:3", "duplicate_id")]
-    assert (found.num_left, found.changed) == (0, [])
+    assert (found.left.tolist(), len(found.changed)) == ([], 0)
 
 
 def test_rows_that_cannot_be_read_are_errors() -> None:
     bad = Row(id="f:1", source="f:1", error_kind="malformed_row", error="why")
-    found = survey([bad, seen("a", "f:2")], {})
-    assert (found.errors, found.num_left) == ([bad], 1)
+    found = survey(of(bad, row("a", "f:2")), done({}))
+    assert (found.errors, found.left.tolist()) == ([bad], [0])
 
 
 def test_changes_are_refused_where_they_are_to_fail() -> None:
-    found = survey(
-        [seen(f"r{number}", "f", "new") for number in range(9)], {f"r{number}": "old" for number in range(9)}
-    )
+    ids = [f"r{number}" for number in range(9)]
+    found = survey(of(*(row(row_id, "f", "new") for row_id in ids)), done(dict.fromkeys(ids, "old")))
     for option in ("keep", "redo"):
         found.check(check_changed(option))
     with pytest.raises(
         ConfigError, match=r"'changed' is 'fail', and 9 rows .* \('r0', 'r1', 'r2', ...\): pass --changed"
     ):
         found.check("fail")
-    survey([seen("a", "f")], {"a": "h"}).check("fail")
+    survey(of(row("a", "f")), done({"a": "h"})).check("fail")
 
 
 def test_another_value_is_refused() -> None:
     with pytest.raises(ConfigError, match="option 'changed' is 'drop': give keep, redo, fail"):
         check_changed("drop")
+
+
+def test_an_input_or_an_output_without_rows_is_no_error() -> None:
+    assert survey(of(), done({"a": "h"})).absent.to_pylist() == ["a"]
+    nothing = survey(of(), done({}))
+    assert (nothing.left.tolist(), nothing.errors, nothing.describe()) == ([], [], "")
+
+
+def test_decisions_on_columns_are_those_of_a_loop_over_rows() -> None:
+    chance = random.Random(7)
+    for _ in range(300):
+        rows = [row(chance.choice("abcdef"), f"f:{n}", chance.choice("xyz")) for n in range(chance.randrange(12))]
+        hashes = {row_id: chance.choice(["x", "y", None]) for row_id in "abcdefgh" if chance.random() < 0.5}
+        found, (left, errors, changed) = survey(of(*rows), done(hashes)), by_loop(rows, hashes)
+        assert [rows[index].source for index in found.left] == left
+        assert [(row_id, source) for row_id, source, _ in errors_of(found)] == errors
+        assert found.changed.to_pylist() == changed
+        assert set(found.absent.to_pylist()) == hashes.keys() - {each.id for each in rows}
+
+
+def by_loop(
+    rows: list[Row], hashes: dict[str, str | None]
+) -> tuple[list[str | None], list[tuple[str, str | None]], list[str]]:
+    """Sources of the rows that are left, ids and sources of duplicates, ids of changed rows."""
+    kept: dict[str, Row] = {}
+    errors: list[tuple[str, str | None]] = []
+    for each in rows:
+        first = kept.setdefault(each.id, each)
+        if first is each:
+            continue
+        if each.id in hashes and each.input_hash == hashes[each.id] != first.input_hash:
+            kept[each.id], errors = each, [*errors, (first.id, first.source)]
+        else:
+            errors.append((each.id, each.source))
+    in_order = [each for each in rows if kept[each.id] is each]
+    left = [each.source for each in in_order if each.id not in hashes]
+    changed = [each.id for each in in_order if hashes.get(each.id) not in (None, each.input_hash)]
+    return left, errors, changed

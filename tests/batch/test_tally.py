@@ -54,3 +54,17 @@ def test_the_line_says_why_rows_failed() -> None:
     for kind in kinds:
         tally.add(replace(BAD, error_kind=kind))
     assert "11 rows, 11 failed (a 4, b 3, c 2, d 1, ...), " in str(tally)
+
+
+UNREADABLE = replace(BAD, error_kind="unreadable_file")
+
+
+@pytest.mark.parametrize(
+    ("rows", "code"), [([GOOD], 0), ([GOOD, BAD], 0), ([BAD], 0), ([GOOD, UNREADABLE], 3), ([UNREADABLE], 1), ([], 1)]
+)
+def test_failed_rows_may_be_accepted_but_not_files_that_could_not_be_read(rows: list[Row], code: int) -> None:
+    tally = Tally()
+    for row in rows:
+        tally.add(row)
+    assert tally.exit_code_of(accepts_failed=True) == code
+    assert tally.exit_code_of(accepts_failed=False) == tally.exit_code

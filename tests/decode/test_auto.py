@@ -18,9 +18,10 @@ from rayspec.decode.questions import Answer, Question
 from rayspec.decode.rounds import RoundResult
 from rayspec.decode.selection.auto import Auto
 from rayspec.decode.selection.base import BatchState
-from rayspec.decode.selection.knapspec import _FIRST_SEARCH_SHARE, KnapSpec
+from rayspec.decode.selection.knapspec import KnapSpec
 from rayspec.planning.acceptance import DraftWhileWorth
 from rayspec.planning.calibration import CalibrationCurve
+from rayspec.planning.constants import FIRST_SEARCH_SHARE
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.lookup import ALONE, DraftUntilFound, evidence_of
 from rayspec.types import Plan
@@ -137,7 +138,7 @@ def test_it_is_tokens_that_lookup_leaves_and_not_rounds(between: Proposal, searc
     enough."""
     there, asked = world(right=1.0), []
     step_s = there.latency.decode_step_s(context=1024, batch=1)
-    needed_s = there.auto._knapspec._search_cost_s(_batch_state()) / _FIRST_SEARCH_SHARE
+    needed_s = there.auto._knapspec._search_cost_s(_batch_state()) / FIRST_SEARCH_SHARE
     state = replace(_batch_state(), num_outstanding_tokens=round(4 * needed_s / step_s))
 
     def search(question: Question, sequence_id: str | None = None) -> Future[Answer]:

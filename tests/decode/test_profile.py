@@ -3,7 +3,9 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +138,7 @@ def test_a_profile_of_an_older_version_is_measured_again(
 ) -> None:
     runner = _runner(parts_of(checkpoint("llama")))
     load_or_measure(runner, str(tmp_path))
-    (path,) = tmp_path.iterdir()
+    (path,) = tmp_path.glob("*.json")
     good, older = json.loads(path.read_text()), json.loads(path.read_text())
     older["format"] = "rayspec-latency-2"
     del older["model"]["measured_context"], older["model"]["measured_batch"]
@@ -161,6 +163,22 @@ def test_measuring_leaves_the_clock_of_the_caller_in_charge() -> None:
     ticks = itertools.count()
     latency = measure(_runner(parts_of(checkpoint("llama")), 200), clock=lambda: float(next(ticks)))
     assert latency.sublayer_s(0, rows=4, context=32, batch=1) == pytest.approx(1 / 4)
+
+
+def test_of_several_that_begin_together_one_measures_and_the_others_wait(
+    tmp_path: Path, measured: LatencyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slowly(runner: Runner, *_: Any) -> LatencyModel:
+        calls.append(runner.end_sublayer)
+        time.sleep(0.1)
+        return measured
+
+    calls: list[int] = []
+    monkeypatch.setattr(profile, "measure", slowly)
+    runner = _runner(parts_of(checkpoint("llama")))
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda _: load_or_measure(runner, str(tmp_path)), range(4)))
+    assert (len(calls), found) == (1, [measured] * 4)
 
 
 def test_a_saved_profile_is_used_again(tmp_path: Path, count_measured: list[int]) -> None:
@@ -225,7 +243,7 @@ def test_a_damaged_profile_is_measured_again_and_replaced(
 ) -> None:
     runner = _runner(parts_of(checkpoint("llama")))
     load_or_measure(runner, str(tmp_path))
-    (path,) = tmp_path.iterdir()
+    (path,) = tmp_path.glob("*.json")
     good = path.read_text()
     for number, bad in enumerate(("", "{", json.dumps({}), good.replace('"key"', '"kez"')), start=2):
         path.write_text(bad)

@@ -276,24 +276,30 @@ def test_a_disk_that_is_full_is_named_and_no_row_is_lost(jobs: Jobs) -> None:
 
 
 NUM_KILLS = 5
-VICTIMS = ("driver", ENGINE, SHARD, COORDINATOR)
+LAYOUTS = {
+    "one engine": (),
+    "two stages": ("--stages", "2", "--cpus-per-shard", "0.25"),
+    "four replicas": ("--replicas", "4", "--cpus-per-shard", "0.25"),
+    "two replicas of two stages": ("--replicas", "2", "--stages", "2", "--cpus-per-shard", "0.25"),
+}
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(20))
 def test_nothing_is_lost_doubled_or_changed_by_kills_at_random(
     jobs: Jobs, seed: int, undisturbed: dict[str, str]
 ) -> None:
-    """60 kills over 12 jobs, every other job with shards. The driver that is killed is started again."""
+    """100 kills over 20 jobs of four layouts. The driver that is killed is started again."""
     chance = random.Random(seed)
     write_lines(jobs.folder / "in.jsonl", documents(160))
-    pipeline = ("--stages", "2", "--cpus-per-shard", "0.25") if seed % 2 else ()
-    arguments = ("in.jsonl", "-o", "out", "--max-num-seqs", "2", "--max-engine-restarts", "20", *pipeline)
+    layout = list(LAYOUTS)[seed % len(LAYOUTS)]
+    victims = ("driver", ENGINE, *((SHARD, COORDINATOR) if "stages" in layout else ()))
+    arguments = ("in.jsonl", "-o", "out", "--max-num-seqs", "2", "--max-engine-restarts", "20", *LAYOUTS[layout])
     killed: list[str] = []
     for _ in range(30):
         with jobs.running(*arguments) as job:
             while job.poll() is None and len(killed) < NUM_KILLS:
                 time.sleep(chance.uniform(0.5, 8.0))
-                victim = chance.choice(VICTIMS if pipeline else VICTIMS[:2])
+                victim = chance.choice(victims)
                 if victim == "driver" and job.poll() is None:
                     job.kill()
                     killed.append(victim)
@@ -302,9 +308,9 @@ def test_nothing_is_lost_doubled_or_changed_by_kills_at_random(
             output, errors = job.communicate(timeout=400)
         if job.returncode == 0:
             break
-        assert job.returncode == -signal.SIGKILL, f"seed {seed}, {killed}: {errors}"
+        assert job.returncode == -signal.SIGKILL, f"seed {seed}, {layout}, {killed}: {errors}"
         wait_until_gone(jobs.ray_folder, timeout_s=60)
-    print(f"seed {seed}: killed {', '.join(killed)}")
+    print(f"seed {seed}, {layout}: killed {', '.join(killed)}")
     assert job.returncode == 0
     assert "160 rows" in output
     assert jobs.texts() == undisturbed

@@ -65,8 +65,10 @@ def run(work: Awaitable[T]) -> T:
     return asyncio.run(in_time())
 
 
-async def chunks_of(request: Request, engine: Any) -> list[dict[str, Any]]:
-    return [plain_body(chunk) async for chunk in stream(request, engine, SERVED, **STAMP)]
+async def chunks_of(request: Request, engine: Any, *, interval_s: float = 0.0) -> list[dict[str, Any]]:
+    parts = [part async for part in stream(request, engine, SERVED, interval_s=interval_s, **STAMP)]
+    assert [part.is_last for part in parts] == [False] * (len(parts) - 1) + [True]
+    return [plain_body(chunk) for part in parts for chunk in part.chunks]
 
 
 @dataclass
@@ -299,8 +301,8 @@ def test_a_slow_reader_gets_everything(engine: AsyncEngine) -> None:
 
     async def slowly() -> list[dict[str, Any]]:
         chunks = []
-        async for chunk in stream(request, engine, SERVED, **STAMP):
-            chunks.append(plain_body(chunk))
+        async for part in stream(request, engine, SERVED, **STAMP):
+            chunks.extend(map(plain_body, part.chunks))
             await asyncio.sleep(0.01)
         return chunks
 
@@ -337,7 +339,7 @@ class ScriptedStreams:
         return list(self.tokenizer(prompt)["input_ids"])
 
     async def stream(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, interval_s: float
     ) -> AsyncGenerator[RequestOutput, None]:
         (first,) = prompt_token_ids
         self.num_open += 1
@@ -368,7 +370,7 @@ def test_a_prompt_that_fails_later_ends_the_others_after_what_came_before(error:
     async def work() -> None:
         chunks = stream(parsed(TEXT, prompt=[[40], [41], [42]]), engine, SERVED, **STAMP)
         while True:
-            told.append((await anext(chunks)).choices[0].index)
+            told.extend(chunk.choices[0].index for chunk in (await anext(chunks)).chunks)
 
     with pytest.raises(type(error)):
         run(work())

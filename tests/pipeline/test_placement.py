@@ -10,7 +10,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
 from rayspec.config import ParallelOptions
-from rayspec.pipeline.placement import Bundles, remove_orphaned_groups
+from rayspec.pipeline.placement import Bundles, PlacementError, remove_orphaned_groups
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -54,3 +54,31 @@ def test_the_group_of_a_named_actor_that_was_killed_is_removed_and_no_other() ->
     assert soon(lambda: states(groups[1]) == ["REMOVED"])
     here.close()
     remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(groups[2]))))  # nobody else does
+
+
+class Stand:
+    """Stands for a shard."""
+
+    def __init__(self, spec: object) -> None:
+        self._spec = spec
+
+    def spec(self) -> object:
+        return self._spec
+
+
+def test_the_ranks_of_a_stage_share_a_bundle_which_is_on_one_node() -> None:
+    options = ParallelOptions(stages=2, tensor=3, cpus_per_shard=0.02)
+    bundles = Bundles(options, num_gpus=0.0, timeout_s=60.0)
+    try:
+        found = placement_group_table()[bundles._group.id.hex()]["bundles"]
+        assert found == {0: {"CPU": 0.06}, 1: {"CPU": 0.06}}
+        shards = [bundles.start(Stand, (stage, rank), stage=stage) for stage in range(2) for rank in range(3)]
+        specs = [ray.get(shard.spec.remote()) for shard in shards]
+        assert specs == [(stage, rank) for stage in range(2) for rank in range(3)]
+    finally:
+        bundles.close()
+
+
+def test_a_stage_that_fits_no_node_is_an_error_that_says_so() -> None:
+    with pytest.raises(PlacementError, match=r"2 stages of \{'CPU': 3000.0\} each, on one node each, placed PACK"):
+        Bundles(ParallelOptions(stages=2, tensor=3, cpus_per_shard=1000.0), num_gpus=0.0, timeout_s=0.2)

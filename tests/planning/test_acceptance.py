@@ -61,7 +61,7 @@ def test_shrink() -> None:
 
 def loop_choice(patterns, acceptance, model, context, batch, max_draft_tokens, reuse_prefix):  # type: ignore[no-untyped-def]
     plain_tpt = 1 / model.decode_step_s(context=context, batch=batch)
-    best = (plain_tpt * 1.02, None, 0)
+    best = (plain_tpt, None, 0)
     for index, choices in enumerate(patterns):
         if SKIP not in choices:
             continue
@@ -161,7 +161,7 @@ def test_correction_learns_the_offset_and_applies_it_to_others() -> None:
 def test_correction_hardly_believes_a_few_tokens() -> None:
     correction = Correction()
     correction.observe(0.9, num_accepted=0, num_tested=1)
-    assert correction.apply(0.9) > 0.85
+    assert correction.apply(0.9) > 0.79
     with pytest.raises(ValueError):
         correction.observe(0.9, num_accepted=2, num_tested=1)
 

@@ -144,17 +144,39 @@ def test_ways_that_are_trusted_are_taken_at_their_prediction_until_rounds_show_o
     assert arbiter.choose({"plain": 1.0, "lookup": 2.0}) == "plain"
 
 
-def test_a_new_plan_is_judged_afresh_and_a_closed_one_is_gone() -> None:
+def test_a_new_plan_is_judged_afresh() -> None:
     arbiter = Arbiter("plain")
     steady(arbiter, 60, 4.0)
     assert arbiter.factor("plan") < 0.9
     arbiter.renew("plan")
     assert arbiter.factor("plan") == 1.0
     steady(arbiter, 60, 2.0)
-    assert arbiter.is_known("plan")
-    arbiter.close("plan")
+    assert arbiter.taken == "plan"
+    before = arbiter.factor("plan")
+    arbiter.renew("plan")
+    assert arbiter.factor("plan") == pytest.approx(before), "what is taken goes on"
+    assert arbiter.choose({"plain": 1.0, "plan": 1.2}) == "plan"
     assert arbiter.choose({"plain": 1.0}) == "plain"
-    assert not arbiter.is_known("plan")
+
+
+def test_a_trial_that_a_new_plan_ends_has_cost_what_it_lost() -> None:
+    arbiter, predicted = Arbiter("plain"), {"plain": 1.0, "plan": 1.2}
+    steady(arbiter, 1, 1.0)
+    assert arbiter.choose(predicted) == arbiter.trial == "plan"
+    arbiter.observe("plan", 1, 3.0, predicted=predicted)
+    spare_s = arbiter.spare_s(predicted)
+    arbiter.renew("plan")
+    assert arbiter.trial is None
+    assert arbiter.spare_s(predicted) == pytest.approx(spare_s)
+
+
+def test_a_trial_waits_while_another_way_is_clearly_faster() -> None:
+    arbiter = Arbiter("plain", trusted=("lookup",))
+    few, many = {"plain": 1.0, "plan": 1.2}, {"plain": 1.0, "plan": 1.2, "lookup": 4.0}
+    arbiter.observe("plain", 1, 1.0, predicted=few)
+    assert arbiter.choose(few) == arbiter.trial == "plan"
+    assert [arbiter.choose(many) for _ in range(4)] == ["lookup"] * 4
+    assert arbiter.choose(few) == arbiter.trial == "plan"
 
 
 def test_what_cannot_be_is_refused() -> None:

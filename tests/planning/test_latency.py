@@ -334,3 +334,8 @@ def test_nonnegative_least_squares_is_optimal(seed: int) -> None:
     assert (solution >= 0).all()
     assert (gradient > -1e-7).all()
     assert np.abs(gradient * solution).max() < 1e-7
+
+
+def test_a_choice_that_was_not_measured_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="choice 'int8' was not measured"):
+        model().sublayer_s(0, rows=1, context=0, batch=1, choice="int8")

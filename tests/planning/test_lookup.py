@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from itertools import accumulate
@@ -111,14 +112,23 @@ def test_the_number_of_tokens_is_the_best_there_is(row_s: float) -> None:
     def seconds(taken: Sequence[int]) -> float:
         return 1.0 + row_s * sum(taken)
 
-    found = best_lookup(survivals, seconds, num_tokens_beside=1.5)
-    rates = {}
-    for length in range(17):
-        tokens = sum(1 + sum(one[:length]) for one in survivals) + 1.5
-        rates[length] = tokens / seconds([min(length, len(one)) for one in survivals])
-    assert found.rate == pytest.approx(rates[found.num_tokens])
-    assert found.rate == pytest.approx(max(rates[length] for length in (1, 2, 4, 8, 16)))
-    assert found.rate >= 0.9 * max(rates.values()) or found.num_tokens == 1
+    def rate(lengths: Sequence[int]) -> float:
+        tokens = [1 + sum(one[:length]) if length else 1.5 for one, length in zip(survivals, lengths, strict=True)]
+        return sum(tokens) / seconds(lengths)
+
+    found = best_lookup(survivals, seconds, committed_without=1.5)
+    all_lengths = itertools.product(*(range(len(one) + 1) for one in survivals))
+    best = max(rate(lengths) for lengths in all_lengths if any(lengths))
+    assert found.rate == pytest.approx(rate(found.lengths))
+    assert found.rate >= 0.9 * best
+
+
+def test_weak_matches_of_a_batch_give_way_to_strong_ones() -> None:
+    strong, weak = [0.95**count for count in range(1, 17)], [0.2**count for count in range(1, 17)]
+    found = best_lookup([strong, weak, []], lambda lengths: 1.0 + 0.1 * sum(lengths), committed_without=2.0)
+    assert found.lengths[0] >= 8
+    assert found.lengths[1:] == (0, 0), "the model can draft for these"
+    assert best_lookup([weak], lambda lengths: 1.0 + 0.01 * sum(lengths)).lengths[0] in (1, 2)
 
 
 def rule(*, right: float = 0.9, min_survival: float = 0.2, gain: float = 1.5) -> DraftUntilFound:

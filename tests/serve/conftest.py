@@ -12,6 +12,7 @@ from tests.serve.endpoint_process import ENGINE, PAGE, EndpointProcess, serving
 
 MAX_BYTES = 8 * 2**20
 MAX_QUEUED = 200
+MAX_FILE_BYTES, MAX_LINES = 200_000, 250
 
 
 @pytest.fixture(scope="session")
@@ -27,6 +28,7 @@ def demo_endpoint(ray_environment: None, tmp_path_factory: pytest.TempPathFactor
         model["deployment_config"] = {"max_queued_requests": MAX_QUEUED}
     folder = tmp_path_factory.mktemp("endpoint")
     limits: dict[str, Any] = {"cors": [PAGE]}
+    limits |= {"batches": str(folder / "kept"), "max_batch_file_bytes": MAX_FILE_BYTES, "max_batch_lines": MAX_LINES}
     limits |= {"max_request_bytes": MAX_BYTES, "engine_timeout_s": 30.0, "body_timeout_s": 5.0, "header_timeout_s": 5.0}
     with serving(folder, environment, llm_configs=models, **limits) as endpoint:
         yield endpoint

@@ -48,8 +48,16 @@ VALID: dict[str, dict[str, Any]] = {
     "/tokenize": {"model": "short", "prompt": "a"},
     "/detokenize": {"model": "short", "tokens": [5]},
 }
+WITH_BODY = [*(f"POST {path}" for path in BODIES), "POST /v1/files", "POST /v1/batches"]
 OPERATIONS = [
-    *(f"POST {path}" for path in BODIES),
+    *WITH_BODY,
+    "GET /v1/files",
+    "GET /v1/files/{file_id}",
+    "GET /v1/files/{file_id}/content",
+    "DELETE /v1/files/{file_id}",
+    "GET /v1/batches",
+    "GET /v1/batches/{batch_id}",
+    "POST /v1/batches/{batch_id}/cancel",
     "GET /v1/models",
     "GET /v1/models/{model}",
     "GET /health",
@@ -135,7 +143,8 @@ def test_the_document_holds(document: Any, operation: str, mode: GenerationMode)
     try:
         check()
     except Unsatisfiable:
-        assert (mode, method) == (GenerationMode.NEGATIVE, "GET")  # nothing can be wrong with it
+        assert mode is GenerationMode.NEGATIVE  # nothing can be wrong with it
+        assert operation not in WITH_BODY
 
 
 def test_every_operation_is_tried(demo_endpoint: EndpointProcess) -> None:

@@ -365,8 +365,8 @@ def test_the_choice_map_shows_the_plan_of_the_chosen_model(page: Page) -> None:
     label = page.find("#skip-map")[0].get_attribute("aria-label")
     assert label == (
         "How the draft runs sublayers. full: attention of layers 0, 3, MLP of layers 1; "
-        "skip: attention of layers 2, MLP of layers 0, 2; int4: attention of layers 1, MLP of layers none; "
-        "int4+pages: attention of layers none, MLP of layers 3."
+        "skip: attention of layers 2, MLP of layers 0, 2; int4: attention of layers 1; "
+        "int4+pages: MLP of layers 3."
     )
     assert [page.text(name) for name in ("acceptance", "accepted-length", "tokens-per-s")] == ["88%", "3.46", "12.3"]
     assert page.text("load") == "1 running, 2 waiting, KV cache 25% used"

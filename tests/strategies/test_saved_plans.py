@@ -193,7 +193,7 @@ def test_knapspec_drafts_by_a_saved_plan_after_the_first_round_and_learns_from_t
     assert record.plan.choices == (FULL, FULL, SKIP, SKIP, SKIP, SKIP, SKIP, FULL)
     assert 0.6 < record.estimated_acceptance < 0.8
     assert knapspec.plan is record.plan
-    for _ in range(40):
+    for _ in range(48):
         knapspec.observe(here, record.plan, result([4], [0]), 1, 0.01)
         knapspec.improve(here, lambda question: None)
     assert not knapspec.plan.drafts, "use has shown otherwise"

@@ -13,33 +13,30 @@ from rayspec.decode.selection.base import BatchState, Search
 from rayspec.decode.selection.knapspec import Candidate, KnapSpec
 from rayspec.decode.selection.trials import Proposed, Taken, Trials
 from rayspec.planning.budget import Trigger
+from rayspec.planning.constants import MOST_OF_PLANS, PRIOR_TOKENS, TEXT_HALF_LIFE
 from rayspec.planning.discounted import Discounted
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.lookup import DraftUntilFound, LookupRecord, best_lookup, survival
 from rayspec.types import Plan, PlanRecord, no_draft
 
 PLAIN, PLAN, LOOKUP, BOTH = "plain decoding", "the plan", "lookup", "the plan and lookup"
-# Where looked-up rounds make so many times the tokens per second of plain ones, no plan is expected to do better.
-_MOST_OF_PLANS = 2.5
-# Tokens of a sequence: those after which one counts half, and how many are taken to be beyond plans to begin with.
-_SHARE_HALF_LIFE, _PRIOR_TOKENS = 32.0, 4.0
-_HALF_LIFE = 16.0  # rounds
 
 
 class _PlanRounds:
-    """What the rounds of KnapSpec's draft were like lately. By sequence: tokens committed and drafted, without those
-    that were looked up; their draft steps."""
+    """What rounds with KnapSpec's draft were like lately. By sequence for which the model drafted: tokens committed and
+    drafted, without those that were looked up; draft steps of a round."""
 
     def __init__(self) -> None:
-        self.committed = Discounted(_HALF_LIFE, prior=1.0)
-        self.drafted = Discounted(_HALF_LIFE)
-        self.num_steps = Discounted(_HALF_LIFE)
+        self.committed = Discounted(TEXT_HALF_LIFE, prior=1.0)
+        self.drafted = Discounted(TEXT_HALF_LIFE)
+        self.num_steps = Discounted(TEXT_HALF_LIFE)
 
-    def observe(self, own: RoundResult, num_tokens: int) -> None:
-        batch = len(own.drafts)
-        self.committed.observe(num_tokens / batch)
-        self.drafted.observe(sum(one.num_drafted for one in own.drafts) / batch)
-        self.num_steps.observe(own.num_draft_steps)
+    def observe(self, own: RoundResult) -> None:
+        drafting = [draft.num_drafted for draft in own.drafts if not draft.looked_up]
+        committed = 1 + sum(own.num_accepted) / len(drafting)
+        self.committed.observe(committed, age=committed)
+        self.drafted.observe(sum(drafting) / len(drafting), age=committed)
+        self.num_steps.observe(own.num_draft_steps, age=committed)
 
 
 class Auto:
@@ -68,7 +65,7 @@ class Auto:
         self._trials = Trials(latency, PLAIN, trusted=(LOOKUP, BOTH))
         self._lookup = LookupRecord()
         self._plan_rounds = _PlanRounds()
-        self._open_share = Discounted(_SHARE_HALF_LIFE, strength=_PRIOR_TOKENS)
+        self._open_share = Discounted(TEXT_HALF_LIFE, strength=PRIOR_TOKENS)
         self._num_rounds = self._num_looked_up = 0
 
     @property
@@ -118,9 +115,8 @@ class Auto:
         if plan.num_lookup_tokens and not result.num_draft_steps:
             return
         own = _of_the_model(result)
-        num_added = sum(result.num_accepted) - sum(own.num_accepted)
         if result.num_draft_steps:
-            self._plan_rounds.observe(own, num_tokens - num_added)
+            self._plan_rounds.observe(own)
         self._knapspec.observe(state, taken.plan, own, num_tokens, seconds)
 
     def improve(self, state: BatchState, search: Search) -> PlanRecord | None:
@@ -147,7 +143,7 @@ class Auto:
 
     def _copies(self, taken: Taken) -> bool:
         """Whether lookup makes more than any plan could."""
-        return self._trials.rate(taken, taken.way) > _MOST_OF_PLANS * self._trials.rate(taken, PLAIN)
+        return self._trials.rate(taken, taken.way) > MOST_OF_PLANS * self._trials.rate(taken, PLAIN)
 
     def _row_s(self, state: BatchState) -> float:
         """Of one more row of a sequence in a verify."""
@@ -165,22 +161,19 @@ class Auto:
 
     def _looked_up(self, state: BatchState, base: Plan) -> Proposed:
         """The best number of looked-up tokens, where the sequences without any go on by `base`."""
-        context, batch, latency = state.context, state.batch, self._latency
+        context, batch, latency, like = state.context, state.batch, self._latency, self._plan_rounds
         survivals = [survival(self._lookup.by_class, one.evidence) for one in state.proposals()]
-        num_drafting = survivals.count([]) if base.drafts else 0
-        draft_s, num_drafted, num_beside = 0.0, 0.0, 0.0
-        if num_drafting:
-            step_s = latency.draft_step_s(base.choices, context=context, batch=num_drafting)
-            draft_s = self._plan_rounds.num_steps.value * step_s
-            num_drafted = num_drafting * self._plan_rounds.drafted.value
-            num_beside = num_drafting * (self._plan_rounds.committed.value - 1)
 
-        def seconds(taken: Sequence[int]) -> float:
-            rows = round(batch + sum(taken) + num_drafted)
-            return draft_s + latency.verify_s(rows=rows, context=context, batch=batch) + latency.round_s
+        def seconds(lengths: Sequence[int]) -> float:
+            num_drafting = lengths.count(0) if base.drafts else 0
+            step_s = latency.draft_step_s(base.choices, context=context, batch=num_drafting) if num_drafting else 0.0
+            rows = round(batch + sum(lengths) + num_drafting * like.drafted.value)
+            verify_s = latency.verify_s(rows=rows, context=context, batch=batch)
+            return like.num_steps.value * step_s + verify_s + latency.round_s
 
-        found = best_lookup(survivals, seconds, num_tokens_beside=num_beside)
-        return Proposed(replace(base, num_lookup_tokens=found.num_tokens), found.rate)
+        found = best_lookup(survivals, seconds, committed_without=like.committed.value if base.drafts else 1.0)
+        plan = replace(base, num_lookup_tokens=max(found.lengths), lookup_lengths=found.lengths)
+        return Proposed(plan, found.rate)
 
 
 def _of_the_model(result: RoundResult) -> RoundResult:

@@ -16,9 +16,16 @@ from rayspec.config import SpeculationOptions
 from rayspec.decode.questions import Answer, Found, Knapsack
 from rayspec.decode.rounds import RoundResult
 from rayspec.decode.selection.base import BatchState, Search
-from rayspec.planning.acceptance import Decision, DraftWhileWorth, Estimate, best_choice, shrink, tokens_per_time
+from rayspec.planning.acceptance import Decision, DraftWhileWorth, best_choice, shrink, tokens_per_time
 from rayspec.planning.budget import Budget, Trigger
 from rayspec.planning.calibration import Calibration, Correction
+from rayspec.planning.constants import (
+    FEW_KEYS_COST,
+    FIRST_OFFSET,
+    FIRST_SEARCH_SHARE,
+    ROUNDS_TO_REVIEW,
+    TOKENS_HALF_LIFE,
+)
 from rayspec.planning.discounted import Discounted
 from rayspec.planning.knapsack import count_rows, quantize
 from rayspec.planning.latency import LatencyModel
@@ -27,20 +34,7 @@ from rayspec.types import Plan, PlanRecord, no_draft
 
 logger = logging.getLogger(__name__)
 
-# The first search is an investment: it may take this share of the work that is waiting.
-_FIRST_SEARCH_SHARE = 0.1
-# Rounds between two looks at whether another known candidate has become the better choice.
-_ROUNDS_TO_REVIEW = 16
-_ROUNDS_TO_PRICE = 4
 _CONTEXT_GRID = 64  # tokens that change what a plan makes by little
-# Of the cost with all keys, below which few keys are a choice.
-_FEW_KEYS_COST = 0.9
-USE_HALF_LIFE_TOKENS = 256.0
-# What is expected of a candidate counts as so many tokens beside those that were tested in use.
-_PRIOR_TOKENS = 16.0
-# Logits to take off estimates that nothing is known about: the best of many candidates on few tokens, each drafted from
-# the target's own keys, looks better than it is. First plans on the demo model were estimated at 0.93 and had 0.75.
-_OPTIMISM = -1.0
 
 
 @dataclass(slots=True)
@@ -53,22 +47,13 @@ class Candidate:
     similarity: float
     num_agreed: int
     num_tapped: int
-    used: Discounted = field(default_factory=lambda: Discounted(USE_HALF_LIFE_TOKENS), compare=False)
+    used: Discounted = field(default_factory=lambda: Discounted(TOKENS_HALF_LIFE), compare=False)
 
     @property
     def estimate(self) -> float:
         """Acceptance by the tapped tokens alone, on the low side; similarity stands in for the tokens not seen."""
-        return float(self._by_taps.lower())
-
-    @property
-    def hope(self) -> float:
-        """Acceptance by all that was seen, on the high side."""
-        prior = float(self._by_taps.mean)
-        return float(shrink(self.used.total, self.used.weight, prior, strength=_PRIOR_TOKENS).upper())
-
-    @property
-    def _by_taps(self) -> Estimate:
-        return shrink(self.num_agreed, self.num_tapped, min(max(self.similarity, 0.0), 1.0))
+        by_taps = shrink(self.num_agreed, self.num_tapped, min(max(self.similarity, 0.0), 1.0))
+        return float(by_taps.lower())
 
 
 class KnapSpec:
@@ -94,12 +79,12 @@ class KnapSpec:
         self._choice: Decision | None = None
         self._record: PlanRecord | None = None
         self._candidates = list(known)
-        self._rounds_to_review = 0 if known else _ROUNDS_TO_REVIEW
+        self._rounds_to_review = 0 if known else ROUNDS_TO_REVIEW
         self._budget = Budget(options.optimise_share)
         self._trigger = trigger or Trigger()
         self._no_draft = no_draft(len(latency.sublayers), "knapspec: no draft")
         self.plan = self._no_draft
-        self._correction = Correction(prior_offset=_OPTIMISM)
+        self._correction = Correction(prior_offset=FIRST_OFFSET)
         self._calibration = Calibration()
         self._stops = StopRecord()
         self._reason: str | None = None  # of the search that taps are being collected for, or that is under way
@@ -183,7 +168,7 @@ class KnapSpec:
         reason = self._trigger.reason(context=state.context, batch=state.batch)
         if reason is None:
             return None
-        self._rounds_to_price = _ROUNDS_TO_PRICE
+        self._rounds_to_price = ROUNDS_TO_REVIEW
         return reason if self._affordable(state, share) else None
 
     @property
@@ -219,7 +204,7 @@ class KnapSpec:
         """What to expect of each: its estimate, corrected by what was seen of all, then by what was seen of it."""
         corrected = self._correction.apply([candidate.estimate for candidate in candidates])
         return [
-            float(shrink(one.used.total, one.used.weight, float(prior), strength=_PRIOR_TOKENS).mean)
+            float(shrink(one.used.total, one.used.weight, float(prior)).mean)
             for one, prior in zip(candidates, corrected, strict=True)
         ]
 
@@ -230,7 +215,7 @@ class KnapSpec:
         if (
             self._budget.spent_s == 0
             and self._options.optimise_share > 0
-            and cost_s <= _FIRST_SEARCH_SHARE * remaining_s
+            and cost_s <= FIRST_SEARCH_SHARE * remaining_s
         ):
             return True
         return self._budget.allows(cost_s, elapsed_s=share * state.elapsed_s, expected_remaining_s=remaining_s)
@@ -320,7 +305,7 @@ class KnapSpec:
 
     def _review(self, state: BatchState) -> PlanRecord | None:
         """Another known candidate, or another length, if it has become clearly better than the one in use."""
-        self._rounds_to_review = _ROUNDS_TO_REVIEW
+        self._rounds_to_review = ROUNDS_TO_REVIEW
         self._rates.clear()
         choice = self._best(state)
         in_use = self._choice.candidate if self._choice else None
@@ -353,7 +338,7 @@ class KnapSpec:
             self.plan = Plan(choices=candidate.choices, num_draft_tokens=length, source="knapspec")
         after = self.plan.choices if self.plan.drafts else None
         self._planned(state, changed=after != before)
-        self._rounds_to_review = _ROUNDS_TO_REVIEW
+        self._rounds_to_review = ROUNDS_TO_REVIEW
         self._record = PlanRecord(
             elapsed_s=state.elapsed_s,
             context=state.context,
@@ -383,7 +368,7 @@ def _worthwhile(seconds: Mapping[Choice, float]) -> dict[Choice, float]:
     return {
         choice: cost
         for choice, cost in seconds.items()
-        if keys_of(choice) == "all" or cost < _FEW_KEYS_COST * with_all_keys[choice]
+        if keys_of(choice) == "all" or cost < FEW_KEYS_COST * with_all_keys[choice]
     }
 
 

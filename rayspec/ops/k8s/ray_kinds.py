@@ -54,7 +54,7 @@ def _job_spec(options: RenderOptions, plan: ClusterPlan, cluster: Manifest, imag
     words = ["python", f"{JOBS_FOLDER}/summarize.py", *job_flags(options, plan)]
     if options.long != "fail":
         words += ["--long", options.long]
-    words += ["--output", str(options.output), *options.inputs]
+    words += ["--accept-failed-rows", "--output", str(options.output), *options.inputs]
     return {
         "entrypoint": " ".join(words),
         "submissionMode": "K8sJobMode",

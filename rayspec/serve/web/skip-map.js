@@ -55,10 +55,11 @@ function describeSkips(numSublayers, plan) {
   if (plan === null) return numSublayers === 0 ? "No plan." : `No plan yet for the ${numSublayers} sublayers.`;
   if (plan.num_draft_tokens === 0) return "No draft: every token comes from all sublayers.";
   const ways = [...new Set(plan.choices)].map((choice) => {
-    const [attention, mlp] = KINDS.map((_, offset) =>
-      ranges(plan.choices.flatMap((own, index) => (own === choice && index % KINDS.length === offset ? [index >> 1] : []))),
-    );
-    return `${choice}: attention of layers ${attention}, MLP of layers ${mlp}`;
+    const kinds = ["attention", "MLP"].flatMap((name, offset) => {
+      const layers = plan.choices.flatMap((own, index) => (own === choice && index % KINDS.length === offset ? [index >> 1] : []));
+      return layers.length ? [`${name} of layers ${ranges(layers)}`] : [];
+    });
+    return `${choice}: ${kinds.join(", ")}`;
   });
   return `How the draft runs sublayers. ${ways.join("; ")}.`;
 }
@@ -78,5 +79,5 @@ function ranges(numbers) {
     if (last !== undefined && last.end === number - 1) last.end = number;
     else runs.push({ start: number, end: number });
   }
-  return runs.map(({ start, end }) => (start === end ? `${start}` : `${start} to ${end}`)).join(", ") || "none";
+  return runs.map(({ start, end }) => (start === end ? `${start}` : `${start} to ${end}`)).join(", ");
 }

@@ -354,7 +354,7 @@ def _settings(entrypoint: str) -> Settings:
     parsed = command.make_context("summarize", shlex.split(entrypoint)[2:]).params
     own = {"inputs", "output", "text_column", "id_column", "prompt", "long", "chunk_tokens", "overlap_tokens"}
     own |= {"level_tokens", "limit", "sample", "overwrite", "file_format", "drain_s", "config", "set_"}
-    own |= {"changed", "max_engine_restarts"}
+    own |= {"changed", "max_engine_restarts", "order", "accept_failed_rows"}
     assert parsed["output"]
     asked = {name: value for name, value in parsed.items() if name not in own and value not in (None, ())}
     return make_settings(flags=asked)

@@ -92,6 +92,14 @@ class Quarantine:
         self._records: dict[int, _Record] = {}
         self._places = random.Random(seed)
 
+    @property
+    def has_suspects(self) -> bool:
+        return any(record.is_suspect for record in self._records.values())
+
+    def is_suspect(self, row: int) -> bool:
+        record = self._records.get(row)
+        return record is not None and record.is_suspect
+
     def admitted(self, waiting: Iterable[int], under_way: Collection[int]) -> list[int]:
         """The waiting rows that the engine gets now, beside those under way."""
         suspects = {row for row, record in self._records.items() if record.is_suspect}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 from scipy.stats import binom
 
-from rayspec.batch.quarantine import Quarantine, Verdict, binomial_tail
+from rayspec.pipeline.pool.quarantine import Quarantine, Verdict, binomial_tail
 
 WIDTH = 8
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
-from rayspec.batch.quarantine import EngineKilledError
-from rayspec.batch.supervisor import DrainingError, EngineSupervisor, NodeLostError, rows_at_a_time
 from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.decode.engine_loop import EngineDeadError
-from rayspec.types import CheckpointError, ConfigError
+from rayspec.pipeline.placement import PlacementError
+from rayspec.pipeline.pool.quarantine import EngineKilledError
+from rayspec.pipeline.pool.supervisor import DrainingError, EngineSupervisor, NodeLostError
+from rayspec.pipeline.pool.worker import items_at_a_time
+from rayspec.types import CheckpointError, ConfigError, EngineLoad, EngineStats
 
 Outcome = Any
 
@@ -29,11 +32,12 @@ class Engine:
 
     async def load(self) -> dict[str, Any]:
         self._lab.now_s += self._lab.load_s
-        await self._lab.loading(len(self._lab.engines))
+        number = self._lab.engines.index(self) + 1
+        await self._lab.loading(number)
         await self.check()
-        return {"engine": len(self._lab.engines)}
+        return {"engine": number}
 
-    async def handle(self, row: str) -> str:
+    async def handle(self, row: str, tell: object = None) -> str:
         self._lab.num_inside += 1
         self._lab.most_inside = max(self._lab.most_inside, self._lab.num_inside)
         try:
@@ -57,6 +61,17 @@ class Engine:
         if self.has_ended:
             raise EngineDeadError("the engine's process has ended")
 
+    async def answer(self) -> None:
+        if self in self._lab.frozen:
+            await asyncio.Event().wait()
+        await self.check()
+
+    async def stats(self) -> EngineStats:
+        return EngineStats()
+
+    async def load_now(self) -> EngineLoad:
+        return EngineLoad(num_running=0, num_waiting=0, kv_used_tokens=0, kv_total_tokens=0)
+
     async def stop(self) -> None:
         self.has_ended = True
 
@@ -76,6 +91,7 @@ class Lab:
     loading: Callable[[int], Awaitable[None]] = _at_once
     engines: list[Engine] = field(default_factory=list)
     begun: Counter[str] = field(default_factory=Counter)
+    frozen: list[Engine] = field(default_factory=list)
     num_inside: int = 0
     most_inside: int = 0
     slept_s: list[float] = field(default_factory=list)
@@ -93,8 +109,8 @@ class Lab:
         self.on_sleep(seconds)
         await asyncio.sleep(0)
 
-    def supervisor(self, max_restarts: int = 3) -> EngineSupervisor:
-        return EngineSupervisor(self.start, max_restarts=max_restarts, clock=self.clock, sleep=self.sleep)
+    def supervisor(self, max_restarts: int = 3, **options: Any) -> EngineSupervisor:
+        return EngineSupervisor(self.start, max_restarts=max_restarts, clock=self.clock, sleep=self.sleep, **options)
 
     def clock(self) -> float:
         """A second passes between any two looks."""
@@ -331,7 +347,7 @@ def test_a_caller_that_goes_away_holds_nobody_up() -> None:
 
 def test_a_node_that_is_lost_is_no_evidence_and_its_rows_go_on() -> None:
     class OnLostNode(Engine):
-        async def handle(self, row: str) -> str:
+        async def handle(self, row: str, tell: object = None) -> str:
             raise NodeLostError("the engine's node is lost")
 
     lab = Lab()
@@ -347,25 +363,22 @@ def test_a_node_that_is_lost_is_no_evidence_and_its_rows_go_on() -> None:
 
 
 def test_a_job_that_drains_ends_what_an_engine_has_and_begins_nothing_new() -> None:
-    async def drained() -> tuple[list[Outcome], Outcome, int]:
+    async def drained() -> tuple[list[Outcome], Outcome]:
         supervisor = lab.supervisor()
         work = asyncio.gather(*map(supervisor.handle, ROWS), return_exceptions=True)
         await until(lambda: lab.begun.total() == len(ROWS))
         await supervisor.drain()
-        given = await supervisor.num_given()
         late = (await asyncio.gather(supervisor.handle("late"), return_exceptions=True))[0]
-        outcomes = await work
-        assert await supervisor.num_given() == given
-        return outcomes, late, given
+        return await work, late
 
     lab = Lab()
-    outcomes, late, given = asyncio.run(drained())
+    outcomes, late = asyncio.run(drained())
     assert outcomes == list(DONE.values())
-    assert (type(late), given) == (DrainingError, len(ROWS))
+    assert type(late) is DrainingError
 
 
 def test_rows_of_an_engine_that_dies_while_the_job_drains_are_not_begun_again() -> None:
-    async def drained() -> tuple[list[Outcome], int]:
+    async def drained() -> list[Outcome]:
         supervisor = lab.supervisor()
 
         def drain_and_kill(_: str) -> bool:
@@ -373,23 +386,176 @@ def test_rows_of_an_engine_that_dies_while_the_job_drains_are_not_begun_again() 
             return True
 
         lab.kills = drain_and_kill
-        outcomes = await asyncio.gather(*map(supervisor.handle, ROWS), return_exceptions=True)
-        return outcomes, await supervisor.num_given()
+        return await asyncio.gather(*map(supervisor.handle, ROWS), return_exceptions=True)
 
     lab = Lab()
-    outcomes, given = asyncio.run(drained())
-    assert {type(outcome) for outcome in outcomes} == {DrainingError}
-    assert given == 0
+    assert {type(outcome) for outcome in asyncio.run(drained())} == {DrainingError}
+    assert max(lab.begun.values()) == 1
 
 
 def test_an_engine_is_given_no_more_rows_than_it_can_run() -> None:
     lab = Lab()
-    supervisor = EngineSupervisor(lab.start, max_restarts=0, max_rows=5, clock=lab.clock, sleep=lab.sleep)
+    supervisor = EngineSupervisor(lab.start, max_restarts=0, max_items=5, clock=lab.clock, sleep=lab.sleep)
     assert asyncio.run(lab.run(ROWS, supervisor)) == DONE
     assert lab.most_inside == 5
 
 
-def test_rows_at_a_time_follow_from_the_engines_options() -> None:
+def test_items_at_a_time_follow_from_the_engines_options() -> None:
     config = EngineConfig(model="demo", max_num_seqs=8)
-    assert rows_at_a_time(config) == 10
-    assert rows_at_a_time(config.replace(parallel=ParallelOptions(replicas=3))) == 30
+    assert items_at_a_time(config) == 10
+    assert items_at_a_time(config.replace(parallel=ParallelOptions(replicas=3))) == 10
+
+
+class TestSeveralEngines:
+    """Each in a slot of its own."""
+
+    MANY: ClassVar = [f"row {number}" for number in range(60)]
+    ALL_DONE: ClassVar = {row: f"done {row}" for row in MANY}
+
+    def test_they_share_the_rows_evenly(self) -> None:
+        lab = Lab()
+        assert asyncio.run(lab.run(self.MANY, lab.supervisor(num_engines=3, max_items=4))) == self.ALL_DONE
+        assert len(lab.engines) == 3
+        assert all(12 <= len(engine.rows) <= 28 for engine in lab.engines)
+        assert lab.most_inside == 12
+
+    def test_rows_that_begin_alike_meet_unless_others_have_much_less_to_do(self) -> None:
+        async def run() -> dict[str, Outcome]:
+            supervisor = lab.supervisor(num_engines=2, max_items=40, beginning=lambda row: row[:5] * 100)
+            await supervisor.begin()
+            await until(lambda: len(lab.engines) == 2 and supervisor.is_whole)
+            return await lab.run(rows, supervisor)
+
+        lab = Lab()
+        rows = [f"{kind} {number}" for number in range(5) for kind in ("alpha", "gamma")]
+        assert len(asyncio.run(run())) == 10
+        assert sorted(len({row[:5] for row in engine.rows}) for engine in lab.engines) == [1, 1]
+
+    def test_one_that_dies_is_replaced_while_the_others_go_on(self) -> None:
+        async def run() -> dict[str, Outcome]:
+            supervisor = lab.supervisor(num_engines=3, max_items=4)
+            await supervisor.begin()
+            await until(lambda: supervisor.is_whole)
+            outcomes = await lab.run(self.MANY, supervisor)
+            await until(lambda: len(lab.engines) == 4 and supervisor.is_whole)
+            return outcomes
+
+        lab = Lab()
+        left = iter([True])
+        lab.kills = lambda row: row == "row 30" and next(left, False)
+        assert asyncio.run(run()) == self.ALL_DONE
+        assert sorted(engine.has_ended for engine in lab.engines) == [False] * 3 + [True]
+        assert max(lab.begun.values()) <= 2
+
+    @pytest.mark.parametrize("num_deadly", [1, 3])
+    def test_a_row_that_kills_engines_fails_alone_and_others_do_not_wait_for_the_trials(self, num_deadly: int) -> None:
+        async def loading(number: int) -> None:
+            for _ in range(50 if number > 3 else 1):  # turns of the loop in which the others could go on
+                await asyncio.sleep(0)
+
+        lab = Lab(loading=loading)
+        deadly = [f"deadly {number}" for number in range(num_deadly)]
+        done_at: dict[str, int] = {}
+
+        async def run() -> dict[str, Outcome]:
+            supervisor = lab.supervisor(num_engines=3, max_items=4)
+
+            async def noted(row: str) -> Outcome:
+                try:
+                    return await supervisor.handle(row)
+                finally:
+                    done_at[row] = len(lab.engines)
+
+            rows = [*self.MANY[:9], *deadly, *self.MANY[9:]]
+            work = asyncio.gather(*map(noted, rows), return_exceptions=True)
+            return dict(zip(rows, await asyncio.wait_for(work, 20), strict=True))
+
+        outcomes = asyncio.run(run())
+        assert {row: outcomes[row] for row in self.MANY} == self.ALL_DONE
+        assert all(isinstance(outcomes[row], EngineKilledError) for row in deadly), outcomes
+        late = [row for row in self.MANY if done_at[row] == max(done_at.values())]
+        assert len(late) < len(self.MANY) / 2, "most rows were done while suspects were tried"
+
+    def test_one_that_can_never_be_loaded_again_is_lost_and_the_others_do_its_rows(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        async def loading(number: int) -> None:
+            if number > 2:
+                raise ConfigError("the device is broken")
+
+        async def run() -> tuple[dict[str, Outcome], int]:
+            supervisor = lab.supervisor(num_engines=2, max_items=4)
+            await supervisor.begin()
+            await until(lambda: supervisor.is_whole)
+            outcomes = await lab.run(self.MANY, supervisor)
+            await until(lambda: supervisor.is_whole)
+            return outcomes, (await supervisor.stats()).num_lost_replicas
+
+        lab = Lab(loading=loading)
+        left = iter([True])
+        lab.kills = lambda row: row == "row 30" and next(left, False)
+        outcomes, num_lost = asyncio.run(run())
+        assert (outcomes, num_lost) == (self.ALL_DONE, 1)
+        assert "of 2 is lost for good: the device is broken" in caplog.text
+
+    def test_the_first_that_is_up_begins_and_one_without_a_place_is_tried_again(self) -> None:
+        async def loading(number: int) -> None:
+            if number == 1:
+                await asyncio.sleep(0.01)
+                raise PlacementError("no place") if has_begun else CheckpointError("another reason")
+
+        async def run() -> dict[str, Outcome]:
+            nonlocal has_begun
+            supervisor = lab.supervisor(num_engines=2)
+            assert await supervisor.begin() == {"engine": 2}
+            has_begun = True
+            await until(lambda: 30.0 in lab.slept_s)
+            await until(lambda: supervisor.is_whole)
+            return await lab.run(self.MANY, supervisor)
+
+        has_begun = False
+        lab = Lab(loading=loading)
+        assert asyncio.run(run()) == self.ALL_DONE
+        assert 30.0 in lab.slept_s
+        assert len(lab.engines) == 3
+
+    @pytest.mark.parametrize("how", ["frozen", "ended"])
+    def test_an_engine_that_is_silent_or_ends_without_items_is_replaced_at_once(self, how: str) -> None:
+        async def run() -> dict[str, Outcome]:
+            supervisor = lab.supervisor(num_engines=2, silence_s=0.02)
+            await supervisor.begin()
+            await until(lambda: supervisor.is_whole)
+            if how == "frozen":
+                lab.frozen.append(lab.engines[1])
+            lab.engines[1].has_ended = how == "ended"
+            await until(lambda: len(lab.engines) == 3 and supervisor.is_whole)
+            assert lab.engines[1].has_ended
+            outcomes = await lab.run(self.MANY, supervisor)
+            await supervisor.stop()
+            return outcomes
+
+        async def sleep(_: float) -> None:
+            await asyncio.sleep(0.001)
+
+        lab = Lab()
+        lab.sleep = sleep  # type: ignore[method-assign]
+        assert asyncio.run(run()) == self.ALL_DONE
+        assert lab.engines[1].rows == []
+
+    def test_the_users_error_is_raised_once_all_have_failed(self) -> None:
+        async def loading(_: int) -> None:
+            raise CheckpointError("no/such-model")
+
+        lab = Lab(loading=loading)
+        with pytest.raises(CheckpointError):
+            asyncio.run(lab.supervisor(num_engines=3).begin())
+        assert len(lab.engines) == 3
+
+    @pytest.mark.parametrize("seed", range(8))
+    def test_random_kills_lose_and_double_nothing(self, seed: int) -> None:
+        rng = random.Random(seed)
+        lab = Lab(kills=lambda row: row == "deadly" or rng.random() < 0.02)
+        supervisor = lab.supervisor(max_restarts=20, num_engines=4, max_items=5)
+        outcomes = asyncio.run(lab.run([*self.MANY, "deadly"], supervisor))
+        assert {row: outcomes[row] for row in self.MANY} == self.ALL_DONE
+        assert isinstance(outcomes["deadly"], EngineKilledError)

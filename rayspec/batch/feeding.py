@@ -1,0 +1,121 @@
+"""Rows through a pool of engines: read on one thread, completed by the engines, given out as they finish."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Protocol
+
+from rayspec.batch.documents import DuplicateCheck
+from rayspec.batch.rows import Row
+from rayspec.decode.engine_loop import EngineDeadError
+from rayspec.pipeline.pool.quarantine import EngineKilledError
+from rayspec.pipeline.pool.supervisor import DrainingError
+from rayspec.types import RayspecError
+
+_JOIN_S = 10.0
+
+
+class Pool(Protocol):
+    """What is asked of an EnginePool."""
+
+    def submit(self, item: Row) -> Future[Row]: ...
+
+
+@contextmanager
+def completing(pool: Pool, rows: Iterator[Row], *, num_wanted: int) -> Iterator[Iterator[Row]]:
+    """For a block that takes rows as they are completed, in no particular order. Reading begins with the block. Of
+    several rows with one id the first counts; the others become errors.
+
+    num_wanted: rows that are under way at a time. When the pool takes no more rows, no more are read; rows under way
+    are given out, some of which are not final then (`Row.is_final`). Taking raises what reading raises.
+    """
+    feeder = _Feeder(pool, rows, num_wanted)
+    try:
+        yield feeder.completed()
+    finally:
+        feeder.stop()
+
+
+class _Feeder:
+    """A thread that reads rows and hands them to the pool as long as there is room."""
+
+    def __init__(self, pool: Pool, rows: Iterator[Row], num_wanted: int) -> None:
+        self._pool, self._rows = pool, rows
+        self._room = threading.Semaphore(num_wanted)
+        self._done: queue.SimpleQueue[Row | Exception | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._is_stopped = False
+        self._num_given = 0
+        self._thread = threading.Thread(target=self._feed, name="rayspec-feeder", daemon=True)
+        self._thread.start()
+
+    def completed(self) -> Iterator[Row]:
+        num_taken = 0
+        while not self._is_stopped or num_taken < self._num_given:
+            match self._done.get():
+                case None:
+                    self._give_no_more()
+                case Exception() as error:
+                    raise error
+                case row:
+                    num_taken += 1
+                    self._room.release()
+                    yield row
+
+    def stop(self) -> None:
+        self._give_no_more()
+        self._room.release()
+        self._thread.join(_JOIN_S)
+
+    def _give_no_more(self) -> None:
+        with self._lock:
+            self._is_stopped = True
+
+    def _feed(self) -> None:
+        try:
+            check = DuplicateCheck()
+            for row in self._rows:
+                self._room.acquire()
+                with self._lock:
+                    if self._is_stopped:
+                        return
+                    self._num_given += 1
+                self._give(row if row.error_kind is not None else check(row))
+        except Exception as error:  # noqa: BLE001 - raised where rows are taken
+            self._done.put(error)
+        finally:
+            self._done.put(None)
+            with suppress(AttributeError, RuntimeError):
+                self._rows.close()  # type: ignore[attr-defined]
+
+    def _give(self, row: Row) -> None:
+        if row.error_kind is not None:
+            self._done.put(row)
+            return
+        self._pool.submit(row).add_done_callback(partial(self._take, row))
+
+    def _take(self, row: Row, done: Future[Row]) -> None:
+        try:
+            result = _outcome(row, done)
+        except Exception as error:  # noqa: BLE001 - raised where rows are taken
+            self._done.put(error)
+            return
+        if not result.is_final:
+            self._give_no_more()
+        self._done.put(result)
+
+
+def _outcome(row: Row, done: Future[Row]) -> Row:
+    """The completed row, or the row with the reason why the pool did not complete it. Raises what no row is to blame
+    for, nor the engines."""
+    try:
+        return done.result()
+    except (EngineKilledError, DrainingError) as error:
+        return row.failed(error)
+    except (RayspecError, CancelledError) as error:
+        return row.failed(EngineDeadError(str(error)))

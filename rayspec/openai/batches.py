@@ -1,0 +1,161 @@
+"""The objects of OpenAI's Files and Batch APIs, and what clients send to them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
+from typing_extensions import Self
+
+from rayspec.openai.batch import BatchError, Url
+from rayspec.openai.strict_body import StrictBody
+
+Purpose = Literal["batch", "batch_output"]
+Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
+FINAL: frozenset[Status] = frozenset({"failed", "completed", "expired", "cancelled"})
+
+_UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_WINDOW = re.compile(r"([1-9]\d{0,5})([smhd])")
+_MOST_WINDOW_S = 30 * 86400
+_MOST_METADATA, _MOST_KEY, _MOST_VALUE = 16, 64, 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileObject:
+    """A file that is kept. bytes: its size. created_at: Unix seconds."""
+
+    id: str
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: Purpose
+    status: Literal["processed"] = "processed"
+    object: Literal["file"] = "file"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileDeleted:
+    id: str
+    deleted: bool = True
+    object: Literal["file"] = "file"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestCounts:
+    """Of a batch's lines: all, answered, and failed with an error of their own."""
+
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchErrors:
+    data: Sequence[BatchError]
+    object: Literal["list"] = "list"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """A batch as clients see it. Times are Unix seconds, None for what has not happened."""
+
+    id: str
+    endpoint: Url
+    input_file_id: str
+    completion_window: str
+    created_at: int
+    expires_at: int
+    status: Status = "validating"
+    errors: BatchErrors | None = None
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    request_counts: RequestCounts = RequestCounts()
+    metadata: Mapping[str, str] | None = None
+    object: Literal["batch"] = "batch"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileList:
+    """A page of files; the ids are those of its ends."""
+
+    data: Sequence[FileObject]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+    object: Literal["list"] = "list"
+
+    @classmethod
+    def of(cls, data: Sequence[FileObject], *, has_more: bool) -> Self:
+        ends = (data[0].id, data[-1].id) if data else (None, None)
+        return cls(data=data, has_more=has_more, first_id=ends[0], last_id=ends[1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchList:
+    """A page of batches, the newest first; the ids are those of its ends."""
+
+    data: Sequence[Batch]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+    object: Literal["list"] = "list"
+
+    @classmethod
+    def of(cls, data: Sequence[Batch], *, has_more: bool) -> Self:
+        ends = (data[0].id, data[-1].id) if data else (None, None)
+        return cls(data=data, has_more=has_more, first_id=ends[0], last_id=ends[1])
+
+
+class BatchRequest(StrictBody):
+    """The body of POST /v1/batches. completion_window: "24h" as OpenAI has it, or any other time up to 30 days, as
+    "90s", "30m" or "7d"."""
+
+    input_file_id: str
+    endpoint: Url
+    completion_window: str
+    metadata: dict[str, str] | None = None
+
+    @field_validator("completion_window")
+    @classmethod
+    def _a_time(cls, text: str) -> str:
+        match = _WINDOW.fullmatch(text)
+        if match is None or int(match[1]) * _UNIT_S[match[2]] > _MOST_WINDOW_S:
+            raise PydanticCustomError("invalid_value", "it must be a time up to 30 days, as '24h', '30m' or '7d'")
+        return text
+
+    @field_validator("metadata")
+    @classmethod
+    def _small(cls, metadata: dict[str, str] | None) -> dict[str, str] | None:
+        items = (metadata or {}).items()
+        if len(items) > _MOST_METADATA or any(len(key) > _MOST_KEY or len(value) > _MOST_VALUE for key, value in items):
+            raise PydanticCustomError(
+                "invalid_value",
+                f"at most {_MOST_METADATA} keys of {_MOST_KEY} characters, values of {_MOST_VALUE} characters",
+            )
+        return metadata
+
+    @property
+    def window_s(self) -> int:
+        match = _WINDOW.fullmatch(self.completion_window)
+        assert match is not None
+        return int(match[1]) * _UNIT_S[match[2]]
+
+
+class PageRequest(StrictBody):
+    """The query of a list. after: the id before the first one wanted."""
+
+    after: str | None = None
+    limit: Annotated[int, Field(ge=1, le=10_000, strict=False)] | None = None
+    order: Literal["asc", "desc"] = "desc"
+    purpose: Purpose | None = None

@@ -1,0 +1,163 @@
+"""Calls to an actor that travel in batches, there and back.
+
+A call of an actor costs both processes about a millisecond, whatever travels. Here a message carries all items that
+were handed in meanwhile, and one stream brings the outcomes of all items in the order in which they are ready.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import pickle
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ray.exceptions import RayError
+
+from rayspec.pipeline.pool.recipe import Tell
+from rayspec.types import RayspecError
+
+_LINGER_S = 0.003  # outcomes that are ready so soon after one another travel together
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """number: unique among the calls of one caller."""
+
+    number: int
+    item: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What is new of a call: a part of the result, or in the end the result or the error."""
+
+    number: int
+    value: Any = None
+    error: Exception | None = None
+    is_last: bool = True
+
+
+class CalledHere:
+    """The actor's end. handle: what is done with an item."""
+
+    def __init__(self, handle: Callable[[Any, Tell], Awaitable[Any]]) -> None:
+        self._handle = handle
+        self._ready: asyncio.Queue[Outcome] = asyncio.Queue()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    def take(self, calls: Sequence[Call]) -> None:
+        loop = asyncio.get_running_loop()
+        for call in calls:
+            self._tasks[call.number] = loop.create_task(self._run(call, loop))
+
+    def cancel(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            if (task := self._tasks.get(number)) is not None:
+                task.cancel()
+
+    async def outcomes(self) -> AsyncGenerator[list[Outcome], None]:
+        """Without end: of all calls, in the order in which they are ready. Iterated once."""
+        while True:
+            ready = [await self._ready.get()]
+            await asyncio.sleep(_LINGER_S)
+            while not self._ready.empty():
+                ready.append(self._ready.get_nowait())
+            yield ready
+
+    async def _run(self, call: Call, loop: asyncio.AbstractEventLoop) -> None:
+        def tell(part: Any) -> None:
+            loop.call_soon_threadsafe(self._ready.put_nowait, Outcome(call.number, part, is_last=False))
+
+        try:
+            self._ready.put_nowait(Outcome(call.number, await self._handle(call.item, tell)))
+        except Exception as error:  # noqa: BLE001 - the caller's to judge
+            self._ready.put_nowait(Outcome(call.number, error=_fit_to_travel(error)))
+        finally:
+            del self._tasks[call.number]
+
+
+@dataclass(slots=True)
+class _Waiting:
+    future: asyncio.Future[Any]
+    tell: Tell | None
+
+
+class BatchedCalls:
+    """The caller's end, for coroutines of one event loop.
+
+    actor: has the methods `take`, `cancel` and `outcomes` of CalledHere. on_end: makes an error of what Ray says when
+    the actor has ended.
+    """
+
+    def __init__(self, actor: Any, on_end: Callable[[RayError], Exception]) -> None:
+        self._actor, self._on_end = actor, on_end
+        self._numbers = itertools.count()
+        self._waiting: dict[int, _Waiting] = {}
+        self._unsent: list[Call] = []
+        self._reader: asyncio.Task[None] | None = None
+        self._end: Exception | None = None
+
+    async def __call__(self, item: Any, tell: Tell | None = None) -> Any:
+        """The result for an item. Raises what the actor's handler raises, and what `on_end` makes of the actor's end.
+        Cancelling the wait cancels the call. tell: takes the parts of the result."""
+        loop = asyncio.get_running_loop()
+        if self._reader is None:
+            self._reader = loop.create_task(self._read())
+        if self._end is not None:
+            raise self._end
+        number = next(self._numbers)
+        waiting = self._waiting[number] = _Waiting(loop.create_future(), tell)
+        if not self._unsent:
+            loop.call_soon(self._send)
+        self._unsent.append(Call(number, item))
+        try:
+            return await waiting.future
+        except asyncio.CancelledError:
+            loop.call_soon(partial(self._actor.cancel.remote, [number]))  # after the call itself
+            raise
+        finally:
+            del self._waiting[number]
+
+    def close(self) -> None:
+        """No outcome is waited for any more."""
+        if self._reader is not None:
+            self._reader.cancel()
+
+    def _send(self) -> None:
+        calls, self._unsent = self._unsent, []
+        self._actor.take.remote(calls)
+
+    async def _read(self) -> None:
+        try:
+            async for reference in self._actor.outcomes.options(num_returns="streaming").remote():
+                for outcome in await reference:
+                    self._settle(outcome)
+        except RayError as error:
+            self._end = self._on_end(error)
+            for waiting in self._waiting.values():
+                if not waiting.future.done():
+                    waiting.future.set_exception(self._end)
+
+    def _settle(self, outcome: Outcome) -> None:
+        waiting = self._waiting.get(outcome.number)
+        if waiting is None or waiting.future.done():
+            return
+        if not outcome.is_last:
+            if waiting.tell is not None:
+                waiting.tell(outcome.value)
+        elif outcome.error is not None:
+            waiting.future.set_exception(outcome.error)
+        else:
+            waiting.future.set_result(outcome.value)
+
+
+def _fit_to_travel(error: Exception) -> Exception:
+    """The error, or one with its text where the error cannot be made again in another process."""
+    with contextlib.suppress(Exception):
+        if type(pickle.loads(pickle.dumps(error))) is type(error):  # noqa: S301 - our own bytes
+            return error
+    return RayspecError(f"{type(error).__name__}: {error}")

@@ -1,0 +1,466 @@
+"""The supervisor gives items to engines, starts another engine where one dies, and gives out the lost items again."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rayspec.decode.engine_loop import EngineDeadError
+from rayspec.pipeline.placement import PlacementError
+from rayspec.pipeline.pool.merged_stats import merged_stats
+from rayspec.pipeline.pool.quarantine import EngineKilledError, Quarantine, Verdict
+from rayspec.pipeline.pool.recipe import Beginning, Tell
+from rayspec.pipeline.pool.restart_budget import RestartBudget
+from rayspec.pipeline.pool.routing import PartHash, Router, part_hashes
+from rayspec.types import EngineLoad, EngineStats, RayspecError
+
+_WATCH_SHARE = 2.0  # of the time that an engine lived with one item
+_LONGEST_WATCH_S = 120.0
+_STOP_TIMEOUT_S = 10.0
+_ANSWER_TIMEOUT_S = 5.0
+_PLACE_AGAIN_S = 30.0
+_ASK_EVERY_S = 2.0
+
+logger = logging.getLogger(__name__)
+
+
+class DrainingError(RayspecError):
+    """The job is about to end: no new item is begun."""
+
+    kind = "aborted"
+
+
+class NodeLostError(EngineDeadError):
+    """The engine ended with its node, or was preempted: no item is to blame."""
+
+
+class Engine(Protocol):
+    """Runs items. Its coroutines raise EngineDeadError once the engine has ended."""
+
+    async def load(self) -> Any: ...
+
+    async def handle(self, item: Any, tell: Tell | None) -> Any: ...
+
+    async def check(self) -> None: ...
+
+    async def answer(self) -> None:
+        """Returns when the engine's process answers, whatever the engine is doing."""
+
+    async def stats(self) -> EngineStats: ...
+
+    async def load_now(self) -> EngineLoad: ...
+
+    async def stop(self) -> None: ...
+
+    def end(self) -> None:
+        """At once, whatever runs. Never raises; more than once is fine."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Slot:
+    """The place of an engine. under_way: since when the engine has had which items. watch_s: how long the next engine
+    lives without items first. failure: why no engine is started here any more."""
+
+    number: int
+    restarts: RestartBudget
+    trials: RestartBudget
+    engine: Engine | None = None
+    starting: asyncio.Task[None] | None = None
+    under_way: dict[int, float] = field(default_factory=dict)
+    delay_s: float = 0.0
+    watch_s: float = 0.0
+    watch: asyncio.Task[None] | None = None
+    failure: Exception | None = None
+
+    def renew_budgets(self) -> None:
+        self.restarts.renew()
+        self.trials.renew()
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    turn: asyncio.Future[tuple[_Slot, Engine]]
+    hashes: tuple[PartHash, ...]
+
+
+class EngineSupervisor:
+    """Passes items to engines. When an engine dies, another takes its place, and its items go to engines that live.
+
+    An item is given out once, whatever engines did with it. An item that kills engines fails alone (see Quarantine):
+    while there are suspects, one engine has nothing else to do, and the others go on with other items.
+    max_restarts: of each engine, for deaths that no item explains, and for items that seem to kill engines, without an
+    item completed there in between. An engine that died more often is lost; when all are lost, all items fail until
+    `begin`. max_items: that an engine is given at a time. silence_s: after which an engine whose process does not
+    answer is taken for dead; None: engines are not asked. beginning: of an item, see Recipe. `start` makes an engine
+    that is not loaded yet; it may block.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[], Engine],
+        *,
+        num_engines: int = 1,
+        max_restarts: int,
+        max_items: int | None = None,
+        silence_s: float | None = None,
+        beginning: Callable[[Any], Beginning] = lambda item: None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._start = start
+        self._clock, self._sleep = clock, sleep
+        self._max_restarts, self._max_items = max_restarts, max_items
+        self._beginning, self._silence_s = beginning, silence_s
+        self._slots = [
+            _Slot(number=number, restarts=RestartBudget(max_restarts), trials=RestartBudget(max_restarts))
+            for number in range(num_engines)
+        ]
+        self._trial_slot: _Slot | None = None
+        self._quarantine: Quarantine | None = None  # from the first death on
+        self._router = Router()
+        self._numbers = itertools.count()
+        self._facts: Any = None
+        self._was_loaded = False
+        self._news = asyncio.Event()  # an engine came up, or a slot was given up
+        self._failure: Exception | None = None
+        self._is_stopped = False
+        self._waiting: dict[int, _Waiting] = {}
+        self._condemned: dict[int, EngineKilledError] = {}
+
+    async def begin(self) -> Any:
+        """For a new dataset: an engine is up when this returns, others may follow, and restarts are counted anew.
+        Returns what the first engine says of itself. Raises EngineDeadError, and what an engine raises while it loads.
+        """
+        if not self._is_stopped:
+            self._failure = None
+        for slot in self._slots:
+            slot.failure = None
+            await self._check(slot)
+            slot.renew_budgets()
+        while not self._running:
+            self._require_alive()
+            self._news.clear()
+            self._start_missing()
+            await self._news.wait()
+        self._start_missing()
+        return self._facts
+
+    async def handle(self, item: Any, listen: Callable[[], Tell] | None = None) -> Any:
+        """What an engine makes of the item. listen: gives what hears of the parts of the result; called again when the
+        item is begun anew. Raises EngineKilledError, EngineDeadError, DrainingError."""
+        number = next(self._numbers)
+        hashes = part_hashes(self._beginning(item)) if len(self._slots) > 1 else ()
+        try:
+            while True:
+                slot, engine = await self._turn(number, hashes)
+                try:
+                    result = await engine.handle(item, listen() if listen is not None else None)
+                except EngineDeadError as error:
+                    self._bury(slot, engine, error)
+                    if number in self._condemned:
+                        raise self._condemned[number] from None
+                else:
+                    slot.renew_budgets()
+                    return result
+        finally:
+            self._leave(number)
+
+    async def drain(self) -> None:
+        """No item is given to an engine any more: later and waiting items fail with DrainingError. Items that an engine
+        has go on."""
+        if self._failure is None:
+            self._fail(DrainingError("the engine takes no new rows"))
+
+    async def stats(self) -> EngineStats:
+        """Of the engines that run now."""
+        stats = merged_stats(await self._answers(lambda engine: engine.stats()))
+        stats.num_lost_replicas = self._num_lost
+        return stats
+
+    async def load(self) -> EngineLoad:
+        """Of the engines that run now."""
+        nothing = EngineLoad(num_running=0, num_waiting=0, kv_used_tokens=0, kv_total_tokens=0)
+        return sum(await self._answers(lambda engine: engine.load_now()), start=nothing)
+
+    async def ping(self) -> None:
+        """Returns when all engines that run have answered. Raises what an engine raises, and where no engine runs
+        EngineDeadError or what keeps engines from running."""
+        self._require_alive()
+        engines = [slot.engine for slot in self._running if slot.engine is not None]
+        if not engines:
+            raise EngineDeadError("no engine is up: they are being started")
+        await asyncio.gather(*(engine.check() for engine in engines))
+
+    @property
+    def is_whole(self) -> bool:
+        """All engines that are not lost are up."""
+        return all(slot.engine is not None or slot.failure is not None for slot in self._slots)
+
+    @property
+    def num_up(self) -> int:
+        """Engines that take items."""
+        return len(self._running)
+
+    async def stop(self) -> None:
+        """End the engines. Items that are not done fail with EngineDeadError; so do all later ones."""
+        self._is_stopped = True
+        self._fail(EngineDeadError("the engine was shut down"))
+        for task in (task for slot in self._slots for task in (slot.starting, slot.watch) if task is not None):
+            task.cancel()
+        await asyncio.gather(*map(self._stop, self._slots))
+
+    async def kill(self) -> None:
+        """`stop`, at once."""
+        for slot in self._slots:
+            if slot.engine is not None:
+                slot.engine.end()
+                slot.engine = None
+        await self.stop()
+
+    async def _stop(self, slot: _Slot) -> None:
+        engine, slot.engine = slot.engine, None
+        if engine is None:
+            return
+        try:
+            await asyncio.wait_for(engine.stop(), _STOP_TIMEOUT_S)
+        except Exception as error:  # noqa: BLE001 - the engine is ended in any case
+            logger.info("the engine did not stop by itself: %s", error)
+        finally:
+            engine.end()
+
+    # --- items ---
+
+    async def _turn(self, number: int, hashes: tuple[PartHash, ...]) -> tuple[_Slot, Engine]:
+        self._require_alive()
+        turn: asyncio.Future[tuple[_Slot, Engine]] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = _Waiting(turn, hashes)
+        self._dispatch()
+        try:
+            return await turn
+        finally:
+            self._waiting.pop(number, None)
+
+    def _dispatch(self) -> None:
+        if self._waiting and self._failure is None:
+            self._start_missing()
+        trial = self._slot_for_suspects()
+        if trial is not None and self._quarantine is not None:
+            for number in self._quarantine.admitted(self._waiting, trial.under_way):
+                self._give(number, trial)
+        loads = {
+            slot.number: len(slot.under_way) for slot in self._running if slot is not trial and self._has_room(slot)
+        }
+        for number in list(self._ordinary()) if loads else ():
+            slot = self._slots[self._router.choose(self._waiting[number].hashes, loads)]
+            self._give(number, slot)
+            loads[slot.number] += 1
+            if not self._has_room(slot):
+                del loads[slot.number]
+            if not loads:
+                return
+
+    def _slot_for_suspects(self) -> _Slot | None:
+        """While there are suspects: the same one as long as it can be, first the one whose engine has died."""
+        if self._quarantine is None or not self._quarantine.has_suspects:
+            self._trial_slot = None
+        elif self._trial_slot is None or self._trial_slot.failure is not None:
+            left = [slot for slot in self._slots if slot.failure is None]
+            self._trial_slot = min(left, key=lambda slot: len(slot.under_way), default=None)
+        trial = self._trial_slot
+        return trial if trial is not None and trial.engine is not None else None
+
+    def _ordinary(self) -> Iterator[int]:
+        """The waiting items under no suspicion, oldest first."""
+        quarantine = self._quarantine
+        return (number for number in self._waiting if quarantine is None or not quarantine.is_suspect(number))
+
+    def _has_room(self, slot: _Slot) -> bool:
+        return self._max_items is None or len(slot.under_way) < self._max_items
+
+    def _give(self, number: int, slot: _Slot) -> None:
+        turn = self._waiting.pop(number).turn
+        if not turn.done() and slot.engine is not None:
+            slot.under_way[number] = self._clock()
+            turn.set_result((slot, slot.engine))
+
+    def _leave(self, number: int) -> None:
+        for slot in self._slots:
+            slot.under_way.pop(number, None)
+        self._condemned.pop(number, None)
+        if self._quarantine is not None:
+            self._quarantine.forget(number)
+        self._dispatch()
+
+    # --- engines ---
+
+    @property
+    def _running(self) -> list[_Slot]:
+        return [slot for slot in self._slots if slot.engine is not None]
+
+    @property
+    def _num_lost(self) -> int:
+        return sum(slot.failure is not None for slot in self._slots)
+
+    async def _answers(self, question: Callable[[Engine], Awaitable[Any]]) -> list[Any]:
+        """Of the engines that answer soon."""
+        engines = [slot.engine for slot in self._slots if slot.engine is not None]
+        asked = [asyncio.wait_for(question(engine), _ANSWER_TIMEOUT_S) for engine in engines]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+    def _bury(self, slot: _Slot, engine: Engine, error: EngineDeadError) -> None:
+        """The first item that learns of a death calls this for all. Later calls do nothing."""
+        if engine is not slot.engine:
+            return
+        slot.engine = None
+        engine.end()
+        self._router.forget(slot.number)
+        under_way, slot.under_way = slot.under_way, {}
+        lived_s = self._clock() - min(under_way.values(), default=0.0)
+        slot.watch_s = min(_WATCH_SHARE * lived_s, _LONGEST_WATCH_S) if len(under_way) == 1 else 0.0
+        is_evidence = not isinstance(error, NodeLostError)
+        verdict = self._died(under_way.keys(), lived_s) if is_evidence else Verdict()
+        if self._quarantine is not None and self._quarantine.has_suspects and self._trial_slot is None:
+            self._trial_slot = slot
+        if verdict.is_guilty and verdict.suspect is not None:
+            message = f"engines died of this row, also where it was the only row, the last time so: {error}"
+            self._condemned[verdict.suspect] = EngineKilledError(message)
+        delay_s = self._delay_after_death(slot, verdict)
+        if delay_s is None:
+            self._lose(slot, self._spent(error))
+            return
+        slot.delay_s = delay_s
+        logger.warning("%s; the %s rows that it had are given to an engine again", error, len(under_way))
+
+    def _died(self, under_way: Collection[int], lived_s: float = 0.0) -> Verdict:
+        if self._quarantine is None:
+            self._quarantine = Quarantine()
+        return self._quarantine.died(under_way, lived_s)
+
+    def _delay_after_death(self, slot: _Slot, verdict: Verdict) -> float | None:
+        """None: engines died too often."""
+        if verdict.is_guilty:
+            slot.restarts.renew()
+        if verdict.suspect is None:
+            return slot.restarts.next_delay_s()
+        return 0.0 if verdict.is_known else slot.trials.next_delay_s()
+
+    def _start_missing(self) -> None:
+        for slot in self._slots:
+            if slot.engine is None and slot.failure is None:
+                self._ensure_starting(slot)
+
+    def _ensure_starting(self, slot: _Slot) -> None:
+        if slot.starting is None:
+            delay_s, slot.delay_s = slot.delay_s, 0.0
+            slot.starting = asyncio.create_task(self._start_until_loaded(slot, delay_s))
+
+    async def _start_until_loaded(self, slot: _Slot, delay_s: float) -> None:
+        next_delay_s: float | None = delay_s
+        while next_delay_s is not None:
+            await self._sleep(next_delay_s)
+            try:
+                slot.engine = await self._load_engine(slot)
+            except Exception as error:  # noqa: BLE001 - reported to everyone who waits
+                self._died(())
+                next_delay_s = self._delay_after(slot, error)
+            else:
+                break
+        slot.starting = None
+        if slot.engine is not None and self._silence_s is not None:
+            slot.watch = asyncio.create_task(self._watch(slot, slot.engine, self._silence_s))
+        self._news.set()
+        self._dispatch()
+
+    async def _watch(self, slot: _Slot, engine: Engine, silence_s: float) -> None:
+        """Notices the end of an engine that has no items, and one whose process is frozen; starts another."""
+        while engine is slot.engine:
+            death = await _death_of(engine, silence_s)
+            if death is not None:
+                self._bury(slot, engine, death)
+            else:
+                await self._sleep(_ASK_EVERY_S)
+        if self._failure is None and slot.engine is None and slot.failure is None:
+            self._ensure_starting(slot)
+
+    async def _load_engine(self, slot: _Slot) -> Engine:
+        """An engine that lives. After the death of an engine with one item, the new engine lives for a while without an
+        item first: kills from outside show then."""
+        started_s = self._clock()
+        engine = await asyncio.to_thread(self._start)
+        try:
+            self._facts = await engine.load()
+            self._was_loaded = True
+            if slot.watch_s > 0:
+                await self._sleep(slot.watch_s)
+                await engine.check()
+        except BaseException:
+            engine.end()
+            raise
+        finally:
+            if self._quarantine is not None:
+                self._quarantine.idled(self._clock() - started_s)
+        return engine
+
+    def _delay_after(self, slot: _Slot, error: Exception) -> float | None:
+        """Before the next attempt at an engine, where one could not be loaded. None: no engine is started here any
+        more."""
+        if isinstance(error, PlacementError) and self._running:  # a node may come
+            logger.warning("an engine finds no place, and is tried again in %.0f s: %s", _PLACE_AGAIN_S, error)
+            return _PLACE_AGAIN_S
+        can_pass = self._was_loaded or isinstance(error, EngineDeadError)
+        delay_s = slot.restarts.next_delay_s() if can_pass else None
+        if delay_s is not None:
+            logger.warning("an engine could not be loaded, and is started again: %s", error)
+            return delay_s
+        self._lose(slot, self._spent(error) if can_pass else error)
+        return None
+
+    async def _check(self, slot: _Slot) -> None:
+        if (engine := slot.engine) is None:
+            return
+        try:
+            await engine.check()
+        except EngineDeadError as error:
+            self._bury(slot, engine, error)
+
+    def _spent(self, error: Exception) -> EngineDeadError:
+        return EngineDeadError(
+            f"{error} (max_engine_restarts is {self._max_restarts}, and no row was completed since the last restarts)"
+        )
+
+    def _lose(self, slot: _Slot, error: Exception) -> None:
+        """No engine is started here any more."""
+        slot.failure = error
+        self._news.set()
+        if self._num_lost == len(self._slots):
+            self._fail(error)
+        else:
+            logger.warning("replica %d of %d is lost for good: %s", slot.number, len(self._slots), error)
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = error
+        self._news.set()
+        for waiting in self._waiting.values():
+            if not waiting.turn.done():
+                waiting.turn.set_exception(error)
+
+    def _require_alive(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+
+async def _death_of(engine: Engine, silence_s: float) -> EngineDeadError | None:
+    """Why the engine counts as dead; None if its process answers in time."""
+    try:
+        await asyncio.wait_for(engine.answer(), silence_s)
+    except asyncio.TimeoutError:
+        return EngineDeadError(f"the engine's process has not answered for {silence_s:g} s")
+    except EngineDeadError as error:
+        return error
+    return None

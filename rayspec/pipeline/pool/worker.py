@@ -1,0 +1,271 @@
+"""One engine of a pool behind a Ray actor, and the actor as its supervisor sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import math
+import os
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from rayspec.config import EngineConfig
+from rayspec.decode.engine_loop import EngineDeadError
+from rayspec.pipeline.placement import PlacementError, gpus_per_shard, remove_orphaned_groups, wants_gpu
+from rayspec.pipeline.pool.calls import BatchedCalls, Call, CalledHere, Outcome
+from rayspec.pipeline.pool.recipe import LoadedEngine, Recipe, Tell
+from rayspec.pipeline.pool.supervisor import EngineSupervisor, NodeLostError
+from rayspec.types import EngineLoad, EngineStats, RayspecError
+
+_MAX_CONCURRENT_CALLS = 64
+_MAX_CONCURRENT_ROWS = 4096
+_MIN_CPUS_TO_RESERVE = 3
+_SURPLUS = 1.25
+_SILENCE_S = 60.0  # a busy machine may keep a process waiting for seconds
+
+
+class EngineWorker:
+    """Owns a model and the loop that runs it. A plain class: `start_worker` makes it an actor."""
+
+    def __init__(self, recipe: Recipe, config: EngineConfig) -> None:
+        self._recipe, self._config = recipe, config
+        self._engine: LoadedEngine | None = None
+        self._calls: CalledHere | None = None
+
+    async def load(self) -> Any:
+        """Called once, before all else. Returns what the engine says of itself.
+
+        Raises ConfigError, CheckpointError, and with shards PlacementError.
+        """
+        self._engine = await asyncio.to_thread(self._recipe.load, self._config)
+        self._calls = CalledHere(self._engine.handle)
+        return self._engine.facts
+
+    async def take(self, calls: Sequence[Call]) -> None:
+        self._callable.take(calls)
+
+    async def cancel(self, numbers: Sequence[int]) -> None:
+        self._callable.cancel(numbers)
+
+    async def outcomes(self) -> AsyncGenerator[list[Outcome], None]:
+        async for ready in self._callable.outcomes():
+            yield ready
+
+    async def stats(self) -> EngineStats:
+        return copy.deepcopy(self._loaded.stats)
+
+    async def load_now(self) -> EngineLoad:
+        return self._loaded.load
+
+    async def ping(self) -> None:
+        """Raises what has ended the engine."""
+        if (death := self._loaded.death) is not None:
+            raise death
+        await self._loaded.ping()
+
+    async def process_id(self) -> int:
+        return os.getpid()
+
+    async def node_id(self) -> str:
+        """For `is_node_alive`."""
+        return str(ray.get_runtime_context().get_node_id())
+
+    async def stop(self) -> None:
+        await asyncio.to_thread(self._loaded.stop)
+
+    @property
+    def _loaded(self) -> LoadedEngine:
+        assert self._engine is not None, "load comes first"
+        return self._engine
+
+    @property
+    def _callable(self) -> CalledHere:
+        assert self._calls is not None, "load comes first"
+        return self._calls
+
+
+class RemoteEngine:
+    """An EngineWorker's actor, whose errors are our own."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._config = config_of_one(recipe.engine)
+        self._actor = start_worker(recipe)
+        self._calls = BatchedCalls(self._actor, self._death)
+        self._node_id: str | None = None
+        options = recipe.engine.parallel
+        self._start_timeout_s = options.start_timeout_s if options is not None else None
+
+    async def load(self) -> Any:
+        try:
+            self._node_id = await asyncio.wait_for(answer(self._actor.node_id.remote()), self._start_timeout_s)
+        except asyncio.TimeoutError:
+            raise PlacementError(
+                f"no place for an engine within {self._start_timeout_s:.0f} s: add nodes, or lower cpus_per_shard, "
+                "gpus_per_shard or replicas"
+            ) from None
+        except RayActorError as error:
+            raise self._death(error) from None
+        return await self._answer(self._actor.load.remote())
+
+    async def handle(self, item: Any, tell: Tell | None = None) -> Any:
+        return await self._calls(item, tell)
+
+    async def check(self) -> None:
+        await self._answer(self._actor.ping.remote())
+
+    async def answer(self) -> None:
+        await self._answer(self._actor.process_id.remote())
+
+    async def stats(self) -> EngineStats:
+        stats: EngineStats = await self._answer(self._actor.stats.remote())
+        return stats
+
+    async def load_now(self) -> EngineLoad:
+        load: EngineLoad = await self._answer(self._actor.load_now.remote())
+        return load
+
+    async def process_id(self) -> int:
+        number: int = await self._answer(self._actor.process_id.remote())
+        return number
+
+    async def stop(self) -> None:
+        await self._answer(self._actor.stop.remote())
+
+    def end(self) -> None:
+        self._calls.close()
+        with suppress(RayError):
+            ray.kill(self._actor)
+            if self._config.parallel is not None:
+                remove_orphaned_groups()
+
+    async def _answer(self, reference: Awaitable[Any]) -> Any:
+        try:
+            return await answer(reference)
+        except RayActorError as error:
+            raise self._death(error) from None
+
+    def _death(self, error: RayError) -> Exception:
+        """What a call says when the actor is gone, as an error of the engine."""
+        reason = str(error).splitlines()[0]
+        message = f"the engine's process has ended: {reason} Was it killed, or out of memory?"
+        is_node_lost = self._node_id is not None and not is_node_alive(self._node_id)
+        is_preempted = isinstance(error, RayActorError) and error.preempted
+        return NodeLostError(message) if is_node_lost or is_preempted else EngineDeadError(message)
+
+
+def start_worker(recipe: Recipe) -> Any:
+    """An actor handle of an EngineWorker. Not restarted when it dies: its callers see the error."""
+    config = config_of_one(recipe.engine)
+    options = _resources(recipe.engine, config) | {
+        "max_concurrency": _MAX_CONCURRENT_CALLS,
+        "max_restarts": 0,
+        "name": f"rayspec-engine-{secrets.token_hex(8)}",  # by which its placement groups are known
+    }
+    return ray.remote(EngineWorker).options(**options).remote(recipe, config)
+
+
+def config_of_one(config: EngineConfig) -> EngineConfig:
+    """Of one engine of a pool. Of several that are one process each, the worker is that process."""
+    options = config.parallel
+    if options is None:
+        return config
+    if options.replicas > 1 and options.stages * options.tensor == 1:
+        num_threads = config.num_threads or max(1, int(options.cpus_per_shard))
+        return config.replace(parallel=None, num_threads=num_threads)
+    return config.replace(parallel=options.replace(replicas=1))
+
+
+def num_engines(config: EngineConfig) -> int:
+    return config.parallel.replicas if config.parallel is not None else 1
+
+
+def items_at_a_time(config: EngineConfig) -> int:
+    """What an engine decodes at once, and a quarter more, so that it never waits for an item. Not more: items that only
+    wait in an engine would be under suspicion when the engine dies."""
+    return math.ceil(_SURPLUS * config.max_num_seqs)
+
+
+def supervisor_of(recipe: Recipe, *, max_restarts: int) -> EngineSupervisor:
+    """Of the engines that a recipe asks for."""
+    return EngineSupervisor(**_supervision(recipe, max_restarts))
+
+
+def start_supervisor(recipe: Recipe, *, max_restarts: int) -> Any:
+    """An actor handle of an EngineSupervisor, for callers in other processes.
+
+    The actor loads no model library. When the supervisor's own process ends, Ray starts the supervisor again, with
+    other engines, and repeats the calls.
+    """
+    options = {
+        "num_cpus": 0,
+        "max_concurrency": _MAX_CONCURRENT_ROWS,
+        "max_restarts": -1,
+        "max_task_retries": -1,
+    }
+    return ray.remote(EngineSupervisor).options(**options).remote(**_supervision(recipe, max_restarts))
+
+
+def _supervision(recipe: Recipe, max_restarts: int) -> dict[str, Any]:
+    """What an EngineSupervisor is made of; it travels."""
+    return {
+        "start": partial(RemoteEngine, recipe),
+        "num_engines": num_engines(recipe.engine),
+        "max_restarts": max_restarts,
+        "max_items": items_at_a_time(recipe.engine),
+        "silence_s": _SILENCE_S,
+        "beginning": recipe.beginning,
+    }
+
+
+def cpus_to_reserve(num_cpus: float) -> float:
+    """For an engine in a cluster of so many CPUs. It uses what it likes, whatever it has reserved; but Ray Data will
+    not start on less than a whole CPU that nobody has, beside those it reads with."""
+    return 1.0 if num_cpus >= _MIN_CPUS_TO_RESERVE else 0.0
+
+
+def cpus_of_replica(wanted: float, config: EngineConfig, num_cpus: float) -> float:
+    """For each of several engines that run on CPUs, in a cluster of so many: less than is wanted where Ray Data would
+    be left without a whole one."""
+    return round(min(wanted, max(0.0, num_cpus - 1) / num_engines(config)), 4)
+
+
+def is_node_alive(node_id: str) -> bool:
+    """Whether the cluster still has this node."""
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return any(node["NodeID"] == node_id and node["Alive"] for node in nodes)
+
+
+def call(reference: Any) -> Any:
+    """`ray.get`, with our own errors as they were raised, without the actor's traceback."""
+    try:
+        return ray.get(reference)
+    except RayTaskError as error:
+        if isinstance(error.cause, RayspecError):
+            raise error.cause from None
+        raise
+
+
+async def answer(reference: Awaitable[Any]) -> Any:
+    """`call` for coroutines."""
+    try:
+        return await reference
+    except RayTaskError as error:
+        if isinstance(error.cause, RayspecError):
+            raise error.cause from None
+        raise
+
+
+def _resources(whole: EngineConfig, one: EngineConfig) -> dict[str, Any]:
+    """That Ray reserves for the worker's own process: shards have theirs."""
+    num_cpus: float = ray.cluster_resources().get("CPU", 0)  # type: ignore[no-untyped-call]
+    if whole.parallel is not None and one.parallel is None:
+        num_gpus = gpus_per_shard(whole, whole.parallel)
+        wanted = whole.parallel.cpus_per_shard
+        return {"num_cpus": wanted if num_gpus else cpus_of_replica(wanted, whole, num_cpus), "num_gpus": num_gpus}
+    return {"num_cpus": cpus_to_reserve(num_cpus), "num_gpus": 1 if wants_gpu(one) else 0}

@@ -1,0 +1,70 @@
+"""The engine of a pool whose items are requests: `LLM(..., parallel={"replicas": N})`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rayspec.config import EngineConfig
+from rayspec.decode.engine import Engine
+from rayspec.decode.engine_loop import EngineDeadError, EngineLoop
+from rayspec.decode.stages import StageLostError
+from rayspec.local_engine import load_engine
+from rayspec.pipeline.loading import load_pipeline
+from rayspec.pipeline.pool.recipe import Tell
+from rayspec.pipeline.replicas import ReplicaFacts
+from rayspec.types import EngineLoad, EngineStats, Request, RequestOutput
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecipe:
+    """engine: of all replicas."""
+
+    engine: EngineConfig
+
+    def load(self, config: EngineConfig) -> RequestEngine:
+        """Raises ConfigError, CheckpointError, and with shards PlacementError."""
+        return RequestEngine(load_engine(config) if config.parallel is None else load_pipeline(config))
+
+    def beginning(self, item: Request) -> str | Sequence[int] | None:
+        return item.prompt_token_ids if item.prompt_token_ids is not None else item.prompt
+
+
+class RequestEngine:
+    """An engine and the loop that runs it, in the actor of a replica."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._loop = EngineLoop(engine)
+
+    @property
+    def facts(self) -> ReplicaFacts:
+        engine = self._engine
+        return ReplicaFacts(config=engine.config, max_model_len=engine.max_model_len, latency=engine.latency)
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._engine.stats
+
+    @property
+    def load(self) -> EngineLoad:
+        return self._engine.load
+
+    @property
+    def death(self) -> EngineDeadError | None:
+        return self._loop.death
+
+    async def handle(self, item: Request, tell: Tell) -> RequestOutput:
+        """Raises EngineDeadError, also when shards were lost for good: then another replica is needed."""
+        output = await asyncio.wrap_future(self._loop.submit(item, tell if item.stream else None))
+        if isinstance(output.error, StageLostError):
+            raise EngineDeadError(str(output.error))
+        return output
+
+    async def ping(self) -> None:
+        await asyncio.wrap_future(self._loop.ping())
+
+    def stop(self) -> None:
+        self._loop.stop()
+        self._engine.shutdown()

@@ -1,0 +1,344 @@
+"""Runs batches on the endpoint's models: a plain class that `app.py` makes a deployment of one replica.
+
+All that it knows is in the store. So its successor goes on where it was lost: lines whose answers are stored are not
+asked again, and the others are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from rayspec.command.locations import Location
+from rayspec.openai.batch import BatchError, BatchLine, BatchResult
+from rayspec.openai.batches import FINAL, Batch, BatchErrors, RequestCounts
+from rayspec.openai.errors import ApiError, InvalidRequestError
+from rayspec.serve.batch_store import BatchStore
+from rayspec.serve.calls import fetch
+from rayspec.serve.replies import BUSY
+
+logger = logging.getLogger(__name__)
+
+_LOOK_EVERY_S = 5.0
+_STOP_POLL_S = 0.5
+_SAVE_AFTER_S = 1.0
+_SAVE_SHARE = 0.01  # of a batch's time so far: so its parts stay few, and little is asked again after a loss
+_BUSY_WAIT_S = 1.0
+_LINES_AT_ONCE = 256
+_FEWER = 8  # lines that were lost with a replica run again beside so many times fewer
+_MOST_LOSSES = 3  # with which a line is given up when it runs alone
+_MOST_ERRORS = 100  # that are told of an input file
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSettings:
+    """folder: of the store, path or URI. max_lines: of an input file. places: lines of each model under way at once."""
+
+    folder: str
+    max_lines: int
+    places: Mapping[str, int]
+
+    def store(self) -> BatchStore:
+        return BatchStore(Location.parse(self.folder))
+
+
+class BatchRunner:
+    """Lives as long as its event loop. models: Serve's handles, by the ids that lines use."""
+
+    def __init__(self, settings: BatchSettings, models: Mapping[str, Any]) -> None:
+        self._settings, self._models = settings, dict(models)
+        self._store = settings.store()
+        self._places = {model: asyncio.Semaphore(settings.places[model]) for model in self._models}
+        self._runs: dict[str, asyncio.Task[None]] = {}
+        self._ended: set[str] = set()
+        self._woken = asyncio.Event()
+        self._task = asyncio.get_running_loop().create_task(self._keep())
+
+    async def wake(self) -> None:
+        """There is a new batch."""
+        self._woken.set()
+
+    def __del__(self) -> None:
+        for task in (self._task, *self._runs.values()) if hasattr(self, "_task") else ():
+            task.cancel()
+
+    async def _keep(self) -> None:
+        while True:
+            try:
+                await self._look()
+            except Exception:  # logged, and tried again
+                logger.exception("the batches cannot be looked at now")
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._woken.wait(), _LOOK_EVERY_S)
+            self._woken.clear()
+
+    async def _look(self) -> None:
+        """Starts what has not ended and does not run."""
+        for name in await asyncio.to_thread(self._store.batch_ids):
+            if name not in self._ended and name not in self._runs:
+                self._runs[name] = asyncio.create_task(self._run(name))
+
+    async def _run(self, name: str) -> None:
+        try:
+            batch = await asyncio.to_thread(self._store.saved, name)
+            await BatchRun(batch, self._store, self._settings.max_lines, self._answer).run()
+            self._ended.add(name)
+        except InvalidRequestError:
+            pass  # its first state is not written yet
+        except Exception:  # logged, and tried again
+            logger.exception("batch %s cannot go on now", name)
+        finally:
+            self._runs.pop(name, None)
+
+    async def _answer(self, line: BatchLine) -> BatchResult | ApiError:
+        """ApiError: the line was lost with a replica. Waits where the model is busy."""
+        asked = line.body.get("model")
+        model = asked if isinstance(asked, str) and asked in self._models else next(iter(self._models))
+        async with self._places[model]:
+            while True:
+                found: BatchResult | ApiError = await fetch(self._models[model].answer.remote(line), None)
+                if found is not BUSY:
+                    return found
+                await asyncio.sleep(_BUSY_WAIT_S)
+
+
+@dataclass(slots=True)
+class BatchRun:
+    """One batch on its way to its end, from wherever it stands.
+
+    answer: a line's answer, or an ApiError where the line was lost with its replica.
+    """
+
+    batch: Batch
+    store: BatchStore
+    max_lines: int
+    answer: Callable[[BatchLine], Any]
+    _answered: set[str] = field(default_factory=set)
+    _unsaved: list[BatchResult] = field(default_factory=list)
+    _counts: RequestCounts = field(default_factory=RequestCounts)
+
+    async def run(self) -> None:
+        while self.batch.status not in FINAL:
+            await self._step()
+
+    async def _step(self) -> None:
+        steps = {"validating": self._validate, "in_progress": self._progress, "finalizing": self._finalize}
+        try:
+            await steps[self.batch.status]()
+        except InvalidRequestError as gone:
+            errors = BatchErrors(data=[_error("file_not_found", f"input_file_id: {gone}", param="input_file_id")])
+            await self._save(status="failed", failed_at=self._now(), errors=errors)
+
+    async def _validate(self) -> None:
+        total, errors = await asyncio.to_thread(self._inspect)
+        now = self._now()
+        if errors:
+            await self._save(status="failed", failed_at=now, errors=BatchErrors(data=errors))
+        else:
+            counts = RequestCounts(total=total)
+            await self._save(status="in_progress", in_progress_at=now, request_counts=counts)
+
+    def _inspect(self) -> tuple[int, list[BatchError]]:
+        """The number of lines, and what is wrong with the first that are no requests of this batch."""
+        errors: list[BatchError] = []
+        total = 0
+        for total, line in enumerate(self.store.lines(self.batch), start=1):
+            error = _misfit(line, self.batch)
+            if error is not None and len(errors) < _MOST_ERRORS:
+                errors.append(error)
+            if total > self.max_lines:
+                return total, [_error("too_many_lines", f"the file has more than {self.max_lines} lines: split it")]
+        if not total:
+            errors.append(_error("empty_file", "the file has no line: write a request a line"))
+        return total, errors
+
+    async def _progress(self) -> None:
+        """Until all lines are answered, the batch is cancelled, or its time is over."""
+        await asyncio.to_thread(self._read_results)
+        work = asyncio.create_task(self._answer_all())
+        others = [asyncio.create_task(self._stop_asked()), asyncio.create_task(self._keep_saving())]
+        try:
+            await asyncio.wait([work, *others], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await _end([work, *others])
+            await self._save_results()
+        for task in (work, *others):
+            if not task.cancelled():
+                task.result()
+        await self._save(status="finalizing", finalizing_at=self._now())
+
+    def _read_results(self) -> None:
+        failed = {name: has_failed for name, has_failed, _ in self.store.results(self.batch.id)}
+        self._answered = set(failed)
+        num_failed = sum(failed.values())
+        total = self.batch.request_counts.total
+        self._counts = RequestCounts(total=total, completed=len(failed) - num_failed, failed=num_failed)
+
+    async def _answer_all(self) -> None:
+        """All lines beside each other; then those that were lost with a replica, beside fewer and fewer others, so that
+        a line which ends replicas is found."""
+        lines: AsyncIterator[BatchLine] = self._lines_left()
+        limit, num_losses = 1024, 0
+        while lost := await self._answer_each(lines, limit):
+            num_losses = num_losses + 1 if limit == 1 else 0
+            if num_losses >= _MOST_LOSSES:
+                for line, error in lost:
+                    self._keep(line.result(error.status, error.body))
+                return
+            limit = max(1, min(limit, len(lost)) // _FEWER)
+            lines = _each([line for line, _ in lost])
+
+    async def _answer_each(self, lines: AsyncIterator[BatchLine], limit: int) -> list[tuple[BatchLine, ApiError]]:
+        """At most `limit` at once. Returns those that were lost."""
+        lost: list[tuple[BatchLine, ApiError]] = []
+        running: set[asyncio.Task[None]] = set()
+
+        async def one(line: BatchLine) -> None:
+            found = await self.answer(line)
+            if isinstance(found, ApiError):
+                lost.append((line, found))
+            else:
+                self._keep(found)
+
+        try:
+            async for line in lines:
+                running.add(asyncio.create_task(one(line)))
+                if len(running) >= limit:
+                    done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                    _raise_first(done)
+            if running:
+                done, running = await asyncio.wait(running)
+                _raise_first(done)
+        finally:
+            await _end(running)
+        return lost
+
+    async def _lines_left(self) -> AsyncIterator[BatchLine]:
+        lines = self.store.lines(self.batch)
+        while some := await asyncio.to_thread(lambda: list(itertools.islice(lines, _LINES_AT_ONCE))):
+            for line in some:
+                if isinstance(line, BatchLine) and line.id not in self._answered:
+                    yield line
+
+    def _keep(self, result: BatchResult) -> None:
+        self._answered.add(result.id)
+        self._unsaved.append(result)
+        completed, failed = self._counts.completed + (not result.failed), self._counts.failed + result.failed
+        self._counts = replace(self._counts, completed=completed, failed=failed)
+
+    async def _keep_saving(self) -> None:
+        start_s = time.monotonic()
+        while True:
+            await asyncio.sleep(max(_SAVE_AFTER_S, _SAVE_SHARE * (time.monotonic() - start_s)))
+            await self._save_results()
+
+    async def _save_results(self) -> None:
+        """The answers first: whoever goes on later counts them, and not what the batch says."""
+        if self._unsaved:
+            results, self._unsaved = self._unsaved, []
+            await asyncio.to_thread(self.store.add_results, self.batch.id, results)
+            await self._save(request_counts=self._counts)
+
+    async def _stop_asked(self) -> None:
+        while self._now() < self.batch.expires_at:
+            if await asyncio.to_thread(self.store.cancel_asked_at, self.batch.id) is not None:
+                return
+            await asyncio.sleep(_STOP_POLL_S)
+
+    async def _finalize(self) -> None:
+        self.batch = await asyncio.to_thread(self._finalized)
+        await asyncio.to_thread(self.store.save, self.batch)
+
+    def _finalized(self) -> Batch:
+        """Writes the output and the error file; a batch that is lost meanwhile writes the same ones again."""
+        self._read_results()
+        now, cancelling_at = self._now(), self.store.cancel_asked_at(self.batch.id)
+        is_whole = len(self._answered) >= self.batch.request_counts.total
+        ended = _ended_whole(now) if is_whole else _ended_early(now, cancelling_at)
+        left = () if is_whole else self._unanswered("batch_expired" if cancelling_at is None else "batch_cancelled")
+        output_id = self._write("output", (line for _, failed, line in self._stored() if not failed))
+        failures = (line for _, failed, line in self._stored() if failed)
+        error_id = self._write("errors", itertools.chain(failures, left))
+        return replace(
+            self.batch, output_file_id=output_id, error_file_id=error_id, request_counts=self._counts, **ended
+        )
+
+    def _stored(self) -> Iterator[tuple[str, bool, bytes]]:
+        return self.store.results(self.batch.id)
+
+    def _unanswered(self, code: str) -> Iterator[bytes]:
+        """The error lines of requests that were not answered."""
+        message = {
+            "batch_expired": "This request was not answered before the completion window ended.",
+            "batch_cancelled": "This request was not answered before the batch was cancelled.",
+        }[code]
+        for line in self.store.lines(self.batch):
+            if isinstance(line, BatchLine) and line.id not in self._answered:
+                yield line.unanswered(code, message).json_line().encode()
+
+    def _write(self, kind: Any, lines: Iterable[bytes]) -> str | None:
+        """The id of a file with the lines; None where there are none."""
+        lines = iter(lines)
+        first = next(lines, None)
+        if first is None:
+            return None
+        file_id = self.store.output_file_id(self.batch.id, kind)
+        name = f"{self.batch.id}_{kind}.jsonl"
+        with self.store.new_file(name, "batch_output", file_id=file_id) as file:
+            file.content.writelines(itertools.chain([first], lines))
+        return file_id
+
+    async def _save(self, **changes: Any) -> None:
+        self.batch = replace(self.batch, **changes)
+        await asyncio.to_thread(self.store.save, self.batch)
+
+    def _now(self) -> int:
+        return int(self.store.clock())
+
+
+def _misfit(line: BatchLine | BatchResult, batch: Batch) -> BatchError | None:
+    """Why a line cannot be run in the batch."""
+    if isinstance(line, BatchResult):
+        return line.error
+    if line.url != batch.endpoint:
+        message = f"custom_id {line.custom_id!r}: its url is {line.url}, the batch's endpoint {batch.endpoint}"
+        return _error("mismatched_endpoint", message, param="url")
+    return None
+
+
+def _error(code: str, message: str, *, param: str | None = None) -> BatchError:
+    return BatchError(code=code, message=message, param=param, line=None)
+
+
+def _ended_whole(now: int) -> dict[str, Any]:
+    return {"status": "completed", "completed_at": now}
+
+
+def _ended_early(now: int, cancelling_at: int | None) -> dict[str, Any]:
+    if cancelling_at is None:
+        return {"status": "expired", "expired_at": now}
+    return {"status": "cancelled", "cancelling_at": cancelling_at, "cancelled_at": now}
+
+
+async def _each(items: Iterable[T]) -> AsyncIterator[T]:
+    for item in items:
+        yield item
+
+
+def _raise_first(done: Iterable[asyncio.Task[None]]) -> None:
+    for task in done:
+        task.result()
+
+
+async def _end(tasks: Iterable[asyncio.Task[None]]) -> None:
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

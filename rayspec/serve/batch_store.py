@@ -1,0 +1,222 @@
+"""Files and batches of the endpoint in a folder or an object store. What is there is all that is known of them.
+
+files/ID/content      the file; files/ID/file.json, written after it, makes it one
+batches/ID/batch.json the newest Batch, written by whoever runs it
+batches/ID/cancel     there once somebody has asked for it: when, in Unix seconds
+batches/ID/results/   lines of answers, in parts that are never changed
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import PurePath
+from typing import IO, Any, Literal, TypeVar
+
+import msgspec
+
+from rayspec.command.locations import Location
+from rayspec.openai.batch import BatchLine, BatchResult, read_batch
+from rayspec.openai.batches import FINAL, Batch, BatchRequest, FileObject, Purpose
+from rayspec.openai.errors import InvalidRequestError
+
+_ID = re.compile(r"(file-|batch_)[0-9a-f]{32}")
+_MOST_NAME = 255
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class NewFile:
+    """A file that is being written."""
+
+    id: str
+    content: IO[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchStore:
+    """All methods block, and raise OSError where the store does not do what it is asked to. Unknown ids, and what is no
+    id, raise InvalidRequestError. Ids sort by time. clock: gives Unix seconds."""
+
+    folder: Location
+    clock: Callable[[], float] = time.time
+
+    @contextmanager
+    def new_file(self, filename: str, purpose: Purpose, *, file_id: str | None = None) -> Iterator[NewFile]:
+        """A file that is there when the block has ended, and not if it raises. file_id: where it has one already."""
+        file_id = file_id or self._new_id("file-")
+        with self._content(file_id).writing() as content:
+            yield NewFile(file_id, content)
+            size = content.tell()
+        name = PurePath(filename.replace("\\", "/")).name[:_MOST_NAME] or "upload.jsonl"
+        file = FileObject(id=file_id, bytes=size, created_at=int(self.clock()), filename=name, purpose=purpose)
+        self._describing(file_id).write(msgspec.json.encode(file))
+
+    def file(self, file_id: str) -> FileObject:
+        return self._read(self._describing(file_id), FileObject, file_id)
+
+    def open_file(self, file_id: str) -> IO[bytes]:
+        self.file(file_id)
+        return self._content(file_id).open()
+
+    def delete_file(self, file_id: str) -> None:
+        """What describes it goes first: without it there is no file."""
+        self.file(file_id)
+        self._describing(file_id).delete()
+        self._content(file_id).delete()
+
+    def files(
+        self, *, after: str | None, limit: int, order: Literal["asc", "desc"], purpose: Purpose | None
+    ) -> tuple[list[FileObject], bool]:
+        """A page, and whether there are more."""
+        found = self._all("files", self.file, after=after, order=order)
+        return _page((one for one in found if purpose in (None, one.purpose)), limit)
+
+    def new_batch(self, asked: BatchRequest) -> Batch:
+        """Raises InvalidRequestError where its input is no file for batches."""
+        if self.file(asked.input_file_id).purpose != "batch":
+            raise InvalidRequestError(
+                f"input_file_id: {asked.input_file_id!r} was not uploaded with purpose 'batch'; upload it again so",
+                param="input_file_id",
+                code="invalid_value",
+            )
+        now = int(self.clock())
+        batch = Batch(
+            id=self._new_id("batch_"),
+            endpoint=asked.endpoint,
+            input_file_id=asked.input_file_id,
+            completion_window=asked.completion_window,
+            created_at=now,
+            expires_at=now + asked.window_s,
+            metadata=asked.metadata,
+        )
+        self.save(batch)
+        return batch
+
+    def batch(self, batch_id: str) -> Batch:
+        """As clients see it: asked to end, it is cancelling until it has ended."""
+        batch = self._read(self._batch(batch_id).join("batch.json"), Batch, batch_id)
+        asked_at = None if batch.status in FINAL else self.cancel_asked_at(batch_id)
+        return batch if asked_at is None else replace(batch, status="cancelling", cancelling_at=asked_at)
+
+    def saved(self, batch_id: str) -> Batch:
+        """As its runner saved it."""
+        return self._read(self._batch(batch_id).join("batch.json"), Batch, batch_id)
+
+    def save(self, batch: Batch) -> None:
+        self._batch(batch.id).join("batch.json").write(msgspec.json.encode(batch))
+
+    def batches(self, *, after: str | None, limit: int) -> tuple[list[Batch], bool]:
+        """A page, the newest first, and whether there are more."""
+        return _page(self._all("batches", self.batch, after=after, order="desc"), limit)
+
+    def batch_ids(self) -> list[str]:
+        """The oldest first."""
+        return [one for one in self._ids("batches") if _ID.fullmatch(one)]
+
+    def cancel(self, batch_id: str) -> Batch:
+        """Raises InvalidRequestError for a batch that has ended."""
+        batch = self.batch(batch_id)
+        if batch.status in FINAL:
+            raise InvalidRequestError(
+                f"a batch that is {batch.status} cannot be cancelled", code="conflict", status=409
+            )
+        if batch.status != "cancelling":
+            self._batch(batch_id).join("cancel").write(str(int(self.clock())).encode())
+        return self.batch(batch_id)
+
+    def cancel_asked_at(self, batch_id: str) -> int | None:
+        try:
+            return int(self._batch(batch_id).join("cancel").read())
+        except FileNotFoundError:
+            return None
+
+    def lines(self, batch: Batch) -> Iterator[BatchLine | BatchResult]:
+        """Of its input, see `read_batch`."""
+        with self.open_file(batch.input_file_id) as file:
+            yield from read_batch(file, source=batch.input_file_id)
+
+    def add_results(self, batch_id: str, results: Iterable[BatchResult]) -> None:
+        """As one part, whole or not at all. Its name is new, whoever else adds parts."""
+        name = f"{time.time_ns():020d}-{secrets.token_hex(4)}.jsonl"
+        content = "".join(result.json_line() for result in results)
+        self._batch(batch_id).join("results", name).write(content.encode())
+
+    def results(self, batch_id: str) -> Iterator[tuple[str, bool, bytes]]:
+        """The id of each answered line, whether it has failed, and its line; of two answers to a line the first."""
+        seen = set()
+        for part in self._batch(batch_id).join("results").files({".jsonl"}, recursive=False):
+            with part.open() as file:
+                for line in file:
+                    row = json.loads(line)
+                    if row["id"] not in seen:
+                        seen.add(row["id"])
+                        yield row["id"], _failed(row), line
+
+    def output_file_id(self, batch_id: str, kind: Literal["output", "errors"]) -> str:
+        """The same each time, so that a batch that is finished twice has one file of each kind."""
+        digest = batch_id.removeprefix("batch_")
+        return f"file-{digest[:16]}{sha256(f'{digest} {kind}'.encode()).hexdigest()[:16]}"
+
+    def _new_id(self, prefix: str) -> str:
+        return f"{prefix}{time.time_ns():016x}{secrets.token_hex(8)}"
+
+    def _describing(self, file_id: str) -> Location:
+        return self._place("files", "file-", file_id).join("file.json")
+
+    def _content(self, file_id: str) -> Location:
+        return self._place("files", "file-", file_id).join("content")
+
+    def _batch(self, batch_id: str) -> Location:
+        return self._place("batches", "batch_", batch_id)
+
+    def _place(self, folder: str, prefix: str, name: str) -> Location:
+        """What is no id is never made part of a path."""
+        if not (name.startswith(prefix) and _ID.fullmatch(name)):
+            raise _unknown(name)
+        return self.folder.join(folder, name)
+
+    def _read(self, location: Location, kind: type[T], name: str) -> T:
+        try:
+            return msgspec.json.decode(location.read(), type=kind)
+        except FileNotFoundError:
+            raise _unknown(name) from None
+
+    def _all(
+        self, folder: str, read: Callable[[str], T], *, after: str | None, order: Literal["asc", "desc"]
+    ) -> Iterator[T]:
+        names = self._ids(folder)[:: 1 if order == "asc" else -1]
+        if after is not None:
+            if after not in names:
+                raise _unknown(after)
+            names = names[names.index(after) + 1 :]
+        for name in names:
+            with suppress(InvalidRequestError):  # deleted, or not there yet
+                yield read(name)
+
+    def _ids(self, folder: str) -> list[str]:
+        return [one.file_name for one in self.folder.join(folder).entries()]
+
+
+def _page(found: Iterable[T], limit: int) -> tuple[list[T], bool]:
+    page: list[T] = []
+    for one in found:
+        if len(page) == limit:
+            return page, True
+        page.append(one)
+    return page, False
+
+
+def _failed(row: Mapping[str, Any]) -> bool:
+    response = row["response"]
+    return response is None or response["status_code"] != 200
+
+
+def _unknown(name: str) -> InvalidRequestError:
+    return InvalidRequestError(f"there is no object {name[:80]!r} here", code="not_found", status=404)

@@ -1,0 +1,140 @@
+"""Rows through a pool that does what their texts say; `test_job.py` has real engines."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from rayspec.batch.documents import input_row
+from rayspec.batch.feeding import completing
+from rayspec.batch.rows import Row
+from rayspec.decode.engine_loop import EngineDeadError
+from rayspec.pipeline.pool.quarantine import EngineKilledError
+from rayspec.pipeline.pool.supervisor import DrainingError
+from rayspec.types import ConfigError
+
+
+class Pool:
+    """Completes rows on threads of its own."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(8)
+        self.begun: list[str] = []
+        self.num_inside = self.most_inside = 0
+        self._lock = threading.Lock()
+
+    def submit(self, item: Row) -> Future[Row]:
+        with self._lock:
+            self.begun.append(item.id)
+            self.num_inside += 1
+            self.most_inside = max(self.most_inside, self.num_inside)
+        return self._threads.submit(self._complete, item)
+
+    def _complete(self, row: Row) -> Row:
+        time.sleep(0.001)
+        with self._lock:
+            self.num_inside -= 1
+        match row.document:
+            case "deadly":
+                raise EngineKilledError("engines died of this row")
+            case "late":
+                raise DrainingError("the job was told to end")
+            case "lost":
+                raise EngineDeadError("engines died too often")
+            case "bug":
+                raise TypeError("a bug of the handler's")
+        return replace(row.without_input(), text=f"done {row.document}")
+
+
+def documents(*texts: str) -> list[Row]:
+    return [input_row(f"r{number}", source=f"s{number}", text=text) for number, text in enumerate(texts)]
+
+
+def complete(pool: Pool, rows: Iterator[Row], num_wanted: int = 10) -> list[Row]:
+    with completing(pool, rows, num_wanted=num_wanted) as results:
+        return list(results)
+
+
+def completed(rows: Sequence[Row], pool: Pool | None = None) -> dict[str, Row]:
+    results = complete(pool or Pool(), iter(rows))
+    assert len({row.id for row in results}) == len(results)
+    return {row.id: row for row in results}
+
+
+def test_every_row_comes_once_and_no_more_are_under_way_than_are_wanted() -> None:
+    pool = Pool()
+    results = completed(documents(*map(str, range(300))), pool)
+    assert {row_id: row.text for row_id, row in results.items()} == {f"r{n}": f"done {n}" for n in range(300)}
+    assert 2 <= pool.most_inside <= 10
+
+
+def test_of_rows_with_one_id_the_first_is_done_and_a_bad_row_is_passed_on() -> None:
+    rows = [input_row("x", source=str(number), text="t") for number in range(9)]
+    bad = input_row("bad", source="s", text="t").refused(DrainingError("no row"))
+    results = complete(Pool(), iter([*rows, bad]), num_wanted=4)
+    assert sorted((row.id, row.error_kind or "") for row in results) == [
+        ("bad", "aborted"), ("x", ""), *[("x", "duplicate_id")] * 8
+    ]  # fmt: skip
+    assert next(row.source for row in results if row.id == "x" and row.error_kind is None) == "0"
+
+
+def test_reading_begins_before_the_first_row_is_taken() -> None:
+    pool = Pool()
+    with completing(pool, iter(documents("a", "b")), num_wanted=10) as results:
+        deadline = time.monotonic() + 10
+        while len(pool.begun) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert len(list(results)) == 2
+
+
+def test_a_row_that_kills_engines_is_final_and_the_others_go_on() -> None:
+    results = completed(documents("a", "deadly", *"b" * 40))
+    assert (results["r1"].error_kind, results["r1"].is_from_engine, len(results)) == ("engine_killed", True, 42)
+    assert (results["r1"].source, results["r1"].document) == ("s1", None)
+
+
+@pytest.mark.parametrize(("word", "kind"), [("late", "aborted"), ("lost", "engine_dead")])
+def test_when_the_pool_takes_no_more_rows_those_under_way_are_given_out_and_no_more_are_read(
+    word: str, kind: str
+) -> None:
+    num_read = 0
+
+    def rows() -> Iterator[Row]:
+        nonlocal num_read
+        for row in documents(*["a"] * 30, word, *["b"] * 1000):
+            num_read += 1
+            yield row
+
+    pool = Pool()
+    results = complete(pool, rows())
+    assert len(results) == len(pool.begun)
+    assert [row.error_kind for row in results if not row.is_final] == [kind]
+    assert num_read < 60
+
+
+@pytest.mark.parametrize("where", ["reading", "handling"])
+def test_what_is_no_rows_fault_is_raised(where: str) -> None:
+    def rows() -> Iterator[Row]:
+        yield from documents("a", "b")
+        if where == "reading":
+            raise TypeError("a bug of the reader's")
+        yield from documents("bug")
+
+    with pytest.raises(TypeError, match="a bug of the"):
+        complete(Pool(), rows())
+
+
+def test_closed_early_it_reads_no_further_and_leaves_no_thread() -> None:
+    rows = iter(documents(*["a"] * 10_000))
+    with completing(Pool(), rows, num_wanted=10) as results:
+        next(results)
+    with pytest.raises(ConfigError), completing(Pool(), rows, num_wanted=10):
+        raise ConfigError("no engine can be loaded")
+    assert not any(thread.name == "rayspec-feeder" for thread in threading.enumerate())
+    assert sum(1 for _ in rows) > 9_000

@@ -1,0 +1,101 @@
+"""An engine behind an actor, with the bundled model, on a real Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from rayspec import LLM, SamplingParams, demo
+from rayspec.batch.document_task import DocumentTask
+from rayspec.batch.documents import input_row
+from rayspec.batch.row_engine import RowRecipe
+from rayspec.batch.rows import Row
+from rayspec.command.settings import make_settings
+from rayspec.config import EngineConfig, ParallelOptions
+from rayspec.decode.engine_loop import EngineDeadError
+from rayspec.pipeline.pool.worker import RemoteEngine, config_of_one, cpus_of_replica, cpus_to_reserve
+from rayspec.types import CheckpointError
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+
+
+def task(**options: Any) -> DocumentTask:
+    common = {"model": "demo", "dtype": "float32", "device": "cpu", "num_threads": 1, "max_model_len": 512}
+    settings = make_settings(flags=common | options, sampling=SamplingParams(temperature=0.0, max_tokens=8))
+    return DocumentTask(settings=settings, template="{text}")
+
+
+def test_an_engine_completes_rows_as_an_llm_does_until_it_ends() -> None:
+    """Documents of many callers; then the engine is stopped; then its process is killed."""
+    samples = demo.sample_documents(5, num_sentences=8)
+    documents = [input_row(sample.id, source=sample.id, text=sample.text) for sample in samples]
+    long = input_row("long", source="long", text="word " * 2000)
+
+    async def run() -> list[Row]:
+        engine = RemoteEngine(RowRecipe(task(strategy="ar")))
+        try:
+            config = await engine.load()
+            assert (config["model"], config["num_threads"], config["sampling"]["max_tokens"]) == ("demo", 1, 8)
+            rows = await asyncio.gather(*map(engine.handle, (*documents, long, documents[0])))
+            assert (await engine.stats()).num_generated_tokens == sum(row.num_output_tokens for row in rows)
+            assert (await engine.load_now()).num_running == 0
+            await engine.check()
+            await engine.stop()
+            with pytest.raises(EngineDeadError, match="it was stopped"):
+                await engine.check()
+            with pytest.raises(EngineDeadError, match="it was stopped"):
+                await engine.handle(documents[0])
+            os.kill(await engine.process_id(), signal.SIGKILL)
+            for question in (engine.handle(documents[0]), engine.check(), engine.handle(documents[1])):
+                with pytest.raises(EngineDeadError, match="the engine's process has ended"):
+                    await question
+        finally:
+            engine.end()
+            engine.end()
+        return rows
+
+    rows = asyncio.run(run())
+    with LLM(**task(strategy="ar").settings.engine.model_dump()) as llm:
+        chats = [[{"role": "user", "content": sample.text}] for sample in samples]
+        expected = [output.outputs[0].text for output in llm.chat(chats, SamplingParams(temperature=0.0, max_tokens=8))]
+    assert [row.text for row in rows[:5]] == expected
+    assert [row.error_kind for row in rows[5:]] == ["prompt_too_long", None]
+    assert rows[6].text == expected[0]
+
+
+def test_a_model_that_cannot_be_loaded_is_our_own_error() -> None:
+    async def load() -> None:
+        engine = RemoteEngine(RowRecipe(task(model="no/such-model")))
+        try:
+            with pytest.raises(CheckpointError, match="no/such-model"):
+                await engine.load()
+        finally:
+            engine.end()
+
+    asyncio.run(load())
+
+
+def test_an_engine_leaves_ray_data_a_cpu() -> None:
+    """With its tasks that read: a whole one, and half of one."""
+    assert [cpus_to_reserve(num_cpus) for num_cpus in (0, 1, 2, 3, 64)] == [0, 0, 0, 1, 1]
+
+
+def test_engines_on_cpus_leave_ray_data_a_cpu() -> None:
+    four = EngineConfig(model="demo", parallel=ParallelOptions(replicas=4))
+    assert [cpus_of_replica(2.0, four, num_cpus) for num_cpus in (1, 2, 4, 8, 9, 64)] == [0, 0.25, 0.75, 1.75, 2, 2]
+
+
+def test_of_several_replicas_each_has_an_engine_of_its_own() -> None:
+    def of_one(**parallel: Any) -> EngineConfig:
+        return config_of_one(EngineConfig(model="demo", parallel=ParallelOptions(**parallel)))
+
+    assert config_of_one(EngineConfig(model="demo")).parallel is None
+    assert of_one(stages=1).parallel == ParallelOptions(stages=1), "a shard, as was asked for"
+    whole = of_one(replicas=4, cpus_per_shard=3.0)
+    assert (whole.parallel, whole.num_threads) == (None, 3)
+    cut = of_one(replicas=4, stages=2, tensor=2)
+    assert cut.parallel == ParallelOptions(replicas=1, stages=2, tensor=2)

@@ -1,0 +1,215 @@
+"""Batches as they run: what is stored is never lost or doubled, whenever the run is lost; endings; lost lines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayspec.command.locations import Location
+from rayspec.openai.batch import BatchLine, BatchResult
+from rayspec.openai.batches import Batch, BatchRequest
+from rayspec.openai.errors import ApiError, InvalidRequestError
+from rayspec.serve.batch_runner import BatchRun
+from rayspec.serve.batch_store import BatchStore
+from rayspec.serve.replies import GONE
+
+Answer = Callable[[BatchLine], Awaitable[BatchResult | ApiError]]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> BatchStore:
+    return BatchStore(Location.parse(str(tmp_path / "kept")))
+
+
+def new_batch(store: BatchStore, names: list[str], window: str = "24h") -> Batch:
+    rows = [{"custom_id": one, "method": "POST", "url": "/v1/completions", "body": {"prompt": one}} for one in names]
+    with store.new_file("in.jsonl", "batch") as file:
+        file.content.write("".join(json.dumps(row) + "\n" for row in rows).encode())
+    asked = {"input_file_id": file.id, "endpoint": "/v1/completions", "completion_window": window}
+    return store.new_batch(BatchRequest.parse(asked))
+
+
+async def answered(line: BatchLine) -> BatchResult:
+    await asyncio.sleep(0)
+    return line.result(400 if line.custom_id.startswith("bad") else 200, {"text": line.custom_id})
+
+
+def run_of(store: BatchStore, batch: Batch, answer: Answer = answered) -> BatchRun:
+    return BatchRun(store.saved(batch.id), store, 10_000, answer)
+
+
+def rows_of(store: BatchStore, file_id: str | None) -> list[str]:
+    """The custom_ids."""
+    if file_id is None:
+        return []
+    with store.open_file(file_id) as file:
+        return [json.loads(line)["custom_id"] for line in file]
+
+
+NAMES = [f"{'bad' if number % 7 == 0 else 'good'} {number}" for number in range(300)]
+
+
+def test_every_line_is_in_one_of_the_files(store: BatchStore) -> None:
+    batch = new_batch(store, NAMES)
+    asyncio.run(run_of(store, batch).run())
+    batch = store.batch(batch.id)
+    output, errors = rows_of(store, batch.output_file_id), rows_of(store, batch.error_file_id)
+    assert batch.status == "completed"
+    assert sorted(output) == sorted(name for name in NAMES if name.startswith("good"))
+    assert sorted(errors) == sorted(name for name in NAMES if name.startswith("bad"))
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (len(output), len(errors))
+
+
+def test_lost_again_and_again_it_goes_on_where_it_stood(store: BatchStore) -> None:
+    """Each run is cancelled at another moment. Answers that were stored are not asked for again."""
+    batch = new_batch(store, NAMES)
+    asked: Counter[str] = Counter()
+
+    async def slowly(line: BatchLine) -> BatchResult:
+        await asyncio.sleep(0.002)
+        asked[line.custom_id] += 1
+        return await answered(line)
+
+    async def lost_after(seconds: float) -> None:
+        task = asyncio.create_task(run_of(store, batch, slowly).run())
+        await asyncio.sleep(seconds)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    for number in range(12):
+        asyncio.run(lost_after(0.003 * number))
+    asyncio.run(run_of(store, batch, slowly).run())
+    batch = store.batch(batch.id)
+    assert batch.status == "completed"
+    assert sorted(rows_of(store, batch.output_file_id) + rows_of(store, batch.error_file_id)) == sorted(NAMES)
+    assert set(asked) == set(NAMES)
+
+
+def test_two_runs_at_the_same_time_double_nothing(store: BatchStore) -> None:
+    batch = new_batch(store, NAMES)
+
+    async def both() -> None:
+        await asyncio.gather(run_of(store, batch).run(), run_of(store, batch).run())
+
+    asyncio.run(both())
+    batch = store.batch(batch.id)
+    assert sorted(rows_of(store, batch.output_file_id) + rows_of(store, batch.error_file_id)) == sorted(NAMES)
+
+
+def test_half_a_part_is_no_part(store: BatchStore, tmp_path: Path) -> None:
+    """What a process leaves that is killed while it writes."""
+    batch = new_batch(store, NAMES[:3])
+    run = run_of(store, batch)
+    asyncio.run(run.run())
+    folder = tmp_path / "kept" / "batches" / batch.id / "results"
+    (part,) = folder.iterdir()
+    half = part.read_bytes()[:50]
+    part.unlink()
+    (folder / f".{part.name}.1234.partial").write_bytes(half)
+    store.save(Batch(**{name: getattr(batch, name) for name in Batch.__slots__ if name != "object"}))
+    asyncio.run(run_of(store, batch).run())
+    batch = store.batch(batch.id)
+    assert len(rows_of(store, batch.output_file_id) + rows_of(store, batch.error_file_id)) == 3
+
+
+def test_lines_that_are_lost_with_a_replica_are_asked_again(store: BatchStore) -> None:
+    names = [f"line {number}" for number in range(40)]
+    batch = new_batch(store, names)
+    lost: Counter[str] = Counter()
+
+    async def lose_once(line: BatchLine) -> BatchResult | ApiError:
+        lost[line.custom_id] += 1
+        return await answered(line) if lost[line.custom_id] > 1 else GONE
+
+    asyncio.run(run_of(store, batch, lose_once).run())
+    assert sorted(rows_of(store, store.batch(batch.id).output_file_id)) == sorted(names)
+
+
+def test_a_line_that_ends_every_replica_is_the_only_one_that_fails(store: BatchStore) -> None:
+    """It takes with it whatever runs beside it."""
+    names = [f"line {number}" for number in range(40)]
+    batch = new_batch(store, names)
+    running: set[str] = set()
+    struck: set[str] = set()
+    num_kills = 0
+
+    async def answer(line: BatchLine) -> BatchResult | ApiError:
+        nonlocal num_kills
+        running.add(line.custom_id)
+        await asyncio.sleep(0.001)
+        if line.custom_id == "line 17":
+            num_kills += 1
+            struck.update(running)
+        running.discard(line.custom_id)
+        if line.custom_id in struck:
+            struck.discard(line.custom_id)
+            return GONE
+        return await answered(line)
+
+    asyncio.run(run_of(store, batch, answer).run())
+    batch = store.batch(batch.id)
+    assert rows_of(store, batch.error_file_id) == ["line 17"]
+    assert len(rows_of(store, batch.output_file_id)) == 39
+    assert num_kills <= 8
+
+
+@pytest.mark.parametrize(
+    ("window", "status", "code"), [("1s", "expired", "batch_expired"), ("24h", "cancelled", "batch_cancelled")]
+)
+def test_endings_before_the_end(store: BatchStore, window: str, status: str, code: str) -> None:
+    batch = new_batch(store, NAMES[:20], window)
+
+    async def some(line: BatchLine) -> BatchResult:
+        if line.custom_id in NAMES[10:20]:
+            await asyncio.sleep(60)
+        return await answered(line)
+
+    async def work() -> None:
+        task = asyncio.create_task(run_of(store, batch, some).run())
+        await asyncio.sleep(0.2)
+        if status == "cancelled":
+            assert store.cancel(batch.id).status == "cancelling"
+            assert store.cancel(batch.id).status == "cancelling"
+        await asyncio.wait_for(task, 20)
+
+    asyncio.run(work())
+    batch = store.batch(batch.id)
+    assert batch.status == status
+    with store.open_file(batch.error_file_id or "") as file:
+        codes = Counter((json.loads(line)["error"] or {}).get("code") for line in file)
+    assert codes[code] == 10
+    with pytest.raises(InvalidRequestError, match="cannot be cancelled"):
+        store.cancel(batch.id)
+
+
+def test_an_input_that_is_deleted_fails_the_batch(store: BatchStore) -> None:
+    batch = new_batch(store, NAMES[:3])
+    store.delete_file(batch.input_file_id)
+    asyncio.run(run_of(store, batch).run())
+    batch = store.batch(batch.id)
+    assert batch.status == "failed"
+    assert batch.errors is not None
+    assert batch.errors.data[0].code == "file_not_found"
+
+
+def test_a_store_that_fails_loses_no_line(store: BatchStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = new_batch(store, NAMES[:20])
+    add_results = BatchStore.add_results
+
+    def full(*args: Any) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(BatchStore, "add_results", full)
+    with pytest.raises(OSError, match="no space"):
+        asyncio.run(run_of(store, batch).run())
+    assert store.batch(batch.id).status == "in_progress"
+    monkeypatch.setattr(BatchStore, "add_results", add_results)
+    asyncio.run(run_of(store, batch).run())
+    batch = store.batch(batch.id)
+    assert sorted(rows_of(store, batch.output_file_id) + rows_of(store, batch.error_file_id)) == sorted(NAMES[:20])

@@ -1,0 +1,239 @@
+"""Files and batches over HTTP with OpenAI's own client, and what happens when a process is lost in the middle."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from tests.serve.conftest import MAX_FILE_BYTES, MAX_LINES
+from tests.serve.endpoint_process import ENGINE, EndpointProcess, serving, wait_until
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+KEY = "correct-horse"
+TIMEOUT_S = 120
+
+
+@pytest.fixture(scope="module")
+def client(demo_endpoint: EndpointProcess) -> openai.OpenAI:
+    return client_of(demo_endpoint)
+
+
+def client_of(endpoint: EndpointProcess, key: str = "none") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{endpoint.url}/v1", api_key=key, max_retries=0, timeout=60)
+
+
+def line_of(custom_id: str, *, url: str = "/v1/completions", **body: Any) -> bytes:
+    default = {"model": "demo", "prompt": f"The agency {custom_id}", "max_tokens": 4, "temperature": 0}
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": default | body}).encode() + b"\n"
+
+
+def begun(client: openai.OpenAI, lines: list[bytes], *, window: str = "24h", **options: Any) -> Any:
+    file = client.files.create(file=("requests.jsonl", b"".join(lines)), purpose="batch")
+    create: Any = client.batches.create
+    return create(input_file_id=file.id, endpoint="/v1/completions", completion_window=window, **options)
+
+
+def ended(client: openai.OpenAI, batch: Any) -> Any:
+    end_s = time.monotonic() + TIMEOUT_S
+    final = {"completed", "failed", "cancelled", "expired"}
+    while (batch := client.batches.retrieve(batch.id)).status not in final:
+        assert time.monotonic() < end_s, batch
+        time.sleep(0.1)
+    return batch
+
+
+def rows_of(client: openai.OpenAI, file_id: str | None) -> list[dict[str, Any]]:
+    return [] if file_id is None else [json.loads(line) for line in client.files.content(file_id).text.splitlines()]
+
+
+def answered(client: openai.OpenAI, batch: Any) -> dict[str, str]:
+    """The texts by custom_id. Each is there once."""
+    rows = rows_of(client, batch.output_file_id)
+    texts = {row["custom_id"]: row["response"]["body"]["choices"][0]["text"] for row in rows}
+    assert len(texts) == len(rows)
+    return texts
+
+
+def counts(batch: Any) -> tuple[int, int, int]:
+    return batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed
+
+
+def test_a_batch_of_200_requests(client: openai.OpenAI) -> None:
+    names = [f"request {number}" for number in range(200)]
+    faulty = [line_of("no such model", model="absent"), line_of("too hot", temperature=99), line_of("b", stream=True)]
+    batch = begun(client, [*map(line_of, names), *faulty], metadata={"for": "test"})
+    assert batch.status == "validating"
+    # Interactive requests are answered meanwhile.
+    assert client.completions.create(model="demo", prompt="The", max_tokens=4).choices[0].text
+    batch = ended(client, batch)
+    assert (batch.status, counts(batch), batch.metadata) == ("completed", (203, 200, 3), {"for": "test"})
+    assert batch.created_at <= batch.in_progress_at <= batch.finalizing_at <= batch.completed_at
+    texts = answered(client, batch)
+    assert set(texts) == set(names)
+    for name in names[:3]:
+        alone = client.completions.create(model="demo", prompt=f"The agency {name}", max_tokens=4, temperature=0)
+        assert texts[name] == alone.choices[0].text
+    errors = {row["custom_id"]: row["response"] for row in rows_of(client, batch.error_file_id)}
+    statuses = {name: one["status_code"] for name, one in errors.items()}
+    assert statuses == {"no such model": 404, "too hot": 400, "b": 400}
+    output = client.files.retrieve(batch.output_file_id)
+    assert (output.purpose, output.bytes) == ("batch_output", len(client.files.content(output.id).content))
+    assert client.batches.list(limit=1).data[0].id == batch.id
+
+
+def test_a_batch_with_bad_lines_fails_and_says_which(client: openai.OpenAI) -> None:
+    chat = line_of("c", url="/v1/chat/completions")
+    batch = ended(client, begun(client, [line_of("a"), b"{not json\n", line_of("a"), chat]))
+    assert batch.status == "failed"
+    found = [(one.line, one.code) for one in batch.errors.data]
+    assert found == [(2, "invalid_json"), (3, "duplicate_custom_id"), (None, "mismatched_endpoint")]
+    assert batch.output_file_id is batch.error_file_id is None
+    assert ended(client, begun(client, [b"\n"])).errors.data[0].code == "empty_file"
+    many = ended(client, begun(client, [line_of(str(number)) for number in range(MAX_LINES + 1)]))
+    assert many.errors.data[0].code == "too_many_lines"
+
+
+LONG = [line_of(f"long {number}", max_tokens=400, ignore_eos=True) for number in range(120)]
+
+
+def test_a_cancelled_batch_keeps_what_it_has(client: openai.OpenAI, demo_endpoint: EndpointProcess) -> None:
+    batch = begun(client, LONG)
+    wait_until(lambda: counts(client.batches.retrieve(batch.id))[1] > 0, TIMEOUT_S)
+    assert client.batches.cancel(batch.id).status == "cancelling"
+    batch = ended(client, batch)
+    total, completed, _ = counts(batch)
+    assert (batch.status, total) == ("cancelled", len(LONG))
+    assert 0 < completed < total
+    assert batch.cancelling_at <= batch.cancelled_at
+    assert len(answered(client, batch)) == completed
+    codes = [row["error"]["code"] for row in rows_of(client, batch.error_file_id)]
+    assert codes == ["batch_cancelled"] * (total - completed)
+    wait_until(demo_endpoint.is_idle, 30)
+    with pytest.raises(openai.ConflictError, match="is cancelled"):
+        client.batches.cancel(batch.id)
+
+
+def test_a_batch_whose_window_ends_expires(client: openai.OpenAI) -> None:
+    batch = ended(client, begun(client, LONG, window="2s"))
+    total, completed, _ = counts(batch)
+    assert batch.status == "expired"
+    assert batch.expired_at >= batch.expires_at == batch.created_at + 2
+    codes = [row["error"]["code"] for row in rows_of(client, batch.error_file_id)]
+    assert codes == ["batch_expired"] * (total - completed)
+
+
+def test_files(client: openai.OpenAI) -> None:
+    content = line_of("naïve ✓") * 3
+    files = [client.files.create(file=(f"../{n}/näme {n}.jsonl", content), purpose="batch") for n in range(3)]
+    assert [one.filename for one in files] == [f"näme {n}.jsonl" for n in range(3)]
+    assert {one.bytes for one in files} == {len(content)}
+    assert client.files.content(files[0].id).content == content
+    listed = client.files.list(limit=2, purpose="batch")
+    assert [one.id for one in listed.data] == [files[2].id, files[1].id]
+    assert files[0].id in [one.id for one in listed.get_next_page().data]
+    assert client.files.delete(files[1].id).deleted
+    for gone in (files[1].id, "file-" + "0" * 32, "../../etc/passwd", "batch_" + "0" * 32):
+        for act in (client.files.retrieve, client.files.content, client.files.delete):
+            with pytest.raises(openai.NotFoundError):
+                act(gone)
+    with pytest.raises(openai.NotFoundError):
+        client.batches.create(input_file_id=files[1].id, endpoint="/v1/completions", completion_window="24h")
+    with pytest.raises(openai.NotFoundError):
+        client.batches.retrieve(files[0].id)
+
+
+def test_what_is_refused(client: openai.OpenAI, demo_endpoint: EndpointProcess) -> None:
+    file = client.files.create(file=("a.jsonl", line_of("a")), purpose="batch")
+    create: Any = client.batches.create
+    asked = {"input_file_id": file.id, "endpoint": "/v1/completions", "completion_window": "24h"}
+    for wrong in ({"completion_window": "soon"}, {"endpoint": "/v1/embeddings"}, {"metadata": {"k": "v" * 600}}):
+        with pytest.raises(openai.BadRequestError) as caught:
+            create(**asked | wrong)
+        assert caught.value.param == next(iter(wrong))
+    with pytest.raises(openai.BadRequestError, match="purpose"):
+        client.files.create(file=("a.jsonl", b"x"), purpose="vision")
+    with pytest.raises(openai.APIStatusError, match=f"more than {MAX_FILE_BYTES} bytes"):
+        client.files.create(file=("a.jsonl", b"x" * (MAX_FILE_BYTES + 1)), purpose="batch")
+    with httpx2.Client(base_url=demo_endpoint.url, timeout=30) as http:
+        for content_type, body, status in (
+            ("application/json", b"{}", 415),
+            ("multipart/form-data; boundary=b", b"", 400),
+            ("multipart/form-data; boundary=b", b"--b\r\n\r\nx\r\n--b--", 400),
+            ("multipart/form-data; boundary=b", b'--b\r\ncontent-disposition: form-data; name="file"\r\n\r\nx', 400),
+        ):
+            answer = http.post("/v1/files", content=body, headers={"content-type": content_type})
+            assert (answer.status_code, set(answer.json())) == (status, {"error"})
+        page = {"origin": "https://other.example"}
+        assert http.delete(f"/v1/files/{file.id}", headers=page).json()["error"]["code"] == "origin_not_allowed"
+
+
+@pytest.fixture(scope="module")
+def own_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("endpoint")
+
+
+def own_endpoint(folder: Path) -> AbstractContextManager[EndpointProcess]:
+    options = {"batches": str(folder / "kept"), "api_keys": [KEY], "engine_timeout_s": 30.0}
+    engine = {**ENGINE, "speculation": {"strategy": "ar"}}
+    return serving(folder, {**os.environ, "OMP_NUM_THREADS": "1"}, engine, **options)
+
+
+@pytest.fixture(scope="module")
+def endpoint(ray_environment: None, own_folder: Path) -> Iterator[EndpointProcess]:
+    with own_endpoint(own_folder) as endpoint:
+        yield endpoint
+
+
+NAMES = [f"request {number}" for number in range(150)]
+TITLES = {"model": "ray::ServeReplica:rayspec:Model", "runner": "ray::ServeReplica:rayspec-batches"}
+
+
+def begun_150(client: openai.OpenAI) -> Any:
+    batch = begun(client, [line_of(name, max_tokens=20, ignore_eos=True) for name in NAMES])
+    wait_until(lambda: counts(client.batches.retrieve(batch.id))[1] > 5, TIMEOUT_S)
+    return batch
+
+
+def check_150(client: openai.OpenAI, batch: Any) -> None:
+    batch = ended(client, batch)
+    assert (batch.status, counts(batch)) == ("completed", (150, 150, 0))
+    assert set(answered(client, batch)) == set(NAMES)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("victims", [["model"], ["runner"], ["model", "runner", "model"]])
+def test_killed_in_mid_batch(endpoint: EndpointProcess, victims: list[str]) -> None:
+    client = client_of(endpoint, KEY)
+    batch = begun_150(client)
+    for victim in victims:
+        title = TITLES[victim]
+        wait_until(lambda title=title: bool(endpoint.pids(title)), TIMEOUT_S)  # type: ignore[misc]
+        for pid in endpoint.pids(title):
+            os.kill(pid, signal.SIGKILL)
+    assert counts(client.batches.retrieve(batch.id))[1] < len(NAMES)
+    check_150(client, batch)
+
+
+@pytest.mark.exhaustive
+def test_an_endpoint_that_is_started_again_goes_on(ray_environment: None, tmp_path: Path) -> None:
+    """It ends by SIGTERM in mid-batch, and soon."""
+    with own_endpoint(tmp_path) as first:
+        batch = begun_150(client_of(first, KEY))
+        start_s = time.monotonic()
+    assert time.monotonic() - start_s < 40
+    with own_endpoint(tmp_path) as second:
+        client = client_of(second, KEY)
+        check_150(client, batch)
+        with pytest.raises(openai.AuthenticationError):
+            client.with_options(api_key="wrong").files.content(batch.input_file_id)

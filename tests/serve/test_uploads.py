@@ -1,0 +1,87 @@
+"""Forms in any pieces: the same parts, or the same error."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayspec.openai.errors import InvalidRequestError
+from rayspec.serve.uploads import read_form
+
+TYPE = 'multipart/form-data; boundary="b-o"'
+Parts = list[tuple[str, str | None, bytes]]
+
+
+def form(*parts: tuple[str, bytes]) -> bytes:
+    """Each with what its disposition says beside `form-data`."""
+    heads = [b"--b-o\r\nContent-Disposition: form-data; " + head.encode() + b"\r\n\r\n" + body for head, body in parts]
+    return b"\r\n".join([*heads, b"--b-o--\r\n"])
+
+
+def read(body: bytes, num_bytes: int = 1 << 20, content_type: str = TYPE, read_parts: bool = True) -> Parts:
+    async def stream() -> AsyncIterator[bytes]:
+        for start in range(0, len(body), num_bytes):
+            yield body[start : start + num_bytes]
+
+    async def work() -> Parts:
+        request: Any = SimpleNamespace(headers={"content-type": content_type}, stream=stream)
+        return [
+            (part.name, part.filename, b"".join([one async for one in part.pieces]) if read_parts else b"")
+            async for part in read_form(request, 5)
+        ]
+
+    return asyncio.run(work())
+
+
+@given(content=st.binary(max_size=60), num_bytes=st.integers(1, 40), read_parts=st.booleans())
+def test_a_form_is_read_in_any_pieces(content: bytes, num_bytes: int, read_parts: bool) -> None:
+    body = form(('name="purpose"', b"batch"), ('name="file"; filename="ä.jsonl"', content), ('name="x"', b""))
+    parts = [("purpose", None, b"batch"), ("file", "ä.jsonl", content), ("x", None, b"")]
+    expected = parts if read_parts else [(name, filename, b"") for name, filename, _ in parts]
+    if b"\r\n--b-o" not in b"\r\n" + content:
+        assert read(body, num_bytes, read_parts=read_parts) == expected
+    assert read(b"preamble\r\n" + body, num_bytes)[0] == parts[0]
+
+
+@given(end=st.integers(0, 500), num_bytes=st.integers(1, 40))
+def test_a_form_that_ends_early_is_refused(end: int, num_bytes: int) -> None:
+    body = form(('name="purpose"', b"batch"), ('name="file"; filename="a"', b"content")).removesuffix(b"--\r\n")
+    with pytest.raises(InvalidRequestError) as caught:
+        read(body[:end], num_bytes)
+    assert caught.value.code == "invalid_form"
+
+
+@pytest.mark.parametrize(
+    "content_type", ["", "application/json", "multipart/form-data", "multipart/mixed; boundary=b-o"]
+)
+def test_what_is_no_form_is_refused(content_type: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        read(form(), content_type=content_type)
+    assert caught.value.status == 415
+
+
+def test_long_headers_are_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="headers"):
+        read(form(("name=" + "x" * 20_000, b"")), 100)
+
+
+@given(head=st.binary(max_size=80), body=st.binary(max_size=40))
+def test_strange_bytes_are_parts_or_refused(head: bytes, body: bytes) -> None:
+    with suppress(InvalidRequestError):
+        for name, filename, _ in read(b"--b-o\r\n" + head + b"\r\n\r\n" + body + b"\r\n--b-o--", 7):
+            msgspec.json.encode([name, filename])
+
+
+@given(disposition=st.text(max_size=60))
+def test_strange_dispositions_are_parts_or_refused(disposition: str) -> None:
+    with suppress(InvalidRequestError):
+        for name, filename, _ in read(form((disposition.encode("utf-8", "replace").decode(), b"x"))):
+            msgspec.json.encode([name, filename])
