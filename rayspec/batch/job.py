@@ -17,7 +17,6 @@ import ray.data
 import yaml
 
 from rayspec.batch.data import (
-    CountedRows,
     Order,
     dataset_of,
     ordered,
@@ -26,8 +25,6 @@ from rayspec.batch.data import (
     read_dataset,
     reading,
     rows_of,
-    seen_of,
-    seen_rows,
 )
 from rayspec.batch.documents import Columns, Piece
 from rayspec.batch.drain import Drain
@@ -38,6 +35,7 @@ from rayspec.batch.results import FileFormat
 from rayspec.batch.row_engine import RowRecipe, RowTask
 from rayspec.batch.rows import Row
 from rayspec.batch.run_folder import RunFolder
+from rayspec.batch.scan import CountedRows, seen_of, seen_rows
 from rayspec.batch.survey import Changed, Seen, survey
 from rayspec.command.exit_codes import EXIT_TERMINATED
 from rayspec.command.locations import Location

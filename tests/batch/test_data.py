@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
-import operator
 import threading
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +24,10 @@ from rayspec.batch.data import (
     reader_threads,
     reading,
     rows_of,
-    seen_rows,
 )
 from rayspec.batch.documents import Columns, input_row
 from rayspec.batch.rows import Row
+from rayspec.batch.scan import seen_rows
 from rayspec.types import ConfigError
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
@@ -72,29 +70,6 @@ def test_another_order_is_refused() -> None:
     assert check_order("prefix") == "prefix"
     with pytest.raises(ConfigError, match="option 'order' is 'shortest': give input, longest, prefix"):
         check_order("shortest")
-
-
-def test_what_is_seen_of_an_input_is_in_order_and_without_its_texts(tmp_path: Path) -> None:
-    for name in "abc":
-        lines = [json.dumps({"id": f"{name}{number}", "text": "t"}) for number in range(50)]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join([*lines, "no json"]), encoding="utf-8")
-    (tmp_path / "d.txt").touch()
-    seen = seen_rows(pieces_of([str(tmp_path)]), Columns())
-    assert seen.rows["id"].to_pylist() == [f"{name}{n}" for name in "abc" for n in range(50)]
-    assert [row.id for row in seen.errors] == ["a.jsonl:51", "b.jsonl:51", "c.jsonl:51", "d.txt"]
-    assert seen.errors[0].error_kind == "malformed_row"
-    assert seen.row(51) == input_row("b1", source="b.jsonl:2", text="t").without_input()
-
-
-def test_a_limit_is_of_the_first_rows_and_a_share_is_of_these(tmp_path: Path) -> None:
-    for name in "ab":
-        lines = ["no json", *(json.dumps({"id": f"{name}{n}", "text": "t"}) for n in range(5))]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    found = pieces_of([str(tmp_path)])
-    seen = seen_rows(found, Columns(), limit=8)
-    assert (seen.rows["id"].to_pylist(), len(seen.errors)) == (["a0", "a1", "a2", "a3", "a4", "b0"], 2)
-    some = seen_rows(found, Columns(), limit=8, takes=partial(operator.contains, ("a1", "b0", "b4")))
-    assert (some.rows["id"].to_pylist(), some.errors) == (["a1", "b0"], [])
 
 
 def test_large_parquet_files_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,8 @@ import random
 import pyarrow as pa
 import pytest
 
-from rayspec.batch.data import seen_of
 from rayspec.batch.rows import Row
+from rayspec.batch.scan import seen_of
 from rayspec.batch.survey import Seen, Survey, check_changed, survey
 from rayspec.types import ConfigError
 

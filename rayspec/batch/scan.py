@@ -1,0 +1,130 @@
+"""Tasks that look through an input before it is read: which rows it has, without their texts, and how many."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import ray
+from ray.exceptions import RayError
+
+from rayspec.batch.documents import Columns, Piece, num_rows_of, see_piece
+from rayspec.batch.rows import Row
+from rayspec.batch.survey import SEEN_SCHEMA, Seen
+
+READ_CPUS = 0.5
+"""Of a task that reads input files."""
+
+_ROWS_AT_ONCE = 2**16
+_SEEN_WITH_ERRORS = pa.schema([*SEEN_SCHEMA, pa.field("is_taken", pa.bool_()), pa.field("error", pa.string())])
+
+Takes = Callable[[str], bool]
+"""Which rows are wanted, by their id."""
+
+
+def takes_all(_row_id: str) -> bool:
+    return True
+
+
+def seen_rows(found: Sequence[Piece], columns: Columns, *, takes: Takes = takes_all, limit: int | None = None) -> Seen:
+    """What is seen of the rows of pieces, in order, of which tasks keep neither texts nor messages. limit: only so many
+    rows, the first; of these, those that are taken."""
+    tables, num_left = [_SEEN_WITH_ERRORS.empty_table()], limit
+    with closing(_scanned(found, columns, takes)) as seen:
+        for table in seen:
+            tables.append(table if num_left is None else table.slice(0, num_left))
+            if num_left is not None:
+                num_left -= len(tables[-1])
+                if num_left == 0:
+                    break
+    rows = pa.concat_tables(tables)
+    rows = rows.filter(rows["is_taken"])
+    is_error = pc.is_valid(rows["error"])
+    errors = [Row(**json.loads(error)) for error in rows["error"].filter(is_error).to_pylist()]
+    good = rows.filter(pc.invert(is_error)).select(SEEN_SCHEMA.names).combine_chunks()
+    return Seen(rows=good, names=[piece.name for piece in found], errors=errors)
+
+
+def seen_of(rows: Sequence[Row], takes: Takes = takes_all) -> Seen:
+    """What is seen of rows that are here: each is a piece."""
+    taken = [index for index, row in enumerate(rows) if takes(row.id) and row.error_kind is None]
+    columns = {
+        "id": [rows[index].id for index in taken],
+        "input_hash": [rows[index].input_hash for index in taken],
+        "piece": taken,
+        "number": [0] * len(taken),
+    }
+    errors = [row.without_input() for row in rows if takes(row.id) and row.error_kind is not None]
+    names = [row.source or "" for row in rows]
+    return Seen(rows=pa.table(columns, schema=SEEN_SCHEMA), names=names, errors=errors)
+
+
+class CountedRows:
+    """Counts the rows of pieces in a task of its own, while other work goes on."""
+
+    def __init__(self, found: Sequence[Piece]) -> None:
+        self._counting: Any = ray.remote(_count).options(num_cpus=0).remote(found)
+        self._num_rows: int | None = None
+
+    def __call__(self) -> int | None:
+        """About how many rows there are; None while they are being counted, and where they cannot be."""
+        if self._counting is not None and ray.wait([self._counting], timeout=0)[0]:
+            with suppress(RayError):
+                self._num_rows = ray.get(self._counting)
+            self._counting = None
+        return self._num_rows
+
+    def stop(self) -> None:
+        if self._counting is not None:
+            ray.cancel(self._counting, force=True)
+            self._counting = None
+
+
+def _count(found: Sequence[Piece]) -> int:
+    return sum(map(num_rows_of, found))
+
+
+def _scanned(found: Sequence[Piece], columns: Columns, takes: Takes) -> Generator[pa.Table]:
+    """The rows in order, of which tasks look through some pieces each, all at once."""
+    num_cpus: float = ray.cluster_resources().get("CPU", 1)  # type: ignore[no-untyped-call]
+    num_tasks = max(1, min(len(found), int(num_cpus / READ_CPUS)))
+    scan: Any = ray.remote(_scan).options(num_cpus=READ_CPUS, num_returns="streaming")
+    bounds = itertools.pairwise(len(found) * task // num_tasks for task in range(num_tasks + 1))
+    tasks = [scan.remote(found[start:end], start, columns, takes) for start, end in bounds]
+    try:
+        for tables in tasks:
+            for table in tables:
+                yield ray.get(table)
+    finally:
+        for task in tasks:
+            ray.cancel(task)
+
+
+def _scan(found: Sequence[Piece], first: int, columns: Columns, takes: Takes) -> Iterator[pa.Table]:
+    """first: the index of the first of these pieces."""
+    for index, piece in enumerate(found, start=first):
+        rows = see_piece(piece, columns)
+        while some := list(itertools.islice(rows, _ROWS_AT_ONCE)):
+            yield _seen(some, index, takes)
+
+
+def _seen(rows: Sequence[tuple[int, tuple[str, str] | Row]], piece: int, takes: Takes) -> pa.Table:
+    numbers, seen = zip(*rows, strict=True)
+    identities = [(each.id, None) if isinstance(each, Row) else each for each in seen]
+    ids, hashes = zip(*identities, strict=True)
+    columns = {
+        "id": ids,
+        "input_hash": hashes,
+        "piece": np.full(len(seen), piece, np.int32),
+        "number": np.array(numbers, np.int64),
+        "is_taken": np.fromiter(map(takes, ids), bool, len(ids)),
+        "error": [json.dumps(asdict(each)) if isinstance(each, Row) else None for each in seen],
+    }
+    return pa.table(columns, schema=_SEEN_WITH_ERRORS)
