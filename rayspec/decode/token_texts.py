@@ -6,9 +6,10 @@ import codecs
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from transformers import PreTrainedTokenizerBase
-from transformers.convert_slow_tokenizer import bytes_to_unicode
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,5 +83,8 @@ def _bytes_of_piece(piece: str) -> list[int] | None:
     fallback = re.fullmatch(r"<0x([0-9A-F]{2})>", piece)
     if fallback:
         return [int(fallback[1], 16)]
+    # Here, because the endpoint's ingress imports this module and never gets so far.
+    from transformers.convert_slow_tokenizer import bytes_to_unicode  # noqa: PLC0415
+
     byte_of = {character: byte for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
     return [byte_of[character] for character in piece] if set(piece) <= set(byte_of) else None

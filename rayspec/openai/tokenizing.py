@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, TypeVar
 
 from jinja2 import TemplateError
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
-from transformers import PreTrainedTokenizerBase
 from typing_extensions import Self
 
 from rayspec.openai.models import check_served
 from rayspec.openai.requests import ChatMessage
 from rayspec.openai.strict_body import Refusals, StrictBody
 from rayspec.types import ConfigError, InvalidMessagesError, InvalidTokenError, RequestError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Messages = Sequence[Mapping[str, str]]
 T = TypeVar("T")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import rayspec
-from rayspec.async_engine import AsyncEngine
 from rayspec.choices import Choice
 from rayspec.serve.recent import RecentRates
 from rayspec.types import PlanRecord
+
+if TYPE_CHECKING:
+    from rayspec.async_engine import AsyncEngine
 
 EngineHealth = Literal["ready", "recovering", "engine dead", "no answer"]
 """recovering: lost shards are being replaced, and requests wait. no answer: the engine's loop does not come round."""

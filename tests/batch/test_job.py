@@ -88,6 +88,7 @@ def test_a_run_that_nothing_happens_to_does_every_row_once(tmp_path: Path, undis
     assert texts_of(tmp_path / "out") == undisturbed
 
 
+@exhaustive
 @on_ray
 def test_an_engine_that_is_killed_is_started_again_and_goes_on(tmp_path: Path, undisturbed: dict[str, str]) -> None:
     task = noted(tmp_path, kill_engine, after=50)

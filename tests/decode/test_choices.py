@@ -83,7 +83,7 @@ def counted_reads() -> Iterator[Reads]:
 @pytest.mark.parametrize(
     ("family", "verification"),
     [
-        *((family, "coupled") for family in FAMILIES),
+        *few_of([(family, "coupled") for family in FAMILIES], [("llama", "coupled"), ("gemma2", "coupled")]),
         *(pytest.param(*param.values, "rejection", marks=param.marks) for param in MATRIX),
     ],
 )
@@ -267,7 +267,7 @@ def test_sampled_text_has_the_targets_distribution_under_rejection(choice: Choic
     `test_distribution`."""
     parts, path, length = parts_with_copies("llama"), checkpoint("llama"), 4
     (prompt,) = ragged_prompts([100], seed=4)
-    params = SamplingParams(temperature=1.5, top_k=3, n=1000, max_tokens=length, seed=11)
+    params = SamplingParams(temperature=1.5, top_k=3, n=500, max_tokens=length, seed=11)
     ways = ways_of(parts)
     choices = tuple(nearest(choice, each) if index > 1 else FULL for index, each in enumerate(ways))
     engine = engine_with(
@@ -282,7 +282,7 @@ def test_sampled_text_has_the_targets_distribution_under_rejection(choice: Choic
         outputs = complete(engine, [prompt] * 3, [params.replace(seed=seed) for seed in range(3)])
     counts = Counter(tuple(one.token_ids) for output in outputs for one in output.outputs)
     expected = _joint(path, prompt, params, length)
-    assert counts.total() == 3000
+    assert counts.total() == 1500
     assert set(counts) <= set(expected)
     observed = torch.tensor([counts[text] for text in expected])
     assert excess(observed, torch.tensor(list(expected.values()))) < 1
@@ -324,15 +324,15 @@ def test_completions_that_share_pages_have_notes_of_their_own() -> None:
 
 
 def test_a_context_that_crosses_the_budget_within_a_draft() -> None:
-    """From a prompt of one token to eight pages; drafts of 16 tokens begin with all keys and end with few."""
+    """From two pages to five; drafts of 16 tokens begin with all keys and end with few."""
     parts = parts_with_copies("qwen2")
-    params = PARAMS.replace(max_tokens=120)
-    (expected,) = tokens_of(complete(engine_with(parts), [[5]], params))
+    (prompt,) = ragged_prompts([35], seed=5)
+    (expected,) = tokens_of(complete(engine_with(parts), [prompt], PARAMS))
     for choices in (("int8+pages", "int8") * 4, ("window", FULL) * 4):
         with counted_reads() as reads:
             plan = Plan(choices=choices, num_draft_tokens=16, source="long")
             engine = engine_with(parts, plan, choices=ALL_CHOICES, max_draft_tokens=16)
-            assert tokens_of(complete(engine, [[5]], params)) == [expected]
+            assert tokens_of(complete(engine, [prompt], PARAMS)) == [expected]
         assert reads.num_rows > 0
         assert engine.stats.num_accepted_tokens > 0
 
@@ -342,7 +342,7 @@ def test_engines_side_by_side_do_not_disturb_each_other() -> None:
     parts, known = parts_with_copies("llama"), known_cases("llama")
     engines = [
         engine_with(parts, random_choices(parts, seed), choices=ALL_CHOICES, deterministic=seed == 1)
-        for seed in range(3)
+        for seed in range(2)
     ]
     outputs: list[dict[str, Any]] = [{} for _ in engines]
     for engine in engines:
@@ -358,7 +358,11 @@ def test_engines_side_by_side_do_not_disturb_each_other() -> None:
 @pytest.mark.parametrize(
     "speculation",
     [
-        pytest.param({"strategy": "static", "static_choice": "int4+pages", "max_draft_tokens": 5}, id="static"),
+        pytest.param(
+            {"strategy": "static", "static_choice": "int4+pages", "max_draft_tokens": 5},
+            id="static",
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(
             {"strategy": "knapspec", "gate": False, "optimise_share": 1.0, "knapsack": {"num_tap_tokens": 4}},
             id="knapspec",

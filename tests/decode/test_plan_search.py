@@ -215,7 +215,7 @@ def _savings(window: range) -> list[dict[Choice, int]]:
     return [(_MLP if index % 2 else _ATTENTION) if index in window else {} for index in range(32)]
 
 
-@pytest.mark.parametrize("window", [range(12, 17), range(23, 28)])
+@pytest.mark.parametrize("window", [range(12, 17), pytest.param(range(23, 28), marks=pytest.mark.exhaustive)])
 def test_a_search_with_four_choices_a_sublayer_finds_nearly_what_brute_force_finds(
     choosing: PlanSearch, window: range
 ) -> None:

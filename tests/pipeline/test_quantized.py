@@ -83,7 +83,13 @@ def test_two_stages_give_the_tokens_of_one_process(
     assert tokens(in_two_stages(one)) == expected
 
 
-@pytest.mark.parametrize("parallel", [{"stages": 2}, {"stages": 1, "tensor": 2}], ids=["stages", "ranks"])
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        pytest.param({"stages": 2}, id="stages"),
+        pytest.param({"stages": 1, "tensor": 2}, id="ranks", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_shards_draft_by_copies_that_each_makes_for_itself(parallel: dict[str, int], ray_cluster: None) -> None:
     """Where ranks share a stage, the last matrix of a sublayer has no copy."""
     static = {"strategy": "static", "static_choice": "int4+window", "skip": (3,), "max_draft_tokens": 4}

@@ -103,7 +103,8 @@ def test_one_that_is_killed_is_replaced_and_its_requests_begin_anew(
     assert llm.stats.num_lost_replicas == 0
 
 
-@pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_stream_that_begins_anew_repeats_nothing(llm: LLM, prompts: list[Any], temperature: float) -> None:
     """With no seed given, too: the text goes on as it began."""
     params = LONG.replace(temperature=temperature, n=2)
@@ -161,6 +162,7 @@ def test_a_ping_reaches_every_replica_that_is_up(llm: LLM) -> None:
     asked.result(10)
 
 
+@pytest.mark.exhaustive
 def test_errors_of_loading_are_the_users_and_after_shutdown_nothing_is_left() -> None:
     before = Counter(engine_processes())
     with pytest.raises(CheckpointError, match="no/such-model"):

@@ -77,6 +77,7 @@ def require_none_below(folder: Path) -> None:
     assert not found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.ray
 def test_a_lost_cluster_is_one_error_soon_and_leaves_no_processes(ray_folder: Path, ray_environment: None) -> None:
     folder = ray_folder / "lost"

@@ -72,7 +72,7 @@ def test_every_family_can_be_cut(family: str) -> None:
         run.require_clean()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", few_of(range(4), [2, 3]))
 def test_preempted_and_moved_sequences_keep_their_tokens(seed: int) -> None:
     known = known_cases()
     options: dict[str, Any] = {"kv_cache_tokens": 150, "max_num_batched_tokens": 16, "max_num_seqs": 6}
@@ -164,7 +164,7 @@ def test_requests_come_late_and_are_aborted_in_flight() -> None:
         run.require_clean()
 
 
-@pytest.mark.parametrize("skipped", [1, 2])
+@pytest.mark.parametrize("skipped", few_of([1, 2], [2]))
 def test_a_stage_with_nothing_to_do_in_a_draft_is_passed_by(skipped: int) -> None:
     known, spans = known_cases(), cut(4)
     choices = choices_of([not spans[skipped][0] <= index < spans[skipped][1] for index in range(NUM_SUBLAYERS)])
@@ -240,7 +240,7 @@ def test_out_of_memory_in_a_stage_fails_only_its_victims(when: str, stage: int) 
 
 
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=1.0, seed=5, max_tokens=24, n=2, logprobs=2)])
-@pytest.mark.parametrize("seed", few_of(range(6), range(3)))
+@pytest.mark.parametrize("seed", few_of(range(6), [1, 2]))
 def test_whoever_dies_at_whatever_moment_nothing_is_lost_or_doubled(seed: int, params: SamplingParams) -> None:
     prompts = known_cases().prompts
     expected = complete(engine_with(parts_of(checkpoint("llama"))), prompts, params)

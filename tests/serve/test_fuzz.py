@@ -33,8 +33,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 ANSWER_S = 30.0
 JSON = {"content-type": "application/json"}
 BOUNDED = settings(
-    database=None,
-    suppress_health_check=list(HealthCheck),
+    max_examples=settings.default.max_examples // 2, database=None, suppress_health_check=list(HealthCheck)
 )
 BODIES = {
     "/v1/chat/completions": ChatRequest,

@@ -47,7 +47,7 @@ def run(options: ServeBenchOptions, llm: rayspec.LLM) -> dict[str, Any]:
     return run_serve_bench(options, llm, lambda _: None)
 
 
-@pytest.mark.parametrize("num_requests", [60, pytest.param(400, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("num_requests", [30, pytest.param(400, marks=pytest.mark.exhaustive)])
 def test_a_mixture_of_which_some_leave(demo_endpoint: EndpointProcess, llm: rayspec.LLM, num_requests: int) -> None:
     result = run(mixed(demo_endpoint, num_requests, cut_share=0.25), llm)
     found = result["results"]
@@ -58,7 +58,7 @@ def test_a_mixture_of_which_some_leave(demo_endpoint: EndpointProcess, llm: rays
 
 
 def test_all_of_them_leave(demo_endpoint: EndpointProcess) -> None:
-    result = run_serve_bench(mixed(demo_endpoint, 60, cut_share=1.0, longest_wait_s=1.0), None, lambda _: None)
+    result = run_serve_bench(mixed(demo_endpoint, 30, cut_share=1.0, longest_wait_s=1.0), None, lambda _: None)
     assert set(result["results"]["endings"]) <= {"cut", "finished"}
     wait_until(demo_endpoint.is_idle, 10)
 

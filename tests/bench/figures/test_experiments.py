@@ -60,21 +60,21 @@ def test_contenders_take_turns_and_write_the_same(llm: rayspec.LLM, prompts: lis
             return real(at)  # type: ignore[no-any-return]
 
         contender.plan = plan  # type: ignore[method-assign]
-    found = take_turns(llm, contenders, prompts, max_tokens=20, seed=1)
+    found = take_turns(llm, contenders, prompts, max_tokens=10, seed=1)
     runs = [name for index, (name, _) in enumerate(seen) if index == 0 or seen[index - 1][0] != name]
     assert sorted(runs[:4]) == sorted(contenders), "all write after the first prompt before any goes on"
     assert len(runs) in (7, 8)
     assert engine._planner.selector is before
     require_idle(engine)
     for name, (first, second) in found.items():
-        assert first.num_tokens == second.num_tokens == 19
+        assert first.num_tokens == second.num_tokens == 9
         assert first.seconds > 0
         assert name == "plain" or first.num_drafted >= first.num_tested >= first.num_accepted > 0
-    assert found["plain"][0].num_rounds == 19
+    assert found["plain"][0].num_rounds == 9
     assert found["plain"][0].num_drafted == 0
     for one in found["all"]:
         assert one.num_accepted == one.num_tested == one.num_drafted
-        assert one.num_rounds == 4
+        assert one.num_rounds == 2
 
 
 def test_prefill_is_no_part_of_a_stretch(llm: rayspec.LLM) -> None:
