@@ -26,9 +26,9 @@ from rayspec.command.options import Asked, with_settings
 from rayspec.command.settings import Settings
 from rayspec.command.terminal import clean_exit, error_console, exit_on_sigterm, output_console, say
 from rayspec.config import ParallelOptions, SamplingParams, TuningOptions
+from rayspec.ops.commands import app as plan_app
 from rayspec.ops.k8s.command import app as k8s_app
 from rayspec.ops.latency_table import latency_table, stage_table
-from rayspec.ops.plan.commands import app as plan_app
 from rayspec.types import ConfigError
 
 app = typer.Typer(

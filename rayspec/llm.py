@@ -41,7 +41,8 @@ class LLM:
 
     model: local folder, hub id, or "demo" or "demo-plain" for a bundled model. Other options are those of
     `EngineConfig`. With `parallel`, Ray is used as it is running or as RAY_ADDRESS says, and started on this machine
-    otherwise.
+    otherwise. parallel="auto": the layout that `rayspec plan` recommends for the GPUs of that Ray, or of this machine;
+    without GPUs, this process.
     Raises ConfigError and CheckpointError; with `parallel` also PlacementError and UnsupportedModelError.
 
     `generate`, `chat` and `stream` may be called from any thread; requests of all calls run together. An exception in a
@@ -50,7 +51,7 @@ class LLM:
 
     def __init__(self, model: str, **options: Any) -> None:
         path = demo.local_path(model)
-        config = EngineConfig(model=path, **options)
+        config = _config_of(path, options)
         self._resources = ExitStack()
         self.engine: Engine | Replicas = load_engine(config) if config.parallel is None else self._pipeline(config)
         self._tokenizer = _for_callers(self.engine.tokenizer)
@@ -228,6 +229,15 @@ def _shut_down(llm: weakref.ref[LLM]) -> None:
     """At exit, if nobody has."""
     if (found := llm()) is not None:
         found.shutdown()
+
+
+def _config_of(model: str, options: Mapping[str, Any]) -> EngineConfig:
+    if options.get("parallel") != "auto":
+        return EngineConfig(model=model, **options)
+    # Imported here, because nobody else needs the planner.
+    from rayspec.ops.plan.auto import with_layout  # noqa: PLC0415
+
+    return with_layout(EngineConfig(model=model, **{**options, "parallel": None}))
 
 
 def _replicas(config: EngineConfig) -> Replicas:

@@ -32,7 +32,8 @@ MODEL = PLANNING | {"rayspec.model"}
 DECODE = MODEL | {"rayspec.decode"}
 STRATEGIES = DECODE | {"rayspec.strategies"}
 PIPELINE = STRATEGIES | {"rayspec.pipeline"}
-LLM = PIPELINE | {"rayspec", "rayspec.demo", "rayspec.llm", "rayspec.async_engine"}
+PLAN = PIPELINE | {"rayspec.ops.plan"}
+LLM = PLAN | {"rayspec", "rayspec.demo", "rayspec.llm", "rayspec.async_engine"}
 LLM |= {"rayspec.local_engine", "rayspec.request_engine"}
 COMMAND = LLM | {"rayspec.command"}
 OPENAI = COMMAND | {"rayspec.openai"}
@@ -66,6 +67,7 @@ FLOORS = (
     Floor(name="rayspec.openai", below=OPENAI, without=NO_RAY),
     Floor(name="rayspec.batch", below=BATCH),
     Floor(name="rayspec.serve", below=SERVE),
+    Floor(name="rayspec.ops.plan", below=PLAN),
     Floor(name="rayspec.ops", below=OPS),
     Floor(name="rayspec.bench", below=BENCH),
     Floor(name="rayspec.cli", below=CLI),
@@ -77,6 +79,7 @@ FLOORS = (
 BOXES = {
     "config, types, choices, errors": ("rayspec.config", "rayspec.types", "rayspec.choices", "rayspec.errors"),
     "Python API": ("rayspec", "rayspec.llm", "rayspec.local_engine", "rayspec.request_engine", "rayspec.async_engine"),
+    "planner": ("rayspec.ops.plan",),
     "cli, jobs": ("rayspec.cli", "rayspec.data", "jobs"),
 }
 NEEDS_NO_MODEL = ("rayspec/demo/__init__.py", "rayspec/demo/corpus.py")

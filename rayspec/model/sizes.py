@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -86,6 +86,18 @@ def load_config(source: str) -> PretrainedConfig:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"config of model {source!r} could not be read: {error}") from error
     return config
+
+
+def quantisation_of(model: PretrainedConfig, settings: Mapping[str, Any] | None = None) -> Quantization | None:
+    """What a layer's linears take, by the quantizer's settings (None: the model's own): a byte a weight, or half."""
+    found: Any = settings or getattr(model, "quantization_config", None)
+    if found is None:
+        return None
+    plain: Mapping[str, Any] = found if isinstance(found, Mapping) else found.to_dict()
+    if plain.get("dequantize"):
+        return None
+    is_4_bit = plain.get("load_in_4bit") or plain.get("bits") == 4 or "int4" in str(plain.get("quant_type", ""))
+    return "int4" if is_4_bit else "int8"
 
 
 def model_sizes(

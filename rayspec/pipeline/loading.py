@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from transformers import PretrainedConfig
@@ -16,7 +15,7 @@ from rayspec.decode.engine import Engine
 from rayspec.decode.loading import allowed_copies, make_scheduler, resolve_max_model_len
 from rayspec.decode.requests import Vocabulary
 from rayspec.model.kv_arena import whole_pages
-from rayspec.model.sizes import Quantization, model_sizes, quantised_bytes
+from rayspec.model.sizes import model_sizes, quantisation_of, quantised_bytes
 from rayspec.model.weights import eos_token_ids, load_config, load_tokenizer, num_layers, vocab_size
 from rayspec.pipeline.placement import gpus_per_shard
 from rayspec.pipeline.ray_stages import RayStages
@@ -150,7 +149,7 @@ def _costs(config: EngineConfig, options: ParallelOptions, model: PretrainedConf
     sizes = model_sizes(
         model,
         dtype=dtype,
-        quantization=_quantization(config, model),
+        quantization=quantisation_of(model, config.quantization_config),
         tensor=options.tensor,
         draft_weights=_draft_weights(config, options, model, dtype),
     )
@@ -187,15 +186,3 @@ def _dtype_of(config: EngineConfig, model: PretrainedConfig) -> torch.dtype:
     if config.dtype != "auto":
         return getattr(torch, config.dtype)  # type: ignore[no-any-return]
     return getattr(model, "dtype", None) or torch.float32
-
-
-def _quantization(config: EngineConfig, model: PretrainedConfig) -> Quantization | None:
-    """What a layer's linears take, by the quantizer's settings: about a byte a weight, or half of one."""
-    settings: Any = config.quantization_config or getattr(model, "quantization_config", None)
-    if settings is None:
-        return None
-    plain: dict[str, Any] = settings if isinstance(settings, dict) else settings.to_dict()
-    if plain.get("dequantize"):
-        return None
-    is_4_bit = plain.get("load_in_4bit") or plain.get("bits") == 4 or "int4" in str(plain.get("quant_type", ""))
-    return "int4" if is_4_bit else "int8"

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from rayspec.choices import SKIP
-from rayspec.ops.gpus import KNOWN_GPUS
+from rayspec.ops.plan.gpus import KNOWN_GPUS
 from rayspec.planning.roofline import ACCELERATORS, SHAPES, ideal_latency, reference_latency
 
 H200 = ACCELERATORS["H200"]

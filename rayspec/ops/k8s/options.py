@@ -12,7 +12,7 @@ from typing_extensions import Self
 
 from rayspec.config import DType, Options
 from rayspec.demo import BUNDLED
-from rayspec.ops.gpus import gpus_of_a_node
+from rayspec.ops.plan.gpus import gpus_of_a_node
 from rayspec.ops.plan.options import Quantization
 from rayspec.serve.options import read_options_file
 from rayspec.types import ConfigError

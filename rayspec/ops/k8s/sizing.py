@@ -14,11 +14,11 @@ from rayspec import demo
 from rayspec.config import SpeculationOptions
 from rayspec.model.architecture import max_positions
 from rayspec.model.sizes import load_config, model_sizes
-from rayspec.ops.gpus import Gpu, are_ranks_alike, parse_gpus
 from rayspec.ops.k8s.options import RenderOptions
-from rayspec.ops.placement_report import Placement, placed_dtype
 from rayspec.ops.plan.choice import place_best
+from rayspec.ops.plan.gpus import Gpu, are_ranks_alike, parse_gpus
 from rayspec.ops.plan.options import PlacementOptions
+from rayspec.ops.plan.placement import Placement, placed_dtype
 from rayspec.planning.partition import StageCost
 from rayspec.types import ConfigError
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from transformers import PretrainedConfig
 
-from rayspec.ops.placement_report import Placement, place
 from rayspec.ops.plan.forecast import Forecast, Forecaster
 from rayspec.ops.plan.layouts import Layout, layouts
 from rayspec.ops.plan.options import Goal, PlacementOptions, PlanOptions
+from rayspec.ops.plan.placement import Placement, place
 from rayspec.planning.latency import LatencyModel
 
 

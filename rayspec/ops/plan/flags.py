@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rayspec.config import EngineConfig
-from rayspec.ops.gpus import DEFAULT_GPUS_PER_NODE, gpus_spec
+from rayspec.ops.plan.gpus import DEFAULT_GPUS_PER_NODE, gpus_spec
 from rayspec.ops.plan.layouts import Layout
 from rayspec.ops.plan.options import PlanOptions
 

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from rayspec.model.sizes import BYTES_PER_LINEAR_WEIGHT, LayerSizes, ModelSizes, Quantization
-from rayspec.ops.gpus import Gpu
+from rayspec.ops.plan.gpus import Gpu
 from rayspec.planning.latency import HEAD, Curve, LatencyModel, StaleProfileError
 from rayspec.planning.roofline import Accelerator
 from rayspec.types import ConfigError

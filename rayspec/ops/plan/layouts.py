@@ -12,9 +12,9 @@ import torch
 from transformers import PretrainedConfig
 
 from rayspec.model.sizes import ModelSizes, model_sizes
-from rayspec.ops.gpus import Gpu, are_ranks_alike, gpus_spec, parse_gpus
-from rayspec.ops.placement_report import Placement, place_sizes, placed_dtype
+from rayspec.ops.plan.gpus import Gpu, are_ranks_alike, gpus_spec, parse_gpus
 from rayspec.ops.plan.options import PlacementOptions, PlanOptions
+from rayspec.ops.plan.placement import Placement, place_sizes, placed_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

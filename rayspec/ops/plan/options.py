@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
 
 from rayspec.config import DType, Options
-from rayspec.ops.gpus import gpus_of_a_node
+from rayspec.ops.plan.gpus import gpus_of_a_node
 
 Goal = Literal["throughput", "latency", "cost"]
 Quantization = Literal["fp8", "int8", "int4"]

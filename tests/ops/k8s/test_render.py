@@ -18,8 +18,8 @@ from rayspec.ops.k8s.network import network_policy
 from rayspec.ops.k8s.options import RenderOptions, read_render_options
 from rayspec.ops.k8s.render import manifests, render
 from rayspec.ops.k8s.sizing import GIB, ClusterPlan, plan_cluster
-from rayspec.ops.placement_report import place, placed_dtype
 from rayspec.ops.plan.options import PlacementOptions
+from rayspec.ops.plan.placement import place, placed_dtype
 from rayspec.types import ConfigError
 from tests.ops.k8s.operator_rules import cluster_spec, open_rules, violations
 from tests.ops.k8s.schemas import has_ray_schemas, problems

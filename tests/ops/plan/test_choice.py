@@ -22,11 +22,11 @@ from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.errors import ConfigError
 from rayspec.ops.k8s.options import RenderOptions
 from rayspec.ops.k8s.sizing import ClusterPlan, plan_cluster
-from rayspec.ops.placement_report import Placement, place
 from rayspec.ops.plan.choice import place_best, rank_layouts
 from rayspec.ops.plan.flags import flags_of
 from rayspec.ops.plan.layouts import Layout
 from rayspec.ops.plan.options import PlacementOptions, PlanOptions
+from rayspec.ops.plan.placement import Placement, place
 
 MODELS = Path(__file__).parents[3] / "k8s" / "models"
 Shape = tuple[int, int, int, int]  # stages, ranks, copies, sequences of a copy

@@ -19,12 +19,12 @@ from rayspec.cli import app
 from rayspec.command.loading import load_llm
 from rayspec.config import EngineConfig
 from rayspec.model.sizes import model_sizes
-from rayspec.ops.gpus import KNOWN_GPUS, parse_gpus
-from rayspec.ops.placement_report import placed_dtype
 from rayspec.ops.plan.forecast import EFFICIENCIES, Forecaster, evenly_kept
+from rayspec.ops.plan.gpus import KNOWN_GPUS, parse_gpus
 from rayspec.ops.plan.latency import TFLOPS, Cut, Predicted, load_profile, profiled, roofline
 from rayspec.ops.plan.layouts import Layout, layouts
 from rayspec.ops.plan.options import PlanOptions
+from rayspec.ops.plan.placement import placed_dtype
 from rayspec.ops.plan.report import PlanReport, make_plan, plan_table
 from rayspec.planning.latency import Curve, LatencyModel
 from rayspec.planning.simulate import Workload, simulate

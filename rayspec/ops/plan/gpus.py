@@ -87,6 +87,21 @@ def gpus_of_a_node(spec: str) -> int:
     return min((group.of_a_node for group in _groups(spec) if group.of_a_node), default=DEFAULT_GPUS_PER_NODE)
 
 
+def gpu_called(product: str, num_bytes: int) -> Gpu:
+    """The known GPU that a driver calls so, as "NVIDIA H100 80GB HBM3"; of several, that with memory most like this.
+    Raises ConfigError."""
+    words = set(re.split(r"[\s-]+", product.casefold()))
+    called = [gpu for gpu in KNOWN_GPUS if set(gpu.name.casefold().split("-")) <= words]
+    if not called:
+        raise ConfigError(
+            f"GPU {product!r} is not known, so no layout can be chosen for it: name one, as `rayspec plan --gpus "
+            "8xNAME-80G@3350` recommends it"
+        )
+    most_words = max(len(gpu.name.split("-")) for gpu in called)
+    alike = [gpu for gpu in called if len(gpu.name.split("-")) == most_words]
+    return min(alike, key=lambda gpu: abs(gpu.memory_gb * _GB - num_bytes))
+
+
 def gpus_spec(gpus: Sequence[Gpu]) -> str:
     """The shortest text that `parse_gpus` reads as these GPUs."""
     runs = [(gpu, len(list(alike))) for gpu, alike in itertools.groupby(gpus)]

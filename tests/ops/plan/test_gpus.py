@@ -3,7 +3,15 @@ from __future__ import annotations
 import pytest
 
 from rayspec.errors import ConfigError
-from rayspec.ops.gpus import KNOWN_GPUS, MAX_GPUS, are_ranks_alike, gpus_of_a_node, gpus_spec, parse_gpus
+from rayspec.ops.plan.gpus import (
+    KNOWN_GPUS,
+    MAX_GPUS,
+    are_ranks_alike,
+    gpu_called,
+    gpus_of_a_node,
+    gpus_spec,
+    parse_gpus,
+)
 
 
 def test_gpus_are_listed_in_order() -> None:
@@ -89,3 +97,26 @@ def test_there_is_a_most(spec: str) -> None:
 def test_ranks_of_a_stage_may_be_unlike() -> None:
     gpus = parse_gpus("2xH200,3xL4")
     assert [are_ranks_alike(gpus, ranks) for ranks in (1, 2, 3, 4)] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("product", "gib", "label"),
+    [
+        ("NVIDIA H100 80GB HBM3", 79.6, "H100-80G"),
+        ("NVIDIA H100 PCIe", 79.6, "H100-PCIe-80G"),
+        ("NVIDIA H200", 139.8, "H200-141G"),
+        ("NVIDIA A100-SXM4-40GB", 39.4, "A100-40G"),
+        ("NVIDIA A100-SXM4-80GB", 79.3, "A100-80G"),
+        ("NVIDIA L40S", 44.4, "L40S-48G"),
+        ("NVIDIA L4", 22.0, "L4-24G"),
+        ("NVIDIA GH200 480GB", 94.5, "GH200-96G"),
+        ("AMD Instinct MI300X", 191.5, "MI300X-192G"),
+    ],
+)
+def test_products_are_known_by_their_drivers_names(product: str, gib: float, label: str) -> None:
+    assert gpu_called(product, int(gib * 2**30)).label == label
+
+
+def test_a_product_that_is_not_known_is_refused_with_a_remedy() -> None:
+    with pytest.raises(ConfigError, match=r"GPU 'NVIDIA GeForce RTX 3090' is not known.*--gpus"):
+        gpu_called("NVIDIA GeForce RTX 3090", 24 * 2**30)

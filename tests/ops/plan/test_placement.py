@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from rayspec.cli import app
 from rayspec.model.sizes import quantised_bytes
-from rayspec.ops.gpus import Gpu
-from rayspec.ops.placement_report import Placement, place
+from rayspec.ops.plan.gpus import Gpu
 from rayspec.ops.plan.options import PlacementOptions
+from rayspec.ops.plan.placement import Placement, place
 from rayspec.types import ConfigError
 from tests.families import checkpoint
 

@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 
 from rayspec.config import DType
 from rayspec.model.sizes import ModelSizes, model_sizes
-from rayspec.ops.gpus import RESERVED_BYTES, RESERVED_SHARE, Gpu, parse_gpus
+from rayspec.ops.plan.gpus import RESERVED_BYTES, RESERVED_SHARE, Gpu, parse_gpus
 from rayspec.ops.plan.options import PlacementOptions
 from rayspec.planning.partition import (
     Device,

@@ -29,8 +29,8 @@ def placement(*, model: Model, asked: GivenFlags, json: Json = None) -> None:
     """
     # They bring torch, which others wait for.
     from rayspec.model.sizes import load_config  # noqa: PLC0415
-    from rayspec.ops.placement_report import placements_table, save_placements  # noqa: PLC0415
     from rayspec.ops.plan.choice import place_best  # noqa: PLC0415
+    from rayspec.ops.plan.placement import placements_table, save_placements  # noqa: PLC0415
 
     with clean_exit():
         options = PlacementOptions(**asked)

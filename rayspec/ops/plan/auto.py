@@ -1,0 +1,76 @@
+"""`LLM(model, parallel="auto")`: the layout that `rayspec plan` recommends for the GPUs that are there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from itertools import count, takewhile
+
+from transformers import PretrainedConfig
+
+from rayspec.config import EngineConfig, ParallelOptions
+from rayspec.model.sizes import quantisation_of
+from rayspec.model.weights import load_config
+from rayspec.ops.plan.choice import rank_layouts
+from rayspec.ops.plan.found import found_gpus
+from rayspec.ops.plan.gpus import Gpu, gpus_spec
+from rayspec.ops.plan.layouts import Layout
+from rayspec.ops.plan.options import PlanOptions
+from rayspec.types import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+def with_layout(config: EngineConfig) -> EngineConfig:
+    """The config with `parallel` for the GPUs of the Ray cluster, or of this machine without one. Raises ConfigError.
+
+    Without GPUs, and where the device is not CUDA, the model stays in this process.
+    """
+    nodes = found_gpus() if config.device in ("auto", "cuda") else ()
+    return laid_out(config, load_config(config), nodes) if nodes else config
+
+
+def laid_out(config: EngineConfig, model: PretrainedConfig, nodes: Sequence[Sequence[Gpu]]) -> EngineConfig:
+    """nodes: the GPUs of each node that has some. `max_num_seqs` is the layout's, unless the user has named it: as many
+    as `rayspec plan` expects, or half of them, or a quarter and so on where the memory is not for more. Raises
+    ConfigError where the model does not fit."""
+    is_named = "max_num_seqs" in config.model_fields_set
+    most = config.max_num_seqs if is_named else PlanOptions.model_fields["concurrency"].default
+    for concurrency in (most,) if is_named else takewhile(bool, (most >> power for power in count())):
+        options = plan_options(config, model, nodes, concurrency)
+        best = rank_layouts(model, options).best
+        if best.fits:
+            logger.info("on %s: %s", options.gpus, best.title)
+            sequences = config.max_num_seqs if is_named else best.groups[0].concurrency
+            return config.replace(parallel=_parallel(best), max_model_len=options.context, max_num_seqs=sequences)
+    raise ConfigError(
+        f"option 'parallel' is 'auto': {best.missing_bytes / 2**30:.1f} GiB are missing on {options.gpus}, even with "
+        f"{best.title}; use more GPUs, a shorter max_model_len, fewer max_num_seqs or quantized weights"
+    )
+
+
+def plan_options(
+    config: EngineConfig, model: PretrainedConfig, nodes: Sequence[Sequence[Gpu]], concurrency: int
+) -> PlanOptions:
+    """What `rayspec plan` would be asked. Quantized layers are not cut into tensor-parallel ranks."""
+    usual = PlanOptions.model_fields
+    quantization = quantisation_of(model, config.quantization_config)
+    context = config.max_model_len or min(usual["context"].default, model.get_text_config().max_position_embeddings)
+    return PlanOptions(
+        gpus=gpus_spec([gpu for node in nodes for gpu in node]),
+        gpus_per_node=min(map(len, nodes)) if quantization is None else 1,
+        context=context,
+        output_tokens=min(usual["output_tokens"].default, context - 1),
+        concurrency=concurrency,
+        quantization=quantization,
+        draft_weights=config.speculation.draft_weights,
+        dtype=config.dtype,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+    )
+
+
+def _parallel(layout: Layout) -> ParallelOptions | None:
+    """None where one process holds the only copy."""
+    if layout.num_gpus == 1:
+        return None
+    return ParallelOptions(stages=layout.stages, tensor=layout.tensor, replicas=layout.replicas)

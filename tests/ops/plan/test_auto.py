@@ -1,0 +1,84 @@
+"""`LLM(parallel="auto")` chooses what `rayspec plan` recommends. Its GPUs are named here: none is needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from rayspec import LLM, demo
+from rayspec.config import EngineConfig, ParallelOptions
+from rayspec.ops.plan.auto import laid_out, plan_options
+from rayspec.ops.plan.choice import rank_layouts
+from rayspec.ops.plan.found import found_gpus
+from rayspec.ops.plan.gpus import Gpu, parse_gpus
+from rayspec.ops.plan.options import PlanOptions
+from rayspec.types import ConfigError
+from tests.ops.plan.test_choice import LLAMA_8B, SMALL, llama
+
+LLAMA_70B = llama(8192, 80, 64, 28672)
+
+
+def nodes(spec: str, count: int = 1) -> list[tuple[Gpu, ...]]:
+    return [parse_gpus(spec)] * count
+
+
+def config(**options: Any) -> EngineConfig:
+    return EngineConfig(model="m", **options)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "count"),
+    [(SMALL, "4xH100", 1), (LLAMA_8B, "8xH100", 1), (LLAMA_70B, "8xH100", 2), (LLAMA_70B, "4xH200", 1)],
+)
+def test_the_layout_is_the_planners(model: LlamaConfig, gpus: str, count: int) -> None:
+    chosen = laid_out(config(), model, nodes(gpus, count))
+    spec = f"{count}x{gpus}"
+    best = rank_layouts(model, PlanOptions(gpus=spec)).best
+    assert chosen.parallel == ParallelOptions(stages=best.stages, tensor=best.tensor, replicas=best.replicas)
+    assert (chosen.max_num_seqs, chosen.max_model_len) == (best.groups[0].concurrency, 16384)
+
+
+def test_one_gpu_needs_no_other_process() -> None:
+    chosen = laid_out(config(max_model_len=2048), LLAMA_8B, nodes("1xH100"))
+    assert (chosen.parallel, chosen.max_num_seqs) == (None, 32)
+
+
+def test_where_memory_is_short_fewer_sequences_run_at_once() -> None:
+    chosen = laid_out(config(), LLAMA_8B, nodes("1xH100"))
+    assert (chosen.parallel, chosen.max_num_seqs, chosen.max_model_len) == (None, 16, 16384)
+
+
+def test_what_the_user_named_stays() -> None:
+    chosen = laid_out(config(max_num_seqs=4, max_model_len=2048), LLAMA_8B, nodes("2xH100"))
+    assert (chosen.max_num_seqs, chosen.max_model_len) == (4, 2048)
+
+
+def test_quantised_layers_are_not_cut_into_ranks() -> None:
+    int8 = {"quant_method": "torchao", "quant_type": {"default": "int8"}}
+    options = plan_options(config(quantization_config=int8), LLAMA_70B, nodes("8xH100"), 32)
+    assert (options.quantization, options.gpus_per_node) == ("int8", 1)
+    chosen = laid_out(config(quantization_config=int8), LLAMA_70B, nodes("8xH100"))
+    assert chosen.parallel is not None
+    assert chosen.parallel.tensor == 1
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'parallel' is 'auto': [\d.]+ GiB are missing on 1xH100-80G, even with"):
+        laid_out(config(), LLAMA_70B, nodes("1xH100"))
+
+
+def test_without_gpus_the_model_is_in_this_process() -> None:
+    if found_gpus():
+        pytest.skip("there are GPUs")
+    with LLM("demo", parallel="auto", dtype="float32", max_model_len=64) as llm:
+        assert llm.config.parallel is None
+        assert llm.config.model == demo.model_path()
+        assert llm.generate(["The"])[0].outputs[0].text
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_cluster_without_gpus_has_none() -> None:
+    assert found_gpus() == ()
