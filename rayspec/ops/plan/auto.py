@@ -52,17 +52,16 @@ def laid_out(config: EngineConfig, model: PretrainedConfig, nodes: Sequence[Sequ
 def plan_options(
     config: EngineConfig, model: PretrainedConfig, nodes: Sequence[Sequence[Gpu]], concurrency: int
 ) -> PlanOptions:
-    """What `rayspec plan` would be asked. Quantized layers are not cut into tensor-parallel ranks."""
+    """What `rayspec plan` would be asked."""
     usual = PlanOptions.model_fields
-    quantization = quantisation_of(model, config.quantization_config)
     context = config.max_model_len or min(usual["context"].default, model.get_text_config().max_position_embeddings)
     return PlanOptions(
         gpus=gpus_spec([gpu for node in nodes for gpu in node]),
-        gpus_per_node=min(map(len, nodes)) if quantization is None else 1,
+        gpus_per_node=min(map(len, nodes)),
         context=context,
         output_tokens=min(usual["output_tokens"].default, context - 1),
         concurrency=concurrency,
-        quantization=quantization,
+        quantization=quantisation_of(model, config.quantization_config),
         draft_weights=config.speculation.draft_weights,
         dtype=config.dtype,
         max_num_batched_tokens=config.max_num_batched_tokens,

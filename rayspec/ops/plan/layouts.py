@@ -79,7 +79,9 @@ def layouts(config: PretrainedConfig, options: PlanOptions, *, max_replicas: int
     """
     gpus = parse_gpus(options.gpus)
     dtype = placed_dtype(options.dtype, config)
-    for tensor in _tensor_degrees(config, gpus, options.max_ranks):
+    # Ranks cannot split quantized weights.
+    degrees = [1] if options.quantization else _tensor_degrees(config, gpus, options.max_ranks)
+    for tensor in degrees:
         sizes = model_sizes(
             config,
             dtype=dtype,

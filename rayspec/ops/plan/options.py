@@ -56,6 +56,14 @@ class PlacementOptions(Options):
     def _values_with_commas(cls, value: Any) -> Any:
         return _split(value)
 
+    @model_validator(mode="after")
+    def _ranks_can_split_weights(self) -> Self:
+        if self.num_ranks > 1 and self.quantization is not None:
+            raise ValueError(
+                f"option 'tensor' is {self.tensor}, and ranks cannot split {self.quantization} weights: set it to 1"
+            )
+        return self
+
     @property
     def names_layout(self) -> bool:
         return (self.stages, self.tensor, self.layers) != (None, None, None)

@@ -106,9 +106,9 @@ def test_all_three_choose_the_same(gpus: str, rendered: Callable[..., ClusterPla
 def test_all_three_choose_the_same_for_large_models(size: str, rendered: Callable[..., ClusterPlan]) -> None:
     names = {"70B": "llama-3.1-70b.json", "405B": "llama-3.1-405b.json"}
     config = LlamaConfig.from_pretrained(MODELS / names[size]) if size in names else LLAMA_8B
-    usual = {"context": 16384, "concurrency": 32}
-    for count, gpu in product((1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64), ("H100", "H200")):
-        gpus = f"{count}x{gpu}"
+    counts = (1, 2, 3, 4, 6, 8, "2x8", 12, 16, 24, "4x8", 32, 48, 64)
+    for count, gpu, quantization in product(counts, ("H100", "H200"), (None, "fp8")):
+        gpus, usual = f"{count}x{gpu}", {"context": 16384, "concurrency": 32, "quantization": quantization}
         best, placements = planned(config, gpus, **usual), placed(config, gpus, **usual)
         assert [shape_placed(placement) for placement in placements] == [shape_of(best)], gpus
         assert all(placement.fits for placement in placements) == best.fits, gpus

@@ -153,6 +153,7 @@ def test_pinned_layers_win_even_where_they_do_not_fit() -> None:
         ({"tensor": 3}, "'tensor' is 3: it must divide"),
         ({"concurrency": 0}, "'concurrency' is 0"),
         ({"quantization": "fp9"}, "did you mean 'fp8'"),
+        ({"quantization": "fp8", "tensor": 2}, "'tensor' is 2, and ranks cannot split fp8 weights: set it to 1"),
         ({"dtype": "bf16"}, "'dtype' is 'bf16'"),
         ({"layers": "40,x"}, "'layers.1' is 'x'"),
         ({"layers": "40,30"}, "70 layers in all: the model has 80"),
