@@ -91,7 +91,7 @@ def test_node(demo_endpoint: EndpointProcess, node_folder: Path, llm: rayspec.LL
     assert found["whole"]["choices"][0]["message"]["content"] == answer
     assert len(found["whole"]["choices"][0]["logprobs"]["content"]) == found["whole"]["usage"]["completion_tokens"]
     assert "".join(found["pieces"]) == found["helper"] == answer
-    counts = ("prompt_tokens", "completion_tokens", "total_tokens")  # of the same prompt the second time some are cached
+    counts = ("prompt_tokens", "completion_tokens", "total_tokens")  # without those of the prompt that are cached
     assert [found["usage"][name] for name in counts] == [found["whole"]["usage"][name] for name in counts]
     assert found["completion"] == llm.generate("The", SamplingParams(**GREEDY))[0].outputs[0].text
     assert found["errors"] == [[True, False, "invalid_value", "top_p"], [False, True, "model_not_found", "model"]]
