@@ -48,6 +48,8 @@ LENGTHS = (1, 600, 37, 3, 150, 44, 90)
 MAX_TOKENS = 40
 PARAMS = GREEDY.replace(max_tokens=MAX_TOKENS)
 COPIES = ("int8", "int4")
+WINDOWS_OF_A_PAGE = ("mistral", "mixtral", "phi3")
+"""Families whose sliding windows leave nothing for few keys to save."""
 
 
 def known_cases(family: str) -> Cases:
@@ -107,7 +109,7 @@ def test_greedy_equals_generate_under_random_choices_every_round(family: str, ve
             num_accepted += engine.stats.num_accepted_tokens
     assert made == {choice for ways in ways_of(parts) for choice in ways}
     assert num_accepted > 0
-    assert (reads.num_rows > 0) == (family not in {"mistral", "mixtral", "phi3"}), "these have windows of a page"
+    assert (reads.num_rows > 0) == (family not in WINDOWS_OF_A_PAGE)
 
 
 @pytest.mark.parametrize("family", few_of(FAMILIES, ["gemma2", "smollm3"]))
@@ -203,7 +205,7 @@ def test_over_stages(family: str, num_stages: int, verification: str) -> None:
         assert tokens_of(complete(run.engine, known.prompts, PARAMS)) == known.expected
         run.require_clean()
         assert 0 < run.engine.stats.num_accepted_tokens < run.engine.stats.num_draft_tokens
-    assert reads.num_rows > 0
+    assert (reads.num_rows > 0) == (family not in WINDOWS_OF_A_PAGE)
     assert selector.num_searches > 0
 
 
