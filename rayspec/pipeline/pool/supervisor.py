@@ -1,4 +1,4 @@
-"""The supervisor gives items to engines, starts another engine where one dies, and gives out the lost items again."""
+"""The supervisor starts engines, starts another where one dies, and gives the lost items out again."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.pipeline.placement import PlacementError
+from rayspec.pipeline.pool.dispatch import Dispatch
 from rayspec.pipeline.pool.merged_stats import merged_stats
-from rayspec.pipeline.pool.quarantine import EngineKilledError, Quarantine, Verdict
+from rayspec.pipeline.pool.quarantine import Verdict
 from rayspec.pipeline.pool.recipe import Beginning, Tell
 from rayspec.pipeline.pool.restart_budget import RestartBudget
-from rayspec.pipeline.pool.routing import PartHash, Router, part_hashes
+from rayspec.pipeline.pool.routing import PartHash, part_hashes
+from rayspec.pipeline.pool.slot import Engine, Slot
 from rayspec.types import EngineLoad, EngineStats, RayspecError
 
 _WATCH_SHARE = 2.0  # of the time that an engine lived with one item
@@ -37,55 +38,6 @@ class DrainingError(RayspecError):
 
 class NodeLostError(EngineDeadError):
     """The engine ended with its node, or was preempted: no item is to blame."""
-
-
-class Engine(Protocol):
-    """Runs items. Its coroutines raise EngineDeadError once the engine has ended."""
-
-    async def load(self) -> Any: ...
-
-    async def handle(self, item: Any, tell: Tell | None) -> Any: ...
-
-    async def check(self) -> None: ...
-
-    async def answer(self) -> None:
-        """Returns when the engine's process answers, whatever the engine is doing."""
-
-    async def stats(self) -> EngineStats: ...
-
-    async def load_now(self) -> EngineLoad: ...
-
-    async def stop(self) -> None: ...
-
-    def end(self) -> None:
-        """At once, whatever runs. Never raises; more than once is fine."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Slot:
-    """The place of an engine. under_way: since when the engine has had which items. watch_s: how long the next engine
-    lives without items first. failure: why no engine is started here any more."""
-
-    number: int
-    restarts: RestartBudget
-    trials: RestartBudget
-    engine: Engine | None = None
-    starting: asyncio.Task[None] | None = None
-    under_way: dict[int, float] = field(default_factory=dict)
-    delay_s: float = 0.0
-    watch_s: float = 0.0
-    watch: asyncio.Task[None] | None = None
-    failure: Exception | None = None
-
-    def renew_budgets(self) -> None:
-        self.restarts.renew()
-        self.trials.renew()
-
-
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    turn: asyncio.Future[tuple[_Slot, Engine]]
-    hashes: tuple[PartHash, ...]
 
 
 class EngineSupervisor:
@@ -114,23 +66,19 @@ class EngineSupervisor:
     ) -> None:
         self._start = start
         self._clock, self._sleep = clock, sleep
-        self._max_restarts, self._max_items = max_restarts, max_items
+        self._max_restarts = max_restarts
         self._beginning, self._silence_s = beginning, silence_s
         self._slots = [
-            _Slot(number=number, restarts=RestartBudget(max_restarts), trials=RestartBudget(max_restarts))
+            Slot(number=number, restarts=RestartBudget(max_restarts), trials=RestartBudget(max_restarts))
             for number in range(num_engines)
         ]
-        self._trial_slot: _Slot | None = None
-        self._quarantine: Quarantine | None = None  # from the first death on
-        self._router = Router()
+        self._dispatch = Dispatch(self._slots, max_items=max_items, clock=clock)
         self._numbers = itertools.count()
         self._facts: Any = None
         self._was_loaded = False
         self._news = asyncio.Event()  # an engine came up, or a slot was given up
         self._failure: Exception | None = None
         self._is_stopped = False
-        self._waiting: dict[int, _Waiting] = {}
-        self._condemned: dict[int, EngineKilledError] = {}
 
     async def begin(self) -> Any:
         """For a new dataset: an engine is up when this returns, others may follow, and restarts are counted anew.
@@ -162,13 +110,28 @@ class EngineSupervisor:
                     result = await engine.handle(item, listen() if listen is not None else None)
                 except EngineDeadError as error:
                     self._bury(slot, engine, error)
-                    if number in self._condemned:
-                        raise self._condemned[number] from None
+                    if (judgement := self._dispatch.judgement(number)) is not None:
+                        raise judgement from None
                 else:
                     slot.renew_budgets()
                     return result
         finally:
-            self._leave(number)
+            self._dispatch.leave(number)
+            self._deal()
+
+    async def _turn(self, number: int, hashes: tuple[PartHash, ...]) -> tuple[Slot, Engine]:
+        self._require_alive()
+        turn = self._dispatch.turn(number, hashes)
+        self._deal()
+        try:
+            return await turn
+        finally:
+            self._dispatch.withdraw(number)
+
+    def _deal(self) -> None:
+        if self._dispatch.has_waiting and self._failure is None:
+            self._start_missing()
+        self._dispatch.deal()
 
     async def drain(self) -> None:
         """No item is given to an engine any more: later and waiting items fail with DrainingError. Items that an engine
@@ -222,7 +185,7 @@ class EngineSupervisor:
                 slot.engine = None
         await self.stop()
 
-    async def _stop(self, slot: _Slot) -> None:
+    async def _stop(self, slot: Slot) -> None:
         engine, slot.engine = slot.engine, None
         if engine is None:
             return
@@ -233,73 +196,8 @@ class EngineSupervisor:
         finally:
             engine.end()
 
-    # --- items ---
-
-    async def _turn(self, number: int, hashes: tuple[PartHash, ...]) -> tuple[_Slot, Engine]:
-        self._require_alive()
-        turn: asyncio.Future[tuple[_Slot, Engine]] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = _Waiting(turn, hashes)
-        self._dispatch()
-        try:
-            return await turn
-        finally:
-            self._waiting.pop(number, None)
-
-    def _dispatch(self) -> None:
-        if self._waiting and self._failure is None:
-            self._start_missing()
-        trial = self._slot_for_suspects()
-        if trial is not None and self._quarantine is not None:
-            for number in self._quarantine.admitted(self._waiting, trial.under_way):
-                self._give(number, trial)
-        loads = {
-            slot.number: len(slot.under_way) for slot in self._running if slot is not trial and self._has_room(slot)
-        }
-        for number in list(self._ordinary()) if loads else ():
-            slot = self._slots[self._router.choose(self._waiting[number].hashes, loads)]
-            self._give(number, slot)
-            loads[slot.number] += 1
-            if not self._has_room(slot):
-                del loads[slot.number]
-            if not loads:
-                return
-
-    def _slot_for_suspects(self) -> _Slot | None:
-        """While there are suspects: the same one as long as it can be, first the one whose engine has died."""
-        if self._quarantine is None or not self._quarantine.has_suspects:
-            self._trial_slot = None
-        elif self._trial_slot is None or self._trial_slot.failure is not None:
-            left = [slot for slot in self._slots if slot.failure is None]
-            self._trial_slot = min(left, key=lambda slot: len(slot.under_way), default=None)
-        trial = self._trial_slot
-        return trial if trial is not None and trial.engine is not None else None
-
-    def _ordinary(self) -> Iterator[int]:
-        """The waiting items under no suspicion, oldest first."""
-        quarantine = self._quarantine
-        return (number for number in self._waiting if quarantine is None or not quarantine.is_suspect(number))
-
-    def _has_room(self, slot: _Slot) -> bool:
-        return self._max_items is None or len(slot.under_way) < self._max_items
-
-    def _give(self, number: int, slot: _Slot) -> None:
-        turn = self._waiting.pop(number).turn
-        if not turn.done() and slot.engine is not None:
-            slot.under_way[number] = self._clock()
-            turn.set_result((slot, slot.engine))
-
-    def _leave(self, number: int) -> None:
-        for slot in self._slots:
-            slot.under_way.pop(number, None)
-        self._condemned.pop(number, None)
-        if self._quarantine is not None:
-            self._quarantine.forget(number)
-        self._dispatch()
-
-    # --- engines ---
-
     @property
-    def _running(self) -> list[_Slot]:
+    def _running(self) -> list[Slot]:
         return [slot for slot in self._slots if slot.engine is not None]
 
     @property
@@ -313,23 +211,18 @@ class EngineSupervisor:
         answers = await asyncio.gather(*asked, return_exceptions=True)
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
-    def _bury(self, slot: _Slot, engine: Engine, error: EngineDeadError) -> None:
+    def _bury(self, slot: Slot, engine: Engine, error: EngineDeadError) -> None:
         """The first item that learns of a death calls this for all. Later calls do nothing."""
         if engine is not slot.engine:
             return
         slot.engine = None
         engine.end()
-        self._router.forget(slot.number)
+        self._dispatch.replaced(slot)
         under_way, slot.under_way = slot.under_way, {}
         lived_s = self._clock() - min(under_way.values(), default=0.0)
         slot.watch_s = min(_WATCH_SHARE * lived_s, _LONGEST_WATCH_S) if len(under_way) == 1 else 0.0
         is_evidence = not isinstance(error, NodeLostError)
-        verdict = self._died(under_way.keys(), lived_s) if is_evidence else Verdict()
-        if self._quarantine is not None and self._quarantine.has_suspects and self._trial_slot is None:
-            self._trial_slot = slot
-        if verdict.is_guilty and verdict.suspect is not None:
-            message = f"engines died of this row, also where it was the only row, the last time so: {error}"
-            self._condemned[verdict.suspect] = EngineKilledError(message)
+        verdict = self._dispatch.died(slot, under_way.keys(), lived_s, error) if is_evidence else Verdict()
         delay_s = self._delay_after_death(slot, verdict)
         if delay_s is None:
             self._lose(slot, self._spent(error))
@@ -337,12 +230,7 @@ class EngineSupervisor:
         slot.delay_s = delay_s
         logger.warning("%s; the %s rows that it had are given to an engine again", error, len(under_way))
 
-    def _died(self, under_way: Collection[int], lived_s: float = 0.0) -> Verdict:
-        if self._quarantine is None:
-            self._quarantine = Quarantine()
-        return self._quarantine.died(under_way, lived_s)
-
-    def _delay_after_death(self, slot: _Slot, verdict: Verdict) -> float | None:
+    def _delay_after_death(self, slot: Slot, verdict: Verdict) -> float | None:
         """None: engines died too often."""
         if verdict.is_guilty:
             slot.restarts.renew()
@@ -355,19 +243,19 @@ class EngineSupervisor:
             if slot.engine is None and slot.failure is None:
                 self._ensure_starting(slot)
 
-    def _ensure_starting(self, slot: _Slot) -> None:
+    def _ensure_starting(self, slot: Slot) -> None:
         if slot.starting is None:
             delay_s, slot.delay_s = slot.delay_s, 0.0
             slot.starting = asyncio.create_task(self._start_until_loaded(slot, delay_s))
 
-    async def _start_until_loaded(self, slot: _Slot, delay_s: float) -> None:
+    async def _start_until_loaded(self, slot: Slot, delay_s: float) -> None:
         next_delay_s: float | None = delay_s
         while next_delay_s is not None:
             await self._sleep(next_delay_s)
             try:
                 slot.engine = await self._load_engine(slot)
             except Exception as error:  # noqa: BLE001 - reported to everyone who waits
-                self._died(())
+                self._dispatch.died_idle()
                 next_delay_s = self._delay_after(slot, error)
             else:
                 break
@@ -375,9 +263,9 @@ class EngineSupervisor:
         if slot.engine is not None and self._silence_s is not None:
             slot.watch = asyncio.create_task(self._watch(slot, slot.engine, self._silence_s))
         self._news.set()
-        self._dispatch()
+        self._deal()
 
-    async def _watch(self, slot: _Slot, engine: Engine, silence_s: float) -> None:
+    async def _watch(self, slot: Slot, engine: Engine, silence_s: float) -> None:
         """Notices the end of an engine that has no items, and one whose process is frozen; starts another."""
         while engine is slot.engine:
             death = await _death_of(engine, silence_s)
@@ -388,7 +276,7 @@ class EngineSupervisor:
         if self._failure is None and slot.engine is None and slot.failure is None:
             self._ensure_starting(slot)
 
-    async def _load_engine(self, slot: _Slot) -> Engine:
+    async def _load_engine(self, slot: Slot) -> Engine:
         """An engine that lives. After the death of an engine with one item, the new engine lives for a while without an
         item first: kills from outside show then."""
         started_s = self._clock()
@@ -403,11 +291,10 @@ class EngineSupervisor:
             engine.end()
             raise
         finally:
-            if self._quarantine is not None:
-                self._quarantine.idled(self._clock() - started_s)
+            self._dispatch.idled(self._clock() - started_s)
         return engine
 
-    def _delay_after(self, slot: _Slot, error: Exception) -> float | None:
+    def _delay_after(self, slot: Slot, error: Exception) -> float | None:
         """Before the next attempt at an engine, where one could not be loaded. None: no engine is started here any
         more."""
         if isinstance(error, PlacementError) and self._running:  # a node may come
@@ -421,7 +308,7 @@ class EngineSupervisor:
         self._lose(slot, self._spent(error) if can_pass else error)
         return None
 
-    async def _check(self, slot: _Slot) -> None:
+    async def _check(self, slot: Slot) -> None:
         if (engine := slot.engine) is None:
             return
         try:
@@ -434,7 +321,7 @@ class EngineSupervisor:
             f"{error} (max_engine_restarts is {self._max_restarts}, and no row was completed since the last restarts)"
         )
 
-    def _lose(self, slot: _Slot, error: Exception) -> None:
+    def _lose(self, slot: Slot, error: Exception) -> None:
         """No engine is started here any more."""
         slot.failure = error
         self._news.set()
@@ -446,9 +333,7 @@ class EngineSupervisor:
     def _fail(self, error: Exception) -> None:
         self._failure = error
         self._news.set()
-        for waiting in self._waiting.values():
-            if not waiting.turn.done():
-                waiting.turn.set_exception(error)
+        self._dispatch.fail(error)
 
     def _require_alive(self) -> None:
         if self._failure is not None:
