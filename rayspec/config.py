@@ -386,6 +386,8 @@ class ParallelOptions(Options):
 
     layers: how many decoder layers each stage holds; where it is not given they are dealt by time and memory.
     cohorts: batches of sequences under way at the same time, so that stages do not wait for one another.
+    labels: that nodes must have for shards to be there, as {"ray.io/accelerator-type": "H100"}. topology: how stages
+    share what nodes have in common, by its label, as {"ray.io/gpu-domain": "STRICT_PACK"}; in place of `placement`.
     """
 
     stages: int = Field(1, ge=1, description="pipeline stages the model is cut into")
@@ -394,6 +396,8 @@ class ParallelOptions(Options):
     layers: tuple[int, ...] | None = Field(None, description="decoder layers of each stage; None: by time and memory")
     cohorts: int | None = Field(None, ge=1, description="batches under way at once; None: 2 a stage, 1 for one stage")
     placement: Placement = Field("PACK", description="how Ray places a replica's shards on nodes")
+    labels: dict[str, str] = Field(default_factory=dict)
+    topology: dict[str, Placement] | None = None
     cpus_per_shard: float = Field(1.0, ge=0.0, description="Ray CPUs reserved for a shard, and its torch threads")
     gpus_per_shard: float | None = Field(None, ge=0.0, description="None: one on CUDA; less than 1 shares a GPU")
     data_plane: DataPlane = Field(
@@ -407,6 +411,12 @@ class ParallelOptions(Options):
     def _layers_fit_stages(self) -> Self:
         if self.layers is not None and (len(self.layers) != self.stages or min(self.layers) < 1):
             raise ValueError(f"option 'layers' is {self.layers}: name {self.stages} numbers of layers, each 1 or more")
+        return self
+
+    @model_validator(mode="after")
+    def _one_strategy(self) -> Self:
+        if self.topology and "placement" in self.model_fields_set:
+            raise ValueError(f"option 'placement' is {self.placement!r} beside 'topology': give one of them")
         return self
 
     @property

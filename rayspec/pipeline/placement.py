@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +57,9 @@ class Bundles:
         remove_orphaned_groups()
         self._group: PlacementGroup = placement_group(
             [bundle] * options.stages,
-            strategy=options.placement,
+            strategy=None if options.topology else options.placement,
+            bundle_label_selector=[options.labels] * options.stages if options.labels else None,
+            topology_strategy=options.topology,
             name=f"{_GROUP_PREFIX}{_own_name()}:{secrets.token_hex(8)}",
         )
         if not self._group.wait(timeout_s):
@@ -65,9 +67,9 @@ class Bundles:
             available: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
             free = ", ".join(f"{available.get(name, 0):g} {name}" for name in bundle)
             raise PlacementError(
-                f"no place for {options.stages} stages of {bundle} each, on one node each, placed {options.placement}, "
-                f"within {timeout_s:.0f} s (free: {free}): add nodes, lower tensor, cpus_per_shard or gpus_per_shard, "
-                "or choose another placement"
+                f"no place for {options.stages} stages of {bundle}, each on one node{_with_labels(options.labels)}, "
+                f"placed {options.topology or options.placement}, within {timeout_s:.0f} s (free: {free}): add nodes, "
+                "lower tensor, cpus_per_shard or gpus_per_shard, or choose another placement or other labels"
             )
 
     def start(self, kind: type, spec: object, *, stage: int) -> Any:
@@ -86,6 +88,10 @@ class Bundles:
         """Ends all its actors."""
         with contextlib.suppress(RayError):
             remove_placement_group(self._group)
+
+
+def _with_labels(labels: Mapping[str, str]) -> str:
+    return f" with labels {labels}" if labels else ""
 
 
 def remove_orphaned_groups() -> None:

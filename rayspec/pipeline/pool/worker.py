@@ -267,5 +267,6 @@ def _resources(whole: EngineConfig, one: EngineConfig) -> dict[str, Any]:
     if whole.parallel is not None and one.parallel is None:
         num_gpus = gpus_per_shard(whole, whole.parallel)
         wanted = whole.parallel.cpus_per_shard
-        return {"num_cpus": wanted if num_gpus else cpus_of_replica(wanted, whole, num_cpus), "num_gpus": num_gpus}
+        cpus = wanted if num_gpus else cpus_of_replica(wanted, whole, num_cpus)
+        return {"num_cpus": cpus, "num_gpus": num_gpus, "label_selector": whole.parallel.labels or None}
     return {"num_cpus": cpus_to_reserve(num_cpus), "num_gpus": 1 if wants_gpu(one) else 0}
