@@ -25,7 +25,8 @@ KINDS: list[Weights] = ["int8", "int4"]
 # Sublayers that the check refuses: interleaved rotation (GLM), norms over all heads (OLMo 2), no rotation in some
 # layers (SmolLM 3), experts.
 MODULES_LEFT = {
-    "glm4": {"attention"}, "olmo2": {"attention"}, "smollm3": {"attention"}, "mixtral": {"mlp"}, "qwen3_moe": {"mlp"},
+    "glm4": {"attention"}, "olmo2": {"attention"}, "phi3": {"attention"}, "smollm3": {"attention"}, "mixtral": {"mlp"},
+    "qwen3_moe": {"mlp"},
 }  # fmt: skip
 
 
