@@ -83,6 +83,8 @@ class _World:
         if step.preempted:
             youngest = before[len(before) - len(step.preempted) :]
             assert step.preempted == youngest[::-1], "the youngest go first"
+            back = [sequence for sequence in youngest if sequence not in self.scheduler.running]
+            assert list(self.scheduler.waiting)[: len(back)] == back, "they wait before all others"
 
     def _check_pages(self) -> None:
         running = self.scheduler.running

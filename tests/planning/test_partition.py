@@ -94,6 +94,11 @@ def test_brute_force_finds_nothing_better(instance: tuple[ModelCosts, list[Devic
             partition(costs, places)
 
 
+def test_the_slowest_stage_counts_before_evenness() -> None:
+    costs = model([1, 1, 4], (2.0, 1.0))
+    assert sizes(partition(costs, devices(1, 1))) == [2, 1], "4 s at most; [1, 2] has fewer squares and takes 5"
+
+
 def test_a_tie_goes_to_the_most_even_cut() -> None:
     # The slow first layer is the bottleneck whatever the rest does; the best prefix by itself would be a bad start.
     costs = model([9, 1, 1, 1, 1, 1, 1], (1.0,) * 3)
