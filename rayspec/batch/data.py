@@ -16,9 +16,10 @@ import ray.data
 
 from rayspec.batch.documents import Columns, Piece, expand, pieces, read_piece
 from rayspec.batch.rows import Row
-from rayspec.batch.scan import READ_CPUS, Takes, takes_all
+from rayspec.batch.scan import Takes, takes_all
 from rayspec.types import ConfigError
 
+_READ_CPUS = 0.5
 _BYTES_PER_PIECE = 2**26
 _MAX_READ_TASKS = 64  # a task takes Ray Data 0.2 s, however little it does: small files share one
 _ROWS_PER_TASK = 32
@@ -69,7 +70,7 @@ def read_dataset(
     items = [{"piece": found[index], "wanted": numbers[index]} for index in sorted(numbers)]
     blocks = ray.data.from_items(items, override_num_blocks=max(1, min(len(items), _MAX_READ_TASKS)))
     how = {"columns": columns, "takes": takes}
-    return ordered(blocks.flat_map(_read, fn_kwargs=how, num_cpus=READ_CPUS), order)  # type: ignore[arg-type]
+    return ordered(blocks.flat_map(_read, fn_kwargs=how, num_cpus=_READ_CPUS), order)  # type: ignore[arg-type]
 
 
 def ordered(rows: ray.data.Dataset, order: Order) -> ray.data.Dataset:
@@ -78,7 +79,7 @@ def ordered(rows: ray.data.Dataset, order: Order) -> ray.data.Dataset:
     """
     if order == "input":
         return rows
-    keyed = rows.map(partial(_with_key, order=order), num_cpus=READ_CPUS)
+    keyed = rows.map(partial(_with_key, order=order), num_cpus=_READ_CPUS)
     return keyed.sort(_KEY).drop_columns([_KEY])
 
 

@@ -19,9 +19,6 @@ from rayspec.batch.documents import Columns, Piece, num_rows_of, see_piece
 from rayspec.batch.rows import Row
 from rayspec.batch.survey import SEEN_SCHEMA, Seen
 
-READ_CPUS = 0.5
-"""Of a task that reads input files."""
-
 _ROWS_AT_ONCE = 2**16
 _SEEN_WITH_ERRORS = pa.schema([*SEEN_SCHEMA, pa.field("is_taken", pa.bool_()), pa.field("error", pa.string())])
 
@@ -92,10 +89,11 @@ def _count(found: Sequence[Piece]) -> int:
 
 
 def _scanned(found: Sequence[Piece], columns: Columns, takes: Takes) -> Generator[pa.Table]:
-    """The rows in order, of which tasks look through some pieces each, all at once."""
+    """The rows in order, of which tasks look through some pieces each, all at once. A task has a whole CPU: more tasks
+    would only start more processes."""
     num_cpus: float = ray.cluster_resources().get("CPU", 1)  # type: ignore[no-untyped-call]
-    num_tasks = max(1, min(len(found), int(num_cpus / READ_CPUS)))
-    scan: Any = ray.remote(_scan).options(num_cpus=READ_CPUS, num_returns="streaming")
+    num_tasks = max(1, min(len(found), int(num_cpus)))
+    scan: Any = ray.remote(_scan).options(num_returns="streaming")
     bounds = itertools.pairwise(len(found) * task // num_tasks for task in range(num_tasks + 1))
     tasks = [scan.remote(found[start:end], start, columns, takes) for start, end in bounds]
     try:
