@@ -72,7 +72,7 @@ def test_a_real_one_is_measured(ray_cluster: None) -> None:
     for row in (bare, through):
         assert (row["identical"], row["total"]) == (12, 12)
         assert 0 < row["first_row_s"] < row["seconds"]
-    assert through["ratio"] < 1  # so few rows do not pay for the start of Ray Data's workers
+    assert 0.1 < through["ratio"] < 2
     assert len(said) == 1 + 2 * 2
     assert data_markdown(result).count("12 of 12") == 2
 

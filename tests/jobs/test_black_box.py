@@ -233,14 +233,13 @@ def test_ten_rows_that_are_left_of_fifty_thousand_start_at_once(jobs: Jobs) -> N
     with jobs.running("in.jsonl", "-o", "out") as job:
         wait_until(lambda: bool(jobs.processes(ENGINE)), job)
         engine_s = time.monotonic() - started
-        wait_until(lambda: num_committed_after(jobs.folder / "out", 50_000), job)
-        first_row_s = time.monotonic() - started
         output, errors = job.communicate(timeout=400)
-    print(f"engine started after {engine_s:.1f} s, first rows were committed after {first_row_s:.1f} s")
+        ended_s = time.monotonic() - started
+    print(f"engine started after {engine_s:.1f} s, the job has ended after {ended_s:.1f} s")
     assert job.returncode == 0, errors
     assert "50010 rows (50000 of an earlier run)" in output
-    # A part is committed five seconds after its first row.
-    assert first_row_s - engine_s < 10 + 5
+    # All ten rows are done, merged with the others and reported five seconds later at most.
+    assert ended_s - engine_s < 10 + 5
 
 
 FAST_NAMES = ("model", "dtype", "device", "num_threads", "strategy", "max_model_len", "max_tokens", "temperature")
@@ -249,10 +248,6 @@ FAST_VALUES: tuple[Any, ...] = ("demo", "float32", "cpu", 1, "ar", 256, 8, 0.0)
 
 def _done(document: Row) -> Row:
     return replace(document.without_input(), text="a summary", finish_reason="stop")
-
-
-def num_committed_after(folder: Path, num_rows: int) -> bool:
-    return len(list((folder / "rows").glob("part-*"))) > num_rows // 32
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only the superuser can mount a small disk")

@@ -55,10 +55,10 @@ class SlowRunner(Runner):
 
 
 class UnevenShard(Shard):
-    def _make_runner(self, arena: KVArena, rows: RowCounts | None) -> Runner:
+    def _make_runner(self, arena: KVArena, counts: RowCounts | None, choices: Sequence[Choice]) -> Runner:
         if self._spec.stage != SLOW:
-            return super()._make_runner(arena, rows)
-        return SlowRunner(self._parts, arena, device=self._device, row_counts=rows)
+            return super()._make_runner(arena, counts, choices)
+        return SlowRunner(self._parts, arena, device=self._device, row_counts=counts, choices=choices)
 
 
 @pytest.fixture(scope="module")
