@@ -33,7 +33,12 @@ NUM_TIMES = 6
 SLOW = 1
 NUM_LAYERS = 16
 PARAMS = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-KNAPSPEC: dict[str, Any] = {"gate": False, "optimise_share": 1.0, "knapsack": {"num_tap_tokens": 8}}
+KNAPSPEC: dict[str, Any] = {
+    "choices": ["skip"],  # of which alone shares can be told
+    "gate": False,
+    "optimise_share": 1.0,
+    "knapsack": {"num_tap_tokens": 8},
+}
 
 
 class SlowRunner(Runner):
