@@ -73,6 +73,7 @@ def test_every_simple_option_has_a_flag() -> None:
     text = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).output
     groups = {name for name, info in SpeculationOptions.model_fields.items() if isinstance(info.default, Options)}
     without = groups | {"quantization_config", "speculation", "parallel", "offload", "logit_bias", "n"}
+    without |= {"labels", "topology"}
     for options in (EngineConfig, SpeculationOptions, ParallelOptions, SamplingParams):
         for name in options.model_fields.keys() - without:
             assert f"--{name.replace('_', '-')}" in text
