@@ -228,6 +228,8 @@ class _Run:
         """Does the rows that are left. Raises EngineDeadError if engines die too often; SystemExit at SIGTERM."""
         self._folder.commit()
         self._pool = EnginePool(self._job.recipe, max_restarts=self._job.max_engine_restarts)
+        if self._drain.requested:  # before there was a pool to tell
+            self._pool.drain()
         failure = None
         with contextlib.suppress(DrainingError), contextlib.closing(self._completed(self._pool)) as rows:
             failure = self._take_rows(rows)

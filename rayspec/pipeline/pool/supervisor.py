@@ -78,13 +78,13 @@ class EngineSupervisor:
         self._was_loaded = False
         self._news = asyncio.Event()  # an engine came up, or a slot was given up
         self._failure: Exception | None = None
-        self._is_stopped = False
+        self._takes_no_more = False
 
     async def begin(self) -> Any:
         """For a new dataset: an engine is up when this returns, others may follow, and restarts are counted anew.
         Returns what the first engine says of itself. Raises EngineDeadError, and what an engine raises while it loads.
         """
-        if not self._is_stopped:
+        if not self._takes_no_more:
             self._failure = None
         for slot in self._slots:
             slot.failure = None
@@ -136,6 +136,7 @@ class EngineSupervisor:
     async def drain(self) -> None:
         """No item is given to an engine any more: later and waiting items fail with DrainingError. Items that an engine
         has go on."""
+        self._takes_no_more = True
         if self._failure is None:
             self._fail(DrainingError("the engine takes no new rows"))
 
@@ -171,7 +172,7 @@ class EngineSupervisor:
 
     async def stop(self) -> None:
         """End the engines. Items that are not done fail with EngineDeadError; so do all later ones."""
-        self._is_stopped = True
+        self._takes_no_more = True
         self._fail(EngineDeadError("the engine was shut down"))
         for task in (task for slot in self._slots for task in (slot.starting, slot.watch) if task is not None):
             task.cancel()

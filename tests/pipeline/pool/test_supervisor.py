@@ -377,6 +377,23 @@ def test_a_job_that_drains_ends_what_an_engine_has_and_begins_nothing_new() -> N
     assert type(late) is DrainingError
 
 
+def test_a_job_that_drains_before_it_has_begun_begins_nothing() -> None:
+    """Rows may come, and start an engine, before `begin` is called."""
+
+    async def drained() -> Outcome:
+        supervisor = lab.supervisor()
+        work = asyncio.ensure_future(supervisor.handle("early"))
+        await asyncio.sleep(0)
+        await supervisor.drain()
+        with pytest.raises(DrainingError):
+            await supervisor.begin()
+        return (await asyncio.gather(work, return_exceptions=True))[0]
+
+    lab = Lab()
+    assert type(asyncio.run(drained())) is DrainingError
+    assert not lab.begun
+
+
 def test_rows_of_an_engine_that_dies_while_the_job_drains_are_not_begun_again() -> None:
     async def drained() -> list[Outcome]:
         supervisor = lab.supervisor()
