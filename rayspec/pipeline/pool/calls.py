@@ -17,6 +17,7 @@ from typing import Any
 
 from ray.exceptions import RayError
 
+from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.pipeline.pool.recipe import Tell
 from rayspec.types import RayspecError
 
@@ -123,9 +124,10 @@ class BatchedCalls:
             del self._waiting[number]
 
     def close(self) -> None:
-        """No outcome is waited for any more."""
+        """The actor is given up: whoever waits for an outcome is told."""
         if self._reader is not None:
             self._reader.cancel()
+        self._fail(EngineDeadError("the engine was given up"))
 
     def _send(self) -> None:
         calls, self._unsent = self._unsent, []
@@ -137,10 +139,13 @@ class BatchedCalls:
                 for outcome in await reference:
                     self._settle(outcome)
         except RayError as error:
-            self._end = self._on_end(error)
-            for waiting in self._waiting.values():
-                if not waiting.future.done():
-                    waiting.future.set_exception(self._end)
+            self._fail(self._on_end(error))
+
+    def _fail(self, error: Exception) -> None:
+        self._end = self._end or error
+        for waiting in self._waiting.values():
+            if not waiting.future.done():
+                waiting.future.set_exception(self._end)
 
     def _settle(self, outcome: Outcome) -> None:
         waiting = self._waiting.get(outcome.number)
