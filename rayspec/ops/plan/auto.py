@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from itertools import count, takewhile
 
 from transformers import PretrainedConfig
 
@@ -36,7 +35,8 @@ def laid_out(config: EngineConfig, model: PretrainedConfig, nodes: Sequence[Sequ
     ConfigError where the model does not fit."""
     is_named = "max_num_seqs" in config.model_fields_set
     most = config.max_num_seqs if is_named else PlanOptions.model_fields["concurrency"].default
-    for concurrency in (most,) if is_named else takewhile(bool, (most >> power for power in count())):
+    fewest = most if is_named else 1
+    for concurrency in (most >> power for power in range((most // fewest).bit_length())):
         options = plan_options(config, model, nodes, concurrency)
         best = rank_layouts(model, options).best
         if best.fits:

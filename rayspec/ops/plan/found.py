@@ -9,9 +9,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import ray
 import torch
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayspec.ops.plan.gpus import Gpu, gpu_called
+from rayspec.pipeline.session import ray_session
 
 _LOOK = "import json; from rayspec.ops.plan.found import gpus_of_this_machine as look; print(json.dumps(look()))"
 _LOOK_TIMEOUT_S = 120.0
@@ -23,14 +26,10 @@ Seen = Sequence[tuple[str, int]]
 def found_gpus() -> tuple[tuple[Gpu, ...], ...]:
     """Of each node that has some. A cluster counts where RAY_ADDRESS is set or this process is connected. Raises
     ConfigError for a GPU that is not known."""
-    import ray  # noqa: PLC0415 - planning for GPUs that are only named does without Ray
-
     if "RAY_ADDRESS" not in os.environ and not ray.is_initialized():
         return _known([gpus_of_this_machine()])
-    from rayspec.pipeline.session import ray_session  # noqa: PLC0415 - see above
-
     with ray_session():
-        return _known(_gpus_of_cluster(ray))
+        return _known(_gpus_of_cluster())
 
 
 def gpus_of_this_machine() -> Seen:
@@ -39,11 +38,10 @@ def gpus_of_this_machine() -> Seen:
     return [(gpu.name, gpu.total_memory) for gpu in found]
 
 
-def _gpus_of_cluster(ray: Any) -> list[Seen]:
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: PLC0415 - see above
-
+def _gpus_of_cluster() -> list[Seen]:
     look = ray.remote(_gpus_of_node).options(num_cpus=0)
-    num_gpus = {node["NodeID"]: int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]}
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    num_gpus = {node["NodeID"]: int(node["Resources"].get("GPU", 0)) for node in nodes if node["Alive"]}
     looked = {
         node: look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
         for node, count in num_gpus.items()

@@ -106,10 +106,10 @@ class BatchedCalls:
         """The result for an item. Raises what the actor's handler raises, and what `on_end` makes of the actor's end.
         Cancelling the wait cancels the call. tell: takes the parts of the result."""
         loop = asyncio.get_running_loop()
-        if self._reader is None:
-            self._reader = loop.create_task(self._read())
         if self._end is not None:
             raise self._end
+        if self._reader is None:
+            self._reader = loop.create_task(self._read())
         number = next(self._numbers)
         waiting = self._waiting[number] = _Waiting(loop.create_future(), tell)
         if not self._unsent:
