@@ -465,6 +465,13 @@ class EngineConfig(Options):
     remeasure: bool = Field(False, description="measure the latency profile anew, even if a saved one fits")
     profile_cache: str | None = Field(None, description="folder of saved latency profiles; None: the user's cache")
 
+    @field_validator("parallel", mode="before")
+    @classmethod
+    def _layout_is_a_mapping(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            raise ValueError("give a mapping such as {'stages': 2}; only LLM(...) takes 'auto'")  # noqa: TRY004
+        return value
+
     @model_validator(mode="after")
     def _offload_is_of_whole_weights(self) -> Self:
         if self.offload is not None and self.parallel is not None and self.parallel.tensor > 1:

@@ -111,6 +111,12 @@ def test_what_is_offloaded_is_not_split() -> None:
     EngineConfig(model="m", offload={}, parallel={"stages": 2})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("layout", ["auto", "atuo"])
+def test_a_layout_is_a_mapping(layout: str) -> None:
+    with pytest.raises(ConfigError, match=rf"'parallel' is '{layout}': give a mapping.*only LLM.* takes 'auto'"):
+        EngineConfig(model="m", parallel=layout)  # type: ignore[arg-type]
+
+
 def test_options_are_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         config().dtype = "float32"  # type: ignore[misc]
