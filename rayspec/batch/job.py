@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import tempfile
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -253,19 +253,14 @@ class _Run:
         engine = self._job.task.settings.engine
         return 2 * engine.max_num_seqs * num_engines(engine)
 
-    @contextlib.contextmanager
-    def _estimating(self) -> Iterator[TimeLeft]:
+    def _time_left(self) -> TimeLeft:
         """Where the rows were not surveyed, they are counted meanwhile."""
-        with contextlib.ExitStack() as stack:
-            counted = None
-            if self._left is None:
-                counted = CountedRows(self._source.pieces)
-                stack.callback(counted.stop)
-            yield TimeLeft(
-                num_left=partial(self._num_left, counted),
-                num_under_way=self._num_wanted,
-                is_bound=self._job.order == "longest",
-            )
+        counted = CountedRows(self._source.pieces) if self._left is None else None
+        return TimeLeft(
+            num_left=partial(self._num_left, counted),
+            num_under_way=self._num_wanted,
+            is_bound=self._job.order == "longest",
+        )
 
     def _num_left(self, counted: CountedRows | None) -> int | None:
         if counted is None:
@@ -275,11 +270,8 @@ class _Run:
 
     def _take_rows(self, rows: Iterable[Row]) -> Row | None:
         """Takes all rows that are final. Returns one that is not, and says why."""
-        failure = None
-        with (
-            self._estimating() as time_left,
-            showing_progress(self._report.tally, error_console(), time_left) as show,
-        ):
+        failure, time_left = None, self._time_left()
+        with showing_progress(self._report.tally, error_console(), time_left) as show:
             for row in rows:
                 if row.is_final:
                     self._take(row)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, suppress
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -33,14 +34,12 @@ def takes_all(_row_id: str) -> bool:
 def seen_rows(found: Sequence[Piece], columns: Columns, *, takes: Takes = takes_all, limit: int | None = None) -> Seen:
     """What is seen of the rows of pieces, in order, of which tasks keep neither texts nor messages. limit: only so many
     rows, the first; of these, those that are taken."""
-    tables, num_left = [_SEEN_WITH_ERRORS.empty_table()], limit
-    with closing(_scanned(found, columns, takes)) as seen:
-        for table in seen:
-            tables.append(table if num_left is None else table.slice(0, num_left))
-            if num_left is not None:
-                num_left -= len(tables[-1])
-                if num_left == 0:
-                    break
+    tables, num_left = [_SEEN_WITH_ERRORS.empty_table()], sys.maxsize if limit is None else limit
+    for table in _scanned(found, columns, takes, num_left):
+        tables.append(table.slice(0, num_left))
+        num_left -= len(tables[-1])
+        if num_left == 0:
+            break
     rows = pa.concat_tables(tables)
     rows = rows.filter(rows["is_taken"])
     is_error = pc.is_valid(rows["error"])
@@ -78,38 +77,28 @@ class CountedRows:
             self._counting = None
         return self._num_rows
 
-    def stop(self) -> None:
-        if self._counting is not None:
-            ray.cancel(self._counting, force=True)
-            self._counting = None
-
 
 def _count(found: Sequence[Piece]) -> int:
     return sum(map(num_rows_of, found))
 
 
-def _scanned(found: Sequence[Piece], columns: Columns, takes: Takes) -> Generator[pa.Table]:
+def _scanned(found: Sequence[Piece], columns: Columns, takes: Takes, limit: int) -> Iterator[pa.Table]:
     """The rows in order, of which tasks look through some pieces each, all at once. A task has a whole CPU: more tasks
-    would only start more processes."""
+    would only start more processes. Each ends by itself after `limit` rows: `ray.cancel` can crash the driver."""
     num_cpus: float = ray.cluster_resources().get("CPU", 1)  # type: ignore[no-untyped-call]
     num_tasks = max(1, min(len(found), int(num_cpus)))
     scan: Any = ray.remote(_scan).options(num_returns="streaming")
     bounds = itertools.pairwise(len(found) * task // num_tasks for task in range(num_tasks + 1))
-    tasks = [scan.remote(found[start:end], start, columns, takes) for start, end in bounds]
-    try:
-        for tables in tasks:
-            for table in tables:
-                yield ray.get(table)
-    finally:
-        for task in tasks:
-            ray.cancel(task)
+    tasks = [scan.remote(found[start:end], start, columns, takes, limit) for start, end in bounds]
+    return map(ray.get, itertools.chain.from_iterable(tasks))
 
 
-def _scan(found: Sequence[Piece], first: int, columns: Columns, takes: Takes) -> Iterator[pa.Table]:
+def _scan(found: Sequence[Piece], first: int, columns: Columns, takes: Takes, limit: int) -> Iterator[pa.Table]:
     """first: the index of the first of these pieces."""
     for index, piece in enumerate(found, start=first):
         rows = see_piece(piece, columns)
-        while some := list(itertools.islice(rows, _ROWS_AT_ONCE)):
+        while some := list(itertools.islice(rows, min(_ROWS_AT_ONCE, limit))):
+            limit -= len(some)
             yield _seen(some, index, takes)
 
 

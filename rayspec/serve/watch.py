@@ -28,20 +28,21 @@ _FRESH_S = 0.5
 _SILENT_S = 3.0  # a step of the engine can hold a replica's interpreter for a while
 _NAMESPACE = "serve"
 
-Health = Literal["starting"] | EngineHealth
+Health = Literal["unknown", "starting"] | EngineHealth
 
 
 @dataclass(slots=True)
 class _Sighting:
-    """A replica. status: its newest ModelStatus, None before the first."""
+    """A replica. status: its newest ModelStatus, None before the first. was_there: before the watch looked first."""
 
     silent_s: float = 0.0
     status: dict[str, Any] | None = None
+    was_there: bool = False
 
     @property
     def health(self) -> Health:
         if self.status is None:
-            return "starting"
+            return "unknown" if self.was_there and self.silent_s <= _SILENT_S else "starting"
         known: EngineHealth = self.status["health"]
         return "no answer" if self.silent_s > _SILENT_S else known
 
@@ -60,8 +61,8 @@ class Sightings:
 
     def present(self, names: Collection[str]) -> None:
         """The replicas that there are now."""
+        self.replicas = {name: self.replicas.get(name, _Sighting(was_there=not self.looked)) for name in names}
         self.looked = True
-        self.replicas = {name: self.replicas.get(name, _Sighting()) for name in names}
 
     def answered(self, name: str, status: dict[str, Any]) -> None:
         if name in self.replicas:
@@ -92,14 +93,14 @@ class Sightings:
 
     @property
     def can_serve(self) -> bool:
-        """Whether a request would reach an engine. True as long as nobody has looked. While shards are replaced,
-        requests wait and go on afterwards."""
-        return not self.looked or any(health in {"ready", "recovering"} for health in self.healths)
+        """Whether a request would reach an engine, as far as is known: an ingress that has just come up does not refuse
+        what another would serve. While shards are replaced, requests wait and go on afterwards."""
+        return not self.looked or any(health in {"unknown", "ready", "recovering"} for health in self.healths)
 
     @property
     def ailment(self) -> str | None:
         """What is wrong. A replica that starts does not count as long as the model has another that is ready."""
-        ill = sorted({health for health in self.healths if health not in {"ready", "starting"}})
+        ill = sorted({health for health in self.healths if health not in {"unknown", "starting", "ready"}})
         if ill or "ready" not in self.healths:
             return ", ".join(ill) or "starting"
         return None
@@ -186,12 +187,13 @@ class Watch:
         try:
             status = await _status_of(actor)
         except RayError:
-            sightings.gone(name)
-        else:
-            if status:
-                sightings.answered(name, status)
+            status = {}
         finally:
             self._asked.pop(name, None)
+        if status:
+            sightings.answered(name, status)
+        else:
+            sightings.gone(name)
 
     def _replace(self, watched: Watched, name: str) -> None:
         sightings = self.sightings[watched.model]

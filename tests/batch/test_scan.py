@@ -40,6 +40,12 @@ def test_a_limit_is_of_the_first_rows_and_a_share_is_of_these(tmp_path: Path) ->
     assert (some.rows["id"].to_pylist(), some.errors) == (["a1", "b0"], [])
 
 
+def test_limited_scans_that_end_with_their_tasks_do_the_driver_no_harm(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "t"}\n' * 30, encoding="utf-8")
+    found = pieces_of([str(tmp_path)])
+    assert {len(seen_rows(found, Columns(), limit=5).rows) for _ in range(200)} == {5}
+
+
 def test_rows_are_counted_meanwhile(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("{}\n" * 30, encoding="utf-8")
     (tmp_path / "b.txt").write_text("a text", encoding="utf-8")
@@ -48,4 +54,3 @@ def test_rows_are_counted_meanwhile(tmp_path: Path) -> None:
     while (num_rows := counted()) is None and time.monotonic() < deadline:
         time.sleep(0.05)
     assert num_rows == 31
-    counted.stop()

@@ -28,6 +28,21 @@ def test_before_anyone_has_looked_requests_are_tried(sightings: Sightings) -> No
     assert sightings.ailment == "starting"
 
 
+def test_replicas_that_were_there_before_are_tried_until_they_have_been_asked(sightings: Sightings) -> None:
+    sightings.present(["a"])
+    assert (sightings.can_serve, sightings.ailment) == (True, "starting")
+    sightings.gone("a")
+    assert not sightings.can_serve
+    sightings.present(["a", "b"])
+    assert not sightings.can_serve, "b has just come up"
+
+
+def test_a_replica_that_was_there_and_never_answers_is_not_waited_for(sightings: Sightings) -> None:
+    sightings.present(["a"])
+    silent(sightings, 4)
+    assert (sightings.can_serve, sightings.ailment) == (False, "starting")
+
+
 def test_a_silent_replica_is_ill_first_and_lost_later(sightings: Sightings) -> None:
     sightings.present(["a"])
     sightings.answered("a", READY)
