@@ -28,15 +28,16 @@ JOBS: dict[str, Any] = {
     "tune": RAYSPEC.commands["tune"],
 }
 PROGRAMS = ("ray", "rayspec", "serve", "python")
-_BLOCK = re.compile(r"^```[a-z]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r"^```([a-z]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"`([^`\n]+)`")
 _ASSIGNMENT = re.compile(r"[A-Z_]+=.*")
 _SHELL = {">", "<", "|", "&&", ";"}
 
 
 def blocks(document: str) -> list[list[str]]:
-    """Commands of the code blocks, as words."""
-    lines = [line for block in _BLOCK.findall(document) for line in block.replace("\\\n", " ").splitlines()]
+    """Commands of the code blocks that are of a shell, as words."""
+    found = [block for language, block in _BLOCK.findall(document) if language in {"", "bash", "sh"}]
+    lines = [line for block in found for line in block.replace("\\\n", " ").splitlines()]
     return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
