@@ -77,8 +77,8 @@ def faults(words: Sequence[str]) -> list[str]:
     try:
         parse_program(program, arguments)
     except Exception as error:  # noqa: BLE001 - of click or of typer's own copy of it
-        # A command may be named without all that it needs.
-        if type(error).__name__ != "MissingParameter":
+        # A command may be named without all that it needs, and --help ends it.
+        if type(error).__name__ not in {"MissingParameter", "Exit"}:
             found.append(f"{' '.join(words)}: {error}")
     return found
 
