@@ -42,7 +42,7 @@ NUM_DOCUMENTS = 20  # bundled ones
 NUM_CLIENTS = 6
 NUM_REPLICAS = 3  # of two CPUs each: they do not fit into one worker of six with what passes requests on to them
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.exhaustive]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(900)]
 
 
 @dataclass(slots=True)
