@@ -100,7 +100,7 @@ class PlanSearch:
         return Agreement(num_tokens, sums[0].astype(np.int64), sums[1], sums[2])
 
     @torch.inference_mode()
-    def steadiness(self) -> list[float]:
+    def cosines(self) -> list[float]:
         """Of the span's sublayers."""
         states = self._targets[:, :, 0].float()
         cosines: list[float] = cosine_similarity(states[:-1], states[1:], dim=-1).mean(1).tolist()

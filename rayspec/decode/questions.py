@@ -47,8 +47,8 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Steadiness:
-    """How little each sublayer changes the target's states. Answered by Steady."""
+class Cosine:
+    """The cosine of the target's states before and after each sublayer. Answered by Cosines."""
 
     num_tokens: int
 
@@ -64,13 +64,13 @@ class Feature:
 class FoundDraft:
     """A draft of one token after each tapped one. similarity: mean cosine of its last states to the target's.
     num_agreed: tokens after which its most likely token is the target's; confidence: its mean top-1 probability where
-    it is, doubt: where it is not; None if there are no such tokens."""
+    it is, missed_confidence: where it is not; None if there are no such tokens."""
 
     choices: tuple[Choice, ...]
     similarity: float
     num_agreed: int
     confidence: float | None = None
-    doubt: float | None = None
+    missed_confidence: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Steady:
+class Cosines:
     """cosines: of the target's states before and after each sublayer, the mean over the tokens."""
 
     cosines: Sequence[float]
@@ -98,8 +98,8 @@ class Features:
     seconds: float
 
 
-Question: TypeAlias = Knapsack | LayerKnapsack | Trial | Steadiness | Feature
-Answer: TypeAlias = Found | Steady | Features
+Question: TypeAlias = Knapsack | LayerKnapsack | Trial | Cosine | Feature
+Answer: TypeAlias = Found | Cosines | Features
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class Agreement:
     num_tokens: int
     num_agreed: NDArray[np.int64]
     confidence: NDArray[np.float64]
-    doubt: NDArray[np.float64]
+    missed_confidence: NDArray[np.float64]
 
 
 class TappedStates(Expansion, Protocol):
@@ -119,7 +119,7 @@ class TappedStates(Expansion, Protocol):
     def agreement(self, states: Any) -> Agreement:
         """Of each terminal state, [num_states]."""
 
-    def steadiness(self) -> Sequence[float]:
+    def cosines(self) -> Sequence[float]:
         """Of each sublayer, the mean cosine of the target's states before and after it."""
 
     def feature(self) -> Sequence[float]:
@@ -132,8 +132,8 @@ def answer(question: Question, tapped: TappedStates, *, num_sublayers: int, star
     Raises ValueError for a question about other sublayers than the model's.
     """
     match question:
-        case Steadiness():
-            return Steady(tapped.steadiness(), time.perf_counter() - started)
+        case Cosine():
+            return Cosines(tapped.cosines(), time.perf_counter() - started)
         case Feature():
             return Features(tapped.feature(), time.perf_counter() - started)
         case Trial():
@@ -194,7 +194,7 @@ def _judged(patterns: Sequence[Choices], similarity: Sequence[float], agreement:
             similarity=similarity[index],
             num_agreed=int(agreement.num_agreed[index]),
             confidence=_mean(agreement.confidence[index], agreement.num_agreed[index]),
-            doubt=_mean(agreement.doubt[index], num_others[index]),
+            missed_confidence=_mean(agreement.missed_confidence[index], num_others[index]),
         )
         for index, pattern in enumerate(patterns)
     ]

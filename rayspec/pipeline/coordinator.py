@@ -43,8 +43,8 @@ from rayspec.pipeline.messages import (
     Ship,
     Similarity,
     Sought,
+    TargetCosines,
     TargetFeature,
-    TargetSteadiness,
     TimedHops,
     TimeHops,
     VarySublayer,
@@ -262,13 +262,13 @@ class RemoteSearch:
         stage = len(self._spans) - 1
         here = self._brought(states, stage)
         self._pending[stage].operations.append(Agreement(here.number))
-        num_agreed, confidence, doubt = np.asarray(self._flush(stage)).reshape(3, here.num_states)
-        return questions.Agreement(len(self._message.tokens), num_agreed.astype(np.int64), confidence, doubt)
+        num_agreed, confidence, missed = np.asarray(self._flush(stage)).reshape(3, here.num_states)
+        return questions.Agreement(len(self._message.tokens), num_agreed.astype(np.int64), confidence, missed)
 
-    def steadiness(self) -> list[float]:
+    def cosines(self) -> list[float]:
         cosines: list[float] = []
         for stage, pending in enumerate(self._pending):
-            pending.operations.append(TargetSteadiness())
+            pending.operations.append(TargetCosines())
             cosines.extend(self._flush(stage))
         return cosines
 

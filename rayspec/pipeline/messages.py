@@ -19,14 +19,14 @@ from rayspec.decode.passes import Pass
 from rayspec.decode.plan_search import TappedToken
 from rayspec.decode.questions import (
     Answer,
+    Cosine,
+    Cosines,
     Feature,
     Features,
     Found,
     Knapsack,
     LayerKnapsack,
     Question,
-    Steadiness,
-    Steady,
     Trial,
 )
 from rayspec.decode.rounds import Prefill, PrefillResult, Round, RoundResult, Work
@@ -294,7 +294,7 @@ class Agreement(msgspec.Struct, frozen=True, tag="agreement"):
     source: int
 
 
-class TargetSteadiness(msgspec.Struct, frozen=True, tag="steadiness"):
+class TargetCosines(msgspec.Struct, frozen=True, tag="cosines"):
     pass
 
 
@@ -316,7 +316,7 @@ class Ship(msgspec.Struct, frozen=True, tag="ship"):
 
 
 Operation: TypeAlias = (
-    RunSublayer | VarySublayer | Gather | Similarity | Agreement | TargetSteadiness | TargetFeature | Ship | Drop
+    RunSublayer | VarySublayer | Gather | Similarity | Agreement | TargetCosines | TargetFeature | Ship | Drop
 )
 
 
@@ -370,8 +370,8 @@ AnyMessage: TypeAlias = (
 
 
 _RULES = (DraftWhileWorth, DraftUntilFound, DraftWhileSure)
-_QUESTIONS = (Knapsack, LayerKnapsack, Trial, Steadiness, Feature)
-_ANSWERS = (Found, Steady, Features)
+_QUESTIONS = (Knapsack, LayerKnapsack, Trial, Cosine, Feature)
+_ANSWERS = (Found, Cosines, Features)
 _NAMED: dict[str, Any] = {kind.__name__: kind for kind in (*_RULES, *_QUESTIONS, *_ANSWERS)}
 
 

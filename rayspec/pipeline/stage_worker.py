@@ -38,8 +38,8 @@ from rayspec.pipeline.messages import (
     Shipped,
     Similarity,
     Sought,
+    TargetCosines,
     TargetFeature,
-    TargetSteadiness,
     VarySublayer,
 )
 from rayspec.pipeline.post import COORDINATOR, ENGINE
@@ -237,10 +237,10 @@ def _apply(operation: Operation, seeking: _Seeking) -> list[float]:
         case Similarity():
             return search.similarity(operation.sublayer, batches[operation.source]).tolist()  # type: ignore[no-any-return]
         case Agreement():
-            agreement = search.agreement(batches[operation.source])
-            return [*agreement.num_agreed.tolist(), *agreement.confidence.tolist(), *agreement.doubt.tolist()]
-        case TargetSteadiness():
-            return search.steadiness()
+            found = search.agreement(batches[operation.source])
+            return [*found.num_agreed.tolist(), *found.confidence.tolist(), *found.missed_confidence.tolist()]
+        case TargetCosines():
+            return search.cosines()
         case TargetFeature():
             return search.feature()
         case Drop():

@@ -15,25 +15,24 @@ from rayspec.planning.acceptance import DraftWhileWorth
 from rayspec.planning.constants import TEXT_HALF_LIFE
 from rayspec.planning.discounted import Discounted
 
-# What other places say of a token, where the text was like that before: some of them go on with another one, there are
-# none, or all go on with it.
-CONTESTED, ALONE, AGREED = range(3)
+# What other places with the same tokens before them say of a token: some continue with another token, there are no
+# others, or all continue with this token.
+AMBIGUOUS, SINGLE, UNANIMOUS = range(3)
 # Matched tokens at which a class begins; and what is expected of a token behind a match, alone, before there was any.
 _LENGTHS = (0, 2, 3, 4, 5, 6, 8, 11, 16, 24)
-_ALONE = tuple(max(length, 1) / (max(length, 1) + 2) for length in _LENGTHS)
-_PRIORS = (*(right / 2 for right in _ALONE), *_ALONE, *((1 + right) / 2 for right in _ALONE))
+_SINGLE = tuple(max(length, 1) / (max(length, 1) + 2) for length in _LENGTHS)
+_PRIORS = (*(right / 2 for right in _SINGLE), *_SINGLE, *((1 + right) / 2 for right in _SINGLE))
 
 
-def evidence_of(num_matched: int, support: int) -> int:
-    """The class of a looked-up token: tokens that match before it, and CONTESTED, ALONE or AGREED."""
+def match_class(num_matched: int, support: int) -> int:
+    """The class of a looked-up token: tokens that match before it, and AMBIGUOUS, SINGLE or UNANIMOUS."""
     return support * len(_LENGTHS) + bisect_right(_LENGTHS, num_matched) - 1
 
 
 class LookupRecord:
-    """Acceptance of a looked-up token by the evidence for it: how many tokens match before it, and whether the text has
-    gone on otherwise elsewhere (as suffix decoding counts, Oliaro et al. 2024). Behind a token that was right one more
-    matches, so a proposal goes through the classes: text that is copied by the word is told from text copied by the
-    page.
+    """Acceptance of a looked-up token by its class: how many tokens match before it, and whether the text has gone on
+    otherwise elsewhere (as suffix decoding counts, Oliaro et al. 2024). After an accepted token one more matches, so a
+    proposal passes through the classes: they separate text that is copied by the word from text copied by the page.
 
     What was proposed can be held against what was committed in every round, whether it was the draft or not: so nothing
     has to be tried in order to be known.
@@ -47,17 +46,17 @@ class LookupRecord:
         """Acceptance of each class."""
         return tuple(one.value for one in self._classes)
 
-    def observe(self, evidence: Sequence[int], proposed: Sequence[int], committed: Sequence[int]) -> None:
-        """proposed: what was looked up, and the evidence for each. committed: what came instead, as far as is known."""
-        for at, one, other in zip(evidence, proposed, committed, strict=False):
+    def observe(self, match_classes: Sequence[int], proposed: Sequence[int], committed: Sequence[int]) -> None:
+        """proposed: the looked-up tokens, of these classes. committed: the tokens that came, as far as is known."""
+        for at, one, other in zip(match_classes, proposed, committed, strict=False):
             self._classes[at].observe(one == other)
             if one != other:
                 return
 
 
-def survival(by_class: Sequence[float], evidence: Sequence[int]) -> list[float]:
+def survival(by_class: Sequence[float], match_classes: Sequence[int]) -> list[float]:
     """Of each looked-up token, the probability that it and all before it are right."""
-    return list(accumulate((by_class[one] for one in evidence), mul))
+    return list(accumulate((by_class[one] for one in match_classes), mul))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,17 +116,15 @@ class DraftUntilFound:
         """confidences: of the tokens drafted so far, by sequence. Which sequences draft one more."""
         return self.worth(confidences)
 
-    def num_looked_up(self, confidences: Sequence[float], evidence: Sequence[int]) -> int:
-        """How many of the tokens that were found go on a draft of these confidences, and end it; 0: draft on. evidence:
-        for each of them.
+    def num_looked_up(self, confidences: Sequence[float], match_classes: Sequence[int]) -> int:
+        """How many looked-up tokens, of these classes, end a draft of these confidences; 0: the model drafts on.
 
-        At a rate of r tokens per second, a draft that is sound so far is worth r times the verify's seconds, less the
-        token that comes without a draft, more than its own cost: else the rate would not be r. In plain decoding's
-        seconds that is the gain less one. What was found must bring more, by the tokens it is expected to add less what
-        their rows cost.
+        At a rate of r tokens per second, the tokens of a correct draft bring r times the seconds of a verification,
+        less the one token that comes without a draft; in seconds of plain decoding that is the gain less one. Looked-up
+        tokens must bring more: the number of tokens that they are expected to add, less the cost of their rows.
         """
         sound = float(np.prod(self.worth.curve.acceptance(confidences)))
-        reached = [sound * one for one in survival(self.by_class, evidence)]
+        reached = [sound * one for one in survival(self.by_class, match_classes)]
         taken = list(takewhile(lambda one: one > self.min_survival, reached))
         earned = sum(taken) - self.min_survival * len(taken)
         return len(taken) if earned > sound * (self.drafting_gain - 1) else 0

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from rayspec.choices import SKIP, Choices, choices_of
 from rayspec.config import SpeculationOptions
 from rayspec.decode.drafting.skip_draft import KeepDrafting
-from rayspec.decode.questions import Answer, Steadiness, Steady
+from rayspec.decode.questions import Answer, Cosine, Cosines
 from rayspec.decode.rounds import RoundResult
 from rayspec.decode.selection.base import BatchState
 from rayspec.planning.latency import LatencyModel
@@ -44,12 +44,12 @@ class ASD(Inquiring):
             num_accepted=tested.num_accepted, num_drafted=tested.num_drafted, reached_length=tested.reached_length
         )
 
-    def _question(self, state: BatchState) -> Steadiness:
-        return Steadiness(num_tokens=self._options.num_tap_tokens)
+    def _question(self, state: BatchState) -> Cosine:
+        return Cosine(num_tokens=self._options.num_tap_tokens)
 
     def _decide(self, state: BatchState, answer: Answer) -> PlanRecord | None:
-        assert isinstance(answer, Steady)
-        choices = without_steady_attention(self._is_attention, answer.cosines, self._options.threshold)
+        assert isinstance(answer, Cosines)
+        choices = without_similar_attention(self._is_attention, answer.cosines, self._options.threshold)
         if choices == self._current.plan.choices:
             return None
         return self._current.take(
@@ -62,7 +62,7 @@ class ASD(Inquiring):
         )
 
 
-def without_steady_attention(is_attention: Sequence[bool], cosines: Sequence[float], threshold: float) -> Choices:
+def without_similar_attention(is_attention: Sequence[bool], cosines: Sequence[float], threshold: float) -> Choices:
     """Attention whose cosine is above the threshold is skipped. is_attention, cosines: of each sublayer."""
     return choices_of(
         [not (attention and cosine > threshold) for attention, cosine in zip(is_attention, cosines, strict=True)]

@@ -36,7 +36,7 @@ class ExitRecord:
 
     def __init__(self, num_exits: int, *, memory: float) -> None:
         self._age = -math.log2(memory) if memory else math.inf
-        self._agreed, self._confidence, self._doubt = (
+        self._agreed, self._confidence, self._missed_confidence = (
             [Discounted(1.0) for _ in range(num_exits)] for _ in ("of all tokens", "of matches", "of misses")
         )
 
@@ -46,7 +46,9 @@ class ExitRecord:
             num_missed = num_tokens - one.num_agreed
             self._agreed[index].observe(one.num_agreed, num_tokens, age=self._age)
             self._confidence[index].observe(one.num_agreed * (one.confidence or 0.0), one.num_agreed, age=self._age)
-            self._doubt[index].observe(num_missed * (one.doubt or 0.0), num_missed, age=self._age)
+            self._missed_confidence[index].observe(
+                num_missed * (one.missed_confidence or 0.0), num_missed, age=self._age
+            )
 
     @property
     def acceptance(self) -> NDArray[np.float64]:
@@ -54,9 +56,9 @@ class ExitRecord:
         return np.asarray([one.value for one in self._agreed])
 
     def threshold(self, index: int) -> float | None:
-        """Confidence that tells the matches of an exit from its misses; None while it lacks one of the two."""
-        confidence, doubt = self._confidence[index], self._doubt[index]
-        return (confidence.value + doubt.value) / 2 if confidence.is_known and doubt.is_known else None
+        """Confidence that separates the matches of an exit from its misses; None while it lacks one of the two."""
+        matched, missed = self._confidence[index], self._missed_confidence[index]
+        return (matched.value + missed.value) / 2 if matched.is_known and missed.is_known else None
 
 
 class DEL(Inquiring):

@@ -23,7 +23,7 @@ from rayspec.planning.acceptance import DraftWhileWorth
 from rayspec.planning.calibration import CalibrationCurve
 from rayspec.planning.constants import FIRST_SEARCH_SHARE
 from rayspec.planning.latency import LatencyModel
-from rayspec.planning.lookup import ALONE, DraftUntilFound, evidence_of
+from rayspec.planning.lookup import SINGLE, DraftUntilFound, match_class
 from rayspec.types import Plan
 from tests.demo_model import EOS, demo_parts, demo_prompts
 from tests.engines import complete, engine_with, tokens_of
@@ -31,7 +31,7 @@ from tests.exhaustive import few_of
 from tests.families import greedy
 from tests.planning.test_latency import model
 
-FOUND = Proposal((1,) * 16, (evidence_of(8, ALONE),) * 16)
+FOUND = Proposal((1,) * 16, (match_class(8, SINGLE),) * 16)
 
 
 @dataclass
@@ -163,7 +163,7 @@ def test_a_search_that_waits_for_tokens_is_given_up_when_copying_leaves_it_none(
 
 def _continued(num_accepted: int) -> RoundResult:
     """A draft of two tokens of the model and four looked-up ones."""
-    draft = Draft([5, 6, 1, 1, 1, 1], [0.9, 0.8], evidence=[evidence_of(4 + at, ALONE) for at in range(4)])
+    draft = Draft([5, 6, 1, 1, 1, 1], [0.9, 0.8], match_classes=[match_class(4 + at, SINGLE) for at in range(4)])
     tokens = [*draft.token_ids[:num_accepted], 9]
     return RoundResult([Committed(tokens, (), True)], [draft], [num_accepted], 2, 0.02, 0.01)
 

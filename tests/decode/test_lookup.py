@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayspec.decode.drafting.lookup import NOTHING, LookupIndex, Proposal
-from rayspec.planning.lookup import AGREED, ALONE, CONTESTED, evidence_of
+from rayspec.planning.lookup import AMBIGUOUS, SINGLE, UNANIMOUS, match_class
 
 TEXTS = st.lists(st.integers(0, 3), max_size=60)
 
@@ -30,7 +30,7 @@ def by_the_book(
     for index in range(num_tokens):
         going_on.append(going_on[end + index])
     token_ids = going_on[len(text) :]
-    evidence = []
+    match_classes = []
     for index, token in enumerate(token_ids):
         followed = {
             text[other + index]
@@ -38,13 +38,13 @@ def by_the_book(
             if other != end and count >= needed and text[other : other + index] == token_ids[:index]
             for _ in text[other + index : other + index + 1]
         }
-        support = ALONE if not followed else AGREED if followed == {token} else CONTESTED
-        evidence.append(evidence_of(matched + index, support))
-    return Proposal(tuple(token_ids), tuple(evidence))
+        support = SINGLE if not followed else UNANIMOUS if followed == {token} else AMBIGUOUS
+        match_classes.append(match_class(matched + index, support))
+    return Proposal(tuple(token_ids), tuple(match_classes))
 
 
 def alone(num_matched: int, num_tokens: int) -> tuple[int, ...]:
-    return tuple(evidence_of(num_matched + at, ALONE) for at in range(num_tokens))
+    return tuple(match_class(num_matched + at, SINGLE) for at in range(num_tokens))
 
 
 @given(TEXTS, st.integers(1, 4), st.integers(0, 8), st.data())

@@ -20,13 +20,13 @@ from rayspec.decode.plan_search import PlanSearch, TappedToken
 from rayspec.decode.questions import (
     Agreement,
     Answer,
+    Cosine,
+    Cosines,
     Feature,
     Features,
     Found,
     LayerKnapsack,
     Question,
-    Steadiness,
-    Steady,
     Trial,
     answer,
 )
@@ -116,11 +116,11 @@ def test_a_trial_says_what_each_draft_alone_would_have_done(asked: _Asked) -> No
         assert draft.similarity == pytest.approx(float(cosine), abs=1e-5)
         assert draft.num_agreed == int(agrees.sum())
         assert (draft.confidence is None) == (not agrees.any())
-        assert (draft.doubt is None) == bool(agrees.all())
+        assert (draft.missed_confidence is None) == bool(agrees.all())
         if draft.confidence is not None:
             assert draft.confidence == pytest.approx(float(best[agrees].mean()), abs=1e-5)
-        if draft.doubt is not None:
-            assert draft.doubt == pytest.approx(float(best[~agrees].mean()), abs=1e-5)
+        if draft.missed_confidence is not None:
+            assert draft.missed_confidence == pytest.approx(float(best[~agrees].mean()), abs=1e-5)
     assert found.drafts[-3].num_agreed == NUM_TOKENS
     assert found.drafts[0] == found.drafts[-1]
     assert len({draft.num_agreed for draft in found.drafts}) > 1
@@ -140,18 +140,18 @@ def test_the_drafts_of_a_layer_knapsack_are_as_similar_as_a_trial_says(asked: _A
     assert found.drafts[1].similarity == pytest.approx(best, abs=1e-5), "one skipped layer is searched exhaustively"
 
 
-def test_steadiness_is_the_cosine_of_the_states_around_each_sublayer(asked: _Asked) -> None:
-    steady = asked.ask(Steadiness(num_tokens=NUM_TOKENS))
-    assert isinstance(steady, Steady)
-    assert len(steady.cosines) == NUM_SUBLAYERS
+def test_cosines_are_of_the_states_around_each_sublayer(asked: _Asked) -> None:
+    found = asked.ask(Cosine(num_tokens=NUM_TOKENS))
+    assert isinstance(found, Cosines)
+    assert len(found.cosines) == NUM_SUBLAYERS
     stages: Any = asked.engine.stages
-    for index, cosine in enumerate(steady.cosines):
+    for index, cosine in enumerate(found.cosines):
         expected = []
         for token in asked.tokens:
             before, after = stages.span._taps[token][index], stages.span._taps[token][index + 1]
             expected.append(float(before @ after / before.norm() / after.norm()))
         assert cosine == pytest.approx(np.mean(expected), abs=1e-5)
-    assert len({round(cosine, 6) for cosine in steady.cosines}) == NUM_SUBLAYERS
+    assert len({round(cosine, 6) for cosine in found.cosines}) == NUM_SUBLAYERS
 
 
 @torch.no_grad()
@@ -163,7 +163,7 @@ def test_a_feature_is_the_mean_of_the_last_hidden_states_of_transformers(asked: 
 
 
 def test_answers_say_how_long_they_took(asked: _Asked) -> None:
-    for question in (Steadiness(num_tokens=6), Feature(num_tokens=6), LayerKnapsack(num_tokens=6, num_skipped=2)):
+    for question in (Cosine(num_tokens=6), Feature(num_tokens=6), LayerKnapsack(num_tokens=6, num_skipped=2)):
         assert 0 < asked.ask(question).seconds < 10
 
 
@@ -200,7 +200,7 @@ class _Additive:
         nothing = np.zeros(len(states))
         return Agreement(1, nothing.astype(np.int64), nothing, nothing)
 
-    def steadiness(self) -> list[float]:
+    def cosines(self) -> list[float]:
         return []
 
     def feature(self) -> list[float]:

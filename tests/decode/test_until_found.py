@@ -48,7 +48,7 @@ class LookingUp(TravellingPlans):
     def observe(self, state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
         super().observe(state, plan, result, num_tokens, seconds)
         for one, num_accepted in zip(result.drafts, result.num_accepted, strict=True):
-            if one.evidence:
+            if one.match_classes:
                 self.continued.append(one)
                 self.num_right += num_accepted > one.num_drafted
 

@@ -15,13 +15,13 @@ from rayspec.config import SamplingParams
 from rayspec.decode.plan_search import PlanSearch, TappedToken
 from rayspec.decode.questions import (
     Answer,
+    Cosine,
     Feature,
     Found,
     FoundDraft,
     Knapsack,
     LayerKnapsack,
     Question,
-    Steadiness,
     Trial,
     answer,
 )
@@ -202,7 +202,7 @@ QUESTIONS: dict[str, Question] = {
     "knapsack": knapsack(),
     "layers": LayerKnapsack(num_tokens=6, num_skipped=3),
     "trial": Trial(num_tokens=6, patterns=PATTERNS),
-    "steadiness": Steadiness(num_tokens=6),
+    "cosines": Cosine(num_tokens=6),
     "feature": Feature(num_tokens=6),
 }
 

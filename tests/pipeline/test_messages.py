@@ -18,6 +18,8 @@ from rayspec.decode.passes import Merge, Pass
 from rayspec.decode.plan_search import TappedToken
 from rayspec.decode.questions import (
     Answer,
+    Cosine,
+    Cosines,
     Feature,
     Features,
     Found,
@@ -25,8 +27,6 @@ from rayspec.decode.questions import (
     Knapsack,
     LayerKnapsack,
     Question,
-    Steadiness,
-    Steady,
     Trial,
 )
 from rayspec.decode.rounds import Prefill, PrefillResult, Round, RoundResult
@@ -56,8 +56,8 @@ from rayspec.pipeline.messages import (
     Ship,
     Similarity,
     Sought,
+    TargetCosines,
     TargetFeature,
-    TargetSteadiness,
     decode,
     encode,
 )
@@ -107,12 +107,12 @@ QUESTIONS: list[Question] = [
     ),
     LayerKnapsack(num_tokens=1, num_skipped=3),
     Trial(num_tokens=2, patterns=[(FULL, SKIP), ("int8", SKIP)]),
-    Steadiness(num_tokens=4),
+    Cosine(num_tokens=4),
     Feature(num_tokens=5),
 ]
 ANSWERS: list[Answer] = [
     Found([FoundDraft((FULL, "int4+pages"), 0.5, 1, 0.75, None)], 1, 0.25),
-    Steady([0.5, -1.0], 0.25),
+    Cosines([0.5, -1.0], 0.25),
     Features([0.5, 1e-30], 0.25),
 ]
 MESSAGES: list[Message] = [
@@ -162,7 +162,7 @@ MESSAGES: list[Message] = [
             Gather([1, 2], [0, 0, 1], 3),
             Similarity(0, 3),
             Agreement(3),
-            TargetSteadiness(),
+            TargetCosines(),
             TargetFeature(),
             Drop(1),
             Ship(3, "stage-1"),

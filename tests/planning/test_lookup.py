@@ -11,13 +11,13 @@ import pytest
 from rayspec.planning.acceptance import DraftWhileWorth
 from rayspec.planning.calibration import CalibrationCurve
 from rayspec.planning.lookup import (
-    AGREED,
-    ALONE,
-    CONTESTED,
+    AMBIGUOUS,
+    SINGLE,
+    UNANIMOUS,
     DraftUntilFound,
     LookupRecord,
     best_lookup,
-    evidence_of,
+    match_class,
     survival,
 )
 
@@ -26,12 +26,12 @@ WORTH = DraftWhileWorth(
 )
 
 
-def matching(num_matched: int, num_tokens: int = 8, support: int = ALONE) -> list[int]:
+def matching(num_matched: int, num_tokens: int = 8, support: int = SINGLE) -> list[int]:
     """Evidence of tokens behind a match of so many."""
-    return [evidence_of(num_matched + at, support) for at in range(num_tokens)]
+    return [match_class(num_matched + at, support) for at in range(num_tokens)]
 
 
-def first_token(record: LookupRecord, num_matched: int, support: int = ALONE) -> float:
+def first_token(record: LookupRecord, num_matched: int, support: int = SINGLE) -> float:
     return survival(record.by_class, matching(num_matched, 1, support))[0]
 
 
@@ -62,14 +62,14 @@ def test_text_copied_by_the_word_is_told_from_text_copied_by_the_page() -> None:
 
 def test_places_that_go_on_otherwise_speak_against_a_token() -> None:
     record = LookupRecord()
-    known = [first_token(record, 4, support) for support in (CONTESTED, ALONE, AGREED)]
+    known = [first_token(record, 4, support) for support in (AMBIGUOUS, SINGLE, UNANIMOUS)]
     assert known == sorted(known)
     for _ in range(20):
-        record.observe(matching(4, support=CONTESTED), [1], [2])
-        record.observe(matching(4, support=AGREED), [1], [1])
-    assert first_token(record, 4, CONTESTED) < 0.1
-    assert first_token(record, 4, AGREED) > 0.95
-    assert first_token(record, 4, ALONE) == known[ALONE]
+        record.observe(matching(4, support=AMBIGUOUS), [1], [2])
+        record.observe(matching(4, support=UNANIMOUS), [1], [1])
+    assert first_token(record, 4, AMBIGUOUS) < 0.1
+    assert first_token(record, 4, UNANIMOUS) > 0.95
+    assert first_token(record, 4, SINGLE) == known[SINGLE]
 
 
 def test_a_few_rounds_are_enough() -> None:

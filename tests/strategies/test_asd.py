@@ -6,9 +6,9 @@ import pytest
 
 from rayspec.choices import FULL, SKIP
 from rayspec.config import SpeculationOptions
-from rayspec.decode.questions import Steadiness, Steady
+from rayspec.decode.questions import Cosine, Cosines
 from rayspec.planning.stopping import DraftWhileSure
-from rayspec.strategies.asd import ASD, without_steady_attention
+from rayspec.strategies.asd import ASD, without_similar_attention
 from tests.decode.selecting import Asker, latency_model, round_of, state, turns
 
 COSINES = [0.99, 0.99, 0.97, 0.2, 0.90, 0.96, 0.951, 0.1]
@@ -20,18 +20,18 @@ def _asd(**options: Any) -> ASD:
 
 def test_only_attention_above_the_threshold_is_left_out() -> None:
     is_attention = [True, False] * 4
-    assert without_steady_attention(is_attention, COSINES, 0.95) == (SKIP, FULL, SKIP, FULL, FULL, FULL, SKIP, FULL)
-    assert without_steady_attention(is_attention, COSINES, 0.97) == (SKIP, *(FULL,) * 7), "a threshold is not above"
-    assert without_steady_attention(is_attention, COSINES, -1.0) == (SKIP, FULL) * 4
-    assert without_steady_attention(is_attention, COSINES, 1.0) == (FULL,) * 8
+    assert without_similar_attention(is_attention, COSINES, 0.95) == (SKIP, FULL, SKIP, FULL, FULL, FULL, SKIP, FULL)
+    assert without_similar_attention(is_attention, COSINES, 0.97) == (SKIP, *(FULL,) * 7), "a threshold is not above"
+    assert without_similar_attention(is_attention, COSINES, -1.0) == (SKIP, FULL) * 4
+    assert without_similar_attention(is_attention, COSINES, 1.0) == (FULL,) * 8
 
 
 def test_it_drafts_by_the_newest_cosines_and_looks_again() -> None:
     cosines = list(COSINES)
-    asker, asd = Asker(lambda question: Steady(list(cosines), 0.5)), _asd(interval=20, num_tap_tokens=3)
+    asker, asd = Asker(lambda question: Cosines(list(cosines), 0.5)), _asd(interval=20, num_tap_tokens=3)
     assert not asd.plan(state()).drafts
     (record,) = turns(asd, asker, 6)
-    assert asker.asked == [Steadiness(num_tokens=3)]
+    assert asker.asked == [Cosine(num_tokens=3)]
     plan = asd.plan(state())
     assert [index for index, choice in enumerate(plan.choices) if choice == SKIP] == [0, 2, 6]
     assert (plan.num_draft_tokens, plan.source) == (10, "asd")
@@ -45,13 +45,13 @@ def test_it_drafts_by_the_newest_cosines_and_looks_again() -> None:
 
 def test_where_all_attention_matters_it_does_not_draft() -> None:
     asd = _asd(threshold=0.995)
-    assert turns(asd, Asker(lambda question: Steady(COSINES, 0.5)), 30) == []
+    assert turns(asd, Asker(lambda question: Cosines(COSINES, 0.5)), 30) == []
     assert not asd.plan(state()).drafts
 
 
 def test_it_gives_a_plan_up_when_attention_has_come_to_matter() -> None:
     cosines = list(COSINES)
-    asker, asd = Asker(lambda question: Steady(list(cosines), 0.5)), _asd(interval=1, num_tap_tokens=1)
+    asker, asd = Asker(lambda question: Cosines(list(cosines), 0.5)), _asd(interval=1, num_tap_tokens=1)
     turns(asd, asker, 5)
     cosines[:] = [0.0] * 8
     (record,) = turns(asd, asker, 5)
@@ -61,7 +61,7 @@ def test_it_gives_a_plan_up_when_attention_has_come_to_matter() -> None:
 
 def test_the_confidence_at_which_drafts_end_follows_the_acceptance() -> None:
     asd = _asd(exit_threshold=0.6)
-    asker = Asker(lambda question: Steady(COSINES, 0.5))
+    asker = Asker(lambda question: Cosines(COSINES, 0.5))
     turns(asd, asker, 12)
     plan, before = asd.plan(state()), asd.keep_drafting(state())
     assert isinstance(before, DraftWhileSure)

@@ -21,14 +21,14 @@ def _del(max_draft_tokens: int = 8, **options: Any) -> DEL:
     return DEL(speculation, latency_model(NUM_LAYERS))
 
 
-def _replies(shares: list[float], confidence: float = 0.9, doubt: float = 0.3) -> Any:
+def _replies(shares: list[float], confidence: float = 0.9, missed: float = 0.3) -> Any:
     """So large a share of the tokens agrees at each exit."""
 
     def reply(question: Question) -> Answer:
         assert isinstance(question, Trial)
         count = question.num_tokens
         drafts = [
-            FoundDraft(pattern, 0.5, round(share * count), confidence if share else None, doubt if share < 1 else None)
+            FoundDraft(pattern, 0.5, round(share * count), confidence if share else None, missed if share < 1 else None)
             for pattern, share in zip(question.patterns, shares, strict=True)
         ]
         return Found(drafts, count, 0.25)
@@ -140,7 +140,7 @@ def test_the_record_fades_look_by_look() -> None:
 
 def test_drafts_end_between_the_confidence_of_matches_and_misses() -> None:
     chooser = _del(num_tap_tokens=8)
-    turns(chooser, Asker(_replies([0.0, 0.875, 0.875, 0.875, 0.875], confidence=0.9, doubt=0.3)), 9)
+    turns(chooser, Asker(_replies([0.0, 0.875, 0.875, 0.875, 0.875], confidence=0.9, missed=0.3)), 9)
     assert chooser.plan(state()).drafts
     rule = chooser.keep_drafting(state())
     assert isinstance(rule, DraftWhileSure)

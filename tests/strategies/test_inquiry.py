@@ -4,13 +4,13 @@ from concurrent.futures import Future
 
 import pytest
 
-from rayspec.decode.questions import Answer, Question, Steadiness, Steady
+from rayspec.decode.questions import Answer, Cosine, Cosines, Question
 from rayspec.strategies.inquiry import Inquiry
 from rayspec.types import RayspecError
 from tests.decode.selecting import state
 
-QUESTION = Steadiness(num_tokens=4)
-ANSWER = Steady([0.5], 0.1)
+QUESTION = Cosine(num_tokens=4)
+ANSWER = Cosines([0.5], 0.1)
 
 
 class _Search:

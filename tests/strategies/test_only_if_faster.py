@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rayspec.choices import FULL, SKIP
-from rayspec.decode.questions import Steady
+from rayspec.decode.questions import Cosines
 from rayspec.decode.selection.base import BatchState, FixedPlan
 from rayspec.strategies.only_if_faster import OnlyIfFaster
 from rayspec.types import Plan
@@ -13,7 +13,7 @@ from tests.decode.selecting import Asker, latency_model, round_of, state, turn
 
 PLAN = Plan(choices=(FULL, SKIP, FULL, FULL), num_draft_tokens=4, source="test")
 LATENCY = latency_model(2)
-ASKER = Asker(lambda question: Steady([], 0.0))
+ASKER = Asker(lambda question: Cosines([], 0.0))
 
 
 class _Strategy(FixedPlan):

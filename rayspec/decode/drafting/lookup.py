@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rayspec.config import SpeculationOptions
-from rayspec.planning.lookup import AGREED, ALONE, CONTESTED, evidence_of
+from rayspec.planning.lookup import AMBIGUOUS, SINGLE, UNANIMOUS, match_class
 
 _MAX_PLACES = 8  # of one n-gram that are compared: the latest
 _LONGEST_MATCH = 32  # tokens that are compared
@@ -21,11 +21,11 @@ SHORTEST_MATCH = 1
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Tokens that may come next, and what speaks for each (`planning.lookup.evidence_of`). Neither if nothing was
+    """Tokens that may come next, and the class of each (`planning.lookup.match_class`). Both empty if nothing was
     found."""
 
     token_ids: tuple[int, ...] = ()
-    evidence: tuple[int, ...] = ()
+    match_classes: tuple[int, ...] = ()
 
 
 NOTHING = Proposal()
@@ -75,8 +75,8 @@ class LookupIndex:
                     others = [place for count, place in found if count >= _COMPARABLE * num_matched]
                     token_ids = self._continued(end, num_tokens)
                     supports = self._supports(token_ids, others)
-                    evidence = [evidence_of(num_matched + at, support) for at, support in enumerate(supports)]
-                    return Proposal(tuple(token_ids), tuple(evidence))
+                    match_classes = [match_class(num_matched + at, support) for at, support in enumerate(supports)]
+                    return Proposal(tuple(token_ids), tuple(match_classes))
         return NOTHING
 
     def _supports(self, token_ids: Sequence[int], others: Sequence[int]) -> list[int]:
@@ -85,7 +85,7 @@ class LookupIndex:
         for at, token in enumerate(token_ids):
             others = [place for place in others if place + at < len(text)]
             same = [place for place in others if text[place + at] == token]
-            supports.append(ALONE if not others else AGREED if len(same) == len(others) else CONTESTED)
+            supports.append(SINGLE if not others else UNANIMOUS if len(same) == len(others) else AMBIGUOUS)
             others = same
         return supports
 

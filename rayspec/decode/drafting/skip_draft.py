@@ -61,13 +61,12 @@ class RoundEntry:
 @dataclass(slots=True)
 class Draft:
     """What was drafted for one entry. confidences: of each token of the main chain that the model has drafted; these
-    come first. parents: see `RoundEntry`; a chain has none. evidence: for the others, where they were looked up
-    behind."""
+    come first. parents: see `RoundEntry`; a chain has none. match_classes: of the others, which were looked up."""
 
     token_ids: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
-    evidence: list[int] = field(default_factory=list)
+    match_classes: list[int] = field(default_factory=list)
 
     @property
     def looked_up(self) -> bool:
@@ -258,10 +257,10 @@ def _look_up(
         entry, one = entries[index], drafts[index]
         num_left = entry.max_draft_tokens - len(one.token_ids)
         found = head.lookup(entry.sequence_id, rule.ngram, rule.shortest).propose(num_left, one.token_ids)
-        num_taken = rule.num_looked_up(one.confidences, found.evidence)
+        num_taken = rule.num_looked_up(one.confidences, found.match_classes)
         if num_taken:
             one.token_ids.extend(found.token_ids[:num_taken])
-            one.evidence.extend(found.evidence[:num_taken])
+            one.match_classes.extend(found.match_classes[:num_taken])
         else:
             drafting.append(index)
     return drafting

@@ -153,16 +153,16 @@ class Auto:
         """From what could have been looked up before the round, and from what was while it drafted."""
         for proposal, committed in zip(state.proposals(), result.committed, strict=True):
             if proposal.token_ids:
-                self._lookup.observe(proposal.evidence, proposal.token_ids, committed.token_ids)
+                self._lookup.observe(proposal.match_classes, proposal.token_ids, committed.token_ids)
         for one, committed, num_accepted in zip(result.drafts, result.committed, result.num_accepted, strict=True):
-            if one.evidence and num_accepted >= one.num_drafted:
+            if one.match_classes and num_accepted >= one.num_drafted:
                 added, came = one.token_ids[one.num_drafted :], committed.token_ids[one.num_drafted :]
-                self._lookup.observe(one.evidence, added, came)
+                self._lookup.observe(one.match_classes, added, came)
 
     def _looked_up(self, state: BatchState, base: Plan) -> Proposed:
         """The best number of looked-up tokens, where the sequences without any go on by `base`."""
         context, batch, latency, like = state.context, state.batch, self._latency, self._plan_rounds
-        survivals = [survival(self._lookup.by_class, one.evidence) for one in state.proposals()]
+        survivals = [survival(self._lookup.by_class, one.match_classes) for one in state.proposals()]
 
         def seconds(lengths: Sequence[int]) -> float:
             num_drafting = lengths.count(0) if base.drafts else 0
