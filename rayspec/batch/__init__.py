@@ -1,5 +1,5 @@
-"""Rows in, rows out: documents, prompts, results, run folders, and the Ray Data jobs that stream one to the other.
+"""Batch jobs: they read documents, make prompts, stream rows through engines with Ray Data, and write run folders.
 
-Belongs here: reading input, what is asked about a document, who owns the engine of a job, what is written and resumed.
+Belongs here: reading input, making prompts from documents, owning the engines of a job, writing and resuming output.
 Does not: the OpenAI protocol (openai/), HTTP (serve/), benchmarks of a job (bench/).
 """

@@ -1,4 +1,4 @@
-"""An OpenAI batch file as a job: its lines are the rows, and two files of lines come out."""
+"""An OpenAI batch file as a job: each line is a row. The job writes a file of responses and a file of errors."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ OUTPUT_NAME, ERRORS_NAME = "output.jsonl", "errors.jsonl"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchTask:
-    """served: the name of the model that lines may use, beside the one it was started with."""
+    """The task of a job over an OpenAI batch file.
+
+    served: a name of the model that lines may use, in addition to the name that it was started with.
+    """
 
     settings: Settings
     served: str
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Everything that decides what the rows say."""
+        """The options that decide the content of the output rows."""
         return {
             "task": {"batch": "openai", "served": self.served},
             "engine": self.settings.deciding,
@@ -53,7 +56,7 @@ class BatchTask:
 
 
 def read_requests(path: str) -> tuple[list[Row], list[Row]]:
-    """Of a batch file the lines to be answered, and the rows of those that are no request. Raises ConfigError."""
+    """Return the requests of a batch file, and error rows for the lines that are no request. Raises ConfigError."""
     requests, refused = [], []
     try:
         location = Location.parse(path)
@@ -70,7 +73,7 @@ def read_requests(path: str) -> tuple[list[Row], list[Row]]:
 
 
 def answered(row: Row, result: BatchResult) -> Row:
-    """The row with a result: its text is the line that will be in a file."""
+    """Return the row with the result. The text of the row is the line for the output file."""
     usage = result.response.body.get("usage", {}) if result.response is not None and not result.failed else {}
     return replace(
         row.without_input(),
@@ -85,9 +88,9 @@ def answered(row: Row, result: BatchResult) -> Row:
 
 @dataclass(frozen=True, slots=True)
 class BatchFiles:
-    """Writes output.jsonl with the responses and errors.jsonl with the lines that failed, as OpenAI's API gives them.
+    """Writes output.jsonl with the responses and errors.jsonl with the failed lines, in the format of OpenAI's API.
 
-    requests: the rows of the requests. For a request without an answer, the line of its error is made here.
+    requests: the rows of all requests. For a request without an answer, this class makes the error line.
     """
 
     requests: Sequence[Row]

@@ -1,4 +1,4 @@
-"""Rows of a job as Ray Data reads them: documents are read in tasks, and the driver takes the rows."""
+"""Datasets of the rows of a job: Ray Data tasks read the documents, and the driver iterates over the rows."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from rayspec.types import ConfigError
 
 _READ_CPUS = 0.5
 _BYTES_PER_PIECE = 2**26
-_MAX_READ_TASKS = 64  # a task takes Ray Data 0.2 s, however little it does: small files share one
+_MAX_READ_TASKS = 64  # Ray Data needs 0.2 s for even the smallest task: small files share a task
 _ROWS_PER_TASK = 32
-_READER_THREADS = ("StreamingExecutor-", "ray-data-metadata-prefetch", "iter_threaded")  # Ray Data's, in this process
+_READER_THREADS = ("StreamingExecutor-", "ray-data-metadata-prefetch", "iter_threaded")  # name prefixes
 _READERS_END_WITHIN_S = 10.0
 
 _KEY = "order"
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_order(value: str) -> Order:
-    """Raises ConfigError."""
+    """Return `value` as an Order. Raises ConfigError for an unknown order."""
     for known in get_args(Order):
         if value == known:
             return known  # type: ignore[no-any-return]
@@ -43,9 +43,9 @@ def check_order(value: str) -> Order:
 
 
 def pieces_of(inputs: Sequence[str]) -> list[Piece]:
-    """What files, folders and patterns hold, in pieces that tasks read. Few Parquet files are cut at row groups.
+    """Split files, folders and patterns into pieces for read tasks. Of few files, Parquet files are split too.
 
-    Relative paths are those of this process: where a task runs, the current folder is another one.
+    Relative paths are resolved here, because a task runs in another working folder.
     """
     files = expand(inputs).files
     if len(files) < _MAX_READ_TASKS:
@@ -61,10 +61,10 @@ def read_dataset(
     wanted: Mapping[int, Sequence[int]] | None = None,
     order: Order = "input",
 ) -> ray.data.Dataset:
-    """The rows of pieces; in Ray Data a row is a dict with the fields of `Row`.
+    """Return a dataset of the rows of pieces. Each row is a dict with the fields of `Row`.
 
-    takes: which ids. wanted: the numbers of the rows that are read, by the index of their piece; None reads all.
-    order: of the rows, see `ordered`.
+    takes: decides by the id whether a row is kept. wanted: the numbers of the rows to read, by the index of the piece;
+    None reads all. order: the order of the rows, see `ordered`.
     """
     numbers = dict.fromkeys(range(len(found)), None) if wanted is None else wanted
     items = [{"piece": found[index], "wanted": numbers[index]} for index in sorted(numbers)]
@@ -74,8 +74,9 @@ def read_dataset(
 
 
 def ordered(rows: ray.data.Dataset, order: Order) -> ray.data.Dataset:
-    """longest: long inputs first, so that no long row is the last. prefix: inputs that begin alike are neighbours and
-    meet in the KV cache. Both sort all rows before the first is done; Ray Data puts on disk what memory does not hold.
+    """Sort the rows. longest: long inputs first, so that no long row is the last. prefix: inputs that begin alike are
+    neighbours and share keys and values in the KV cache. Both orders sort all rows before an engine gets the first row.
+    Ray Data spills rows that do not fit in memory to disk.
     """
     if order == "input":
         return rows
@@ -84,23 +85,23 @@ def ordered(rows: ray.data.Dataset, order: Order) -> ray.data.Dataset:
 
 
 def dataset_of(rows: Sequence[Row]) -> ray.data.Dataset:
-    """Rows that are here, as `read_dataset` would give them."""
+    """Return a dataset of rows in memory, with the same fields as `read_dataset`."""
     num_blocks = max(1, min(len(rows) // _ROWS_PER_TASK, _MAX_READ_TASKS))
     return ray.data.from_items([asdict(row) for row in rows], override_num_blocks=num_blocks)
 
 
 def quieten() -> None:
-    """Ray Data's own progress and log lines, which go to the terminal that ours are on."""
+    """Switch off Ray Data's progress bars and log lines below ERROR, which share the terminal with ours."""
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     ray.data.DataContext.get_current().enable_progress_bars = False
 
 
 @contextmanager
 def reading() -> Iterator[None]:
-    """For a block that reads datasets: at its end the threads that Ray Data reads them with have ended.
+    """Wait at the end of a block that reads datasets until Ray Data's reader threads have ended, for at most 10 s.
 
-    They outlive a dataset's iterator by a moment, and one that comes to Ray while it is shut down ends the process at
-    once, with a code of its own. Close what was not read to its end inside the block.
+    The threads outlive a dataset's iterator by a moment. A thread that calls Ray during the shutdown of Ray ends the
+    process at once, with an exit code of its own. Inside the block, close datasets that were not read to their end.
     """
     try:
         yield
@@ -113,12 +114,12 @@ def reading() -> Iterator[None]:
 
 
 def reader_threads() -> list[threading.Thread]:
-    """Those that Ray Data reads datasets with in this process at the moment."""
+    """Return the threads with which Ray Data reads datasets in this process at the moment."""
     return [thread for thread in threading.enumerate() if thread.name.startswith(_READER_THREADS)]
 
 
 def rows_of(dataset: ray.data.Dataset) -> Generator[Row]:
-    """Runs the dataset until it is closed; rows come as their blocks do."""
+    """Run the dataset and yield its rows, block by block. Closing the generator ends the run."""
     with closing(iter(dataset.iter_batches(batch_size=None, batch_format="pyarrow"))) as batches:  # type: ignore[type-var]
         batch: Any
         for batch in batches:

@@ -27,17 +27,17 @@ _SUMMARY_PROMPT = f"Summarize the following document.\n\n{_PLACE}"
 
 
 def summary_prompt(model: str) -> str:
-    """What a document is wrapped in when nothing else is asked for. The bundled models need no instruction."""
+    """Return the default prompt template for summaries. The bundled models need no instruction."""
     return _PLACE if model in BUNDLED else _SUMMARY_PROMPT
 
 
 def fitting_prompt_tokens(max_model_len: int, params: SamplingParams) -> int:
-    """The longest prompt that leaves room for a whole output."""
+    """Return the largest number of prompt tokens that leaves room for a whole output."""
     return max(1, max_model_len - params.max_tokens)
 
 
 class Tokenizes(Protocol):
-    """What is asked of an LLM or AsyncEngine to make prompts. `tokenizer` is a transformers tokenizer."""
+    """The interface of LLM and AsyncEngine that makes prompts. `tokenizer` is a transformers tokenizer."""
 
     @property
     def tokenizer(self) -> Any: ...
@@ -47,11 +47,11 @@ class Tokenizes(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptBuilder:
-    """Makes requests of rows.
+    """Makes requests from rows.
 
-    template: "{text}" in it stands for the document. chat: text becomes a user's message where the tokenizer has a chat
-    template; otherwise it is the prompt as it is. max_prompt_tokens: longer documents are cut at their end to fit; None
-    leaves them whole, and the engine refuses those that do not fit.
+    template: the prompt, in which "{text}" stands for the document. chat: the prompt becomes a user's message if the
+    tokenizer has a chat template. max_prompt_tokens: documents with longer prompts are cut at their end; None leaves
+    documents whole, and the engine refuses prompts that do not fit.
     """
 
     llm: Tokenizes
@@ -65,17 +65,17 @@ class PromptBuilder:
             raise ConfigError(f"option 'prompt' is {self.template!r}: it must hold {_PLACE}, where the document goes")
 
     def request(self, request_id: str, row: Row) -> Request:
-        """Raises InvalidMessagesError."""
+        """Make the request for a row. Raises InvalidMessagesError."""
         return Request(request_id=request_id, params=self.params, prompt_token_ids=self.tokens(row))
 
     def tokens(self, row: Row) -> list[int]:
-        """Of the prompt. Raises InvalidMessagesError for messages that the chat template refuses."""
+        """Return the prompt tokens of a row. Raises InvalidMessagesError if the chat template refuses the messages."""
         if row.messages is not None:
             return self._chat_tokens(json.loads(row.messages))
         return self.fitting_tokens(row.document or "")
 
     def fitting_tokens(self, text: str) -> list[int]:
-        """Of the prompt for a text."""
+        """Return the prompt tokens for a text, which is cut at its end to fit `max_prompt_tokens`."""
         token_ids = self._text_tokens(text)
         limit = self.max_prompt_tokens
         if limit is None or len(token_ids) <= limit:
@@ -103,8 +103,8 @@ class PromptBuilder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentTask:
-    """template: "{text}" in it stands for the document. chat: the text becomes a user's message where there is a chat
-    template. long: what is done with documents beyond the context. instruct: tell the model when it reads a part."""
+    """The task of completing a prompt for each document. template, chat: as for PromptBuilder. long: how documents that
+    exceed the context are treated. instruct: tell the model that it reads a part of a longer document."""
 
     settings: Settings
     template: str
@@ -114,7 +114,7 @@ class DocumentTask:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Everything that decides what the rows say: rows made with another one do not belong in the same output."""
+        """The options that decide the content of the rows. All rows of an output folder have the same identity."""
         return {
             "task": {"template": self.template, "chat": self.chat, "long": self.long.model_dump(mode="json")},
             "sampling": self.settings.sampling.model_dump(mode="json"),
@@ -122,7 +122,7 @@ class DocumentTask:
         }
 
     def handler(self, engine: AsyncEngine) -> Handler:
-        """Raises ConfigError for a template without a place for the document, and options that cannot work."""
+        """Make the handler of rows. Raises ConfigError for a template without {text} and options that cannot work."""
         prompts = PromptBuilder(llm=engine, params=self.settings.sampling, template=self.template, chat=self.chat)
         templates = part_templates(self.template, instruct=self.instruct)
         return DocumentHandler(engine=engine, prompts=prompts, templates=templates, options=self.long)
@@ -131,7 +131,7 @@ class DocumentTask:
 class DocumentHandler:
     """Completes documents of any length through one engine.
 
-    prompts: makes the prompts of documents that fit; its `max_prompt_tokens` does not count here. templates: for the
+    prompts: makes the prompts of documents that fit; its `max_prompt_tokens` is ignored. templates: the prompts of the
     parts of longer documents. Raises ConfigError for options that cannot work with this context.
     """
 
@@ -153,8 +153,8 @@ class DocumentHandler:
             )
 
     async def __call__(self, row: Row) -> Row:
-        """The row completed; what is wrong with it is in the row. Raises EngineDeadError. Cancelling the wait aborts
-        all requests for the row. A conversation is never cut."""
+        """Complete the row. An error that the row causes is stored in the row. Raises EngineDeadError. Cancelling the
+        call aborts all requests for the row. A conversation is never cut."""
         try:
             tokens = self._prompts.tokens(row)
         except RequestError as error:

@@ -38,7 +38,7 @@ from rayspec.types import InputFileError
 _MIN_ROWS_PER_READ, _MAX_ROWS_PER_READ, _BYTES_PER_READ = 16, 1024, 2**20
 _DEFAULT_ID_COLUMN = "id"
 
-# The mark of little-endian UTF-32 begins with that of UTF-16.
+# UTF-32 comes first, because its little-endian mark begins with that of UTF-16.
 _MARKS = (
     (codecs.BOM_UTF32_LE, "UTF-32"),
     (codecs.BOM_UTF32_BE, "UTF-32"),
@@ -46,7 +46,7 @@ _MARKS = (
     (codecs.BOM_UTF16_BE, "UTF-16"),
 )
 _UTF_8 = "UTF-8"
-_BEGINNING = 4  # bytes that tell the encoding
+_BEGINNING = 4  # number of leading bytes that decide the encoding
 
 Made = TypeVar("Made")
 ByteFile = io.BufferedReader | gzip.GzipFile
@@ -80,10 +80,10 @@ class DuplicateIdError(InputFileError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """Which columns of a JSON-lines or Parquet row hold what.
+    """The names of the columns that hold the id, the text and the messages of a JSON-lines or Parquet row.
 
-    id None: "id" where the file has this column, else the file's name (`InputFile.name`) and the row's number.
-    messages: a column of chat messages that is used instead of the text where it is present; None: text only.
+    id None: the column "id" where a row has a value there, else the file's name (`InputFile.name`) and the row number.
+    messages: a column of chat messages, used instead of the text where a row has it; None: text only.
     """
 
     text: str = "text"
@@ -96,11 +96,11 @@ class Columns:
 
 
 class UndecodableError(ValueError):
-    """Bytes that are no text in the encoding that they should have."""
+    """The bytes are not valid text in the expected encoding."""
 
 
 def input_row(row_id: str, *, source: str, text: str | None = None, messages: Sequence[Any] | None = None) -> Row:
-    """A row with a text or chat messages, whichever is given."""
+    """Make a row from a text or from chat messages, whichever is given."""
     encoded = json.dumps(messages) if messages is not None else None
     return Row(id=row_id, source=source, document=text, messages=encoded, input_hash=_hash(text, encoded))
 
@@ -111,9 +111,9 @@ def _hash(text: str | None, messages: str | None) -> str:
 
 
 def read_documents(inputs: Iterable[str], columns: Columns) -> Iterator[Row]:
-    """The rows of files, folders and glob patterns, read as they are asked for.
+    """Yield the rows of files, folders and glob patterns. Files are read on demand.
 
-    Never raises for what a file holds. Raises ConfigError as `find_files` does.
+    An error in the content of a file yields an error row. Raises ConfigError as `find_files` does.
     """
     check = DuplicateCheck()
     for file in expand(inputs).files:
@@ -122,16 +122,16 @@ def read_documents(inputs: Iterable[str], columns: Columns) -> Iterator[Row]:
 
 
 def expand(inputs: Iterable[str]) -> InputFiles:
-    """What `find_files` finds; `inputs` itself where it has been found before. Raises ConfigError."""
+    """Find the files with `find_files`, or return `inputs` if they are its result already. Raises ConfigError."""
     return inputs if isinstance(inputs, InputFiles) else find_files(inputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """What one task reads: a file, or some row groups of a Parquet file.
+    """The part of the input that one task reads: a file, or some row groups of a Parquet file.
 
-    path: a path or URI. name: what rows and errors call the file. groups: the first row group and the number of them;
-    None is the whole file. num_before: rows of the file before the first row group.
+    path: a path or URI. name: the name of the file in rows and errors. groups: the first row group and the number of
+    row groups; None is the whole file. num_before: rows of the file before the first row group.
     """
 
     path: str
@@ -140,27 +140,27 @@ class Piece:
     num_before: int = 0
 
     def source(self, number: int) -> str:
-        """Of the row with this number."""
+        """Identify the source of the row with this number; 0 is the file itself."""
         return f"{self.name}:{number}" if number else self.name
 
 
 def read_file(path: str, columns: Columns, *, name: str | None = None) -> Iterator[Row]:
-    """The rows of one file, see `read_piece`. name: what rows and errors call the file; its path where None."""
+    """Yield the rows of one file, see `read_piece`. name: the file's name in rows and errors; None uses the path."""
     return (row for _, row in read_piece(Piece(path=path, name=name or path), columns))
 
 
 def read_piece(piece: Piece, columns: Columns, wanted: AbstractSet[int] | None = None) -> Iterator[tuple[int, Row]]:
-    """The rows of a file or a part of a file, each with its number in the file, which begins with 1. A file that cannot
-    be read, or ends early, yields an error row with number 0 in place of the rest.
+    """Yield the rows of a piece, each with its number in the file, from 1 on. If the file cannot be read or ends early,
+    an error row with number 0 replaces the rows that are missing.
 
-    wanted: only the rows with these numbers; 0 is that of the one row of a text file. An error of the file then shows
-    only in place of rows that are wanted. Raises ConfigError for a URI of an unknown kind.
+    wanted: read only the rows with these numbers; 0 is the number of the single row of a text file. Then an error of
+    the file yields an error row only if wanted rows are missing. Raises ConfigError for a URI of an unknown kind.
     """
     return _made_of(piece, columns, wanted, _row_of)
 
 
 def see_piece(piece: Piece, columns: Columns) -> Iterator[tuple[int, tuple[str, str] | Row]]:
-    """As `read_piece`, but of a row that can be read only the id and the hash."""
+    """Yield the number, and the id and hash, of each row of a piece. A row that cannot be read yields an error row."""
     return _made_of(piece, columns, None, _identity_of)
 
 
@@ -184,7 +184,7 @@ def _made_of(
 
 
 def _missing(piece: Piece, num_rows: int, wanted: AbstractSet[int] | None) -> InputFileError | None:
-    """Why a piece that was read to its end has too few rows."""
+    """Return why a piece that was read to its end has too few rows; None if it has enough."""
     if wanted is not None and num_rows < len(wanted):
         return UnreadableFileError(f"{piece.name}: {len(wanted) - num_rows} rows are gone; do not change the input")
     if num_rows == 0:
@@ -193,7 +193,7 @@ def _missing(piece: Piece, num_rows: int, wanted: AbstractSet[int] | None) -> In
 
 
 class DuplicateCheck:
-    """Turns every row whose id another row has already into an error. A row read twice is the same row."""
+    """Turns a row into an error row if another row already has its id. Reading a row twice is no error."""
 
     def __init__(self) -> None:
         self._sources: dict[str, str] = {}
@@ -204,7 +204,7 @@ class DuplicateCheck:
 
 
 def as_duplicate(row: Row, first: str | None) -> Row:
-    """The error row of a row whose id is that of the row at `first`."""
+    """Return `row` as an error row, because the row at `first` has the same id."""
     return row.refused(DuplicateIdError(f"{row.source}: id {row.id!r} is that of {first} too; ids must be unique"))
 
 
@@ -214,7 +214,7 @@ _Reader = Callable[[Location, Piece, Columns, AbstractSet[int] | None], _Numbere
 
 
 def _reader(location: Location, piece: Piece) -> _Reader:
-    """Raises UnreadableFileError for what is no file of a known type."""
+    """Return the function that reads this type of file. Raises UnreadableFileError for a folder or an unknown type."""
     if location.is_folder:
         location.check_listing()
         raise UnreadableFileError(f"{piece.name}: the folder holds no file of a known type; known are {KNOWN_TYPES}")
@@ -229,7 +229,7 @@ def _reader(location: Location, piece: Piece) -> _Reader:
 def _read_text(
     location: Location, piece: Piece, columns: Columns, _wanted: AbstractSet[int] | None, *, is_zipped: bool
 ) -> _Numbered:
-    """One document: the whole file."""
+    """Yield the whole file as one document."""
     with opened(location, is_zipped=is_zipped) as file:
         content = file.read()
     if content:
@@ -303,7 +303,7 @@ def _read_group(
 
 
 def _rows_per_read(group: Any) -> int:
-    """So that long documents are few. group: a Parquet file's metadata of it."""
+    """Return how many rows to read at a time: about 1 MiB of them. group: metadata of a Parquet row group."""
     bytes_per_row: int = group.total_byte_size // max(1, group.num_rows)
     return max(_MIN_ROWS_PER_READ, min(_BYTES_PER_READ // max(1, bytes_per_row), _MAX_ROWS_PER_READ))
 
@@ -323,9 +323,9 @@ def _parquet_row(batch: pa.RecordBatch, index: int, source: str) -> _Fields:
 
 
 def pieces(file: InputFile, num_bytes: int) -> Iterator[Piece]:
-    """A file in pieces of about so many bytes: a Parquet file by its row groups, another file as a whole.
+    """Split a file into pieces of about `num_bytes`: a Parquet file at its row groups. Other files are one piece.
 
-    A file that cannot be read is one piece; reading says what is wrong with it.
+    A file that cannot be read is one piece; reading the piece reports the error.
     """
     whole = Piece(path=file.path, name=file.name)
     try:
@@ -343,7 +343,7 @@ def pieces(file: InputFile, num_bytes: int) -> Iterator[Piece]:
 
 
 def num_rows_of(piece: Piece) -> int:
-    """Rows of a piece, as far as they can be counted without being read as rows: an estimate. Empty lines count."""
+    """Estimate the number of rows of a piece without parsing rows. Empty lines count; an unreadable file has 1."""
     try:
         location = Location.parse(piece.path)
         kind = file_type(location.file_name)
@@ -360,7 +360,7 @@ def num_rows_of(piece: Piece) -> int:
 
 
 def _group_sizes(location: Location) -> list[tuple[int, int]]:
-    """Rows and bytes, without compression, of the row groups of a Parquet file; empty for other files."""
+    """Return the rows and uncompressed bytes of each row group of a Parquet file; an empty list for other files."""
     if location.suffix not in PARQUET_SUFFIXES:
         return []
     with location.open() as content, pq.ParquetFile(content) as file:
@@ -388,7 +388,7 @@ def _row_of(fields: _Fields, source: str, columns: Columns) -> Row:
 
 
 def _identity_of(fields: _Fields, source: str, columns: Columns) -> tuple[str, str] | Row:
-    """The id and the hash, or else an error row."""
+    """Return the id and the hash, or an error row."""
     content = _content_of(fields, source, columns)
     if isinstance(content, Row):
         return content
@@ -399,7 +399,7 @@ def _identity_of(fields: _Fields, source: str, columns: Columns) -> tuple[str, s
 def _content_of(
     fields: _Fields, source: str, columns: Columns
 ) -> tuple[str, str | None, Sequence[Mapping[str, str]] | None] | Row:
-    """The id, and a text or messages; or else an error row."""
+    """Return the id, and a text or messages; or an error row."""
     if isinstance(fields, InputFileError):
         return _failed(source, fields)
     row_id = None
@@ -455,7 +455,7 @@ def _present(row: Mapping[str, Any]) -> str:
 
 
 def decode(content: bytes) -> str:
-    """Without its byte-order mark. Raises UndecodableError."""
+    """Decode text, without its byte-order mark. Raises UndecodableError."""
     encoding = _encoding(content)
     try:
         return content.removeprefix(codecs.BOM_UTF8).decode(encoding)
@@ -464,9 +464,9 @@ def decode(content: bytes) -> str:
 
 
 def lines(file: ByteFile) -> Iterator[bytes]:
-    """The lines of a file as UTF-8. Raises UndecodableError where UTF-16 or UTF-32 is damaged.
+    """Yield the lines of a file as UTF-8. Raises UndecodableError for damaged UTF-16 or UTF-32.
 
-    Lines of a file in UTF-8 come as they are: each may be damaged by itself.
+    Lines of a UTF-8 file are not checked, so that a damaged line does not affect the others.
     """
     encoding = _encoding(file.peek(_BEGINNING)[:_BEGINNING], may_lack_mark=True)
     if encoding == _UTF_8:
@@ -481,7 +481,7 @@ def lines(file: ByteFile) -> Iterator[bytes]:
 
 @contextmanager
 def opened(location: Location, *, is_zipped: bool) -> Iterator[ByteFile]:
-    """The file's content, unzipped. Raises OSError, also where the block reads damaged gzip data."""
+    """Open a file and unzip its content. Raises OSError, also if the block reads damaged gzip data."""
     with location.open() as file:
         if not is_zipped:
             yield file

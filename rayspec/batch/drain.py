@@ -1,4 +1,4 @@
-"""Ending on SIGTERM: what is under way is finished, for a moment, and nothing new is begun."""
+"""The end of a job on SIGTERM: rows under way may finish within a grace period, and no new rows begin."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from rayspec.command.exit_codes import EXIT_TERMINATED
 
 
 class Drain:
-    """Whether the process has received SIGTERM. The second signal, or the end of the grace period, ends it at once."""
+    """Handles SIGTERM; `requested` tells whether the signal has come. A second signal, or the end of the grace period,
+    ends the process at once."""
 
     def __init__(self, grace_s: float) -> None:
         self.requested = False
@@ -19,7 +20,8 @@ class Drain:
 
     @contextmanager
     def watching(self, on_request: Callable[[], None]) -> Iterator[None]:
-        """Listen for SIGTERM inside the block. Ray replaces the handler: enter this after it has started."""
+        """Call `on_request` at the first SIGTERM inside the block. Enter the block after Ray has started, because Ray
+        replaces the signal handler."""
         self._on_request = on_request
         before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGALRM)}
         signal.signal(signal.SIGTERM, self._take)
@@ -37,7 +39,7 @@ class Drain:
 
     def _take(self, number: int, frame: object) -> None:
         again, self.requested = self.requested, True
-        if again or self._grace_s <= 0:  # a timer of 0 s would never ring
+        if again or self._grace_s <= 0:  # a timer of 0 s would never fire
             self._end(number, frame)
         signal.setitimer(signal.ITIMER_REAL, self._grace_s)
         self._on_request()

@@ -1,4 +1,4 @@
-"""Rows through a pool of engines: read on one thread, completed by the engines, given out as they finish."""
+"""Streams rows through a pool of engines: one thread reads them, the engines complete them in any order."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _JOIN_S = 10.0
 
 
 class Pool(Protocol):
-    """What is asked of an EnginePool."""
+    """The interface of EnginePool that this module uses."""
 
     def submit(self, item: Row) -> Future[Row]: ...
 
 
 @contextmanager
 def completing(pool: Pool, rows: Iterator[Row], *, num_wanted: int) -> Iterator[Iterator[Row]]:
-    """For a block that takes rows as they are completed, in no particular order. Reading begins with the block. Of
-    several rows with one id the first counts; the others become errors.
+    """Give the block an iterator over completed rows, in no particular order. Reading begins with the block. If several
+    rows have the same id, the first is completed and the others become errors.
 
-    num_wanted: rows that are under way at a time. When the pool takes no more rows, no more are read; rows under way
-    are given out, some of which are not final then (`Row.is_final`). Taking raises what reading raises.
+    num_wanted: number of rows under way at a time. When the pool takes no more rows, reading ends. The iterator still
+    yields the rows under way, some of which are not final (`Row.is_final`). It raises the errors of reading.
     """
     feeder = _Feeder(pool, rows, num_wanted)
     try:
@@ -42,7 +42,7 @@ def completing(pool: Pool, rows: Iterator[Row], *, num_wanted: int) -> Iterator[
 
 
 class _Feeder:
-    """A thread that reads rows and hands them to the pool as long as there is room."""
+    """A thread that reads rows and submits them to the pool while fewer than `num_wanted` rows are under way."""
 
     def __init__(self, pool: Pool, rows: Iterator[Row], num_wanted: int) -> None:
         self._pool, self._rows = pool, rows
@@ -111,8 +111,8 @@ class _Feeder:
 
 
 def _outcome(row: Row, done: Future[Row]) -> Row:
-    """The completed row, or the row with the reason why the pool did not complete it. Raises what no row is to blame
-    for, nor the engines."""
+    """Return the completed row, or the row with the reason why the pool did not complete it. Raises errors that neither
+    a row nor an engine caused."""
     try:
         return done.result()
     except (EngineKilledError, DrainingError) as error:

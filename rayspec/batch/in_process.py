@@ -1,4 +1,4 @@
-"""Rows of a command: completed by one engine, in this process."""
+"""Completes the rows of a command with one engine in this process."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rayspec.types import Request, RequestError, RequestOutput
 
 
 class Streams(Protocol):
-    """What is asked of an LLM: requests are taken as there is room for them, outputs come as they finish."""
+    """The interface of LLM that is used here. It takes requests when it has room, and yields outputs as they finish."""
 
     def stream(self, requests: Iterable[Request]) -> Iterator[RequestOutput]: ...
 
 
 def complete(llm: Streams, rows: Iterable[Row], prompts: PromptBuilder) -> Iterator[Row]:
-    """The rows completed, as they finish. Rows are read as the engine has room for them. The results of a command do
-    not say where their rows are."""
+    """Yield the completed rows as they finish. Rows are read when the engine has room for them. The results have no
+    `source` and no `input_hash`."""
     under_way: dict[str, Row] = {}
     failed: deque[Row] = deque()
 

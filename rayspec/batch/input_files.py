@@ -1,4 +1,4 @@
-"""Which files an input names: files themselves, folders and patterns. A mistake in a name ends the command at once."""
+"""Finds the files that inputs name: files, folders and patterns. A mistake in a name ends the command at once."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ KNOWN_TYPES = f"{', '.join((*_ZIPPED, *PARQUET_SUFFIXES))}, the first {len(_ZIPP
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileType:
-    """suffix: of the content, in lower case, with its dot. is_zipped: the content is in gzip's format."""
+    """suffix: the suffix without ".gz", in lower case and with its dot. is_zipped: the content is in gzip's format."""
 
     suffix: str
     is_zipped: bool = False
 
 
 def file_type(file_name: str) -> FileType | None:
-    """By the end of the file's name. None for a type that cannot be read."""
+    """Return the type that the suffix of a file name means; None for a type that cannot be read."""
     path = PurePosixPath(file_name.lower())
     if path.suffix == GZIP_SUFFIX:
         suffix = PurePosixPath(path.stem).suffix
@@ -40,11 +40,11 @@ def file_type(file_name: str) -> FileType | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputFile:
-    """A file to read. given: as the user named it. path: an absolute path or URI. name: the path below the folder that
-    all inputs share.
+    """A file to read. given: the name that the user gave. path: an absolute path or URI. name: the path below the
+    folder that all inputs share.
 
-    Ids of rows without an id of their own are made of `name`. It is therefore the same for a relative path, an absolute
-    path, a symbolic link to a folder and another mount point.
+    Ids of rows without an id of their own are made from `name`. Therefore `name` is the same for a relative path, an
+    absolute path, a symbolic link to a folder and another mount point.
     """
 
     given: str
@@ -56,7 +56,7 @@ class InputFile:
 class InputFiles(Sequence[str]):
     """Files in the order in which they are read, each once; as a sequence, their names as the user gave them.
 
-    skipped: how many files of folders and patterns are left out for their type, by suffix.
+    skipped: number of files in folders and patterns that are left out because of their type, by suffix.
     """
 
     files: tuple[InputFile, ...]
@@ -80,7 +80,7 @@ class InputFiles(Sequence[str]):
 
     @property
     def warning(self) -> str | None:
-        """What the user should know of the files that are left out."""
+        """Message to the user about the files that are left out; None if there are none."""
         if not self.skipped:
             return None
         num_skipped = sum(self.skipped.values())
@@ -89,13 +89,13 @@ class InputFiles(Sequence[str]):
 
 
 def find_files(inputs: Iterable[str], *, output: str | None = None) -> InputFiles:
-    """The files that paths and URIs name: of a folder all files below it of a known type, of a pattern its matches.
+    """Find the files that paths and URIs name. A folder stands for all files of known types below it.
 
-    Hidden files and folders below a folder are left out. A name that cannot be read stays in the list: reading makes an
-    error row of it, and the other inputs are not lost. Raises ConfigError for a pattern without a match, for inputs of
-    which none can be read, and for a URI of an unknown kind. A store that does not answer is no such mistake.
+    Hidden files and folders below a folder are left out. A name that cannot be read stays in the list: reading yields
+    an error row for it, and the other inputs are not affected. Raises ConfigError for a pattern without a match, for a
+    URI of an unknown kind, and if no input can be read. A store that does not answer raises no error here.
 
-    output: the folder of the command's results. Folders and patterns leave out its files, which an earlier run made.
+    output: the folder of the command's results. Folders and patterns leave out its files, which an earlier run wrote.
     """
     search = _Search(output)
     for name in inputs:
@@ -106,11 +106,11 @@ def find_files(inputs: Iterable[str], *, output: str | None = None) -> InputFile
 class _Search:
     def __init__(self, output: str | None) -> None:
         self._output = _canonical_parts(output) if output is not None else None
-        self._base = Location.parse(".")  # the folder that the files of the present input are in
+        self._base = Location.parse(".")  # base folder of the input that is being added
         self._bases: list[tuple[str, ...]] = []
         self._found: dict[tuple[str, ...], Location | str] = {}  # by canonical path: each once
-        self._useless: dict[tuple[str, ...], str] = {}  # of these, why nothing can be read there
-        self._left_out: dict[str, str] = {}  # suffixes of the files of an unknown type, by their place
+        self._useless: dict[tuple[str, ...], str] = {}  # inputs among these that cannot be read, with the reason
+        self._left_out: dict[str, str] = {}  # suffixes of the files of unknown types, by absolute name
 
     def add(self, name: str) -> None:
         try:
@@ -129,7 +129,7 @@ class _Search:
         return InputFiles(files=tuple(files), skipped=Counter(self._left_out.values()))
 
     def _canonical(self, location: Location) -> tuple[str, ...]:
-        """The parts of the same path however the present input was named."""
+        """Return the parts of the canonical path, which are the same for every way to name the input."""
         below = PurePosixPath(location.path).parts[len(PurePosixPath(self._base.path).parts) :]
         return (*self._base.canonical_name.split("/"), *below)
 
@@ -162,7 +162,7 @@ class _Search:
         return self._keep_all(files, unreadable)
 
     def _keep_all(self, files: Iterable[Location], unreadable: Iterable[Location] = ()) -> int:
-        """How many are kept: all but the files of an unknown type, which are counted."""
+        """Keep the files of known types and the unreadable folders; record the others. Return how many are kept."""
         kept = list(unreadable)
         for file in files:
             if self._is_output(file):
@@ -197,7 +197,7 @@ class _Search:
 
 
 def _canonical_parts(name: str) -> tuple[str, ...] | None:
-    """None for a store that does not answer."""
+    """Return the parts of the canonical path; None for a store that does not answer."""
     try:
         return tuple(Location.parse(name).canonical_name.split("/"))
     except UnreadableFileError:
@@ -213,7 +213,7 @@ def _input_file(found: Location | str, parts: Sequence[str]) -> InputFile:
 
 
 def _is_folder(match: Location) -> bool:
-    """A link that leads in a circle is none: reading says what is wrong with it."""
+    """Return whether a match is a folder. A circular link is not; reading it reports the error."""
     try:
         return match.is_folder
     except UnreadableFileError:
@@ -226,7 +226,7 @@ def _counts(by_suffix: Mapping[str, int]) -> str:
 
 
 def found_inputs(inputs: Iterable[str], *, output: str | None = None) -> InputFiles:
-    """The files that the inputs name, see `find_files`. Says how many are left out. Raises ConfigError."""
+    """Find the files that the inputs name, see `find_files`. Print how many are left out. Raises ConfigError."""
     files = find_files(inputs, output=output)
     if files.warning is not None:
         error_console().print(files.warning, markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Streams a dataset of documents through one engine into an output folder, and resumes where an earlier run ended."""
+"""Streams rows through a pool of engines into an output folder, and resumes where an earlier run ended."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _REPORT_FILES = (CONFIG_NAME, "report.md", "report.html", PLOT_NAME)
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A share of the rows, always the same rows: the ids decide. None takes all."""
+    """Selects a share of the rows by a hash of their ids, so that every run selects the same rows. None selects all."""
 
     of_rows: float | None
 
@@ -68,7 +68,8 @@ class Share:
 @dataclass(frozen=True, kw_only=True)
 class Source:
     """The rows of a job: those in the files `inputs`, or else `rows`. refused: rows that failed before they could be
-    read. limit: only so many rows, the first. sample: the share of these that is taken."""
+    read. limit: number of rows to take from the beginning. sample: share of these rows to take. references: right texts
+    by row id, for the report."""
 
     inputs: Sequence[str] = ()
     columns: Columns = field(default_factory=Columns)
@@ -80,12 +81,12 @@ class Source:
 
     @cached_property
     def pieces(self) -> Sequence[Piece]:
-        """Of the files."""
+        """The pieces of the files, for read tasks."""
         return pieces_of(self.inputs)
 
     @property
     def is_whole(self) -> bool:
-        """All rows of the input are wanted."""
+        """Whether all rows of the input are wanted."""
         return self.limit is None and self.sample is None
 
     @property
@@ -93,19 +94,19 @@ class Source:
         return Share(self.sample)
 
     def seen(self) -> Seen:
-        """The wanted rows without their documents and messages, in order."""
+        """Return the wanted rows in order, without their documents and messages."""
         if not self.inputs:
             return seen_of(self.rows[: self.limit], self.share)
         return seen_rows(self.pieces, self.columns, takes=self.share, limit=self.limit)
 
     def dataset(self, order: Order) -> ray.data.Dataset:
-        """Of all wanted rows."""
+        """Return a dataset of all wanted rows. Files are read whole: `limit` must be None."""
         if not self.inputs:
             return ordered(dataset_of([row for row in self.rows[: self.limit] if self.share(row.id)]), order)
         return read_dataset(self.pieces, self.columns, takes=self.share, order=order)
 
     def dataset_of_some(self, rows: pa.Table, order: Order) -> ray.data.Dataset:
-        """Of some of the seen rows."""
+        """Return a dataset of some of the seen rows. rows: a table of SEEN_SCHEMA."""
         if not self.inputs:
             return ordered(dataset_of([self.rows[index] for index in rows["piece"].to_pylist()]), order)
         grouped = rows.group_by("piece").aggregate([("number", "list")])
@@ -114,24 +115,24 @@ class Source:
 
 
 class JobTask(RowTask, Protocol):
-    """What is done with the rows of a job."""
+    """The task of a job: how rows are completed, and which options decide their content."""
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Everything that decides what the rows say, as JSON has it: rows made with another one do not belong in the
-        same output."""
+        """The options that decide the content of the rows, as JSON values. All rows of an output folder have the same
+        identity."""
 
 
-# Writes files of its own from the rows, which it may ask for more than once, into the output folder.
+# Writes additional files into the output folder. The first argument returns an iterator over the rows at each call.
 Export = Callable[[Callable[[], Iterable[Row]], Location], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """name, text_column, file_format: of the output. changed: what becomes of rows whose text has changed since an
-    earlier run did them, see `survey.Changed`. order: in which rows are done, see `data.ordered`. max_engine_restarts:
-    how often in a row an engine that died is started again without a row completed in between. drain_s: how long rows
-    under way may take to end after SIGTERM. export: writes more files in the end, of the names `export_names`.
+    """A job over rows. name, text_column, file_format: of the output. changed: how rows are treated whose text has
+    changed since an earlier run, see `survey.Changed`. order: the order of the rows, see `data.ordered`.
+    max_engine_restarts: restarts of an engine that died, without a row completed in between. drain_s: seconds that rows
+    under way have to finish after SIGTERM. export: writes more files at the end, with the names `export_names`.
     """
 
     task: JobTask
@@ -150,16 +151,16 @@ class Job:
 
     @property
     def recipe(self) -> Recipe:
-        """Of the engines that do the rows."""
+        """Recipe of the engines that complete the rows."""
         return RowRecipe(self.task)
 
     def run(self, source: Source) -> RunReport:
-        """Returns when every row is in the output. Rows of an earlier run of the same job are not done again; of a run
-        that ends early, the rows so far are kept, and the next run goes on with the others.
+        """Run until every row is in the output. Rows of an earlier run of the same job are not done again. A run that
+        ends early keeps its rows, and the next run continues with the others.
 
-        Raises ConfigError before anything is started, if the output folder is of another job, and if the input has
-        changed and `changed` is "fail"; EngineDeadError when the engine died too often; OutputError when rows cannot be
-        written; CheckpointError; SystemExit on SIGTERM.
+        Raises ConfigError before an engine starts, if the output folder holds another job, or if the input has changed
+        and `changed` is "fail". Raises EngineDeadError if engines died too often, OutputError if rows cannot be
+        written, CheckpointError, and SystemExit on SIGTERM.
         """
         with (
             RunFolder.open(
@@ -174,7 +175,7 @@ class Job:
             ray_session(),
             reading(),
         ):
-            exit_on_sigterm()  # as Ray's own handler does, but with our code
+            exit_on_sigterm()  # like Ray's own handler, but with our exit code
             quieten()
             return _Run(self, source, folder).finish()
 
@@ -186,7 +187,7 @@ class _Run:
         self._job, self._source, self._folder = job, source, folder
         self._report = RunReport(references=source.references)
         self._drain = Drain(job.drain_s)
-        self._left: pa.Table | None = None  # the seen rows that are left; None is all rows
+        self._left: pa.Table | None = None  # the seen rows that are still to be done; None: all rows
         self._pool: EnginePool | None = None
         self._config: dict[str, Any] = dict(folder.manifest.extra.get("config", {}))
 
@@ -201,8 +202,8 @@ class _Run:
         return self._report
 
     def _catch_up(self) -> bool:
-        """Takes all that needs no engine: rows of earlier runs, rows that cannot be read, duplicates. Returns whether
-        rows are left. Raises ConfigError."""
+        """Take all rows that need no engine: rows of earlier runs, unreadable rows, duplicates. Return whether rows are
+        left. Raises ConfigError."""
         if self._source.inputs and self._source.limit is None and len(self._folder.done) == 0:
             self._refuse(self._source.refused)
             return True
@@ -225,10 +226,10 @@ class _Run:
             say(f"{changes}: {num_redone} are done again" if num_redone else f"{changes}: the earlier results are kept")
 
     def _complete(self) -> None:
-        """Does the rows that are left. Raises EngineDeadError if engines die too often; SystemExit at SIGTERM."""
+        """Complete the rows that are left. Raises EngineDeadError if engines die too often; SystemExit on SIGTERM."""
         self._folder.commit()
         self._pool = EnginePool(self._job.recipe, max_restarts=self._job.max_engine_restarts)
-        if self._drain.requested:  # before there was a pool to tell
+        if self._drain.requested:  # SIGTERM came before the pool existed
             self._pool.drain()
         failure = None
         with contextlib.suppress(DrainingError), contextlib.closing(self._completed(self._pool)) as rows:
@@ -239,7 +240,7 @@ class _Run:
             raise EngineDeadError(str(failure.error))
 
     def _completed(self, pool: EnginePool) -> Generator[Row]:
-        """The rows as they are completed. They are read while the engines are loading."""
+        """Yield the rows as the engines complete them. Reading begins while the engines load."""
         source, order = self._source, self._job.order
         left = source.dataset(order) if self._left is None else source.dataset_of_some(self._left, order)
         with completing(pool, rows_of(left), num_wanted=self._num_wanted) as completed:
@@ -249,12 +250,12 @@ class _Run:
 
     @property
     def _num_wanted(self) -> int:
-        """Rows that keep the engine busy."""
+        """Number of rows under way that keeps all engines busy."""
         engine = self._job.task.settings.engine
         return 2 * engine.max_num_seqs * num_engines(engine)
 
     def _time_left(self) -> TimeLeft:
-        """Where the rows were not surveyed, they are counted meanwhile."""
+        """Make the estimate of the time left. Rows that were not surveyed are counted while the job runs."""
         counted = CountedRows(self._source.pieces) if self._left is None else None
         return TimeLeft(
             num_left=partial(self._num_left, counted),
@@ -269,7 +270,7 @@ class _Run:
         return num_rows if num_rows is None or share is None else round(share * num_rows)
 
     def _take_rows(self, rows: Iterable[Row]) -> Row | None:
-        """Takes all rows that are final. Returns one that is not, and says why."""
+        """Take all rows that are final. Return the last row that is not final, whose error says why; None if none."""
         failure, time_left = None, self._time_left()
         with showing_progress(self._report.tally, error_console(), time_left) as show:
             for row in rows:
@@ -282,7 +283,7 @@ class _Run:
         return failure
 
     def _refuse(self, rows: Sequence[Row]) -> None:
-        """Takes rows that no engine is asked about."""
+        """Take rows that failed without an engine."""
         for row in rows:
             self._take(row)
 
@@ -295,7 +296,7 @@ class _Run:
             self._pool.drain()
 
     def _conclude(self) -> None:
-        """Merges the rows and writes the report, unless nothing has changed since an earlier run did."""
+        """Merge the rows and write the report, unless an earlier run has done so and no row has changed since."""
         self._folder.commit()
         is_unchanged = self._folder.is_merged
         stats = EngineStats() if self._pool is None else self._pool.stats()
@@ -323,6 +324,6 @@ class _Run:
                 self._folder.location.join(path.name).write(path.read_bytes())
 
     def _end_engine(self) -> None:
-        """At once: the CPUs and GPUs that it holds are wanted, if only by the next job of this process."""
+        """Kill the engines at once, so that the next job of this process can use their CPUs and GPUs."""
         if self._pool is not None:
             self._pool.kill()

@@ -1,4 +1,4 @@
-"""What the jobs over datasets take on the command line, beside the engine's options."""
+"""Command-line options of the jobs over datasets, in addition to the engine's options."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ LevelTokens = Annotated[
 def long_options(
     mode: str, chunk_tokens: int | None, overlap_tokens: int, level_tokens: list[int] | None
 ) -> LongDocumentOptions:
-    """Raises ConfigError."""
+    """Make the options for long documents. Raises ConfigError."""
     return LongDocumentOptions(
         mode=mode,
         chunk_tokens=chunk_tokens,
@@ -63,7 +63,7 @@ def long_options(
 
 
 def show_report(report: RunReport, output: str) -> None:
-    """The first rows, what became of all, and where the rest is."""
+    """Print the first rows, the totals of all rows, and the output folder."""
     table = Table(title=str(report.tally), title_justify="left")
     for heading in DOCUMENT_HEADINGS:
         text = heading in {"id", "error"}

@@ -1,8 +1,8 @@
-"""Documents longer than the context: refused, truncated, or read in parts whose answers become one.
+"""Documents longer than the context: refused, truncated, or read in parts whose answers are merged.
 
-*map-reduce* answers every chunk of the document by itself, then merges neighbouring answers, level by level, until one
-is left. *refine* reads the chunks in order and carries its answer along. Every call is a prompt of its own in the
-engine's queue.
+*map-reduce* answers every chunk of the document separately, then merges neighbouring answers, level by level, until one
+answer is left. *refine* reads the chunks in order and passes the answer so far to the next chunk. Every call is a
+separate prompt in the engine's queue.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TEXT, _SUMMARY = "{text}", "{summary}"
 _PLACES = re.compile(r"\{(text|summary|number|count)\}")
 _ANY_NUMBER = 999  # stands for the numbers of parts where the length of a prompt is estimated
 _SENTENCE_ENDS = ".!?\N{HORIZONTAL ELLIPSIS}"
-# Of scripts that put no space between sentences.
+# Sentence ends of scripts that put no space between sentences.
 _WIDE_SENTENCE_ENDS = "\N{IDEOGRAPHIC FULL STOP}\N{FULLWIDTH EXCLAMATION MARK}\N{FULLWIDTH QUESTION MARK}"
 
 _PART = "(This is part {number} of {count} of a longer document.)\n\n{text}"
@@ -45,16 +45,16 @@ _REFINE = (
 
 
 class DoesNotShrinkError(RequestError):
-    """The answers about the parts of a document do not become fewer, or not within the levels that are allowed."""
+    """A part of a document does not fit a prompt, or merging the answers needs more levels than allowed."""
 
     kind = "does_not_shrink"
 
 
 class LongDocumentOptions(Options):
-    """What is done with documents that do not fit the context together with their output.
+    """How documents are treated that do not fit the context together with their output.
 
-    level_output_tokens: of the answers about chunks, about groups of these, and so on; the last one holds for all
-    levels above too. The answer about the whole document has what the sampling parameters allow.
+    level_output_tokens: output tokens of an answer about a chunk, about a group of chunks, and so on; the last number
+    also holds for all higher levels. The answer about the whole document has `max_tokens` of the sampling parameters.
     """
 
     mode: Mode = "fail"
@@ -73,14 +73,14 @@ class LongDocumentOptions(Options):
 
     @property
     def in_parts(self) -> bool:
-        """Documents that do not fit are read in parts."""
+        """Whether documents that do not fit are read in parts."""
         return self.mode in {"map-reduce", "refine"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartTemplates:
-    """What parts are wrapped in. "{text}" is the chunk, or the answers to be merged; "{number}" and "{count}" say which
-    part this is of how many; in `refine`, "{summary}" is the answer so far. Raises ConfigError."""
+    """The prompt templates of parts. "{text}" is the chunk, or the answers to be merged. "{number}" is the part's
+    number, "{count}" the number of parts. In `refine`, "{summary}" is the answer so far. Raises ConfigError."""
 
     part: str
     merge: str
@@ -94,9 +94,9 @@ class PartTemplates:
 
 
 def part_templates(template: str, *, instruct: bool) -> PartTemplates:
-    """What asks of a document's parts the same that `template` asks of a whole one.
+    """Return templates that ask the same about a document's parts as `template` asks about a whole document.
 
-    instruct: say that they are parts. The bundled model needs it not to: it was trained on bare reports.
+    instruct: tell the model that it reads parts. The bundled models were trained on bare reports and need False.
     """
     if not instruct:
         return PartTemplates(part=template, merge=template, refine=template.replace(_TEXT, f"{_SUMMARY}\n{_TEXT}"))
@@ -108,17 +108,18 @@ def part_templates(template: str, *, instruct: bool) -> PartTemplates:
 
 
 def filled(template: str, *, text: str, number: int, count: int, summary: str = "") -> str:
-    """The template with its places filled, once: what stands in a text is never taken for a place."""
+    """Return the template with its places filled in one pass: a place in an inserted text stays as it is."""
     values = {"text": text, "summary": summary, "number": str(number), "count": str(count)}
     return _PLACES.sub(lambda place: values[place[1]], template)
 
 
 def cut(num_tokens: int, chunk: int, overlap: int, strength: Callable[[int], int] = lambda position: 0) -> list[range]:
-    """The fewest spans of at most `chunk` tokens that hold them all, each starting `overlap` tokens before the end of
-    the one before, and of nearly equal length.
+    """Cut tokens into the fewest spans of at most `chunk` tokens and nearly equal length. Each span starts `overlap`
+    tokens before the end of the previous span.
 
-    strength: how good it is to end a span before the token at this position. Within a quarter of a span around the
-    place that makes spans equal, the strongest place wins, then the nearest. Requires 0 <= 2 * overlap <= chunk >= 1.
+    strength: how good it is to end a span before the token at this position. The end of a span may differ from the end
+    that makes spans equal by (chunk - overlap) / 4 tokens: of these positions the strongest wins, then the nearest.
+    Requires 0 <= 2 * overlap <= chunk >= 1.
     """
     spans, start, step = [], 0, chunk - overlap
     while num_tokens - start > chunk:
@@ -134,9 +135,9 @@ def cut(num_tokens: int, chunk: int, overlap: int, strength: Callable[[int], int
 
 
 def group(sizes: Sequence[int], room: int) -> list[range]:
-    """The fewest runs of neighbours whose sizes add up to at most `room`; of these the ones whose largest is smallest.
+    """Split sizes into the fewest runs of neighbours that add up to at most `room` each; minimise the largest sum.
 
-    What is larger than `room` is alone.
+    A size larger than `room` is a run of its own.
     """
     fewest = len(_filled_up(sizes, room))
     smallest = bisect_left(range(room), True, key=lambda less: len(_filled_up(sizes, less)) <= fewest)
@@ -154,8 +155,8 @@ def _filled_up(sizes: Sequence[int], room: int) -> list[range]:
 
 
 def num_levels(num_chunks: int, capacity: Callable[[int], int]) -> int:
-    """Levels until one answer is left, the chunks' own included. capacity: how many answers of a level one prompt of
-    the next holds, 2 or more."""
+    """Return the number of levels until one answer is left, including the level of the chunks. capacity: how many
+    answers of a level fit one prompt of the next level, 2 or more."""
     level = 1
     while num_chunks > 1:
         num_chunks = -(-num_chunks // capacity(level))
@@ -164,13 +165,13 @@ def num_levels(num_chunks: int, capacity: Callable[[int], int]) -> int:
 
 
 def part_seed(seed: int, level: int, index: int) -> int:
-    """The seed of one part: 64 bits, signed, that depend on nothing else."""
+    """Return the seed of one part: a signed number of 64 bits that depends only on the arguments."""
     digest = hashlib.blake2b(f"{seed}/{level}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big", signed=True)
 
 
 class TokenizedText:
-    """A text and where its tokens lie in it. `tokenizer` must be a fast one of transformers."""
+    """A text and the positions of its tokens. `tokenizer` must be a fast tokenizer of transformers."""
 
     def __init__(self, tokenizer: Any, text: str) -> None:
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -178,16 +179,16 @@ class TokenizedText:
         self._offsets = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
 
     def __len__(self) -> int:
-        """Tokens."""
+        """Return the number of tokens."""
         return len(self._offsets)
 
     def text(self, span: range) -> str:
-        """What these tokens stand for, with the whole of a character of which they are a piece."""
+        """Return the text of these tokens. A character is included whole if a token of the span is a part of it."""
         return self._text[self._offsets[span.start, 0] : self._offsets[span.stop - 1, 1]]
 
     def strength(self, position: int) -> int:
-        """Of the cut before a token: 4 between paragraphs, 3 lines, 2 sentences, 1 words, 0 in a word, -1 in a
-        character."""
+        """Rate a cut before this token: 4 between paragraphs, 3 between lines, 2 between sentences, 1 between words,
+        0 in a word, -1 in a character."""
         place = int(self._offsets[position, 0])
         if place < self._offsets[position - 1, 1]:
             return -1
@@ -203,10 +204,10 @@ class TokenizedText:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """An answer about the tokens [start, end) of the document, and the answers it was made of.
+    """An answer about the tokens [start, end) of the document, and the answers that it was made from.
 
-    level: 1 about a chunk. In refine, the answers on the way are the children of the last, and their ranges are the
-    chunks that they were made with.
+    level: 1 for an answer about a chunk. In refine, all earlier answers are children of the last answer, and the range
+    of each is the chunk that its prompt contained.
     """
 
     level: int
@@ -219,7 +220,7 @@ class Node:
 
 
 class Completes(Protocol):
-    """What is asked of an AsyncEngine."""
+    """The interface of AsyncEngine that this module uses."""
 
     @property
     def max_model_len(self) -> int: ...
@@ -229,7 +230,7 @@ class Completes(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """A call to be made. name: which one it is, for people. final: its answer is about the whole document."""
+    """A prompt to be answered. name: identifies it in messages. final: its answer is about the whole document."""
 
     level: int
     index: int
@@ -251,7 +252,7 @@ class _PartFailedError(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class _Progress:
-    """What is finished of a document. by_start: the nodes that have no parent so far."""
+    """The finished answers of a document. by_start: the nodes without a parent so far, by their first token."""
 
     usage: Usage = field(default_factory=Usage)
     finish_reason: str | None = None
@@ -259,7 +260,7 @@ class _Progress:
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """In the order of the document."""
+        """The nodes without a parent, in the order of the document."""
         return tuple(self.by_start[start] for start in sorted(self.by_start))
 
     def add(self, node: Node) -> None:
@@ -282,8 +283,8 @@ class _Progress:
 class LongDocuments:
     """Completes documents in parts through one engine.
 
-    tokens: of the prompt that a part's text becomes. params: of the answer about a whole document. With a seed, every
-    part has a seed made from it, so that the tree depends on the document, the options and the model only.
+    tokens: returns the prompt tokens for the text of a part. params: for the answer about a whole document. A seed in
+    them gives every part a seed; then the tree depends only on the document, the options and the model.
     Raises ConfigError for options that cannot work with this context.
     """
 
@@ -306,9 +307,9 @@ class LongDocuments:
         self._chunk_tokens = self._checked_chunk_tokens()
 
     async def complete(self, row: Row) -> Row:
-        """What is wrong with the document is in the row, and so is its tree: one root, or, where a part failed, what
-        was finished, in the order of the document. Raises EngineDeadError. Cancelling the wait aborts everything that
-        the document has in the engine."""
+        """Complete the row of a document. An error of the document is stored in the row. The row also has the tree: one
+        root, or, if a part failed, the finished nodes in the order of the document. Raises EngineDeadError. Cancelling
+        the call aborts all requests of the document."""
         text = TokenizedText(self._tokenizer, row.document or "")
         progress = _Progress()
         try:
@@ -347,7 +348,7 @@ class LongDocuments:
             await self._answer(part, progress)
 
     async def _answer_all(self, parts: Iterator[_Part], progress: _Progress) -> None:
-        """Parts are made when their turn comes, so that few prompts exist at a time."""
+        """Answer the parts. Each part is made when a worker is free, so that few prompts exist at a time."""
 
         async def work() -> None:
             for part in parts:
@@ -390,12 +391,12 @@ class LongDocuments:
         return whole.replace(max_tokens=budget, min_tokens=min(whole.min_tokens, budget), seed=seed)
 
     def _budget(self, level: int) -> int:
-        """Output tokens of an answer of this level that is not the final one."""
+        """Return the number of output tokens for an answer of this level that is not the final answer."""
         return self._budgets[min(level, len(self._budgets)) - 1]
 
     def _chunks(self, text: TokenizedText) -> list[range]:
-        """A chunk that is tokenized by itself may have more tokens than it had in the text, and a template may hold it
-        twice; so the prompts are counted, and where one does not fit, all chunks are made smaller."""
+        """Cut the text into chunks whose prompts fit. A chunk may have more tokens by itself than in the text, and a
+        template may contain it twice. So the prompts are counted; if one does not fit, all chunks become smaller."""
         chunk, overlap = self._chunk_tokens, self._options.overlap_tokens
         limit = self._max_prompt_tokens - self._summary_room
         while chunk >= max(1, 2 * overlap):
@@ -422,7 +423,7 @@ class LongDocuments:
         return filled(template, text=text.text(chunks[index]), number=index + 1, count=len(chunks), summary=summary)
 
     def _groups(self, nodes: Sequence[Node]) -> list[range]:
-        """Neighbours that one prompt holds. As with chunks, the prompts are counted."""
+        """Return groups of neighbours that fit one prompt. As with chunks, the prompts are counted."""
         sizes = [self._num_tokens(node.text) + self._between_tokens for node in nodes]
         room = self._merge_room
         while True:
@@ -433,7 +434,7 @@ class LongDocuments:
             room = room * self._max_prompt_tokens // longest
 
     def _merge_parts(self, level: int, groups: Sequence[range], nodes: Sequence[Node]) -> Iterator[_Part]:
-        """Who is alone needs no merging, and stays as it is."""
+        """Yield a prompt for each group of several nodes. A single node needs no merging."""
         for index, members in enumerate(groups):
             children = tuple(nodes[members.start : members.stop])
             if len(children) > 1:
@@ -451,13 +452,13 @@ class LongDocuments:
 
     @property
     def _chunk_room(self) -> int:
-        """Tokens of a chunk that fit with all that must be around it."""
+        """Largest number of tokens of a chunk that fits a prompt together with its template and the answer so far."""
         templates = (self._templates.part, self._templates.refine) if self._refines else (self._templates.part,)
         return self._max_prompt_tokens - self._summary_room - max(map(self._overhead, templates))
 
     @property
     def _summary_room(self) -> int:
-        """Tokens kept free for the answer so far, which may be a few more when they are read again."""
+        """Tokens reserved for the answer so far, which may have more tokens when its text is tokenized again."""
         return self._budget(1) * 9 // 8 if self._refines else 0
 
     @property
@@ -465,7 +466,7 @@ class LongDocuments:
         return self._max_prompt_tokens - self._overhead(self._templates.merge)
 
     def _capacity(self, level: int) -> int:
-        """How many answers of this level one prompt holds for certain."""
+        """Return how many answers of this level always fit one prompt."""
         return self._merge_room // (self._budget(level) + self._between_tokens)
 
     def _overhead(self, template: str) -> int:

@@ -1,11 +1,11 @@
-"""The small files that rows are committed in, and an index of what they hold.
+"""Part files, in which rows are committed, and an index of their rows.
 
     part-000007-1f2e3d4c.parquet      rows, committed together by one session
     .index.parquet                    the ids in most parts, so that a resume need not read them; a cache
 
-The parts are the truth. The index names each part with its size in bytes; a part that the index does not know is read.
-Small parts are joined to larger ones: first the larger one is there, whole, then the small ones are deleted. A driver
-that is killed in between leaves rows twice, which changes nothing.
+The parts are authoritative. The index names each part with its size in bytes; a part that is not in the index is read.
+Small parts are joined: the larger part is written completely before the small parts are deleted. If the driver is
+killed in between, rows are stored twice, and only one copy counts.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from rayspec.types import RayspecError
 PART_NAME: Final = r"part-(?P<number>\d{6,})-[0-9a-f]{8}\.(?:parquet|jsonl)"
 INDEX_NAME: Final = ".index.parquet"
 _INDEX_KEY = b"rayspec.parts"
-_READ_THREADS = 8  # mostly for stores that answer late
-_NUM_SMALL = 64  # so many small parts become one
+_READ_THREADS = 8  # many, because remote stores answer slowly
+_NUM_SMALL = 64  # small parts are joined when there are so many
 _ROWS_OF_LARGE, _BYTES_OF_LARGE = 2**14, 2**24
 _MIN_UNINDEXED_ROWS = 10_000
 
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 class DamagedOutputError(RayspecError):
-    """A file of an output folder cannot be read as what was written."""
+    """A file of an output folder is damaged: its content is not what was written."""
 
     kind = "damaged_output"
 
@@ -84,7 +84,7 @@ class Parts:
     # --- what is there ---
 
     def _read(self) -> pa.Table:
-        """What the parts hold, from the index where it knows them. Lists the parts."""
+        """Return INDEX_SCHEMA rows of all parts, from the index file where possible. Also sets the list of parts."""
         sizes = {name: size for name, size in self._folder.file_sizes().items() if re.fullmatch(PART_NAME, name)}
         names = sorted(sizes, key=lambda name: (_number(name), name))
         known = dict(self._read_index())
@@ -110,7 +110,7 @@ class Parts:
     # --- the index ---
 
     def _read_index(self) -> list[tuple[Part, pa.Table]]:
-        """The parts that the index knows, with their rows. Empty where there is no index that can be used."""
+        """Return the parts in the index file, with their rows. The list is empty if there is no usable index."""
         try:
             with self._folder.join(INDEX_NAME).open() as file:
                 table = pq.read_table(file, page_checksum_verification=True)
@@ -131,7 +131,8 @@ class Parts:
 
     @property
     def _is_index_due(self) -> bool:
-        """What a resume had to read without the index is more than a quarter."""
+        """Whether more than a quarter of the rows or parts is not in the index, and a resume would have to read
+        them."""
         unindexed = [part for part in self._parts if part not in self._indexed]
         num_rows = sum(part.num_rows for part in unindexed)
         is_large = num_rows > max(_MIN_UNINDEXED_ROWS, self.index.num_stored // 4)
@@ -140,19 +141,19 @@ class Parts:
     # --- more rows ---
 
     def append(self, rows: Sequence[Row], run_id: str) -> None:
-        """Writes the rows as one part, whole or not at all. Raises OSError."""
+        """Write the rows as one part, whole or not at all. Raises OSError."""
         number = _number(self._parts[-1].name) + 1 if self._parts else 1
         name = f"part-{number:06d}-{run_id}.{self._format}"
         with self._folder.join(name).writing() as file:
             write_rows(file, rows, text_column=self._text_column, file_format=self._format)
             part = Part(name=name, num_bytes=file.tell(), num_rows=len(rows))
-        # In this order, because a signal may end it anywhere, and the next call then does it all again.
+        # In this order, because a signal may interrupt anywhere; the next call then repeats all steps.
         self.index.append(described_rows(rows), start=sum(part.num_rows for part in self._parts))
         self._parts.append(part)
 
     def tidy(self) -> None:
-        """Joins the last parts and brings the index up to date, where either is due. What cannot be read or written
-        stays as it is."""
+        """Join the last parts and update the index, if either is due. Files that cannot be read or written stay as they
+        are."""
         num_small = sum(1 for _ in itertools.takewhile(lambda part: part.is_small, reversed(self._parts)))
         if num_small >= _NUM_SMALL:
             self._tidy(len(self._parts) - num_small)
@@ -167,7 +168,7 @@ class Parts:
             logger.warning("the parts in %s stay as they are: %s", self._folder, error_detail(error))
 
     def _join(self, start: int) -> None:
-        """Joins neighbours among the parts from `start` on, if many of these are small."""
+        """Join neighbours among the parts from number `start` on, if many of these are small."""
         parts = self._parts[start:]
         if sum(part.is_small for part in parts) >= _NUM_SMALL:
             for group in _neighbours(parts):
@@ -187,7 +188,7 @@ class Parts:
     # --- reading ---
 
     def rows(self, *, with_text: bool = True) -> Iterator[Row]:
-        """The rows that count. Raises DamagedOutputError."""
+        """Yield the rows that count (see RowIndex). Raises DamagedOutputError."""
         column = self._text_column
         for part, mask in self._counting():
             with self._opened(part.name) as file:
@@ -195,7 +196,7 @@ class Parts:
                 yield from itertools.compress(rows, mask)
 
     def write_counting(self, file: IO[bytes]) -> None:
-        """The rows that count, as the whole content of an open file. Raises DamagedOutputError, OSError."""
+        """Write the rows that count, as the whole content of an open file. Raises DamagedOutputError, OSError."""
         self._copy(file, self._counting())
 
     def _counting(self) -> Iterator[tuple[Part, Mask]]:
@@ -222,7 +223,7 @@ class Parts:
 
 
 class _NamingPart:
-    """A part, open for reading; what goes wrong with it becomes a DamagedOutputError that names it."""
+    """Opens a part for reading. Errors of the part become a DamagedOutputError that names the part."""
 
     def __init__(self, location: Location) -> None:
         self._location = location
@@ -245,7 +246,7 @@ class _NamingPart:
 
 
 def delete_parts(folder: Location) -> None:
-    """With the index first: there is no moment when it knows parts that are not there."""
+    """Delete the index and then the parts, so that the index never names a deleted part."""
     folder.join(INDEX_NAME).delete()
     for name in folder.file_sizes():
         if re.fullmatch(PART_NAME, name):
@@ -253,7 +254,7 @@ def delete_parts(folder: Location) -> None:
 
 
 def _neighbours(parts: Iterable[Part]) -> Iterator[list[Part]]:
-    """Groups of small neighbours that are large parts together."""
+    """Yield groups of small neighbouring parts. A group ends when it is as large as a large part."""
     group: list[Part] = []
     num_rows = num_bytes = 0
     for part in parts:

@@ -1,4 +1,4 @@
-"""Pictures of what the plan search chose and how it did."""
+"""Plots of the chosen plans, of their acceptance and of their speed."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ CHOICE_COLORS: Mapping[Choice, str] = {
     "skip": SKIPPED,
 }
 _MAX_COLUMNS = 48
-_MIN_MEASURED_TOKENS = 8  # fewer say nothing about a rate
+_MIN_MEASURED_TOKENS = 8  # a rate over fewer tokens is meaningless
 
 
 def plot_plans(stats: EngineStats, path: Path, *, title: str) -> None:
-    """Writes a PNG: how drafts ran each sublayer at which context, their acceptance, and predicted against measured
-    tokens per second."""
+    """Write a PNG with three plots: how drafts ran each sublayer by context length, the acceptance of drafts, and
+    predicted against measured tokens per second."""
     figure = Figure(figsize=(13, 5.2), layout="constrained", facecolor="white")
     figure.suptitle(title, fontsize=12, color=INK)
     choice_map, acceptance, speed = figure.subplots(1, 3, width_ratios=(1.75, 1, 1))

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 ERROR_COLUMN = "__inference_error__"
 _MAX_ROWS_OF_A_BATCH = 16  # Ray Data gives a client no more rows of one block at a time
 _MIN_BATCHES = 8
-_CLIENT_CPUS = 0.0  # it only waits; and on one CPU there must be a whole one for Ray Data's own tasks
+_CLIENT_CPUS = 0.0  # the client only waits; a machine with one CPU needs all of it for Ray Data's tasks
 _SHUTDOWN_TIMEOUT_S = 15.0
-_ENGINE_LOST = frozenset({"engine_dead", "stage_lost"})  # kinds of errors that are not the row's
+_ENGINE_LOST = frozenset({"engine_dead", "stage_lost"})  # kinds of errors that no row causes
 
 Row = dict[str, Any]
 RowFunction = Callable[[Row], Row]
@@ -41,8 +41,8 @@ RowFunction = Callable[[Row], Row]
 class ProcessorConfig(Options):
     """A model and how a dataset is streamed through it.
 
-    engine_kwargs: options of `EngineConfig`, `parallel` and `speculation` among them. concurrency: engines; or the
-    least and the most of them. Work begins when one is up; the others come as the cluster has room for them.
+    engine_kwargs: options of `EngineConfig`, `parallel` and `speculation` among them. concurrency: number of
+    engines, or (least, most). Work begins when one engine is up; the others start as the cluster has room for them.
     batch_size: rows that leave the client together; the engine forms batches of its own.
     should_continue_on_error: a row at fault gets its error in `__inference_error__`; if False, it fails the dataset.
     max_engine_restarts: restarts of an engine that died, without a completed row in between, before the dataset fails.
@@ -65,7 +65,7 @@ class ProcessorConfig(Options):
 
     @property
     def engine(self) -> EngineConfig:
-        """Raises ConfigError."""
+        """The engine's options, with the most engines as replicas. Raises ConfigError."""
         config = EngineConfig(**({"model": self.model_source} | self.engine_kwargs))
         most = self.concurrency[1] if isinstance(self.concurrency, tuple) else self.concurrency
         if most == 1:
@@ -75,12 +75,12 @@ class ProcessorConfig(Options):
 
     @property
     def num_concurrent_batches(self) -> int:
-        """Raises ConfigError."""
+        """Number of batches under way at the same time. Raises ConfigError."""
         if self.max_concurrent_batches is not None:
             return self.max_concurrent_batches
         config = self.engine
         num_wanted = 2 * config.max_num_seqs * num_engines(config)  # as `Engine.num_wanted`
-        # A batch is replaced when its last row is done: on average, half of its rows are done before.
+        # A new batch comes when the last row of a batch is done; on average, half of its rows are done before.
         num_rows = (min(self.batch_size, _MAX_ROWS_OF_A_BATCH) + 1) / 2
         return max(_MIN_BATCHES, math.ceil(num_wanted / num_rows))
 
@@ -88,19 +88,19 @@ class ProcessorConfig(Options):
 def build_processor(
     config: ProcessorConfig, preprocess: RowFunction | None = None, postprocess: RowFunction | None = None
 ) -> Processor:
-    """An operator that completes the rows of a dataset.
+    """Return an operator that completes the rows of a dataset.
 
-    preprocess: what it returns is merged over the row; the row then has `messages`, `prompt` or `tokenized_prompt`, and
-    may have `sampling_params` (a dict with the names of SamplingParams). postprocess: makes the output row of a row
-    that succeeded, which by then also has `generated_text`, `generated_tokens`, `num_input_tokens`,
+    preprocess: its result is merged into the row, which then has `messages`, `prompt` or `tokenized_prompt`, and may
+    have `sampling_params` (a dict with the names of SamplingParams). postprocess: makes the output row from a row that
+    succeeded, which then also has `generated_text`, `generated_tokens`, `num_input_tokens`,
     `num_generated_tokens`, `finish_reason`, `params`, `request_id`, `metrics` and `__inference_error__` ("" or
-    "Kind: message"); without it all columns stay. Rows at fault bypass it. Raises ConfigError.
+    "Kind: message"); without it all columns stay. Failed rows bypass postprocess. Raises ConfigError.
     """
     return Processor(config, preprocess, postprocess)
 
 
 class Processor:
-    """Callable on datasets; the result is lazy.
+    """An operator to be called on datasets. The dataset that it returns is lazy.
 
     The engine starts with the first call, outside Ray Data's own placement, and serves all datasets. An engine that
     dies is started again. The engine ends with `shutdown`, with the driver, or when neither the processor nor a dataset
@@ -116,7 +116,8 @@ class Processor:
         self._supervisor: Any = None
 
     def __call__(self, dataset: ray.data.Dataset) -> ray.data.Dataset:
-        """Raises CheckpointError, PlacementError and EngineDeadError when the engine cannot be started."""
+        """Return the dataset of completed rows. Raises CheckpointError, PlacementError and EngineDeadError if the
+        engine cannot be started."""
         if self._supervisor is None:
             self._supervisor = self._started()
         client: Any = RowClient
@@ -140,7 +141,7 @@ class Processor:
         return supervisor
 
     def shutdown(self) -> None:
-        """End the engine. Rows that are not done fail. More than once is fine, and never raises."""
+        """End the engine. Rows that are not done fail. Repeated calls do nothing. Never raises."""
         supervisor, self._supervisor = self._supervisor, None
         if supervisor is None or not ray.is_initialized():
             return
@@ -160,7 +161,7 @@ class Processor:
 
 @dataclass(frozen=True, slots=True)
 class RowFunctions:
-    """The user's functions, and what becomes of a row on which they or the engine fail."""
+    """The user's functions. should_continue: a row on which they or the engine fail gets an error column."""
 
     preprocess: RowFunction | None
     postprocess: RowFunction | None
@@ -173,7 +174,7 @@ class RowClient:
     def __init__(self, supervisor: Any, functions: RowFunctions) -> None:
         self._supervisor = supervisor
         self._functions = functions
-        ray.wait([supervisor.begin.remote()])  # where the engine cannot be started, the rows say why
+        ray.wait([supervisor.begin.remote()])  # if the engine cannot be started, each row reports why
 
     async def __call__(self, row: Row) -> Row:
         try:
@@ -205,7 +206,7 @@ class RowClient:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRowTask:
-    """What the engine does with a prepared row."""
+    """The task of completing rows that `preprocess` has prepared."""
 
     settings: Settings
 
@@ -224,7 +225,7 @@ class PreparedRowTask:
 
 
 def _prompt_tokens(engine: AsyncEngine, row: Mapping[str, Any]) -> list[int]:
-    """Raises RequestError for a row without a prompt."""
+    """Return the prompt tokens of a row. Raises RequestError for a row without a prompt."""
     if row.get("tokenized_prompt") is not None:
         return [int(token) for token in row["tokenized_prompt"]]
     prompt = row.get("messages") if row.get("messages") is not None else row.get("prompt")
@@ -234,7 +235,7 @@ def _prompt_tokens(engine: AsyncEngine, row: Mapping[str, Any]) -> list[int]:
 
 
 def _columns(output: RequestOutput, params: SamplingParams) -> Row:
-    """Of the first completion; with n > 1 the others are in `generated_texts`."""
+    """Return the columns of the first completion; with n > 1, `generated_texts` has the texts of all."""
     texts = [one.text for one in output.outputs]
     first = output.outputs[0] if output.outputs else None
     return {

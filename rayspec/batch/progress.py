@@ -1,4 +1,4 @@
-"""Showing how a run goes: a live line on a terminal, a plain line now and then elsewhere."""
+"""Shows the progress of a run: a live line on a terminal, otherwise a plain line every few seconds."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _MINUTE_S, _HOUR_S, _DAY_S = 60.0, 3600.0, 86400.0
 
 @dataclass(slots=True, kw_only=True)
 class TimeLeft:
-    """Estimates how long a run still takes, by the rows that came so far.
+    """Estimates how long a run still takes, from the rows that are done so far.
 
-    num_left: rows that the run has to do; None while that is not known. num_under_way: before so many rows have come
-    there is no estimate, because the first rows to come are the short ones. Rows under way count as not begun: at first
-    the estimate errs on the long side. is_bound: later rows take less time than earlier ones, so that the estimate is
-    an upper bound. `clock` gives seconds.
+    num_left: returns the number of rows that the run had to do at its start; None while it is unknown. num_under_way:
+    rows that must be done before there is an estimate, because the first rows to finish are short. Rows under way count
+    as not begun, so the first estimates are too long. is_bound: later rows take less time than earlier ones, so that
+    the estimate is an upper bound. clock: returns seconds.
     """
 
     num_left: Callable[[], int | None]
@@ -35,14 +35,14 @@ class TimeLeft:
     begun_s: float = 0.0
 
     def add(self, row: Row) -> None:
-        """A row that has come. The time that the engine took to load does not count."""
+        """Count a row that is done. The time in which the engine loaded does not count."""
         if self.num_done == 0:
             self.begun_s = self.clock() - (row.latency_s or 0.0)
         self.num_done += 1
 
     @property
     def seconds(self) -> float | None:
-        """None where there is nothing yet to tell it by."""
+        """Estimated seconds that are left; None while there is no estimate."""
         total = self.num_left()
         if total is None or self.num_done < self.num_under_way:
             return None
@@ -62,7 +62,7 @@ class TimeLeft:
 
 
 def shown_time(seconds: float) -> str:
-    """With the precision that an estimate has."""
+    """Return a duration in words, with the precision of an estimate: days and hours, hours and minutes, or minutes."""
     for unit_s, unit, part_s, part in ((_DAY_S, "d", _HOUR_S, "h"), (_HOUR_S, "h", _MINUTE_S, "min")):
         if seconds >= unit_s:
             parts = round(seconds / part_s)
@@ -73,7 +73,7 @@ def shown_time(seconds: float) -> str:
 
 @contextmanager
 def showing_progress(tally: Tally, console: Console, time_left: TimeLeft | None = None) -> Iterator[Callable[[], None]]:
-    """Gives a function to call after every row that `tally` has counted."""
+    """Give the block a function to call after every row that `tally` has counted."""
 
     def line() -> str:
         return f"{tally}{time_left or ''}"

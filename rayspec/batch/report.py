@@ -29,10 +29,10 @@ _STYLE = (
 
 @dataclass(slots=True, kw_only=True)
 class RunReport:
-    """Collects rows as they come and writes `report.md` and the picture in the end.
+    """Collects rows as they come. At the end it writes `report.md`, `report.html` and the picture.
 
-    references: the one right text of a row, by id, where there is one; its lines are compared. listed: the
-    table of the first rows, under DOCUMENT_HEADINGS. examples: an error of every kind.
+    references: right texts by row id; the lines of the generated texts are compared with them. listed: table rows for
+    the first rows, under DOCUMENT_HEADINGS. examples: one error message for every kind.
     """
 
     references: Mapping[str, str] = field(default_factory=dict)
@@ -47,9 +47,9 @@ class RunReport:
         self._list(row)
 
     def add_earlier(self, num_rows: int, errors: Counter[str], rows: Callable[..., Iterable[Row]]) -> None:
-        """Rows of a run before this one, which do not count as this one's speed.
+        """Add the rows of an earlier run, which do not count for the speed of this run.
 
-        rows: gives them, `with_text` or without. Only as many are read as the report needs.
+        rows: returns the rows; `with_text` says whether with their texts. Only as many are read as the report needs.
         """
         self.tally.add_earlier(num_rows, errors)
         final = (row for row in rows(with_text=bool(self.references)) if row.is_final)
@@ -73,7 +73,7 @@ class RunReport:
         return exact, total
 
     def write(self, folder: Path, *, stats: EngineStats, config: Mapping[str, Any], title: str) -> Path:
-        """Writes into `folder`, which must exist; returns the path of the report."""
+        """Write the report into `folder`, which must exist. Return the path of `report.md`."""
         plot_plans(stats, folder / PLOT_NAME, title=f"{title}: the drafts' plans")
         parts = [f"# {title}", *self._summary(stats, config), *self._errors(), *self._documents(), *_plans(stats)]
         path = folder / "report.md"
@@ -133,7 +133,7 @@ DOCUMENT_HEADINGS = ("id", "prompt tokens", "output tokens", "tokens/s", "accept
 
 
 def shares(stats: EngineStats) -> dict[str, float | None]:
-    """Parts of the engine's time."""
+    """Return the shares of the engine's time; each is None if no time was measured."""
     total = stats.total_s
     seconds = {
         "prefill": stats.prefill_s,
@@ -145,7 +145,7 @@ def shares(stats: EngineStats) -> dict[str, float | None]:
 
 
 def _rate(row: Row) -> float | None:
-    """Tokens per second after the first one."""
+    """Return the tokens per second after the first token."""
     return (row.num_output_tokens - 1) / row.decode_s if row.decode_s and row.num_output_tokens > 1 else None
 
 
@@ -193,7 +193,7 @@ def _plan_cells(record: PlanRecord) -> tuple[str, ...]:
 
 
 def _html(title: str, text: str) -> str:
-    """A page of its own. Whatever a model or a document wrote is text in it, never markup."""
+    """Return a complete HTML page. Texts of models and documents are escaped, so that they never become markup."""
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
     return f"<!doctype html><meta charset=utf-8><title>{escape(title)}</title><style>{_STYLE}</style>\n{body}"
 

@@ -1,4 +1,4 @@
-"""The output: one row an input row, as JSON lines or Parquet; a file of them is whole or not there."""
+"""Reads and writes output rows, one for each input row, as JSON lines or Parquet. A file is complete or absent."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class DamagedRowsError(RayspecError):
 
 
 class RowEncoder(ABC):
-    """Writes rows to an open file. `finish` completes what is in the file, and leaves it open."""
+    """Writes rows to an open file. `finish` completes the content and leaves the file open."""
 
     def __init__(self, file: IO[bytes], text_column: str) -> None:
         self._file = file
@@ -49,7 +49,7 @@ class RowEncoder(ABC):
 
 
 class JsonlEncoder(RowEncoder):
-    """A line a row, on disk as soon as it is written."""
+    """Writes a line for each row and flushes it at once."""
 
     def write(self, row: Row) -> None:
         self._file.write(json.dumps(self._columns(row), ensure_ascii=False).encode() + b"\n")
@@ -60,7 +60,7 @@ class JsonlEncoder(RowEncoder):
 
 
 class ParquetEncoder(RowEncoder):
-    """A row group every 1024 rows."""
+    """Writes a row group for every 1024 rows."""
 
     def __init__(self, file: IO[bytes], text_column: str) -> None:
         super().__init__(file, text_column)
@@ -99,7 +99,7 @@ _ENCODERS: dict[FileFormat, type[RowEncoder]] = {"jsonl": JsonlEncoder, "parquet
 
 
 def write_rows(file: IO[bytes], rows: Iterable[Row], *, text_column: str, file_format: FileFormat) -> None:
-    """`rows` as the whole content of an open file."""
+    """Write `rows` as the whole content of an open file."""
     encoder = _ENCODERS[file_format](file, text_column)
     for row in rows:
         encoder.write(row)
@@ -107,10 +107,10 @@ def write_rows(file: IO[bytes], rows: Iterable[Row], *, text_column: str, file_f
 
 
 def read_rows(file: IO[bytes], *, text_column: str, file_format: FileFormat, with_text: bool = True) -> Iterator[Row]:
-    """The rows of a file that write_rows wrote; columns it did not have are at their defaults.
+    """Yield the rows of a file that write_rows wrote. Columns that the file does not have get their defaults.
 
-    with_text: False leaves out the long columns, text and tree. Raises DamagedRowsError for a file that holds anything
-    else, or ends early; OSError.
+    with_text: False leaves out the long columns, text and tree. Raises DamagedRowsError for a file with other content
+    or an early end; OSError.
     """
     left_out = set() if with_text else {text_column, "tree"}
     try:
@@ -125,9 +125,10 @@ def read_rows(file: IO[bytes], *, text_column: str, file_format: FileFormat, wit
 def read_table(
     file: IO[bytes], *, text_column: str, file_format: FileFormat, columns: Collection[str] | None = None
 ) -> pa.Table:
-    """The rows of a file that write_rows wrote, as a table; columns that the file does not have are at their defaults.
+    """Return the rows of a file that write_rows wrote, as a table. Columns that the file does not have get defaults.
 
-    columns: only these, in this order. Raises DamagedRowsError as read_rows does; OSError.
+    columns: only these columns, in this order. Raises DamagedRowsError as read_rows does, and for a file without rows;
+    OSError.
     """
     schema = parquet_schema(text_column)
     wanted = list(schema.names if columns is None else columns)
@@ -158,7 +159,7 @@ def _column(table: pa.Table, field: pa.Field) -> pa.ChunkedArray:
 
 
 def write_tables(file: IO[bytes], tables: Iterable[pa.Table], *, text_column: str) -> None:
-    """Tables that read_table gave, as the whole content of an open Parquet file."""
+    """Write tables of read_table as the whole content of an open Parquet file."""
     with pq.ParquetWriter(file, parquet_schema(text_column)) as writer:
         waiting: list[pa.Table] = []
         num_bytes = 0
@@ -194,8 +195,8 @@ _FORMATS: dict[str, FileFormat] = {".jsonl": "jsonl", ".parquet": "parquet"}
 
 @contextmanager
 def open_writer(path: Path, *, text_column: str) -> Iterator[RowEncoder]:
-    """Writes rows to a hidden file beside `path` and moves it there in the end, whatever ends the `with` block: an
-    interrupted run leaves the rows it had.
+    """Write rows to a hidden file next to `path`, and rename it to `path` however the `with` block ends. So an
+    interrupted run keeps its rows.
 
     path: accepted by check_output. text_column: name of the column of the generated text.
     """
@@ -212,7 +213,7 @@ def open_writer(path: Path, *, text_column: str) -> Iterator[RowEncoder]:
 
 
 def check_output(path: Path, *, overwrite: bool) -> None:
-    """Raises ConfigError for an output that cannot be, or must not be, written. Called before anything is loaded."""
+    """Check, before anything is loaded, that the output can and may be written. Raises ConfigError otherwise."""
     if path.suffix.lower() not in _FORMATS:
         raise ConfigError(f"option 'output' is {str(path)!r}: its name must end in {' or '.join(_FORMATS)}")
     if path.exists() and not overwrite:
@@ -231,5 +232,5 @@ def check_output(path: Path, *, overwrite: bool) -> None:
 
 
 def save_config(path: Path, config: Mapping[str, Any]) -> None:
-    """The resolved options as YAML that `--config` reads back."""
+    """Write the resolved options as YAML that `--config` reads back."""
     path.write_text(yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True), encoding="utf-8")

@@ -21,19 +21,19 @@ Handler = Callable[[Any], Awaitable[Any]]
 
 
 class RowTask(Protocol):
-    """The engine that a job wants, and what is done there with each row. Travels to the actors."""
+    """The engine options of a job, and the work on each row. The task is sent to the engines' actors."""
 
     @property
     def settings(self) -> Settings: ...
 
     def handler(self, engine: AsyncEngine) -> Handler:
-        """Called once, where the engine is. The handler raises EngineDeadError; what is wrong with a row is in what
-        it returns."""
+        """Make the function that completes rows. It is called once, in the engine's actor. The function raises
+        EngineDeadError; an error of a row is stored in the row that the function returns."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowRecipe:
-    """Engines that do a task."""
+    """Loads engines that do a task."""
 
     task: RowTask
 
@@ -42,17 +42,17 @@ class RowRecipe:
         return self.task.settings.engine
 
     def load(self, config: EngineConfig) -> RowEngine:
-        """Raises ConfigError, CheckpointError, and with shards PlacementError."""
-        # Imported here, so that who only talks to the actor does not wait seconds for torch and transformers.
+        """Load an engine for the task. Raises ConfigError, CheckpointError, and with shards PlacementError."""
+        # Imported here, so that a process that only calls the actor does not load torch and transformers for seconds.
         from rayspec.async_engine import AsyncEngine  # noqa: PLC0415
 
         if config.parallel is None:
-            # Ray sets OMP_NUM_THREADS to the actor's num_cpus, a reservation and not what the engine should use.
+            # Ray sets OMP_NUM_THREADS to the actor's num_cpus, which is a reservation and no limit for the engine.
             config = config.replace(num_threads=config.num_threads or os.cpu_count() or 1)
         return RowEngine(self.task, AsyncEngine(load_llm(config)), self.engine)
 
     def beginning(self, item: Any) -> Beginning:
-        """Of a document, or of what was prepared for the model."""
+        """Return the text of the item's prompt, by which the pool chooses an engine; None if there is none."""
         if isinstance(item, Row):
             return item.messages or item.document
         found = next((item[name] for name in ("tokenized_prompt", "messages", "prompt") if item.get(name)), None)
@@ -60,7 +60,7 @@ class RowRecipe:
 
 
 class RowEngine:
-    """In the actor. asked: the options of the whole pool."""
+    """An engine in an actor, with the handler of its task. asked: the options of the whole pool."""
 
     def __init__(self, task: RowTask, engine: AsyncEngine, asked: EngineConfig) -> None:
         self._task, self._engine, self._asked = task, engine, asked
@@ -68,7 +68,7 @@ class RowEngine:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """All options in force, as a config file has them."""
+        """All options in force, in the form of a config file."""
         in_force = self._engine.llm.config.replace(parallel=self._asked.parallel)
         return self._task.settings.resolved(in_force)
 

@@ -1,4 +1,4 @@
-"""Which stored rows count, decided on columns: the memory for a row is that of its id and its hash, not of its text."""
+"""Decides which stored rows count. It keeps columns only: a row takes the memory of its id and hash, not its text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Mask = npt.NDArray[np.bool_]
 INDEX_SCHEMA: Final = pa.schema(
     {
         "id": pa.large_string(),
-        "source": pa.string(),  # of rows that were not read, or have the id of another row; else null
+        "source": pa.string(),  # set where a row was not read or has the id of another row; else null
         "input_hash": pa.string(),
         "error_kind": pa.string(),
         "is_final": pa.bool_(),
@@ -33,13 +33,13 @@ DESCRIBED_BY: Final = ("id", "source", "input_hash", "error_kind", "finish_reaso
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowCounts:
-    """Numbers of rows: in all, and failed by kind."""
+    """Numbers of rows: the total, and the failed rows by error kind."""
 
     total: int
     failed: Counter[str]
 
     def as_dict(self) -> dict[str, Any]:
-        """As the manifest has it."""
+        """Return the counts in the form of the manifest."""
         return {
             "total": self.total,
             "succeeded": self.total - self.failed.total(),
@@ -50,8 +50,8 @@ class RowCounts:
 class RowIndex:
     """Decides which of the stored rows with one id counts: the last final row, or the last row where none is final.
 
-    A row that could not be read, or has the id of another row, stands beside that row, one for each place in the input.
-    Such rows are a matter of the input and not of its rows: those in `stored`, of earlier sessions, do not count.
+    An error row for a row that could not be read, or has the id of another row, counts in addition, one for each place
+    in the input. Every session finds these errors anew; so those in `stored`, of earlier sessions, do not count.
 
     Rows are numbered in the order in which they are stored. stored: a table of INDEX_SCHEMA.
     """
@@ -77,14 +77,15 @@ class RowIndex:
         return bool(self._is_ignored.any())
 
     def append(self, rows: pa.Table, *, start: int) -> None:
-        """The rows of a new part, with INDEX_SCHEMA, in place of what may be there from number `start` on: a call that
-        a signal ended can be made again."""
+        """Add the rows of a new part, with INDEX_SCHEMA. They replace all rows from number `start` on, so that a call
+        that a signal interrupted can be repeated."""
         self._counting = None
         table = pa.concat_tables([self._table.slice(0, start), rows])
         self._table = table.combine_chunks() if table["id"].num_chunks > _MAX_CHUNKS else table
 
     def reopen(self, row_ids: pa.Array) -> None:
-        """These rows are to be done again, before any is appended. Until they are, the earlier ones count."""
+        """Mark rows to be done again. Until their new results are appended, the earlier results count. Call this before
+        the first `append`."""
         is_named = _mask(pc.is_in(self._table["id"], value_set=row_ids.cast(pa.large_string())))
         self._is_ignored = self._now(self._is_ignored) | is_named & ~self.counting
         self._is_reopened = self._now(self._is_reopened) | is_named
@@ -112,7 +113,7 @@ class RowIndex:
         return _mask(self._table["is_final"]) & ~self._now(self._is_reopened)
 
     def _now(self, mask: Mask) -> Mask:
-        """A mask of the first rows, for all: no later row is in it."""
+        """Extend a mask of the first rows to all rows; the later rows are False."""
         return np.concatenate([mask, np.zeros(len(self._table) - len(mask), dtype=bool)])
 
     def __len__(self) -> int:
@@ -125,19 +126,19 @@ class RowIndex:
 
     @property
     def done(self) -> pa.Table:
-        """`id` and `input_hash` of the rows that an engine has done. The hash is null where it is not known."""
+        """Table of `id` and `input_hash` of the rows that an engine has done. An unknown hash is null."""
         is_done = self.counting & self._is_final & ~_is_input_error(self._table)
         return self._table.select(["id", "input_hash"]).filter(is_done)
 
     def summary(self) -> RowCounts:
-        """Of the rows that are final."""
+        """Return the counts of the final rows."""
         kinds = self._table["error_kind"].filter(self.counting & self._is_final)
         failed = {found["values"]: found["counts"] for found in pc.value_counts(kinds.drop_null()).to_pylist()}
         return RowCounts(total=len(kinds), failed=Counter(failed))
 
 
 def described(rows: pa.Table) -> pa.Table:
-    """What the index keeps of output rows, which have the columns DESCRIBED_BY."""
+    """Return the columns of INDEX_SCHEMA for output rows, which have the columns DESCRIBED_BY."""
     is_transient = pc.is_in(rows["error_kind"], value_set=pa.array(sorted(TRANSIENT_KINDS)))
     is_aborted = pc.fill_null(pc.equal(rows["finish_reason"], "abort"), fill_value=False)
     is_input_error = pc.and_(pc.is_valid(rows["error_kind"]), pc.is_null(rows["input_hash"]))
@@ -151,7 +152,7 @@ def described(rows: pa.Table) -> pa.Table:
 
 
 def described_rows(rows: Iterable[Row]) -> pa.Table:
-    """`described` of rows that are here."""
+    """Return the columns of INDEX_SCHEMA for rows in memory."""
     listed = list(rows)
     return described(
         pa.table({name: pa.array([getattr(row, name) for row in listed], pa.string()) for name in DESCRIBED_BY})
@@ -159,7 +160,7 @@ def described_rows(rows: Iterable[Row]) -> pa.Table:
 
 
 def _keys(table: pa.Table) -> pa.ChunkedArray:
-    """Of rows with one key, one counts."""
+    """Return a key for each row: its id, for an error of the input with its source. One row of each key counts."""
     if table["source"].null_count == len(table):
         return table["id"]
     source = table["source"].cast(pa.large_string())
@@ -168,7 +169,7 @@ def _keys(table: pa.Table) -> pa.ChunkedArray:
 
 
 def codes_of(values: pa.ChunkedArray) -> npt.NDArray[np.int64]:
-    """Numbers from 0 on, equal where the values are."""
+    """Return numbers from 0 on that are equal where the values are equal."""
     chunks = values.dictionary_encode().chunks
     return np.concatenate([np.empty(0, np.int64), *(chunk.indices.to_numpy(zero_copy_only=False) for chunk in chunks)])
 

@@ -8,7 +8,7 @@ from typing import Final
 from rayspec.types import RayspecError, RequestMetrics, RequestOutput
 
 TRANSIENT_KINDS: Final = frozenset({"aborted", "engine_dead", "stage_lost", "stages_replaced", "transport"})
-"""Errors of the engine and not of the row, which is done again."""
+"""Kinds of errors that the engine causes and not the row. Rows with such an error are done again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,11 +16,12 @@ class Row:
     """An input row and its result.
 
     The reader sets `source` (file and row number), `document` (the input text) or `messages` (chat messages as JSON),
-    and `input_hash` (64 bits of these); or else an error and no hash. The task sets the other fields and drops
+    and `input_hash` (a hash of these, 64 bits); or else an error and no hash. The task sets the other fields and drops
     `document` and `messages`, which are not written.
 
-    text: generated. error_kind: stable; None for a row that succeeded. latency_s: from the first request's arrival at
-    the engine to the last token. decode_s: without the prompts. tree: the parts of a hierarchical summary, as JSON.
+    text: the generated text. error_kind: a stable name; None for a row that succeeded. latency_s: from the first
+    request's arrival at the engine to the last token. decode_s: from the first token to the last, see Usage. tree: the
+    parts of a hierarchical summary, as JSON.
     """
 
     id: str
@@ -43,24 +44,24 @@ class Row:
 
     @property
     def is_input_error(self) -> bool:
-        """The row could not be read, or has the id of another row."""
+        """Whether the row could not be read, or has the id of another row."""
         return self.error_kind is not None and self.input_hash is None
 
     @property
     def is_final(self) -> bool:
-        """The row would be the same if it were done again."""
+        """Whether the row would be the same if it were done again."""
         return self.error_kind not in TRANSIENT_KINDS and self.finish_reason != "abort"
 
     @property
     def is_from_engine(self) -> bool:
-        """An engine was given the row, and the result is final."""
+        """Whether the row was given to an engine and its result is final."""
         return self.input_hash is not None and self.is_final
 
     def without_input(self) -> Row:
         return replace(self, document=None, messages=None)
 
     def completed(self, output: RequestOutput) -> Row:
-        """With the first completion of a finished request. A failed request keeps its text so far."""
+        """Return the row with the first completion of a finished request. A failed request keeps its text so far."""
         usage, completion = Usage(), output.outputs[0] if output.outputs else None
         usage.add(output)
         row = replace(
@@ -71,16 +72,16 @@ class Row:
         return row if output.error is None else row.failed(output.error)
 
     def failed(self, error: RayspecError, *, part: str = "") -> Row:
-        """part: of the document, that the error is about."""
+        """Return the row with an error. part: the part of the document that the error is about."""
         message = f"{part}: {error}" if part else str(error)
         return replace(self.without_input(), finish_reason="error", error_kind=error.kind, error=message)
 
     def refused(self, error: RayspecError) -> Row:
-        """An error of the input: no engine is asked."""
+        """Return the row with an error of the input, for which no engine is needed."""
         return replace(self.failed(error), input_hash=None)
 
     def counted(self, usage: Usage) -> Row:
-        """Without the input, with the counts of all its requests."""
+        """Return the row without its input, with the counts and times of all its requests."""
         return replace(
             self.without_input(),
             num_prompt_tokens=usage.num_prompt_tokens,
@@ -98,8 +99,8 @@ OUTPUT_COLUMNS = tuple(field.name for field in fields(Row) if field.name not in 
 
 @dataclass(slots=True, kw_only=True)
 class Usage:
-    """Of all requests for a row. `decode_s` adds up requests that ran at the same time; the times are None until a
-    request has finished."""
+    """Counts and times of all requests for a row. `decode_s` is a sum, also over requests that ran at the same time.
+    The times are None until a request has finished."""
 
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
@@ -126,7 +127,7 @@ class Usage:
 
     @property
     def latency_s(self) -> float | None:
-        """From the first request's arrival to the last one's end."""
+        """Seconds from the first request's arrival to the end of the last request."""
         if self.arrival_s is None or self.finished_s is None:
             return None
         return self.finished_s - self.arrival_s

@@ -1,12 +1,12 @@
-"""The output folder of a job: rows that are committed in small files, and a manifest that says what they came from.
+"""The output folder of a job: rows that are committed in small files, and a manifest that says how they were made.
 
-    manifest.json                     what decides the rows, the sessions so far, counts
+    manifest.json                     options that decide the rows, sessions so far, counts
     rows/part-000007-1f2e3d4c.parquet rows, see `parts`
     <name>.parquet                    every row once, when the job is done
 
-Two drivers at once: on this machine's file systems the second is refused, by a lock that the kernel gives up with the
-process that held it, however that ended. A remote store has no such lock, so there both work, and nothing is lost:
-parts carry the session in their name, and of several rows with one id one is taken.
+Two drivers on one folder: on file systems of this machine a lock refuses the second driver. The kernel releases the
+lock when its process ends, however it ends. A remote store has no such lock, so both drivers work there. Nothing is
+lost: the names of parts contain the session, and of several rows with the same id one counts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MANIFEST_VERSION = 2
 _LOCK = ".lock"
 _ROWS = "rows"
 _MIN_ROWS_PER_PART, _MAX_ROWS_PER_PART = 32, 4096
-_MIN_PARTS = 64  # the rows of one part are at most this share of all
+_MIN_PARTS = 64  # a part of a large job has 1 / _MIN_PARTS of all rows
 _SECONDS_PER_PART = 5.0
 _MAX_MERGED_ROWS = 1_000_000
 _MAX_SHOWN = 80
@@ -58,7 +58,7 @@ class OutputError(RayspecError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """One run of a driver, in UTC. finished: None while it runs, and for ever where it was killed."""
+    """One run of a driver, with times in UTC. finished: None while the driver runs, and forever if it was killed."""
 
     run_id: str
     host: str
@@ -69,7 +69,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What manifest.json says. identity: everything that decides what the rows say, as JSON has it."""
+    """The content of manifest.json. identity: the options that decide the content of the rows, as JSON values."""
 
     version: int = _MANIFEST_VERSION
     status: Status = "running"
@@ -83,7 +83,7 @@ class Manifest:
 
     @classmethod
     def read(cls, location: Location) -> Manifest:
-        """Raises DamagedOutputError, OSError."""
+        """Read a manifest. Raises DamagedOutputError, OSError."""
         try:
             content = json.loads(location.read())
             return cls(**{**content, "sessions": tuple(Session(**session) for session in content["sessions"])})
@@ -99,7 +99,7 @@ class Manifest:
         location.write(self.encoded())
 
     def check_equal(self, other: Manifest, location: Location) -> None:
-        """Raises ConfigError that names what `other`, which is to go on with this, would do otherwise."""
+        """Check that a run with the manifest `other` may continue this job. Raises ConfigError with the differences."""
         differences = list(_differences(self._deciding, other._deciding))
         if differences:
             raise ConfigError(
@@ -114,10 +114,11 @@ class Manifest:
 
 
 class _FolderLock:
-    """Held by one process at a time, and given up by the kernel when that ends. None in a remote store."""
+    """A lock that one process holds at a time. The kernel releases it when the process ends. Remote stores have
+    none."""
 
     def __init__(self, location: Location) -> None:
-        """Raises ConfigError where another has it."""
+        """Take the lock. Raises ConfigError if another process holds it."""
         self._descriptor: int | None = None
         self._is_held = False
         path = location.join(_LOCK).local_path
@@ -137,14 +138,14 @@ class _FolderLock:
             if error.errno not in {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}:
                 self.release()
                 raise
-            return  # a file system without locks is as good as a remote store
+            return  # a file system without locks is treated like a remote store
         self._is_held = True
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, f"process {os.getpid()} of {platform.node()}, since {_now()},".encode(), 0)
 
     @property
     def is_held(self) -> bool:
-        """False where there are no locks: another driver may be at work."""
+        """Whether this process holds the lock; False where locks do not exist, and another driver may be writing."""
         return self._is_held
 
     def release(self) -> None:
@@ -168,16 +169,16 @@ StartTimer = Callable[[float, Callable[[], None]], _Timer]
 
 
 class RunFolder:
-    """Rows of a job, on disk a few at a time. Use as a context manager: what ends the block, rows are committed.
+    """The output folder of a job. Use it as a context manager: rows are committed however the block ends.
 
-    Rows are committed when there are 32 of them (later, 1/64 of all), and 5 s after the first of them: a driver that is
-    killed loses those, and they are done again. Safe to use from several threads.
+    Rows are committed when there are 32 of them (later 1/64 of all, at most 4096), and 5 s after the first of them. A
+    driver that is killed loses uncommitted rows, and the next run does them again. Safe to use from several threads.
     """
 
     def __init__(
         self, location: Location, before: Manifest, lock: _FolderLock, *, name: str, start_timer: StartTimer
     ) -> None:
-        """Use `open`."""
+        """Use `open` instead."""
         self.location = location
         self._lock, self._name, self._start_timer = lock, name, start_timer
         self._manifest = replace(before, status="running", sessions=(*before.sessions, _new_session()))
@@ -192,7 +193,7 @@ class RunFolder:
             may_join=lock.is_held,
         )
         self._is_merged = before.status == "complete" and self._merged.exists and not self._index.ignores_some
-        self._manifest.write(location.join(MANIFEST))  # only now: a folder that cannot be read has not been worked on
+        self._manifest.write(location.join(MANIFEST))  # last: a folder that cannot be read stays unchanged
 
     @classmethod
     def open(
@@ -207,14 +208,14 @@ class RunFolder:
         report_files: Collection[str] = (),
         start_timer: StartTimer = _start_timer,
     ) -> RunFolder:
-        """Begins a job in a folder that is new or empty, or goes on with the one that is there.
+        """Begin a job in a new or empty folder, or continue the job that is in the folder.
 
-        identity: everything that decides what the rows say, as JSON can hold it; nested keys are compared one by one.
-        overwrite: begin again, in place of what a job has left there; other files stay. report_files: what else in the
-        folder is of the job. name: of the merged file. start_timer: calls back after some seconds, unless cancelled.
+        identity: the options that decide the content of the rows, as JSON values; nested keys are compared one by one.
+        overwrite: delete the files of an earlier job and begin again; other files stay. report_files: names of other
+        files of the job. name: stem of the merged file. start_timer: calls back after some seconds, unless cancelled.
 
-        Raises ConfigError for a folder that holds something else, was begun with another identity, is being written by
-        another process, or cannot be reached; DamagedOutputError for files in it that cannot be read.
+        Raises ConfigError for a folder that holds other files, has another identity, is being written by another
+        process, or cannot be reached; DamagedOutputError for files in it that cannot be read.
         """
         _check_text_column(text_column)
         fresh = Manifest(identity=json.loads(json.dumps(identity)), text_column=text_column, file_format=file_format)
@@ -236,17 +237,17 @@ class RunFolder:
 
     @property
     def done(self) -> pa.Table:
-        """`id` and `input_hash` of the committed rows that an engine has done. Grows with every commit."""
+        """Table of `id` and `input_hash` of the committed rows that an engine has done. It grows with every commit."""
         return self._index.done
 
     @property
     def counts(self) -> RowCounts:
-        """Of the committed rows."""
+        """Counts of the committed rows that are final."""
         return self._index.summary()
 
     @property
     def is_merged(self) -> bool:
-        """The merged file holds what the parts hold."""
+        """Whether the merged file has the same rows as the parts."""
         return self._is_merged
 
     @property
@@ -255,17 +256,17 @@ class RunFolder:
 
     @property
     def num_sessions(self) -> int:
-        """Drivers that have worked on this, with the one that does now."""
+        """Number of drivers that have worked on this folder, including the present driver."""
         return len(self._manifest.sessions)
 
     def redo(self, row_ids: pa.Array) -> None:
-        """These rows are to be done again."""
+        """Mark rows to be done again."""
         if len(row_ids):
             self._index.reopen(row_ids)
             self._is_merged = False
 
     def add(self, row: Row) -> None:
-        """Raises OutputError where rows cannot be committed; they are kept, and committed with the next ones."""
+        """Add a row. Raises OutputError if rows cannot be committed; they are then committed with the next rows."""
         with self._guard:
             self._buffer.append(row)
             if self._is_overdue or len(self._buffer) >= self._rows_per_part:
@@ -274,7 +275,7 @@ class RunFolder:
                 self._timer = self._start_timer(_SECONDS_PER_PART, self._commit_overdue)
 
     def commit(self) -> None:
-        """Writes the rows that are not on disk yet as one part, whole or not at all. Raises OutputError."""
+        """Write the rows that are not on disk yet as one part, whole or not at all. Raises OutputError."""
         with self._guard:
             self._stop_timer()
             if not self._buffer:
@@ -287,13 +288,13 @@ class RunFolder:
             self._parts.tidy()
 
     def rows(self, *, with_text: bool = True) -> Iterator[Row]:
-        """The committed rows, each id once. Raises DamagedOutputError."""
+        """Yield the committed rows that count (see RowIndex). Raises DamagedOutputError."""
         return self._parts.rows(with_text=with_text)
 
     def finish(self, counts: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
-        """Commits, merges the rows into one file beside the parts, unless they are a million, and updates the manifest.
+        """Commit, merge the rows into one file if they are fewer than a million, and update the manifest.
 
-        counts, extra: what the manifest is to say besides. The job is complete unless some rows are to be done again.
+        counts, extra: further content of the manifest. The job is complete unless some rows are to be done again.
         Raises OutputError.
         """
         self.commit()
@@ -306,7 +307,7 @@ class RunFolder:
             self._end_session(status, counts=counts, extra=extra)
 
     def close(self) -> None:
-        """Commits what there is. A job that did not finish can be resumed. Raises OutputError."""
+        """Commit the rows so far and release the lock. A job that did not finish can be resumed. Raises OutputError."""
         try:
             self.commit()
         finally:
@@ -331,7 +332,7 @@ class RunFolder:
 
     @property
     def _rows_per_part(self) -> int:
-        """Grows with the rows, as the number of parts must not."""
+        """Rows of one part. It grows with the number of rows, so that the number of parts stays small."""
         return max(_MIN_ROWS_PER_PART, min(self._index.num_stored // _MIN_PARTS, _MAX_ROWS_PER_PART))
 
     @property
@@ -346,7 +347,7 @@ class RunFolder:
         try:
             self.commit()
         except OutputError:
-            self._is_overdue = True  # the next row tries again, where somebody hears of it
+            self._is_overdue = True  # the next `add` tries again and raises the error
 
     @contextmanager
     def _naming_output(self) -> Iterator[None]:
@@ -391,7 +392,7 @@ def _check_text_column(text_column: str) -> None:
 
 
 def _continue(location: Location, fresh: Manifest) -> Manifest:
-    """The manifest to go on with: that of the folder, or `fresh` for a folder without anything."""
+    """Return the manifest of the folder, or `fresh` for an empty folder. Raises ConfigError, DamagedOutputError."""
     manifest = location.join(MANIFEST)
     if manifest.exists:
         previous = Manifest.read(manifest)
@@ -407,7 +408,7 @@ def _continue(location: Location, fresh: Manifest) -> Manifest:
 
 
 def _begin(location: Location, fresh: Manifest, name: str, report_files: Collection[str]) -> Manifest:
-    """Removes what a job left. The manifest stays until the new one replaces it: there is no moment without one."""
+    """Delete the files of an earlier job, except its manifest, so that the folder always has a manifest."""
     delete_parts(location.join(_ROWS))
     for file_name in (f"{name}.parquet", f"{name}.jsonl", *report_files):
         location.join(file_name).delete()
@@ -415,7 +416,7 @@ def _begin(location: Location, fresh: Manifest, name: str, report_files: Collect
 
 
 def _remove_leftovers(location: Location, name: str) -> None:
-    """Of writers that were killed. Not in a remote store, where another driver may be writing them."""
+    """Delete partial files of writers that were killed; not in a remote store, where they may be another driver's."""
     if location.local_path is None:
         return
     names = "|".join((PART_NAME, *map(re.escape, (INDEX_NAME, MANIFEST)), rf"{re.escape(name)}\.\w+"))
@@ -427,8 +428,8 @@ def _remove_leftovers(location: Location, name: str) -> None:
 
 
 def _rewrite(location: Location, content: bytes) -> bool:
-    """Puts `content` into the disk blocks that a small file has already, for a disk that is full. False if that cannot
-    be done."""
+    """Write `content` into the disk blocks that a small file already has, because the disk is full. Return False if the
+    blocks are too few."""
     path = location.local_path
     if path is None or not path.exists() or len(content) > -(-path.stat().st_size // _BLOCK_BYTES) * _BLOCK_BYTES:
         return False

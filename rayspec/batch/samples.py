@@ -10,11 +10,11 @@ from rayspec.demo import SampleDocument, python_documents, sample_documents
 
 _REPORT_SENTENCES = (12, 16, 20, 24, 28, 32, 36, 40, 48, 56, 64, 80, 96, 112, 128, 144)
 _NUM_PYTHON_DOCUMENTS = 24
-_PYTHON_STEP = 6  # every sixth of the longest: from far too long for the context to comfortable
+_PYTHON_STEP = 6  # every sixth of the longest: from far too long for the context to short enough
 
 
 def bundled_documents() -> list[SampleDocument]:
-    """Reports of 12 to 144 sentences, whose right summaries are known, and real texts, the longest of which does not
+    """Return reports of 12 to 144 sentences, whose right summaries are known, and real texts. The longest text does not
     fit the bundled model's context."""
     reports = [
         sample_documents(1, num_sentences=num_sentences, seed=index)[0]
@@ -24,10 +24,10 @@ def bundled_documents() -> list[SampleDocument]:
 
 
 def as_rows(samples: Iterable[SampleDocument]) -> list[Row]:
-    """As a job takes them."""
+    """Return the samples as rows of a job."""
     return [input_row(sample.id, source=sample.id, text=sample.text) for sample in samples]
 
 
 def references(samples: Iterable[SampleDocument]) -> dict[str, str]:
-    """The right summaries, by id, of those that have one."""
+    """Return the right summaries, by id, of the samples that have one."""
     return {sample.id: sample.summary for sample in samples if sample.summary is not None}

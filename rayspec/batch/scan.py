@@ -1,4 +1,4 @@
-"""Tasks that look through an input before it is read: which rows it has, without their texts, and how many."""
+"""Ray tasks that scan an input before the job: they list its rows without texts, or count them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ROWS_AT_ONCE = 2**16
 _SEEN_WITH_ERRORS = pa.schema([*SEEN_SCHEMA, pa.field("is_taken", pa.bool_()), pa.field("error", pa.string())])
 
 Takes = Callable[[str], bool]
-"""Which rows are wanted, by their id."""
+"""Decides by a row's id whether the row is wanted."""
 
 
 def takes_all(_row_id: str) -> bool:
@@ -32,8 +32,8 @@ def takes_all(_row_id: str) -> bool:
 
 
 def seen_rows(found: Sequence[Piece], columns: Columns, *, takes: Takes = takes_all, limit: int | None = None) -> Seen:
-    """What is seen of the rows of pieces, in order, of which tasks keep neither texts nor messages. limit: only so many
-    rows, the first; of these, those that are taken."""
+    """Scan the rows of pieces, in order, without keeping texts or messages. limit: number of rows from the beginning;
+    `takes` then selects among these."""
     tables, num_left = [_SEEN_WITH_ERRORS.empty_table()], sys.maxsize if limit is None else limit
     for table in _scanned(found, columns, takes, num_left):
         tables.append(table.slice(0, num_left))
@@ -49,7 +49,7 @@ def seen_rows(found: Sequence[Piece], columns: Columns, *, takes: Takes = takes_
 
 
 def seen_of(rows: Sequence[Row], takes: Takes = takes_all) -> Seen:
-    """What is seen of rows that are here: each is a piece."""
+    """Return the same as `seen_rows`, for rows in memory. Each row is a piece."""
     taken = [index for index, row in enumerate(rows) if takes(row.id) and row.error_kind is None]
     columns = {
         "id": [rows[index].id for index in taken],
@@ -63,14 +63,14 @@ def seen_of(rows: Sequence[Row], takes: Takes = takes_all) -> Seen:
 
 
 class CountedRows:
-    """Counts the rows of pieces in a task of its own, while other work goes on."""
+    """Counts the rows of pieces in a separate task, while other work goes on."""
 
     def __init__(self, found: Sequence[Piece]) -> None:
         self._counting: Any = ray.remote(_count).options(num_cpus=0).remote(found)
         self._num_rows: int | None = None
 
     def __call__(self) -> int | None:
-        """About how many rows there are; None while they are being counted, and where they cannot be."""
+        """Return about how many rows there are; None while the task counts, and if the task failed."""
         if self._counting is not None and ray.wait([self._counting], timeout=0)[0]:
             with suppress(RayError):
                 self._num_rows = ray.get(self._counting)
@@ -83,8 +83,10 @@ def _count(found: Sequence[Piece]) -> int:
 
 
 def _scanned(found: Sequence[Piece], columns: Columns, takes: Takes, limit: int) -> Iterator[pa.Table]:
-    """The rows in order, of which tasks look through some pieces each, all at once. A task has a whole CPU: more tasks
-    would only start more processes. Each ends by itself after `limit` rows: `ray.cancel` can crash the driver."""
+    """Return the rows in order. Each task scans some of the pieces, and all tasks run at once. A task has a whole CPU:
+    more tasks would only start more processes. A task ends itself after `limit` rows: `ray.cancel` can crash the
+    driver.
+    """
     num_cpus: float = ray.cluster_resources().get("CPU", 1)  # type: ignore[no-untyped-call]
     num_tasks = max(1, min(len(found), int(num_cpus)))
     scan: Any = ray.remote(_scan).options(num_returns="streaming")
@@ -94,7 +96,7 @@ def _scanned(found: Sequence[Piece], columns: Columns, takes: Takes, limit: int)
 
 
 def _scan(found: Sequence[Piece], first: int, columns: Columns, takes: Takes, limit: int) -> Iterator[pa.Table]:
-    """first: the index of the first of these pieces."""
+    """Yield tables of the rows of some pieces, up to `limit` rows. first: the index of the first of these pieces."""
     for index, piece in enumerate(found, start=first):
         rows = see_piece(piece, columns)
         while some := list(itertools.islice(rows, min(_ROWS_AT_ONCE, limit))):

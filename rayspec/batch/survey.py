@@ -1,4 +1,4 @@
-"""What has become of an input since rows of it were done: pure decisions over columns of ids, places and hashes."""
+"""Compares an input with the rows that are done, by columns of ids, places and hashes. Pure functions."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ Indices = npt.NDArray[np.int64]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
     """The rows of an input, in order. rows: a table of SEEN_SCHEMA; `piece` and `number` say where a row is, and
-    `number` is 0 where the piece is one row. names: of the pieces. errors: rows that could not be read.
+    `number` is 0 where the piece is one row. names: the names of the pieces. errors: rows that could not be read.
 
-    The memory for a row is that of its id and about 40 bytes.
+    A row takes the memory of its id and about 40 bytes.
     """
 
     rows: pa.Table
@@ -44,7 +44,7 @@ class Seen:
         return len(self.rows)
 
     def row(self, index: int) -> Row:
-        """Without its text."""
+        """Return the row with this index, without its text."""
         fields = self.rows.slice(index, 1).to_pylist()[0]
         name, number = self.names[fields["piece"]], fields["number"]
         source = f"{name}:{number}" if number else name
@@ -53,9 +53,9 @@ class Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """left: which of the seen rows are not done. errors: rows that could not be read, and rows with the id of another
-    row. changed, absent: ids of rows that are done, and have other text or are in the input no more. redoable: which of
-    the seen rows have changed."""
+    """The result of a survey. left: indices of the seen rows that are not done. errors: rows that could not be read,
+    and rows with the id of another row. changed: ids of done rows that now have another text. absent: ids of done rows
+    that the input no longer has. redoable: indices of the seen rows that have changed."""
 
     left: Indices
     errors: Sequence[Row] = ()
@@ -64,7 +64,7 @@ class Survey:
     redoable: Indices = field(default_factory=lambda: np.empty(0, np.int64))
 
     def check(self, changed: Changed) -> None:
-        """Raises ConfigError if the input has changed and this is to be an error."""
+        """Check the input for changes. Raises ConfigError if it has changed and `changed` is "fail"."""
         if changed == "fail" and (len(self.changed) or len(self.absent)):
             raise ConfigError(
                 f"option 'changed' is 'fail', and {self.describe()}: pass --changed keep or redo, or choose another "
@@ -72,7 +72,7 @@ class Survey:
             )
 
     def describe(self) -> str:
-        """The changes, with some of the ids. Empty if there are none."""
+        """Return the changes in words, with some of the ids. The text is empty if there are none."""
         parts = (
             (self.changed, "have other text than when they were done"),
             (self.absent, "of the output are no longer in the input"),
@@ -81,7 +81,7 @@ class Survey:
 
 
 def check_changed(value: str) -> Changed:
-    """Raises ConfigError."""
+    """Return `value` as a Changed. Raises ConfigError for an unknown value."""
     for known in get_args(Changed):
         if value == known:
             return known  # type: ignore[no-any-return]
@@ -89,12 +89,12 @@ def check_changed(value: str) -> Changed:
 
 
 def survey(seen: Seen, done: pa.Table, *, is_whole: bool = True) -> Survey:
-    """Compares an input with the rows that are done.
+    """Compare an input with the rows that are done.
 
-    done: `id` and `input_hash` of rows; the hash is null where it is not known. is_whole: `seen` is the whole input, so
-    that other rows are absent from it.
+    done: `id` and `input_hash` of rows; an unknown hash is null. is_whole: `seen` is the whole input, so that a done
+    row that is not in `seen` is absent from the input.
 
-    Of several rows with one id, one keeps the id: the row with the text that was done, or else the first.
+    Of several rows with the same id, one keeps the id: the row with the text that was done, or else the first.
     """
     ids, done_ids = seen.rows["id"], done["id"]
     done_places = pc.index_in(ids, value_set=done_ids)
@@ -114,7 +114,8 @@ def survey(seen: Seen, done: pa.Table, *, is_whole: bool = True) -> Survey:
 
 
 def _one_of_each(seen: Seen, is_done_text: npt.NDArray[np.bool_]) -> tuple[Indices, list[Row]]:
-    """Which rows keep their id, in order, and the errors of the others. A row that is seen twice is one row."""
+    """Return the indices of the rows that keep their id, in order, and error rows for the others. A row that was seen
+    twice is one row."""
     codes = codes_of(seen.rows["id"])
     place = np.arange(len(codes))
     keeper = np.empty(int(codes.max(initial=-1)) + 1, np.int64)

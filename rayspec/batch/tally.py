@@ -16,7 +16,7 @@ _PASSING_KINDS = frozenset({"unreadable_file"})
 
 @dataclass(slots=True)
 class Tally:
-    """What the rows so far amount to. `clock` gives seconds."""
+    """Counts over the rows so far. clock: returns seconds."""
 
     clock: Callable[[], float] = time.perf_counter
     num_rows: int = 0
@@ -32,7 +32,7 @@ class Tally:
         self.started_s = self.clock()
 
     def add_earlier(self, num_rows: int, errors: Counter[str]) -> None:
-        """Rows of a run before this one, whose tokens are not this one's work. errors: of them, by kind."""
+        """Add rows of an earlier run, whose tokens do not count for this run. errors: the failed rows by kind."""
         self.num_rows += num_rows
         self.num_earlier += num_rows
         self.errors.update(errors)
@@ -65,18 +65,19 @@ class Tally:
 
     @property
     def _kinds(self) -> str:
-        """The commonest kinds of errors with their numbers."""
+        """The most frequent kinds of errors, with their counts."""
         counts = [f"{kind} {count}" for kind, count in self.errors.most_common(_MAX_KINDS)]
         return ", ".join(counts) + (", ..." if len(self.errors) > _MAX_KINDS else "")
 
     def exit_code_of(self, *, accepts_failed: bool) -> int:
-        """accepts_failed: 0 also where rows failed, unless a file could not be read: another run may read it."""
+        """Return the exit code. accepts_failed: it is 0 even if rows failed, unless a file could not be read, because
+        another run may succeed in reading it."""
         is_final = not self.errors.keys() & _PASSING_KINDS
         return EXIT_OK if accepts_failed and is_final and self.num_rows > 0 else self.exit_code
 
     @property
     def exit_code(self) -> int:
-        """0: every row succeeded; 1: none did; 3: some failed."""
+        """Exit code: 0 if every row succeeded, 1 if none did, 3 if some failed."""
         if self.num_failed == 0 and self.num_rows > 0:
             return EXIT_OK
         return EXIT_FAILED if self.num_failed == self.num_rows else EXIT_SOME_FAILED

@@ -1,4 +1,4 @@
 """Measuring: benchmarks of strategies, pipelines, jobs and the endpoint; figures; the papers' tables; tuning of plans.
 
-Belongs here: what compares and draws. Does not: a number that the engine itself goes by (planning/, decode/profile.py).
+Comparisons and plots belong here. Numbers that the engine itself uses do not (planning/, decode/profile.py).
 """

@@ -1,4 +1,4 @@
-"""What a piece of work costs: time on the wall, of the CPU, of the GPU, and time spent waiting for a core."""
+"""Measure the cost of a function: wall time, CPU time, GPU time, and time spent waiting for a CPU core."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TASKS = Path("/proc/self/task")
 
 
 def measured(work: Callable[[], T], device: torch.device) -> tuple[T, Cost]:
-    """What `work` gives, and what it cost. device: where it runs; what it has left to do on a GPU is waited for."""
+    """Run `work` and return its result and its cost. On a GPU `device`, wait until all its launches are done."""
     events = _Events(device) if device.type == "cuda" else None
     waited, cpu, wall = waited_seconds(), time.process_time(), time.perf_counter()
     given = work()
@@ -32,7 +32,7 @@ def measured(work: Callable[[], T], device: torch.device) -> tuple[T, Cost]:
 
 
 def waited_seconds() -> float | None:
-    """That the threads which this process has now have been waiting for a core so far (Linux' scheduler statistics)."""
+    """Return the seconds that the current threads have waited for a core (Linux schedstat); None if unknown."""
     try:
         return sum(int((task / "schedstat").read_text().split()[1]) for task in _TASKS.iterdir()) / 1e9
     except (OSError, IndexError):
@@ -40,7 +40,7 @@ def waited_seconds() -> float | None:
 
 
 class _Events:
-    """The GPU's clock, from when nothing is left to do to when nothing is left again."""
+    """A timer on the GPU's clock. It starts on an idle GPU and stops when the GPU is idle again."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -55,5 +55,5 @@ class _Events:
 
 
 def _less(now: float | None, before: float | None) -> float | None:
-    """A thread that has ended takes its seconds along."""
+    """Return the difference, at least 0: the later sum lacks the threads that have ended since."""
     return max(0.0, now - before) if now is not None and before is not None else None

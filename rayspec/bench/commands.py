@@ -1,4 +1,4 @@
-"""The commands that measure: `rayspec bench` and its kin, and `rayspec figures`."""
+"""The commands that measure: `rayspec bench` and `rayspec bench-*`, `rayspec selfcheck` and `rayspec figures`."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def bench(
 ) -> None:
     """Compare strategies, and transformers generate, on the same prompts in the same run.
 
-    'all' are the strategies that need nothing further; with --warm-start or --plans also those that go by saved plans
-    (self-sd and knn-ssd, which alone get those of --warm-start), with --skip static.
+    'all' names the strategies that need no further option. With --warm-start or --plans it includes the strategies that
+    use saved plans, self-sd and knn-ssd; --warm-start affects only these two. With --skip it includes static.
     """
     if paper:
         output_console().print(run_paper(json), markup=False, highlight=False, soft_wrap=True)
@@ -112,11 +112,11 @@ def bench_pipeline(
     widen: Widen = 1,
     json: Json = None,
 ) -> None:
-    """Compare cuts of a model into stages, with so many cohorts under way, with the model in one process.
+    """Compare a model cut into stages, with one or more cohorts under way, with the model in one process.
 
-    Exit code 1 if any output has other tokens than plain decoding in one process.
+    Exit code 1 if any output differs from the tokens of plain decoding in one process.
     """
-    # They bring torch, which others wait for.
+    # Imported here, so that other commands do not wait for torch.
     from rayspec.bench.pipeline import num_prompts_for, parse_cases, run_pipeline_bench  # noqa: PLC0415
     from rayspec.bench.pipeline_result import pipeline_markdown  # noqa: PLC0415
 
@@ -151,7 +151,7 @@ def bench_data(
     widen: Widen = 1,
     json: Json = None,
 ) -> None:
-    """Compare documents through Ray Data, as in a job, with the same documents through an engine in this process.
+    """Compare a Ray Data job with an engine in this process, on the same documents.
 
     Exit code 1 if any text differs.
     """
@@ -183,8 +183,8 @@ def bench_feed(
     output_words: Annotated[int, typer.Option(min=1, help="of a result")] = 100,
     json: Json = None,
 ) -> None:
-    """What a job costs beside its engines: rows through the whole path of a job, with engines that only wait. Says how
-    many rows a second one driver feeds, and which process is the busiest."""
+    """Measure the overhead of a job: send rows through its whole path, to engines that only wait. Report how many rows
+    one driver feeds per second, and which process is the busiest."""
     from rayspec.bench.feed import FeedOptions, feed_markdown, run_feed_bench  # noqa: PLC0415 - brings ray
 
     with clean_exit():
@@ -218,11 +218,11 @@ def bench_serve(
     ] = None,
     json: Annotated[Path | None, typer.Option(help="file to write the numbers to")] = None,
 ) -> None:
-    """Measure an endpoint under a mixed load: time to the first text, between pieces, and whole answers.
+    """Measure an endpoint under a mixed load: time to the first text, between events, and of whole answers.
 
-    Exit code 1 if anything was not answered, or any text differs from `--check`.
+    Exit code 1 if a request got no answer, or a text differs from that of the `--check` model.
     """
-    # They bring torch, which others wait for.
+    # Imported here, so that other commands do not wait for torch.
     from rayspec.bench.serve import (  # noqa: PLC0415
         ServeBenchOptions,
         run_serve_bench,
@@ -255,12 +255,12 @@ def selfcheck(
     quick: Annotated[bool, typer.Option("--quick", help="fewer models, sizes and repeats")] = False,
     out: Annotated[Path | None, typer.Option(help="folder for selfcheck.md and selfcheck.json")] = None,
 ) -> None:
-    """Check an installation on this device: whether all ways to compute agree, drafted text is plain text, launches
-    can be captured; how fast weights are read, and what steps and strategies take.
+    """Check an installation on this device: all implementations compute the same, drafted text equals plain text, and
+    launches can be captured. Measure how fast weights are read, and how long steps and strategies take.
 
-    Exit code 1 if any check failed. Nothing else should run meanwhile.
+    Exit code 1 if any check failed. Run nothing else at the same time.
     """
-    # They bring torch, which others wait for.
+    # Imported here, so that other commands do not wait for torch.
     from rayspec.bench.selfcheck.options import SelfcheckOptions  # noqa: PLC0415
     from rayspec.bench.selfcheck.run import run_selfcheck  # noqa: PLC0415
 
@@ -302,9 +302,9 @@ def figures(
     widen: Widen = 1,
     threads: Threads = None,
 ) -> None:
-    """Run the experiments of the KnapSpec paper, and draw them: predicted against measured speed, what is skipped at
-    which context, where drafts end, how often plans are searched."""
-    # It brings torch, which others wait for.
+    """Run the experiments of the KnapSpec paper, and plot them. They show predicted against measured speed, skipped
+    sublayers by context, the threshold at which drafts end, and the interval between plan searches."""
+    # Imported here, so that other commands do not wait for torch.
     from rayspec.bench.figures.run import FigureOptions, run_figures  # noqa: PLC0415
 
     with clean_exit():
@@ -331,7 +331,7 @@ def figures(
 
 
 def _tell(result: dict[str, Any], text: str, file: Path | None) -> None:
-    """Raises typer.Exit with the code of failure where outputs differ."""
+    """Print `text` and write `result` to `file`. Raises typer.Exit with the code of failure if outputs differ."""
     output_console().print(text, markup=False, highlight=False, soft_wrap=True)
     if file is not None:
         save_bench(result, file)

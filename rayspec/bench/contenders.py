@@ -1,4 +1,4 @@
-"""What is compared: things that complete prompts, the strategies of our engine first of all."""
+"""The contenders of a benchmark: programs that complete prompts, above all the strategies of our engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rayspec.decode.engine import Engine
 from rayspec.strategies.by_name import make_selector
 from rayspec.types import EngineStats, PlanRecord, Request, RequestOutput
 
-# A run under way: the number of tokens written so far, after each piece of it, and at last the run.
+# A run under way: the generator yields the number of tokens so far after each increment, and returns the run.
 Writing: TypeAlias = Generator[int, None, Run]
 
 _COUNTS = ("num_rounds", "num_plain_rounds", "num_draft_tokens", "num_accepted_tokens")
@@ -30,19 +30,19 @@ class Contender(Protocol):
 
     @property
     def device(self) -> torch.device | None:
-        """Where it runs; None: in other processes."""
+        """Device that the contender runs on; None if it runs in other processes."""
 
     @property
     def used(self) -> EngineStats:
-        """What it did since it was warm."""
+        """Statistics of the work since `warm_up`."""
 
     def forget(self) -> None:
-        """What was learned from text so far."""
+        """Forget everything learned from text so far."""
 
     def warm_up(self, prompts: Sequence[list[int]], max_tokens: int) -> None: ...
 
     def write(self, prompts: Sequence[list[int]], max_tokens: int) -> Writing:
-        """Nothing is under way between two pieces. Raises what a prompt failed with."""
+        """Complete the prompts in increments, with no work between them. Raises the error of a failed prompt."""
 
 
 class Ours:
@@ -59,7 +59,7 @@ class Ours:
         return torch.device(config.device) if config.parallel is None else None
 
     def forget(self) -> None:
-        """Strategies that go by what forwards cost are those that learn; others stay as they are."""
+        """Replace the selector by a new one. Only strategies with a latency model learn; the others stay unchanged."""
         engine = self.engine
         if engine.latency is not None:
             engine.replace_selector(make_selector(engine.config, engine.stages.num_sublayers, engine.latency))
@@ -73,7 +73,7 @@ class Ours:
         return self._before.until(self.engine.stats)
 
     def write(self, prompts: Sequence[list[int]], max_tokens: int) -> Writing:
-        """A piece is a step; where the model is in other processes, which go on by themselves, it is the whole run."""
+        """Yield after each step. A model in other processes runs without a pause: the whole run is one increment."""
         engine, stats = self.engine, self.engine.stats
         before = copy.copy(stats)
         requests = [self._request(prompt, max_tokens) for prompt in prompts]
@@ -101,8 +101,8 @@ class Ours:
         )
 
     def _settle(self) -> float:
-        """Seconds of work that a step left to the GPU, which is done before others run: a piece of a prompt. Rounds
-        end with their tokens on the host."""
+        """Wait for the GPU before another contender runs, and return the seconds. Only prefill leaves launches behind:
+        a round ends when the host has its tokens."""
         device = self.device
         if device is None or device.type != "cuda":
             return 0.0
@@ -116,7 +116,7 @@ class Ours:
 
 
 def next_piece(writing: Writing) -> int | Run:
-    """What the run has written by then; the run itself when there was nothing left to do."""
+    """Run the next increment and return the number of tokens so far, or the run if it is complete."""
     try:
         return next(writing)
     except StopIteration as end:
@@ -125,7 +125,7 @@ def next_piece(writing: Writing) -> int | Run:
 
 
 def finish(writing: Writing) -> Run:
-    """Everything that is left, at once."""
+    """Run all remaining increments and return the run."""
     while not isinstance(piece := next_piece(writing), Run):
         pass
     return piece
@@ -133,7 +133,7 @@ def finish(writing: Writing) -> Run:
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """What an engine had done at some time. Records of plans go on growing: each with a copy of it as it was."""
+    """The statistics of an engine at one moment. Plan records keep growing, so each is stored with a copy."""
 
     stats: EngineStats
     plans: list[tuple[PlanRecord, PlanRecord]]
@@ -143,7 +143,7 @@ class _Snapshot:
         return cls(copy.copy(stats), [(record, copy.copy(record)) for record in stats.plans])
 
     def until(self, now: EngineStats) -> EngineStats:
-        """What came after, with the plans that were in use."""
+        """Return the statistics since the snapshot, with the plans that were in use since then."""
         changed = {name: getattr(now, name) - getattr(self.stats, name) for name in (*_COUNTS, *_TIMES)}
         plans = [self._since(record) for record in now.plans]
         return EngineStats(**changed, gate_reason=now.gate_reason, plans=[one for one in plans if one.num_tokens])

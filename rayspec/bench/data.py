@@ -1,8 +1,8 @@
-"""What Ray Data costs: the same documents through an engine in this process, and through Ray Data to an engine's actor.
+"""The overhead of Ray Data: the same documents through an engine in this process, and through Ray Data and an actor.
 
-The two take turns, repeat by repeat, after one of each that does not count. Both engines are loaded before, with the
-same options, and only one is at work at a time: the device must hold the model twice. A repeat begins with documents
-and ends with the last row; for Ray Data that includes the start of its workers, which every job has once.
+The two ways alternate, repeat by repeat, after one warm-up repeat of each. Both engines are loaded first, with the same
+options. Only one works at a time: the device needs memory for two copies of the model. A repeat begins with the
+documents and ends with the last row. For Ray Data it includes the start of the workers, which every job has once.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ BARE, RAY_DATA = "bare engine", "ray data"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSample:
-    """One repeat of one way. first_row_s: from the start to the first finished row."""
+    """One repeat of one way. first_row_s: seconds from the start to the first finished row."""
 
     seconds: float
     first_row_s: float
@@ -59,8 +59,9 @@ class DataSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataRow:
-    """One way. Rates and seconds are medians over the repeats; ratio: the median, least and most of the rates' ratios
-    to the bare engine's within a repeat. `identical` of `total` texts are those of the bare engine's first repeat."""
+    """The results of one way. Rates and seconds are medians over the repeats. ratio, min_ratio, max_ratio: median and
+    range over the repeats of the rate divided by the bare engine's rate. `identical` of `total` texts equal those of
+    the bare engine's first repeat."""
 
     way: str
     tokens_per_s: float
@@ -76,9 +77,9 @@ class DataRow:
 
 
 def run_data_bench(options: BenchOptions, say: Callable[[str], None]) -> dict[str, Any]:
-    """options: `num_prompts` is the number of rows; of the strategies there must be one.
+    """Measure both ways. In `options`, `num_prompts` is the number of rows, and `strategies` has exactly one name.
 
-    Raises ConfigError, CheckpointError, and what is wrong with a document.
+    Raises ConfigError, CheckpointError, and the error of an invalid document.
     """
     if len(options.strategies) != 1:
         raise ConfigError(
@@ -117,7 +118,7 @@ def _measured(options: BenchOptions, config: EngineConfig, say: Callable[[str], 
 
 
 def _documents(prompts: PromptBuilder, options: WorkloadOptions) -> list[Row]:
-    """The bundled ones as long as fit the context, so that nothing of them is cut; or those of a file."""
+    """Return documents of a file, or bundled ones sized to fit the context, so that none is cut."""
     (name,), (context,) = options.inputs, options.contexts
     if name != "demo":
         return file_documents(name, options.num_prompts)
@@ -143,13 +144,13 @@ def _loaded_pool(config: EngineConfig, params: SamplingParams, template: str) ->
 
 
 def _through_ray_data(pool: EnginePool, documents: Sequence[Row], num_wanted: int) -> Iterator[Row]:
-    """Through an engine's actor; Ray Data reads the rows, as in a job."""
+    """Complete documents in an engine's actor, while Ray Data reads the rows, as in a job."""
     with completing(pool, rows_of(dataset_of(documents)), num_wanted=num_wanted) as rows:
         yield from rows
 
 
 def timed(complete_all: Callable[[], Iterable[Row]]) -> DataSample:
-    """One repeat, from its start to its last row. Raises ConfigError for a row that failed."""
+    """Measure one repeat, from its start to its last row. Raises ConfigError for a row that failed."""
     start_s = time.perf_counter()
     first_row_s, rows = None, []
     for row in complete_all():
@@ -168,7 +169,7 @@ def timed(complete_all: Callable[[], Iterable[Row]]) -> DataSample:
 
 
 def data_rows(samples: dict[str, list[DataSample]]) -> list[DataRow]:
-    """samples: of each way, repeat by repeat, the bare engine's among them."""
+    """Return one row for each way. samples: by way, repeat by repeat; the bare engine must be included."""
     expected = samples[BARE][0].texts
     rows = []
     for way, own in samples.items():
@@ -194,7 +195,7 @@ def data_rows(samples: dict[str, list[DataSample]]) -> list[DataRow]:
 
 
 def data_markdown(result: dict[str, Any]) -> str:
-    """The result as a Markdown table, with what was measured above it."""
+    """Return the result as a Markdown table, below a line with model, hardware and options."""
     options, environment = result["options"], result["environment"]
     workloads = options["workloads"]
     heading = (

@@ -1,7 +1,7 @@
-"""What a job costs beside its engines: rows through the whole path of a job, with engines that only wait.
+"""The overhead of a job: rows go through the whole path of a job, to engines that only wait.
 
-Everything is real but the model: files of rows, Ray Data's tasks that read them, the driver, the pool, an actor for
-each engine, the output folder. An engine takes a given time for a row and so many rows at once, as a real one does.
+Everything but the model is real: files of rows, Ray Data's read tasks, the driver, the pool, an actor for each engine,
+the output folder. An engine takes a given time for a row and a given number of rows at once.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedOptions:
-    """row_s: that an engine takes for a row; it takes `max_num_seqs` rows at once. words: of a document and of its
-    result."""
+    """row_s: seconds that an engine takes for a row; it works on `max_num_seqs` rows at once. words: length of a
+    document. output_words: length of its result."""
 
     num_rows: int = 20_000
     num_engines: int = 4
@@ -47,8 +47,11 @@ class FeedOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What the processes of one name did from the moment when the first engine was up to the end of the job: CPU
-    milliseconds a row, all together, and the share of one core that the busiest of them took."""
+    """CPU use of all processes with one name, from the start of the first engine to the end of the job.
+
+    ms_per_row: CPU milliseconds a row, summed over the processes. busiest: share of one core that the busiest process
+    took.
+    """
 
     process: str
     count: int
@@ -58,7 +61,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class WaitingTask:
-    """Stands for a task with a model."""
+    """A task without a model; the results have fixed text."""
 
     options: FeedOptions
 
@@ -79,7 +82,7 @@ class WaitingTask:
 
 @dataclass(frozen=True, slots=True)
 class WaitingRecipe:
-    """Engines that only wait."""
+    """A recipe for engines that only wait."""
 
     task: WaitingTask
 
@@ -95,7 +98,7 @@ class WaitingRecipe:
 
 
 class WaitingEngine:
-    """In the actor."""
+    """An engine in an actor. It waits `row_s` seconds for each row and returns a fixed text."""
 
     facts: Mapping[str, Any] = {}
     stats = EngineStats()
@@ -125,7 +128,7 @@ class _WaitingJob(Job):
 
 
 def run_feed_bench(options: FeedOptions, say: Callable[[str], None]) -> dict[str, Any]:
-    """Raises ConfigError, and what a job raises."""
+    """Run a job with engines that only wait, and measure it. Raises ConfigError, and the errors of a job."""
     with TemporaryDirectory() as folder:
         inputs, watch = Path(folder) / "in.jsonl", _Watch(Path(folder) / "out" / CONFIG_NAME)
         _write_rows(inputs, options)
@@ -145,7 +148,7 @@ def run_feed_bench(options: FeedOptions, say: Callable[[str], None]) -> dict[str
 
 
 def feed_markdown(result: dict[str, Any]) -> str:
-    """The result as a Markdown table, with what was measured above it."""
+    """Return the result as a Markdown table, below a line with options, hardware and rows per second."""
     options, rows_per_s = result["options"], result["rows_per_s"]
     busiest = max(row["busiest"] for row in result["results"])
     heading = (
@@ -170,14 +173,14 @@ def _write_rows(path: Path, options: FeedOptions) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Spent:
-    """A process and the CPU seconds that it has taken."""
+    """The name of a process and the CPU seconds that it has used."""
 
     name: str
     cpu_s: float
 
 
 class _Watch:
-    """Notes on a thread, from the moment when a file appears, what processes have taken; some end before the job."""
+    """A thread that samples the CPU time of processes, as some end early. It starts when the file `sign` appears."""
 
     def __init__(self, sign: Path) -> None:
         self._sign = sign
@@ -189,7 +192,7 @@ class _Watch:
         self._thread.start()
 
     def end(self) -> tuple[float, list[_Spent]]:
-        """Seconds since then, and what each process has taken since."""
+        """Stop, and return the seconds since the file appeared and the CPU time of each process in that time."""
         seconds, nothing = time.monotonic() - self._start_s, _Spent("", 0.0)
         self._has_ended.set()
         self._thread.join()
@@ -207,7 +210,7 @@ class _Watch:
 
 
 def _spent_by_processes() -> dict[int, _Spent]:
-    """Of this process and Ray's on this machine, by process number."""
+    """Return name and CPU time of this process and of Ray's processes on this machine, by process number."""
     found = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -223,14 +226,14 @@ def _spent_by_processes() -> dict[int, _Spent]:
 
 
 def _name_of(line: str) -> str:
-    """Empty for a process that is not Ray's."""
+    """Return the name of a Ray process from its command line; empty for any other process."""
     if line.startswith("ray::"):
         return line.split(maxsplit=1)[0].removeprefix("ray::")
     return next((name for name in ("raylet", "gcs_server") if f"/{name}" in line.split(" ", 1)[0]), "")
 
 
 def _shares(spent: Sequence[_Spent], seconds: float, num_rows: int) -> list[Share]:
-    """By name, those that took most first; without those that took next to nothing."""
+    """Sum by name, in falling order of CPU time. Leave out names whose processes each take at most 0.1 % of a core."""
     by_name: dict[str, list[float]] = defaultdict(list)
     for one in spent:
         by_name[one.name].append(one.cpu_s)

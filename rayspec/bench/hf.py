@@ -1,4 +1,4 @@
-"""The baseline that users know: transformers' own generate."""
+"""The baseline that users know: `generate` of transformers."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class HfGenerate:
         self._prefill_s = self._prefill_cpu_s = 0.0
 
     def forget(self) -> None:
-        """There is nothing that it learns."""
+        """Do nothing: `generate` learns nothing from text."""
 
     def warm_up(self, prompts: Sequence[list[int]], max_tokens: int) -> None:
-        """Also measures how long the prompts alone take."""
+        """Complete one batch, then measure the prefill time of all prompts."""
         self._complete(prompts[: self._batch], max_tokens)
         started, started_cpu = time.perf_counter(), time.process_time()
         for first in range(0, len(prompts), self._batch):
@@ -50,11 +50,11 @@ class HfGenerate:
 
     @property
     def used(self) -> EngineStats:
-        """Nothing is counted here."""
+        """Empty statistics: `generate` counts nothing."""
         return EngineStats()
 
     def write(self, prompts: Sequence[list[int]], max_tokens: int) -> Writing:
-        """A piece is a batch of prompts."""
+        """Yield after each batch of prompts."""
         seconds = 0.0
         outputs: list[list[int]] = []
         for first in range(0, len(prompts), self._batch):

@@ -1,4 +1,4 @@
-"""What the commands that compare take on the command line, beside the engine's options, and what they make of it."""
+"""Command-line options of the benchmarks, in addition to those of the engine, and their parsed form."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ _Number = TypeVar("_Number", int, float)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
-    """What is compared, and on what. `engine` holds whatever the strategies have in common. plans: files of saved plans
-    by strategy."""
+    """The strategies to compare, and the workloads. engine: options that all strategies share. plans: files of saved
+    plans, by strategy. widen: factor by which the model is widened."""
 
     engine: EngineConfig
     workloads: WorkloadOptions
@@ -74,7 +74,7 @@ class BenchOptions:
     hf: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        """As it stands in results."""
+        """Return the options as JSON values, as the results contain them."""
         return asdict(self) | {"engine": self.engine.model_dump(mode="json")}
 
 
@@ -91,10 +91,10 @@ def bench_options(
     plans: Sequence[str] | None = None,
     hf: bool = False,
 ) -> BenchOptions:
-    """strategies: names with commas. plans: "STRATEGY=FILE" each. Raises ConfigError."""
+    """Parse the options. strategies: comma-separated names. plans: "STRATEGY=FILE" each. Raises ConfigError."""
     asked.flags["num_threads"] = threads if threads is not None else asked.flags["num_threads"]
     is_static = asked.flags["skip"] or asked.flags["static_choice"]
-    asked.flags["strategy"] = "static" if is_static else None  # each contender has its own
+    asked.flags["strategy"] = "static" if is_static else None  # each contender gets its own strategy later
     names = tuple(filter(None, map(str.strip, strategies.split(","))))
     if not names:
         raise ConfigError(f"option 'strategies' is {strategies!r}: name at least one, as ar,knapspec")
@@ -116,7 +116,7 @@ def bench_options(
 def workload_options(
     inputs: list[str] | None, contexts: str, *, num_prompts: int, mix_ratios: str | None, seed: int
 ) -> WorkloadOptions:
-    """contexts, mix_ratios: numbers with commas. Raises ConfigError."""
+    """Parse the options. contexts, mix_ratios: comma-separated numbers. Raises ConfigError."""
     return WorkloadOptions(
         inputs=tuple(inputs or ("demo",)),
         contexts=numbers("context", contexts, int),
@@ -134,7 +134,7 @@ def _strategy_and_file(text: str) -> tuple[str, str]:
 
 
 def numbers(option: str, text: str, number: Callable[[str], _Number]) -> tuple[_Number, ...]:
-    """Each once. Whether they make sense is not asked here."""
+    """Parse comma-separated numbers and drop duplicates; ranges are not checked. Raises ConfigError."""
     try:
         return tuple(dict.fromkeys(number(part) for part in text.split(",")))
     except ValueError as error:

@@ -1,13 +1,13 @@
-"""What a pipeline costs and gives: the same prompts through several cuts and numbers of cohorts, against one process.
+"""Speed of a pipeline: the same prompts through several numbers of stages and cohorts, and through one process.
 
-Every case is loaded, warmed up, measured and ended before the next one, so that nothing else has the cores. The model
-in one process is measured before and after them all: its spread shows how steady the machine was. All requests of a run
-are taken up at once. Timed is what lies between the last prompt read and the first request finished: there every cohort
-has work, as in the middle of a long job.
+Each case is loaded, warmed up, measured and ended before the next one, so that no other case uses the cores. The model
+in one process is measured before and after all cases: its spread shows how steady the machine was. All requests of a
+group start at once. The timed part begins after the last prefill and ends when the first request finishes. In it every
+cohort has work, as in the middle of a long job.
 
-Shards have one torch thread each, unless the options say otherwise. On two cores two stages of one thread run at the
-same time, and more cannot: cases with more stages measure the queue for the cores rather than the pipeline. A shard
-that waits for a core counts as busy, so where others use the machine, too, stages may be busy for longer than a round.
+Each shard has one torch thread, unless the options say otherwise. Two cores run at most two stages at the same time:
+cases with more stages measure the queue for the cores rather than the pipeline. A shard that waits for a core counts as
+busy. If other programs use the machine, too, stages may be busy for longer than a round.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from rayspec.types import ConfigError, EngineStats, Request, RequestOutput
 _CASE = re.compile(r"([1-9]\d*)x([1-9]\d*)")
 _HOP_BYTES = 16 * 1024
 _NUM_HOPS = 2000
-# Of a shard, among what Ray counts: its threads are said apart, and more stages than cores are a case like any other.
+# Ray's CPU reservation for a shard: small, so that Ray places more stages than cores. `num_threads` sets the threads.
 _CPUS_RESERVED = 0.25
 
 
 def parse_cases(text: str) -> tuple[Case, ...]:
-    """Cases as 1x1,2x1,2x4: stages by cohorts. Raises ConfigError."""
+    """Parse cases such as 1x1,2x1,2x4: stages x cohorts. Raises ConfigError."""
     cases = []
     for name in filter(None, map(str.strip, text.split(","))):
         match = _CASE.fullmatch(name)
@@ -60,12 +60,13 @@ def parse_cases(text: str) -> tuple[Case, ...]:
 
 
 def num_prompts_for(cases: Sequence[Case], batch: int) -> int:
-    """So many that every case takes them up in groups that fill all its cohorts."""
+    """Return the least number of prompts that every case splits into groups that fill all its cohorts."""
     return batch * math.lcm(*(case.cohorts for case in cases))
 
 
 def run_pipeline_bench(options: BenchOptions, cases: Sequence[Case], say: Callable[[str], None]) -> dict[str, Any]:
-    """options: `batch` is the sequences of a cohort, `num_prompts` a multiple of what every case takes up at once.
+    """Measure every strategy in every case. In `options`, `batch` is the number of sequences in a cohort, and
+    `num_prompts` a multiple of `num_prompts_for`.
 
     Raises ConfigError, CheckpointError, PlacementError, UnsupportedModelError.
     """
@@ -98,7 +99,7 @@ def run_pipeline_bench(options: BenchOptions, cases: Sequence[Case], say: Callab
 
 
 def case_config(options: BenchOptions, folder: str, strategy: str, case: Case | None) -> EngineConfig:
-    """Of the model in one process (no case) or in stages, with room for all cohorts at once: nothing is preempted."""
+    """Return options for one process (case None) or stages, with KV cache for all cohorts: nothing is preempted."""
     config = engine_config(options, folder, strategy)
     num_seqs = options.batch * (case.cohorts if case else 1)
     assert config.max_model_len is not None
@@ -129,14 +130,14 @@ def _engine_of(llm: rayspec.LLM) -> Engine:
 
 
 def _strategies(options: BenchOptions) -> tuple[str, ...]:
-    """ "ar" always, and first: the tokens of the others are compared with its."""
+    """Return the strategies, each once, with "ar" first: the tokens of the others are compared with its tokens."""
     for name in options.strategies:
-        options.engine.speculation.replace(strategy=name, skip=(), static_choice=FULL)  # raises, naming the nearest
+        options.engine.speculation.replace(strategy=name, skip=(), static_choice=FULL)  # raises for unknown names
     return tuple(dict.fromkeys([BASELINE, *options.strategies]))
 
 
 class _Measured:
-    """An engine under measurement."""
+    """An engine that is being measured in one case."""
 
     def __init__(self, engine: Engine, options: BenchOptions, case: Case | None) -> None:
         self._engine, self._options, self._case = engine, options, case
@@ -145,12 +146,12 @@ class _Measured:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Decoder layers of each stage; none in one process."""
+        """Number of decoder layers of each stage; empty in one process."""
         spans = self._stages.replica.spans if self._stages is not None else ()
         return tuple((last - first) // 2 for first, last in spans)
 
     def run(self, prompts: Sequence[Sequence[int]]) -> list[TimedPart]:
-        """Once to warm up, then repeat by repeat."""
+        """Run once to warm up, then return the timed part of each repeat."""
         return [self._repeat(prompts) for _ in range(1 + self._options.repeats)][1:]
 
     def hops(self) -> list[HopTimes]:
@@ -173,7 +174,7 @@ class _Measured:
         return TimedPart.total([self._group(prompts[at : at + size]) for at in range(0, len(prompts), size)])
 
     def _group(self, prompts: Sequence[Sequence[int]]) -> TimedPart:
-        """All at once, from the first prompt to the last token; timed in between, see the head of this file."""
+        """Run all prompts at once to their last token, and return the timed part (see the head of this file)."""
         engine, start = self._engine, copy.copy(self._engine.stats)
         requests = [self._request(prompt) for prompt in prompts]
         for request in requests:
@@ -190,7 +191,7 @@ class _Measured:
         return replace(part, token_ids=_tokens(requests, outputs))
 
     def _timed(self) -> tuple[list[RequestOutput], TimedPart]:
-        """Steps until something is finished."""
+        """Step until the first request is finished; return the finished outputs and the timed part."""
         engine, outputs = self._engine, list[RequestOutput]()
         if self._stages is not None:
             self._stages.usage()
@@ -213,8 +214,8 @@ class _Measured:
 
 
 def num_prefilled(before: EngineStats, now: EngineStats) -> int:
-    """Requests whose first token there is. It comes of the prompt; every other one of a round, which gives one more
-    than it has accepted drafts."""
+    """Return how many requests got their first token between two statistics. Prefill gives the first token; each round
+    gives its accepted draft tokens and one more."""
 
     def count(stats: EngineStats) -> int:
         return stats.num_generated_tokens - stats.num_rounds - stats.num_accepted_tokens

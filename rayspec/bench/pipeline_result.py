@@ -1,4 +1,4 @@
-"""What a pipeline benchmark found: a row for each case and strategy, and where the time of a round goes."""
+"""Results of a pipeline benchmark: a row for each case and strategy, and the parts of a round's time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ONE_PROCESS = "one process"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """So many pipeline stages, with so many cohorts under way."""
+    """A number of pipeline stages and a number of cohorts under way."""
 
     stages: int
     cohorts: int
@@ -27,7 +27,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HopTimes:
-    """Seconds of single messages, one way, between two stages."""
+    """Percentiles of the one-way time of a single message between two stages, in seconds."""
 
     case: str
     link: str
@@ -38,8 +38,8 @@ class HopTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedPart:
-    """The timed part of one run. num_rounds: of a whole cohort each; busy_s, num_passes: by stage, none in one process;
-    token_ids: of all outputs, from their first token to their last."""
+    """The timed part of one run. num_rounds: rounds of a whole cohort. busy_s, num_passes: by stage, empty in one
+    process. token_ids: all tokens of each output, also those outside the timed part."""
 
     seconds: float
     num_tokens: int
@@ -54,7 +54,7 @@ class TimedPart:
 
     @property
     def num_hops(self) -> float:
-        """Between stages: every pass comes to a stage from another one, but for the first of a round."""
+        """Messages between stages: each pass of a stage follows one, except for the first pass of a round."""
         return sum(self.num_passes) - self.num_rounds if len(self.num_passes) > 1 else 0.0
 
     @classmethod
@@ -71,7 +71,7 @@ class TimedPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineRun:
-    """A strategy in a case (None: in one process), repeat by repeat. layers: of each stage."""
+    """A strategy in a case (None: one process), with a sample for each repeat. layers: number in each stage."""
 
     case: Case | None
     strategy: str
@@ -81,13 +81,13 @@ class PipelineRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineRow:
-    """A strategy in a case. Rates are medians over repeats, with their range; the rest is of all repeats together.
+    """A strategy in a case. Rates are medians over repeats, with their range; other numbers are over all repeats.
 
-    speedup: over one process with the same strategy. round_ms: what a cohort waits for a round of its own. It is spent
-    in stages that compute it (busy_ms, by stage), on num_hops messages between stages at a median hop of the reference
-    size (hops_ms), and otherwise (rest_ms): behind other cohorts, in the engine, and on the way from and to it. passes:
-    of a round, by stage. layers: of each stage. `identical` of `total` outputs are those of plain decoding in one
-    process.
+    speedup: over one process with the same strategy. round_ms: time of one round of a cohort. It has three parts.
+    busy_ms: computation, by stage. hops_ms: num_hops messages between stages, each at the median time of a hop of the
+    reference size. rest_ms: waiting for other cohorts, the engine, and messages from and to the engine.
+    passes: for each round, by stage. idle_shares: of the timed seconds, by stage. layers: number in each stage.
+    `identical` of `total` outputs equal those of plain decoding in one process.
     """
 
     case: str
@@ -109,7 +109,7 @@ class PipelineRow:
 
 
 def pipeline_rows(runs: Sequence[PipelineRun], hops: Sequence[HopTimes]) -> list[PipelineRow]:
-    """Runs of the same case and strategy are one row. The first run is plain decoding in one process."""
+    """Merge runs of the same case and strategy into one row. The first run must be plain decoding in one process."""
     merged: dict[tuple[Case | None, str], PipelineRun] = {}
     for run in runs:
         earlier = merged.get((run.case, run.strategy))
@@ -157,7 +157,7 @@ def _row(
 
 
 def pipeline_markdown(result: dict[str, Any]) -> str:
-    """How fast each case was, where a round's time went, and what a hop takes: Markdown."""
+    """Return Markdown tables of each case's speed, of the parts of a round's time, and of hop times."""
     options, environment, prompt_tokens = result["options"], result["environment"], result["prompt_tokens"]
     rows = result["results"]
     identical, total = (sum(row[key] for row in rows) for key in ("identical", "total"))
@@ -196,7 +196,7 @@ def _speed_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _round_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Of what goes through shards."""
+    """Return the parts of a round's time, for cases with shards."""
     return markdown_table(
         ("a round of", "strategy", "layers", "passes", "busy ms", "hops", "hops ms", "rest ms"),
         [

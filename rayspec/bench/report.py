@@ -1,4 +1,4 @@
-"""The result of a comparison for people: tables in the terminal, and a Markdown page."""
+"""The result of a comparison in readable form: tables in the terminal, and a Markdown page."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _NOTE = (
 
 
 def save_report(result: dict[str, Any], folder: Path) -> None:
-    """results.json and results.md, in place of earlier ones."""
+    """Write results.json and results.md; earlier files are overwritten."""
     save_bench(result, folder / "results.json")
     (folder / "results.md").write_text(bench_markdown(result), encoding="utf-8")
 
 
 def bench_tables(result: dict[str, Any]) -> Group:
-    """For each workload, how fast each strategy was, and what it did with its time."""
+    """Return two tables for each workload: the speed of each strategy, and the shares of its time."""
     parts: list[str | Table] = [_heading(result)]
     for workload in result["workloads"]:
         parts += ["", f"{workload['name']}: {_prompts(workload)}"]
@@ -39,7 +39,7 @@ def bench_tables(result: dict[str, Any]) -> Group:
 
 
 def bench_markdown(result: dict[str, Any]) -> str:
-    """A page with what was measured and where, all speed-ups in one table, and the tables of each workload."""
+    """Return a page with command and hardware, all speed-ups in one table, and the tables of each workload."""
     environment, workloads = result["environment"], result["workloads"]
     lines = [
         "# Strategies side by side",

@@ -1,4 +1,4 @@
-"""What a comparison found: a row a strategy, with the spread of its repeats."""
+"""Results of a comparison: a row for each strategy, with the spread of its repeats."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rayspec.types import EngineStats, PlanRecord
 
 BASELINE, HF = "ar", "hf"
 
-_LEAST_S = 1e-9  # of what is divided by
+_LEAST_S = 1e-9  # lower bound of divisors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """All prompts completed once. prefill_s, prefill_cpu_s: the part of it that went into the prompts."""
+    """All prompts completed once. prefill_s, prefill_cpu_s: wall and CPU seconds of the prefill."""
 
     seconds: float
     prefill_s: float
@@ -28,8 +28,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Seconds. cpu_s: of all threads of this process. waited_s: that they were ready to run and had no core; None where
-    the system does not say. gpu_s: between two events on the GPU's own clock; None without one."""
+    """Cost of work in seconds. cpu_s: of all threads of this process. waited_s: time in which threads were ready to run
+    but had no core; None if unknown. gpu_s: between two events on the GPU's own clock; None without a GPU."""
 
     wall_s: float
     cpu_s: float
@@ -38,14 +38,14 @@ class Cost:
 
     @property
     def quiet_share(self) -> float | None:
-        """Of the time that threads wanted a core, the part that they had one: 1 where nobody else was there."""
+        """CPU time over CPU time plus waiting time: 1 on a machine without other load; None if unknown."""
         if self.waited_s is None or self.cpu_s <= 0:
             return None
         return self.cpu_s / (self.cpu_s + self.waited_s)
 
 
 def total_cost(costs: Sequence[Cost]) -> Cost | None:
-    """Of pieces of work. None where there are none."""
+    """Add up the costs. None for an empty sequence."""
     if not costs:
         return None
     return Cost(
@@ -58,7 +58,7 @@ def total_cost(costs: Sequence[Cost]) -> Cost | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One run over all prompts. cost: None of what ran in other processes."""
+    """One run over all prompts. cost: None if the contender ran in other processes."""
 
     run: Run
     cost: Cost | None
@@ -69,22 +69,22 @@ class Sample:
 
     @property
     def num_decoded_tokens(self) -> int:
-        """Those after each prompt's first, which comes of the prompt."""
+        """Number of tokens without the first token of each output, which prefill gives."""
         return max(0, self.num_tokens - len(self.run.token_ids))
 
     @property
     def end_to_end_tokens_per_s(self) -> float:
-        """Prompts included."""
+        """Tokens per second of the whole run, prefill included."""
         return self.num_tokens / max(_LEAST_S, self.run.seconds)
 
     @property
     def tokens_per_s(self) -> float:
-        """Decoding, without the prompts' time."""
+        """Tokens per second of decoding, without the prefill time."""
         return self.num_decoded_tokens / max(_LEAST_S, self.run.seconds - self.run.prefill_s)
 
     @property
     def tokens_per_cpu_s(self) -> float | None:
-        """Decoding, by the time that all threads of the process were at work."""
+        """Decoded tokens per CPU second of all threads of the process; None without a cost."""
         if self.cost is None:
             return None
         return self.num_decoded_tokens / max(_LEAST_S, self.cost.cpu_s - self.run.prefill_cpu_s)
@@ -102,11 +102,11 @@ class Sample:
 class BenchRow:
     """One strategy. Rates are medians over the repeats; speed-ups are medians of the ratios within a repeat.
 
-    Both are of decoding, which is what speculation works on; "end to end" adds the prompts' time. A spread has "min",
-    "median" and "max", of `tokens_per_s` and of `speedup_vs_ar`.
+    Both measure decoding, the phase that speculation accelerates; "end to end" includes prefill. `spread` has "min",
+    "median" and "max" of `tokens_per_s`, and `speedup_spread` those of `speedup_vs_ar`.
 
     `identical` of `total` outputs have the tokens of our own plain decoding. Shares are of the engine's time. plans:
-    those in use, each with what was expected of it and what came of it.
+    the plans in use, with their predicted and measured speed and acceptance.
     """
 
     strategy: str
@@ -137,7 +137,7 @@ class BenchRow:
 
 
 def bench_row(name: str, samples: Mapping[str, Sequence[Sample]], stats: EngineStats) -> BenchRow:
-    """The row of `name`, whose engine did `stats` meanwhile, from the samples of all strategies, repeat by repeat."""
+    """Return the row of strategy `name`. samples: by strategy, repeat by repeat. stats: of its engine in that time."""
     own, plain, hf = samples[name], samples[BASELINE], samples.get(HF)
     speed, whole_speed = _rate("tokens_per_s"), _rate("end_to_end_tokens_per_s")
     reference = plain[0].run.token_ids
@@ -186,18 +186,18 @@ def _has_cost(own: Sequence[Sample], plain: Sequence[Sample]) -> bool:
 
 
 def _ratios(own: Sequence[Sample], other: Sequence[Sample] | None, rate: Callable[[Sample], float]) -> list[float]:
-    """Within each repeat, whose runs were under the same load. None where there is nothing to compare with."""
+    """Return the ratio within each repeat, whose runs had the same machine load; empty if `other` is None."""
     return [rate(a) / max(_LEAST_S, rate(b)) for a, b in zip(own, other, strict=True)] if other is not None else []
 
 
 def _median(values: Sequence[float | None]) -> float | None:
-    """None where there are none, or one of them is not known."""
+    """Return the median; None if there are no values or any value is None."""
     known = [value for value in values if value is not None]
     return median(known) if known and len(known) == len(values) else None
 
 
 def _sum(values: Sequence[float | None]) -> float | None:
-    """None where one of them is not known."""
+    """Return the sum; None if any value is None."""
     known = [value for value in values if value is not None]
     return sum(known) if len(known) == len(values) else None
 
@@ -211,7 +211,7 @@ def _share(seconds: float, stats: EngineStats) -> float | None:
 
 
 def _predicted_tpt(records: Sequence[PlanRecord]) -> float | None:
-    """Tokens per second of one sequence, if every plan in use had reached its predicted speed."""
+    """Return tokens per second of one sequence, assuming that each plan in use reaches its predicted speed."""
     used = [record for record in records if record.num_tokens and record.predicted_tpt > 0]
     seconds = sum(record.num_tokens / record.predicted_tpt for record in used)
     return sum(record.num_tokens for record in used) / seconds if seconds else None

@@ -1,4 +1,4 @@
-"""Comparing strategies, and transformers generate, on the same prompts in the same run, repeats interleaved."""
+"""Compare strategies, and transformers generate, on the same prompts in the same run, with interleaved repeats."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ Say = Callable[[str], None]
 def run_bench(
     options: BenchOptions, say: Say, *, keep: Callable[[dict[str, Any]], None] = lambda result: None
 ) -> dict[str, Any]:
-    """Loads every contender; then, workload by workload, warms them up and lets them take turns.
+    """Load every contender. Then, for each workload, warm up all contenders and measure them interleaved.
 
-    keep: gets the result so far after each workload. Raises ConfigError, CheckpointError, and what is wrong with a
-    prompt.
+    keep: called after each workload with the result so far. Raises ConfigError, CheckpointError, and the error of a
+    failed prompt.
     """
     names = strategy_names(options)
     hide_progress_bars()
-    exit_on_sigterm()  # so that the folder of a widened model does not stay
+    exit_on_sigterm()  # so that the folder of a widened model is removed
     found: list[dict[str, Any]] = []
     result: dict[str, Any] = {"environment": {}, "options": options.as_json(), "workloads": found}
     with model_folder(options.engine, options.widen) as folder, ExitStack() as stack:
@@ -64,8 +64,8 @@ def run_bench(
 
 
 def strategy_names(options: BenchOptions) -> list[str]:
-    """What "all" stands for in its place, the baseline first. Raises ConfigError naming the nearest strategy for one
-    that there is not, and the option that is missing for one that needs it."""
+    """Return the names, with "all" expanded and the baseline first. Raises ConfigError. Its message names the nearest
+    strategy for an unknown name, or the option that a strategy lacks."""
     asked = [one for name in options.strategies for one in (_all_strategies(options) if name == _ALL else (name,))]
     for name in asked:
         if name != HF:
@@ -75,7 +75,7 @@ def strategy_names(options: BenchOptions) -> list[str]:
 
 
 def _all_strategies(options: BenchOptions) -> list[str]:
-    """Every one that has what it needs."""
+    """Return all strategies whose required options are set."""
     missing = {name for name in _WITH_SAVED_PLANS if _plans_of(options, name) is None}
     if not options.engine.speculation.skip and options.engine.speculation.static_choice == FULL:
         missing.add("static")
@@ -83,13 +83,13 @@ def _all_strategies(options: BenchOptions) -> list[str]:
 
 
 def _plans_of(options: BenchOptions, strategy: str) -> str | None:
-    """The file of saved plans for a strategy. What is not for one by name is for those that cannot do without."""
+    """Return a strategy's file of saved plans: from `plans`, else `warm_start` if the strategy requires plans."""
     of_all = options.engine.speculation.warm_start if strategy in _WITH_SAVED_PLANS else None
     return options.plans.get(strategy, of_all)
 
 
 def _check_plans_are_used(names: Sequence[str], options: BenchOptions) -> None:
-    """Raises ConfigError for saved plans that no strategy would get."""
+    """Check that a strategy uses each file of saved plans; otherwise raise ConfigError."""
     for name, file in options.plans.items():
         if name not in names:
             raise ConfigError(f"option 'plans' has {file!r} for {name!r}, which does not run: add it to 'strategies'")
@@ -102,7 +102,7 @@ def _check_plans_are_used(names: Sequence[str], options: BenchOptions) -> None:
 
 
 def _first_loaded(names: Sequence[str], options: BenchOptions) -> str:
-    """The strategy that wants the most copies of weights: engines of the others can share what it loads."""
+    """Return the strategy with the most quantised copies of weights, so that the other engines can share them."""
 
     def num_copies(name: str) -> int:
         return len(engine_config(options, options.engine.model, name).speculation.draft_weights)
@@ -113,7 +113,7 @@ def _first_loaded(names: Sequence[str], options: BenchOptions) -> str:
 def _contenders(
     names: Sequence[str], first: str, loaded: Engine, options: BenchOptions, folder: str, stack: ExitStack
 ) -> dict[str, Contender]:
-    """By name. The strategy `first` is loaded; our other engines share its weights where they can."""
+    """Return the contenders by name. `loaded` runs strategy `first`; other engines share its weights if possible."""
     contenders: dict[str, Contender] = {}
     for name in names:
         config = engine_config(options, folder, name if name != HF else BASELINE)
@@ -128,7 +128,7 @@ def _contenders(
 
 
 def _workloads(llm: rayspec.LLM, options: BenchOptions, say: Say) -> list[Workload]:
-    """Those with prompts."""
+    """Return the workloads that have prompts, and report the others."""
     workloads = make_workloads(llm, options.workloads, template=summary_prompt(options.engine.model))
     for workload in workloads:
         if not workload.prompts:
@@ -162,8 +162,8 @@ def _compare(
 def _take_turns(
     contenders: Mapping[str, Contender], workload: Workload, options: BenchOptions, say: Say
 ) -> dict[str, list[Sample]]:
-    """What each did, repeat by repeat. Nothing that was learned from other workloads is known in this one, and in a
-    stream nothing from earlier repeats."""
+    """Return the samples of each contender, repeat by repeat. Contenders forget what they learned before each workload,
+    and in a stream before each repeat."""
     for name, contender in contenders.items():
         say(f"{workload.name}: warming up {name}")
         contender.forget()
@@ -183,9 +183,9 @@ def _take_turns(
 def _side_by_side(
     contenders: Mapping[str, Contender], workload: Workload, max_tokens: int, rng: random.Random
 ) -> dict[str, Sample]:
-    """Piece by piece, one that has written least before the others: all are at the same place of the text at the same
-    time, so that a machine that changes its pace within seconds does so for all of them. Which one of several is left
-    to chance: what the contender before leaves in the caches favours no contender."""
+    """Run all contenders interleaved: the contender with the fewest tokens so far runs its next increment. All are at
+    about the same place of the text, so a change of the machine's speed within seconds affects all of them. Ties are
+    broken at random, so that the caches that one contender leaves behind favour no other."""
     writings = {name: contender.write(workload.prompts, max_tokens) for name, contender in contenders.items()}
     num_written = dict.fromkeys(contenders, 0)
     costs: dict[str, list[Cost]] = {name: [] for name in contenders}
@@ -209,8 +209,8 @@ def _side_by_side(
 
 @contextmanager
 def model_folder(config: EngineConfig, factor: int) -> Iterator[str]:
-    """The model's own place, or a temporary folder with the widened model, whose files are the same every time: saved
-    plans fit it again, and saved latency profiles too."""
+    """Yield the model's own path, or a temporary folder with the widened model. Its files are the same every time, so
+    that saved plans and saved latency profiles match it again."""
     place = demo.local_path(config.model)
     if factor == 1:
         yield place
@@ -228,8 +228,8 @@ def model_folder(config: EngineConfig, factor: int) -> Iterator[str]:
 
 
 def engine_config(options: BenchOptions, folder: str, strategy: str) -> EngineConfig:
-    """Of one strategy, with skipped sublayers and saved plans only where they are for it. Raises ConfigError for a
-    strategy that there is not, or that needs something further."""
+    """Return the options of one strategy; skipped sublayers and saved plans are kept only if it uses them. Raises
+    ConfigError for an unknown strategy, or one that lacks a required option."""
     base, is_static = options.engine, strategy == "static"
     speculation = base.speculation.replace(
         strategy=strategy,
@@ -240,7 +240,7 @@ def engine_config(options: BenchOptions, folder: str, strategy: str) -> EngineCo
     return base.replace(
         model=folder,
         max_num_seqs=options.batch,
-        enable_prefix_caching=False,  # repeats of a prompt are to be read each time
+        enable_prefix_caching=False,  # each repeat of a prompt must be prefilled again
         max_model_len=base.max_model_len or max(options.workloads.contexts) + options.max_tokens,
         speculation=speculation,
     )

@@ -1,4 +1,4 @@
-"""Measuring an OpenAI-compatible endpoint under a mixed load, and holding its texts against the engine offline."""
+"""Measure an OpenAI-compatible endpoint under a mixed load, and compare its texts with those of an offline engine."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class LoadError(RayspecError):
 
 
 async def run_load(options: ServeBenchOptions, asks: Sequence[Ask]) -> list[Answer]:
-    """Send all, in order, `concurrency` at a time. Raises LoadError when nobody listens at the URL."""
+    """Send all requests in order, `concurrency` at a time. Raises LoadError if the endpoint does not answer."""
     headers = {"authorization": f"Bearer {options.api_key}"} if options.api_key else {}
     places = asyncio.Semaphore(options.concurrency)
 
@@ -73,7 +73,7 @@ async def run_load(options: ServeBenchOptions, asks: Sequence[Ask]) -> list[Answ
 def run_serve_bench(
     options: ServeBenchOptions, offline: rayspec.LLM | None, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """offline: the same model here, to hold texts against; None: they are not. Raises LoadError."""
+    """Measure the endpoint. offline: the same model, to compare texts; None: no comparison. Raises LoadError."""
     asks = options.mix.asks()
     say(f"{len(asks)} requests to {options.url}")
     answers = asyncio.run(run_load(options, asks))
@@ -90,8 +90,9 @@ def run_serve_bench(
 
 
 def summary(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Counts, and percentiles in seconds. first_text_s: until a stream's first event; between_events_s: of a stream,
-    which may hold several tokens each; per_token_s: of a stream's time after its first event."""
+    """Return counts, and percentiles in seconds. first_text_s: until a stream's first event. between_events_s: between
+    events of a stream, which may contain several tokens each. per_token_s: a stream's time after its first event,
+    divided by the number of tokens less 1. total_s: time of a finished answer."""
     streams = [one for one in answers if one.ending == "finished" and one.ask.is_stream and one.event_times_s]
     gaps = [after - before for one in streams for before, after in itertools.pairwise(one.event_times_s)]
     per_token = [
@@ -112,8 +113,8 @@ def summary(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def differing(llm: rayspec.LLM, answers: Sequence[Answer]) -> list[dict[str, Any]]:
-    """Finished answers that are not what the model says offline, with both. Requests must be greedy or have
-    a seed."""
+    """Return the finished answers that differ from the offline model, with both texts. Requests must be greedy or
+    have a seed."""
     finished = [one for one in answers if one.ending == "finished"]
     expected = _offline(llm, [one.ask for one in finished])
     return [
@@ -124,7 +125,7 @@ def differing(llm: rayspec.LLM, answers: Sequence[Answer]) -> list[dict[str, Any
 
 
 def _offline(llm: rayspec.LLM, asks: Sequence[Ask]) -> list[dict[int, Choice]]:
-    """What each of them should bring, all run together."""
+    """Return the expected choices of each request; all requests run together."""
     prompts: list[Prompt] = []
     params = []
     for ask in asks:
@@ -140,7 +141,7 @@ def _tokens(llm: rayspec.LLM, prompt: str | Sequence[Mapping[str, str]]) -> list
 
 
 def _choices(output: RequestOutput) -> dict[int, Choice]:
-    """Raises what the request failed with."""
+    """Return the choices by index. Raises the error of a failed request."""
     if output.error is not None:
         raise output.error
     return {
@@ -154,20 +155,20 @@ def _shown(choices: Mapping[int, Choice]) -> dict[int, dict[str, Any]]:
 
 
 def _percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
-    """None of nothing."""
+    """Return the percentiles; None for an empty sequence."""
     if not seconds:
         return None
     return {f"p{one}": float(np.percentile(seconds, one)) for one in _PERCENTILES}
 
 
 def succeeded(result: dict[str, Any]) -> bool:
-    """Whether all that the client did not leave was answered, with the texts of the engine offline."""
+    """Return whether all requests that the client did not cut were answered, with the texts of the offline engine."""
     found = result["results"]
     return set(found["endings"]) <= {"finished", "cut"} and not found.get("differing")
 
 
 def serve_bench_table(result: dict[str, Any]) -> Group:
-    """What a client saw."""
+    """Return the latencies that the client measured as a table, with counts of endings and errors."""
     options, environment, found = result["options"], result["environment"], result["results"]
     heading = (
         f"{options['mix']['num_requests']} requests, {options['concurrency']} at a time, to {options['mix']['model']} "

@@ -1,4 +1,4 @@
-"""One request to an OpenAI-compatible endpoint over HTTP, with the times at which its parts came."""
+"""One request to an OpenAI-compatible endpoint over HTTP, with the arrival times of its events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _END = "[DONE]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """A request to be sent. cut_after_events, cut_after_s: the client leaves then, where it is not None."""
+    """A request to send. cut_after_events, cut_after_s: the client disconnects at that point, unless None."""
 
     path: Path
     body: Mapping[str, Any]
@@ -36,14 +36,14 @@ class Ask:
 
 @dataclass(slots=True)
 class Choice:
-    """What came of a choice, put together. num_logprobs: tokens with a log-probability."""
+    """A choice, assembled from its chunks. num_logprobs: number of tokens with a log-probability."""
 
     text: str = ""
     finish_reason: str | None = None
     num_logprobs: int = 0
 
     def add(self, part: Mapping[str, Any], *, is_chat: bool) -> None:
-        """part: a choice of a response or of a chunk."""
+        """Append a choice of a response or of a chunk."""
         message = part.get("delta", part.get("message", {}))
         self.text += (message.get("content") or "") if is_chat else part["text"]
         self.finish_reason = part["finish_reason"] or self.finish_reason
@@ -53,10 +53,11 @@ class Choice:
 
 @dataclass(slots=True, kw_only=True)
 class Answer:
-    """What became of a request. Times are seconds since it was sent; event_times_s: of a stream's events with choices.
+    """The result of a request. Times are seconds since the request was sent. event_times_s: of a stream's events that
+    have choices.
 
     ending: "cut" by this client; "refused" with an HTTP status other than 200; "failed" with an error event; "broken"
-    where the connection ended too early.
+    if the connection ended too early.
     """
 
     ask: Ask
@@ -69,7 +70,7 @@ class Answer:
     total_s: float = 0.0
 
     def add(self, body: Mapping[str, Any]) -> None:
-        """body: of a response or a chunk."""
+        """Add the choices and the usage of a response or a chunk."""
         for part in body["choices"]:
             self.choices.setdefault(part["index"], Choice()).add(part, is_chat=self.ask.is_chat)
         if body.get("usage"):
@@ -77,7 +78,7 @@ class Answer:
 
 
 async def send(session: aiohttp.ClientSession, ask: Ask) -> Answer:
-    """session: with the endpoint's address and key. Whatever goes wrong is in the answer."""
+    """Send a request. The session has the endpoint's address and key. Errors are reported in the answer."""
     answer = Answer(ask=ask)
     start_s = time.monotonic()
     try:

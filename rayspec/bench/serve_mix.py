@@ -1,4 +1,4 @@
-"""A mixture of requests as an endpoint meets them, drawn with a seed."""
+"""A realistic mixture of requests, drawn with a seed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ _MOST_EVENTS_BEFORE_CUT = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mix:
-    """model: its name at the endpoint. cut_share: of requests that the client leaves, half of them by then waiting up
-    to `longest_wait_s` for an answer, half in mid-stream. The other shares are of all requests, drawn independently.
+    """Options of a mixture. model: its name at the endpoint. All shares are of all requests, drawn independently.
+
+    cut_share: requests that the client cuts. Half of the cut streams end after a few events; all other cut requests end
+    after a random time of at most `longest_wait_s`. several_share: requests for two choices.
     """
 
     model: str
@@ -34,7 +36,7 @@ class Mix:
     longest_wait_s: float = 3.0
 
     def asks(self) -> list[Ask]:
-        """The same ones for the same options."""
+        """Return the requests; the same options give the same requests."""
         chance = random.Random(self.seed)
         documents = demo.sample_documents(self.num_requests, num_sentences=_SENTENCES[1], seed=self.seed)
         return [self._ask(document.text, chance) for document in documents]

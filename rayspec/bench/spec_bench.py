@@ -1,4 +1,4 @@
-"""Question files as Spec-Bench has them: JSON lines with question_id, category and turns (Xia et al., 2024)."""
+"""Question files in the format of Spec-Bench: JSON lines with question_id, category and turns (Xia et al., 2024)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FIELDS = {"question_id", "category", "turns"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A question by its first turn; what a file asks after the answer is not of interest here."""
+    """The first turn of a question; later turns, which follow an answer, are ignored."""
 
     id: str
     category: str
@@ -31,19 +31,19 @@ class _Row(msgspec.Struct, frozen=True):
 
 
 def is_question_file(name: str) -> bool:
-    """Whether the first row has the fields of a question. name: a path or URI of anything, or of nothing."""
+    """Return whether the first row has the fields of a question. name: any path or URI; it need not exist."""
     try:
         location = Location.parse(name)
         if location.suffix not in _SUFFIXES or not location.exists:
             return False
         row = json.loads(next(_lines(location), "{}"))
     except (UnreadableFileError, OSError, ValueError):
-        return False  # whoever reads the file as documents says what is wrong
+        return False  # the reader of documents reports the error
     return isinstance(row, dict) and row.keys() >= _FIELDS
 
 
 def read_questions(name: str) -> list[Question]:
-    """In the file's order. Raises ConfigError naming the row that is no question, UnreadableFileError."""
+    """Return the questions in file order. Raises UnreadableFileError, and ConfigError that names an invalid row."""
     try:
         return [_question(line, f"{name}:{number}") for number, line in enumerate(_lines(Location.parse(name)), 1)]
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Tuning plans on calibration prompts and saving them: what `self-sd` and `knn-ssd` draft by."""
+"""Tune plans on calibration prompts, and save them for the strategies `self-sd` and `knn-ssd`."""
 
 from __future__ import annotations
 
@@ -24,21 +24,20 @@ from rayspec.strategies.tuning import Tried, knapspec_plan, tune_domains, tune_p
 from rayspec.types import ConfigError
 
 _SUFFIX = ".json"
-# Of the bundled domains' prompts: benchmarks begin at 0.
+# Seed of the bundled prompts, far from those of benchmarks, which start at 0.
 _SEED = 7000
 _TELL_EVERY_S = 5.0
-_UNUSED_SKIP = (0,)  # a trial has a plan of its own
+_UNUSED_SKIP = (0,)  # placeholder: each trial sets its own plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneOptions:
-    """What is tuned, and on what. Raises ConfigError.
+    """The model to tune for, and the calibration prompts. Raises ConfigError.
 
-    inputs: "[DOMAIN=]INPUT", where INPUT is what benchmarks take: "demo:DOMAIN", "demo:all", a file of documents, or
-    one of questions, whose categories are domains. Without DOMAIN the domain has the input's own name; but where there
-    is one domain only, and it was not named, its plan is for any text. context: prompt tokens; documents are cut to it.
-    num_prompts: of an input's domain, at most. batch: prompts decoded at once. widen: of the model, as in
-    `rayspec bench`.
+    inputs: "[DOMAIN=]INPUT". INPUT is the same as for benchmarks: "demo:DOMAIN", "demo:all", a file of documents, or a
+    file of questions, whose categories are domains. Without DOMAIN, the input's own name is the domain. A single domain
+    that was not named gives a plan for any text. context: prompt tokens; documents are cut to this length. num_prompts:
+    for each domain of an input, at most. batch: prompts decoded at once. widen: factor by which the model is widened.
     """
 
     engine: EngineConfig
@@ -65,8 +64,8 @@ class TuneOptions:
 
 
 def run_tune(options: TuneOptions, say: Callable[[str], None]) -> SavedPlans:
-    """Tune, save and return the plans. say: hears how it goes. Raises ConfigError, CheckpointError, and what is wrong
-    with an input."""
+    """Tune, save and return the plans. say: called with progress messages. Raises ConfigError, CheckpointError, and the
+    error of an invalid input."""
     _make_place(options.output)
     with model_folder(options.engine, options.widen) as folder, load_llm(_engine_config(options, folder)) as llm:
         engine = llm.engine
@@ -81,8 +80,8 @@ def run_tune(options: TuneOptions, say: Callable[[str], None]) -> SavedPlans:
 
 
 def calibration_prompts(llm: rayspec.LLM, options: TuneOptions) -> dict[str, list[list[int]]]:
-    """Token ids by domain; by "" where they are for any text. Raises ConfigError: two inputs of one domain, or an input
-    that is none."""
+    """Return token ids by domain; the domain is "" if the plan is for any text. Raises ConfigError for an invalid
+    input, and for a domain that occurs again without DOMAIN=."""
     template = summary_prompt(options.engine.model)
     domains: dict[str, list[list[int]]] = {}
     for name in options.inputs:
@@ -100,7 +99,7 @@ def calibration_prompts(llm: rayspec.LLM, options: TuneOptions) -> dict[str, lis
 
 
 def plans_table(saved: SavedPlans) -> Table:
-    """What was found, a line a domain. Speeds are tokens per second of one sequence."""
+    """Return the plans as a table, one row for each domain. Speeds are tokens per second of one sequence."""
     table = Table(title=f"plans for {saved.model.name}", title_justify="left")
     table.add_column("domain")
     for heading in ("skipped attention", "skipped MLP", "draft", "acceptance", "tokens/s", "plain", "gain", "radius"):
@@ -144,7 +143,7 @@ def _tune(
 
 
 class _Progress:
-    """A line for every domain's first plan, for each that is the best so far, and every few seconds."""
+    """Reports the first plan of each domain, each new best plan, and otherwise one plan every few seconds."""
 
     def __init__(self, options: TuningOptions, say: Callable[[str], None]) -> None:
         self._num_tries = options.num_tries
@@ -166,12 +165,12 @@ class _Progress:
 
 
 def _engine_config(options: TuneOptions, folder: str) -> EngineConfig:
-    """Trials need room for drafts and bring their own plans; KnapSpec's plans need its measurements."""
+    """Return options for tuning: "static" for trials, which set their own plans; else "knapspec", which measures."""
     base, by_trials = options.engine, options.tuning.plans_by == "trials"
     return base.replace(
         model=folder,
         max_num_seqs=options.batch,
-        enable_prefix_caching=False,  # repeats of a prompt are to be read each time
+        enable_prefix_caching=False,  # each repeat of a prompt must be prefilled again
         max_model_len=base.max_model_len or options.context + options.tuning.max_tokens,
         speculation=base.speculation.replace(
             strategy="static" if by_trials else "knapspec",
@@ -187,7 +186,7 @@ def _model_name(options: TuneOptions) -> str:
 
 
 def _domain_and_source(name: str) -> tuple[str | None, str]:
-    """Of "[DOMAIN=]INPUT". A file whose name has an "=" is a file. Raises ConfigError."""
+    """Split "[DOMAIN=]INPUT". The name of an existing file is never split at its "=". Raises ConfigError."""
     domain, equals, source = name.partition("=")
     if not equals or Path(name).exists():
         return None, name
@@ -201,7 +200,7 @@ def _shown(domain: str) -> str:
 
 
 def _make_place(output: Path) -> None:
-    """So that what was tuned for hours can be saved. Raises ConfigError."""
+    """Create the output folder and check that it is writable, before hours of tuning. Raises ConfigError."""
     folder = output.absolute().parent
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What a benchmark lets the contenders write: prompts by domain, as long as asked, by themselves or in streams."""
+"""The prompts of benchmarks: by domain, up to a given length, one domain at a time or in mixed streams."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _SUMMARIZE = "Summarize the document."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadOptions:
-    """Which workloads there are to be. Raises ConfigError.
+    """Options of workloads. Raises ConfigError.
 
     inputs: "demo:DOMAIN" ("demo" for its summaries, "demo:all" for all domains), files of documents, question files.
-    contexts: prompt tokens. num_prompts: of each workload, at most. mix_ratios: where given, there is a stream for each
-    in place of a workload for each domain.
+    contexts: prompt tokens. num_prompts: of each workload, at most. mix_ratios: if given, there is a stream for each
+    ratio instead of a workload for each domain.
     """
 
     inputs: tuple[str, ...]
@@ -55,11 +55,11 @@ class WorkloadOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Prompts, as token ids, in the order in which they are asked.
+    """Prompts, as token ids, in the order of their requests.
 
-    domain: of all prompts; of a stream theirs in order, joined by "+". domains: of each prompt. context: the most
-    tokens that a prompt was to have. num_left_out: prompts that were longer. mix_ratio: of a stream, the probability
-    that a prompt is of another domain than the one before.
+    domain: of all prompts; for a stream, its domains in order of first use, joined by "+". domains: of each prompt.
+    context: maximum number of prompt tokens. num_left_out: number of longer prompts, which are left out. mix_ratio: for
+    a stream, the probability that a prompt has another domain than the prompt before.
     """
 
     name: str
@@ -76,10 +76,11 @@ class Workload:
 
 
 def make_workloads(llm: rayspec.LLM, options: WorkloadOptions, *, template: str) -> list[Workload]:
-    """Of every domain, or stream, with every context. A domain of which no prompt fits has a workload without prompts;
-    streams go without it.
+    """Return a workload for each context and each domain or stream. A domain without a fitting prompt has an empty
+    workload; streams leave the domain out.
 
-    template: what a document is wrapped in, see `PromptBuilder`. Raises ConfigError, and what is wrong with a document.
+    template: prompt template for documents, see `PromptBuilder`. Raises ConfigError, and the error of an invalid
+    document.
     """
     workloads: list[Workload] = []
     for context in options.contexts:
@@ -94,10 +95,12 @@ def make_workloads(llm: rayspec.LLM, options: WorkloadOptions, *, template: str)
 
 
 def mixed(workloads: Sequence[Workload], ratio: float, num_prompts: int, *, seed: int) -> Workload:
-    """A stream of prompts that begins in the first workload's domain; each next prompt is with probability `ratio` of
-    one of the others, any of them as likely (the mix ratio of KNN-SSD, section 4). No prompt comes twice.
+    """Return a stream of prompts, which begins in the first workload's domain. No prompt is used twice.
 
-    Raises ConfigError when a domain runs out of prompts, or there is no other domain to go to.
+    Before each further prompt the domain changes with probability `ratio`, the mix ratio of KNN-SSD, section 4. All
+    other domains are equally likely.
+
+    Raises ConfigError if a domain runs out of prompts, or there is no other domain to change to.
     """
     if ratio > 0 and len(workloads) < 2:
         raise ConfigError(f"option 'stream' is {ratio}, and there is no second domain to go to: give another --input")
@@ -128,8 +131,8 @@ def mixed(workloads: Sequence[Workload], ratio: float, num_prompts: int, *, seed
 
 
 def demo_prompts(llm: rayspec.LLM, domain: str, *, context: int, num_prompts: int, seed: int = 0) -> list[list[int]]:
-    """Token ids of prompts of a demo domain, as large as fit `context` tokens whole: a ledger or a schedule may be
-    smaller. Raises ConfigError: `domain` is none of them, which are named, or not even the smallest prompt fits."""
+    """Return token ids of prompts of a demo domain, sized to fit uncut into `context` tokens. A ledger or a schedule
+    may be smaller. Raises ConfigError for an unknown domain, or if even the smallest prompts do not fit."""
     encode = _task_encoder(llm)
     tasks = fitting_tasks(domain, lambda task: len(encode(task)), context=context, num_tasks=num_prompts, seed=seed)
     return [encode(task) for task in tasks]
@@ -138,7 +141,7 @@ def demo_prompts(llm: rayspec.LLM, domain: str, *, context: int, num_prompts: in
 def fitting_tasks(
     domain: str, num_tokens: Callable[[Task], int], *, context: int, num_tasks: int, seed: int = 0
 ) -> list[Task]:
-    """Tasks of a demo domain, of the largest size with which all fit `context` tokens. Raises ConfigError as
+    """Return tasks of a demo domain, reduced in size until all fit into `context` tokens. Raises ConfigError as
     `demo_prompts` does."""
     if domain not in demo.DOMAINS:
         raise ConfigError(f"domain {domain!r} is none of {', '.join(demo.DOMAINS)}")
@@ -157,7 +160,7 @@ def fitting_tasks(
 
 
 def file_documents(name: str, num_documents: int) -> list[Row]:
-    """The first ones of a file, folder or pattern. Raises what is wrong with any."""
+    """Return the first documents of a file, folder or pattern. Raises InputFileError for an invalid document."""
     documents = list(itertools.islice(read_documents([name], Columns()), num_documents))
     for document in documents:
         if document.error is not None:
@@ -166,7 +169,7 @@ def file_documents(name: str, num_documents: int) -> list[Row]:
 
 
 def _task_encoder(llm: rayspec.LLM) -> Callable[[Task], list[int]]:
-    """The bundled model, of whatever width and training, has its own words for tasks; others are asked like a user."""
+    """Return an encoder of tasks. Bundled models have their own task tokens; other models get a user's message."""
     if _DEMO_TOKEN in llm.tokenizer.get_vocab():
         return lambda task: list(llm.tokenizer(task.prompt).input_ids)
     encode = _text_encoder(llm)
@@ -174,12 +177,12 @@ def _task_encoder(llm: rayspec.LLM) -> Callable[[Task], list[int]]:
 
 
 def _text_encoder(llm: rayspec.LLM) -> Callable[[str], list[int]]:
-    """As a user's message, where the tokenizer has a chat template."""
+    """Return an encoder of texts, which are user messages if the tokenizer has a chat template."""
     return PromptBuilder(llm=llm, params=SamplingParams()).fitting_tokens
 
 
 def _of_input(llm: rayspec.LLM, name: str, context: int, options: WorkloadOptions, template: str) -> Iterator[Workload]:
-    """A workload for each domain of one input."""
+    """Yield a workload for each domain of one input."""
     kind, _, domain = name.partition(":")
     if kind == _DEMO:
         for each in demo.DOMAINS if domain == _ALL else (domain or "summary",):
@@ -194,7 +197,7 @@ def _of_input(llm: rayspec.LLM, name: str, context: int, options: WorkloadOption
 
 
 def _question_workloads(llm: rayspec.LLM, name: str, context: int, num_prompts: int) -> Iterator[Workload]:
-    """One for each category, of the questions that fit: half a question is another question."""
+    """Yield a workload for each category. Longer questions are left out, as a cut question is another question."""
     encode = _text_encoder(llm)
     by_category: dict[str, list[list[int]]] = {}
     for question in read_questions(name):

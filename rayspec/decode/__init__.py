@@ -1,5 +1,5 @@
-"""The engine: requests become rounds of draft, verify, accept and commit. No Ray.
+"""The engine: it serves requests in rounds of draft, verify, accept and commit. No Ray.
 
-Belongs here: the engine, sampling, KnapSpec, lookup and `auto`, and the `Stages` it runs on. Does not: the other
-methods of the papers (strategies/), more than one process (pipeline/).
+Contains the engine, sampling, KnapSpec, lookup and `auto`, and the `Stages` that run the model. Other methods of the
+papers are in strategies/; code for more than one process is in pipeline/.
 """

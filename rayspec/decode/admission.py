@@ -1,4 +1,4 @@
-"""Which prompts an engine takes, and as which tokens."""
+"""Check the prompts of requests and turn them into tokens."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from rayspec.types import EmptyPromptError, InvalidTokenError, PromptTooLongErro
 def admitted_tokens(
     request: Request, tokenizer: PreTrainedTokenizerBase | None, *, vocab_size: int, max_model_len: int
 ) -> list[int]:
-    """The prompt's tokens. Raises RequestError if the prompt is none, is empty or is too long, and InvalidTokenError if
-    the prompt or `logit_bias` has foreign tokens. A stage in another process could not refuse the request."""
+    """Return the prompt's tokens. Raises RequestError if the prompt is invalid, empty or too long, and
+    InvalidTokenError if the prompt or `logit_bias` has foreign tokens. Checked here, because a stage in another process
+    cannot refuse."""
     check_tokens("logit_bias", request.params.logit_bias, vocab_size)
     token_ids = prompt_tokens(request, tokenizer)
     if not token_ids:
@@ -36,7 +37,7 @@ def admitted_tokens(
 
 
 def require_unicode(text: str) -> None:
-    """Raises RequestError for a text that has half of a surrogate pair, which has no UTF-8 form."""
+    """Check that the text has a UTF-8 form. Raises RequestError for half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -47,7 +48,7 @@ def require_unicode(text: str) -> None:
 
 
 def prompt_tokens(request: Request, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
-    """Raises RequestError for what is no prompt."""
+    """Return the prompt's tokens, without a check of their range. Raises RequestError if the prompt is invalid."""
     if request.prompt_token_ids is not None:
         return _whole_numbers(request.prompt_token_ids)
     prompt: Any = request.prompt
@@ -69,7 +70,7 @@ def _whole_numbers(token_ids: Any) -> list[int]:
 
 
 def _whole_number(token: Any) -> int:
-    """Also of an integer of NumPy or torch."""
+    """Return an int for an integer of Python, NumPy or torch. Raises InvalidTokenError for other values."""
     try:
         number = None if isinstance(token, bool) else operator.index(token)
     except TypeError:

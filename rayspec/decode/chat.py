@@ -16,7 +16,7 @@ from rayspec.types import InvalidMessagesError, Role, role_for_template
 def conversation_tokens(
     messages: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, template: str
 ) -> list[int]:
-    """The conversation's tokens and those that begin an answer. Raises InvalidMessagesError."""
+    """Return the tokens of the conversation, followed by those that begin an answer. Raises InvalidMessagesError."""
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
         raise InvalidMessagesError(
             f"the conversation is {reprlib.repr(messages)}: give a list of {{'role': 'user', 'content': 'text'}}"
@@ -26,7 +26,7 @@ def conversation_tokens(
         encoded: Any = tokenizer.apply_chat_template(
             conversation, chat_template=template, add_generation_prompt=True, return_dict=True
         )
-    except (TemplateError, TypeError, ValueError) as error:  # a template is somebody's program and may raise either
+    except (TemplateError, TypeError, ValueError) as error:  # a template is a user's program and may raise any of these
         raise InvalidMessagesError(f"the messages cannot be made a prompt: {error}") from error
     return list(encoded["input_ids"])
 
@@ -46,7 +46,7 @@ def _for_template(message: Any) -> dict[str, Any]:
 
 
 def _text(content: Any) -> str:
-    """Text parts are joined by line breaks, as vLLM joins them."""
+    """Return the message's text. Text parts are joined by line breaks, as in vLLM."""
     parts = content if isinstance(content, list | tuple) else [{"type": "text", "text": content}]
     texts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in parts]
     if not all(isinstance(text, str) for text in texts):

@@ -1,4 +1,5 @@
-"""The cohorts of an engine and the work under way for them."""
+"""Start work for the cohorts of an engine and commit its results. A cohort is a group of sequences that is scheduled
+together."""
 
 from __future__ import annotations
 
@@ -20,13 +21,14 @@ from rayspec.model.rows import slots_between
 from rayspec.planning.prefill_pace import PrefillPace
 from rayspec.types import EngineStats, NonFiniteLogitsError, OutOfMemoryError, RayspecError
 
-# Rounds of a cohort, one after another, that have chunks of prompts in their pass.
+# The most consecutive rounds of a cohort that may have prompt chunks in their pass.
 _MOST_MIXED = 3
 
 
 @dataclass(slots=True)
 class _StartedWork:
-    """Work under way for a cohort, and what to do when it is done. share_s: its seconds, when it is done."""
+    """Work under way for a cohort. commit: called when the work is done. share_s: the work's share of the time in
+    seconds; None until the work is done."""
 
     cohort: int
     work_id: int
@@ -48,7 +50,7 @@ class Cohorts:
         clock: Callable[[], float],
         may_mix: bool,
     ) -> None:
-        """may_mix: chunks of prompts and rounds may share a pass."""
+        """may_mix: whether prompt chunks and a round may share a pass."""
         self._stages = stages
         self._scheduler = scheduler
         self._planner = planner
@@ -59,11 +61,11 @@ class Cohorts:
         self._work_ids = itertools.count(1)
         self._pace = PrefillPace()
         self._may_mix = may_mix
-        self._num_mixed: Counter[int] = Counter()  # rounds of each cohort with chunks since the last one without
+        self._num_mixed: Counter[int] = Counter()  # for each cohort: rounds with chunks since its last round without
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is under way."""
+        """Whether no work is under way."""
         return not self._under_way
 
     def add(self, sequence: SequenceState) -> None:
@@ -71,22 +73,22 @@ class Cohorts:
         self._scheduler.add(sequence)
 
     def retire(self, sequence: SequenceState) -> None:
-        """A finished sequence frees what it holds: now, or when its cohort's work is done, for rows that are under way
-        write into its pages."""
+        """Release a finished sequence: now, or once its cohort's work is done, because rows under way write into its
+        pages."""
         sequence.metrics.finished_s = self._clock()
         self._planner.forget(sequence)
         if not sequence.table.pages or not self._is_busy(sequence.cohort):
             self._release(sequence)
 
     def start(self) -> None:
-        """The next step of every cohort that is at rest."""
+        """Start the next step of every cohort that has no work under way."""
         for cohort in range(self._stages.num_cohorts):
             if not self._is_busy(cohort):
                 busy = {started.cohort for started in self._under_way}
                 self._start(cohort, self._scheduler.schedule(cohort, busy, partial(self._num_beside, cohort)))
 
     def commit_done(self) -> None:
-        """Commit what the work that is done has given."""
+        """Commit the results of all work that is done, and release finished sequences."""
         for started in [started for started in self._under_way if self._end_if_done(started)]:
             self._under_way.remove(started)
             started.commit(started)
@@ -96,7 +98,8 @@ class Cohorts:
                         self._release(sequence)
 
     def replay(self) -> None:
-        """The stages hold nothing any more: open every sequence again; it is prefilled with its committed tokens."""
+        """Open every sequence again after the stages have lost their state; later steps prefill the committed
+        tokens."""
         lost = self._sequences()
         self._clear()
         self._scheduler.restart()
@@ -145,14 +148,15 @@ class Cohorts:
             self._submit(cohort, planned.work, partial(self._commit_round, planned, step.prefill if mixes else ()))
 
     def _num_beside(self, cohort: int, most: int, streams: bool) -> int:
-        """How many prompt tokens to run beside a round of the cohort. Now and then none: what the round takes by itself
-        is what selectors learn from."""
+        """Return how many prompt tokens to run together with a round of the cohort. After a few such rounds return 0:
+        selectors learn only from the time of a round without chunks."""
         if self._num_mixed[cohort] >= _MOST_MIXED:
             return 0
         return self._pace.num_rows(most) if streams else most
 
     def _submit(self, cohort: int, work: Work, commit: Callable[[_StartedWork], None]) -> None:
-        """In one process the work is done at once: its time ends here, before the next work begins."""
+        """Start the work and measure its time. In one process `start` returns finished work, so its time ends here,
+        before the next work begins."""
         self._time_shares.begin(work.id)
         started = _StartedWork(cohort, work.id, self._stages.start(work), commit)
         self._under_way.append(started)
@@ -181,7 +185,7 @@ class Cohorts:
                 self._commit(sequence, one)
 
     def _commit_round(self, planned: PlannedRound, prefilled: Sequence[SequenceState], started: _StartedWork) -> None:
-        """prefilled: the sequences of the round's chunks."""
+        """Commit the result of a round. prefilled: the sequences of the round's chunks."""
         sequences, chunks = planned.sequences, planned.work.chunks
         result = self._result(started.future, prefilled or sequences[-1:])
         if not isinstance(result, RoundResult):
@@ -202,7 +206,8 @@ class Cohorts:
         self._planner.improve(planned.state)
 
     def _keep_branches(self, planned: PlannedRound, result: RoundResult) -> None:
-        """Keys and values of accepted branches go where their positions are; windows get the probed tokens."""
+        """Move keys and values of accepted branches to the slots of their positions, and give the probed tokens to the
+        lookahead windows."""
         moves: list[Move] = []
         for entry, path in zip(planned.work.entries, result.paths, strict=False):
             if path:
@@ -216,7 +221,8 @@ class Cohorts:
             self._stages.move(moves)
 
     def _result(self, future: Future[Result], victims: Sequence[SequenceState]) -> Result | None:
-        """What the work gave. Run out of memory: the victims fail, the engine goes on."""
+        """Return the result of the work. If it ran out of memory, fail the victims and return None; the engine goes
+        on."""
         try:
             return future.result()
         except OutOfMemoryError as error:
@@ -225,7 +231,7 @@ class Cohorts:
         return None
 
     def _commit(self, sequence: SequenceState, committed: Committed) -> int:
-        """Make the target's tokens the sequence's; returns how many counted."""
+        """Append the target's tokens to the sequence. Return how many were taken."""
         if sequence.finish_reason == "abort":  # while it was under way
             return 0
         if not committed.finite:

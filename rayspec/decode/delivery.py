@@ -1,4 +1,4 @@
-"""What is done for callers beside the engine's thread."""
+"""A thread that runs jobs for callers, so that the engine's thread does not wait for them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Job = Callable[[], None]
 
 
 class Delivery:
-    """Does jobs in their order, on a thread of its own. Jobs must not raise."""
+    """Runs jobs in order on a separate thread. Jobs must not raise."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -20,7 +20,7 @@ class Delivery:
         self._jobs.put(job)
 
     def end(self) -> None:
-        """The thread ends after the jobs that it has."""
+        """End the thread after the jobs that are queued now."""
         self._jobs.put(None)
 
     def _run(self) -> None:

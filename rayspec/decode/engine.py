@@ -21,7 +21,7 @@ from rayspec.types import EngineLoad, EngineStats, Request, RequestOutput
 
 
 class Engine:
-    """Not thread-safe: one thread adds requests and calls `step` until nothing is unfinished."""
+    """Runs requests to their end. Not thread-safe: one thread adds requests and calls `step` until all are finished."""
 
     def __init__(
         self,
@@ -71,14 +71,15 @@ class Engine:
         )
 
     def replace_selector(self, selector: Selector) -> Selector:
-        """Who chooses plans from now on; returns who did. Only while nothing is unfinished."""
+        """Set the selector that chooses plans from now on, and return the previous selector. Only allowed while no
+        request is unfinished."""
         assert not self.has_unfinished, "plans are chosen for what is under way"
         previous, self._planner.selector = self._planner.selector, selector
         return previous
 
     @property
     def has_unfinished(self) -> bool:
-        """Requests to finish, or work of aborted ones to come back."""
+        """Whether a request is unfinished, or work of an aborted request is still under way."""
         return bool(self._requests) or not self._cohorts.is_idle
 
     @property
@@ -87,7 +88,7 @@ class Engine:
 
     @property
     def load(self) -> EngineLoad:
-        """May be asked from any thread."""
+        """Current load of the engine. Any thread may read it."""
         scheduler = self._scheduler
         return EngineLoad(
             num_running=len(scheduler.running),
@@ -98,11 +99,12 @@ class Engine:
 
     @property
     def num_wanted(self) -> int:
-        """Requests that keep it busy."""
+        """Number of requests that keeps the engine busy."""
         return 2 * self.config.max_num_seqs
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises RequestError: the prompt is not one, empty, too long, or has foreign tokens."""
+        """Queue a request. Raises RequestError if its id is in use, if the prompt is invalid, empty or too long, has
+        tokens outside the vocabulary, or cannot fit into the KV cache."""
         live = self._requests.admit(request)
         for sequence in live.sequences:
             self._cohorts.add(sequence)
@@ -110,7 +112,7 @@ class Engine:
         self.stats.num_prompt_tokens += len(live.prompt_token_ids)
 
     def abort(self, request_id: str) -> UnreadOutput | None:
-        """End a request now and free what it holds; returns what it had become, or None when it is not here."""
+        """End a request now and free its resources. Return its output so far, or None for an unknown id."""
         if request_id not in self._requests:
             return None
         live = self._requests[request_id]
@@ -121,17 +123,17 @@ class Engine:
         return self._requests.finish(live)
 
     def abort_all(self) -> list[RequestOutput]:
-        """`abort` for every request."""
+        """Abort all requests and return their outputs so far."""
         return [output.read() for name in self._requests.ids if (output := self.abort(name)) is not None]
 
     def step(self) -> list[RequestOutput]:
-        """`advance`, and make the texts."""
+        """Call `advance` and decode the texts of its outputs."""
         return [output.read() for output in self.advance()]
 
     def advance(self) -> list[UnreadOutput]:
-        """Start every cohort that is at rest, wait until something is done, commit it; returns the requests that
-        finished, and of those that stream what is new. When the model is lost for good, every request finishes with
-        StageLostError."""
+        """Start every cohort that has no work under way, wait until some work is done, and commit it. Return the
+        outputs of finished requests and the new output of streaming requests. If the model is lost for good, every
+        request finishes with StageLostError."""
         started = self._clock()
         try:
             self._cohorts.start()
@@ -145,8 +147,8 @@ class Engine:
         return self._requests.outputs()
 
     def ping(self) -> Future[None]:
-        """Done when the stages have answered; while they work, the work is the answer. Fails with StageLostError when
-        they are lost for good."""
+        """Return a future that is done when the stages have answered. While work is under way it is done at once,
+        because the work itself detects a lost stage. It fails with StageLostError if a stage is lost for good."""
         answered: Future[None] = Future()
         try:
             if self._cohorts.is_idle:
@@ -160,7 +162,7 @@ class Engine:
         return answered
 
     def shutdown(self) -> None:
-        """Abort everything and let the stages go."""
+        """Abort all requests and shut the stages down."""
         try:
             self.abort_all()
         finally:

@@ -1,4 +1,4 @@
-"""An engine on a thread of its own: callers hand in requests and wait for what becomes of them."""
+"""An engine on a separate thread: callers submit requests from any thread and wait for their outputs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from rayspec.types import RayspecError, Request, RequestError, RequestOutput
 
 
 class EngineDeadError(RayspecError):
-    """The engine's loop has ended; nothing more comes of it. `__cause__` is the exception that ended it, if any."""
+    """The engine's loop has ended and gives no more outputs. `__cause__` is the exception that ended it, if any."""
 
     kind = "engine_dead"
 
 
 class Steps(Protocol):
-    """What is asked of an engine."""
+    """The methods of an engine that the loop calls."""
 
     @property
     def has_unfinished(self) -> bool: ...
@@ -37,7 +37,7 @@ class Steps(Protocol):
     def ping(self) -> Future[None]: ...
 
 
-# Takes what is new of a streaming request. Called on the loop's delivery thread: it must be quick and must not raise.
+# Receives new output of a streaming request. Called on the loop's delivery thread: it must be quick and must not raise.
 Listener = Callable[[RequestOutput], None]
 
 
@@ -68,7 +68,7 @@ class _Stop:
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """Of a delivery."""
+    """A delivery that raised `cause`; it ends the loop."""
 
     cause: BaseException
 
@@ -77,13 +77,13 @@ _Item = tuple[_Arrival, ...] | _Cancelled | _Ping | _Stop | _Failure
 
 
 class EngineLoop:
-    """Steps an engine while it has work; sleeps when it has none. Its threads start with the first request or ping: one
-    runs the engine; the other makes texts of the tokens, and delivers them in the order in which they came.
+    """Steps an engine while it has work, and sleeps otherwise. Two threads start with the first request or ping: one
+    runs the engine, the other decodes the tokens and delivers outputs in the order in which they were made.
 
-    `submit` may be called from any thread, and two callers may use the same request id. The future gives the finished
-    output (with `error` set where the request is at fault), of a streaming request the last piece; cancelling it aborts
-    the request. When the loop dies, every future fails with EngineDeadError, which names the cause, and so does every
-    later `submit`. While the loop has no work, its owner may use the engine directly.
+    `submit` may be called from any thread, and two callers may use the same request id. Its future gives the finished
+    output, whose `error` is set if the request failed; for a streaming request it gives the last output. Cancelling the
+    future aborts the request. When the loop ends, every unfinished future fails with EngineDeadError, which names the
+    cause; every later `submit` raises it. While the loop has no work, its owner may use the engine directly.
     """
 
     def __init__(self, engine: Steps) -> None:
@@ -91,7 +91,7 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._request_ids = itertools.count()
         self._waiting: dict[str, _Arrival] = {}
-        self._ping: _Ping | None = None  # that the engine is asked for at this moment
+        self._ping: _Ping | None = None  # the ping that the engine answers at this moment
         self._has_work = False
         self._death: EngineDeadError | None = None
         self._lock = threading.Lock()
@@ -100,29 +100,31 @@ class EngineLoop:
 
     @property
     def death(self) -> EngineDeadError | None:
-        """Why the loop has ended; None while it runs."""
+        """The error that says why the loop has ended; None while it runs."""
         return self._death
 
     def submit(self, request: Request, listener: Listener | None = None) -> Future[RequestOutput]:
-        """listener: of a streaming request, takes all pieces but the last. Raises EngineDeadError."""
+        """Submit one request and return its future. listener: receives all outputs of a streaming request except the
+        last. Raises EngineDeadError."""
         return self.submit_all([request], listener)[0]
 
     def submit_all(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Future[RequestOutput]]:
-        """A future for each request. The engine gets all of them before its next step. Raises EngineDeadError."""
+        """Submit requests and return a future for each. The engine gets all of them before its next step. Raises
+        EngineDeadError."""
         arrivals = tuple(self._arrival(request, listener) for request in requests)
         if arrivals:
             self._put(arrivals)
         return [arrival.future for arrival in arrivals]
 
     def ping(self) -> Future[None]:
-        """Done when the loop has come round and the engine has answered. Raises EngineDeadError, or the future
-        does; a loop that is stuck never answers."""
+        """Return a future that is done once the loop has asked the engine and the engine has answered. The call or the
+        future raises EngineDeadError if the loop has ended; a stuck loop never answers."""
         future: Future[None] = Future()
         self._put(_Ping(future))
         return future
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """End the loop after the step it is in. What is unfinished fails with EngineDeadError."""
+        """End the loop after its current step. Unfinished requests fail with EngineDeadError."""
         with self._lock:
             thread = self._thread
             if thread is None:
@@ -172,12 +174,12 @@ class EngineLoop:
     def _run(self) -> None:
         while self._take_items():
             outputs = self._engine.advance()
-            # Asked before anybody is told: whoever has all of its outputs may use the engine directly.
+            # Read before delivery: a caller that has all its outputs may use the engine directly.
             self._has_work = self._engine.has_unfinished
             self._deliver(outputs)
 
     def _take_items(self) -> bool:
-        """Everything that has come in; waits for something when there is no work. False: stop."""
+        """Handle all items in the inbox, and wait for one if there is no work. Return False after a `_Stop`."""
         while not self._has_work or not self._inbox.empty():
             match self._inbox.get():
                 case _Stop():
@@ -199,7 +201,7 @@ class EngineLoop:
         self._deliver(refused)
 
     def _refusal(self, arrival: _Arrival) -> UnreadOutput | None:
-        """None: the engine has taken the request."""
+        """Give the request to the engine. Return the output with the error if it refuses, else None."""
         try:
             self._engine.add(arrival.request)
         except RequestError as error:
@@ -227,7 +229,7 @@ class EngineLoop:
             self._delivery.put(partial(self._hand_over, arrival, output))
 
     def _hand_over(self, arrival: _Arrival, unread: UnreadOutput) -> None:
-        """On the delivery's thread. What goes wrong here ends the loop."""
+        """Settle the future, or call the listener, on the delivery thread. An exception here ends the loop."""
         try:
             if arrival.future.cancelled():
                 return
@@ -263,7 +265,7 @@ def _death_by(cause: BaseException) -> EngineDeadError:
 
 
 def _another(death: EngineDeadError) -> EngineDeadError:
-    """The same error, for another thread to raise."""
+    """Return a copy of the error, for another thread to raise."""
     copy = EngineDeadError(*death.args)
     copy.__cause__ = death.__cause__
     return copy

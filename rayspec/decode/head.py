@@ -1,4 +1,4 @@
-"""Where the LM head is: logits become tokens, by each sequence's own sampler."""
+"""The last step of a pass, next to the LM head: turn logits into tokens with each sequence's own sampler."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rayspec.types import Logprob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerSpec:
-    """A sequence as the head must know it: how it samples, from which seed, and what is committed."""
+    """The data of a sequence that the head needs: its sampling parameters, seed, and committed tokens."""
 
     sequence_id: str
     params: SamplingParams
@@ -44,7 +44,8 @@ class SamplerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """Tokens the target chose for one sequence. `finite` is False when its logits were not: the tokens are void."""
+    """Tokens that the target chose for one sequence. finite: False if its logits were not finite; the tokens are then
+    void."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[dict[int, Logprob]]
@@ -52,11 +53,12 @@ class Committed:
 
 
 class Head:
-    """Samplers of the open sequences, the rule of acceptance, and the target's own choice at tapped tokens.
+    """Keeps the samplers of the open sequences and the target's most likely tokens after tapped tokens, and applies the
+    acceptance rule.
 
-    logits: [1, N, hidden_size] before the final norm -> [N, V]. draft_look_interval: how many tokens a draft may have
-    more than the host knows of; it must be 1 where the tokens are embedded elsewhere. drawn: those drawn last, int64
-    [S], on the device.
+    logits: maps [1, N, hidden_size] before the final norm to [N, V]. draft_look_interval: draft steps between two
+    copies of the drawn tokens to the host; it must be 1 if another process embeds the tokens. drawn: the last drawn
+    tokens, int64 [S], on the device.
     """
 
     drawn: Tensor | None = None
@@ -78,7 +80,7 @@ class Head:
         self._device = device
         self._num_taps = num_taps
         self._samplers: dict[str, TokenSampler] = {}
-        self._lookups: dict[str, LookupIndex] = {}  # made when something is looked up
+        self._lookups: dict[str, LookupIndex] = {}  # created at the first lookup
         self._next_tokens: dict[TappedToken, Tensor] = {}
 
     def open(self, spec: SamplerSpec) -> None:
@@ -90,7 +92,7 @@ class Head:
         self._lookups.pop(sequence_id, None)
 
     def forget(self) -> None:
-        """Close everything."""
+        """Close all sequences and forget all taps."""
         self._samplers.clear()
         self._lookups.clear()
         self._next_tokens.clear()
@@ -99,7 +101,8 @@ class Head:
         return self._samplers[sequence_id]
 
     def lookup(self, sequence_id: str, ngram: int, shortest: int) -> LookupIndex:
-        """Of the sequence's committed tokens as they are now. It is made once."""
+        """Return the lookup index of the sequence's committed tokens, up to date. `ngram` and `shortest` count only in
+        the first call, which creates the index."""
         if sequence_id not in self._lookups:
             self._lookups[sequence_id] = LookupIndex(ngram, shortest)
         self._lookups[sequence_id].extend_to(self._samplers[sequence_id].token_ids)
@@ -110,7 +113,8 @@ class Head:
         return self._logits(hidden)
 
     def note_taps(self, taps: Sequence[tuple[int, TappedToken]], logits: Tensor) -> None:
-        """Remember the target's most likely token after each tapped one; logits: [N, V]."""
+        """Remember the target's most likely token after each tapped token, and only the last `num_taps` of them.
+        logits: [N, V]; taps: pairs of a row and its token."""
         for row, token in taps:
             self._next_tokens.pop(token, None)
             self._next_tokens[token] = logits[row].argmax(-1)
@@ -118,7 +122,7 @@ class Head:
             del self._next_tokens[token]
 
     def next_tokens(self, tokens: Sequence[TappedToken]) -> Tensor:
-        """[T]. Raises TapsGoneError."""
+        """Return the target's most likely token after each tapped token, [T]. Raises TapsGoneError."""
         if any(token not in self._next_tokens for token in tokens):
             raise TapsGoneError("what followed some tapped tokens is not kept any more")
         return torch.stack([self._next_tokens[token] for token in tokens])
@@ -129,7 +133,8 @@ class Head:
         return verify_rejection(logits, rows, draft_logits)
 
     def commit(self, logits: Tensor, rows: Sequence[Rows], verdicts: Sequence[Verdict]) -> list[Committed]:
-        """Everything is computed before the first sampler moves on."""
+        """Commit the verdicts' tokens to the samplers and return them with their log-probabilities. Everything is
+        computed before any sampler changes."""
         are_finite = [verdict.is_finite for verdict in verdicts]
         logprobs = _logprobs(logits, rows, verdicts, are_finite)
         for row, verdict, is_finite in zip(rows, verdicts, are_finite, strict=True):
@@ -144,7 +149,8 @@ class Head:
 def _logprobs(
     logits: Tensor, rows: Sequence[Rows], verdicts: Sequence[Verdict], are_wanted: Sequence[bool]
 ) -> list[Sequence[dict[int, Logprob]]]:
-    """Of each sequence's tokens, as many as its parameters ask for. One host synchronisation for each such number."""
+    """Return the log-probabilities of each sequence's tokens, as many as its parameters ask for; () for none. One host
+    synchronisation per distinct number."""
     results: list[Sequence[dict[int, Logprob]]] = [()] * len(rows)
     asked = [row.sampler.params.logprobs if wanted else None for row, wanted in zip(rows, are_wanted, strict=True)]
     for count in {count for count in asked if count is not None}:
@@ -158,6 +164,6 @@ def _logprobs(
 
 
 def _chosen_at(row: Rows, verdict: Verdict) -> list[int]:
-    """The rows that the verdict's tokens were chosen at."""
+    """Return the rows whose logits chose the verdict's tokens."""
     path = verdict.path or range(1, len(verdict.token_ids))
     return [row.start, *(row.start + at for at in path)]

@@ -1,4 +1,4 @@
-"""Loading weights, and how much of them and of the KV cache a device can hold."""
+"""Load weights, choose the weights and KV cache that a device can hold, and make the parts of an engine."""
 
 from __future__ import annotations
 
@@ -30,17 +30,18 @@ from rayspec.types import CheckpointError, ConfigError
 logger = logging.getLogger(__name__)
 
 _DEFAULT_MODEL_LEN = 4096
-# Of the memory that is free once the model is loaded; a CPU is shared with others.
+# Share of the memory that is free once the model is loaded. Smaller on a CPU, whose memory others use too.
 _MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.8}
 
 
 def load_weights(config: EngineConfig, *, layers: range | None = None) -> PreTrainedModel:
-    """`load_model`; a model that will be offloaded stays in CPU memory until it is."""
+    """Call `load_model`. A model that will be offloaded is loaded into CPU memory and stays there until then."""
     return load_model(config if config.offload is None else config.replace(device="cpu"), layers=layers)
 
 
 def offload_weights(config: EngineConfig, model: PreTrainedModel, parts: Decomposition) -> OffloadedWeights | None:
-    """Take off the device what `config.offload` says, of the model or span, and bring the rest there."""
+    """Offload the sublayers of this model or span that `config.offload` names, and move the rest to the device. Return
+    None without that option. Raises ConfigError for a sublayer that does not exist."""
     options = config.offload
     if options is None:
         return None
@@ -58,8 +59,8 @@ def offload_weights(config: EngineConfig, model: PreTrainedModel, parts: Decompo
 
 
 def least_needed(parts: Decomposition, share: float) -> list[int]:
-    """MLP sublayers from the middle of the span outwards, until they hold `share` of its bytes; then attention
-    likewise. What drafts do without best is near the middle (KnapSpec, figure 5)."""
+    """Return the sublayers that drafts need least, with `share` of the span's bytes in total. MLP sublayers come first,
+    then attention, each from the middle outwards: drafts best skip sublayers near the middle (KnapSpec, figure 5)."""
     middle = (parts.sublayers[0].index + parts.sublayers[-1].index) / 2
     order = sorted(parts.sublayers, key=lambda sublayer: (sublayer.kind != "mlp", abs(sublayer.index - middle)))
     sizes = {one.index: sum(weight.nbytes for weight in one.block.parameters()) for one in order}
@@ -73,8 +74,8 @@ def least_needed(parts: Decomposition, share: float) -> list[int]:
 
 
 def copies_for_drafts(config: EngineConfig, parts: Decomposition) -> list[Weights]:
-    """The quantised copies that drafts want and `extra_weight_bytes` allows, the smallest first. On a GPU only the
-    operators `rayspec::*` can use copies."""
+    """Return the quantised copies that drafts want and `extra_weight_bytes` allows, the smallest first. On a GPU,
+    copies need the operators `rayspec::*`."""
     num_ranks = config.parallel.tensor if config.parallel is not None else 1
     first, last = parts.sublayers[0].index, parts.sublayers[-1].index
     by_weights = {
@@ -86,7 +87,8 @@ def copies_for_drafts(config: EngineConfig, parts: Decomposition) -> list[Weight
 
 
 def allowed_copies(by_weights: Mapping[Weights, int], most: int | None) -> list[Weights]:
-    """Those that take no more than `most` bytes in this process, in their order. by_weights: the bytes of each."""
+    """Return the copies, in order, that together take at most `most` bytes in this process. by_weights: the bytes of
+    each copy. A copy that does not fit is left out, and later ones may still fit."""
     chosen: list[Weights] = []
     for weights, num_bytes in by_weights.items():
         if most is None or num_bytes <= most:
@@ -100,7 +102,7 @@ def allowed_copies(by_weights: Mapping[Weights, int], most: int | None) -> list[
 
 
 def choices_here(config: EngineConfig, parts: Decomposition) -> tuple[Choice, ...]:
-    """By which drafts may run sublayers in this process, as far as the rows of its passes can read the keys."""
+    """Return the draft choices whose keys the rows of this process's passes can read."""
     readable = STATIC_KEYS if _has_buffers(config, parts) else ("all", "window", "pages")
     return tuple(choice for choice in config.speculation.draft_choices if keys_of(choice) in readable)
 
@@ -108,7 +110,7 @@ def choices_here(config: EngineConfig, parts: Decomposition) -> tuple[Choice, ..
 def make_arena(
     config: EngineConfig, parts: Decomposition, num_slots: int, *, num_spare: int, choices: Collection[Choice]
 ) -> KVArena:
-    """choices: see `choices_here`."""
+    """Make the KV cache. num_spare: extra slots for padding rows. choices: from `choices_here`."""
     return KVArena(
         parts.shapes,
         num_slots,
@@ -120,7 +122,8 @@ def make_arena(
 
 
 def row_counts(config: EngineConfig, parts: Decomposition) -> RowCounts | None:
-    """Of decode passes in deterministic mode. Ranks of a stage do the same without asking the kernels."""
+    """Return the row counts of decode passes in deterministic mode; None in other modes. Ranks of a stage use a fixed
+    count without testing the kernels."""
     if not config.deterministic:
         return None
     if has_experts(parts):
@@ -144,8 +147,8 @@ def make_scheduler(config: EngineConfig, num_slots: int, num_cohorts: int = 1) -
 
 
 def make_buffers(config: EngineConfig, parts: Decomposition, arena: KVArena, max_model_len: int) -> StepBuffers | None:
-    """Buffers for passes of one shape, on a device that has the operators for them. None elsewhere, and where passes
-    have the shapes of `deterministic`."""
+    """Make buffers for passes with static shapes. Return None if the device lacks the operators for them, and in
+    deterministic mode, which has its own shapes."""
     if not _has_buffers(config, parts):
         return None
     return StepBuffers(
@@ -164,8 +167,8 @@ def _has_buffers(config: EngineConfig, parts: Decomposition) -> bool:
 
 
 def make_graphs(config: EngineConfig, parts: Decomposition, buffers: StepBuffers | None) -> StepGraphs | None:
-    """Graphs of the passes in these buffers, as `config.cuda_graphs` says. None where there are to be none. Raises
-    ConfigError for what was asked for and cannot be."""
+    """Make the CUDA graphs for passes in these buffers, as `config.cuda_graphs` says; None if it says no graphs. Raises
+    ConfigError if the requested graphs are impossible here."""
     way = config.cuda_graphs
     is_split = config.parallel is not None and config.parallel.tensor > 1  # ranks would have to capture in step
     if way == "off" or (way == "auto" and (buffers is None or is_split)):
@@ -181,19 +184,19 @@ def make_graphs(config: EngineConfig, parts: Decomposition, buffers: StepBuffers
 
 
 def warm_up(config: EngineConfig, graphs: StepGraphs | None) -> None:
-    """Capture what the engine's decoding and drafts of chains can reach. The rest is captured when it is needed."""
+    """Capture the graphs that decoding and chain drafts can need. Other graphs are captured when they are needed."""
     if graphs is not None:
         num_draft_tokens = config.speculation.max_draft_tokens if config.speculation.strategy != "ar" else 0
         graphs.warm_up(decode_and_verify_buckets(config.max_num_seqs, num_draft_tokens))
 
 
 def num_spare_slots(counts: RowCounts | None) -> int:
-    """For what padding rows write."""
+    """Return how many extra KV cache slots the padding rows need, which write keys and values too."""
     return 1 if counts is None else counts.least
 
 
 def resolve_max_model_len(config: EngineConfig, model: PretrainedConfig) -> int:
-    """What was asked for, or the model's own limit. Raises ConfigError for more than that."""
+    """Return `config.max_model_len`, or by default the model's own limit. Raises ConfigError above that limit."""
     limit = max_positions(model)
     if config.max_model_len is None:
         return limit or _DEFAULT_MODEL_LEN
@@ -203,7 +206,8 @@ def resolve_max_model_len(config: EngineConfig, model: PretrainedConfig) -> int:
 
 
 def affordable_slots(parts: Decomposition, device: torch.device) -> int:
-    """Tokens whose keys and values fit into a share of the memory that is free now. Raises CheckpointError for none."""
+    """Return how many tokens' keys and values fit into a share of the memory that is free now. Raises CheckpointError
+    for fewer than 16."""
     free = free_bytes(device)
     slot = bytes_per_slot(list(parts.shapes.values()), parts.dtype)
     affordable = int(free * _MEMORY_SHARE[device.type] / slot)
@@ -213,7 +217,7 @@ def affordable_slots(parts: Decomposition, device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Of the GPU, or of this machine's memory."""
+    """Return the free bytes of the GPU, or of this machine's memory."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

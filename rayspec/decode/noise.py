@@ -23,13 +23,13 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _LOW = 0xFFFFFFFF
 _NUM_WORDS = 4
-_CHUNK_BLOCKS = {"cpu": 1 << 16}  # blocks computed at once: what stays in the cache
-_CHUNK_BLOCKS_ELSEWHERE = 1 << 22  # what stays well under a GB
-_SPREAD = 27.0  # more than the largest number of Gumbel noise less the smallest, and rounding
+_CHUNK_BLOCKS = {"cpu": 1 << 16}  # blocks computed at once: few enough to stay in the cache
+_CHUNK_BLOCKS_ELSEWHERE = 1 << 22  # the same on other devices: well under a GB
+_SPREAD = 27.0  # more than the width of the Gumbel noise's range (-3.2, 22.9), plus rounding
 
 
 class Stream(IntEnum):
-    """What a number is for. Streams are independent of each other at every position.
+    """The purpose of a random number. Streams are independent of each other at every position.
 
     TARGET: the token plain decoding takes, and the bonus token. DRAFT: the draft's token under the rejection rule.
     ACCEPT: whether a draft token is accepted. RECOVER: the token that replaces a rejected one.
@@ -42,7 +42,7 @@ class Stream(IntEnum):
 
 
 def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The four 32-bit words of Philox-4x32-10, as int64, for a `counter` of four and a `key` of two 32-bit words
+    """Return the four 32-bit words of Philox-4x32-10, as int64, for a `counter` of four and a `key` of two 32-bit words
     (int64 tensors that broadcast together)."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -62,7 +62,7 @@ def gumbel(
     *,
     origins: Integers | None = None,
 ) -> Tensor:
-    """Standard Gumbel noise for every token, float32 [N, vocab_size], N = len(seeds): argmax(log p + noise) ~ p.
+    """Return standard Gumbel noise for every token, float32 [N, vocab_size], N = len(seeds): argmax(log p + noise) ~ p.
 
     seeds: 64-bit integers (negative ones are taken modulo 2**64). positions, origins: in [0, 2**32). stream: one
     `Stream`, or int64 [N]. Token v's number does not depend on vocab_size. Resolution 2**-32: values lie in
@@ -89,10 +89,10 @@ def noisy(
     origins: Integers | None = None,
     winner_only: bool = True,
 ) -> Tensor:
-    """New: scores [N, V], float32, plus `gumbel` of the other arguments.
+    """Return new scores: `scores` [N, V], float32, plus `gumbel` of the other arguments.
 
-    winner_only: tokens that are too unlikely to have the largest sum of their row may lack their noise. One host
-    synchronisation.
+    winner_only: tokens too unlikely to have the largest sum in their row may get no noise. The host synchronises once
+    with the device.
     """
     num_rows, vocab_size = scores.shape
     padded = pad(scores, (0, -vocab_size % _NUM_WORDS), value=-math.inf)
@@ -119,21 +119,21 @@ def uniform(
     *,
     origins: Integers | None = None,
 ) -> Tensor:
-    """Uniform noise, float64 [N], strictly inside (0, 1): 52 bits, centred in their cells. Arguments as `gumbel`."""
+    """Return uniform noise, float64 [N], strictly inside (0, 1): 52 bits, cell-centred. Arguments as in `gumbel`."""
     key, position, origin, kind = _columns(seeds, positions, origins, stream, device)
     words = philox((torch.zeros_like(position), position, origin, kind), key)
     return ((words[0] << 20 | words[1] >> 12).to(torch.float64) + 0.5).mul_(2.0**-52).squeeze(1)
 
 
 def integers(values: Integers, device: torch.device | str) -> Tensor:
-    """`values` as int64 on `device`, modulo 2**64. Copies from the host without waiting for the device."""
+    """Return `values` as int64 on `device`, modulo 2**64. Copies from the host without waiting for the device."""
     if not isinstance(values, Tensor):
         values = torch.tensor([(value + 2**63) % 2**64 - 2**63 for value in values], dtype=torch.int64)
     return values.to(device, torch.int64, non_blocking=True)
 
 
 def _gumbel_of(words: Tensor) -> Tensor:
-    """float32, of 32-bit words."""
+    """Return the Gumbel noise, float32, of 32-bit words."""
     uniforms = words.to(torch.float64).add_(0.5).mul_(2.0**-32)
     return uniforms.log_().neg_().log_().neg_().to(torch.float32)
 
@@ -145,7 +145,7 @@ def _chunk_blocks(like: Tensor) -> int:
 def _columns(
     seeds: Integers, positions: Integers, origins: Integers | None, stream: int | Tensor, device: torch.device | str
 ) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor, Tensor]:
-    """Key words, position, origin and stream, each int64 [N, 1]."""
+    """Return the key words, positions, origins and streams, each int64 [N, 1]."""
     seed, position = integers(seeds, device).unsqueeze(1), integers(positions, device).unsqueeze(1)
     origin = torch.zeros_like(position) if origins is None else integers(origins, device).unsqueeze(1)
     kind = stream.unsqueeze(1) if isinstance(stream, Tensor) else torch.full_like(position, int(stream))

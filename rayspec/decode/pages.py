@@ -1,7 +1,7 @@
-"""The pages of the KV cache: who has them, and which hold tokens that another sequence may begin with. No tensors.
+"""Pages of the KV cache: which sequences use them, and which pages hold a shareable prefix. No tensors.
 
-A page that is full has a hash: of its tokens and of the page before it. A sequence that begins like an earlier one
-shares that one's pages. Free pages keep their content until they are needed, least recently used first.
+A full page has a hash of its tokens and of the page before it. A sequence that starts with the same tokens as an
+earlier sequence shares those pages. Free pages keep their content until reuse; the least recently used go first.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ PageHash = bytes
 
 @dataclass(slots=True, eq=False)
 class PageTable:
-    """The pages of one sequence, in order of position. claimed: pages behind its last one that others leave to it while
-    there are others. num_hashed: the first pages, which others may find."""
+    """The pages of one sequence, in order of position. claimed: free pages after the last page, which other tables
+    avoid while they find enough other pages. num_hashed: how many of the first pages are registered by hash."""
 
     pages: list[int] = field(default_factory=list)
     runs: Runs = ()
@@ -32,7 +32,7 @@ class PageTable:
 
     @property
     def capacity(self) -> int:
-        """Tokens."""
+        """Number of tokens that the pages can hold."""
         return len(self.pages) * PAGE_SIZE
 
     def extend(self, pages: Iterable[int]) -> None:
@@ -46,22 +46,22 @@ class PageTable:
 
 
 class PagePool:
-    """Deals out `num_pages` pages. A page is in use, by one sequence or several, or free; a free one may hold what can
-    still be found."""
+    """Allocates `num_pages` pages. A page is free or is used by one or more sequences. `find` may still return a free
+    page."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self.num_free = num_pages
         self._num_users: NDArray[np.int64] = np.zeros(num_pages, np.int64)
         self._claimed: NDArray[np.bool_] = np.zeros(num_pages, np.bool_)
-        # When a page was released that can still be found, as a count of releases; 0 for the others.
+        # For each free page that can still be found: the number of the release that freed it. 0 for the others.
         self._released: NDArray[np.int64] = np.zeros(num_pages, np.int64)
         self._num_releases = 0
         self._page_of: dict[PageHash, int] = {}
         self._hash_of: dict[int, PageHash] = {}
 
     def find(self, hashes: Iterable[PageHash]) -> list[int]:
-        """The pages with the first of these hashes, up to the first that there is not. May be asked from any thread."""
+        """Return the pages with these hashes, up to the first hash that has no page. Any thread may call this."""
         pages = []
         for one in hashes:
             page = self._page_of.get(one)
@@ -71,17 +71,19 @@ class PagePool:
         return pages
 
     def num_free_without(self, pages: Sequence[int]) -> int:
-        """How many are free once these are in use."""
+        """Return how many pages are free once `pages` are in use."""
         return self.num_free - int((self._num_users[pages] == 0).sum()) if pages else self.num_free
 
     def share(self, table: PageTable, pages: Sequence[int]) -> None:
-        """Pages that were found become the first of a table."""
+        """Make the pages that `find` returned the first pages of an empty table."""
         self._use(table, pages)
         table.num_hashed = len(pages)
 
     def grow(self, table: PageTable, num_pages: int, room: int) -> bool:
-        """Adds pages to a table until it has `num_pages`; False, and nothing is added, where fewer are free. New pages
-        lie behind its last one where they can, and else where it may grow to `room` pages."""
+        """Add pages to a table until it has `num_pages`. Return False, and add nothing, if too few pages are free.
+
+        New pages follow the table's last page if possible, or else lie where the table can grow to `room` pages.
+        """
         if num_pages - len(table.pages) > self.num_free:
             return False
         while (num_missing := num_pages - len(table.pages)) > 0:
@@ -92,7 +94,7 @@ class PagePool:
         return True
 
     def release(self, table: PageTable) -> None:
-        """The table is empty."""
+        """Release all pages of the table and empty it."""
         self._claim(table, range(0))
         self._num_releases += 1
         for page in table.pages:
@@ -103,14 +105,14 @@ class PagePool:
         table.clear()
 
     def register(self, table: PageTable, page_hash: PageHash) -> None:
-        """The next page of the table is full: from now on it may be found by its hash."""
+        """Record that the table's next page is full. `find` returns it, unless another page has the same hash."""
         page = table.pages[table.num_hashed]
         table.num_hashed += 1
         if page_hash not in self._page_of:
             self._page_of[page_hash], self._hash_of[page] = page, page_hash
 
     def forget(self, pages: Iterable[int]) -> None:
-        """What is in these pages may not be found any more."""
+        """Remove the hashes of these pages, so that `find` no longer returns them."""
         for page in pages:
             self._released[page] = 0
             if page in self._hash_of:
@@ -120,8 +122,8 @@ class PagePool:
         self.forget(list(self._hash_of))
 
     def _hole_for(self, table: PageTable, num_pages: int, room: int) -> range:
-        """Free pages side by side, `room` at most: those behind the table's last page; or as many as there are for the
-        table alone, at least `num_pages`; or else what there is."""
+        """Return contiguous free pages: up to `room` pages after the table's last page; or unclaimed pages, `room` or a
+        half, a quarter, ... of it, but at least `num_pages`; or else the longest free range, even if claimed."""
         self._claim(table, range(0))
         free = self._num_users == 0
         if table.pages and (behind := self._hole_at(table.pages[-1] + 1, free)):
@@ -133,15 +135,17 @@ class PagePool:
         return max(_ranges(free), key=len)
 
     def _hole_at(self, page: int, free: NDArray[np.bool_]) -> range:
-        """Pages from this one on that are free and that nobody claims; the first may be claimed."""
+        """Return the free pages from `page` up to the next used or claimed page. `page` itself may be claimed."""
         if page >= self.num_pages or not free[page]:
             return range(0)
         taken = np.flatnonzero(~free[page + 1 :] | self._claimed[page + 1 :])
         return range(page, page + 1 + int(taken[0]) if len(taken) else self.num_pages)
 
     def _oldest(self, allowed: NDArray[np.bool_], num_pages: int) -> range | None:
-        """So many pages side by side that are empty, or of which the newest content is older than elsewhere. What came
-        free together lies side by side and is taken from its end: others may begin like its beginning."""
+        """Return `num_pages` contiguous allowed pages that are empty, or else those whose newest content is oldest.
+
+        Pages released together are reused from their end, because another sequence may share their beginning.
+        """
         found: tuple[int, int, int] | None = None
         for hole in _ranges(allowed):
             if len(hole) < num_pages:
@@ -157,7 +161,7 @@ class PagePool:
         return None if found is None else range(-found[2], -found[2] + num_pages)
 
     def _claim(self, table: PageTable, pages: range) -> None:
-        """In place of what the table claimed before."""
+        """Claim `pages` for the table in place of its earlier claim."""
         self._claimed[table.claimed.start : table.claimed.stop] = False
         self._claimed[pages.start : pages.stop] = True
         table.claimed = pages
@@ -170,21 +174,21 @@ class PagePool:
 
 
 def page_hash(before: PageHash, token_ids: Sequence[int], salt: bytes = b"") -> PageHash:
-    """Of a full page with these tokens behind a page with hash `before`; 16 bytes of BLAKE2b, so that nobody can make
-    two prompts that meet. salt: how the page came about, where that decides what it holds."""
+    """Return the hash of a full page with these tokens after a page with hash `before`: 16 bytes of BLAKE2b, so that
+    nobody can construct two prompts with equal hashes. salt: how the page was computed, if that affects its content."""
     return hashlib.blake2b(before + array("q", token_ids).tobytes(), digest_size=16, salt=salt[:16]).digest()
 
 
 def extend_hashes(
     hashes: list[PageHash], token_ids: Sequence[int], num_pages: int, salt: Callable[[int], bytes] = lambda end: b""
 ) -> None:
-    """Until there are `num_pages`. salt: of the page that ends at a position, see `page_hash`."""
+    """Append page hashes until there are `num_pages`. salt: gives the salt of the page that ends at a position."""
     for end in range((len(hashes) + 1) * PAGE_SIZE, num_pages * PAGE_SIZE + 1, PAGE_SIZE):
         before = hashes[-1] if hashes else b""
         hashes.append(page_hash(before, token_ids[end - PAGE_SIZE : end], salt(end)))
 
 
 def _ranges(flags: NDArray[np.bool_]) -> list[range]:
-    """Where they are True."""
+    """Return the ranges in which the flags are True."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], flags, [False]))))
     return [range(int(first), int(end)) for first, end in edges.reshape(-1, 2)]

@@ -1,4 +1,4 @@
-"""One forward as data, and what runs it through a span of sublayers: here, or stage by stage."""
+"""A forward pass as data, and the runner that takes it through a span of sublayers in one process or pipeline stage."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _MAX_ROUNDS_SAVED = 256
 
 
 class TapsGoneError(RayspecError):
-    """Tokens were tapped too long ago: later ones have taken their place."""
+    """The taps of some tokens are no longer kept: later taps have replaced them."""
 
     kind = "taps_gone"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merge:
-    """Before sublayer `at`, the rows saved there earlier in the round and then the rows of this pass, put in `order`,
-    go on as `rows`."""
+    """Before sublayer `at`, concatenate the rows saved there earlier in the round and the rows of this pass, and sort
+    them by `order`. The result continues as `rows`."""
 
     at: int
     order: Sequence[int]
@@ -37,14 +37,14 @@ class Merge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """One forward over packed rows: `token_ids` enter at the embedding as `rows`. It says all there is to know, so a
-    stage needs no memory of the sequences it serves: positions ride with the rows. Empty `token_ids` stand for tokens
-    that were drawn in this process and are still on the device.
+    """One forward over packed rows: `token_ids` enter at the embedding as `rows`. A pass is self-contained: it carries
+    the positions of its rows, so a stage needs no data about its sequences. Empty `token_ids` mean that the tokens were
+    drawn in this process and are still on the device.
 
-    round_id: whose saved rows are meant. choices: of each sublayer of the whole model; None: all in full. save_at: the
-    states before that sublayer are saved for a later pass of the round; 0 saves nothing. taps: of these rows (row r is
-    the token taps[r]) every stage keeps its boundary states for the plan search. fixed_shape, scores_pages: see
-    `Runner.batch`.
+    round_id: the round that owns the saved rows. choices: one for each sublayer of the whole model; None runs all in
+    full. save_at: sublayer before which the states are saved for a later pass of the round; 0 saves nothing. taps:
+    pairs of a row and its token; every stage keeps these rows' states at its sublayer boundaries for the plan search.
+    fixed_shape, scores_pages: see `Runner.batch`.
     """
 
     round_id: int
@@ -58,14 +58,15 @@ class Pass:
     fixed_shape: bool = True
 
     def needs(self, first: int, last: int) -> bool:
-        """Whether sublayers `first` .. `last` (exclusive) have anything to do."""
+        """Return whether the pass runs any of the sublayers `first` .. `last` (exclusive)."""
         return self.choices is None or any(choice != SKIP for choice in self.choices[first:last])
 
 
 class SpanRunner:
-    """Runs passes through the sublayers of one process; the first span embeds, the last one's output is the head's.
+    """Runs passes through the sublayers of one process. The first span embeds; the output of the last span goes to the
+    head.
 
-    A round that was given up leaves its saved rows behind until enough later ones have saved some.
+    The saved rows of an abandoned round are dropped once 256 later rounds have saved rows.
     """
 
     def __init__(self, runner: Runner, *, num_taps: int) -> None:
@@ -76,9 +77,9 @@ class SpanRunner:
 
     @torch.inference_mode()
     def run(self, work: Pass, hidden: Tensor | None = None, *, drawn: Tensor | None = None) -> Tensor:
-        """hidden: [1, N, hidden_size] from the span before; None at the embedding. drawn: the tokens, int64 [N], of a
-        pass without `token_ids`. Returns the states after the span, [1, N', hidden_size], where N' differs from N if
-        rows are merged here."""
+        """Run the pass through this span. Return the states after it, [1, N', hidden_size]; N' differs from N if rows
+        are merged here. hidden: [1, N, hidden_size] from the previous span; None at the embedding. drawn: the tokens of
+        a pass without `token_ids`, int64 [N]."""
         runner = self.runner
         cut = work.merge.at if work.merge else work.save_at
         is_merged = work.merge is not None and work.merge.at <= runner.first_sublayer
@@ -102,12 +103,13 @@ class SpanRunner:
             self.runner.arena.move(move.source, move.destination, move.length)
 
     def forget(self) -> None:
-        """Drop what rounds in flight have left here, and all taps."""
+        """Drop the saved rows of all rounds, and all taps."""
         self._saved.clear()
         self._taps.clear()
 
     def search(self, tokens: Sequence[TappedToken], places: Sequence[Runs], next_tokens: Tensor | None) -> PlanSearch:
-        """The plan search's states in this span. places: where each token's sequence lies. Raises TapsGoneError."""
+        """Return the plan search over this span's taps. places: the cache slots of each token's sequence. Raises
+        TapsGoneError."""
         if any(token not in self._taps for token in tokens):
             raise TapsGoneError("the states of some tapped tokens are not kept any more")
         states = torch.stack([self._taps[token] for token in tokens], 1)

@@ -1,4 +1,4 @@
-"""The pieces of a streamed output on their way from an engine's threads to a coroutine."""
+"""Pass the partial outputs of a streaming request (pieces) from an engine's threads to a coroutine."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from rayspec.types import CompletionOutput, RequestOutput
 
 
 class PieceQueue:
-    """Pieces of one request, to be put in by any thread and read by one coroutine of the event loop that made this.
+    """Queue for the pieces of one request. Any thread may put pieces; one coroutine of the event loop that created the
+    queue reads them.
 
-    interval_s: what comes within that time of the last reading is joined and waits for its end; the first piece and the
-    end of the output do not wait. 0: only what comes while the reader is busy is joined.
+    interval_s: minimum seconds between two readings; pieces that arrive meanwhile are joined. The first piece and the
+    end of the output do not wait. With 0, only pieces that arrive while the reader is busy are joined.
     """
 
     def __init__(self, interval_s: float) -> None:
@@ -29,17 +30,18 @@ class PieceQueue:
 
     def put(self, piece: RequestOutput) -> None:
         self._arrived.append(piece)
-        if not self._is_announced:  # its reset comes before a reading, so no piece is left without an announcement
+        if not self._is_announced:  # `_take` resets it before it reads, so every piece is announced
             self._is_announced = True
             self._call(self._announce)
 
     def end(self, outcome: Future[RequestOutput]) -> None:
-        """outcome: done, with the last piece."""
+        """Put the end of the output. outcome: a future that is done and holds the last piece or an error."""
         self._arrived.append(outcome)
         self._call(self._ready.set)
 
     async def read(self) -> AsyncGenerator[RequestOutput, None]:
-        """Raises what the outcome does, after all that came before it. Pieces before a failed output stay apart."""
+        """Yield the pieces, joined, and then the last. Raises the outcome's exception after all earlier pieces. Pieces
+        before a failed output are not joined to it."""
         while True:
             pieces, outcome = await self._take()
             if outcome is None:
@@ -52,7 +54,7 @@ class PieceQueue:
             return
 
     async def _take(self) -> tuple[list[RequestOutput], Future[RequestOutput] | None]:
-        """Everything that has come, at least one thing."""
+        """Wait for at least one item. Return all pieces that have arrived and, if it has arrived, the outcome."""
         while True:
             await self._ready.wait()
             self._ready.clear()
@@ -74,12 +76,12 @@ class PieceQueue:
             self._loop.call_at(self._due_s, self._ready.set)
 
     def _call(self, tell: Callable[[], None]) -> None:
-        with suppress(RuntimeError):  # the event loop has ended, and with it whoever waits
+        with suppress(RuntimeError):  # the event loop has ended, and with it the reader
             self._loop.call_soon_threadsafe(tell)
 
 
 def joined(pieces: Sequence[RequestOutput]) -> RequestOutput:
-    """Successive pieces of a request as one."""
+    """Join successive pieces of a request into one."""
     if len(pieces) == 1:
         return pieces[0]
     parts: dict[int, list[CompletionOutput]] = {}

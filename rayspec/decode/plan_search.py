@@ -1,4 +1,4 @@
-"""Questions' states on the device: hidden states of recently committed tokens under every partial plan."""
+"""Hidden states of recently committed tokens under partial plans, on the device. The plan search reads them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rayspec.decode.runner import Runner
 from rayspec.model.attention import pack_branches
 from rayspec.model.rows import RowSpan
 
-# Rows whose logits are there at the same time.
+# The most rows whose logits are in memory at the same time.
 _HEAD_ROWS = 128
 
 
@@ -31,12 +31,12 @@ class TappedToken:
 
 
 class PlanSearch:
-    """`questions.TappedStates` for the sublayers of one span. A batch of S states is a tensor
-    [T, S, hidden_size]: what each of the T tokens' hidden state has become. Attention sees the sequence's true context
-    and the branch's own key, so a state is what a draft of one token would compute (KnapSpec, section 4).
+    """`questions.TappedStates` for the sublayers of one span. A batch of S states is a tensor [T, S, hidden_size]: the
+    hidden state of each of the T tokens under S partial plans. Attention sees the sequence's true context and the
+    state's own key, so a state is equal to that of a draft of one token (KnapSpec, section 4).
 
-    boundaries: [sublayers + 1, T, hidden_size], the target's states before the span and after each sublayer of it.
-    tokens: the row of each. next_tokens: [T], the target's most likely; None without a head.
+    boundaries: [sublayers + 1, T, hidden_size], the target's states before the span and after each of its sublayers.
+    tokens: the row of each token. next_tokens: [T], the target's most likely next tokens; None without a head.
     """
 
     def __init__(
@@ -71,7 +71,8 @@ class PlanSearch:
 
     @torch.inference_mode()
     def vary(self, sublayer: int, choice: Choice, states: Any) -> Tensor:
-        """What the choice changes is found out on the target's own states, and taken to be the same for these."""
+        """Add the change that the choice makes on the target's own states; it is assumed to be the same for
+        `states`."""
         if (sublayer, choice) not in self._changes:
             at = sublayer - self._runner.first_sublayer
             self._changes[sublayer, choice] = self.run(sublayer, choice, self._targets[at]) - self._targets[at + 1]
@@ -79,7 +80,7 @@ class PlanSearch:
 
     @torch.inference_mode()
     def similarity(self, sublayer: int, states: Any) -> NDArray[np.float64]:
-        """Mean cosine over the tokens, [S]."""
+        """Return the mean cosine with the target over the tokens, [S]."""
         target = self._targets[sublayer - self._runner.first_sublayer + 1]
         cosine = cosine_similarity(states.float(), target.float(), dim=-1)
         return cosine.mean(0).double().cpu().numpy()
@@ -90,7 +91,7 @@ class PlanSearch:
 
     @torch.inference_mode()
     def agreement(self, states: Any) -> Agreement:
-        """[S]. Only where the head is."""
+        """Return the agreement of each state with the target, [S]. Requires the head in this process."""
         assert self._next_tokens is not None
         num_tokens, num_states, size = states.shape
         drafted, sure = self._drafted(states.reshape(num_tokens * num_states, size))
@@ -101,21 +102,21 @@ class PlanSearch:
 
     @torch.inference_mode()
     def cosines(self) -> list[float]:
-        """Of the span's sublayers."""
+        """Return the cosines of the span's sublayers; see `TappedStates.cosines`."""
         states = self._targets[:, :, 0].float()
         cosines: list[float] = cosine_similarity(states[:-1], states[1:], dim=-1).mean(1).tolist()
         return cosines
 
     @torch.inference_mode()
     def feature(self) -> list[float]:
-        """Of the last span."""
+        """Return the feature vector; see `TappedStates.feature`. Requires the last span, which has the final norm."""
         norm = self._runner.parts.final_norm
         assert norm is not None
         vector: list[float] = norm(self._targets[-1, :, 0]).float().mean(0).tolist()
         return vector
 
     def _drafted(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """[N, hidden_size] -> the most likely tokens, int64 [N], and their probabilities, float64 [N]."""
+        """Return the most likely tokens, int64 [N], and their probabilities, float64 [N], of rows [N, hidden_size]."""
         tokens, sure = [], []
         for at in range(0, len(rows), _HEAD_ROWS):
             logits = self._runner.head(rows[None, at : at + _HEAD_ROWS]).float()

@@ -1,4 +1,4 @@
-"""Which pages a sequence shares with those before it: as many full pages from its beginning as hold the same tokens."""
+"""Find the pages that a sequence shares with earlier sequences: the longest prefix of full pages with equal tokens."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from rayspec.model.kv_arena import PAGE_SIZE
 
 
 class PrefixCache:
-    """Finds pages of a pool by what they hold.
+    """Finds pages of a pool by their tokens.
 
-    chunk_grid: prompts are cut at multiples of it, and what a page holds depends on the chunk that it came from, to the
-    bit. Whole chunks are then shared, and no part of one. Not `enabled`: nothing is ever found.
+    chunk_grid: prompts are cut at its multiples, and the bits in a page depend on the chunk that computed it. So only
+    whole chunks are shared. enabled: if False, no page is ever found.
     """
 
     def __init__(self, pool: PagePool, *, enabled: bool, chunk_grid: int | None) -> None:
@@ -24,23 +24,24 @@ class PrefixCache:
         self._in_work: dict[PageHash, SequenceState] = {}  # pages that a sequence is about to fill
 
     def find(self, sequence: SequenceState) -> list[int]:
-        """Pages with the sequence's first tokens. At least one token is left, which gives the next one's logits."""
+        """Return pages that hold the sequence's first tokens. At least one token remains to be computed, because its
+        logits give the next token."""
         pages = self._pool.find(self._hashes(sequence, _num_pages_before_last(sequence)))
         return pages[: self._num_usable(sequence, len(pages))]
 
     def is_in_work(self, sequence: SequenceState) -> bool:
-        """Another sequence is about to fill the page behind those that there are."""
+        """Return whether another sequence is filling the first page of this sequence that cannot be found yet."""
         hashes = self._hashes(sequence, _num_pages_before_last(sequence))
         num_found = len(self._pool.find(hashes))
         return num_found < len(hashes) and hashes[num_found] in self._in_work
 
     def begin(self, sequence: SequenceState) -> None:
-        """The sequence is about to fill the pages of its tokens."""
+        """Record that the sequence is about to fill the full pages of its tokens."""
         for one in self._hashes(sequence, sequence.num_tokens // PAGE_SIZE):
             self._in_work.setdefault(one, sequence)
 
     def register(self, sequence: SequenceState) -> None:
-        """The pages that it has filled may be found."""
+        """Let other sequences find the pages that this sequence has filled."""
         num_full = sequence.num_computed // PAGE_SIZE
         if num_full > sequence.table.num_hashed:
             for one in self._hashes(sequence, num_full)[sequence.table.num_hashed :]:
@@ -48,7 +49,7 @@ class PrefixCache:
                 self._give_up(sequence, one)
 
     def end(self, sequence: SequenceState) -> None:
-        """The sequence fills no more pages."""
+        """Record that the sequence fills no more pages."""
         for one in sequence.page_hashes:
             self._give_up(sequence, one)
 
@@ -57,20 +58,22 @@ class PrefixCache:
             del self._in_work[one]
 
     def _hashes(self, sequence: SequenceState, num_pages: int) -> list[PageHash]:
-        """Of its first pages, which have all their tokens."""
+        """Return the hashes of the first `num_pages` pages of the sequence, which must be full; [] if not enabled."""
         if not self._enabled:
             return []
         extend_hashes(sequence.page_hashes, sequence.token_ids, num_pages, partial(self._salt, sequence))
         return sequence.page_hashes[:num_pages]
 
     def _salt(self, sequence: SequenceState, end: int) -> bytes:
-        """On a grid, what a page of a prompt's last chunk, or of generated tokens, holds depends on the chunk."""
+        """Return the salt of the page that ends at `end`. With a grid, the bits of the prompt's last chunk and of
+        generated tokens depend on the prompt length, so the salt is that length."""
         if self._chunk_grid is None or end <= sequence.num_prompt_tokens // self._chunk_grid * self._chunk_grid:
             return b""
         return str(sequence.num_prompt_tokens).encode()
 
     def _num_usable(self, sequence: SequenceState, num_pages: int) -> int:
-        """On a grid the next chunk begins on a line of it; generated tokens come one by one."""
+        """Return how many of the found pages can be shared. With a grid, the next prompt chunk must begin at a multiple
+        of it; pages after the prompt can all be shared, because generated tokens come one by one."""
         if self._chunk_grid is None or num_pages * PAGE_SIZE >= sequence.num_prompt_tokens:
             return num_pages
         step = math.lcm(self._chunk_grid, PAGE_SIZE) // PAGE_SIZE

@@ -1,7 +1,7 @@
-"""From raw logits to what tokens are chosen by. Each operation runs once, over the rows of all sequences that need it.
+"""Process raw logits by the sampling parameters. Each operation runs once, over the rows of all sequences that need it.
 
 Parameters apply in vLLM's order, in float32: logit_bias, min_tokens; repetition, frequency and presence penalties;
-(greedy stops here); temperature; min_p; top-k; top-p. A forbidden token is -inf; something is always left.
+(greedy stops here); temperature; min_p; top-k; top-p. A forbidden token is -inf; each row keeps at least one token.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from rayspec.decode.noise import integers
 from rayspec.types import InvalidTokenError
 
 _LARGEST = torch.finfo(torch.float32).max
-_MAX_UNCOUNTED = 16  # tokens; the counts of a sequence are brought up to date when there are more
-_SHORTLISTS = (128, 2048)  # tokens that are sorted for top-p, before all are
+_MAX_UNCOUNTED = 16  # tokens; with more, `History.commit` adds them to the counts
+_SHORTLISTS = (128, 2048)  # how many tokens top-p sorts first, before it sorts all
 
 
 class History:
-    """A sequence's parameters, and the prompt and output that they look at. Tensors are on `device`.
+    """A sequence's sampling parameters, and the data of its prompt and output that they need. Tensors are on `device`.
 
     stops: EOS and stop tokens; those outside the vocabulary can never be generated and are ignored. Raises
     InvalidTokenError when `logit_bias` or, where a penalty has to count it, a token lies outside the vocabulary.
@@ -54,7 +54,7 @@ class History:
             self.uncounted: list[int] = []  # output tokens that are not in `counts` yet
 
     def commit(self, token_ids: Sequence[int]) -> None:
-        """Appends tokens to the output."""
+        """Append tokens to the output."""
         self.num_output_tokens += len(token_ids)
         if self.params.has_penalties:
             check_tokens("token_ids", token_ids, self.vocab_size)
@@ -65,14 +65,14 @@ class History:
                 self.uncounted = []
 
     def holds_back(self, num_before: int) -> bool:
-        """EOS and stop tokens are forbidden after so many more tokens."""
+        """Return whether `min_tokens` still forbids EOS and stop tokens after `num_before` more tokens."""
         return self.num_output_tokens + num_before < self.params.min_tokens and len(self.stops) > 0
 
 
 @dataclass(frozen=True, slots=True)
 class LogitRow:
-    """Row `at` of a packed logits tensor. before: what comes between the committed tokens and the row's; values matter
-    only where there are penalties."""
+    """Row `at` of a packed logits tensor. before: the tokens between the committed tokens and the row's token. Their
+    values matter only for penalties; otherwise only their number matters."""
 
     at: int
     history: History
@@ -84,12 +84,12 @@ class LogitRow:
 
 
 def process(scores: Tensor, rows: Sequence[LogitRow]) -> Tensor:
-    """`scores`, float32 [N, V], with these rows changed from raw logits to processed ones, in place; those that are
-    sampled are shifted so that the largest is 0.
+    """Change these rows of `scores`, float32 [N, V], from raw to processed logits in place, and return `scores`.
+    Sampled rows are shifted so that their largest score is 0.
 
-    Rows that were finite somewhere stay finite somewhere; a row that holds NaN or +inf becomes something, without an
-    error. One host synchronisation, where a row has top_p. Raises InvalidTokenError for a token in `before` that a
-    penalty cannot count.
+    A row with a finite score keeps at least one. The result for a row with NaN or +inf is undefined, but no error
+    occurs. If a row has top_p, the host synchronises once with the device. Raises InvalidTokenError for a token in
+    `before` that a penalty cannot count.
     """
     for is_needed, change in _CHANGES:
         changed = [row for row in rows if is_needed(row)]
@@ -105,7 +105,7 @@ def check_tokens(name: str, token_ids: Collection[int], vocab_size: int) -> None
         raise InvalidTokenError(f"{name} holds token {bad[0]}: give tokens from 0 to {vocab_size - 1}")
 
 
-_Change = Callable[[Tensor, Sequence[LogitRow]], None]  # of [n, V], in place
+_Change = Callable[[Tensor, Sequence[LogitRow]], None]  # changes scores [n, V] in place
 
 
 def _apply(change: _Change, scores: Tensor, rows: Sequence[LogitRow]) -> None:
@@ -125,7 +125,7 @@ def _add_biases(scores: Tensor, rows: Sequence[LogitRow]) -> None:
 
 
 def _hold_back_stops(scores: Tensor, rows: Sequence[LogitRow]) -> None:
-    """Except where nothing else is left."""
+    """Forbid EOS and stop tokens, except in rows that have no other token."""
     where = _joined([row.history.stops for row in rows])
     masked = scores.index_put(where, scores.new_tensor(-math.inf))
     nothing_left = masked.amax(1, keepdim=True) == -math.inf
@@ -133,8 +133,8 @@ def _hold_back_stops(scores: Tensor, rows: Sequence[LogitRow]) -> None:
 
 
 def _penalise(scores: Tensor, rows: Sequence[LogitRow]) -> None:
-    """Repetition as in CTRL (Keskar et al., 2019), over prompt and output; presence and frequency as OpenAI's, over the
-    output. Finite scores stay finite."""
+    """Apply the repetition penalty of CTRL (Keskar et al., 2019) over prompt and output, and OpenAI's presence and
+    frequency penalties over the output. Finite scores stay finite."""
     counts = _counts(rows)
     is_in_output = counts > 0
     is_repeated = torch.stack([row.history.is_in_prompt for row in rows]).logical_or_(is_in_output)
@@ -146,7 +146,7 @@ def _penalise(scores: Tensor, rows: Sequence[LogitRow]) -> None:
 
 
 def _counts(rows: Sequence[LogitRow]) -> Tensor:
-    """How often each token is in the output before each row: float32 [n, V]."""
+    """Count each token in the output before each row: float32 [n, V]."""
     counts = torch.stack([row.history.counts for row in rows])
     tokens = [[*row.history.uncounted, *row.before] for row in rows]
     flat = [token for each in tokens for token in each]
@@ -157,7 +157,7 @@ def _counts(rows: Sequence[LogitRow]) -> Tensor:
 
 
 def _scale(scores: Tensor, rows: Sequence[LogitRow]) -> None:
-    """Shifted to a maximum of 0 before the division, so that no temperature overflows."""
+    """Divide by the temperature, after a shift to a maximum of 0 so that no temperature causes an overflow."""
     scores.sub_(scores.amax(1, keepdim=True)).div_(_column([row.params.temperature for row in rows], scores))
 
 
@@ -166,7 +166,7 @@ def _cut_to_min_p(scores: Tensor, rows: Sequence[LogitRow]) -> None:
 
 
 def _cut_to_top_k(scores: Tensor, rows: Sequence[LogitRow]) -> None:
-    """Ties at the k-th place all stay, as in vLLM and transformers."""
+    """Keep the top k scores and all ties with the k-th, as vLLM and transformers do."""
     counts = [row.params.top_k for row in rows]
     last = integers(counts, scores.device).unsqueeze(1) - 1
     weakest = scores.topk(max(counts), dim=1).values.gather(1, last)
@@ -180,11 +180,11 @@ def _cut_to_top_p(scores: Tensor, rows: Sequence[LogitRow]) -> None:
 
 
 def _nucleus(scores: Tensor, top_p: Tensor, total: Tensor, shortlists: Sequence[int]) -> Tensor:
-    """Scores [n, V] without those beyond top_p. Of ties at its edge the lowest ids stay: the cut is the same on every
-    device.
+    """Return scores [n, V] with -inf beyond top_p. Of ties at the edge the lowest ids stay, so the cut is the same on
+    every device.
 
-    top_p, and total, the sum of the scores' exponentials: float64 [n, 1]. Only the best tokens are sorted, as
-    many as the first of `shortlists` says; and more in the rows where these do not reach top_p.
+    top_p, and total, the sum of the scores' exponentials: float64 [n, 1]. The first number in `shortlists` says how
+    many of the best tokens are sorted. Rows whose sorted tokens do not reach top_p are repeated with the next number.
     """
     num_ranked, *longer = *shortlists, scores.shape[1]
     ranked, order = _ranked(scores, num_ranked)
@@ -202,8 +202,8 @@ def _nucleus(scores: Tensor, top_p: Tensor, total: Tensor, shortlists: Sequence[
 
 
 def _ranked(scores: Tensor, num_ranked: int) -> tuple[Tensor, Tensor]:
-    """The best scores and their tokens, [n, num_ranked], best first and of equals the lowest id. Not all equals of the
-    last one need be there."""
+    """Return the best scores and their tokens, [n, num_ranked], best first and lowest id first among ties. Some ties
+    with the last score may be missing."""
     if num_ranked >= scores.shape[1]:
         return scores.sort(dim=1, descending=True, stable=True)
     tokens = scores.topk(num_ranked, dim=1, sorted=False).indices.sort(dim=1).values
@@ -223,12 +223,12 @@ _CHANGES: Sequence[tuple[Callable[[LogitRow], bool], _Change]] = (
 
 
 def _column(values: Sequence[float], like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """[n, 1], on the device of `like`, without waiting for it."""
+    """Return `values` as a tensor [n, 1] on the device of `like`, without waiting for the device."""
     return torch.tensor(values, dtype=dtype).unsqueeze(1).to(like.device, non_blocking=True)
 
 
 def _joined(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Of every element of the parts the number of its part, and the element."""
+    """Return the part number of every element of the parts, and the concatenated elements."""
     joined = torch.cat(list(parts))
     lengths = integers([len(part) for part in parts], joined.device)
     owners = torch.arange(len(parts), device=joined.device)

@@ -1,4 +1,4 @@
-"""Measures the LatencyModel of this model on this device, through the very forward that will run."""
+"""Measure the latency model of a model on a device, with the same forward that decoding uses."""
 
 from __future__ import annotations
 
@@ -40,20 +40,22 @@ logger = logging.getLogger(__name__)
 
 ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = (32, 1024, 4096)
-BATCHES = (8, 4, 2)  # sequences: the first number that the arena can hold
+BATCHES = (8, 4, 2)  # numbers of sequences: the first number that the arena can hold is measured
 _WIDE_ROWS = (1, 8, 32)
-_ROWS_EACH = (1, 4)  # of a sequence, where there are several
+_ROWS_EACH = (1, 4)  # rows per sequence in a batch of several sequences
 _NUM_REPEATS = 6
-# More than a last-level cache holds of one core complex; and a pause as between two passes of a stage.
+# More bytes than the last-level cache of one core complex holds; and a pause like that between two passes of a stage.
 _CACHE_BYTES, _PAUSE_S = 64 * 2**20, 0.005
 
 
 def load_or_measure(
     runner: Runner, folder: str | None, *, offloaded: OffloadedWeights | None = None, remeasure: bool = False
 ) -> LatencyModel:
-    """The model saved for exactly this model, dtype, device, threads and versions. Where there is none, or with
-    `remeasure`, it is measured and saved; also where the arena has room for longer contexts or more sequences than
-    were measured."""
+    """Load the latency model that was saved for exactly this model, dtype, device, threads and versions.
+
+    Measure and save it if none is saved, with `remeasure`, or if the arena can hold longer contexts or more sequences
+    than the saved model covers.
+    """
     key = profile_key(runner) | {"offloaded": list(offloaded.sublayers) if offloaded else []}
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     path = Path(folder or _user_cache()) / f"latency-{name}.json"
@@ -71,8 +73,8 @@ def load_or_measure(
 
 @contextmanager
 def _one_process_at_a_time(path: Path) -> Iterator[None]:
-    """For a block that makes a file. Replicas of one machine begin together: one of them measures, undisturbed, and the
-    others wait for its profile."""
+    """Hold a file lock for `path` during the block, unless the folder is not writable. Replicas of one machine start
+    together: one replica measures undisturbed, and the others wait for its profile."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = path.with_suffix(".lock").open("w")
@@ -85,7 +87,7 @@ def _one_process_at_a_time(path: Path) -> Iterator[None]:
 
 
 def _saved(path: Path, key: dict[str, Any], num_slots: int) -> LatencyModel | None:
-    """The model that was saved, if it is of this key and covers a KV cache of so many slots."""
+    """Return the saved model if it has this key and covers a KV cache of `num_slots` slots; otherwise None."""
     try:
         saved = LatencyModel.load(path, key)
     except OSError:
@@ -100,7 +102,7 @@ def _saved(path: Path, key: dict[str, Any], num_slots: int) -> LatencyModel | No
 
 
 def profile_key(runner: Runner) -> dict[str, Any]:
-    """Whatever changes what a forward costs. A profile with another key is not used."""
+    """Return everything that changes the cost of a forward. A profile with another key is not used."""
     device = runner.device
     config = {k: v for k, v in runner.parts.config.to_dict().items() if not k.startswith("_")}
     return {
@@ -123,7 +125,7 @@ def measure(
     offloaded: OffloadedWeights | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> LatencyModel:
-    """The latency model of a whole model on this device; see `measurements`."""
+    """Measure the latency model of a whole model on this device; see `measurements`."""
     found = measurements(runner, offloaded, clock=clock)
     transfer_s = offloaded.transfer_seconds(clock) if offloaded else None
     return LatencyModel.fit(found, runner.parts.curve_names, transfer_s=transfer_s)
@@ -136,22 +138,23 @@ def measurements(
     device: str = "",
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Measurement]:
-    """Time each kind of sublayer over rows, context and batch, the head, where it is here, over rows, and a forward's
-    fixed cost; on a CPU also what a pause costs it, in which others had the caches. device: the name the measurements
-    are to carry.
+    """Time each kind of sublayer over rows, context and batch, the head over rows if this process has it, and the fixed
+    cost of a forward. On a CPU, also time how much a pause in which other work fills the caches slows a forward.
 
-    All sublayers of a kind run one after another, with those of the others between two repeats, so that their weights
-    come from where they come from in use; fetching weights that are elsewhere is not timed. Uses the arena, which must
-    hold no sequences.
+    All sublayers of a kind run one after another, and the other kinds run between two repeats. So weights come from the
+    same caches or memory as in use. The transfer of offloaded weights is not timed. The arena must hold no sequences;
+    it is overwritten. device: device name to store in the measurements.
     """
     with torch.inference_mode(), offloaded.without_transfers() if offloaded else nullcontext():
         return _measurements(runner, device, clock)
 
 
 def _measurements(runner: Runner, device: str, clock: Callable[[], float]) -> list[Measurement]:
-    """In several passes over all of it, of which the first warms up. A machine has slow seconds, in which all repeats
-    of one work would be slow; and between two of them the other sublayers run, so that weights are no nearer than in
-    use. The median counts: passes are so far apart that the fastest of each work would be of other moments."""
+    """Time every work item once per pass, over several passes after a warm-up pass, and use each item's median.
+
+    If the repeats of an item followed one another, a slow second of the machine would slow them all, and the weights
+    would stay in the caches. The fastest runs of two items may come from different moments, so the median is used.
+    """
     _fill(runner.arena)
     works = list(_works(runner, device))
     times = [[_timed(work, runner.device, clock) for _, work in works] for _ in range(1 + _NUM_REPEATS)][1:]
@@ -171,15 +174,16 @@ def _measurements(runner: Runner, device: str, clock: Callable[[], float]) -> li
 
 
 def _fill(arena: KVArena) -> None:
-    """Random keys and values wherever works look. An arena that was never written to may be a single page of zeros in
-    the eyes of the system, which is always in the cache."""
+    """Write random keys and values to all slots that timed runs read. The system may map an arena that was never
+    written to a single page of zeros, which is always in the cache."""
     num_slots = max(batch * whole_pages(context + rows // batch) for rows, context, batch in _grid(arena.num_slots))
     for tensor in (*arena.keys.values(), *arena.values.values()):
         tensor[:, :num_slots].normal_(generator=torch.Generator(tensor.device).manual_seed(0))
 
 
 def _works(runner: Runner, device: str) -> Iterator[tuple[Measurement, Callable[[], object]]]:
-    """What is to be timed, and as what; in the place of its seconds, how many of these a run is."""
+    """Yield each measurement and the function to time for it. `seconds` holds a divisor: the sublayers that one run of
+    the function times, or 1."""
     names, cells = runner.parts.curve_names, _grid(runner.arena.num_slots)
     shortest = _shortest(cells)
     for rows, context, batch_size in cells:
@@ -210,8 +214,9 @@ def _works(runner: Runner, device: str) -> Iterator[tuple[Measurement, Callable[
 
 
 def _must_be_timed(name: str, choice: Choice, rows: int, context: int, batch: int, *, short_context: int) -> bool:
-    """Drafts have one row a sequence. What reads no context takes the same with any; what a copy of the weights saves
-    does not depend on the context and the keys, see `_composed`."""
+    """Return False if a draft never runs the cell or if its time follows from other cells. Drafts have one row per
+    sequence. Without context reads, the time is the same for any context. The time that a copy of the weights saves
+    does not depend on context or keys, see `_composed`."""
     if choice == FULL:
         return Curve.reads_context(name) or (context == short_context and batch == 1)
     few_keys, copied = keys_of(choice) != "all", weights_of(choice) != FULL
@@ -221,8 +226,8 @@ def _must_be_timed(name: str, choice: Choice, rows: int, context: int, batch: in
 def _composed(
     found: Sequence[Measurement], name: str, ways: Sequence[Choice], shortest: Mapping[int, int]
 ) -> Iterator[Measurement]:
-    """Attention by a copy of its weights, over the contexts and keys with which only that with the full weights was
-    timed: these seconds, and by how many the copy differs with a short context."""
+    """Yield estimates for attention with a copy of its weights, for contexts and keys that were timed only with the
+    full weights: the full-weight seconds plus the copy's difference from the full weights at the short context."""
     seconds = {(one.kind, one.rows, one.context, one.batch): one.seconds for one in found}
     for choice in ways:
         if weights_of(choice) == FULL or not Curve.reads_context(name):
@@ -240,15 +245,15 @@ def _composed(
 
 
 def _note_pages(runner: Runner, spans: Sequence[RowSpan]) -> None:
-    """So that drafts which read few pages find as many as in use: rows that end where the spans begin, and begin a
-    page."""
+    """Run two rows that end where each span begins, and that begin a page, so that they note the pages to read. Drafts
+    that read few pages then read as many as in use."""
     if runner.arena.looked_at is not None and spans[0].context >= PAGE_SIZE:
         before = [RowSpan(span.runs, span.context - 1, 2) for span in spans]
         runner.run(runner.batch(before, scores_pages=True), _random_states(runner, 2 * len(spans)))
 
 
 def _wake_seconds(runner: Runner, clock: Callable[[], float]) -> float:
-    """Of one row through all sublayers, after a pause and with cold caches, beyond what it takes without."""
+    """Return the extra seconds of one row through all sublayers after a pause and with cold caches."""
     batch, hidden, others = (
         runner.batch([RowSpan(one_run(0, 1), 0, 1)]),
         _random_states(runner, 1),
@@ -268,14 +273,14 @@ def _wake_seconds(runner: Runner, clock: Callable[[], float]) -> float:
 
 
 def _random_states(runner: Runner, rows: int) -> torch.Tensor:
-    """[1, rows, hidden_size]. Rows differ, so that experts are chosen as in use."""
+    """Return random states, [1, rows, hidden_size]. Rows differ, so that experts are chosen as in use."""
     generator = torch.Generator().manual_seed(0)
     size = runner.parts.config.get_text_config().hidden_size
     return torch.randn(1, rows, size, generator=generator).to(runner.device, runner.parts.dtype)
 
 
 def _grid(num_slots: int) -> list[tuple[int, int, int]]:
-    """(rows, context, sequences) to be measured; what the arena cannot hold is left out."""
+    """Return the cells (rows, context, sequences) to measure, without those that the arena cannot hold."""
     short, *others = _contexts(num_slots, num_beside=max(_WIDE_ROWS))
     cells = [(rows, short, 1) for rows in ROW_COUNTS] + [(rows, far, 1) for far in others for rows in _WIDE_ROWS]
     cells = [(rows, context, 1) for rows, context, _ in cells if context + rows <= num_slots]
@@ -283,12 +288,12 @@ def _grid(num_slots: int) -> list[tuple[int, int, int]]:
 
 
 def _shortest(cells: Sequence[tuple[int, int, int]]) -> dict[int, int]:
-    """The shortest context for each number of sequences."""
+    """Return the shortest context for each number of sequences."""
     return {batch: min(context for _, context, other in cells if other == batch) for _, _, batch in cells}
 
 
 def _batches(num_slots: int, short: int) -> list[tuple[int, int, int]]:
-    """Cells of several sequences."""
+    """Return the cells (rows, context, sequences) with several sequences."""
     holds = [count for count in BATCHES if count * whole_pages(short + max(_ROWS_EACH)) <= num_slots]
     contexts = (
         _contexts(num_slots // holds[0] // PAGE_SIZE * PAGE_SIZE, num_beside=max(_ROWS_EACH))[:2] if holds else []
@@ -297,8 +302,8 @@ def _batches(num_slots: int, short: int) -> list[tuple[int, int, int]]:
 
 
 def _contexts(num_slots: int, *, num_beside: int) -> list[int]:
-    """The short one, and longer ones. Those that a sequence of `num_slots` cannot hold are as long as it can, so that
-    nothing has to be told from short ones that is used with long ones."""
+    """Return the short context and longer contexts. A context that does not fit into `num_slots` becomes the longest
+    that fits, so that costs of long contexts are not extrapolated from the short context."""
     short, longest = min(CONTEXTS[0], num_slots // 2), num_slots - num_beside
     return [short, *sorted({min(context, longest) for context in CONTEXTS[1:] if longest > 2 * short})]
 
@@ -310,7 +315,7 @@ def _nothing() -> None:
 def _seconds(
     work: Callable[[], object], device: torch.device, clock: Callable[[], float], before: Callable[[], None]
 ) -> float:
-    """The fastest of a few runs after one that warms up: what disturbs a run only ever makes it slower."""
+    """Return the time of the fastest run after a warm-up run; disturbances only make a run slower."""
     times = []
     for _ in range(1 + _NUM_REPEATS):
         before()

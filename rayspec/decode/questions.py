@@ -1,4 +1,7 @@
-"""What can be asked of recently tapped tokens: which drafts would have been right, and what the target's states are."""
+"""Questions about recently tapped tokens: which drafts would have been right, and what the target's states are.
+
+A tap is a token's hidden states at all sublayer boundaries.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,13 @@ from numpy.typing import NDArray
 from rayspec.choices import SKIP, Choice, Choices
 from rayspec.planning.knapsack import Expansion, follow, solve
 
-_SUBLAYERS = 2  # of a layer
+_SUBLAYERS = 2  # sublayers per layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knapsack:
-    """Which drafts are most similar to the target: `knapsack.solve`'s arguments. also: drafts that are tried in any
-    case. Answered by Found."""
+    """Asks which drafts are most similar to the target. The fields are arguments of `knapsack.solve`. also: further
+    drafts to try in any case. Answered by Found."""
 
     num_tokens: int
     savings: Sequence[Mapping[Choice, int]]
@@ -31,8 +34,8 @@ class Knapsack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKnapsack:
-    """For each number of whole layers up to `num_skipped`, the most similar draft that skips so many: the recurrence of
-    CLaSp, exactly. Answered by Found, from the draft that skips nothing on."""
+    """Asks for the most similar draft that skips n whole layers, for each n up to `num_skipped`: exactly the recurrence
+    of CLaSp. Answered by Found, whose first draft skips nothing."""
 
     num_tokens: int
     num_skipped: int
@@ -40,7 +43,7 @@ class LayerKnapsack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """How drafts by these choices of the sublayers would have done. Answered by Found, in the order of `patterns`."""
+    """Asks how drafts with these sublayer choices would have done. Answered by Found, in the order of `patterns`."""
 
     num_tokens: int
     patterns: Sequence[Choices]
@@ -48,23 +51,24 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cosine:
-    """The cosine of the target's states before and after each sublayer. Answered by Cosines."""
+    """Asks for the cosine between the target's states before and after each sublayer. Answered by Cosines."""
 
     num_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feature:
-    """What the tokens are about: the mean of the target's last states. Answered by Features."""
+    """Asks for a vector that describes the text: the mean of the target's last states. Answered by Features."""
 
     num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class FoundDraft:
-    """A draft of one token after each tapped one. similarity: mean cosine of its last states to the target's.
-    num_agreed: tokens after which its most likely token is the target's; confidence: its mean top-1 probability where
-    it is, missed_confidence: where it is not; None if there are no such tokens."""
+    """A draft of one token after each tapped token. similarity: mean cosine between its last states and the target's.
+    num_agreed: number of tapped tokens after which its most likely token equals the target's. confidence: its mean
+    top-1 probability after these tokens; missed_confidence: after the other tokens; None if there are no such
+    tokens."""
 
     choices: tuple[Choice, ...]
     similarity: float
@@ -75,7 +79,7 @@ class FoundDraft:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Drafts over `num_tokens` tokens, and the seconds it took to find out."""
+    """Drafts judged on `num_tokens` tapped tokens. seconds: time that the answer took."""
 
     drafts: Sequence[FoundDraft]
     num_tokens: int
@@ -84,7 +88,8 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Cosines:
-    """cosines: of the target's states before and after each sublayer, the mean over the tokens."""
+    """cosines: for each sublayer, the cosine between the target's states before and after it, a mean over the
+    tokens."""
 
     cosines: Sequence[float]
     seconds: float
@@ -104,8 +109,9 @@ Answer: TypeAlias = Found | Cosines | Features
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """After how many of the `num_tokens` tapped tokens a state's most likely next one is the target's, and the sums of
-    its top-1 probabilities after those, and after the others; [num_states] each."""
+    """Agreement of draft states with the target, [num_states] each. num_agreed: number of the `num_tokens` tapped
+    tokens after which the most likely next token equals the target's. confidence, missed_confidence: sum of the state's
+    top-1 probabilities after these tokens, and after the others."""
 
     num_tokens: int
     num_agreed: NDArray[np.int64]
@@ -114,22 +120,23 @@ class Agreement:
 
 
 class TappedStates(Expansion, Protocol):
-    """Tapped tokens that can be asked, wherever their states are. One state is the hidden states of them all."""
+    """The states of tapped tokens, on one process or on several. One state is the hidden states of all tokens."""
 
     def agreement(self, states: Any) -> Agreement:
-        """Of each terminal state, [num_states]."""
+        """Return the agreement of each terminal state with the target, [num_states]."""
 
     def cosines(self) -> Sequence[float]:
-        """Of each sublayer, the mean cosine of the target's states before and after it."""
+        """Return, for each sublayer, the mean cosine between the target's states before and after it."""
 
     def feature(self) -> Sequence[float]:
-        """[hidden_size]: mean of the target's states after the final norm."""
+        """Return the mean of the target's states after the final norm, [hidden_size]."""
 
 
 def answer(question: Question, tapped: TappedStates, *, num_sublayers: int, started: float) -> Answer:
-    """tapped: the states of `question.num_tokens` tokens. started: when the asking began, by `time.perf_counter`.
+    """Answer a question. tapped: the states of `question.num_tokens` tokens. started: start time by
+    `time.perf_counter`.
 
-    Raises ValueError for a question about other sublayers than the model's.
+    Raises ValueError if the question does not match the model's sublayers.
     """
     match question:
         case Cosine():
@@ -186,7 +193,7 @@ def _tried(question: Trial, tapped: TappedStates, num_sublayers: int) -> list[Fo
 
 
 def _judged(patterns: Sequence[Choices], similarity: Sequence[float], agreement: Agreement) -> list[FoundDraft]:
-    """Of terminal states, by index: all as many as `patterns`."""
+    """Return a FoundDraft for each terminal state. All arguments have one item per pattern."""
     num_others = agreement.num_tokens - agreement.num_agreed
     return [
         FoundDraft(
@@ -205,7 +212,7 @@ def _mean(total: float, count: int) -> float | None:
 
 
 class _Layers:
-    """`Expansion` whose items are whole layers."""
+    """An `Expansion` with whole layers as its items, instead of sublayers."""
 
     def __init__(self, tapped: TappedStates) -> None:
         self._tapped = tapped

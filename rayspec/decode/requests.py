@@ -1,4 +1,4 @@
-"""The requests in work: the sequences that they become, and their outputs."""
+"""Unfinished requests, their sequences, and their outputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SEED_STRIDE = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """What the engine must know of the model's tokens."""
+    """The properties of the model's tokens that the engine needs."""
 
     size: int
     eos_token_ids: tuple[int, ...]
@@ -29,7 +29,7 @@ class Vocabulary:
 
 @dataclass(slots=True)
 class LiveRequest:
-    """A request in work and its sequences (params.n of them)."""
+    """An unfinished request and its sequences; there are `params.n` of them."""
 
     request: Request
     prompt_token_ids: list[int]
@@ -41,9 +41,9 @@ class LiveRequest:
 
 
 class Requests:
-    """Requests from admission to their last output, by id.
+    """Requests by id, from admission to their last output.
 
-    fits: whether the KV cache can hold a sequence to its end.
+    fits: says whether the KV cache can hold a sequence to its end.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class Requests:
         return list(self._live)
 
     def admit(self, request: Request) -> LiveRequest:
-        """The request with its sequences, for `add`. Raises RequestError: the id is in use, or the prompt is none,
-        empty, too long, or has foreign tokens."""
+        """Create the request's sequences and return them for `add`. Raises RequestError if the id is in use, if the
+        prompt is invalid, empty, too long or has foreign tokens, or if the KV cache is too small."""
         if request.request_id in self:
             raise RequestError(f"request id {request.request_id!r} is in use: give each request its own")
         token_ids = admitted_tokens(
@@ -94,7 +94,7 @@ class Requests:
         self._live[live.request.request_id] = live
 
     def outputs(self) -> list[UnreadOutput]:
-        """Of the requests that are finished, which are forgotten, and of those that stream what is new."""
+        """Return and forget the finished requests, and return the new output of streaming requests."""
         outputs = []
         for live in list(self._live.values()):
             if live.finished:
@@ -104,7 +104,7 @@ class Requests:
         return outputs
 
     def finish(self, live: LiveRequest) -> UnreadOutput:
-        """The last output. The request is forgotten."""
+        """Return the last output of the request and forget the request."""
         del self._live[live.request.request_id]
         streams = live.request.stream
         return self._output(live, _new_outputs(live) if streams else [one.output() for one in live.sequences])
@@ -125,7 +125,7 @@ class Requests:
         return replace(output, outputs=[self._with_texts(one.read()) for one in completions])
 
     def _with_texts(self, output: CompletionOutput) -> CompletionOutput:
-        """Its log-probabilities with the texts of their tokens."""
+        """Return the completion with the text of each token in its log-probabilities."""
         texts = self._texts
         if texts is None or output.logprobs is None:
             return output
@@ -164,7 +164,7 @@ def _new_outputs(live: LiveRequest) -> list[UnreadCompletion]:
 
 
 def _signed(seed: int) -> int:
-    """Wrapped into the signed 64-bit range."""
+    """Wrap a seed into the signed 64-bit range."""
     return (seed + 2**63) % 2**64 - 2**63
 
 

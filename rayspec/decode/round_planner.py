@@ -1,4 +1,4 @@
-"""What the rounds of an engine are to do: the selector is asked, and told the outcome."""
+"""Plan the rounds of an engine by asking the selector, and report their outcome to it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ _MAX_PLAN_RECORDS = 1024
 
 @dataclass(frozen=True, slots=True)
 class PlannedRound:
-    """A round, the state that its plan was chosen for, and when that began, in seconds of the planner's clock."""
+    """A round and the batch state that its plan was chosen for. started: when planning began, in seconds of the
+    planner's clock."""
 
     work: Round
     sequences: Sequence[SequenceState]
@@ -34,7 +35,7 @@ class PlannedRound:
 
 
 class RoundPlanner:
-    """A selector, the tokens that are tapped for it, and the search among them that is under way."""
+    """Connects the selector to the engine. Keeps the log of tapped tokens and the plan search under way over them."""
 
     def __init__(
         self,
@@ -55,10 +56,10 @@ class RoundPlanner:
         self._stats = stats
         self._clock = clock
         self._searching: Future[Answer] | None = None
-        self._searched_s = 0.0  # that no round was charged with yet
+        self._searched_s = 0.0  # seconds of searches that are not yet in the statistics
 
     def plan(self, work_id: int, sequences: Sequence[SequenceState], chunks: Sequence[Chunk] = ()) -> PlannedRound:
-        """chunks: to be prefilled in the round."""
+        """Plan a round for the sequences. chunks: prompt chunks to prefill in the round."""
         started = self._clock()
         state = self._batch_state(sequences)
         plan = self.selector.plan(state)
@@ -75,7 +76,8 @@ class RoundPlanner:
         return PlannedRound(work, sequences, state, started)
 
     def learn(self, planned: PlannedRound, result: RoundResult, num_tokens: int) -> None:
-        """A round has ended and `num_tokens` were committed. How long a round took is not known if it had chunks."""
+        """Log the taps of a finished round, and tell the selector its result. num_tokens: number of committed tokens.
+        The selector learns nothing from a round with chunks, because the round's own time is then unknown."""
         self.taps.add(planned.work.taps)
         for sequence in planned.sequences:
             if sequence.finished:
@@ -97,7 +99,7 @@ class RoundPlanner:
         self._stats.gate_reason = self.selector.gate_reason
 
     def forget(self, sequence: SequenceState) -> None:
-        """The sequence leaves its place in the KV cache."""
+        """Drop the sequence's taps and cancel the search, because the sequence leaves its place in the KV cache."""
         self.taps.drop(sequence.sequence_id)
         self.cancel_search()
 
@@ -110,7 +112,8 @@ class RoundPlanner:
             self._searching.cancel()
 
     def _search(self, question: Question, sequence_id: str | None = None) -> Future[Answer] | None:
-        """Over the tokens tapped last, of sequences that may not move until it is done."""
+        """Search over the last tapped tokens; None if they are too few. Their sequences must keep their places in the
+        KV cache until the search is done."""
         tokens = [token for token in self.taps.tokens if sequence_id in (None, token.sequence_id)]
         if len(tokens) < question.num_tokens:
             return None

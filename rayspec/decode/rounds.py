@@ -1,7 +1,7 @@
-"""What the stages are asked to do, and how it goes: a script of passes, told once for one process and for many.
+"""The work that the engine gives to the stages, and its script of passes, the same for one process and for many.
 
-A script yields the passes it needs and is sent the hidden states before the head. `LocalStages` runs them on the spot;
-in a pipeline the stage with the head keeps the script and the passes travel.
+A script yields the passes that it needs and receives the hidden states before the head. `LocalStages` runs each pass
+directly. In a pipeline the stage with the head runs the script, and the passes travel through the stages.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rayspec.types import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefill:
-    """Run chunks; for each that samples, choose the token after it."""
+    """Prefill chunks, and choose the token after each chunk with `sample`."""
 
     id: int
     chunks: Sequence[Chunk]
@@ -45,8 +45,9 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """Draft, verify, accept, for some sequences at once. The newest tokens of the first `num_taps` entries are tapped:
-    they are committed whatever comes of the draft. chunks: are prefilled in the pass that verifies."""
+    """Draft, verify and accept for several sequences at once. chunks: prompt chunks to prefill in the verify pass.
+    num_taps: how many entries, from the first, have their newest token tapped. That token is committed regardless of
+    the draft. A tap is a token's hidden states at all sublayer boundaries."""
 
     id: int
     entries: Sequence[RoundEntry]
@@ -57,8 +58,8 @@ class Round:
 
     @property
     def save_at(self) -> int:
-        """The draft's rows before the first skipped sublayer are the verify's, which need not run them there again;
-        except for taps, which need those states too."""
+        """Sublayer before which the draft's states are saved, so that the verify does not compute them again; 0 saves
+        nothing. With taps nothing is saved, because taps need those states too."""
         return 0 if self.num_taps else self.plan.prefix
 
     @property
@@ -68,19 +69,20 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class PrefillResult:
-    """By chunk: the token after it, or None where it does not sample."""
+    """committed: for each chunk, the token after it, or None if the chunk does not sample."""
 
     committed: Sequence[Committed | None]
 
 
 @dataclass(frozen=True, slots=True)
 class RoundResult:
-    """What a round did, by entry. draft_s, verify_s: seconds of the device.
+    """The result of a round. Lists have an item per entry unless noted. draft_s, verify_s: seconds on the device.
 
-    paths: the rows of the accepted tokens, where row 0 is the newest token's, of drafts of which a branch was accepted:
-    its keys and values do not lie where their positions are. probed: the likeliest token after each probe. queued_s:
-    how long the device was still busy with the work before, a piece of a prompt, when the host began the round.
-    prefilled: by chunk, as in PrefillResult; prefill_s: the chunks' share of the pass that verifies, by rows.
+    paths: rows of the accepted tokens, where row 0 is the newest token's row; empty unless a branch was accepted, whose
+    keys and values then lie in other places than their positions. probed: the target's likeliest token after each
+    probe, see `RoundEntry`. queued_s: seconds for which the device was still busy with earlier work, such as a prompt
+    chunk, when the host began the round. prefilled: an item per chunk, as in PrefillResult. prefill_s: the chunks'
+    share of the verify pass, by rows.
     """
 
     committed: Sequence[Committed]
@@ -101,7 +103,8 @@ Result: TypeAlias = PrefillResult | RoundResult
 
 
 def first_pass(work: Work) -> Pass:
-    """The first pass of the work's script. It depends on the work alone: the first stage can begin without the head."""
+    """Return the first pass of the work's script. It depends only on the work, so the first stage need not wait for the
+    head."""
     if isinstance(work, Prefill):
         return _prefill_pass(work)
     active = drafting_entries(work.entries)
@@ -112,7 +115,7 @@ def first_pass(work: Work) -> Pass:
 
 
 def script(work: Work, head: Head, stopwatch: Stopwatch) -> Generator[Pass, Tensor, Result]:
-    """Yields passes, is sent [1, N, hidden_size] of each, returns the result."""
+    """Yield passes, receive the states [1, N, hidden_size] of each pass, and return the result."""
     if isinstance(work, Prefill):
         return _prefill(work, head)
     return _round(work, head, stopwatch)
@@ -126,13 +129,13 @@ def _prefill(work: Prefill, head: Head) -> Generator[Pass, Tensor, PrefillResult
 
 
 def _last_rows(chunks: Sequence[Chunk], first: int) -> list[int]:
-    """Of the chunks that sample, which lie side by side from row `first` on."""
+    """Return the last row of each chunk that samples; all chunks are contiguous from row `first` on."""
     ends = itertools.accumulate((chunk.rows.num_rows for chunk in chunks), initial=first)
     return [end - 1 for end, chunk in zip(itertools.islice(ends, 1, None), chunks, strict=True) if chunk.sample]
 
 
 def _chosen(head: Head, chunks: Sequence[Chunk], logits: Tensor) -> list[Committed | None]:
-    """The token after each chunk that samples. logits: of their last rows."""
+    """Choose and commit the token after each chunk that samples. logits: one row for each of these chunks."""
     sampling = [chunk for chunk in chunks if chunk.sample]
     if not sampling:
         return [None] * len(chunks)
@@ -154,7 +157,7 @@ def _round(work: Round, head: Head, stopwatch: Stopwatch) -> Generator[Pass, Ten
     draft_logits = [torch.stack(logits) if logits else None for logits in drafted.logits]
     verdicts = head.accept(logits, rows, draft_logits)
     if len(logits) > len(work.entries) and not all(verdict.is_finite for verdict in verdicts):
-        # A drafted token may have done it, and its row spoils the others of its sequence: verify without drafts.
+        # A drafted token may be the cause, and its row spoils the other rows of its sequence: verify without drafts.
         entries = [replace(entry, max_draft_tokens=0, looked_up=(), parents=(), num_probes=0) for entry in work.entries]
         return (yield from _round(replace(work, entries=entries, num_taps=0), head, stopwatch))
     head.note_taps(verify.taps, logits)
@@ -178,7 +181,7 @@ def _round(work: Round, head: Head, stopwatch: Stopwatch) -> Generator[Pass, Ten
 
 
 def _logits(head: Head, work: Round, verify: Pass) -> Generator[Pass, Tensor, tuple[Tensor, Tensor]]:
-    """Of all rows that verify, and of the last rows of the chunks behind them."""
+    """Run the verify pass. Return the logits of all verify rows, and of the last rows of the chunks that sample."""
     hidden = yield verify
     if not work.chunks:
         logits = head.logits(hidden)
@@ -190,7 +193,8 @@ def _logits(head: Head, work: Round, verify: Pass) -> Generator[Pass, Tensor, tu
 
 
 def _probed(logits: Tensor, rows: Sequence[Rows], entries: Sequence[RoundEntry]) -> list[list[int]]:
-    """The target's likeliest token after each entry's probes, which come behind its draft."""
+    """Return, for each entry, the target's likeliest token after each probe. The probes' rows follow the draft's
+    rows."""
     if not any(entry.num_probes for entry in entries):
         return [[] for _ in entries]
     pairs = list(zip(rows, entries, strict=True))
@@ -209,8 +213,8 @@ def _prefill_pass(work: Prefill) -> Pass:
 
 
 def _verify_pass(work: Round, drafts: Sequence[Draft], owners: Sequence[int]) -> Pass:
-    """All sublayers over every entry's newest token and drafts, and behind them the chunks. Of saved rows, the i-th one
-    of an entry is its i-th row here; they are merged where the others have come as far."""
+    """Return the pass that runs all sublayers over every entry's newest token, draft and probes, then over the chunks.
+    The i-th saved row of an entry is the entry's i-th row here; saved rows join the others at `work.save_at`."""
     pairs = list(zip(work.entries, drafts, strict=True))
     tokens = [[entry.last_token, *one.token_ids, *_probes(entry)] for entry, one in pairs]
     parents = [_parents(entry, one) for entry, one in pairs]
@@ -253,13 +257,14 @@ def _probes(entry: RoundEntry) -> Sequence[int]:
 
 
 def _parents(entry: RoundEntry, drafted: Draft) -> tuple[int, ...]:
-    """Of each row of the verify. Empty for a chain."""
+    """Return the parent of each verify row of the entry; empty for a chain."""
     probes = entry.parents[len(entry.looked_up) - entry.num_probes :]
     return (-1, *drafted.parents, *probes) if drafted.parents or probes else ()
 
 
 def _merged_order(owners: Sequence[int], num_left: Sequence[int]) -> list[int]:
-    """Saved rows, and the rows that are left of each entry, put entry by entry; the chunks are the last."""
+    """Return the order that sorts the saved rows, then the remaining rows, by entry. The chunks, the last item of
+    `num_left`, come last."""
     rows_of: list[list[int]] = [[] for _ in num_left]
     for row, owner in enumerate(owners):
         if owner != DROPPED:

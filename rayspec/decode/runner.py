@@ -1,5 +1,5 @@
-"""Runs packed rows through spans of sublayers: in one batch; when deterministic, in numbers that do not matter; on a
-device that wants static shapes, in the buffers of a bucket."""
+"""Run packed rows through spans of sublayers. By default the rows are one batch. In deterministic mode they are split
+into passes whose row counts do not change the result. With static buffers they run in the shape of a bucket."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ TokenIds: TypeAlias = Sequence[int] | Tensor
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows of one pass. buckets: each is (rows that are real, rows as the kernels see them). token_ids: where the pass
-    begins with tokens."""
+    """Rows of one pass. buckets: each is (number of real rows, rows as the kernels see them). token_ids: empty unless
+    the pass begins at the embedding."""
 
     buckets: tuple[tuple[int, PackedRows | Filling], ...]
     token_ids: TokenIds = ()
@@ -41,13 +41,13 @@ class Batch:
 
 
 class Runner:
-    """The model of this process with its arena. `row_counts`: of decode passes; each row then attends by itself, and
-    has the same bits whatever the plan and the batch.
+    """The model of this process with its arena. row_counts: limits the rows of decode passes. Each row then attends
+    separately, and its bits do not depend on the plan or on the batch.
 
-    buffers: passes that fit run in them, as launches that depend on their bucket only. The hidden states that a run
-    returns then lie in a buffer until the next batch is embedded or run; where the head is not here, they are a copy.
-    graphs: captured from passes in these buffers; without them such passes are launched eagerly. choices: by which
-    drafts may run sublayers, of what the sublayers can.
+    buffers: passes that fit run in them, and their launches depend on the bucket only. The hidden states that `run`
+    returns are then valid only until the next batch is embedded or run; without the head they are a copy. graphs:
+    captured from passes in these buffers; without graphs such passes are launched eagerly. choices: the choices by
+    which drafts may run sublayers, if the sublayers support them.
     """
 
     def __init__(
@@ -73,17 +73,17 @@ class Runner:
 
     @property
     def first_sublayer(self) -> int:
-        """The first sublayer that is here."""
+        """Index of the first sublayer in this process."""
         return self.parts.sublayers[0].index
 
     @property
     def end_sublayer(self) -> int:
-        """One after the last sublayer that is here."""
+        """Index after the last sublayer in this process."""
         return self.parts.sublayers[-1].index + 1
 
     @property
     def supported_keys(self) -> tuple[Keys, ...]:
-        """What the rows of every pass here can read."""
+        """The key selections that the rows of every pass in this process support."""
         of_arena = self.arena.supported_keys
         return of_arena if self._buffers is None else tuple(keys for keys in of_arena if keys in STATIC_KEYS)
 
@@ -95,7 +95,7 @@ class Runner:
         fixed_shape: bool = True,
         scores_pages: bool = False,
     ) -> Batch:
-        """Pack rows for `embed`, `run` and `head`. `fixed_shape=False`: a prefill chunk, whose shape is its own.
+        """Pack rows for `embed` and `run`. fixed_shape: False for a prefill chunk, which ignores `row_counts`.
         scores_pages: see `PackedRows`; rows in buffers leave no notes."""
         filling = self._filling(spans, token_ids)
         if filling is not None:
@@ -106,7 +106,7 @@ class Runner:
         return Batch(tuple((sum(span.num_rows for span in rows.spans), rows) for rows in packs), token_ids)
 
     def embed(self, batch: Batch) -> Tensor:
-        """[1, N, hidden_size] of the batch's tokens."""
+        """Return the embeddings of the batch's tokens, [1, N, hidden_size]."""
         _, rows = batch.buckets[0]
         if isinstance(rows, Filling):
             assert self._step is not None
@@ -125,7 +125,7 @@ class Runner:
         choices: Sequence[Choice] | None = None,
         tap: Tap | None = None,
     ) -> Tensor:
-        """Sublayers `begin` .. `end` (exclusive), by default all that are here, over [1, N, hidden_size]."""
+        """Run sublayers `begin` .. `end` (exclusive), by default all in this process, over [1, N, hidden_size]."""
         begin = self.first_sublayer if begin is None else begin
         end = self.end_sublayer if end is None else end
         span = self.parts.sublayers[begin - self.first_sublayer : end - self.first_sublayer]
@@ -138,7 +138,7 @@ class Runner:
         return left.clone() if self._leaves_buffer(batch) else left
 
     def head(self, hidden: Tensor) -> Tensor:
-        """[1, N, hidden_size] -> logits [N, vocab_size]."""
+        """Return the logits [N, vocab_size] of states [1, N, hidden_size]."""
         num_rows = hidden.shape[1]
         padded = self._buffers.padded(hidden) if self._buffers is not None else None
         if padded is not None:
@@ -159,7 +159,7 @@ class Runner:
         return [make(single[here], pad_to=counts.least, paths=paths[here], by_run=False) for here in chosen]
 
     def _filling(self, spans: Sequence[RowSpan], token_ids: TokenIds) -> Filling | None:
-        """None where the rows do not run in the buffers."""
+        """Return the rows for the buffers, or None if they cannot run there."""
         if self._buffers is None:
             return None
         paths = [span.paths() for span in spans]
@@ -178,7 +178,7 @@ class Runner:
         choices: Sequence[Choice] | None,
         tap: Tap | None,
     ) -> Tensor:
-        """[1, n, hidden_size] -> [1, n and padding, hidden_size]."""
+        """Run `span` over the n rows of `hidden`; return [1, n + padding, hidden_size]."""
         num_real = hidden.shape[1]
         if isinstance(rows, PackedRows):
             hidden = _pad_rows(hidden, len(rows.positions))
@@ -190,12 +190,12 @@ class Runner:
         return self._step.run(span, static, choices=choices, tap=_real_rows(tap, num_real, is_copied=True))
 
     def _leaves_buffer(self, batch: Batch) -> bool:
-        """The states lie in a buffer and go to another stage, while other batches run here."""
+        """Return whether the states lie in a buffer but go to another stage, while other batches run here."""
         return self.parts.lm_head is None and any(isinstance(rows, Filling) for _, rows in batch.buckets)
 
 
 def ways_of(parts: Decomposition, choices: Sequence[Choice]) -> list[tuple[Choice, ...]]:
-    """Of each sublayer, those of the choices by which it can run. Each can be skipped."""
+    """Return, for each sublayer, the choices that it supports. Every sublayer can be skipped."""
     return [
         tuple(choice for choice in choices if choice == SKIP or sublayer.can_run(choice))
         for sublayer in parts.sublayers
@@ -203,7 +203,7 @@ def ways_of(parts: Decomposition, choices: Sequence[Choice]) -> list[tuple[Choic
 
 
 def _choices_by_kind(parts: Decomposition, choices: Sequence[Choice]) -> dict[str, tuple[Choice, ...]]:
-    """By the name of a curve, those ways to run that all its sublayers have."""
+    """Return, for each curve name, the choices that all its sublayers support, without skip."""
     found: dict[str, tuple[Choice, ...]] = {}
     for name, sublayer in zip(parts.curve_names, parts.sublayers, strict=True):
         own = tuple(choice for choice in found.get(name, choices) if sublayer.can_run(choice))
@@ -212,7 +212,8 @@ def _choices_by_kind(parts: Decomposition, choices: Sequence[Choice]) -> dict[st
 
 
 def _row_by_row(spans: Sequence[RowSpan]) -> tuple[list[RowSpan], list[Sequence[Path]]]:
-    """Each row as a span of its own, and its path; none where it sees all slots up to its own, as in a chain."""
+    """Return each row as a separate span, and its path. The path is empty if the row sees all slots up to its own, as
+    in a chain."""
     rows: list[RowSpan] = []
     paths: list[Sequence[Path]] = []
     for span in spans:
@@ -223,7 +224,7 @@ def _row_by_row(spans: Sequence[RowSpan]) -> tuple[list[RowSpan], list[Sequence[
 
 
 def _pad_rows(hidden: Tensor, size: int) -> Tensor:
-    """[1, n, hidden_size] -> [1, size, hidden_size], zeros behind."""
+    """Pad [1, n, hidden_size] to [1, size, hidden_size] with zero rows at the end."""
     return pad(hidden, (0, 0, 0, size - hidden.shape[1])) if hidden.shape[1] < size else hidden
 
 

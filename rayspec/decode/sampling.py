@@ -1,4 +1,4 @@
-"""From logits to tokens: how a sequence chooses its tokens, and the coupled rule for a packed batch.
+"""Choose tokens from logits: the sampler of a sequence, and the coupled rule for a packed batch.
 
 The coupled rule: the token at a position is argmax(processed logits + Gumbel(seed, position)), which is a sample of
 softmax(processed logits), and a pure function of the committed tokens and the seed (Gumbel-max trick).
@@ -19,9 +19,10 @@ from rayspec.types import Logprob
 
 
 class TokenSampler:
-    """How one sequence chooses its tokens, and the history its parameters look at. Lives where the LM head lives.
+    """Chooses the tokens of one sequence, and keeps the history that its parameters need. It is in the LM head's
+    process.
 
-    seed: 64-bit. output_token_ids: tokens generated before (a replay). Raises InvalidTokenError as `History` does.
+    seed: 64-bit. output_token_ids: tokens generated before a replay. Raises InvalidTokenError as `History` does.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class TokenSampler:
         self.seed = seed
         self.vocab_size = vocab_size
         self.num_prompt_tokens = len(prompt_token_ids)
-        self.token_ids = list(prompt_token_ids)  # and the output
+        self.token_ids = list(prompt_token_ids)  # the output follows
         self.history = History(
             params,
             prompt_token_ids=prompt_token_ids,
@@ -64,22 +65,23 @@ class TokenSampler:
 
     @property
     def is_argmax(self) -> bool:
-        """The next token is the argmax of the raw logits: nobody needs `process` (now; `min_tokens` runs out)."""
+        """Whether the next token is the argmax of the raw logits, without `process`. May change once `min_tokens` are
+        generated."""
         return self.greedy and not (self.params.has_penalties or self.params.logit_bias or self.history.holds_back(0))
 
     @property
     def reads_history(self) -> bool:
-        """`process` looks at the values of `pending`. Where False, placeholders of the right number do as well, so
-        draft tokens may stay on the device."""
+        """Whether `process` reads the values of `pending`. If not, the right number of placeholders suffices, so draft
+        tokens may stay on the device."""
         return self.params.has_penalties
 
     def commit(self, token_ids: Sequence[int]) -> None:
-        """Appends tokens to the output. Raises InvalidTokenError as the constructor does."""
+        """Append tokens to the output. Raises InvalidTokenError as the constructor does."""
         self.history.commit(token_ids)
         self.token_ids.extend(token_ids)
 
     def process(self, logits: Tensor, pending: Sequence[int], *, first: int = 0) -> Tensor:
-        """The logits this sequence samples from: new, float32 [m, V]; see `processing.process`.
+        """Return the logits that this sequence samples from, a new float32 [m, V]; see `processing.process`.
 
         logits: raw, [m, V]. Row j follows the committed tokens and pending[:first + j], so pending holds at least
         first + m - 1 tokens (their number matters even where `reads_history` is False).
@@ -89,7 +91,7 @@ class TokenSampler:
         return process(logits.to(torch.float32, copy=True), rows)
 
     def choose(self, logits: Tensor, pending: Sequence[int] = ()) -> Tensor:
-        """The token after committed + pending[:j] for each row j of [m, V] by the coupled rule: int64 [m]."""
+        """Return the token after committed + pending[:j] for each row j of [m, V] by the coupled rule: int64 [m]."""
         return target_tokens(logits, [Rows(self, 0, pending[: logits.shape[0] - 1])])
 
     def _check_rows(self, logits: Tensor, pending: Sequence[int], first: int) -> None:
@@ -101,11 +103,11 @@ class TokenSampler:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows start .. start + len(pending) of a packed logits tensor, of one sequence: row 0 predicts the token after
-    its committed ones, row j + 1 the one after pending[j].
+    """Rows start .. start + len(pending) of a packed logits tensor, all of one sequence. Row 0 predicts the token after
+    the committed tokens, and row j + 1 predicts the token after pending[j].
 
-    parents: of each pending token the row that it follows, an earlier one than its own; empty where they follow one
-    another. The leading tokens that do are the *main chain*.
+    parents: for each pending token, the earlier row that it follows; empty for a chain. The leading tokens that follow
+    one another are the *main chain*.
     """
 
     sampler: TokenSampler
@@ -119,18 +121,18 @@ class Rows:
 
     @property
     def main_chain(self) -> Rows:
-        """Without the branches."""
+        """These rows without the branches of the tree."""
         branches = (at for at, parent in enumerate(self.parents) if parent != at)
         return Rows(self.sampler, self.start, self.pending[: next(branches, len(self.pending))])
 
     def depths(self) -> Sequence[int]:
-        """How many pending tokens come before each row's token."""
+        """Return how many pending tokens precede the token that each row predicts."""
         if not self.parents:
             return range(len(self.pending) + 1)
         return depths_of(self.parents)
 
     def path(self, row: int) -> list[int]:
-        """The rows on the way to `row`, from row 1 on."""
+        """Return the rows on the path from row 0 to `row`, without row 0."""
         if not self.parents:
             return list(range(1, row + 1))
         path = []
@@ -140,7 +142,7 @@ class Rows:
         return path[::-1]
 
     def logit_rows(self) -> list[LogitRow]:
-        """Each after what lies on its path."""
+        """Return a LogitRow for each row, with the pending tokens on its path."""
         before: list[Sequence[int]] = [self.pending[:at] for at in range(len(self.pending) + 1)]
         for at, parent in enumerate(self.parents):
             before[at + 1] = (*before[parent], self.pending[at])
@@ -148,7 +150,7 @@ class Rows:
 
 
 def depths_of(parents: Sequence[int]) -> list[int]:
-    """How far each row of a tree is from row 0; parents: of rows 1, 2, ..."""
+    """Return the distance of each row of a tree from row 0. parents: the parents of rows 1, 2, ..."""
     depths = [0]
     for parent in parents:
         depths.append(depths[parent] + 1)
@@ -157,9 +159,9 @@ def depths_of(parents: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """One draft token a sequence. token_ids: int64 [S]. confidence: float32 [S]. logits: float32 [S, V], processed, for
-    `verify_rejection`; None under the coupled rule and where every sequence takes the argmax. ranked: int64 [S, k], the
-    k tokens that were nearest to being drawn, best first; None where k is 0."""
+    """One draft token per sequence. token_ids: int64 [S]. confidence: float32 [S]. logits: float32 [S, V], processed,
+    for `verify_rejection`; None under the coupled rule and if every sequence takes the argmax. ranked: int64 [S, k],
+    the k tokens with the highest scores, best first; None if k is 0."""
 
     token_ids: Tensor
     confidence: Tensor
@@ -168,8 +170,8 @@ class Drafts:
 
 
 def target_tokens(logits: Tensor, rows: Sequence[Rows]) -> Tensor:
-    """The token plain decoding takes at every row of raw logits [N, V], by the coupled rule: int64 [N], on the device.
-    Greedy rows, and rows of no sequence, take the argmax."""
+    """Return the token that plain decoding takes at every row of raw logits [N, V] by the coupled rule: int64 [N], on
+    the device. Greedy rows, and rows that belong to no sequence, take the argmax."""
     if all(row.sampler.is_argmax for row in rows):
         return logits.argmax(-1)
     sampled = [(row, at, depth) for row in rows if not row.sampler.greedy for at, depth in enumerate(row.depths())]
@@ -182,15 +184,15 @@ def target_tokens(logits: Tensor, rows: Sequence[Rows]) -> Tensor:
 
 
 def draft_tokens(logits: Tensor, rows: Sequence[Rows], verification: Verification, *, num_ranked: int = 0) -> Drafts:
-    """The draft's next token for each sequence, from raw draft logits [S, V]: row i belongs to rows[i] and follows its
-    committed tokens and *all* of its pending ones (the draft so far). `start` is ignored.
+    """Draw the draft's next token for each sequence from raw draft logits [S, V]. Row i belongs to rows[i] and follows
+    its committed tokens and *all* its pending tokens (the draft so far). `start` is ignored.
 
-    "coupled": argmax with the target's own noise at that position. "rejection": a sample of the processed draft logits
-    with noise of its own, which is also new in every round. Greedy sequences take the argmax. Ranked are the scores
-    that the argmax is of, so under the coupled rule noise and all.
+    "coupled": argmax with the target's noise at that position. "rejection": a sample of the processed draft logits with
+    separate noise, which is new in every round. Greedy sequences take the argmax. `Drafts.ranked` orders the same
+    scores as the argmax, so under the coupled rule it includes the noise.
 
-    Confidence is the largest probability of the processed distribution (of the raw one where `is_argmax`). It does not
-    depend on which token was drawn, and must not: see `verify` on when a draft may stop. Not finite logits make it NaN.
+    Confidence is the largest probability of the processed distribution (of the raw distribution where `is_argmax`). It
+    must not depend on which token was drawn: see `verify` on when a draft may stop. Non-finite logits make it NaN.
     """
     samplers = [row.sampler for row in rows]
     if all(sampler.is_argmax for sampler in samplers):
@@ -211,22 +213,22 @@ def draft_tokens(logits: Tensor, rows: Sequence[Rows], verification: Verificatio
 
 
 def processed_logits(logits: Tensor, rows: Sequence[Rows]) -> Tensor:
-    """Raw logits [N, V] with every sequence's rows as `process` makes them, other rows as they are: new, float32."""
+    """Return a float32 copy of raw logits [N, V] in which the rows of all sequences are processed by `process`."""
     changed = [row for row in rows if not row.sampler.is_argmax]
     return process(logits.to(torch.float32, copy=True), [each for row in changed for each in row.logit_rows()])
 
 
 def finite_rows(logits: Tensor) -> Tensor:
-    """Which rows of raw logits [N, V] can be sampled from: bool [N], on the device. False where a row holds NaN or
-    +inf, or nothing but -inf."""
+    """Return which rows of raw logits [N, V] can be sampled from: bool [N], on the device. False for a row with NaN or
+    +inf, or with only -inf."""
     return logits.amax(-1).isfinite()
 
 
 def top_logprobs(logits: Tensor, token_ids: Sequence[int], k: int) -> list[dict[int, Logprob]]:
-    """For each row of raw logits [m, V], its chosen token and the k most likely ones, most likely first, the chosen
-    token last if it is not among them. Natural logarithms; rank 1 is the most likely and tied tokens share a rank.
+    """Return, for each row of raw logits [m, V], the k most likely tokens, most likely first. The chosen token is last
+    if it is not among them. Logarithms are natural; rank 1 is the most likely token, and tied tokens share a rank.
 
-    One host synchronisation. Raises InvalidTokenError for a chosen token outside the vocabulary.
+    The host synchronises once with the device. Raises InvalidTokenError for a chosen token outside the vocabulary.
     """
     vocab_size = logits.shape[-1]
     check_tokens("token_ids", token_ids, vocab_size)
@@ -244,7 +246,7 @@ def top_logprobs(logits: Tensor, token_ids: Sequence[int], k: int) -> list[dict[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Noise:
-    """Which rows of a packed tensor have noise, and the noise of each: see `noise.gumbel`."""
+    """The rows of a packed tensor that get noise, and the arguments of `noise.gumbel` for each."""
 
     rows: Sequence[int]
     seeds: Sequence[int]
@@ -252,8 +254,9 @@ class _Noise:
     origins: Sequence[int] = ()
 
     def added_to(self, scores: Tensor, stream: Stream, *, winner_only: bool = True) -> Tensor:
-        """Scores [N, V], float32: new. Origins are those of the draft's own noise. One copy from the host; winner_only:
-        see `noise.noisy`, which synchronises with the host."""
+        """Return scores [N, V], float32, with noise added to the rows; a new tensor if there are any. Only the DRAFT
+        stream uses `origins`. One copy from the host; `noise.noisy` synchronises with the host. winner_only: see
+        there."""
         if not self.rows:
             return scores
         columns = integers([*self.rows, *self.seeds, *self.positions, *(self.origins or self.positions)], scores.device)

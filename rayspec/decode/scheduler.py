@@ -1,4 +1,4 @@
-"""Which sequences do what in the next step. Decides only: no tensors, no clock."""
+"""Choose the sequences that the next step admits, prefills, decodes or preempts. No tensors, no clock."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rayspec.decode.sequence import SequenceState
 from rayspec.model.kv_arena import PAGE_SIZE
 from rayspec.model.rows import RowSpan
 
-# Of the pages, that stay free when a sequence comes in beside others; as vLLM does.
+# Share of the pages that must stay free when a sequence is admitted while others run; as in vLLM.
 _SPARE_SHARE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Copy `length` slots of the KV cache."""
+    """Copy `length` slots of the KV cache, from slot `source` on, to slot `destination` on."""
 
     source: int
     destination: int
@@ -28,8 +28,8 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Committed tokens of a sequence to be prefilled, one a row. sample: choose the token after them. replay: they were
-    generated, and are computed again."""
+    """Committed tokens of a sequence to prefill, one per row. sample: choose the token after the chunk. replay: the
+    tokens were generated earlier, and are computed again."""
 
     sequence_id: str
     rows: RowSpan
@@ -40,7 +40,8 @@ class Chunk:
 
 @dataclass(slots=True)
 class Step:
-    """What to do. prefill: the sequences of the `chunks`. admitted: those that were waiting."""
+    """The work for one step of a cohort. prefill: the sequences of the `chunks`. admitted: sequences that were waiting
+    before this step."""
 
     admitted: list[SequenceState] = field(default_factory=list)
     prefill: list[SequenceState] = field(default_factory=list)
@@ -50,17 +51,17 @@ class Step:
 
 
 class Scheduler:
-    """Continuous batching over the pages of one KV cache: first come, first served; when no page is left the youngest
+    """Continuous batching over the pages of one KV cache: first come, first served. When no page is left, the youngest
     sequence is preempted.
 
-    Running sequences are dealt to `num_cohorts` cohorts, which are scheduled one at a time and travel independently: a
-    cohort in flight is left alone. `lookahead` is how many tokens beyond its newest one a sequence may write in a
-    round, and `num_beside` how many rows more, behind them, whatever its length: branches of a tree. For these there
-    may be less room where no more pages are left. With `chunk_grid` a sequence's prompt is cut at multiples of it and
-    chunks run alone, so that their shapes do not depend on other sequences.
+    Running sequences are divided into `num_cohorts` cohorts. Cohorts are scheduled one at a time and run independently;
+    a cohort with work under way is not changed. lookahead: how many tokens after its newest token a sequence may write
+    in a round. num_beside: how many further rows, the branches of a tree, it may write in addition, regardless of its
+    length; fewer if the pages run out. chunk_grid: prompts are cut at its multiples and each chunk runs alone, so that
+    chunk shapes do not depend on other sequences.
 
-    With `shares_pages` sequences that begin alike share the full pages of what is alike. Of several that are to begin
-    at the same time one computes the pages and the others wait for it.
+    shares_pages: sequences with a common prefix share the full pages of that prefix. If several such sequences wait,
+    one computes the pages and the others wait for it.
     """
 
     def __init__(
@@ -92,18 +93,19 @@ class Scheduler:
 
     @property
     def num_used_slots(self) -> int:
-        """Of pages that sequences have; others may be full of tokens, too."""
+        """Number of slots in pages that sequences use. Free pages may also hold tokens, for later sequences."""
         return self.num_slots - self.pool.num_free * PAGE_SIZE
 
     def fits(self, sequence: SequenceState) -> bool:
-        """Whether the cache can hold the sequence to its end when it is alone."""
+        """Return whether the cache can hold the sequence to its end if no other sequence runs."""
         return sequence.max_total_tokens <= self.num_slots
 
     def add(self, sequence: SequenceState) -> None:
         self.waiting.append(sequence)
 
     def remove(self, sequence: SequenceState) -> None:
-        """Forget a finished or aborted sequence and free its pages. What a failed one holds is of no use to others."""
+        """Forget a finished or aborted sequence and free its pages. Others cannot share the pages of a failed
+        sequence."""
         if sequence in self.running:
             self.running.remove(sequence)
         elif sequence in self.waiting:
@@ -120,8 +122,9 @@ class Scheduler:
     def schedule(
         self, cohort: int = 0, in_flight: Collection[int] = (), num_beside: Callable[[int, bool], int] | None = None
     ) -> Step:
-        """The next step of a cohort, while those `in_flight` are under way. num_beside: how many of so many prompt
-        tokens may be run beside a round, of which somebody reads a text as it grows, or nobody does; None: all."""
+        """Return the next step of a cohort, while the cohorts `in_flight` have work under way. num_beside: called with
+        the token budget and whether a sequence of the round streams; returns how many prompt tokens may run together
+        with the round. None: the whole budget."""
         step = Step()
         for sequence in self.running:
             self._prefixes.register(sequence)
@@ -136,7 +139,8 @@ class Scheduler:
         return step
 
     def restart(self) -> None:
-        """Nothing is in the cache any more: every running sequence is computed again from its committed tokens."""
+        """Move all running sequences back to `waiting` and forget all pages, because the content of the cache is
+        lost."""
         for sequence in self.running:
             self._release(sequence)
         self.pool.forget_all()
@@ -144,13 +148,15 @@ class Scheduler:
         self.running.clear()
 
     def _make_room(self, cohort: int, in_flight: Collection[int], step: Step) -> None:
-        """Every sequence of the cohort gets the pages of its next round, at the cost of the youngest ones at rest."""
+        """Give every sequence of the cohort the pages of its next round. If pages run out, preempt the youngest
+        sequence that has no work under way."""
         for sequence in self.members(cohort):
             while sequence in self.running and not self._grow(sequence):
                 self._preempt(next(s for s in reversed(self.running) if s.cohort not in in_flight), step)
 
     def _admit(self, cohort: int, step: Step) -> None:
-        """Who waits for pages that another one is filling lets some others pass."""
+        """Admit waiting sequences in order. A sequence whose shared pages are still being filled is passed over, and
+        later ones may be admitted before it."""
         num_members = len(self.members(cohort))
         for sequence in list(itertools.islice(self.waiting, self._max_num_seqs)):
             if len(self.running) >= self._max_num_seqs or num_members >= self._max_cohort_seqs:
@@ -166,7 +172,8 @@ class Scheduler:
             step.admitted.append(sequence)
 
     def _has_room(self, sequence: SequenceState, shared: Sequence[int]) -> bool:
-        """For its next round; and, beside others, a few more, for who has just come in would be the first to go."""
+        """Return whether there are pages for the sequence's next round. While others run, a few more must be free,
+        because the newest sequence would be preempted first."""
         num_new = self._num_pages_needed(sequence) - len(shared)
         num_spare = int(_SPARE_SHARE * self.pool.num_pages) if self.running else 0
         return num_new + num_spare <= self.pool.num_free_without(shared)
@@ -196,7 +203,8 @@ class Scheduler:
             budget -= num_tokens
 
     def _on_grid(self, sequence: SequenceState, num_left: int) -> int:
-        """Up to the next grid line of the prompt; generated tokens are replayed as the decode rows they were."""
+        """Return how many tokens to prefill: up to the prompt's next multiple of the grid. Generated tokens are
+        replayed in the shapes of decode rows."""
         assert self._chunk_grid is not None
         num_prompt_left = sequence.num_prompt_tokens - sequence.num_computed
         if num_prompt_left > 0:
@@ -204,7 +212,7 @@ class Scheduler:
         return min(num_left, self._chunk_grid)
 
     def _num_pages_needed(self, sequence: SequenceState) -> int:
-        """For its next round."""
+        """Return how many pages the sequence needs for its next round."""
         num_tokens = min(sequence.num_tokens + self._lookahead, sequence.max_total_tokens)
         return min(_num_pages(num_tokens + self._num_beside), self.pool.num_pages)
 
@@ -226,8 +234,9 @@ class Scheduler:
 
 
 def moves_to_path(slots: Sequence[int], path: Sequence[int]) -> list[Move]:
-    """Bring rows `path` behind the newest token's. slots: of the rows, the newest token's first. A move for each run of
-    rows that lie side by side. In this order nothing is overwritten that is yet to be moved, for no row moves up."""
+    """Return the moves that place the rows `path` directly after the newest token's row. slots: the slots of all rows;
+    row 0 is the newest token's. Contiguous rows are one move. The order is safe: no row moves to a later place, so no
+    unmoved row is overwritten."""
     moves: list[Move] = []
     for at, row in enumerate(path, 1):
         source, destination = slots[row], slots[at]
@@ -247,7 +256,7 @@ def _num_pages(num_tokens: int) -> int:
 
 
 def _chunk(sequence: SequenceState, num_tokens: int) -> Chunk:
-    """The next tokens that are not in the cache yet."""
+    """Return a chunk of the next `num_tokens` tokens that are not in the cache yet."""
     first = sequence.num_computed
     return Chunk(
         sequence_id=sequence.sequence_id,

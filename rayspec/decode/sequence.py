@@ -1,4 +1,4 @@
-"""One sequence being generated. Its committed tokens are the only truth; the arena is a cache of them."""
+"""The state of one sequence. Only its committed tokens are essential: the KV cache can be computed from them again."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from rayspec.types import CompletionOutput, FinishReason, Logprob, RayspecError,
 
 
 class Detokenizer:
-    """Text of a growing list of tokens, never cutting a UTF-8 character in two, and where a stop string ends it.
+    """Decodes a growing list of tokens without splitting UTF-8 characters, and detects stop strings.
 
-    `push`, `text` and `take` are for the engine's thread. The texts that the latter two promise may be made on another
-    thread, those of `take` in their order.
+    Only the engine's thread calls `push`, `text` and `take`. The functions that `text` and `take` return may be called
+    on another thread; those of `take` must be called in order.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, params: SamplingParams) -> None:
@@ -28,13 +28,13 @@ class Detokenizer:
         self._params = params
         self._token_ids: list[int] = []
         self._text = ""
-        self._num_grown = 0  # tokens that were looked at
+        self._num_grown = 0  # tokens that `_grow` has processed
         self._num_shown = 0  # tokens whose text is in _text
-        self._window = 0  # first token that is decoded again, for the spaces between tokens
-        self._num_taken = 0  # characters
+        self._window = 0  # first token that is decoded again, because spaces depend on the tokens before
+        self._num_taken = 0  # characters that `take` has returned
 
     def push(self, token_id: int, *, may_stop: bool) -> str | None:
-        """Add a token; returns the stop string that it completed. Decodes only where there are stop strings."""
+        """Add a token and return the stop string that it completed, if any. Decodes only if there are stop strings."""
         self._token_ids.append(token_id)
         if not self._params.stop:
             return None
@@ -49,14 +49,15 @@ class Detokenizer:
         return stop
 
     def text(self, *, stopped: bool, finished: bool) -> Callable[[], str]:
-        """The text so far, without a character that may be half of one; after a stop string, the text before it."""
+        """Return a function that decodes the text so far, without an incomplete last character. If `stopped`, the text
+        ends at the stop string."""
         if stopped:
             return partial(str, self._text)
         return partial(self._whole, len(self._token_ids), finished=finished)
 
     def take(self, *, stopped: bool, finished: bool) -> Callable[[], str]:
-        """The text that came since this was asked last, without what may yet turn out to be half of a character or the
-        beginning of a stop string."""
+        """Return a function that decodes the new text since the last call, without an end that may be an incomplete
+        character or the beginning of a stop string."""
         if finished:
             return partial(self._take, self.text(stopped=stopped, finished=True))
         if self._params.stop:
@@ -78,7 +79,7 @@ class Detokenizer:
         return self._text
 
     def _grow(self) -> None:
-        """Looks at one more token."""
+        """Decode one more token into the text."""
         self._num_grown += 1
         shown = self._decode(self._token_ids[self._window : self._num_shown])
         grown = self._decode(self._token_ids[self._window : self._num_grown])
@@ -87,7 +88,7 @@ class Detokenizer:
             self._window, self._num_shown = self._num_shown, self._num_grown
 
     def _num_pending(self) -> int:
-        """Characters at the end that a stop string begins with."""
+        """Return how many characters at the end of the text may be the beginning of a stop string."""
         longest = max((len(stop) for stop in self._params.stop), default=1) - 1
         for length in range(min(longest, len(self._text)), 0, -1):
             end = self._text[-length:]
@@ -101,7 +102,8 @@ class Detokenizer:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SequenceState:
-    """A request's sequence (a request with n > 1 has several) and how far it has come."""
+    """A sequence of a request (a request with n > 1 has several) and its progress. num_computed: leading tokens whose
+    keys and values are in the KV cache."""
 
     sequence_id: str
     index: int
@@ -116,15 +118,15 @@ class SequenceState:
     num_computed: int = 0
     cohort: int = 0
     table: PageTable = field(default_factory=PageTable)
-    page_hashes: list[PageHash] = field(default_factory=list)  # of its first pages, as far as they were asked for
+    page_hashes: list[PageHash] = field(default_factory=list)  # of its first pages, as many as were needed
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: RayspecError | None = None
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
-    num_taken: int = 0  # output tokens of a streaming request that were handed out
+    num_taken: int = 0  # output tokens of a streaming request that `take_new_output` has returned
     taken_end: bool = False
-    lookup: LookupIndex | None = None  # made when something is looked up
-    lookahead: Lookahead | None = None  # made when it is asked for a guess
+    lookup: LookupIndex | None = None  # created at the first lookup
+    lookahead: Lookahead | None = None  # created at the first guess
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
     @property
@@ -141,7 +143,7 @@ class SequenceState:
 
     @property
     def prefilled(self) -> bool:
-        """All tokens but the newest are in the arena: the sequence can take part in a round."""
+        """Whether the sequence can take part in a round: all its tokens except the newest are in the KV cache."""
         return self.num_computed == self.num_tokens - 1 and self.num_tokens > self.num_prompt_tokens
 
     @property
@@ -149,7 +151,7 @@ class SequenceState:
         return self.max_total_tokens - self.num_tokens
 
     def commit(self, token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob]] = ()) -> int:
-        """Append tokens up to the first that ends the sequence; returns how many were taken."""
+        """Append tokens up to the first that ends the sequence. Return how many were appended."""
         for position, token_id in enumerate(token_ids):
             self.token_ids.append(token_id)
             if logprobs:
@@ -172,8 +174,8 @@ class SequenceState:
             self.finish_reason = "length"
 
     def proposal(self, ngram: int, num_tokens: int, shortest: int | None = None) -> Proposal:
-        """What may come next by the sequence's own text, no more than it may still have but one. ngram, shortest: see
-        `LookupIndex`, which is made once."""
+        """Return tokens that may come next, looked up in the sequence's own text; at most one fewer than the sequence
+        may still have. ngram, shortest: see `LookupIndex`; only the first call uses them."""
         if self.lookup is None:
             self.lookup = LookupIndex(ngram, shortest)
         self.lookup.extend_to(self.token_ids)
@@ -181,8 +183,8 @@ class SequenceState:
         return self.lookup.propose(num_tokens) if num_tokens > 0 else NOTHING
 
     def guess(self, options: LookaheadOptions, max_tokens: int) -> Guess:
-        """A tree of what may come next by the sequence's Jacobi window, and the window; no more than it may still
-        have but one deep."""
+        """Return a tree of tokens that may come next, from the sequence's Jacobi window, and that window. The tree's
+        depth is less than the number of tokens that the sequence may still have."""
         if self.lookahead is None:
             self.lookahead = Lookahead(options, self.token_ids)
         return self.lookahead.guess(self.token_ids[-1], max_tokens=max_tokens, max_depth=self.num_remaining - 1)
@@ -191,13 +193,13 @@ class SequenceState:
         self.finish_reason, self.error = "error", error
 
     def output(self) -> UnreadCompletion:
-        """A snapshot. `text` is empty when the engine has no tokenizer."""
+        """Return the output so far. `text` is empty if the engine has no tokenizer."""
         stopped = isinstance(self.stop_reason, str)
         text = self.detokenizer.text(stopped=stopped, finished=self.finished) if self.detokenizer else str
         return UnreadCompletion(self._output_from(0), text)
 
     def take_new_output(self) -> UnreadCompletion | None:
-        """What came since this was asked last; None if nothing did."""
+        """Return the output since the last call, or None if there is none."""
         if self.taken_end or (not self.finished and self.num_taken == self.num_tokens - self.num_prompt_tokens):
             return None
         stopped = isinstance(self.stop_reason, str)
@@ -207,7 +209,7 @@ class SequenceState:
         return UnreadCompletion(new, text)
 
     def _output_from(self, first: int) -> CompletionOutput:
-        """Of the output tokens from number `first` on, without text."""
+        """Return the output tokens from index `first` on, without text."""
         chosen = [row[token_id].logprob for row, token_id in zip(self.logprobs, self.output_token_ids, strict=False)]
         return CompletionOutput(
             index=self.index,

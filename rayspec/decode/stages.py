@@ -1,4 +1,5 @@
-"""Where the model runs. The engine speaks to `Stages`, one message a round; `LocalStages` is the whole model here."""
+"""The interface between engine and model. The engine sends `Stages` one message per round; `LocalStages` runs the whole
+model in this process."""
 
 from __future__ import annotations
 
@@ -23,13 +24,13 @@ from rayspec.types import OutOfMemoryError, RayspecError
 
 T = TypeVar("T")
 
-# Draft steps between two looks at what was drawn: a look waits for the device.
+# Draft steps between two copies of the drawn tokens to the host; a copy waits for the device. 1 on other devices.
 _DRAFT_LOOK_INTERVAL = {"cuda": 4}
 
 
 class StagesReplacedError(RayspecError):
-    """The stages have lost what they held and are ready again: all work in flight is void, no sequence is open, the
-    arena is empty. Open the sequences again and prefill their committed tokens."""
+    """The stages have lost their state and are ready again. All work under way is void, no sequence is open, and the KV
+    cache is empty. The caller must open the sequences again and prefill their committed tokens."""
 
     kind = "stages_replaced"
 
@@ -41,10 +42,10 @@ class StageLostError(RayspecError):
 
 
 class Stages(Protocol):
-    """The model, wherever it lives. Sequences are opened once, then prefilled and taken through rounds.
+    """The model, in one process or many. Sequences are opened once, then prefilled and taken through rounds.
 
-    Any call may raise StagesReplacedError, or StageLostError for good. A future fails with what the work did: with
-    OutOfMemoryError the work has left no trace.
+    Any call may raise StagesReplacedError, or StageLostError if the model is lost for good. A future fails with the
+    error of its work. After OutOfMemoryError the work has changed nothing.
     """
 
     @property
@@ -52,32 +53,34 @@ class Stages(Protocol):
 
     @property
     def num_cohorts(self) -> int:
-        """How many batches of sequences should be in flight at once, so that no stage waits."""
+        """How many batches of sequences should have work under way at once, so that no stage waits."""
 
     def open(self, spec: SamplerSpec) -> None: ...
 
     def close(self, sequence_id: str) -> None:
-        """Only when none of the sequence's work is in flight."""
+        """Close a sequence. Only allowed while none of its work is under way."""
 
     def move(self, moves: Sequence[Move]) -> None:
-        """Done before any work that is started later."""
+        """Copy keys and values in the KV cache, before any work that is started later."""
 
     def start(self, work: Work) -> Future[Result]: ...
 
     def wait(self) -> None:
-        """Until a future that was not done is, or a moment has passed."""
+        """Wait until another future is done, or a short time has passed."""
 
     def check(self) -> None:
-        """Returns when all that the model runs on has answered. Only while nothing is in flight."""
+        """Return when all processes of the model have answered. Only allowed while no work is under way."""
 
     def search(self, tokens: Sequence[TappedToken], places: Sequence[Runs], question: Question) -> Future[Answer]:
-        """Ask tapped tokens of sequences that lie in these places and must stay there."""
+        """Answer a question about tapped tokens. places: the cache slots of their sequences, which must not move until
+        the future is done."""
 
     def shutdown(self) -> None: ...
 
 
 def done(work: Callable[[], T]) -> Future[T]:
-    """`work`, done now. Running out of memory, and of taps, is the work's own failure; other errors are raised."""
+    """Run `work` now and return a future with its result. The future fails if memory runs out or taps are gone; other
+    errors are raised."""
     future: Future[T] = Future()
     try:
         future.set_result(work())
@@ -89,7 +92,7 @@ def done(work: Callable[[], T]) -> Future[T]:
 
 
 def out_of_memory(error: RuntimeError) -> OutOfMemoryError:
-    """The error as one of a request. Raises it again if it is about something else."""
+    """Return `error` as an OutOfMemoryError. Raise `error` again if it is not about memory."""
     if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
         raise error
     reason = str(error).splitlines()[0]
@@ -139,10 +142,10 @@ class LocalStages:
         return done(lambda: self._run(work))
 
     def wait(self) -> None:
-        """Everything is done when it is started."""
+        """Return at once: `start` has already done the work."""
 
     def check(self) -> None:
-        """There is nobody to ask."""
+        """Return at once: there is no other process to ask."""
 
     def search(self, tokens: Sequence[TappedToken], places: Sequence[Runs], question: Question) -> Future[Answer]:
         started = time.perf_counter()
@@ -153,11 +156,11 @@ class LocalStages:
         )
 
     def plan_search(self, tokens: Sequence[TappedToken], places: Sequence[Runs]) -> PlanSearch:
-        """Raises TapsGoneError."""
+        """Return the plan search over these tapped tokens. Raises TapsGoneError."""
         return self.span.search(tokens, places, self.head.next_tokens(tokens))
 
     def shutdown(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: there are no processes to end."""
 
     @torch.inference_mode()
     def _run(self, work: Work) -> Result:

@@ -1,7 +1,7 @@
-"""Seconds of pieces of work, measured where the work runs.
+"""Measure the seconds of work on the device that runs it.
 
-A GPU works behind the host: the host queues work and goes on. So a mark goes into the GPU's queue, and the mark is read
-at the end of the work, when the host has waited for the tokens anyway.
+A GPU runs asynchronously: the host queues work and continues. So a mark is put into the GPU's queue, and it is read at
+the end of the work, when the host has waited for the tokens anyway.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from typing_extensions import Self
 
 
 class Event(Protocol):
-    """A point in a GPU's queue, as `torch.cuda.Event` has it."""
+    """A point in a GPU's queue, with the methods of `torch.cuda.Event`."""
 
     def synchronize(self) -> None: ...
 
     def elapsed_time(self, end_event: Self) -> float:
-        """Milliseconds."""
+        """Return the milliseconds from this event to `end_event`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A point in some work: when the host came by, and where the device works behind the host, when the device does."""
+    """A point in some work. host_s: when the host reached it. event: when the device reaches it; None if the host
+    itself does the work."""
 
     host_s: float
     event: Event | None = None
 
 
 class Stopwatch:
-    """Sets marks. `record` puts an event into the device's queue; None where the host itself does the work."""
+    """Sets marks. record: puts an event into the device's queue; None if the host itself does the work."""
 
     def __init__(
         self, clock: Callable[[], float] = time.perf_counter, record: Callable[[], Event] | None = None
@@ -50,7 +51,7 @@ class Stopwatch:
 
 
 def seconds(first: Mark, last: Mark) -> float:
-    """From when the device reached `first` to when it reached `last`; waits until it has."""
+    """Return the seconds from when the device reached `first` to when it reached `last`; wait until it has."""
     if first.event is None or last.event is None:
         return last.host_s - first.host_s
     last.event.synchronize()
@@ -58,8 +59,8 @@ def seconds(first: Mark, last: Mark) -> float:
 
 
 def queued_s(first: Mark, last: Mark) -> float:
-    """How long the device was still busy with earlier work when the host set `first`. `last`: a mark that the device
-    reached as soon as the host set it."""
+    """Return how long the device was still busy with earlier work when the host set `first`. last: a mark that the
+    device reached as soon as the host set it."""
     if first.event is None or last.event is None:
         return 0.0
     return max(0.0, last.host_s - first.host_s - seconds(first, last))

@@ -1,4 +1,4 @@
-"""Which committed tokens the plan search may look at."""
+"""The committed tokens that the plan search may use."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from rayspec.decode.plan_search import TappedToken
 
 
 class TapLog:
-    """The tokens tapped last, of sequences that are still where they were then.
+    """The last tapped tokens whose sequences have kept their places in the KV cache.
 
-    A token that is dropped keeps its place until it is pushed out, as its states do in the stages: what is here is
-    there.
+    A dropped token keeps its place in the log until new tokens push it out, as its states do in the stages. So every
+    token in the log still has its states there.
     """
 
     def __init__(self, capacity: int) -> None:

@@ -1,4 +1,4 @@
-"""How long each piece of work took, where several are under way at the same time."""
+"""Measure the seconds of each work item while several run at the same time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class TimeShares:
-    """Divides every second evenly among the works under way, so that no second counts twice."""
+    """Divides every second evenly among the work items under way, so that no second is counted twice."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -18,12 +18,12 @@ class TimeShares:
         self._share_s[work_id] = 0.0
 
     def end(self, work_id: int) -> float:
-        """The work's share in seconds."""
+        """End the work and return its share of the time, in seconds."""
         self._divide()
         return self._share_s.pop(work_id)
 
     def clear(self) -> None:
-        """Nothing is under way any more."""
+        """Forget all work under way."""
         self._share_s.clear()
 
     def _divide(self) -> None:

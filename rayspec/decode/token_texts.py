@@ -1,4 +1,4 @@
-"""How single tokens read, and where they stand in a text."""
+"""The texts of single tokens, and their offsets in a text."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TokenTexts:
-    """How single tokens read in a running text, each by itself. A token that is a part of a character reads
-    "bytes:\\xe4", as OpenAI writes it, so that two such tokens differ."""
+    """The text of each single token as it stands inside a running text. A token that is part of a character has the
+    text "bytes:\\xe4", as in OpenAI's API, so that two such tokens differ."""
 
     tokenizer: PreTrainedTokenizerBase
     _known: dict[int, tuple[str, list[int] | None]] = field(default_factory=dict, init=False)
@@ -32,7 +32,7 @@ class TokenTexts:
         return self._known[token_id]
 
     def _read(self, token_id: int) -> tuple[str, list[int] | None]:
-        # After itself, for at the start of a text sentencepiece drops a token's space.
+        # Decoded after itself, because sentencepiece drops a token's space at the start of a text.
         text = self._decode([token_id, token_id])[len(self._decode([token_id])) :]
         if "\N{REPLACEMENT CHARACTER}" not in text:
             return text, list(text.encode())
@@ -43,14 +43,14 @@ class TokenTexts:
     def _decode(self, token_ids: list[int]) -> str:
         try:
             return str(self.tokenizer.decode(token_ids, skip_special_tokens=False))
-        except (IndexError, OverflowError):  # some tokenizers do so for a row of the model that is no token
+        except (IndexError, OverflowError):  # some tokenizers raise for an id of the model that is no token
             return ""
 
 
 class TextOffsets:
-    """Where in a growing text its tokens begin.
+    """Tracks the character offsets of tokens in a growing text.
 
-    skip_special: the text was decoded without special tokens.
+    skip_special: whether the text was decoded without special tokens.
     """
 
     def __init__(self, texts: TokenTexts, *, skip_special: bool) -> None:
@@ -60,7 +60,7 @@ class TextOffsets:
         self._num_characters = 0
 
     def of(self, token_ids: Iterable[int]) -> list[int]:
-        """Whole characters of the text before each of its next tokens."""
+        """Return, for each of the next tokens, how many whole characters of the text precede it."""
         return [self._pass(token_id) for token_id in token_ids]
 
     def _pass(self, token_id: int) -> int:
@@ -71,7 +71,8 @@ class TextOffsets:
 
 
 def _text_of_bytes(content: list[int]) -> str:
-    """The character U+FFFD itself is a text; a part of a character is not."""
+    """Decode the bytes, or write them as "bytes:..." if they are a part of a character. Bytes of U+FFFD itself
+    decode."""
     try:
         return bytes(content).decode()
     except UnicodeDecodeError:
@@ -79,11 +80,12 @@ def _text_of_bytes(content: list[int]) -> str:
 
 
 def _bytes_of_piece(piece: str) -> list[int] | None:
-    """Of a vocabulary entry: "<0xE4>" of sentencepiece, or characters that stand for bytes as in GPT-2."""
+    """Return the bytes of a vocabulary entry, or None. An entry is "<0xE4>" in sentencepiece; in GPT-2's encoding each
+    character stands for a byte."""
     fallback = re.fullmatch(r"<0x([0-9A-F]{2})>", piece)
     if fallback:
         return [int(fallback[1], 16)]
-    # Here, because the endpoint's ingress imports this module and never gets so far.
+    # Imported here, because the endpoint's ingress imports this module but never calls this function.
     from transformers.convert_slow_tokenizer import bytes_to_unicode  # noqa: PLC0415
 
     byte_of = {character: byte for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]

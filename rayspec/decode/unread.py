@@ -1,4 +1,4 @@
-"""Outputs whose texts are not made yet, so that the engine can go on while another thread makes them."""
+"""Outputs without decoded texts, so that the engine can go on while another thread decodes them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rayspec.types import CompletionOutput, RequestOutput
 
 @dataclass(frozen=True, slots=True)
 class UnreadCompletion:
-    """tokens: the completion without its text."""
+    """A completion with its text still to decode. tokens: the completion without its text. text: decodes it."""
 
     tokens: CompletionOutput
     text: Callable[[], str]
@@ -24,7 +24,8 @@ class UnreadCompletion:
 
 @dataclass(frozen=True, slots=True)
 class UnreadOutput:
-    """What is new of a request. `read` makes the texts, on any thread, once; of a stream in the order of its pieces."""
+    """New output of a request. `read` decodes the texts, on any thread, but once only; for a stream, in the order of
+    the outputs."""
 
     request_id: str
     finished: bool
@@ -32,7 +33,7 @@ class UnreadOutput:
 
     @classmethod
     def of(cls, output: RequestOutput) -> Self:
-        """An output that has its texts."""
+        """Wrap an output that already has its texts."""
         return cls(output.request_id, output.finished, partial(_same, output))
 
 

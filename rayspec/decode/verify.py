@@ -1,31 +1,31 @@
-"""Which draft tokens stand, and what comes after them. Both rules give exactly the target's distribution.
+"""Decide which draft tokens to accept, and which token follows. Both rules give exactly the target's distribution.
 
 **Coupled.** The target's token is a function of the committed tokens and the noise (seed, position); drafts are only
-compared with it. The text is therefore that of plain decoding, token for token, whatever was drafted and however often
-a position was looked at.
+compared with it. So the text equals plain decoding token for token, regardless of the drafts and of how often a
+position was evaluated.
 
 **Rejection** (Leviathan et al. 2023, "Fast inference from Transformers via speculative decoding", theorem 1): a draft
-token x, sampled from q, is accepted with probability min(1, p(x) / q(x)); a rejected one is replaced by a sample of
-norm(max(p - q, 0)); after the last one a bonus token is sampled from p. A draft token that was not sampled counts as
-certain: q is one-hot at x.
+token x, sampled from q, is accepted with probability min(1, p(x) / q(x)). A rejected token is replaced by a sample of
+norm(max(p - q, 0)). After the last draft token a bonus token is sampled from p. A draft token that was not sampled
+counts as certain: q is one-hot at x.
 
-Why noise that is a function of the position does not bias the rejection rule. Let s be a position and F the noise of
+Noise that is a function of the position does not bias the rejection rule. Proof: let s be a position and F the noise of
 all positions before s. Given the committed tokens before s, which F determines, the token at s is exactly p-distributed
 if (a) q at s, and whether s is drafted at all in the round that decides it, do not depend on the noise of s, and (b)
 the numbers used at s are independent of F and of each other. (b) holds: a position is *decided* in one round only, by
-ACCEPT and then RECOVER, or by TARGET, each used at s for nothing else. A round that is rejected before s also looks at
-s, but its ACCEPT and RECOVER numbers there influence nothing. Only the token drafted there does: it is seen by the rest
-of that round's draft, by its confidences and by statistics, and through these it may steer the next round. So DRAFT
+ACCEPT and then RECOVER, or by TARGET, each used at s for nothing else. A round that rejects a token before s also
+evaluates s, but its ACCEPT and RECOVER numbers there influence nothing. Only the token drafted there does: it affects
+the rest of that round's draft, its confidences and statistics, and through these perhaps the next round. So DRAFT
 noise is also a function of the round's origin (the number of committed tokens when it began, larger in every round),
-and a later round drafts s with numbers that nobody has seen. (a) within a round is the duty of whoever ends a draft:
-**drop a drafted token, or stop before it, by what was known before it was drawn** (earlier draft tokens, the
+and a later round drafts s with unused numbers. The code that ends a draft must ensure (a) within a round:
+**drop a drafted token, or stop before it, only by facts known before it was drawn** (earlier draft tokens, the
 confidence, which is a property of q), **never by which token it is.** Stopping after a token is always fine.
 
-**Trees.** Under the coupled rule the target's token at every row of a tree is known, and the longest path of tokens
-that each are the target's after what comes before stands. Noise is by position, so branches share it and the text is
-still that of plain decoding. Under the rejection rule a tree that was not sampled (looked up) is compared in the same
-way: the target's token is a sample of p by TARGET noise, which its candidates do not depend on, and off the path that
-stands no number influences anything. Of a tree that was sampled only the main chain counts.
+**Trees.** Under the coupled rule the target's token at every row of a tree is known. The longest path on which every
+token equals the target's token is accepted. Branches share the noise of a position, so the text still equals plain
+decoding. Under the rejection rule a tree that was not sampled (looked up) is compared in the same way: the target's
+token is a sample of p by TARGET noise, on which the candidates do not depend. Numbers outside the accepted path
+influence nothing. Of a tree that was sampled only the main chain counts.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from rayspec.decode.sampling import Rows, finite_rows, processed_logits, target_
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What to commit for one sequence: the accepted draft tokens, then one recovered or bonus token. path: the rows of
-    the accepted tokens where they are not the first rows after the sequence's own. is_finite: False where the logits
-    of its rows cannot be sampled from, and the tokens are void."""
+    """The tokens to commit for one sequence: the accepted draft tokens, then one recovered or bonus token. path: rows
+    of the accepted tokens, counted from the sequence's first row 0; empty if they are rows 1, 2, ... is_finite: False
+    if the logits of its rows cannot be sampled from; the tokens are then void."""
 
     token_ids: list[int]
     num_accepted: int
@@ -56,12 +56,12 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RejectionBatch:
-    """One rejection round of S sequences, packed. Sequence s owns rows first[s] .. first[s] + lengths[s]; the last one
-    is for the bonus token, the others have a draft token each.
+    """One rejection round of S sequences, packed. Sequence s owns rows first_rows[s] .. first_rows[s] + lengths[s]. Its
+    last row is for the bonus token, and each other row has a draft token.
 
-    scores: float32 [N, V], processed target logits. drafts: int64 [N], the draft token of each row, anything in bonus
+    scores: float32 [N, V], processed target logits. drafts: int64 [N], the draft token of each row; any value in bonus
     rows. draft_scores: float32 [M, V], processed draft logits. draft_rows: int64 [N], the row of draft_scores that a
-    row's token was sampled from, or -1 if it was not sampled. seeds, positions (of the first row), first, lengths:
+    row's token was sampled from, or -1 if it was not sampled. seeds, positions (of the first row), first_rows, lengths:
     int64 [S]. longest: the largest of `lengths`, known on the host.
     """
 
@@ -77,8 +77,8 @@ class RejectionBatch:
 
 
 def verify_coupled(logits: Tensor, rows: Sequence[Rows]) -> list[Verdict]:
-    """Verdicts by the coupled rule from raw target logits [N, V], greedy and sampled alike; pending holds the draft.
-    One copy to the host: the target's tokens, and which rows can be sampled from."""
+    """Return verdicts by the coupled rule from raw target logits [N, V], for greedy and sampled sequences. `pending`
+    holds the draft. One copy to the host: the target's tokens, and which rows can be sampled from."""
     tokens, finite = torch.stack((target_tokens(logits, rows), finite_rows(logits))).tolist()
     return [
         replace(_agreement(row, tokens[row.start : row.end]), is_finite=all(finite[row.start : row.end]))
@@ -87,13 +87,12 @@ def verify_coupled(logits: Tensor, rows: Sequence[Rows]) -> list[Verdict]:
 
 
 def verify_rejection(logits: Tensor, rows: Sequence[Rows], draft_logits: Sequence[Tensor | None]) -> list[Verdict]:
-    """Verdicts by the rejection rule from raw target logits [N, V]; pending holds the draft, of g_i tokens.
+    """Return verdicts by the rejection rule from raw target logits [N, V]; `pending` holds the draft, of g_i tokens.
 
-    draft_logits: for each sequence the processed logits [m_i, V] that its first m_i <= g_i tokens were sampled from,
-    or None where none was; tokens that were not sampled (looked up, argmax) stand with probability p(x). Greedy
-    sequences compare exactly and ignore theirs. An empty draft gives the token of plain decoding. One copy
-    to the host, and one more where there are trees. Raises ValueError if draft_logits have more rows than the
-    draft, or the main chain of a tree.
+    draft_logits: for each sequence, the processed logits [m_i, V] of its first m_i <= g_i tokens, which were sampled;
+    None if no token was sampled. Other tokens (looked up, argmax) are accepted with probability p(x). Greedy sequences
+    compare exactly and ignore draft_logits. An empty draft gives the token of plain decoding. One copy to the host, and
+    one more with trees. Raises ValueError if draft_logits have more rows than the draft, or than a tree's main chain.
     """
     if len(draft_logits) != len(rows):
         raise ValueError(f"{len(draft_logits)} draft_logits for {len(rows)} sequences: give one (or None) each")
@@ -117,8 +116,8 @@ def verify_rejection(logits: Tensor, rows: Sequence[Rows], draft_logits: Sequenc
 
 
 def decide(batch: RejectionBatch) -> tuple[Tensor, Tensor]:
-    """The rejection rule on tensors: how many draft tokens of each sequence stand, and the token after them; int64 [S]
-    each, without host synchronisation."""
+    """Apply the rejection rule on tensors. Return how many draft tokens of each sequence are accepted and the token
+    after them, int64 [S] each, without host synchronisation."""
     target = batch.scores.softmax(-1)
     draft = batch.draft_scores.softmax(-1)
     ahead = torch.arange(batch.longest, device=target.device)
@@ -136,7 +135,7 @@ def decide(batch: RejectionBatch) -> tuple[Tensor, Tensor]:
 
 
 def _at_drafts(target: Tensor, draft: Tensor, batch: RejectionBatch, at: Tensor) -> tuple[Tensor, Tensor]:
-    """p and q of the draft tokens in rows `at`, float64, like `at`."""
+    """Return p and q of the draft tokens in rows `at`: float64, each with the shape of `at`."""
     tokens, rows = batch.drafts[at], batch.draft_rows[at]
     p = target[at, tokens].double()
     if not len(draft):
@@ -145,13 +144,13 @@ def _at_drafts(target: Tensor, draft: Tensor, batch: RejectionBatch, at: Tensor)
 
 
 def _accepts(p: Tensor, q: Tensor, noise: Tensor) -> Tensor:
-    """Accept with probability min(1, p / q): float64 p, q and uniform noise, never 0, so that p = 0 is never accepted.
-    q = 0 cannot have been drafted and is refused."""
+    """Accept with probability min(1, p / q). All arguments are float64. The uniform noise is never 0, so p = 0 is never
+    accepted. A token with q = 0 cannot have been drafted and is rejected."""
     return (q > 0) & (noise * q <= p)
 
 
 def _last_tokens(batch: RejectionBatch, target: Tensor, draft: Tensor, num_accepted: Tensor) -> Tensor:
-    """The recovered or bonus token of each sequence, int64 [S]."""
+    """Return the recovered or bonus token of each sequence, int64 [S]."""
     at = batch.first_rows + num_accepted
     bonus = num_accepted == batch.lengths
     stream = torch.where(bonus, int(Stream.TARGET), int(Stream.RECOVER))
@@ -163,7 +162,7 @@ def _last_tokens(batch: RejectionBatch, target: Tensor, draft: Tensor, num_accep
 
 
 def _draft_distribution(batch: RejectionBatch, draft: Tensor, at: Tensor) -> Tensor:
-    """q in rows `at`, float32 [len(at), V]."""
+    """Return q in rows `at`, float32 [len(at), V]."""
     one_hot = torch.zeros_like(batch.scores[at]).scatter_(1, batch.drafts[at].unsqueeze(1), 1.0)
     if not len(draft):
         return one_hot
@@ -172,7 +171,8 @@ def _draft_distribution(batch: RejectionBatch, draft: Tensor, at: Tensor) -> Ten
 
 
 def _residual(target: Tensor, draft: Tensor) -> Tensor:
-    """max(p - q, 0), not normalised; p itself where nothing is left (p equals q up to rounding)."""
+    """Return max(p - q, 0), not normalised; or p itself in rows where the result is all 0 (p equals q up to
+    rounding)."""
     residual = (target - draft).clamp_min_(0)
     return torch.where(residual.sum(1, keepdim=True) > 0, residual, target)
 
@@ -211,7 +211,8 @@ def _packed(logits: Tensor, rows: Sequence[Rows], draft_logits: Sequence[Tensor 
 
 
 def _certain_if_greedy(scores: Tensor, rows: Sequence[Rows]) -> Tensor:
-    """A greedy target is certain of its argmax, which makes the rule an exact comparison. Changes `scores` in place."""
+    """Give the argmax of greedy rows probability 1, which makes the rule an exact comparison. Changes `scores` in
+    place."""
     greedy = [index for row in rows if row.sampler.greedy for index in range(row.start, row.end)]
     if greedy:
         where = integers(greedy, scores.device)
@@ -221,7 +222,7 @@ def _certain_if_greedy(scores: Tensor, rows: Sequence[Rows]) -> Tensor:
 
 
 def _agreement(row: Rows, targets: Sequence[int]) -> Verdict:
-    """Draft tokens stand as long as they equal the target's, which come one more; of a tree the longest path."""
+    """Accept draft tokens until the first mismatch, or a tree's longest matching path, then the target's next token."""
     if row.parents:
         return _longest_agreement(row, targets)
     mismatches = (index for index, token in enumerate(row.pending) if token != targets[index])

@@ -1,4 +1,4 @@
-"""Plain decoding for families that do not split into sublayers: transformers' own forward and cache, no drafts."""
+"""Plain decoding for model families without sublayer support: transformers' own forward and cache, no drafts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rayspec.types import Logprob
 
 
 class WholeModelStages:
-    """The `Stages` of a model that is run as one piece, sequence by sequence. Each sequence has its own cache."""
+    """`Stages` that run an undivided model, one sequence at a time. Each sequence has its own cache."""
 
     def __init__(self, model: PreTrainedModel, *, vocab_size: int) -> None:
         self._model = model
@@ -46,22 +46,22 @@ class WholeModelStages:
         self._caches.pop(sequence_id, None)
 
     def move(self, moves: Sequence[Move]) -> None:
-        """Caches are not in an arena: there is nothing to move."""
+        """Do nothing: the caches are not in an arena."""
 
     def start(self, work: Work) -> Future[Result]:
         return done(lambda: self._prefill(work) if isinstance(work, Prefill) else self._round(work))
 
     def wait(self) -> None:
-        """Everything is done when it is started."""
+        """Return at once: `start` has already done the work."""
 
     def check(self) -> None:
-        """There is nobody to ask."""
+        """Return at once: there is no other process to ask."""
 
     def search(self, tokens: Sequence[TappedToken], places: Sequence[Runs], question: Question) -> Future[Answer]:
         raise NotImplementedError("a model that does not split into sublayers has no plans")
 
     def shutdown(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: there are no processes to end."""
 
     @torch.inference_mode()
     def _prefill(self, work: Prefill) -> PrefillResult:
@@ -95,7 +95,8 @@ class WholeModelStages:
         )
 
     def _forward(self, sequence_id: str, position: int, token_ids: Sequence[int]) -> Tensor:
-        """Logits [1, V] after the tokens. From position 0 the sequence starts again with an empty cache."""
+        """Run the tokens and return the logits [1, V] after the last. Position 0 starts the sequence with an empty
+        cache."""
         if position == 0:
             self._caches[sequence_id] = DynamicCache(config=self._model.config)
         tokens = torch.tensor([list(token_ids)], device=self._model.device)

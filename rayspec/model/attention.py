@@ -1,13 +1,15 @@
 """Packed ragged attention over the KV cache, registered with transformers' attention interface as "rayspec".
 
-Rows of many sequences lie side by side; each row looks at the keys of its own sequence, wherever they lie. No padding,
-no mask in decode. Rows may form a tree, whose branches are alternatives: a row sees its ancestors and not its cousins.
+Rows of many sequences are packed into one batch. Each row attends to the keys of its own sequence, wherever they are in
+the cache. Decoding needs no padding and no mask. Rows may form a tree, whose branches are alternatives: a row sees its
+ancestors, but no row of another branch.
 
-A sequence whose keys are one run is looked at where it lies. Where it is several, or a chunk of a prompt looks at what
-came before, rows look at pieces and what they saw is merged by the log-sum-exp of their scores; a piece that sequences
-share is read once for all of them. Where pieces cannot be merged, keys are gathered.
+If the keys of a sequence are one run of slots, attention reads them in place. If they are several runs, or if rows of a
+prompt chunk attend to an earlier context, there is one call for each long run and one for the gathered short runs. The
+results are merged by the log-sum-exp of their scores. A run that several sequences share is read once for all of them.
+If results cannot be merged, the keys are gathered into one tensor.
 
-Rows of a draft may read few keys. These are gathered, and rows of all sequences look at theirs in one call.
+Rows of a draft may read few keys. These are gathered, and one call computes the attention of all such rows.
 """
 
 from __future__ import annotations
@@ -30,18 +32,18 @@ from rayspec.model.page_scores import NewestRows, newest_rows, note_pages
 from rayspec.model.rows import Path, RowSpan, Run, Runs, runs_between, slots_between
 
 IMPLEMENTATION = "rayspec"
-# Up to here the query heads that share a key head are folded into rows, so that keys are read once, not once a head.
+# Up to this number of rows, query heads that share a key head are folded into rows: keys are read once, not per head.
 _MAX_FOLDED_ROWS = 32
-# A run of so many slots is looked at where it lies; shorter ones are gathered, which costs less than a call for each.
+# A run of at least so many slots is read in place. Shorter runs are gathered: this costs less than a call for each run.
 _LONG_RUN = 256
 
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """Some rows of the batch, and keys that they look at.
+    """One attention call: some rows of the batch, and the keys that they read.
 
-    slots: of the keys, a slice where they lie side by side; None: the rows' own keys. mask: [rows, keys], 0 where a row
-    may look and -inf elsewhere; None: everywhere, or, with `causal`, up to its own.
+    slots: the slots of the keys, a slice if they are adjacent; None for the rows' own keys. mask: [rows, keys], 0 where
+    a row sees the key and -inf elsewhere; None if rows see all keys, or, with `causal`, the keys up to their own.
     """
 
     rows: slice | Tensor
@@ -52,8 +54,8 @@ class _Look:
 
 @dataclass(frozen=True, slots=True)
 class _FewLook:
-    """Rows, int64 [R], and the few keys that each looks at in each of L layers: slots [L, R, n], mask [L, R, n] as in
-    `_Look`. L is 1 where all layers read the same."""
+    """Rows that read few keys. rows: int64 [R]. slots: [L, R, n], the keys of each row in each of L layers; L is 1 if
+    all layers read the same keys. mask: [L, R, n], as in `_Look`."""
 
     rows: Tensor
     slots: Tensor
@@ -62,20 +64,20 @@ class _FewLook:
 
 @dataclass(slots=True)
 class _Looks:
-    """Of a batch. whole: of rows that look once. pieces: of rows that look several times, to be merged. few: of rows
-    that read few keys; None where none does."""
+    """The attention calls of a batch. whole: calls whose result is final, because their rows occur in no other call.
+    pieces: calls whose results are merged, because their rows occur in several. few: the rows that read few keys."""
 
     whole: list[_Look] = field(default_factory=list)
     pieces: list[_Look] = field(default_factory=list)
     few: _FewLook | None = None
 
 
-# What looks depend on: the keys that are read, the window, the softcap, and whether pieces can be merged.
+# `_Looks` depend on these: the keys that rows read, the sliding window, the softcap, and whether results can be merged.
 _LooksKey: TypeAlias = tuple[Keys, int | None, float | None, bool]
 
 
 class _Context(NamedTuple):
-    """Keys [H_kv, n, D] and values [H_kv, n, D_v] that alternatives share. mask: [n], as in `_Look`."""
+    """The context that the rows of a span share: keys [H_kv, n, D], values [H_kv, n, D_v], mask [n] as in `_Look`."""
 
     keys: Tensor
     values: Tensor
@@ -83,8 +85,8 @@ class _Context(NamedTuple):
 
 
 class AttentionKind(NamedTuple):
-    """How a layer weighs keys. sliding_window: how many keys a row sees, its own included; None: all. softcap: the
-    bound of scores, as in Gemma 2."""
+    """Parameters of a layer's attention. sliding_window: how many keys a row sees, its own included; None for all.
+    softcap: the bound of the scores, as in Gemma 2."""
 
     scaling: float
     sliding_window: int | None
@@ -93,8 +95,8 @@ class AttentionKind(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heads:
-    """The heads of an attention layer whose rotary embedding is of the rotate-half kind. norms: of each query head, and
-    of each key head, before they are rotated."""
+    """The heads of an attention layer with a rotate-half rotary embedding. norms: the norm of each query head and the
+    norm of each key head, applied before the rotation; None for a family without such norms."""
 
     layer: int
     layer_type: str
@@ -105,7 +107,7 @@ class Heads:
     kind: AttentionKind
 
     def split(self, projected: Tensor, rope: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries [H, N, D], rotated keys and values [H_kv, N, D]; projected: [N, (H + 2 * H_kv) * D]."""
+        """Return rotated queries [H, N, D], rotated keys and values [H_kv, N, D] of [N, (H + 2 * H_kv) * D]."""
         heads = projected.view(len(projected), -1, self.head_dim)
         turning, value = torch.split(heads, [self.num_heads + self.num_kv_heads, self.num_kv_heads], 1)
         turned = _rotated(self._normed(turning), rope[self.layer_type])
@@ -113,7 +115,7 @@ class Heads:
         return query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
 
     def _normed(self, heads: Tensor) -> Tensor:
-        """Queries and keys: [N, H + H_kv, D]."""
+        """Apply the norms to the queries and keys, [N, H + H_kv, D]."""
         if self.norms is None:
             return heads
         query, key = torch.split(heads, [self.num_heads, self.num_kv_heads], 1)
@@ -121,8 +123,8 @@ class Heads:
 
 
 class Rows(Protocol):
-    """A packed batch of N rows as sublayers see it. positions: [N]. rope: by layer type, what rotates queries and keys,
-    as the family's rotary embedding gives it. in_place: the residual is a buffer that sublayers add to."""
+    """Interface between a packed batch of N rows and the sublayers. positions: [N]. rope: by layer type, the output of
+    the family's rotary embedding. in_place: the residual is a buffer that sublayers add to."""
 
     @property
     def in_place(self) -> bool: ...
@@ -134,26 +136,26 @@ class Rows(Protocol):
     def rope(self) -> dict[str, Any]: ...
 
     def seeing(self, keys: Keys) -> Rows:
-        """The same rows, which read only these keys. What they write stays the same."""
+        """Return the same rows, but reading only these keys. They write the same keys and values as before."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
-        """Write keys [H_kv, N, D] and values [H_kv, N, D_v] of the rows to the cache, then let queries [H, N, D] look
-        at what each row sees. Returns [N, H, D_v]."""
+        """Write keys [H_kv, N, D] and values [H_kv, N, D_v] of the rows to the cache. Return the attention of the
+        queries [H, N, D] over the keys that each row sees: [N, H, D_v]."""
 
     def attend_projected(self, heads: Heads, projected: Tensor) -> Tensor:
-        """The same from what comes out of the projections: [N, (H + 2 * H_kv) * D], queries, keys and values."""
+        """Split and rotate projected queries, keys and values, [N, (H + 2 * H_kv) * D], then do as `attend`."""
 
 
 @dataclass(slots=True)
 class PackedRows:
-    """`Rows` whose sequences the host knows: attention looks at their runs with torch's kernels.
+    """`Rows` whose sequences are known on the host. Attention reads their runs with torch's kernels.
 
-    positions: [N] int64; slots: [N] int64 where keys and values go. paths: by span, what each of its rows sees where
-    the rows are a tree; empty where they see one another causally. Where `slots` is None the rows leave no trace: those
-    of a span are alternatives for the one position behind its context, and each sees the context and itself. by_run:
-    the runs of a sequence may decide how its keys are read, and with it how sums round. keys: that rows read, within
-    the arena's budget; rows that see no more than the budget, and rows of trees, read all that they see. scores_pages:
-    the newest rows leave a note of the pages at which they look most, where the arena has room for it.
+    positions: [N] int64. slots: [N] int64, where keys and values are written. If `slots` is None, rows write nothing to
+    the cache: the rows of a span are alternatives for the position after its context, and each sees the context and
+    itself. paths: by span, the places that each row of a tree sees; empty if the rows see one another causally. by_run:
+    the runs of a sequence may decide how its keys are read, and therefore how sums round. keys: the keys that rows
+    read, within the arena's budget. Rows that see no more keys than the budget, and rows of trees, read all keys that
+    they see. scores_pages: note the pages with most attention of the newest rows, if the arena has `looked_at`.
     """
 
     arena: KVArena
@@ -163,7 +165,7 @@ class PackedRows:
     paths: Sequence[Sequence[Path]]
     by_run: bool = True
     rope: dict[str, Any] = field(default_factory=dict)
-    looks: dict[_LooksKey, _Looks] = field(default_factory=dict)  # layers share them
+    looks: dict[_LooksKey, _Looks] = field(default_factory=dict)  # shared by layers of the same kind
     keys: Keys = "all"
     scores_pages: bool = False
     newest: dict[int | None, NewestRows | None] = field(default_factory=dict)  # by sliding window
@@ -208,10 +210,10 @@ def pack(
     by_run: bool = True,
     scores_pages: bool = False,
 ) -> PackedRows:
-    """Rows that extend sequences. paths, by_run, scores_pages: see `PackedRows`. Paths are by default what the spans
-    say.
+    """Pack rows that extend sequences. by_run, scores_pages: see `PackedRows`. paths: those of `PackedRows`; None takes
+    `RowSpan.paths` of each span.
 
-    Rows up to `pad_to` are added that attend to nothing and write to the arena's spare slots.
+    Padding rows are added up to `pad_to` rows. They attend to nothing and write to the arena's spare slots.
     """
     paths = [span.paths() for span in spans] if paths is None else paths
     positions: list[int] = []
@@ -227,7 +229,7 @@ def pack(
 
 
 def pack_branches(arena: KVArena, tokens: Sequence[RowSpan], num_branches: int, positions: Tensor) -> PackedRows:
-    """`num_branches` alternatives for each of some single rows. positions: [tokens * branches]."""
+    """Pack `num_branches` alternatives for each of `tokens`, which are single rows. positions: [tokens * branches]."""
     spans = [RowSpan(token.runs, token.context, num_branches) for token in tokens]
     return PackedRows(arena, positions, None, spans, [()] * len(spans))
 
@@ -245,7 +247,8 @@ def packed_attention(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention signature. query: [1, H, N, D]; key, value: [1, H_kv, N, D]; returns [1, N, H, D_v]."""
+    """Implement transformers' attention signature. query: [1, H, N, D]; key: [1, H_kv, N, D]; value: [1, H_kv, N, D_v];
+    returns [1, N, H, D_v]."""
     layer: int = module.layer_idx  # type: ignore[assignment]
     kind = AttentionKind(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
     return packed.attend(layer, query[0], key[0], value[0], kind)[None], None
@@ -266,7 +269,7 @@ class _Attention:
     kind: AttentionKind
 
     def of_rows(self) -> Tensor:
-        """[N, H, D_v]."""
+        """Return the attention of rows that extend their sequences: [N, H, D_v]."""
         shared = (self.rows.keys, self.kind.sliding_window, self.kind.softcap, self._merges)
         if shared not in self.rows.looks:
             self.rows.looks[shared] = self._find_looks()
@@ -279,7 +282,7 @@ class _Attention:
         return output
 
     def of_branches(self) -> Tensor:
-        """[N, H, D_v]."""
+        """Return the attention of rows that are alternatives (`PackedRows` without slots): [N, H, D_v]."""
         output, end = self._zeros(self.query.dtype), 0
         for span, context in zip(self.rows.spans, self._contexts(), strict=True):
             at, end = end, end + span.num_rows
@@ -290,7 +293,7 @@ class _Attention:
     def _find_looks(self) -> _Looks:
         looks, end = _Looks(), 0
         few: list[tuple[int, Runs]] = []
-        views: dict[Run, list[slice]] = defaultdict(list)  # the rows that look at a run as a piece
+        views: dict[Run, list[slice]] = defaultdict(list)  # the rows that read a run in place
         for span, paths in zip(self.rows.spans, self.rows.paths, strict=True):
             rows, end = slice(end, end + span.num_rows), end + span.num_rows
             if not paths and not self._reads_all(span):
@@ -326,14 +329,14 @@ class _Attention:
         return few_pages(budget, positions, tables, looked_at=looked_at, sliding_window=self.kind.sliding_window)
 
     def _looked_at(self, tables: Tensor, positions: Tensor) -> Tensor:
-        """The notes of all layers for rows at these positions: [L, R, n]."""
+        """Return the noted pages of all layers for rows at these positions: [L, R, n]."""
         notes = self.rows.arena.looked_at
         assert notes is not None, "an arena with room for notes"
         own = tables.gather(1, positions[:, None] // PAGE_SIZE)[:, 0]
         return notes[:, own]
 
     def _pieces(self, span: RowSpan, paths: Sequence[Path]) -> list[Run]:
-        """Of the context, from its beginning, what the rows look at apart from the rest; all of them see all of it."""
+        """Return the leading runs of the context that have attention calls of their own. All rows see all of them."""
         if not self._merges or self._is_windowed(span) or any(path.shared < span.context for path in paths):
             return []
         context = runs_between(span.runs, 0, span.context)
@@ -343,7 +346,7 @@ class _Attention:
         return context[:-1] if is_worth_it else []
 
     def _last_look(self, rows: slice, span: RowSpan, paths: Sequence[Path], num_seen: int) -> _Look:
-        """At the rows' own keys, and at those of the context behind the first `num_seen`."""
+        """Return the call that reads the rows' own keys and the context after its first `num_seen` places."""
         if (
             num_seen == span.context
             and _is_chunk(span, paths)
@@ -360,13 +363,14 @@ class _Attention:
 
     @property
     def _merges(self) -> bool:
-        """torch's CPU kernel gives the log-sum-exp of its scores. It knows no softcap and only one size of heads."""
+        """Whether partial results can be merged: torch's CPU kernel returns the log-sum-exp of its scores. The kernel
+        supports no softcap, and needs keys and values of the same head size."""
         return (
             self.query.device.type == "cpu" and not self.kind.softcap and self.query.shape[-1] == self.own[1].shape[-1]
         )
 
     def _is_windowed(self, span: RowSpan) -> bool:
-        """Some rows do not see all that comes before them."""
+        """Return whether the sliding window hides earlier keys from some rows."""
         return self.kind.sliding_window is not None and span.end > self.kind.sliding_window
 
     def _is_long(self, run: Run) -> bool:
@@ -378,8 +382,8 @@ class _Attention:
         return self._index([slot for run in runs for slot in run.slots])
 
     def _slots_of_path(self, span: RowSpan, path: Path) -> Tensor:
-        """What a single row of a tree sees, in order of position: its attention is then that of a single row anywhere,
-        to the bit."""
+        """Return the slots that a single row of a tree sees, in order of position. Its attention is then bit-equal to
+        that of a single row outside a tree."""
         lowest = max(0, path.position + 1 - self.kind.sliding_window) if self.kind.sliding_window else 0
         places = slots_between(span.runs, 0, span.end)
         own = path.own[max(0, lowest - path.shared) :]
@@ -394,7 +398,8 @@ class _Attention:
         return torch.tensor(numbers, device=self.query.device)
 
     def _mask(self, span: RowSpan, paths: Sequence[Path], first: int) -> Tensor:
-        """Over the places from `first` on: boolean masks would cost a conversion in every layer."""
+        """Return the mask over the places from `first` on, as `_Look` has it. A boolean mask would cost a conversion in
+        every layer."""
         device = self.query.device
         rows = torch.arange(span.context, span.end, device=device)[:, None]
         columns = torch.arange(first, span.end, device=device)
@@ -411,7 +416,7 @@ class _Attention:
         return mask.masked_fill_(~seen, float("-inf"))
 
     def _keys_and_values(self, look: _Look) -> tuple[Tensor, Tensor]:
-        """[H_kv, n, D] and [H_kv, n, D_v]."""
+        """Return the keys [H_kv, n, D] and values [H_kv, n, D_v] that a call reads."""
         if look.slots is None:
             return self.own[0][:, look.rows], self.own[1][:, look.rows]
         if isinstance(look.slots, slice):
@@ -419,7 +424,7 @@ class _Attention:
         return self.cached[0].index_select(1, look.slots), self.cached[1].index_select(1, look.slots)
 
     def _seen(self, look: _Look) -> Tensor:
-        """What rows see that look once: [H, m, D_v]."""
+        """Return the attention of m rows that occur in this call only: [H, m, D_v]."""
         keys, values = self._keys_and_values(look)
         query = self.query[:, look.rows]
         if look.causal:
@@ -435,11 +440,11 @@ class _Attention:
         return mixed.reshape(*query.shape[:2], values.shape[-1])
 
     def _place_in(self, by_layer: Tensor) -> int:
-        """Where the layer is in a tensor [L, ...], as in `_FewLook`."""
+        """Return the layer's index in a tensor [L, ...], as in `_FewLook`."""
         return self.rows.arena.place_of_layer[self.layer] if len(by_layer) > 1 else 0
 
     def _seen_in_few(self, look: _FewLook) -> Tensor:
-        """[R, H, D_v], by one call for all rows: key heads stand where sequences do in other attention."""
+        """Return the attention of rows that read few keys, [R, H, D_v], by one call. Key heads take its batch axis."""
         place = self._place_in(look.slots)
         slots, mask = look.slots[place], look.mask[place, :, None]
         keys, values = (_gathered(cached, slots) for cached in self.cached)
@@ -451,8 +456,8 @@ class _Attention:
         return mixed.transpose(0, 1).flatten(1, 2)
 
     def _merged(self, pieces: Sequence[_Look]) -> Tensor:
-        """What rows see that look several times: each look's part of the sum weighs as much as its share of the
-        softmax's denominator. [N, H, D_v], zeros for the other rows."""
+        """Merge the results of several calls for the same rows: [N, H, D_v], zeros for rows of none of the calls. The
+        weight of a call's result is its share of the softmax's denominator."""
         mixed = self._zeros(torch.float32)
         total = self.query.new_full(mixed.shape[:2], float("-inf"), dtype=torch.float32)
         for look in pieces:
@@ -466,7 +471,7 @@ class _Attention:
         return mixed.to(self.query.dtype)
 
     def _seen_in_part(self, look: _Look) -> tuple[Tensor, Tensor]:
-        """[m, H, D_v], and the log-sum-exp of the scores [m, H]."""
+        """Return the partial result of a call, [m, H, D_v], and the log-sum-exp of its scores, [m, H]."""
         keys, values = self._keys_and_values(look)
         query, mask = self.query[:, look.rows], look.mask
         num_heads, num_rows, size = query.shape
@@ -479,7 +484,7 @@ class _Attention:
         return found.reshape(num_heads, num_rows, size).transpose(0, 1), scores.reshape(num_heads, num_rows).T
 
     def _contexts(self) -> Iterator[_Context]:
-        """By span, of a row behind its context."""
+        """Yield the context of each span, as a row right after it sees it."""
         few = [span for span in self.rows.spans if not self._reads_all(span)]
         gathered = iter(self._few_contexts(few) if few else ())
         for span in self.rows.spans:
@@ -501,29 +506,29 @@ class _Attention:
 
 
 def _rotated(heads: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """heads: [N, heads, D]; rope: cosines and sines [1, N, D]."""
+    """Apply the rotate-half embedding. heads: [N, heads, D]; rope: cosines and sines [1, N, D]."""
     cosines, sines = (each[0][:, None] for each in rope)
     first, second = heads.chunk(2, -1)
     return heads * cosines + torch.cat((-second, first), -1) * sines
 
 
 def _is_chunk(span: RowSpan, paths: Sequence[Path]) -> bool:
-    """Rows enough for a kernel that knows by itself which rows see which."""
+    """Return whether the span has more rows than are folded, and no tree: torch's causal kernel then needs no mask."""
     return span.num_rows > _MAX_FOLDED_ROWS and not paths
 
 
 def _folded(query: Tensor, num_kv_heads: int) -> Tensor:
-    """[H, m, D] -> [H_kv, H / H_kv * m, D]: rows that look at the same keys."""
+    """Group rows that read the same keys: [H, m, D] -> [H_kv, H / H_kv * m, D]."""
     return query.reshape(num_kv_heads, -1, query.shape[-1])
 
 
 def _by_key_head(query: Tensor, num_kv_heads: int) -> Tensor:
-    """[H, R, D] -> [H_kv, R, H / H_kv, D]."""
+    """Group query heads by their key head: [H, R, D] -> [H_kv, R, H / H_kv, D]."""
     return query.view(num_kv_heads, -1, *query.shape[1:]).transpose(1, 2)
 
 
 def _gathered(cached: Tensor, slots: Tensor) -> Tensor:
-    """cached: [H_kv, slots, D]; slots: [R, n]; returns [H_kv, R, n, D]."""
+    """Copy the rows' slots out of the cache. cached: [H_kv, slots, D]; slots: [R, n]; returns [H_kv, R, n, D]."""
     return cached.index_select(1, slots.flatten()).view(len(cached), *slots.shape, -1)
 
 
@@ -545,8 +550,8 @@ def _softcapped(
 
 
 def _seen_in_tree(paths: Sequence[Path], columns: Tensor, sliding_window: int | None) -> Tensor:
-    """Which places of the sequence, `columns`, each row sees: bool [num_rows, len(columns)]. Windows count positions,
-    which are the places' numbers only in the shared part of a path."""
+    """Return which of the places `columns` each row sees: bool [num_rows, len(columns)]. A sliding window counts
+    positions. They equal the numbers of the places only in the shared part of a path."""
     device, first = columns.device, int(columns[0])
     lowest = [path.position + 1 - sliding_window if sliding_window else 0 for path in paths]
     bounds = torch.tensor([[path.shared for path in paths], lowest], device=device)[:, :, None]
@@ -562,7 +567,10 @@ def _seen_in_tree(paths: Sequence[Path], columns: Tensor, sliding_window: int | 
 
 
 def _branches(query: Tensor, own: tuple[Tensor, Tensor], context: _Context, kind: AttentionKind) -> Tensor:
-    """Each row sees the shared context and itself. query: [H, m, D]; own: [H_kv, m, D] and [H_kv, m, D_v]."""
+    """Return the attention of rows that each see the shared context and themselves: [H, m, D_v].
+
+    query: [H, m, D]; own: keys [H_kv, m, D] and values [H_kv, m, D_v].
+    """
     num_kv_heads, num_rows, _ = own[0].shape
     folded = query.reshape(num_kv_heads, -1, num_rows, query.shape[-1])
     with_context = folded.flatten(1, 2) @ context.keys.transpose(1, 2)

@@ -1,8 +1,8 @@
-"""Sublayers as few large operations, where a check on the loaded weights shows that they compute what the modules do.
+"""Fused sublayers of few large operations, used if a check on the loaded weights shows that they equal the modules.
 
-The layout of Llama, Mistral, Qwen and their like has a fused body: one matrix for queries, keys and values, one for
-gate and up, and a last matrix that adds to the residual. Norms are the family's own modules. A sublayer that the check
-refuses goes on with transformers' modules, whose linear layers get a faster layout where the device has one.
+The layout of Llama, Mistral, Qwen and similar families has a fused body: one matrix for queries, keys and values, one
+for gate and up, and a last matrix that adds to the residual. Norms are the family's own modules. A sublayer that fails
+the check keeps transformers' modules, whose linear layers get a faster layout if the device has one.
 
 For drafts, a sublayer may have more bodies of the same kind, whose matrices are quantised copies.
 """
@@ -35,29 +35,30 @@ from rayspec.model.sublayers import Body, Sublayer
 
 logger = logging.getLogger(__name__)
 
-# Small against what a block adds, which does not shrink with its normalised input: the residual hides no mistake.
+# Scales the residual down in checks, so that it hides no error. The block's output stays large: its input is
+# normalised.
 _CHECK_SCALE = 1e-2
 _QUERY_KEY_VALUE = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
 _GATE_UP = (("gate_proj", "up_proj"), ("gate_up_proj",))
 _FIRST = {"attention": _QUERY_KEY_VALUE, "mlp": _GATE_UP}
 _LAST = {"attention": "o_proj", "mlp": "down_proj"}
-# By the name of transformers' class.
+# The operator's name of an activation, by the name of transformers' class.
 _OPERATOR_ACTIVATIONS = {
     "SiLUActivation": "silu",
     "SiLU": "silu",
     "GELUTanh": "gelu_tanh",
     "PytorchGELUTanh": "gelu_tanh",
 }
-# How far a copy's branch may be from the sublayer's own, as a share of its norm: about twice what random weights show.
-# More means that something is wrong with the weights, or with the kernel on this machine.
+# The largest error of a copy's output, as a share of the norm of the sublayer's output: about twice that of random
+# weights. A larger error means that the weights, or the kernel on this machine, are faulty.
 _LARGEST_ERROR: dict[Weights, float] = {"int8": 0.05, "int4": 0.35}
-# What a body raises where a block is not what it takes it for.
+# Errors that a body raises for a block of another layout.
 _MISFITS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionBody:
-    """Attention with rotary embedding of the rotate-half kind; queries and keys may have a norm a head."""
+    """Attention with a rotate-half rotary embedding. Each query head and key head may have a norm."""
 
     sublayer: Sublayer
     pre_norm: Norm
@@ -66,23 +67,23 @@ class AttentionBody:
     output: nn.Module
 
     def __call__(self, hidden: Tensor, rows: Rows) -> Tensor:
-        """hidden: [1, N, hidden_size] in and out."""
+        """Return the residual with the sublayer's output added; hidden: [1, N, hidden_size] in and out."""
         mixed = rows.attend_projected(self.heads, self.projections(self.pre_norm(hidden))[0])
         return _added(self.sublayer, self.output, hidden, mixed.flatten(1)[None], in_place=rows.in_place)
 
     @property
     def matrices(self) -> tuple[LinearMap, nn.Module]:
-        """The first, and the last, whose product the residual gets."""
+        """First matrix, and last matrix, whose product is added to the residual."""
         return self.projections, self.output
 
     def with_matrices(self, first: LinearMap, last: nn.Module) -> AttentionBody:
-        """The same body on other weights."""
+        """Return a copy of this body with other matrices."""
         return replace(self, projections=first, output=last)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedBody:
-    """An MLP whose gate weighs what goes up: down(act(gate) * up). weigh: [1, N, 2 * I] -> [1, N, I]."""
+    """A gated MLP: down(act(gate) * up). weigh: computes act(gate) * up, [1, N, 2 * I] -> [1, N, I]."""
 
     sublayer: Sublayer
     pre_norm: Norm
@@ -91,17 +92,17 @@ class GatedBody:
     down: nn.Module
 
     def __call__(self, hidden: Tensor, rows: Rows) -> Tensor:
-        """hidden: [1, N, hidden_size] in and out."""
+        """Return the residual with the sublayer's output added; hidden: [1, N, hidden_size] in and out."""
         weighed = self.weigh(self.gate_up(self.pre_norm(hidden)))
         return _added(self.sublayer, self.down, hidden, weighed, in_place=rows.in_place)
 
     @property
     def matrices(self) -> tuple[LinearMap, nn.Module]:
-        """As of `AttentionBody`."""
+        """First and last matrix, as in `AttentionBody`."""
         return self.gate_up, self.down
 
     def with_matrices(self, first: LinearMap, last: nn.Module) -> GatedBody:
-        """The same body on other weights."""
+        """Return a copy of this body with other matrices."""
         return replace(self, gate_up=first, down=last)
 
 
@@ -116,14 +117,14 @@ def fuse(
     use_operators: bool | None = None,
     quantised: Collection[Weights] = (),
 ) -> Decomposition:
-    """The same model or span, with bodies where they prove equal to the modules on random input.
+    """Return the same model or span, with a body for each sublayer whose body equals the modules on random input.
 
-    The modules' own weights are freed: `parts` and the model that they come from cannot run any more. apart_from:
-    sublayers that stay as they are, because their weights are fetched. use_operators: whether bodies consist of the
-    operators `rayspec::*`, which a GPU needs, or of torch's own; by default as the device wants it.
+    The modules' own weights are freed: afterwards `parts` and its model cannot run any more. apart_from: sublayers that
+    keep their modules, because their weights are fetched. use_operators: build bodies from the operators `rayspec::*`,
+    as a GPU needs, or from torch's operations; by default the device decides.
 
-    quantised: the copies that drafts may have of each sublayer with a body. A copy that is too far off is left out. A
-    sublayer in `apart_from` gets copies, too, where its layout has a body: they stay on the device and fetch nothing.
+    quantised: the copies for drafts, of each sublayer with a body. A copy with too large an error is left out. A
+    sublayer in `apart_from` gets copies, too, if its layout has a body: they stay on the device and fetch nothing.
     """
     has_kernels = has_operators(parts.device) if use_operators is None else use_operators
     shop = _Workshop(parts, has_kernels, quantised)
@@ -137,9 +138,9 @@ def fuse(
 
 
 def matrices_of(block: nn.Module, kind: Literal["attention", "mlp"]) -> tuple[list[nn.Linear], nn.Module]:
-    """In the layout that bodies know: the layers that read the block's input, and the one that makes its output.
+    """Return the linear layers that read the block's input, and the layer that computes its output.
 
-    Raises AttributeError for a block of another layout.
+    Raises AttributeError for a block of a layout that has no body.
     """
     names = next((each for each in _FIRST[kind] if all(hasattr(block, name) for name in each)), None)
     if names is None:
@@ -148,7 +149,7 @@ def matrices_of(block: nn.Module, kind: Literal["attention", "mlp"]) -> tuple[li
 
 
 def bytes_of_copies(parts: Decomposition) -> dict[Weights, int]:
-    """Of the quantised copies of all sublayers, by weights."""
+    """Return the bytes of the quantised copies of all sublayers, by type of weights."""
     sizes: dict[Weights, int] = {}
     for sublayer in parts.sublayers:
         for weights, body in sublayer.quantised.items():
@@ -159,12 +160,12 @@ def bytes_of_copies(parts: Decomposition) -> dict[Weights, int]:
 
 
 def has_operators(device: torch.device) -> bool:
-    """Whether the operators `rayspec::*` run there by kernels of their own."""
+    """Return whether the device runs the operators `rayspec::*` with Triton kernels."""
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 class _Workshop:
-    """Makes bodies, and tries them on random hidden states, each with an empty KV cache."""
+    """Makes bodies and checks each on random hidden states, all in rows from position 0 on without earlier context."""
 
     def __init__(self, parts: Decomposition, use_operators: bool, quantised: Collection[Weights]) -> None:
         self._use_operators = use_operators
@@ -191,10 +192,10 @@ class _Workshop:
         return sublayer
 
     def resident(self, sublayer: Sublayer) -> Sublayer:
-        """An offloaded sublayer with copies that need none of its weights."""
+        """Return an offloaded sublayer with quantised copies, which stay on the device."""
         if not self._quantised:
             return sublayer
-        expected = self._branch(sublayer)  # This fetches the weights, which stay until another sublayer runs.
+        expected = self._branch(sublayer)  # This fetches the weights. They stay until another sublayer runs.
         try:
             twin = _twin_of(sublayer)
             body, linears = self._body(twin)
@@ -207,7 +208,8 @@ class _Workshop:
         return sublayer
 
     def head(self, parts: Decomposition) -> nn.Module | None:
-        """A tied head stays as it is: the embedding needs its rows."""
+        """Return the LM head in the faster layout, if there is one. A tied head is kept: the embedding needs its
+        rows."""
         head = parts.lm_head
         is_tied = bool(getattr(parts.config, "tie_word_embeddings", False))
         if is_tied or not is_plain(head) or not self._may_block(head):
@@ -238,7 +240,8 @@ class _Workshop:
         return copies
 
     def _copy(self, weights: Weights, body: FusedBody, linears: Sequence[nn.Linear]) -> FusedBody:
-        """The linear layers are those of the body; the last is left as it is where it is not plain."""
+        """Return a quantised copy of a body. linears: the body's linear layers. A last layer that is not plain is
+        kept."""
         make = partial(QUANTISED[weights], use_operators=self._use_operators)
         _, last = body.matrices
         if not isinstance(last, LinearMap):
@@ -246,7 +249,7 @@ class _Workshop:
         return body.with_matrices(make(linears[:-1]), make(linears[-1:]))
 
     def _body(self, sublayer: Sublayer) -> tuple[FusedBody, Sequence[nn.Linear]]:
-        """A body, and the linear layers whose weights it holds. Raises one of `_MISFITS`."""
+        """Return a body and the linear layers whose weights it holds. Raises one of `_MISFITS` for another layout."""
         return self._mlp(sublayer) if sublayer.kind == "mlp" else self._attention(sublayer)
 
     def _attention(self, sublayer: Sublayer) -> tuple[FusedBody, Sequence[nn.Linear]]:
@@ -292,7 +295,7 @@ class _Workshop:
         return body, [*linears, *filter(is_plain, [last])]
 
     def _block_linears(self, sublayer: Sublayer, expected: Tensor) -> None:
-        """Give the block's linear layers the device's faster layout, where it still computes the same."""
+        """Give the block's linear layers the device's faster layout, if the block's result stays equal."""
         found = [each for each in _plain_linears(sublayer.block) if self._may_block(each[2])]
         try:
             for owner, name, linear in found:
@@ -309,7 +312,7 @@ class _Workshop:
         return Matrix(linears, blocked=self._may_block(linears[0]))
 
     def _last(self, linear: nn.Module) -> nn.Module:
-        """The matrix that the residual gets; the module itself where it sums over ranks."""
+        """Return the last layer as a `Matrix`; the module itself if it sums over ranks."""
         return self._matrix([linear]) if is_plain(linear) else linear
 
     def _may_block(self, linear: nn.Linear) -> bool:
@@ -321,7 +324,7 @@ class _Workshop:
         return as_operator(norm) if self._use_operators else norm
 
     def _branch(self, body: Body) -> Tensor:
-        """What it adds to the residual: float32 [1, N, hidden_size]."""
+        """Return the term that a body adds to the residual: float32 [1, N, hidden_size]."""
         return body(self._hidden, self._rows).float() - self._hidden.float()
 
     def _computes(self, expected: Tensor, body: Body) -> bool:
@@ -331,7 +334,7 @@ class _Workshop:
 
 @dataclass(slots=True)
 class _NotingRows:
-    """Rows that note what kind of attention a module asks for."""
+    """Rows that record the `AttentionKind` with which a module calls them."""
 
     rows: Rows
     kind: AttentionKind | None = None
@@ -360,13 +363,14 @@ class _NotingRows:
 
 
 def _require_plain(block: nn.Module, linears: Sequence[nn.Linear]) -> None:
-    """Nothing happens around the matrices: no quantizer and no fetch has a hand in them. They may be a rank's share."""
+    """Raise TypeError if hooks, a quantizer or a fetch act on the matrices. They may be a tensor-parallel rank's
+    share."""
     if block._forward_hooks or block._forward_pre_hooks or not all(map(is_plain_or_share, linears)):
         raise TypeError(f"{type(block).__name__} is more than its matrices")
 
 
 def _twin_of(sublayer: Sublayer) -> Sublayer:
-    """The same modules with parameters of their own, which nobody fetches."""
+    """Return the sublayer with copies of its modules, whose parameters are their own and are never fetched."""
     return replace(
         sublayer,
         block=_twin(sublayer.block),
@@ -389,7 +393,7 @@ def _twin(module: nn.Module) -> nn.Module:
 
 
 def _plain_linears(block: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
-    """The module that holds each, its name there, and the layer."""
+    """Return the plain linear layers, each with the module that holds it and its name in that module."""
     return [
         (owner, name, child) for owner in block.modules() for name, child in owner.named_children() if is_plain(child)
     ]
@@ -400,7 +404,7 @@ def _unchanged(hidden: Tensor) -> Tensor:
 
 
 def _weighed(activation: nn.Module, gate_up: Tensor) -> Tensor:
-    """act(gate) * up, gate first."""
+    """Return act(gate) * up. gate_up: the gate's columns, then those of up."""
     gate, up = gate_up.chunk(2, -1)
     weighed: Tensor = activation(gate) * up
     return weighed
@@ -411,7 +415,7 @@ def _weighed_by_operator(activation: str, gate_up: Tensor) -> Tensor:
 
 
 def _added(sublayer: Sublayer, matrix: nn.Module, hidden: Tensor, rows: Tensor, *, in_place: bool) -> Tensor:
-    """The residual with the block's output, which is the matrix times `rows`."""
+    """Return the residual plus the block's output, which is the matrix times `rows`."""
     if not (sublayer.adds_plainly and isinstance(matrix, LinearMap)):
         return sublayer.add(hidden, matrix(rows), in_place=in_place)
     return matrix.add_to(hidden, rows) if in_place else matrix.plus(hidden, rows)

@@ -1,7 +1,7 @@
-"""The places of the few keys that a draft's row reads: whole pages of its sequence, found without a look at the device.
+"""Which pages of its sequence a draft's row reads if it reads few keys, found without a device-to-host copy.
 
-Keys in the cache are rotated by their positions. So a row that reads some pages side by side, in any order, computes
-the attention over exactly these keys.
+Keys in the cache are already rotated by their positions. A row may therefore read some pages in any order, and its
+attention is that over exactly these keys.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from rayspec.model.rows import Runs, is_paged
 
 
 def reads_all(budget: KeyBudget, position: int, sliding_window: int | None) -> bool:
-    """Whether a row at this position sees no more keys than the budget allows."""
+    """Return whether a row at this position sees no more keys than the budget allows."""
     is_narrow = sliding_window is not None and sliding_window <= budget.num_pages * PAGE_SIZE
     return is_narrow or position // PAGE_SIZE < budget.num_pages
 
 
 @dataclass(frozen=True, slots=True)
 class FewPages:
-    """What R rows read in each of L layers; L is 1 where all layers read the same.
+    """The pages that R rows read in each of L layers; L is 1 if all layers read the same pages.
 
-    pages: int64 [L, R, P], the row's own page the last one that counts. num_before: int64 [L, R], how many places of
-    these pages lie before the row.
+    pages: int64 [L, R, P]; the row's own page is the last that counts, and entries after it are padding. num_before:
+    int64 [L, R], how many places of these pages are before the row.
     """
 
     pages: Tensor
     num_before: Tensor
 
     def slots(self, *, with_own: bool) -> tuple[Tensor, Tensor]:
-        """The slots to read, int64 [L, R, n], and which of them count, bool [L, R, n]. with_own: the row's own slot
-        counts. In place of a slot that does not count stands one that does: others may hold anything."""
+        """Return the slots to read, int64 [L, R, n], and which of them count, bool [L, R, n]. with_own: the row's own
+        slot counts. The first slot, which counts, replaces each slot that does not, as that may hold any data."""
         inside = torch.arange(PAGE_SIZE, device=self.pages.device)
         slots = (self.pages[..., None] * PAGE_SIZE + inside).flatten(-2)
         places = torch.arange(slots.shape[-1], device=slots.device)
@@ -53,9 +53,12 @@ def few_pages(
     looked_at: Tensor | None = None,
     sliding_window: int | None = None,
 ) -> FewPages:
-    """positions: int64 [R], of rows that `reads_all` denies. tables: int64 [R, pages], see `page_tables`. looked_at:
-    int [L, R, budget.looked_at], the numbers of pages in their sequence, none twice; a negative one is none. Pages that
-    the row's sliding window does not hold in full are left out, and no page is read twice."""
+    """Choose the pages that rows read: the sink, the noted pages, and the newest ones with the row's own.
+
+    positions: int64 [R], of rows for which `reads_all` is false. tables: int64 [R, pages], see `page_tables`.
+    looked_at: int [L, R, budget.looked_at], distinct page numbers in the sequence, none of the sink; negative: empty.
+    Noted pages among the newest are not read twice. Pages that are partly outside the sliding window are left out.
+    """
     own = positions[:, None] // PAGE_SIZE
     newest = own - torch.arange(budget.newest, -1, -1, device=own.device)
     older = torch.arange(budget.sink, device=own.device).expand(1, len(own), -1)
@@ -71,11 +74,11 @@ def few_pages(
 
 
 def page_tables(runs: Sequence[Runs], device: torch.device) -> Tensor:
-    """The pages of sequences in order of position, zeros behind: int64 [sequences, pages]."""
+    """Return the pages of sequences in order of position, padded with zeros: int64 [sequences, pages]."""
     return pad_sequence([pages_of(each) for each in runs], batch_first=True).to(device)
 
 
 def pages_of(runs: Runs) -> Tensor:
-    """In order of position, on the host: int64 [pages]."""
+    """Return the pages of a sequence in order of position, on the host: int64 [pages]."""
     assert is_paged(runs, PAGE_SIZE), "sequences lie in whole pages"
     return torch.cat([torch.arange(run.start // PAGE_SIZE, -(-run.end // PAGE_SIZE)) for run in runs])

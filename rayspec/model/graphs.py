@@ -1,16 +1,16 @@
-"""Captured launches in place of eager ones, for passes in static buffers.
+"""Captured CUDA graphs in place of eager launches, for passes in static buffers.
 
-A bucket is captured as a whole: the rotary embedding, the embedding, and every sublayer that can be captured, whatever
-the plan of the moment. A plan then decides which of these launches are replayed, and captures nothing. Two ways:
+A bucket is captured as a whole, for any plan: the rotary embedding, the embedding, and every sublayer that can be
+captured. A plan then decides which of these launches are replayed; a new plan needs no new capture. There are two ways:
 
-- *A graph a sublayer.* A plan is a list of graphs. This needs nothing but `torch.cuda.CUDAGraph`.
-- *A graph a bucket.* Its launches are grouped by sublayer. A plan is the set of groups that are switched on, and before
-  a launch only groups whose state changes are switched.
+- *One graph per sublayer.* A plan is a list of graphs. This needs nothing but `torch.cuda.CUDAGraph`.
+- *One graph per bucket.* Its launches are grouped by sublayer. A plan is the set of groups that are switched on. Before
+  a replay, only groups whose state changes are switched.
 
-A replay reads the buffers of the moment, so a pass is uploaded first. It writes the buffers and the KV cache only: its
-temporaries lie in memory that all graphs share, and the next replay overwrites them. Sharing is safe because passes of
-different buckets never overlap in time: a `StepBuffers` serves one pass at a time, on one stream, and its graphs have a
-memory pool of their own.
+A replay reads the current content of the buffers, so a pass is uploaded first. It writes only the buffers and the KV
+cache. Its temporaries are in memory that all graphs share, and the next replay overwrites them. Sharing is safe because
+passes of different buckets never overlap in time: a `StepBuffers` serves one pass at a time, on one stream, and its
+graphs have a memory pool of their own.
 """
 
 from __future__ import annotations
@@ -38,42 +38,46 @@ logger = logging.getLogger(__name__)
 
 Work: TypeAlias = Callable[[], object]
 Part: TypeAlias = str | int
-"""A sublayer by its index, or one of the parts around the sublayers."""
+"""Index of a sublayer, or the name of a part outside the sublayers."""
 
 ROTARY: Part = "rotary embedding"
 EMBEDDING: Part = "embedding"
 
 
 class CapturedGraph(Protocol):
-    """Launches in groups. At first all groups are on."""
+    """A captured CUDA graph whose launches are in groups. At first all groups are on."""
 
     def switch(self, group: int, is_on: bool) -> None:
-        """From the next replay on."""
+        """Switch a group on or off, from the next replay on."""
 
     def replay(self) -> None:
         """Launch the groups that are on, in order."""
 
 
 class GraphDriver(Protocol):
-    """What captures on a device. Graphs of one driver share memory for temporaries."""
+    """Captures graphs on a device. Graphs of one driver share memory for temporaries."""
 
     def rehearse(self, works: Sequence[Work]) -> None:
-        """Run each, where captures run: kernels get compiled and libraries allocate their workspace."""
+        """Run each work where captures run, so that kernels get compiled and libraries allocate their workspace."""
 
     def capture(self, groups: Sequence[Work]) -> CapturedGraph:
-        """Record the launches of each, and run none. Raises RuntimeError for what a graph cannot hold."""
+        """Record the launches of each group without running them.
+
+        Raises RuntimeError for an operation that a graph cannot hold.
+        """
 
     def release(self, graphs: Collection[CapturedGraph]) -> None:
-        """They will not be replayed any more."""
+        """Free graphs that will not be replayed any more."""
 
     def bytes_held(self) -> int:
-        """Memory of the device that its graphs take."""
+        """Return the device memory that the driver's graphs take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphLimits:
-    """max_rows: of a bucket that is captured. max_buckets: captured at a time; the least recently used goes first.
-    max_bytes: of all graphs; above it the least recently used go, too."""
+    """Limits of capture. max_rows: the largest number of rows in a captured bucket. max_buckets: the most captured
+    buckets at a time. max_bytes: the most device memory of all graphs. Above the last two limits, the least recently
+    used buckets are evicted."""
 
     max_rows: int = 512
     max_buckets: int = 48
@@ -82,7 +86,7 @@ class GraphLimits:
 
 @dataclass(slots=True, eq=False)
 class _Graph:
-    """A captured graph, its groups' parts, and which of them are on."""
+    """A captured graph, the part that each of its groups runs, and the parts that are on."""
 
     parts: tuple[Part, ...]
     captured: CapturedGraph
@@ -98,7 +102,7 @@ class _Graph:
 
 @dataclass(slots=True)
 class _BucketGraphs:
-    """rows: whose buffers the graphs read and write. of: the graph of each part that has one."""
+    """The graphs of a bucket. rows: the buffers that the graphs read and write. of: the graph of each captured part."""
 
     rows: StaticRows
     of: dict[Part, _Graph] = field(default_factory=dict)
@@ -109,11 +113,11 @@ class _BucketGraphs:
 
 
 class StepGraphs:
-    """A `Step` that captures buckets and replays them; what has no graph is launched eagerly, within the same pass.
+    """A `Step` that captures buckets and replays them. Parts without a graph run eagerly, within the same pass.
 
-    A bucket is captured at its second pass, or by `warm_up`. Passes with a tap, buckets that are too large, and
-    choices other than `full` run eagerly. So does for ever a part whose capture has failed. by_plan: a graph a bucket,
-    not a graph a sublayer.
+    A bucket is captured at its second pass, or by `warm_up`. Passes with a tap, buckets that are too large, and choices
+    other than `full` run eagerly. A part whose capture has failed runs eagerly from then on. by_plan: capture one graph
+    per bucket, not one per sublayer.
     """
 
     def __init__(
@@ -132,18 +136,18 @@ class StepGraphs:
         self._by_plan = by_plan
         self._stretches = _stretches(step.parts, by_plan)
         self._graphs: OrderedDict[Bucket, _BucketGraphs] = OrderedDict()
-        self._num_passes: Counter[Bucket] = Counter()  # since it was last evicted
+        self._num_passes: Counter[Bucket] = Counter()  # since the bucket was last evicted
         self._num_evictions: Counter[Bucket] = Counter()
         self._is_full = False
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
-        """Those that are captured, the least recently used first."""
+        """Captured buckets, the least recently used first."""
         return tuple(self._graphs)
 
     @property
     def way(self) -> str:
-        """As the option of engines names it."""
+        """Way of capture, as the engine's option names it: "plans" or "sublayers"."""
         return "plans" if self._by_plan else "sublayers"
 
     @property
@@ -187,8 +191,10 @@ class StepGraphs:
 
     @torch.inference_mode()
     def warm_up(self, buckets: Iterable[Bucket]) -> None:
-        """Capture the buckets, in this order, until the limits are reached; others make room for them. Overwrites the
-        buffers."""
+        """Capture the buckets, in this order, until the limits are reached. First evict all other buckets.
+
+        Overwrites the buffers.
+        """
         started = self._clock()
         wanted = [bucket for bucket in dict.fromkeys(buckets) if self._may_capture(bucket)][: self._limits.max_buckets]
         for bucket in set(self._graphs).difference(wanted):
@@ -211,7 +217,7 @@ class StepGraphs:
             graph.replay({part})
 
     def _graphs_of(self, rows: StaticRows) -> Mapping[Part, _Graph]:
-        """Empty for rows in other buffers than those that the graphs were captured in."""
+        """Return the graphs of the rows' bucket by part; none if they were captured with other buffers."""
         found = self._graphs.get(rows.bucket)
         if found is None or found.rows is not rows:
             return {}
@@ -223,8 +229,8 @@ class StepGraphs:
         return is_small and not self._is_full
 
     def _is_due(self, bucket: Bucket) -> bool:
-        """Whether a pass that is about to run has a bucket that is worth its capture: after one pass, and after twice
-        as many each time that it was evicted."""
+        """Count a pass that is about to run, and return whether to capture its bucket now. At first a bucket needs one
+        earlier pass; each eviction doubles this number."""
         if bucket in self._graphs or not self._may_capture(bucket):
             return False
         self._num_passes[bucket] += 1
@@ -234,12 +240,12 @@ class StepGraphs:
         return self._driver.bytes_held() > self._limits.max_bytes
 
     def _capture(self, bucket: Bucket) -> None:
-        """By a pass without sequences: all its rows are padding, and write to the spare slot of the KV cache."""
+        """Capture with a pass without sequences. All its rows are padding and write to the KV cache's spare slot."""
         self._make_room()
         if self._is_full:
             return
         rows, _ = self._step.buffers.hold(Filling(bucket, (), ()))
-        residual = rows.residual.clone()  # a pass may be about to begin with it
+        residual = rows.residual.clone()  # The next pass may start with these hidden states.
         self._graphs[bucket] = _BucketGraphs(rows)
         try:
             for stretch in tuple(self._stretches):
@@ -250,7 +256,7 @@ class StepGraphs:
         rows.residual.copy_(residual)
 
     def _capture_stretch(self, stretch: tuple[Part, ...], rows: StaticRows) -> None:
-        """What fails is tried part by part; a part that fails alone has no graph from then on."""
+        """Capture a stretch, or each of its parts alone if that fails. A part that fails alone never gets a graph."""
         works = [self._work(part, rows) for part in stretch]
         try:
             self._driver.rehearse(works)
@@ -294,8 +300,8 @@ class StepGraphs:
 
 
 def is_capturable(sublayer: Sublayer) -> bool:
-    """Whether its launches may depend on the bucket only. Not where hooks fetch weights or sum over ranks, and not
-    where experts get as many rows as choose them."""
+    """Return whether the sublayer's launches depend on the bucket only. They do not if hooks fetch weights or sum over
+    ranks, nor in a mixture of experts, where the number of rows per expert depends on the data."""
     blocks = [block for block in (sublayer.pre_norm, sublayer.block, sublayer.post_norm) if block is not None]
     return not sublayer.has_experts and not any(map(_has_hooks, blocks))
 
@@ -307,7 +313,8 @@ def _has_hooks(block: nn.Module) -> bool:
 
 
 def _stretches(parts: Decomposition, by_plan: bool) -> list[tuple[Part, ...]]:
-    """What has a graph of its own: neighbours that can be captured together, or each sublayer."""
+    """Return the parts that each graph captures: with `by_plan`, all capturable neighbours in one graph, else each
+    sublayer alone."""
     found: list[tuple[Part, ...]] = [(ROTARY,)] if parts.embedding is None else [(ROTARY,), (EMBEDDING,)]
     for can_capture, neighbours in itertools.groupby(parts.sublayers, is_capturable):
         indices = tuple(sublayer.index for sublayer in neighbours)
@@ -317,7 +324,7 @@ def _stretches(parts: Decomposition, by_plan: bool) -> list[tuple[Part, ...]]:
 
 
 def _in_place(sublayer: Sublayer, rows: StaticRows) -> None:
-    """Raises RuntimeError for a sublayer whose result would be a temporary."""
+    """Run a sublayer on the residual's buffer. Raises RuntimeError if its result is a tensor outside the buffer."""
     left = sublayer(rows.residual, rows)
     if left.data_ptr() != rows.residual.data_ptr():
         raise RuntimeError("its result is not in the buffer")

@@ -1,4 +1,4 @@
-"""How many keys a draft's attention reads where it does not read all of them."""
+"""How many keys the attention of a draft reads if it does not read all of them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from rayspec.choices import Keys
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyBudget:
-    """In pages of the KV cache. sink: the first ones of the sequence. newest: those before the row's own page, which is
-    read up to the row. looked_at: those between, at which the last verify looked most.
+    """Numbers of pages of the KV cache that a row reads. sink: the first pages of the sequence. newest: pages right
+    before the row's own page. looked_at: pages between these that got most attention in the last verify. The row's own
+    page is read up to the row, in addition to these.
 
     Raises `ValueError` if a number is negative, or `newest` is 0.
     """
@@ -25,17 +26,17 @@ class KeyBudget:
 
     @property
     def num_pages(self) -> int:
-        """All that a row reads, its own page included."""
+        """Number of pages that a row reads, its own page included."""
         return self.sink + self.looked_at + self.newest + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyBudgets:
-    """Of each way to read few keys. A window needs more of the newest keys, because it has no others."""
+    """Budget of each way to read few keys. `window` has more of the newest pages, because it has no scored ones."""
 
     window: KeyBudget = field(default=KeyBudget(newest=16))
     pages: KeyBudget = field(default=KeyBudget(newest=4, looked_at=16))
 
     def of(self, keys: Keys) -> KeyBudget | None:
-        """None where all keys are read."""
+        """Return the budget of these keys, or None for `all`."""
         return {"all": None, "window": self.window, "pages": self.pages}[keys]

@@ -11,13 +11,13 @@ from torch import Tensor
 from rayspec.choices import Keys
 from rayspec.model.key_budgets import KeyBudgets
 
-# Slots of a page: of one token each.
+# Slots per page. A slot holds the keys and values of one token.
 PAGE_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Keys and values of one attention layer for one token."""
+    """Shape of the keys and values of one attention layer for one token."""
 
     num_heads: int
     key_dim: int
@@ -27,14 +27,15 @@ class LayerShape:
 class KVArena:
     """Keys and values of the attention layers of one stage.
 
-    keys[layer]: [num_heads, num_slots + num_spare, key_dim]; values[layer] likewise. Slots side by side are a view.
-    Spare slots take what padding rows write. budgets: of drafts that read few keys.
+    keys[layer]: [num_heads, num_slots + num_spare, key_dim]; values[layer] has value_dim instead. Adjacent slots can be
+    read as a view, without a copy. Padding rows write to the spare slots. budgets: how many pages drafts with few keys
+    read.
 
-    looked_at: int32 [layers, pages, budgets.pages.looked_at], None unless `notes_pages`. By a page that a sequence is
-    about to write to: the pages of the sequence at which its newest row looked most, see `page_scores`. They are
-    numbered as the sequence has them; a negative number is none. Sequences that share pages have notes of their own,
-    for they write to different pages. A page's note takes 4 bytes a number in a layer, 64 bytes by default, where its
-    keys and values take kilobytes.
+    looked_at: int32 [layers, pages, budgets.pages.looked_at], None unless `notes_pages`. The index is a page that a
+    sequence is about to write to. The note at this index lists the pages that got most attention of the sequence's
+    newest row, see `page_scores`. They are numbered in the sequence, not in the cache; a negative number is empty.
+    Sequences that share pages have separate notes, because they write to different pages. A note takes 4 bytes per
+    number and layer, 64 bytes by default; the keys and values of a page take kilobytes.
     """
 
     def __init__(
@@ -67,11 +68,11 @@ class KVArena:
 
     @property
     def supported_keys(self) -> tuple[Keys, ...]:
-        """What rows can read here."""
+        """Keys that rows can choose to read in this arena."""
         return ("all", "window") if self.looked_at is None else ("all", "window", "pages")
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store rows. slots: [N] int64; keys: [num_heads, N, key_dim]; values: [num_heads, N, value_dim]."""
+        """Store keys [num_heads, N, key_dim] and values [num_heads, N, value_dim] in slots [N], int64."""
         self.keys[layer].index_copy_(1, slots, keys)
         self.values[layer].index_copy_(1, slots, values)
 
@@ -86,5 +87,5 @@ def bytes_per_slot(layers: Sequence[LayerShape], dtype: torch.dtype) -> int:
 
 
 def whole_pages(num_slots: int) -> int:
-    """Slots of the pages that hold so many."""
+    """Round a number of slots up to whole pages."""
     return -(-num_slots // PAGE_SIZE) * PAGE_SIZE

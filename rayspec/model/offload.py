@@ -1,7 +1,8 @@
-"""Weights that do not fit the device: chosen sublayers keep theirs in CPU memory or on disk and fetch them to run.
+"""Offloading for models that do not fit the device: chosen sublayers fetch their weights from CPU memory or disk.
 
 Measured with half of an 800 MB model on disk (docs/tried.md): accelerate's hooks over mapped safetensors take 2.4 to 3
-times as long and round differently in float32; DeepSpeed's ZeRO-3 takes all sublayers or none and frees no CPU memory.
+times as long and round differently in float32. DeepSpeed's ZeRO-3 offloads all sublayers or none, and frees no CPU
+memory.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from rayspec.model.sublayers import Sublayer
 from rayspec.types import CheckpointError, ConfigError, UnsupportedModelError
 
 _CACHE_LINE = 64
-_PAGE = 4096  # direct I/O wants addresses, offsets and lengths in multiples of it
+_PAGE = 4096  # direct I/O needs addresses, offsets and lengths that are multiples of it
 _HUGE_PAGE = 2 << 20
 _MADV_PAGEOUT = 21  # <linux/mman.h>
 _NUM_REPEATS = 3
@@ -42,23 +43,23 @@ def offload(
     device: torch.device | None = None,
     folder: Path | None = None,
 ) -> OffloadedWeights:
-    """Take the weights of these sublayers, blocks and norms, off the device.
+    """Move the weights of these sublayers, blocks and norms, off the device.
 
-    From now on a sublayer fetches its weights whenever it runs, into memory where offloaded sublayers take turns: the
-    device holds those of two at most. They are the same bytes at equally aligned addresses: results stay bit-equal. A
-    skipped sublayer fetches nothing. Weights that another sublayer, the embedding or the head uses too, and buffers,
-    stay. Between its runs the parameters of an offloaded sublayer hold what another one fetched: they are not to be
-    read, saved or moved.
+    From then on a sublayer fetches its weights whenever it runs, into buffers that the offloaded sublayers share: the
+    device holds the weights of at most two. The weights are the same bytes at equally aligned addresses, so results
+    stay bit-equal. A skipped sublayer fetches nothing. Weights that another sublayer, the embedding or the head uses
+    too stay on the device, and so do buffers. Between its runs, the parameters of an offloaded sublayer hold the
+    weights of another sublayer: do not read, save or move them.
 
-    device: where the sublayers run, by default where the model is. A model too large for it is offloaded while it is
-    still in CPU memory and moved afterwards. to: "cpu" needs a CUDA device. "disk" is a file without a name in `folder`
-    (by default the system's for temporary files): nothing else can open it, and it is gone when the process is,
-    however that ends. It is read past the page cache where the file system allows that, so it takes no other memory,
-    and a fetch costs what the disk takes, less what is read ahead while other sublayers compute. A `folder` that is
-    itself in memory saves none.
+    device: where the sublayers run, by default where the model is. A model too large for the device is offloaded while
+    it is still in CPU memory, and moved afterwards. to: "cpu" needs a CUDA device. "disk" is a nameless file in
+    `folder`, by default the system's folder for temporary files. No other process can open this file, and it vanishes
+    with the process, even after a crash. Reads bypass the page cache if the file system allows it, so the file takes no
+    memory. A fetch costs the time of the disk, less the part that is read ahead while other sublayers compute. A
+    `folder` in memory, such as tmpfs, saves no memory.
 
     Raises ConfigError for a place that cannot hold the weights, ValueError for sublayers that do not exist or are
-    offloaded already, UnsupportedModelError for weights that are not plain tensors; the model is then as it was.
+    offloaded already, UnsupportedModelError for weights that are not plain tensors; the model is then unchanged.
     """
     device = parts.device if device is None else device
     chosen = _chosen(parts, sublayers)
@@ -66,7 +67,7 @@ def offload(
     cargoes = {sublayer.index: _Cargo.of(parts, sublayer) for sublayer in chosen}
     largest = max((cargo.num_bytes for cargo in cargoes.values()), default=0)
     total = sum(cargo.num_bytes for cargo in cargoes.values())
-    num_hosts = 2 if to == "disk" and len(cargoes) > 1 else 1  # one is read into while the other one is in use
+    num_hosts = 2 if to == "disk" and len(cargoes) > 1 else 1  # read into one while the other is in use
     hosts = [_page_aligned(largest, pinned=device.type == "cuda") for _ in range(num_hosts)]
     landings = hosts if device.type == "cpu" else [torch.empty(largest, dtype=torch.uint8, device=device)]
     store = _DiskStore(folder, total) if to == "disk" else _HostStore()
@@ -90,7 +91,7 @@ def offload(
 
 
 class OffloadedWeights:
-    """The weights that are elsewhere. The sublayers' hooks call `fetch`."""
+    """The offloaded weights of a model or span. The sublayers' hooks call `fetch`."""
 
     def __init__(
         self, sublayers: Sequence[Sublayer], store: _Store, places: dict[int, Tensor], *, num_bytes: int
@@ -100,33 +101,33 @@ class OffloadedWeights:
         self._places = places
         self._paused = False
         self.num_bytes = num_bytes
-        """Of weights that left the device, less the memory in which they take turns."""
+        """Device memory that offloading saves: the bytes of the offloaded weights less those of the shared buffers."""
 
     @property
     def sublayers(self) -> tuple[int, ...]:
-        """Those that fetch weights, in order."""
+        """Indices of the offloaded sublayers, in order."""
         return tuple(self._places)
 
     def fetch(self, index: int) -> None:
-        """Bring in the weights of sublayer `index`. Raises CheckpointError when they cannot be read back."""
+        """Copy the weights of sublayer `index` to the device. Raises CheckpointError if they cannot be read back."""
         if not self._paused:
             self._store.get(index, self._places[index])
 
     def transfer_seconds(self, clock: Callable[[], float] = time.perf_counter) -> tuple[float, ...]:
-        """Seconds to fetch the weights of each sublayer of the model or span, the fastest of a few; 0 where resident.
+        """Measure the seconds to fetch the weights of each sublayer of the model or span, the fastest of 3 fetches.
 
-        `LatencyModel.transfer_s`. Nothing is cached between fetches: this is what a run pays, less what is
-        read ahead.
+        Sublayers on the device take 0. The result is for `LatencyModel.transfer_s`. No fetch is cached, so a run costs
+        the same time, less the part that is read ahead.
         """
         seconds = dict.fromkeys(self._indices, 0.0)
         for index in self._places:
-            self.fetch(index)  # may have been read ahead
+            self.fetch(index)  # not measured: these weights may have been read ahead
             seconds[index] = min(self._seconds(index, clock) for _ in range(_NUM_REPEATS))
         return tuple(seconds.values())
 
     @contextmanager
     def without_transfers(self) -> Iterator[None]:
-        """Sublayers compute on whatever weights are there: to measure how long that takes apart from the transfer."""
+        """Let sublayers compute without fetches, on wrong weights, to measure computation without transfers."""
         self._paused = True
         try:
             yield
@@ -144,7 +145,7 @@ class OffloadedWeights:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Forward pre-hook of the module of an offloaded sublayer that runs first."""
+    """Forward pre-hook that fetches an offloaded sublayer's weights, on its first module with such weights."""
 
     weights: OffloadedWeights
     index: int
@@ -155,7 +156,7 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A parameter and where it lies in the image of its sublayer."""
+    """A parameter and its byte offset in the image of its sublayer, see `_Cargo`."""
 
     parameter: nn.Parameter
     offset: int
@@ -165,13 +166,14 @@ class _Piece:
         return self.offset + self.parameter.nbytes
 
     def view_in(self, image: Tensor) -> Tensor:
-        """image: [num_bytes] uint8."""
+        """Return the parameter's tensor as a view in `image`, [num_bytes] uint8."""
         return image[self.offset : self.end].view(self.parameter.dtype).view(self.parameter.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class _Cargo:
-    """What one sublayer fetches: an image of `num_bytes` with its parameters, when `entrance` is about to run."""
+    """The weights that one sublayer fetches, as one byte image of all its parameters. entrance: the module before which
+    they are fetched."""
 
     entrance: nn.Module
     pieces: tuple[_Piece, ...]
@@ -187,7 +189,7 @@ class _Cargo:
             if own:
                 entrance = module
             for parameter in own:
-                # Where a row starts in its cache line decides the order in which CPU kernels add it up.
+                # The offset of a row in its cache line decides the order in which CPU kernels sum it.
                 offset = _round_up(end, _CACHE_LINE) + parameter.data_ptr() % _CACHE_LINE
                 pieces.append(_Piece(parameter, offset))
                 end = pieces[-1].end
@@ -195,18 +197,18 @@ class _Cargo:
 
 
 class _Store(Protocol):
-    """Where images are kept."""
+    """Keeps the images of offloaded sublayers."""
 
     def put(self, index: int, image: Tensor) -> None:
         """Keep a copy of `image`, [num_bytes] uint8 in CPU memory."""
 
     def get(self, index: int, landing: Tensor) -> None:
-        """Copy the image into `landing`, [num_bytes] uint8 on the device that runs it."""
+        """Copy the image into `landing`, [num_bytes] uint8 on the device that runs the sublayer."""
 
 
 class _HostStore:
-    """Pinned CPU memory. A copy queues up behind the kernels that still use the landing, and before those that wait
-    for it: all are in one stream."""
+    """A store in pinned CPU memory. Copies and kernels are in one stream. A copy therefore waits for the kernels that
+    still use the old weights, and later kernels wait for the copy."""
 
     def __init__(self) -> None:
         self._images: dict[int, Tensor] = {}
@@ -219,10 +221,10 @@ class _HostStore:
 
 
 class _DiskStore:
-    """One nameless file, read past the page cache: what is offloaded for want of memory must not fill it again.
+    """A store in one nameless file. Reads bypass the page cache, so that offloaded weights take no CPU memory.
 
-    Images are read into the memory that they were put from, and ahead of time: while a sublayer computes, a thread
-    reads what was asked for next the last time, if that goes elsewhere. Where this is wrong, one read was for nothing.
+    An image is read into the host buffer that `put` got it in. While a sublayer computes, a thread reads ahead the
+    image that followed this one the last time, if it uses the other buffer. A wrong guess costs one useless read.
     """
 
     def __init__(self, folder: Path | None, num_bytes: int) -> None:
@@ -269,7 +271,7 @@ class _DiskStore:
             self._read_ahead(follower)
 
     def _read_ahead(self, index: int) -> None:
-        """After what is being read now: there is one thread."""
+        """Queue a read of the image after the current read; there is one reader thread."""
         self._ahead = index, self._reader.submit(self._read, index)
 
     def _read(self, index: int) -> None:
@@ -315,12 +317,12 @@ def _check(parts: Decomposition, chosen: Sequence[Sublayer], to: str, device: to
 
 
 def _modules(sublayer: Sublayer) -> list[nn.Module]:
-    """In the order in which they run."""
+    """Return the sublayer's modules in the order in which they run."""
     return [module for module in (sublayer.pre_norm, sublayer.block, sublayer.post_norm) if module is not None]
 
 
 def _parameters_outside(parts: Decomposition, sublayer: Sublayer) -> set[int]:
-    """Identities of the parameters that anything but this sublayer uses."""
+    """Return the `id` of each parameter that another sublayer, the embedding, rotary, final norm or head uses."""
     ends = (parts.embedding, parts.rotary, parts.final_norm, parts.lm_head)
     others = [
         *(module for other in parts.sublayers if other is not sublayer for module in _modules(other)),
@@ -330,13 +332,14 @@ def _parameters_outside(parts: Decomposition, sublayer: Sublayer) -> set[int]:
 
 
 def _page_aligned(num_bytes: int, *, pinned: bool) -> Tensor:
-    """[num_bytes] uint8 in CPU memory. In huge pages where it can be: they make direct I/O three times faster."""
+    """Allocate a buffer in CPU memory, [num_bytes] uint8. Uses huge pages if possible: direct I/O is then three times
+    faster. Pinned buffers use ordinary pages."""
     if pinned:
         memory = torch.empty(num_bytes + _PAGE, dtype=torch.uint8, pin_memory=True)
         page = _PAGE
     else:
         private = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with suppress(OSError):  # a kernel without them
+        with suppress(OSError):  # a kernel without huge pages
             private.madvise(mmap.MADV_HUGEPAGE)
         memory = torch.frombuffer(private, dtype=torch.uint8)
         page = _HUGE_PAGE
@@ -345,9 +348,9 @@ def _page_aligned(num_bytes: int, *, pinned: bool) -> Tensor:
 
 
 def _page_out(weight: Tensor) -> None:
-    """A checkpoint that transformers has mapped stays mapped while one of its tensors lives: drop this one's pages.
+    """Drop the memory pages of a weight on the CPU: a mapped checkpoint stays mapped while any of its tensors lives.
 
-    Only a hint to the kernel. It never loses content: pages that are needed after all are read again.
+    This is a hint to the operating system and loses no content: pages that are needed again are read again.
     """
     if weight.device.type == "cpu":
         start, end = _round_up(weight.data_ptr(), _PAGE), (weight.data_ptr() + weight.nbytes) // _PAGE * _PAGE
@@ -356,7 +359,7 @@ def _page_out(weight: Tensor) -> None:
 
 
 def _trim_heap() -> None:
-    """malloc keeps what was freed, unless the pieces were large."""
+    """Return freed memory to the operating system: malloc keeps freed blocks unless they were large."""
     with suppress(AttributeError):  # a C library other than glibc
         _libc().malloc_trim(ctypes.c_size_t(0))
 

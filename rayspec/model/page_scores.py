@@ -1,8 +1,8 @@
-"""At which pages the newest rows of sequences look most, noted for drafts that read few keys.
+"""Notes of the pages that get most attention of each sequence's newest row, for drafts that read few keys.
 
-How much a row looks at a page is the sum of its softmax weights there, over the page's keys and the layer's heads. The
-note lies with the page that the sequence writes to next, see `KVArena.looked_at`. So a draft finds the choice by the
-place of its own row, and all steps of a draft, which write to the same few pages, find the same choice.
+The score of a page is the sum of the row's softmax weights over the page's keys and the layer's heads. A note is stored
+under the pages that the sequence writes to next, see `KVArena.looked_at`. A draft therefore finds the note by the page
+of its own row. All steps of a draft write to the same few pages, so they find the same note.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from rayspec.model.key_budgets import KeyBudget
 from rayspec.model.kv_arena import PAGE_SIZE, KVArena
 from rayspec.model.rows import Path, RowSpan, Run, Runs, runs_between
 
-# A draft begins in a page of the verify's rows or right behind them, and goes on for some tokens.
+# A draft starts in a page of the verify's rows or right after them, and continues for some tokens.
 _NOTED_TOKENS_AHEAD = 64
-# A run of so many slots is looked at where it lies; shorter ones are gathered.
+# A run of at least so many slots is read in place; shorter runs are gathered.
 _LONG_RUN = 256
 
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """Keys that a row looks at. places: in its sequence; slots: in the cache."""
+    """Keys that a row reads. places: their places in the sequence. slots: their slots in the cache."""
 
     places: slice | Tensor
     slots: slice | Tensor
@@ -34,9 +34,9 @@ class _Look:
 
 @dataclass(frozen=True, slots=True)
 class NewestRows:
-    """Those of a batch that are worth a note: R of them. rows: numbers in the batch. looks: by row. num_pages: of the
-    longest sequence. own: int64 [R], the number of each row's page in its sequence. pages: int64 [M], pages of the
-    cache that get a note; owners: int64 [M], the row that each note is of."""
+    """The R rows of a batch whose pages are noted. rows: their indices in the batch. looks: the keys that each reads.
+    num_pages: pages of the longest sequence. own: int64 [R], the page of each row's position, counted in its sequence.
+    pages: int64 [M], pages of the cache that get a note. owners: int64 [M], which of the R rows each note is about."""
 
     rows: Sequence[int]
     looks: Sequence[Sequence[_Look]]
@@ -53,9 +53,12 @@ def newest_rows(
     sliding_window: int | None,
     device: torch.device,
 ) -> NewestRows | None:
-    """Of sequences that a draft will not read in full, and whose rows lie in more than one page: a look at all keys
-    costs half of a verify, and notes are good for some pages. None where there are none. Of a tree it is the row that
-    is farthest from the root."""
+    """Return the newest row of each sequence that needs a note, or None if no sequence does. In a tree it is the row
+    that is farthest from the root.
+
+    A sequence needs a note if a draft will not read it in full and its rows are in more than one page. Scoring all keys
+    costs half of a verify, and a note stays useful for some pages.
+    """
     newest = [
         row
         for row in _newest_of_sequences(spans, paths)
@@ -79,7 +82,8 @@ def newest_rows(
 def note_pages(
     arena: KVArena, layer: int, newest: NewestRows, query: Tensor, *, scaling: float, softcap: float | None
 ) -> None:
-    """query: [H, N, D], of the batch, whose keys are in the cache."""
+    """Score the pages, and store the best in `arena.looked_at`. query: [H, N, D], all rows of the batch; their keys are
+    already in the cache."""
     assert arena.looked_at is not None, "an arena with room for notes"
     budget = arena.budgets.pages
     masses = page_masses(arena.keys[layer], newest, query, scaling=scaling, softcap=softcap)
@@ -91,14 +95,14 @@ def note_pages(
 
 
 def page_masses(keys: Tensor, newest: NewestRows, query: Tensor, *, scaling: float, softcap: float | None) -> Tensor:
-    """How much each row looks at each page of its sequence: float32 [R, pages]. keys: [H_kv, slots, D]; query:
-    [H, N, D], of the batch."""
+    """Return the score of each page for each row: float32 [R, pages]. keys: [H_kv, slots, D]; query: [H, N, D], all
+    rows of the batch."""
     shape = (len(newest.rows), len(keys), len(query) // len(keys), newest.num_pages * PAGE_SIZE)
     scores = query.new_full(shape, float("-inf"), dtype=torch.float32)
     for own, row, looks in zip(scores, newest.rows, newest.looks, strict=True):
         folded = query[:, row].reshape(len(keys), -1, query.shape[-1]).transpose(1, 2)
         for look in looks:
-            # Keys on the left: on a CPU that is more than twice as fast.
+            # With keys as the left operand, the product is more than twice as fast on a CPU.
             own[..., look.places] = (keys[:, look.slots] @ folded).transpose(1, 2).float()
     scores *= scaling
     if softcap:
@@ -109,8 +113,8 @@ def page_masses(keys: Tensor, newest: NewestRows, query: Tensor, *, scaling: flo
 
 @dataclass(frozen=True, slots=True)
 class _NewestRow:
-    """The newest row of a sequence that lies in `runs`. number: in the batch. path: what it sees. context: places that
-    were filled before the batch. last: its own place."""
+    """The newest row of the sequence in `runs`. number: index in the batch. path: the places that the row sees.
+    context: number of places that were filled before the batch. last: the row's own place."""
 
     number: int
     path: Path
@@ -120,21 +124,22 @@ class _NewestRow:
 
     @property
     def begins_page(self) -> bool:
+        """Whether the rows of the sequence in this batch are in more than one page."""
         return self.context // PAGE_SIZE < self.last // PAGE_SIZE
 
     def next_pages(self) -> Tensor:
-        """To which the sequence may write next, on the host."""
+        """Return the pages to which the sequence may write next, as a tensor on the host."""
         first, last = self.context // PAGE_SIZE, (self.last + _NOTED_TOKENS_AHEAD) // PAGE_SIZE
         return pages_of(self.runs)[first : last + 1]
 
     def places(self, sliding_window: int | None) -> tuple[range, Sequence[int]]:
-        """What it sees: from the beginning on, and of a tree's own places."""
+        """Return the places that the row sees: those of the shared context, and those of the tree's rows."""
         lowest = max(0, self.path.position + 1 - sliding_window) if sliding_window else 0
         return range(lowest, self.path.shared), self.path.own[max(0, lowest - self.path.shared) :]
 
 
 def _newest_of_sequences(spans: Sequence[RowSpan], paths: Sequence[Sequence[Path]]) -> Iterable[_NewestRow]:
-    """The rows of a sequence may be several spans."""
+    """Return the newest row of each sequence, whose rows may be several spans."""
     found: dict[Runs, _NewestRow] = {}
     end = 0
     for span, tree in zip(spans, paths, strict=True):
@@ -169,7 +174,7 @@ def _looks(row: _NewestRow, sliding_window: int | None, device: torch.device) ->
 
 
 def _with_places(runs: Runs, places: range) -> list[tuple[int, Run]]:
-    """The runs in which the places lie, each with the first of its places."""
+    """Return the runs that hold the places, each with the first of its places."""
     found, place = [], places.start
     for run in runs_between(runs, places.start, places.stop):
         found.append((place, run))

@@ -1,4 +1,4 @@
-"""Packed rows in buffers of the device that stay where they are, so that a pass is the same launches every time."""
+"""Packed rows in device buffers with fixed addresses, so that every pass of a bucket has the same launches."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from rayspec.model.kv_arena import PAGE_SIZE, KVArena, whole_pages
 from rayspec.model.norms import RmsNorm
 from rayspec.model.rows import Path, RowSpan, Runs, is_paged, slots_between
 
-# What rows in these buffers can read.
+# The keys that rows in these buffers can read.
 STATIC_KEYS: Final[tuple[Keys, ...]] = ("all", "window")
-# Copies to the device that may be under way.
+# The most copies to the device that may be under way.
 _NUM_STAGED = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Filling:
-    """Rows of a pass, to be put into buffers. paths: of each span what its rows see; empty for a chain. token_ids: of
-    all rows, on the device where they were drawn there; empty where the pass begins with hidden states."""
+    """Rows of a pass, to be written to the buffers. paths: by span, the places that its rows see; empty for a chain.
+    token_ids: the tokens of all rows, a tensor if the device sampled them; empty if the pass starts from hidden
+    states."""
 
     bucket: Bucket
     spans: Sequence[RowSpan]
@@ -38,20 +39,22 @@ class Filling:
 
     @property
     def num_rows(self) -> int:
-        """Without padding."""
+        """Number of rows without padding."""
         return sum(span.num_rows for span in self.spans)
 
 
 @dataclass(slots=True)
 class StaticRows:
-    """`Rows` whose sequences the device knows. The buffers belong to a `StepBuffers`: the next pass overwrites them.
+    """`Rows` whose sequences are known on the device. The buffers belong to a `StepBuffers`; the next pass overwrites
+    them.
 
     tokens, positions, slots, bits: int64 [N]. shared: int32 [N]. row_starts: int32 [R + 1]. contexts: int32 [R].
-    page_table: int32 [R, pages]. residual: [1, N, hidden_size]. Rows behind the last sequence's are padding. rope: by
-    layer type, cosines and sines [1, N, rotary].
+    page_table: int32 [R, pages]. residual: [1, N, hidden_size]. Rows after those of the last sequence are padding.
+    rope: by layer type, cosines and sines [1, N, rotary]. `cuda.operations.attend` explains the numbers.
 
-    window_table: int32 [R, P], the pages that single rows read in a window; window_contexts: int32 [R], how many places
-    of these pages lie before the row. keys: that rows read; where sequences have several rows these read all.
+    keys: the keys that rows read; if sequences have several rows, these read all keys. window_table: int32 [R, P], the
+    pages that single rows read with keys "window". window_contexts: int32 [R], how many places of these pages are
+    before the row.
     """
 
     bucket: Bucket
@@ -75,7 +78,7 @@ class StaticRows:
         return True
 
     def seeing(self, keys: Keys) -> StaticRows:
-        """Raises NotImplementedError for keys that are not among `STATIC_KEYS`."""
+        """Do as `Rows.seeing`. Raises NotImplementedError for keys that are not in `STATIC_KEYS`."""
         if keys not in STATIC_KEYS:
             allowed = " or ".join(map(repr, STATIC_KEYS))
             raise NotImplementedError(f"attention over pages on the device cannot read keys={keys!r}; use {allowed}")
@@ -97,7 +100,7 @@ class StaticRows:
         return self._mixed(heads.layer, query, heads.kind)
 
     def _mixed(self, layer: int, query: Tensor, kind: AttentionKind) -> Tensor:
-        """query: [N, H, D]."""
+        """Return the attention of the queries [N, H, D], whose keys and values are already in the cache."""
         if self.keys == "window" and self._reads_window(kind):
             return self._mixed_in_window(layer, query, kind)
         is_tree = self.bucket.is_tree
@@ -113,8 +116,8 @@ class StaticRows:
         return self.bucket.max_rows == 1 and not self.bucket.is_tree and not is_narrow
 
     def _mixed_in_window(self, layer: int, query: Tensor, kind: AttentionKind) -> Tensor:
-        """Row r is the only one of sequence r, and its place in the window's pages stands for its position. Where the
-        layer has a window of its own, the row sees the newest pages only: the first one may lie outside."""
+        """Return the attention of single rows over the pages of `window_table`. The row's place in these pages replaces
+        its position. If the layer has a sliding window, rows see the newest pages only: the sink may be outside it."""
         places = self.window_contexts[: len(query)]
         window = self.arena.budgets.window.newest * PAGE_SIZE + 1 if kind.sliding_window else 0
         return attend(
@@ -129,10 +132,10 @@ class StaticRows:
 
 
 class StepBuffers:
-    """The device's buffers for one pass at a time, of up to `max_rows` rows of `max_sequences` sequences.
+    """Device buffers for one pass at a time, of up to `max_rows` rows and `max_sequences` sequences.
 
-    max_places: of a sequence; it decides how attention divides keys, so that all passes divide them alike. A pass costs
-    one copy to the device, and another one for each sequence whose pages are others than the last time.
+    max_places: the most places of a sequence. It decides how attention splits the keys, so all passes split them alike.
+    A pass costs one copy to the device, and one more for each sequence whose pages have changed.
     """
 
     def __init__(
@@ -154,14 +157,14 @@ class StepBuffers:
         num_pages = whole_pages(max_places) // PAGE_SIZE
         self._table = torch.zeros(max_sequences, num_pages, dtype=torch.int32, device=device)
         self._residual = torch.zeros(1, max_rows, hidden_size, dtype=dtype, device=device)
-        self._runs: list[Runs] = [()] * max_sequences  # that the page table holds
+        self._runs: list[Runs] = [()] * max_sequences  # by sequence, as the page table holds them
         self._pages: list[list[int]] = [[] for _ in range(max_sequences)]  # of these runs
         self._rows: dict[Bucket, StaticRows] = {}
         self._held: Filling | None = None
         self._ropes: dict[str, tuple[Tensor, ...]] = {}  # by layer type, [1, max_rows, rotary] each
 
     def can_hold(self, filling: Filling) -> bool:
-        """Whether the pass fits, and every sequence lies in whole pages."""
+        """Return whether the pass fits and every sequence is in whole pages."""
         bucket, num_places = filling.bucket, self._table.shape[1] * PAGE_SIZE
         return (
             bucket.num_rows <= self._max_rows
@@ -171,11 +174,11 @@ class StepBuffers:
         )
 
     def holds(self, filling: Filling) -> bool:
-        """Whether the pass is in the buffers."""
+        """Return whether the buffers hold this pass."""
         return self._held is filling
 
     def hold(self, filling: Filling) -> tuple[StaticRows, bool]:
-        """The rows of the pass, and whether they are new in the buffers."""
+        """Write the pass to the buffers if it is not there. Return its rows, and whether they were written now."""
         bucket = filling.bucket
         if bucket not in self._rows:
             self._rows[bucket] = self._views(bucket)
@@ -191,7 +194,7 @@ class StepBuffers:
         return self._rows[bucket], is_new
 
     def keep_rope(self, rows: StaticRows) -> None:
-        """Copy `rows.rope` to where the rows of every pass have it."""
+        """Copy `rows.rope` to buffers with fixed addresses, which all passes share."""
         for layer_type, computed in rows.rope.items():
             if layer_type not in self._ropes:
                 self._ropes[layer_type] = tuple(each.new_zeros(1, self._max_rows, each.shape[-1]) for each in computed)
@@ -201,8 +204,8 @@ class StepBuffers:
             rows.rope[layer_type] = kept
 
     def padded(self, hidden: Tensor) -> Tensor | None:
-        """The states with the padding behind them: [1, bucket's rows, hidden_size]. None for states that do not lie in
-        the buffer."""
+        """Return hidden states with the padding rows after them: [1, bucket's rows, hidden_size]; None if the states
+        are not in the residual's buffer."""
         if self._held is None or hidden.data_ptr() != self._residual.data_ptr():
             return None
         return self._rows[self._held.bucket].residual
@@ -227,10 +230,10 @@ class StepBuffers:
         )
 
     def _write(self, filling: Filling, numbers: Tensor) -> None:
-        """numbers: on the host."""
+        """Write the integers of the pass to `numbers`, a tensor on the host."""
         numbers.zero_()
         words = _Words.of(numbers, self._sizes)
-        words.slots[:] = self._arena.num_slots  # of padding: a spare one
+        words.slots[:] = self._arena.num_slots  # padding rows write to a spare slot
         end = 0
         for sequence, (span, paths) in enumerate(zip(filling.spans, filling.paths, strict=True)):
             rows, end = slice(end, end + span.num_rows), end + span.num_rows
@@ -253,7 +256,7 @@ class StepBuffers:
             words.tokens[:end] = torch.tensor(filling.token_ids)
 
     def _write_window(self, words: _Words, sequence: int, position: int) -> None:
-        """Of a single row at this position."""
+        """Write the pages and the context of a single row at this position, for keys "window"."""
         budget, pages, own = self._arena.budgets.window, self._pages[sequence], position // PAGE_SIZE
         is_short = reads_all(budget, position, None)
         read = pages[: own + 1] if is_short else pages[: budget.sink] + pages[own - budget.newest : own + 1]
@@ -268,7 +271,7 @@ class StepBuffers:
 
 
 class Staging:
-    """A buffer of the device, int64 [n], that is filled from page-locked memory of the host without waiting for it."""
+    """A device buffer, int64 [n], that the host fills from page-locked memory without waiting for the copy."""
 
     def __init__(self, num_words: int, device: torch.device) -> None:
         self.device = torch.zeros(num_words, dtype=torch.int64, device=device)
@@ -278,10 +281,10 @@ class Staging:
         self._turn = 0
 
     def upload(self, write: Callable[[Tensor], None]) -> None:
-        """write: fills the host's side, [n]."""
+        """Call `write` to fill a host buffer, [n], and queue its copy to the device."""
         self._turn = (self._turn + 1) % len(self._hosts)
         if self._is_cuda:
-            self._copied[self._turn].synchronize()  # long ago, as a rule
+            self._copied[self._turn].synchronize()  # that copy has usually ended long ago
         write(self._hosts[self._turn])
         self.device.copy_(self._hosts[self._turn], non_blocking=True)
         if self._is_cuda:
@@ -290,7 +293,7 @@ class Staging:
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """Of the numbers of a pass: `max_rows` rows and `max_sequences` sequences, `window_pages` of each in a window."""
+    """Sizes of the buffer with the integers of a pass. window_pages: pages of a sequence that keys "window" read."""
 
     max_rows: int
     max_sequences: int
@@ -298,12 +301,12 @@ class _Sizes:
 
     @property
     def num_words(self) -> int:
-        """int64."""
+        """Size of the buffer in int64 numbers."""
         return 4 * self.max_rows + -(-self.narrow_ends[-1] // 2)
 
     @property
     def narrow_ends(self) -> tuple[int, ...]:
-        """Where the int32 numbers of each kind end: shared, row_starts, contexts, window_contexts, window_table."""
+        """Ends of the int32 fields in order: shared, row_starts, contexts, window_contexts, window_table."""
         rows, sequences = self.max_rows, self.max_sequences
         counts = (rows, sequences + 1, sequences, sequences, sequences * self.window_pages)
         return tuple(itertools.accumulate(counts))
@@ -311,7 +314,7 @@ class _Sizes:
 
 @dataclass(frozen=True, slots=True)
 class _Words:
-    """What the numbers of a pass are, as views of one buffer. tokens .. bits: int64 [max_rows]; the others int32."""
+    """The integers of a pass, as views of one buffer. tokens to bits: int64 [max_rows]; the others are int32."""
 
     tokens: Tensor
     positions: Tensor
@@ -344,7 +347,7 @@ class _Words:
 
 
 def _bits(path: Path, context: int) -> int:
-    """Which of the rows' own places the row sees."""
+    """Return the places after the context that the row sees, as bits: bit i stands for place `context + i`."""
     return sum(1 << (place - context) for place in path.own)
 
 
@@ -356,7 +359,7 @@ class _NormWeights:
 
 
 def _operator_weights(heads: Heads) -> _NormWeights | None:
-    """Of norms that the operator can take on. None where it cannot."""
+    """Return the weights of the heads' norms, or None if the operator `rotate_and_write` cannot compute these norms."""
     if heads.norms is None:
         return _NormWeights(None, None, 0.0)
     query, key = heads.norms

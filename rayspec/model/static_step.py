@@ -1,4 +1,4 @@
-"""A pass in static buffers, eagerly: each part is launches that depend on the bucket only, at the same addresses."""
+"""Eager passes in static buffers: launches and their addresses depend on the bucket only."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rayspec.model.sublayers import Sublayer, Tap, run
 
 
 class Step(Protocol):
-    """Runs a pass in static buffers. One pass at a time: `hold` it, then embed and run its rows."""
+    """Runs one pass at a time in static buffers: `hold` the pass, then `embed` and `run` its rows."""
 
     def hold(self, filling: Filling) -> StaticRows:
-        """The rows of the pass, in the buffers, with their rotary embedding."""
+        """Write the pass to the buffers, with its rotary embedding, and return its rows."""
 
     def embed(self, rows: StaticRows) -> None:
-        """Put the embedding of `rows.tokens` into `rows.residual`."""
+        """Write the embedding of `rows.tokens` to `rows.residual`."""
 
     def run(
         self,
@@ -30,11 +30,11 @@ class Step(Protocol):
         choices: Sequence[Choice] | None = None,
         tap: Tap | None = None,
     ) -> Tensor:
-        """As `sublayers.run`, over `rows.residual`, which it changes and returns: [1, N, hidden_size]."""
+        """Do as `sublayers.run`, on `rows.residual`. Changes and returns this buffer: [1, N, hidden_size]."""
 
 
 class StaticStep:
-    """The step whose parts are launched one by one."""
+    """A `Step` that launches its parts one by one, without graphs."""
 
     def __init__(self, parts: Decomposition, buffers: StepBuffers) -> None:
         self.parts = parts
@@ -47,7 +47,7 @@ class StaticStep:
         return rows
 
     def rotate(self, rows: StaticRows) -> None:
-        """Compute the rotary embedding of the rows' positions, into the buffers."""
+        """Compute the rotary embedding of the rows' positions and write it to the buffers."""
         self.parts.rotate(rows.residual, rows)
         self.buffers.keep_rope(rows)
 

@@ -1,5 +1,5 @@
-"""Around a run: which layout fits a cluster (plan, placement), what is wrong with it (doctor), Kubernetes manifests.
+"""Tools for operators: layouts for a cluster (plan, placement), checks of a cluster (doctor), Kubernetes manifests.
 
-Belongs here: what operators call and nothing else imports; and `plan/`, which has a floor of its own, because the
+Belongs here: commands for operators, which nothing else imports; and `plan/`, which is a separate layer, because the
 Python API asks it for a layout. Does not: anything that a run needs while it runs.
 """

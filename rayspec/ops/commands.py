@@ -27,7 +27,7 @@ def placement(*, model: Model, asked: GivenFlags, json: Json = None) -> None:
 
     Exit code 1 if it does not fit.
     """
-    # They bring torch, which others wait for.
+    # These imports load torch, which other commands need not wait for.
     from rayspec.model.sizes import load_config  # noqa: PLC0415
     from rayspec.ops.plan.choice import place_best  # noqa: PLC0415
     from rayspec.ops.plan.placement import placements_table, save_placements  # noqa: PLC0415
@@ -48,7 +48,7 @@ def plan(*, model: Model, asked: GivenFlags, json: Json = None) -> None:
 
     Exit code 1 if nothing fits.
     """
-    # They bring torch, which others wait for.
+    # These imports load torch, which other commands need not wait for.
     from rayspec.model.sizes import load_config  # noqa: PLC0415
     from rayspec.ops.plan.report import make_plan, plan_table, save_plan  # noqa: PLC0415
 

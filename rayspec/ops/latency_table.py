@@ -1,4 +1,4 @@
-"""A LatencyModel for people: what a forward costs by rows and context."""
+"""Tables of a LatencyModel: the cost of a forward pass by rows and context."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _CONTEXTS = (128, 1024, 4096, 16384, 65536)
 
 
 def latency_table(latency: LatencyModel, *, max_context: int) -> Table:
-    """Milliseconds of one sequence's forward: its attention sublayers, its MLP sublayers, the head, all of it."""
+    """Return a table of the milliseconds of one sequence's forward pass: attention, MLP, head and total."""
     one, two = (latency.verify_s(rows=2, context=0, batch=batch) for batch in (1, 2))
     title = f"milliseconds of a forward of one sequence; each further sequence takes {1000 * (two - one):.3f} ms more"
     table = Table(title=title, title_justify="left")
@@ -33,7 +33,7 @@ def latency_table(latency: LatencyModel, *, max_context: int) -> Table:
 
 
 def stage_table(latency: LatencyModel) -> Table:
-    """What each stage of a pipeline costs, what a hop between them does, and that a stage begins after a pause."""
+    """Return a table of the cost of each stage. Its title has the time of a hop, and the delay after a pause."""
     pause = f", a pause before it {1000 * latency.wake_s:.3f} ms more" if latency.wake_s else ""
     table = Table(title=f"stages; a hop takes {1000 * latency.hop_s:.3f} ms{pause}", title_justify="left")
     for heading in ("stage", "sublayers", "attention ms", "MLP ms", "8 rows ms", "weight transfer ms"):

@@ -19,10 +19,10 @@ _Command = Callable[..., None]
 
 
 def with_flags(options: type[Options], *, from_file: bool = False) -> Callable[[_Command], _Command]:
-    """Gives a typer command a flag for each option that has a description and is no parameter of the command itself.
+    """Give a typer command a flag for each option that has a description and is not a parameter of the command itself.
 
-    In place of the flags the command has a parameter `asked`, which receives those that were given, by name; the
-    options check the values. from_file: a file may give the options, too, so that no flag is required.
+    The command has a parameter `asked`, which receives the given flags by name. Their values are validated when
+    `options` is created. from_file: a file may give the options too, so that no flag is required.
     """
 
     def decorate(command: _Command) -> _Command:
@@ -62,7 +62,7 @@ def _flags(options: type[Options], *, without: Any, from_file: bool) -> Iterator
 
 
 def _flag_type(annotation: Any) -> Any:
-    """What the command line takes. A tuple is one text, a mapping is a repeatable LABEL=VALUE."""
+    """Return the type of a flag. A tuple becomes one text, a mapping becomes a repeatable LABEL=VALUE."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin in (Union, UnionType):
         return _flag_type(next(one for one in arguments if one is not type(None)))

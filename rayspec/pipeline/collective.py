@@ -1,10 +1,10 @@
 """Tensors from device to device, by torch.distributed point-to-point: NCCL between GPUs, gloo on the CPU.
 
-The mailbox (`rayspec.pipeline.transport`) sends the headers. This link carries what is too large to go through the
-host, in one direction only, and knows nothing about messages.
+The mailbox (`rayspec.pipeline.transport`) sends the headers. This link carries tensors that are too large to go through
+the host, in one direction only. It knows nothing about messages.
 
-As with all programs that use them, NCCL, gloo and the store where ranks meet neither encrypt nor authenticate: on a
-network with strangers, leave the link out and let the mailbox carry the tensors.
+NCCL, gloo and the store where ranks meet neither encrypt nor authenticate. On an untrusted network, use no link: the
+mailbox then carries the tensors.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from rayspec.errors import ConfigError, TransportError
 
 Backend = Literal["nccl", "gloo"]
 
-MAX_PENDING_TENSORS = 16  # per peer; a pipeline has a few cohorts in flight, so the oldest has long arrived
+MAX_PENDING_TENSORS = 16  # per peer; a pipeline has few cohorts under way, so the oldest tensor arrived long ago
 
 
 class Rendezvous:
-    """Where the ranks of one link meet. Any process may open it, once for every time that ranks join.
+    """Where the ranks of one link meet. Any process may open it; each link needs a new one.
 
-    It listens on `host` only, at a port that the system chooses; `address` is what `TensorLink.join` wants. Keep it
-    open as long as the link lives.
+    It listens on `host` only, at a port that the system chooses. Pass `address` to `TensorLink.join`. Keep the
+    rendezvous open as long as the link lives.
     """
 
     def __init__(self, host: str) -> None:
@@ -56,20 +56,20 @@ class Rendezvous:
 class TensorLink:
     """One rank's end of the connections between `size` ranks. Tensors go from lower to higher ranks only.
 
-    Which is why nothing can deadlock: a rank that waits in `receive` waits for a lower one, a rank that waits in
-    `send` for a higher one to receive, and a rank receives as soon as it reads the header that came before the tensor.
-    What goes backwards (tokens, accepted counts) is small and stays in the mailbox's frames.
+    This order excludes deadlocks: in `receive` a rank waits for a lower rank, in `send` for a higher rank to receive,
+    and a rank receives as soon as it reads the header that came before the tensor. Data that goes backwards (tokens,
+    accepted counts) is small and stays in the mailbox's frames.
 
     Between two ranks, tensors are received in the order they were sent: the n-th `receive` gets the n-th `send`. After
-    an error that no longer holds, so the link closes itself; join a new one with the peers that are there then. It is
-    no process-wide group: others (tensor parallelism) may have theirs.
+    an error this no longer holds, so the link closes itself; join a new link with the remaining peers. The link is not
+    the process-wide group of torch.distributed, which tensor parallelism uses.
 
-    With NCCL nothing waits in Python: `send` and `receive` queue work for the GPU. What exceeds the timeout is then
-    ended by PyTorch's watchdog, by default together with the process; `leave` before, once a peer is known to be dead.
+    With NCCL nothing waits in Python: `send` and `receive` queue work for the GPU. PyTorch's watchdog ends work that
+    exceeds the timeout, by default together with the process. So call `leave` as soon as a peer is known to be dead.
     """
 
     def __init__(self, group: ProcessGroup, *, device: torch.device) -> None:
-        """`group`: sends and receives tensors on `device`, and gives up by itself after a time."""
+        """group: sends and receives tensors on `device`, with a timeout of its own."""
         self.rank = group.rank()
         self.size = group.size()
         self.device = device
@@ -80,12 +80,12 @@ class TensorLink:
     def join(
         cls, *, rank: int, size: int, address: str, host: str, timeout_s: float, backend: Backend | None = None
     ) -> TensorLink:
-        """Meets the other ranks at `address` (of a `Rendezvous`) and returns when tensors flow between all of them.
+        """Meet the other ranks at `address` (of a `Rendezvous`). Return when all of them can exchange tensors.
 
-        host: the IP address of this node that the other ranks reach. timeout_s: the longest that joining, one send or
-        one receive may take. backend: NCCL if this process has a GPU (its current one is then the link's), else gloo.
+        host: IP address of this node that the other ranks can reach. timeout_s: the longest time of joining, of one
+        send and of one receive. backend: by default NCCL on the current GPU if this process has one, else gloo.
 
-        Raises ConfigError for options that cannot work, TransportError if the ranks did not all come.
+        Raises ConfigError for options that cannot work, TransportError if not all ranks join in time.
         """
         if not 0 <= rank < size:
             raise ConfigError(f"rank is {rank}; it must be 0 to {size - 1}, as there are {size}")
@@ -102,18 +102,18 @@ class TensorLink:
         return link
 
     def require_ahead(self, to_rank: int) -> None:
-        """Raises ConfigError unless tensors can be sent to that rank."""
+        """Check that tensors can be sent to that rank, else raise ConfigError."""
         if not self.rank < to_rank < self.size:
             raise ConfigError(
                 f"to_rank is {to_rank}; from rank {self.rank} tensors go to {self.rank + 1} to {self.size - 1} only"
             )
 
     def send(self, tensor: Tensor, to_rank: int) -> None:
-        """Starts to send and returns. The tensor belongs to the link now: nobody may write to it any more.
+        """Start to send and return. From now on nobody may write to the tensor.
 
-        Waits, for the timeout at most, only if the peer has not yet received `MAX_PENDING_TENSORS` before this one.
+        Waits, for the timeout at most, only if `MAX_PENDING_TENSORS` earlier tensors have not been received yet.
 
-        Raises ConfigError for a rank that is not ahead, TransportError if an earlier or this tensor cannot be sent.
+        Raises ConfigError for a rank that is not higher, TransportError if this or an earlier tensor cannot be sent.
         """
         self.require_ahead(to_rank)
         ours = tensor.detach().to(self.device).contiguous()
@@ -128,11 +128,11 @@ class TensorLink:
             raise TransportError(f"rank {self.rank} could not send to rank {to_rank}: {error}") from error
 
     def receive(self, dtype: torch.dtype, shape: Sequence[int], from_rank: int) -> Tensor:
-        """The next tensor that `from_rank` sent here, which must have had this dtype and shape. On the link's device.
+        """Return the next tensor from `from_rank`, which must have this dtype and shape. It is on the link's device.
 
-        With NCCL, it is there once the current stream has come to it; with gloo, on return.
+        With NCCL, the data is there once the current stream has reached the receive; with gloo, on return.
 
-        Raises ConfigError for a rank that is not behind, TransportError if nothing came until the timeout.
+        Raises ConfigError for a rank that is not lower, TransportError if nothing arrives within the timeout.
         """
         if not 0 <= from_rank < self.rank:
             raise ConfigError(f"from_rank is {from_rank}; to rank {self.rank} tensors come from lower ranks only")
@@ -145,7 +145,7 @@ class TensorLink:
         return tensor
 
     def leave(self) -> None:
-        """Closes the connections at once; later sends and receives raise TransportError. More than once is fine."""
+        """Close the connections at once; later sends and receives raise TransportError. May be called again."""
         if self._group is None:
             return
         self._group.abort()
@@ -158,8 +158,8 @@ class TensorLink:
         return self._group
 
     def _warm_up(self) -> None:
-        # NCCL connects a pair at its first tensor and blocks both meanwhile, without a timeout: better now, when
-        # everybody is there, than later. All ranks take the pairs in the same order, so they do not wait in a circle.
+        # NCCL connects a pair of ranks at its first tensor and blocks both without a timeout. So do it now, when all
+        # ranks are there. All ranks take the pairs in the same order, so they do not wait in a circle.
         for sender, receiver in itertools.combinations(range(self.size), 2):
             if self.rank == sender:
                 self.send(torch.zeros(1, dtype=torch.uint8), receiver)
@@ -181,7 +181,7 @@ def _group(backend: Backend, store: TCPStore, rank: int, size: int, host: str, t
     if backend == "gloo":
         gloo = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         gloo._timeout = timedelta(seconds=timeout_s)
-        # Left to itself, gloo listens wherever the host's name leads.
+        # By default, gloo listens at the address that the host's name resolves to.
         gloo._devices = [ProcessGroupGloo.create_device(hostname=host)]
         transport = ProcessGroupGloo(store, rank, size, gloo)
         group._register_backend(_device(backend), ProcessGroup.BackendType.GLOO, transport)

@@ -1,7 +1,7 @@
 """The coordinator of a replica: measures the cluster, and answers questions about states that stay with the shards.
 
-Hidden states never come here. The coordinator says what to run, skip and keep; shards expand the states with their own
-weights, pass them on to the next shard at the end of their span, and report scores.
+Hidden states never reach the coordinator. It decides what to run, skip and keep. Shards expand the states with their
+own weights, send them to the next shard at the end of their span, and report scores.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from rayspec.types import RayspecError
 _ANSWER_TIMEOUT_S = 30.0
 _MEASURE_TIMEOUT_S = 300.0
 _NUM_HOPS = 200
-_LAP_LENGTH = 20  # there and back: a longer route makes for a larger message
+_LAP_LENGTH = 20  # round trips in one message: a longer route makes the message larger
 
 M = TypeVar("M", bound=Message)
 
@@ -70,7 +70,7 @@ class SearchFailedError(RayspecError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorSpec:
-    """spans: sublayers [first, last) of every stage. hidden_size: of the states that hops are timed with."""
+    """spans: sublayers [first, last) of every stage. hidden_size: width of the states that hops are timed with."""
 
     spans: tuple[tuple[int, int], ...]
     hidden_size: int
@@ -78,7 +78,7 @@ class CoordinatorSpec:
 
 
 class Coordinator:
-    """Serves the engine's questions one at a time. It keeps nothing that a new one would need."""
+    """Serves the engine's questions one at a time. It is stateless: a replacement needs no data from it."""
 
     def __init__(self, spec: CoordinatorSpec) -> None:
         self._spec = spec
@@ -89,11 +89,11 @@ class Coordinator:
         return os.getpid()
 
     def address(self) -> str:
-        """Where `serve` listens."""
+        """Wait until `serve` listens, and return its address."""
         return self._address.result()
 
     def serve(self) -> None:
-        """Ends when told to. Raises whatever goes wrong, after telling the engine."""
+        """Serve until the engine sends Stop. Report any error to the engine, then raise it."""
         torch.set_num_threads(1)
         post = Post(COORDINATOR, self._spec.secret, host=node_address())
         self._address.set_result(post.address)
@@ -139,7 +139,7 @@ class Coordinator:
         return Searched(epoch=post.epoch, search_id=message.search_id, version=self._num_answers, answer=Named(answer))
 
     def _profile(self, post: Post) -> Profiled:
-        """One stage after the other, so that shards on the same machine do not disturb one another."""
+        """Measure one stage after the other, so that shards on the same machine do not disturb one another."""
         stages = []
         for stage in range(len(self._spec.spans)):
             post.send(stage_name(stage), Measure(epoch=post.epoch))
@@ -149,14 +149,14 @@ class Coordinator:
         return Profiled(epoch=post.epoch, stages=stages, link_s=[float(np.median(link)) for link in hops_s] or [0.0])
 
     def _time_hops(self, post: Post, state: Tensor, num_samples: int) -> list[list[float]]:
-        """Seconds of hops with that tensor, from each stage to the next one and from the last to the first."""
+        """Return seconds of hops with this tensor, from each stage to the next one and from the last to the first."""
         names = [stage_name(stage) for stage in range(len(self._spec.spans))]
         links = zip(names, [*names[1:], names[0]], strict=True) if len(names) > 1 else ()
         return [_hops_s(post, here, there, state, num_samples) for here, there in links]
 
 
 def _hops_s(post: Post, here: str, there: str, state: Tensor, num_samples: int) -> list[float]:
-    """Each is half of the way there and back, by the clock of `here`: clocks of two machines need not agree."""
+    """Time hops, each as half of a round trip by the clock of `here`: clocks of two machines may differ."""
     samples: list[float] = []
     while len(samples) < num_samples:
         route = [*[here, there] * _LAP_LENGTH, here]
@@ -167,8 +167,8 @@ def _hops_s(post: Post, here: str, there: str, state: Tensor, num_samples: int) 
 
 
 def _await(post: Post, kind: type[M], timeout_s: float) -> Any:
-    """The next letter of that kind. What the engine asks meanwhile has to wait; others are dropped, being answers to
-    what was given up."""
+    """Return the next letter of that kind. Letters from the engine are deferred. Other letters are dropped, because
+    they answer questions that were given up."""
     deadline = time.monotonic() + timeout_s
     while (left_s := deadline - time.monotonic()) > 0:
         letter = post.receive(left_s)
@@ -181,7 +181,7 @@ def _await(post: Post, kind: type[M], timeout_s: float) -> Any:
 
 @dataclass(eq=False)
 class RemoteBatch:
-    """Some states at a stage, under a number. When nobody refers to it any more, the stage drops it."""
+    """A batch of states that a stage keeps under a number. When this object is deleted, the stage drops the states."""
 
     stage: int
     number: int
@@ -190,14 +190,15 @@ class RemoteBatch:
 
 @dataclass(slots=True)
 class _Pending:
-    """What a stage has not been told yet."""
+    """Operations that have not been sent to a stage yet."""
 
     operations: list[Operation] = field(default_factory=list)
 
 
 class RemoteSearch:
-    """`questions.TappedStates` that are with the shards. A shard hears what it is to do when its answer, or states that
-    it has, are needed elsewhere: a knapsack is one message and one answer a sublayer, a trial a few a stage."""
+    """`questions.TappedStates` whose states stay on the shards. Operations are queued, and sent to a shard when its
+    answer or its states are needed elsewhere. A knapsack then takes one message and one answer per sublayer, a trial a
+    few per stage."""
 
     def __init__(self, post: Post, message: Search, spans: Sequence[tuple[int, int]]) -> None:
         self._post = post
@@ -208,7 +209,7 @@ class RemoteSearch:
         self._stage_of = [stage for stage, (first, last) in enumerate(spans) for _ in range(first, last)]
 
     def begin(self) -> None:
-        """Raises SearchFailedError when a shard has not got the tapped states any more."""
+        """Let the shards prepare the tapped states. Raises SearchFailedError if a shard has dropped some of them."""
         message = self._message
         for stage in range(len(self._spans)):
             seek = Seek(
@@ -222,13 +223,13 @@ class RemoteSearch:
             self._answer()
 
     def end(self) -> None:
-        """The shards may forget it."""
+        """Let the shards forget the search."""
         for stage in range(len(self._spans)):
             seek = Seek(epoch=self._post.epoch, search_id=self._message.search_id, tokens=(), places=())
             self._post.send(stage_name(stage), seek)
 
     def start(self) -> RemoteBatch:
-        return RemoteBatch(0, 0, 1)  # it stays to the end of the search, which may start from it again
+        return RemoteBatch(0, 0, 1)  # kept to the end of the search, which may start from it again
 
     def run(self, sublayer: int, choice: Choice, states: Any) -> RemoteBatch:
         stage = self._stage_of[sublayer]
@@ -277,7 +278,7 @@ class RemoteSearch:
         return self._flush(len(self._spans) - 1)
 
     def _brought(self, batch: RemoteBatch, stage: int) -> RemoteBatch:
-        """The batch at that stage: shipped there, from shard to shard, unless it is there."""
+        """Move a batch to a stage, directly from shard to shard, unless it is there already. Return the batch."""
         if batch.stage == stage:
             return batch
         self._pending[batch.stage].operations.append(Ship(batch.number, stage_name(stage)))
@@ -316,6 +317,6 @@ class RemoteSearch:
 
 
 def _drop(pending: list[_Pending], number: int) -> None:
-    """Every stage forgets the number; those that never had the batch do not mind."""
+    """Queue a Drop of the batch for every stage; stages that never had it ignore the Drop."""
     for each in pending:
         each.operations.append(Drop(number))

@@ -1,4 +1,4 @@
-"""From an EngineConfig with `parallel` to an engine over shards."""
+"""Loads an engine over shards from an EngineConfig with `parallel`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from rayspec.types import ConfigError
 
 logger = logging.getLogger(__name__)
 
-# Loading again costs minutes: shards are cut anew only for a pipeline that is faster by this factor.
+# Loading again costs minutes: layers are divided anew only for a pipeline that is faster by this factor.
 _WORTH_RELOADING = 1.25
 
 
@@ -76,11 +76,11 @@ def load_pipeline(config: EngineConfig, *, with_tokenizer: bool = True, shard_ty
 def balanced_cut(
     latency: LatencyModel, spans: Sequence[tuple[int, int]], costs: ModelCosts, devices: Sequence[Device]
 ) -> tuple[range, ...] | None:
-    """Layers of each stage such that the slowest is as fast as can be, by what the stages measured and within their
-    memory; None where the present cut is about as good.
+    """Return layers for each stage that fit the memory and make the slowest stage as fast as possible; None if the
+    present cut is about as good.
 
-    latency: of the present cut. costs: for their bytes. What a layer would take on another stage's device is what it
-    takes on its own, times how much slower that device has run its own layers per layer.
+    latency: measured with the present cut. costs: used for their bytes. A layer's time on another stage's device is
+    its own time, times the ratio of the mean times per layer of the two devices.
     """
     layer_s = latency.sublayers_s(rows=1, context=1024, batch=1).reshape(-1, 2).sum(axis=1)
     cuts = [range(first // 2, last // 2) for first, last in spans]
@@ -101,7 +101,7 @@ def balanced_cut(
 
 
 def _started(blueprint: Blueprint) -> tuple[RayStages, LatencyModel | None]:
-    """The replica at work, and measured where somebody needs it; cut anew if its stages turn out to be uneven."""
+    """Start a replica and measure it where that is needed. Start it again with another cut if its stages are uneven."""
     options = blueprint.options
     can_be_cut_anew = options.layers is None and options.stages > 1
     stages = _start(blueprint)
@@ -110,7 +110,7 @@ def _started(blueprint: Blueprint) -> tuple[RayStages, LatencyModel | None]:
     try:
         latency = stages.measure()
         better = _balanced(stages, latency) if can_be_cut_anew else None
-        if better is not None:  # by one look: something else may have been running beside a stage
+        if better is not None:  # measured once only: something else may have run next to a stage
             latency = stages.measure()
             better = _balanced(stages, latency)
         if better is None:
@@ -139,8 +139,8 @@ def _start(blueprint: Blueprint) -> RayStages:
 
 
 def _costs(config: EngineConfig, options: ParallelOptions, model: PretrainedConfig, max_model_len: int) -> ModelCosts:
-    """Of one rank. Time by bytes of weights, which is what decoding reads; memory with KV cache for one full context at
-    least, and copies of weights for drafts. What is offloaded takes no memory that is known here."""
+    """Return the costs of one rank. Time is given as bytes of weights, which decoding reads. Memory includes the KV
+    cache of one full context, and copies of weights for drafts. Offloaded weights count as no memory."""
     if num_layers(model) < options.stages:
         raise ConfigError(
             f"option 'stages' is {options.stages}, but the model has {num_layers(model)} layers: a stage needs one"
@@ -159,7 +159,7 @@ def _costs(config: EngineConfig, options: ParallelOptions, model: PretrainedConf
         seconds = (float(weight_bytes),) * options.stages
         return LayerCost(weight_bytes=resident + copy_bytes, kv_bytes=kv_bytes, seconds=seconds)
 
-    embedding = replace(cost(sizes.embedding_bytes), seconds=(0.0,) * options.stages)  # a row a token is read
+    embedding = replace(cost(sizes.embedding_bytes), seconds=(0.0,) * options.stages)  # only one row per token is read
     return ModelCosts(
         embedding=embedding,
         layers=tuple(
@@ -173,7 +173,7 @@ def _costs(config: EngineConfig, options: ParallelOptions, model: PretrainedConf
 def _draft_weights(
     config: EngineConfig, options: ParallelOptions, model: PretrainedConfig, dtype: torch.dtype
 ) -> list[Weights]:
-    """The copies that drafts will have, if every stage holds an even share of them."""
+    """Return the weight copies that drafts will have, if every stage has an even share of them."""
     by_weights = {
         weights: -(-sum(quantised_bytes(model, weights, dtype=dtype, tensor=options.tensor)) // options.stages)
         for weights in config.speculation.draft_weights
@@ -182,7 +182,7 @@ def _draft_weights(
 
 
 def _dtype_of(config: EngineConfig, model: PretrainedConfig) -> torch.dtype:
-    """As far as it is known before weights are loaded."""
+    """Return the dtype, as far as it is known before weights are loaded; float32 if it is not."""
     if config.dtype != "auto":
         return getattr(torch, config.dtype)  # type: ignore[no-any-return]
     return getattr(model, "dtype", None) or torch.float32

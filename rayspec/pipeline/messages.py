@@ -1,7 +1,7 @@
-"""What engine, shards and coordinator say to one another: headers of transport messages, msgpack of these types.
+"""Messages between engine, shards and coordinator: headers of transport messages, encoded as msgpack.
 
-Every message carries the epoch it belongs to. A new epoch begins when a process was replaced; what is left of an older
-one is dropped on arrival.
+Every message names its epoch. A new epoch begins when a shard is replaced or a message is lost; messages of older
+epochs are dropped on arrival.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class Named(Generic[T]):
-    """A value of one of several types, which travels with the name of its type."""
+    """A value of one of several types. The name of its type is sent with it."""
 
     def __init__(self, value: T) -> None:
         self.value = value
@@ -56,21 +56,21 @@ class Named(Generic[T]):
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """Base of all messages: what tells them apart on the wire is their class's name."""
+    """Base of all messages. On the wire, the class name identifies the type of a message."""
 
     epoch: int
 
 
 class Connect(Message, frozen=True, kw_only=True):
-    """Engine to everyone: a new epoch with these peers. Forget everything and answer Connected. link: where stages
-    meet that send tensors to one another by torch.distributed; "" where they use frames."""
+    """Engine to all processes: begin a new epoch with these peers (name -> address), forget all work, answer Connected.
+    link: address where the stages meet to send tensors by torch.distributed; "" if tensors travel in frames."""
 
     peers: dict[str, str]
     link: str = ""
 
 
 class Peers(Message, frozen=True, kw_only=True):
-    """Engine to a shard: the same epoch goes on, with these peers."""
+    """Engine to a shard: use these peers (name -> address); the epoch stays the same."""
 
     peers: dict[str, str]
 
@@ -80,6 +80,8 @@ class Connected(Message, frozen=True, kw_only=True):
 
 
 class WireRound(msgspec.Struct, frozen=True, kw_only=True):
+    """A `Round` as it is sent. Its id and its chunks are in Begin."""
+
     entries: Sequence[RoundEntry]
     plan: Plan
     keep_drafting: Named[Any] | None
@@ -87,8 +89,8 @@ class WireRound(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Begin(Message, frozen=True, kw_only=True):
-    """Engine to the first stage: some work (`chunks` of a prefill, a round, or both), with the sequences that it names
-    first and those that are over since."""
+    """Engine to the first stage: start some work (`chunks` of a prefill, a round, or both). opened: sequences that this
+    work is the first to name. closed: sequences that have ended since the Begin before."""
 
     work_id: int
     chunks: Sequence[Chunk] = ()
@@ -98,7 +100,7 @@ class Begin(Message, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, epoch: int, work: Work, opened: Sequence[SamplerSpec], closed: Sequence[str]) -> Begin:
-        """Raises TypeError for a rule of drafting that cannot travel."""
+        """Make the message for some work. Raises TypeError for a drafting rule that cannot be serialised."""
         if isinstance(work, Prefill):
             return cls(epoch=epoch, work_id=work.id, chunks=work.chunks, opened=opened, closed=closed)
         rule = work.keep_drafting
@@ -130,15 +132,15 @@ class Begin(Message, frozen=True, kw_only=True):
 
 
 class Forward(Message, frozen=True, kw_only=True):
-    """Stage to stage: a pass, with the states it has so far as the tensor (none: it enters at the embedding). The
-    first pass of some work brings its Begin along, for the stage with the head."""
+    """Stage to stage: run a pass. The tensor is the hidden states of the pass so far; without a tensor, the pass starts
+    at the embedding. begin: sent with the first pass of some work, for the stage with the head."""
 
     work: Pass
     begin: Begin | None = None
 
 
 class Done(Message, frozen=True, kw_only=True):
-    """The last stage to the engine."""
+    """Last stage to the engine: the result of some work, either of a prefill or of a round."""
 
     work_id: int
     prefill: PrefillResult | None = None
@@ -146,8 +148,8 @@ class Done(Message, frozen=True, kw_only=True):
 
 
 class Failed(Message, frozen=True, kw_only=True):
-    """A stage to the one with the head, and that to the engine: there was no memory for some work, and it goes on
-    without it. The sequences that the work was to open and close are the head's business nevertheless: `begin`."""
+    """A stage to the stage with the head, which sends it to the engine: some work ran out of memory and is dropped; the
+    stage goes on. begin: names the sequences that the head must open and close nevertheless."""
 
     work_id: int
     reason: str
@@ -155,26 +157,28 @@ class Failed(Message, frozen=True, kw_only=True):
 
 
 class Broken(Message, frozen=True, kw_only=True):
-    """Anyone to the engine: I have failed and end. A shard that lost touch with others does not end (`ended` False):
-    it waits for a new epoch."""
+    """Any process to the engine: this process has failed and ends. After a transport error, a shard does not end
+    (`ended` is False) but waits for a new epoch."""
 
     reason: str
     ended: bool = True
 
 
 class Ping(Message, frozen=True, kw_only=True):
-    """Engine to everyone, now and then while something is under way: heartbeats are read."""
+    """Engine to all processes, regularly while work is under way: the engine still reads heartbeats."""
 
 
 class Beat(Message, frozen=True, kw_only=True):
-    """Shards and coordinator to the engine, while they hear from it or are busy: alive, and busy with one thing for so
-    long. worked_s: with everything, since they began."""
+    """Shards and coordinator to the engine, while they hear from it or are busy: this process is alive. busy_s: seconds
+    spent on the present task. worked_s: seconds spent on all tasks since the process started."""
 
     busy_s: float
     worked_s: float
 
 
 class Moves(Message, frozen=True, kw_only=True):
+    """Engine to a shard: copy keys and values in the KV cache, then answer Moved."""
+
     moves: Sequence[Move]
 
 
@@ -183,7 +187,7 @@ class Moved(Message, frozen=True, kw_only=True):
 
 
 class Usage(Message, frozen=True, kw_only=True):
-    """Engine to a shard: how busy have you been since you were asked last?"""
+    """Engine to a shard: report how busy you were since the last Usage. Answered by Used."""
 
 
 class Used(Message, frozen=True, kw_only=True):
@@ -193,11 +197,11 @@ class Used(Message, frozen=True, kw_only=True):
 
 
 class Measure(Message, frozen=True, kw_only=True):
-    """Coordinator to a shard: time your sublayers."""
+    """Coordinator to a shard: time your sublayers. Answered by Measured."""
 
 
 class Measured(Message, frozen=True, kw_only=True):
-    """names: of the curve of each sublayer. transfer_s: to bring the weights of each."""
+    """names: latency curve of each sublayer. transfer_s: seconds to fetch the weights of each; 0 unless offloaded."""
 
     names: Sequence[str]
     measurements: Sequence[Measurement]
@@ -205,19 +209,19 @@ class Measured(Message, frozen=True, kw_only=True):
 
 
 class Lap(Message, frozen=True, kw_only=True):
-    """Coordinator to a shard: pass this on along the route, tensor and all; the last one answers with it. stamps: when
-    each has had it, in seconds of its own monotonic clock."""
+    """Coordinator to a shard: send this message and its tensor on along the route, which ends at the coordinator.
+    stamps: when each shard on the way had it, in seconds of the shard's own monotonic clock."""
 
     route: Sequence[str]
     stamps: Sequence[float] = ()
 
 
 class Profile(Message, frozen=True, kw_only=True):
-    """Engine to the coordinator: measure the cluster."""
+    """Engine to the coordinator: measure the cluster. Answered by Profiled."""
 
 
 class Profiled(Message, frozen=True, kw_only=True):
-    """By stage what Measured says; link_s: seconds of a hop from each stage to the next, and last to first."""
+    """The Measured of each stage. link_s: median seconds of a hop from each stage to the next, and last to first."""
 
     stages: Sequence[Measured]
     link_s: Sequence[float]
@@ -231,13 +235,14 @@ class TimeHops(Message, frozen=True, kw_only=True):
 
 
 class TimedHops(Message, frozen=True, kw_only=True):
-    """Seconds of `num_samples` hops from each stage to the next, and last to first; none where there is one stage."""
+    """Seconds of `num_samples` hops from each stage to the next, and last to first; empty if there is one stage."""
 
     hops_s: Sequence[Sequence[float]]
 
 
 class Search(Message, frozen=True, kw_only=True):
-    """Engine to the coordinator: ask tapped tokens."""
+    """Engine to the coordinator: answer a question about tapped tokens. The shards keep a tap of each, which is its
+    hidden states at all sublayer boundaries. places: KV cache slots of each token's sequence."""
 
     search_id: int
     tokens: Sequence[TappedToken]
@@ -246,7 +251,7 @@ class Search(Message, frozen=True, kw_only=True):
 
 
 class Searched(Message, frozen=True, kw_only=True):
-    """version: number of the coordinator's answers so far, this one included."""
+    """Coordinator to the engine. version: number of the coordinator's answers so far, including this one."""
 
     search_id: int
     version: int
@@ -255,8 +260,8 @@ class Searched(Message, frozen=True, kw_only=True):
 
 
 class Seek(Message, frozen=True, kw_only=True):
-    """Coordinator to a shard: have the tapped states of these tokens ready; batch 0 of the first stage is the states
-    before sublayer 0. Answered by Sought. No tokens: the search is over."""
+    """Coordinator to a shard: prepare the taps of these tokens for a search, then answer Sought. On the first stage,
+    batch 0 is then the states before sublayer 0. Without tokens: end the search, without an answer."""
 
     search_id: int
     tokens: Sequence[TappedToken]
@@ -264,6 +269,8 @@ class Seek(Message, frozen=True, kw_only=True):
 
 
 class RunSublayer(msgspec.Struct, frozen=True, tag="run"):
+    """Run a sublayer on the batch `source`; the result is the batch `into`."""
+
     sublayer: int
     choice: Choice
     source: int
@@ -271,6 +278,8 @@ class RunSublayer(msgspec.Struct, frozen=True, tag="run"):
 
 
 class VarySublayer(msgspec.Struct, frozen=True, tag="vary"):
+    """Approximate another choice of a sublayer that has run in full on `source`, see `Expansion.vary`."""
+
     sublayer: int
     choice: Choice
     source: int
@@ -278,6 +287,8 @@ class VarySublayer(msgspec.Struct, frozen=True, tag="vary"):
 
 
 class Gather(msgspec.Struct, frozen=True, tag="gather"):
+    """Make the batch `into` from the states `index` of the concatenated batches `sources`."""
+
     sources: Sequence[int]
     index: Sequence[int]
     into: int
@@ -289,7 +300,7 @@ class Similarity(msgspec.Struct, frozen=True, tag="similarity"):
 
 
 class Agreement(msgspec.Struct, frozen=True, tag="agreement"):
-    """Gives `questions.Agreement`, its arrays one after the other."""
+    """Return the arrays of `questions.Agreement`, one after another."""
 
     source: int
 
@@ -303,13 +314,13 @@ class TargetFeature(msgspec.Struct, frozen=True, tag="feature"):
 
 
 class Drop(msgspec.Struct, frozen=True, tag="drop"):
-    """Nobody needs the batch any more; a stage that does not have it does not mind."""
+    """Forget a batch that is not needed any more. A stage that does not have the batch ignores this."""
 
     source: int
 
 
 class Ship(msgspec.Struct, frozen=True, tag="ship"):
-    """Send a batch to another shard, which answers Sought when it has it."""
+    """Send a batch to another shard, which answers Sought when the batch has arrived."""
 
     source: int
     peer: str
@@ -321,21 +332,21 @@ Operation: TypeAlias = (
 
 
 class Expand(Message, frozen=True, kw_only=True):
-    """Coordinator to a shard: do these. Answered by Sought, unless it ends with Ship."""
+    """Coordinator to a shard: do these operations. Answered by Sought, unless a Ship is among them."""
 
     search_id: int
     operations: Sequence[Operation]
 
 
 class Shipped(Message, frozen=True, kw_only=True):
-    """Shard to shard: a batch of states, as the tensor."""
+    """Shard to shard: a batch of states, which is the message's tensor."""
 
     search_id: int
     batch: int
 
 
 class Sought(Message, frozen=True, kw_only=True):
-    """A shard to the coordinator. values: of the last operation, where it gives some."""
+    """Shard to the coordinator: answer to Seek, Expand or Shipped. values: of the last operation that returns some."""
 
     search_id: int
     values: Sequence[float] = ()
@@ -343,9 +354,9 @@ class Sought(Message, frozen=True, kw_only=True):
 
 
 class Follow(Message, frozen=True, kw_only=True):
-    """The leader of a tensor-parallel group to its other ranks: what it is about to do, so that all do: a pass, an
-    expansion of states by `sublayer` and `choice`, moves, measurements, or to forget what was under way. Then it
-    broadcasts states of that shape, if any."""
+    """Leader of a tensor-parallel group to its other ranks: do what the leader is about to do. This is a pass, an
+    expansion of states by `sublayer` and `choice`, moves, measurements, or to forget all work under way. If `shape` is
+    not empty, the leader then broadcasts hidden states of that shape."""
 
     shape: Sequence[int] = ()
 
@@ -376,7 +387,7 @@ _NAMED: dict[str, Any] = {kind.__name__: kind for kind in (*_RULES, *_QUESTIONS,
 
 
 def _to_wire(value: Any) -> Any:
-    """Of types that msgspec does not know."""
+    """Encode a value of a type that msgspec does not know."""
     if isinstance(value, SamplingParams):
         return value.model_dump(exclude_defaults=True)
     assert isinstance(value, Named)
@@ -401,7 +412,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(header: bytes) -> AnyMessage:
-    """Raises TransportError for what is no message."""
+    """Decode the header of a message. Raises TransportError if it is malformed."""
     try:
         return _decoder.decode(header)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

@@ -24,19 +24,19 @@ from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.types import ConfigError, RayspecError
 
 _GROUP_PREFIX = "rayspec:"
-# Serving never returns; the others are calls beside it.
+# One thread runs `serve` until the process ends; the others answer calls meanwhile.
 _MAX_CONCURRENCY = 4
 
 
 class PlacementError(RayspecError):
-    """The cluster has no place for the shards."""
+    """The cluster has no place for the shards, or they cannot be started."""
 
     kind = "placement"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """An actor that serves: `sentinel` is the call of `serve`, which is done when the process has ended."""
+    """An actor that serves. sentinel: reference of the call of `serve`, which is done when the process has ended."""
 
     name: str
     actor: Any
@@ -45,10 +45,10 @@ class Process:
 
 
 class Bundles:
-    """The placement group of a replica: a bundle for each stage, whose ranks so share a node."""
+    """The placement group of a replica: one bundle for each stage, so that all ranks of a stage share a node."""
 
     def __init__(self, options: ParallelOptions, *, num_gpus: float, timeout_s: float) -> None:
-        """Raises PlacementError when the cluster cannot hold the shards in time."""
+        """Reserve the resources of all shards. Raises ConfigError, and PlacementError if they are not free in time."""
         self._cpus, self._gpus = options.cpus_per_shard, num_gpus
         of_a_stage = (("CPU", options.tensor * self._cpus), ("GPU", options.tensor * num_gpus))
         bundle = {name: round(amount, 4) for name, amount in of_a_stage if amount > 0}  # Ray's own precision
@@ -73,7 +73,7 @@ class Bundles:
             )
 
     def start(self, kind: type, spec: object, *, stage: int) -> Any:
-        """An actor of a class that takes its spec, where that stage is. It is not restarted by Ray."""
+        """Start the actor `kind(spec)` in the bundle of a stage and return its handle. Ray does not restart it."""
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=stage)
         options = {
             "num_cpus": self._cpus,
@@ -85,7 +85,7 @@ class Bundles:
         return ray.remote(kind).options(**options).remote(spec)
 
     def close(self) -> None:
-        """Ends all its actors."""
+        """Remove the placement group, which ends all its actors."""
         with contextlib.suppress(RayError):
             remove_placement_group(self._group)
 
@@ -95,10 +95,10 @@ def _with_labels(labels: Mapping[str, str]) -> str:
 
 
 def remove_orphaned_groups() -> None:
-    """Give back what shards of actors that were killed had reserved.
+    """Remove placement groups whose owner, the actor that made them, was killed.
 
-    Ray ends the shards with the actor that made them, but keeps their placement group until the job ends. Only groups
-    of named actors of the own namespace are known to be orphaned.
+    Ray ends the shards together with their owner, but keeps their placement group until the job ends. Orphaned groups
+    are recognised only if their owner had a name in this process's namespace.
     """
     for group in placement_group_table().values():
         owner = group["name"].removeprefix(_GROUP_PREFIX).rpartition(":")[0]
@@ -109,7 +109,7 @@ def remove_orphaned_groups() -> None:
 
 
 def _own_name() -> str:
-    """Of the actor that this code runs in; empty elsewhere, and where others in its namespace would not find it."""
+    """Return the name of the actor that this code runs in; "" if there is none, or if Ray cannot find it by name."""
     context = ray.get_runtime_context()
     name = context.get_actor_name() if context.get_actor_id() is not None else None
     return name if name and _lives(name) else ""
@@ -124,13 +124,13 @@ def _lives(name: str) -> bool:
 
 
 def start_beside(kind: type, spec: object) -> Any:
-    """An actor that needs no bundle, because it computes next to nothing."""
+    """Start the actor `kind(spec)` outside the bundles; it may compute next to nothing. Return its handle."""
     return ray.remote(kind).options(num_cpus=0, max_concurrency=_MAX_CONCURRENCY, max_restarts=0).remote(spec)
 
 
 def wait_for(references: Sequence[Any], timeout_s: float) -> list[Any]:
-    """`ray.get`, with our own errors as they were raised. Raises PlacementError when it takes too long, an actor died,
-    or something else went wrong in it."""
+    """Do `ray.get`, but raise a RayspecError of an actor as it was raised. Raises PlacementError after a timeout, the
+    death of an actor or any other error in an actor."""
     try:
         return ray.get(list(references), timeout=timeout_s)
     except RayTaskError as error:
@@ -144,7 +144,7 @@ def wait_for(references: Sequence[Any], timeout_s: float) -> list[Any]:
 
 
 def end_of(process: Process) -> str | None:
-    """Why the process has ended; None while it serves."""
+    """Return why the process has ended; None while it serves."""
     ready, _ = ray.wait([process.sentinel], timeout=0)
     if not ready:
         return None
@@ -157,13 +157,13 @@ def end_of(process: Process) -> str | None:
 
 
 def discard(actor: Any) -> None:
-    """End an actor at once, frozen or not."""
+    """Kill an actor at once, even if it is frozen."""
     with contextlib.suppress(RayError):
         ray.kill(actor, no_restart=True)
 
 
 def kill(process: Process) -> None:
-    """`discard`; returns when the process is gone, or after a few seconds."""
+    """Kill the actor of a process and wait until the process is gone, for 5 seconds at most."""
     discard(process.actor)
     deadline = time.monotonic() + 5.0
     while end_of(process) is None and time.monotonic() < deadline:
@@ -175,7 +175,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def wants_gpu(config: EngineConfig) -> bool:
-    """In the engine's own process: shards have GPUs of their own."""
+    """Return whether the engine's own process needs a GPU. With shards it does not: they have GPUs of their own."""
     num_gpus: float = ray.cluster_resources().get("GPU", 0)  # type: ignore[no-untyped-call]
     if config.parallel is not None:
         return False

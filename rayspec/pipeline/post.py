@@ -1,4 +1,4 @@
-"""A process of a replica as its peers know it: a mailbox for messages of the present epoch, and a heartbeat."""
+"""Communication of a shard or the coordinator: a mailbox for messages of the present epoch, and a heartbeat."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from rayspec.pipeline.transport import Mailbox, Secret
 ENGINE, COORDINATOR = "engine", "coordinator"
 
 BEAT_EVERY_S = 0.5
-# A process that has not been spoken to for so long keeps quiet: an idle engine reads no heartbeats.
+# An idle process that gets no message for so long stops its heartbeats: an idle engine does not read them.
 _QUIET_AFTER_S = 10.0
 _LINK_TIMEOUT_S = 20.0
 
 
 class NewEpoch(Exception):  # noqa: N818 - an event, not an error
-    """A new epoch has begun; whatever was under way is void."""
+    """A new epoch has begun; all work that was under way is void."""
 
 
 class Stopped(Exception):  # noqa: N818 - an event, not an error
@@ -52,7 +52,7 @@ class Letter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """A stage's place among those that exchange tensors. ahead: the ranks of later stages, by name."""
+    """Rank of a stage among the stages that exchange tensors. ahead: ranks of the later stages, by name."""
 
     rank: int
     size: int
@@ -60,10 +60,10 @@ class Ranks:
 
 
 class Post:
-    """The mailbox of a shard or the coordinator. Belongs to the thread that made it; the heartbeat has its own."""
+    """Mailbox of a shard or the coordinator, for the thread that made it only. The heartbeat has its own thread."""
 
     def __init__(self, name: str, secret: Secret, *, host: str, ranks: Ranks | None = None) -> None:
-        """ranks: for a stage that can send tensors to later ones by torch.distributed, if the engine says so."""
+        """ranks: of a stage that sends tensors to later stages by torch.distributed, if Connect names a link."""
         self.epoch = 0
         self._host = host
         self._ranks = ranks
@@ -80,12 +80,13 @@ class Post:
         return self._mailbox.address
 
     def send(self, peer: str, message: Message, tensors: Sequence[Tensor] = ()) -> None:
-        """Tensors must not be written to afterwards."""
+        """Send a message to a peer. Nobody may write to the tensors afterwards."""
         to_rank = self._ranks.ahead.get(peer) if self._ranks and self._mailbox.link and tensors else None
         self._mailbox.send(peer, encode(message), tensors, to_rank=to_rank)
 
     def receive(self, timeout_s: float | None = None) -> Letter | None:
-        """The next message of this epoch. Raises NewEpoch (which has been answered), Stopped, TransportError."""
+        """Return the next message of this epoch; None if none comes in time. Raises Stopped, TransportError, and
+        NewEpoch, which has been answered."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -109,11 +110,11 @@ class Post:
         self._deferred.append(letter)
 
     def take_deferred(self) -> Letter | None:
-        """The letter deferred first."""
+        """Remove and return the letter that was deferred first; None if there is none."""
         return self._deferred.popleft() if self._deferred else None
 
     def busy(self, since: float | None) -> None:
-        """Tell the heartbeat that something is being computed, or (None) that it is done."""
+        """Tell the heartbeat since when (monotonic clock) a task runs, or (None) that it is done."""
         if since is None and self._busy_since is not None:
             self._worked_s += time.monotonic() - self._busy_since
         self._busy_since = since
@@ -125,8 +126,8 @@ class Post:
         self._mailbox.close()
 
     def _concerns(self, message: AnyMessage) -> bool:
-        """Whether there is something to be done about it. What the leader of some ranks has announced is always done,
-        in its order: it is waiting in the middle of it."""
+        """Return whether a message must be handled. A Follow is handled in any epoch and in order, because the leader
+        already waits in the collective operation that it announces."""
         return isinstance(message, Follow) or (message.epoch == self.epoch and not isinstance(message, Ping))
 
     def _enter(self, message: Connect) -> None:
@@ -161,4 +162,4 @@ class Post:
             try:
                 self._mailbox.sender(ENGINE).send(encode(beat))
             except TransportError:
-                continue  # the engine has been replaced this moment, or has long stopped reading
+                continue  # the connection is just being replaced, or the engine stopped reading long ago

@@ -1,6 +1,7 @@
-"""The ranks of a tensor-parallel stage in step: what the leader computes, it first announces, and the others follow.
+"""Keeps the ranks of a tensor-parallel stage in step: the leader announces each operation, and the others do it too.
 
-Only what runs sublayers is announced, because only there ranks exchange sums. Everything else is the leader's alone.
+The leader announces runs of sublayers, where ranks exchange sums, and changes of what all ranks keep: the KV cache, and
+saved and tapped hidden states. It does everything else alone.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ Announce = Callable[[Follow], None]
 
 
 class RanksOutOfStepError(RayspecError):
-    """A rank of a stage has failed in something that the others do too: they cannot go on without it."""
+    """A rank failed in an operation that all ranks of its stage do together, so the other ranks cannot go on."""
 
     kind = "ranks_out_of_step"
 
 
 class LeadingSpan(SpanRunner):
-    """A span whose sublayers are split over ranks, as its leader runs it."""
+    """The leader's runner of a span whose sublayers are split over ranks: announces each operation, then does it."""
 
     def __init__(self, runner: Runner, *, num_taps: int, epoch: Callable[[], int], announce: Announce) -> None:
         super().__init__(runner, num_taps=num_taps)
@@ -68,7 +69,7 @@ class LeadingSpan(SpanRunner):
 
 @torch.inference_mode()
 def follow(span: SpanRunner, message: Follow, measure: Callable[[], object]) -> None:
-    """What a rank other than the leader does when something is announced."""
+    """Do what the leader has announced; called on the other ranks. measure: times the sublayers of the span."""
     device, dtype = span.runner.device, span.runner.parts.dtype
     hidden = _shared(torch.empty(tuple(message.shape), dtype=dtype, device=device)) if message.shape else None
     if message.work is not None:
@@ -85,7 +86,7 @@ def follow(span: SpanRunner, message: Follow, measure: Callable[[], object]) -> 
 
 
 def _shared(states: Tensor) -> Tensor:
-    """The leader's states, on every rank."""
+    """Broadcast the leader's states to all ranks and return them. states: only shape and dtype count on the others."""
     states = states.contiguous()
     distributed.broadcast(states, src=0)
     return states

@@ -1,4 +1,4 @@
-"""The `Stages` of a model that lives in shards: the engine's end of the pipeline, and its recovery."""
+"""The `Stages` of a model that is divided into shards: the engine's end of the pipeline, and its recovery."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ _SEARCH_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageUse:
-    """How a stage spent its time since it was asked last."""
+    """How busy a stage was since the last query. num_passes: passes that it ran; 0 if unknown."""
 
     name: str
     busy_s: float
@@ -86,11 +86,11 @@ class _Searching:
 
 
 class RayStages:
-    """A replica's shards as the engine's stages. Belongs to one thread at a time.
+    """A replica's shards as the engine's stages. Only one thread at a time may use them.
 
-    Shards that die or freeze are replaced while the engine waits; it is then told with StagesReplacedError. A
-    coordinator that does is replaced beside the work: until then there are no new plans. `is_recovering` may be read
-    from any thread.
+    Shards that die or freeze are replaced while the engine waits; the engine then gets StagesReplacedError. A
+    coordinator that dies or freezes is replaced while work goes on; until then there are no new plans. Any thread may
+    read `is_recovering`.
     """
 
     def __init__(self, replica: Replica) -> None:
@@ -112,7 +112,7 @@ class RayStages:
         self.link_s: tuple[float, ...] = ()
         self.recovery_s: list[float] = []
         self.is_recovering = False
-        self._worked_s: dict[str, float] = {}  # by heartbeats
+        self._worked_s: dict[str, float] = {}  # from heartbeats
         self._worked_before: dict[str, float] = {}
         self._use_asked_at = time.monotonic()
         self._rendezvous: Rendezvous | None = None
@@ -125,7 +125,7 @@ class RayStages:
 
     @property
     def ways(self) -> list[Sequence[Choice]]:
-        """Of each sublayer, the choices by which drafts may run it."""
+        """Choices by which drafts may run each sublayer."""
         loaded = (self.replica.loaded[stage_name(stage)] for stage in range(len(self.replica.spans)))
         return [ways for one in loaded for ways in one.ways]
 
@@ -158,7 +158,7 @@ class RayStages:
         self.move(())
 
     def move(self, moves: Sequence[Move]) -> None:
-        """Every stage has moved its keys and values when this returns."""
+        """Let every stage move keys and values in its KV cache, and wait until all have done it."""
         self._ask(Moves(epoch=self._epoch, moves=moves), Moved, _MOVE_TIMEOUT_S)
 
     def search(self, tokens: Sequence[TappedToken], places: Sequence[Runs], question: Question) -> Future[Answer]:
@@ -173,7 +173,7 @@ class RayStages:
         return future
 
     def measure(self) -> LatencyModel:
-        """The latency model of the whole replica, from the shards' own measurements; nothing may be under way."""
+        """Return the latency model of the whole replica, from the shards' measurements. No work may be under way."""
         self._send(COORDINATOR, Profile(epoch=self._epoch))
         profiled = self._expect(Profiled, [COORDINATOR], _PROFILE_TIMEOUT_S)[COORDINATOR]
         assert isinstance(profiled, Profiled)
@@ -183,15 +183,15 @@ class RayStages:
         return replace(model, wake_s=0.0) if keeps_busy else model
 
     def hops_s(self, num_bytes: int, num_samples: int) -> tuple[tuple[float, ...], ...]:
-        """Seconds of single hops with so many bytes, one way, from each stage to the next and from the last to the
-        first; nothing for one stage. Nothing may be under way."""
+        """Return seconds of single hops with `num_bytes`, one way, from each stage to the next and from the last to the
+        first; empty for one stage. No work may be under way."""
         self._send(COORDINATOR, TimeHops(epoch=self._epoch, num_bytes=num_bytes, num_samples=num_samples))
         timed = self._expect(TimedHops, [COORDINATOR], _PROFILE_TIMEOUT_S)[COORDINATOR]
         assert isinstance(timed, TimedHops)
         return tuple(tuple(link) for link in timed.hops_s)
 
     def usage(self) -> list[StageUse]:
-        """How busy the stages were since this was asked last, in their order."""
+        """Return how busy each stage was since the last call, in the order of the stages."""
         answers = self._ask(Usage(epoch=self._epoch), Used, _MOVE_TIMEOUT_S)
         return [
             StageUse(name=name, busy_s=used.busy_s, elapsed_s=used.elapsed_s, num_passes=used.num_passes)
@@ -200,19 +200,19 @@ class RayStages:
         ]
 
     def recent_use(self) -> list[StageUse]:
-        """As `usage`, by heartbeats alone: it costs nothing and may be asked from any thread."""
+        """Return `usage` without `num_passes`, from heartbeats: this sends no message, and any thread may call it."""
         now, worked = time.monotonic(), dict(self._worked_s)
         elapsed_s, self._use_asked_at = now - self._use_asked_at, now
         before, self._worked_before = self._worked_before, worked
         return [
             StageUse(name=name, busy_s=min(elapsed_s, busy_s), elapsed_s=elapsed_s)
             for name in map(stage_name, range(self.replica.num_stages))
-            # A shard that was replaced begins at nothing.
+            # A shard that replaces another begins to count at 0.
             for busy_s in [max(0.0, worked.get(name, 0.0) - before.get(name, 0.0))]
         ]
 
     def shutdown(self) -> None:
-        """Ends the replica's processes. More than once is fine."""
+        """End the replica's processes. May be called again."""
         if self._lost is None:
             self._lost = StageLostError("the engine was shut down")
         self.replica.close()
@@ -226,13 +226,13 @@ class RayStages:
         self._mailbox.send(peer, encode(message))
 
     def _take(self, timeout_s: float) -> None:
-        """Everything that has come in; waits for the first."""
+        """Handle all messages that have come in; wait up to `timeout_s` for the first."""
         while (received := self._receive(timeout_s)) is not None:
             self._handle(*received)
             timeout_s = 0.0
 
     def _receive(self, timeout_s: float) -> tuple[str, AnyMessage] | None:
-        """The next message of this epoch. Raises StagesReplacedError when one was lost on the way."""
+        """Return the next message of this epoch; None if none comes in time. Raises as `_recover` if one was lost."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -273,7 +273,7 @@ class RayStages:
             searching.future.set_result(message.answer.value)
 
     def _ask(self, message: Message, answer: type[Message], timeout_s: float) -> dict[str, AnyMessage]:
-        """Every stage's answer, by name. What else comes in is handled meanwhile."""
+        """Send a message to every stage and return the answers by name. Other messages are handled meanwhile."""
         self._require_alive()
         names = [stage_name(stage) for stage in range(self.replica.num_stages)]
         for name in names:
@@ -281,8 +281,8 @@ class RayStages:
         return self._expect(answer, names, timeout_s)
 
     def _expect(self, kind: type[Message], senders: Collection[str], timeout_s: float) -> dict[str, AnyMessage]:
-        """A message of a kind from each of those, by name. Raises RayspecError if the coordinator is one of them and
-        ends; a shard's end is what it always is."""
+        """Return a message of a kind from each of the senders, by name. Raises RayspecError if the coordinator is one
+        of them and ends, and as `_recover` if a shard ends or an answer does not come in time."""
         found: dict[str, AnyMessage] = {}
         deadline = time.monotonic() + timeout_s
         coordinator = self.replica.coordinator
@@ -307,8 +307,8 @@ class RayStages:
             raise self._lost
 
     def _check(self, *, listening: bool = False) -> None:
-        """Look after everyone, now and then; silence counts while something is under way or listened for. Raises
-        StagesReplacedError, StageLostError."""
+        """Check all processes, at most every `_CHECK_EVERY_S`. Silence counts only while work is under way or the
+        caller is listening for answers. Raises StagesReplacedError, StageLostError."""
         now = time.monotonic()
         if now - self._checked_at < _CHECK_EVERY_S:
             return
@@ -356,7 +356,7 @@ class RayStages:
         self._pulse.watch(self.replica.processes)
 
     def _recover(self, names: Collection[str], reason: str) -> NoReturn:
-        """Replace shards and begin a new epoch. Always raises: StagesReplacedError, or StageLostError in the end."""
+        """Replace shards and begin a new epoch. Always raises: StagesReplacedError, or StageLostError if that fails."""
         self.is_recovering = True
         try:
             self._bring_back(names, reason)
@@ -389,8 +389,8 @@ class RayStages:
         raise self._lost
 
     def _connect(self) -> set[str]:
-        """A new epoch in which everyone knows everyone. Returns which shards do not answer. The coordinator is not
-        waited for: it is looked after later, beside the work."""
+        """Begin a new epoch in which all processes know each other's address. Return the names of shards that do not
+        answer. The coordinator is not waited for: it is checked later, while work goes on."""
         self._epoch += 1
         peers = self._peers()
         self._mailbox.connect(peers)
@@ -410,7 +410,7 @@ class RayStages:
         return names
 
     def _open_rendezvous(self) -> str:
-        """Where stages meet that exchange tensors by torch.distributed; "" where they do not."""
+        """Open a rendezvous if stages exchange tensors by torch.distributed. Return its address, else ""."""
         if self._rendezvous is not None:
             self._rendezvous.close()
             self._rendezvous = None
@@ -433,7 +433,7 @@ class RayStages:
 
 
 def _latency_model(profiled: Profiled) -> LatencyModel:
-    """One model of all stages: each sublayer by its own shard's measurements, hops by what links took on average."""
+    """Fit one model of all stages: each sublayer from its own shard's measurements, hops from the mean of all links."""
     kinds, devices, stages, transfer_s = [], [], [], []
     measurements: list[Measurement] = []
     for stage, measured in enumerate(profiled.stages):

@@ -1,4 +1,4 @@
-"""When a process counts as dead, and how often a replica is brought back. Decides only; acting is `RayStages`' work."""
+"""Decides when a process counts as dead, and how often a replica is brought back. `RayStages` acts on this."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-# A process that has computed one thing for so long is stuck.
+# A process that is busy with one task for longer than this is stuck.
 STUCK_AFTER_S = 300.0
-# So much of the timeout counts as silence, at most, from one look at the others to the next.
+# Between two calls of `deaths`, at most this share of the timeout counts as silence.
 _SHARE_OF_A_LOOK = 0.25
 _WINDOW_S = 600.0
 _FIRST_DELAY_S = 0.2
@@ -22,10 +22,10 @@ class Death:
 
 
 class Pulse:
-    """Heartbeats of the processes of a replica, by name. Times are of the injected clock, seconds.
+    """Heartbeats of the processes of a replica, by name. Times are in seconds, by the injected clock.
 
-    Silence is what was listened to: who looks for `deaths` after a long while was away itself, and perhaps everyone was
-    (a virtual machine that was suspended). Of that time only a part counts.
+    If `deaths` is not called for a long while, the listener itself did not run, and perhaps no process did (a suspended
+    virtual machine). Only a part of that time counts as silence.
     """
 
     def __init__(self, timeout_s: float, clock: Callable[[], float]) -> None:
@@ -36,7 +36,7 @@ class Pulse:
         self._stuck: dict[str, float] = {}
 
     def watch(self, names: Iterable[str]) -> None:
-        """From now on these are expected to be heard of, and no others."""
+        """Expect heartbeats of these processes from now on, and of no others."""
         self._looked_at = self._clock()
         self._heard_at = dict.fromkeys(names, self._looked_at)
         self._stuck.clear()
@@ -47,7 +47,7 @@ class Pulse:
             self._stuck[name] = busy_s
 
     def deaths(self) -> list[Death]:
-        """Who is silent for too long, or busy with one thing for too long."""
+        """Return the processes that are silent for too long, or busy with one task for too long."""
         self._forgive_own_absence()
         now = self._clock()
         silent = [
@@ -71,7 +71,7 @@ class Pulse:
 
 
 class Restarts:
-    """Bounded attempts with a growing delay. Attempts long ago do not count."""
+    """Bounded attempts with a growing delay. Attempts older than `_WINDOW_S` do not count."""
 
     def __init__(self, most: int, clock: Callable[[], float]) -> None:
         self._most = most
@@ -79,7 +79,7 @@ class Restarts:
         self._attempts: deque[float] = deque()
 
     def next_delay_s(self) -> float | None:
-        """How long to wait before the next attempt; None when there were enough. Counts as an attempt."""
+        """Count an attempt and return how long to wait before it; None if there were too many attempts already."""
         now = self._clock()
         while self._attempts and now - self._attempts[0] > _WINDOW_S:
             self._attempts.popleft()

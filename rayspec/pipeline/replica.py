@@ -1,4 +1,4 @@
-"""The processes that hold one copy of the model: started together, replaced one by one, ended together."""
+"""The processes of one copy of the model: started together, replaced stage by stage, ended together."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blueprint:
-    """What a replica is to be.
+    """Description of a replica to be started.
 
-    costs: of the model on one rank, by which its layers are cut into stages, unless `options.layers` says how.
-    num_slots: of the KV cache, at most; as many as the smallest shard can hold are made. shard_type: what a shard is,
-    for tests.
+    costs: costs of the model on one rank. They decide the layers of each stage, unless `options.layers` does.
+    num_slots: largest number of KV cache slots; there are fewer if the smallest shard cannot hold as many. shard_type:
+    class of the shards; tests use another one.
     """
 
     config: EngineConfig
@@ -72,7 +72,7 @@ class _Starting:
 
 
 class Replica:
-    """Shards by name, and a coordinator. Methods raise PlacementError and what a shard raises while it loads."""
+    """Shards by name, and a coordinator. Methods raise PlacementError and the errors of shards that fail to load."""
 
     def __init__(self, blueprint: Blueprint) -> None:
         self.blueprint = blueprint
@@ -99,13 +99,13 @@ class Replica:
         return found
 
     def start(self) -> None:
-        """All shards at once, then the coordinator."""
+        """Start all shards at once, then the coordinator."""
         self._start_stages(range(self.num_stages))
         self.begin_coordinator()
         self.coordinator_ready(self.blueprint.options.start_timeout_s)
 
     def replace(self, names: Collection[str]) -> None:
-        """End these shards, whatever is left of them, and start new ones. Ranks of a stage are replaced together."""
+        """End these shards and start all missing ones. All ranks of a stage are replaced together."""
         stages = sorted({_stage_of(name) for name in names})
         for stage in stages:
             for rank in range(self.blueprint.options.tensor):
@@ -116,12 +116,12 @@ class Replica:
         self._start_stages(missing)
 
     def ends(self) -> Mapping[str, str]:
-        """Which processes have ended, and why."""
+        """Return the processes that have ended, each with the reason."""
         found = {name: end_of(process) for name, process in self.processes.items()}
         return {name: reason for name, reason in found.items() if reason is not None}
 
     def begin_coordinator(self) -> None:
-        """Start a coordinator, in place of any that there was, without waiting for it."""
+        """Start a coordinator, which replaces the present one. Do not wait for it."""
         self.end_coordinator()
         blueprint = self.blueprint
         spec = CoordinatorSpec(spans=self.spans, hidden_size=blueprint.hidden_size, secret=self.secret)
@@ -129,7 +129,7 @@ class Replica:
         self._coming = _ComingCoordinator(actor, actor.serve.remote(), actor.address.remote())
 
     def coordinator_ready(self, timeout_s: float = 0.0) -> bool:
-        """Whether a coordinator that was begun has just become ready."""
+        """Return whether the coordinator that was being started has become ready. From then on it is in use."""
         if self._coming is None or not self._coming.ready(timeout_s):
             return False
         coming, self._coming = self._coming, None
@@ -137,7 +137,7 @@ class Replica:
         return True
 
     def end_coordinator(self) -> None:
-        """The one that there is, and the one that is coming."""
+        """End the present coordinator, and a coordinator that is being started."""
         if self.coordinator is not None:
             kill(self.coordinator)
         if self._coming is not None:
@@ -152,7 +152,7 @@ class Replica:
         self._bundles.close()
 
     def _start_stages(self, stages: Sequence[int]) -> None:
-        """The first time, layers are dealt to the stages by the memory that is there."""
+        """Start all shards of these stages. The first time, divide the layers between the stages by free memory."""
         timeout_s = self.blueprint.options.start_timeout_s
         starting = [self._begin(stage, rank) for stage in stages for rank in range(self.blueprint.options.tensor)]
         try:
@@ -174,7 +174,7 @@ class Replica:
         return _Starting(stage, rank, actor)
 
     def _cut(self, rooms: Sequence[Room]) -> tuple[tuple[int, int], ...]:
-        """A stage has the room of its smallest rank; shards in one place share it evenly."""
+        """Divide the sublayers. A stage has the memory of its smallest rank; shards in one place share it evenly."""
         sharing = Counter(room.place for room in rooms)
         free = [room.bytes_free // sharing[room.place] for room in rooms]
         num_ranks = self.blueprint.options.tensor
@@ -198,7 +198,7 @@ class Replica:
 
 
 def spans_of(layers: Sequence[range]) -> tuple[tuple[int, int], ...]:
-    """Sublayers [first, last) of stages that hold these decoder layers."""
+    """Return the sublayers [first, last) of stages that hold these decoder layers."""
     return tuple((2 * span.start, 2 * span.stop) for span in layers)
 
 

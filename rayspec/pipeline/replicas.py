@@ -1,4 +1,4 @@
-"""Several engines behind the face of one: replicas, each an actor of its own."""
+"""Several engines with the interface of one engine: replicas, each in an actor of its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rayspec.types import EngineLoad, EngineStats, Request, RequestError, Reques
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaFacts:
-    """What a replica says of itself once it is loaded."""
+    """Description of a loaded replica. config: options in force."""
 
     config: EngineConfig
     max_model_len: int
@@ -29,15 +29,15 @@ class ReplicaFacts:
 
 
 class Replicas:
-    """Requests of any thread go to the replica that has least to do, or that had a prompt which begins alike.
+    """Gives requests from any thread to the least busy replica, or to one that had a prompt with the same beginning.
 
-    When a replica dies, its requests begin anew on others, and another replica takes its place. What a stream has given
-    already is not given again: the same seed gives the same text. A request that kills replicas fails alone.
+    When a replica dies, its requests start again on other replicas, and a new replica takes its place. A stream never
+    repeats what it has delivered: the same seed gives the same text. A request that kills replicas fails alone.
     """
 
     def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Returns when one replica is up; the others follow. recipe: its items are requests. Raises what a replica
-        raises while it loads."""
+        """Wait until one replica is up; the others follow. recipe: its items are requests. Raises EngineDeadError, and
+        the error of a replica that fails to load."""
         self.tokenizer = tokenizer
         options = recipe.engine.parallel
         self._num_replicas = options.replicas if options is not None else 1
@@ -52,7 +52,7 @@ class Replicas:
 
     @property
     def config(self) -> EngineConfig:
-        """The options in force of a replica, with the number of replicas that were asked for."""
+        """Options in force of a replica, but with `parallel` as it was requested for all replicas."""
         return self._facts.config.replace(parallel=self._parallel)
 
     @property
@@ -73,47 +73,47 @@ class Replicas:
 
     @property
     def num_wanted(self) -> int:
-        """Requests that keep all replicas busy."""
+        """Number of requests that keep all replicas busy."""
         return 2 * self._facts.config.max_num_seqs * self._num_replicas
 
     @property
     def is_whole(self) -> bool:
-        """All replicas that are not lost for good are up."""
+        """True if all replicas that are not lost for good are up."""
         return self._pool.is_whole
 
     @property
     def is_recovering(self) -> bool:
-        """No replica is up, and another is being started."""
+        """True while no replica is up."""
         return self._pool.num_up == 0
 
     @property
     def death(self) -> EngineDeadError | None:
-        """Why nothing more comes of the replicas; None while they run."""
+        """Error of all requests that are submitted after `stop`; None before."""
         return self._death
 
     def submit(self, request: Request, listener: Listener | None = None) -> Future[RequestOutput]:
-        """As `EngineLoop.submit`."""
+        """Queue a request, see `EngineLoop.submit`. Raises EngineDeadError."""
         return self.submit_all([request], listener)[0]
 
     def submit_all(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Future[RequestOutput]]:
-        """As `EngineLoop.submit_all`. Raises EngineDeadError."""
+        """Queue requests, see `EngineLoop.submit_all`. Raises EngineDeadError."""
         if self._death is not None:
             raise EngineDeadError(*self._death.args)
         return [self._submit(request, listener) for request in requests]
 
     def ping(self) -> Future[None]:
-        """Done when all replicas that are up have answered; fails when there is none."""
+        """Return a future that is done when all replicas that are up have answered, and fails if none is up."""
         return self._pool.ping()
 
     def stop(self) -> None:
-        """End the processes of all replicas. What is unfinished fails with EngineDeadError."""
+        """End the processes of all replicas. Unfinished requests fail with EngineDeadError."""
         self._death = self._death or EngineDeadError("the engine has ended: it was stopped")
         self._pool.stop()
 
     shutdown = stop
 
     def _submit(self, request: Request, listener: Listener | None) -> Future[RequestOutput]:
-        if request.params.seed is None:  # a request that begins anew goes on as it began
+        if request.params.seed is None:  # a request that starts again must give the same tokens
             request = dataclasses.replace(request, params=request.params.replace(seed=secrets.randbits(63)))
         telling = _Telling(listener) if request.stream and listener is not None else None
         future: Future[RequestOutput] = Future()
@@ -124,7 +124,7 @@ class Replicas:
 
 
 class _Telling:
-    """A stream's listener, which hears everything once, however often the stream begins anew."""
+    """Gives each part of a stream to its listener once, however often the stream starts again."""
 
     def __init__(self, listener: Listener) -> None:
         self._listener = listener

@@ -1,4 +1,4 @@
-"""A stream that is begun again from its start gives what it has given already: it is passed on once."""
+"""Removes repeated parts from a stream that starts again from its beginning."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rayspec.types import CompletionOutput, RequestOutput
 
 
 class Retelling:
-    """What of a streaming request has been passed on. Counts are by the index of the completion."""
+    """Counts the tokens and characters of a streaming request that were passed on, by index of the completion."""
 
     def __init__(self) -> None:
         self._tokens_given: Counter[int] = Counter()
@@ -18,18 +18,18 @@ class Retelling:
         self._characters_heard: Counter[int] = Counter()
 
     def again(self) -> Retelling:
-        """For the stream from its start, with the same seed."""
+        """Return a Retelling for a new run of the stream, from its start and with the same seed."""
         other = Retelling()
         other._tokens_given, other._characters_given = self._tokens_given.copy(), self._characters_given.copy()
         return other
 
     def new_part(self, output: RequestOutput) -> RequestOutput | None:
-        """What of a piece is new; None if nothing is."""
+        """Return the new part of an output; None if nothing is new."""
         part = self.last_part(output)
         return part if part.outputs else None
 
     def last_part(self, output: RequestOutput) -> RequestOutput:
-        """What of the last piece is new: at least that it is the last."""
+        """Return the new part of the last output. It includes every finished completion, even without new text."""
         parts = [self._rest(one) for one in output.outputs]
         return dataclasses.replace(output, outputs=[one for one in parts if one.token_ids or one.text or one.finished])
 

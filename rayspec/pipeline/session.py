@@ -1,4 +1,4 @@
-"""Ray for the length of a job or a model: the cluster we are told of, or a private one on this machine."""
+"""Ray for the lifetime of a job or a model: the cluster at RAY_ADDRESS, or a private one on this machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MIN_LOCAL_CPUS = 4  # a reservation count, not cores: reading, clients and engi
 _WATCH_EVERY_S = 0.5
 _LOSS_SIGNAL = (
     signal.SIGURG
-)  # nobody minds it otherwise, while SIGINT is ignored by what a shell runs in the background
+)  # ignored by default; SIGINT would not do, because background processes of a shell ignore it
 _LOST = (
     "Ray's control process (gcs_server) has ended; was it killed, or out of memory? What is written so far is kept, "
     "and the same command goes on from there"
@@ -31,19 +31,19 @@ _LOST = (
 
 
 class ClusterLostError(RayspecError):
-    """The private cluster of a session cannot go on."""
+    """The private cluster of a session has lost its control process and cannot go on."""
 
     kind = "cluster_lost"
 
 
 @contextmanager
 def ray_session() -> Iterator[None]:
-    """Attach to RAY_ADDRESS where it is set; otherwise start Ray here and stop it in the end.
+    """Attach to RAY_ADDRESS if it is set; otherwise start Ray here and stop it at the end.
 
-    A private cluster gets a token of its own, so that nobody else on the machine can use it and none is left in the
+    A private cluster gets a token of its own, so that nobody else on the machine can use it and no token is left in the
     home folder. Ray reads the token once, so it stays in this process's environment.
-    SIGTERM and Ctrl-C take effect after Ray has started. The handlers are then those of before, not Ray's.
-    In the main thread, the loss of a private cluster ends the block with ClusterLostError.
+    SIGTERM and Ctrl-C take effect after Ray has started. The earlier handlers are then in force; Ray's handler for
+    SIGTERM only if there was none. In the main thread, the loss of a private cluster raises ClusterLostError.
     """
     if ray.is_initialized():
         yield
@@ -77,7 +77,7 @@ def _start_private() -> None:
 
 @contextmanager
 def _signals_wait() -> Iterator[None]:
-    """For a block that starts Ray: SIGTERM and SIGINT take effect at its end, the second one at once.
+    """Delay SIGTERM and SIGINT to the end of a block that starts Ray; a second signal ends the process at once.
 
     An exception that a handler raises inside ray.init leaves processes behind, or is lost in a callback.
     """
@@ -109,7 +109,7 @@ def _signals_wait() -> Iterator[None]:
 
 @contextmanager
 def _handler_of_ray() -> Iterator[list[Callable[[int, FrameType | None], Any]]]:
-    """For a block with ray.init: Ray's handler for SIGTERM comes into the list, and replaces none."""
+    """During a block with ray.init, put Ray's handler for SIGTERM into the list instead of installing it."""
     handlers: list[Callable[[int, FrameType | None], Any]] = []
     original = ray_utils.set_sigterm_handler
     ray_utils.set_sigterm_handler = handlers.append
@@ -121,7 +121,7 @@ def _handler_of_ray() -> Iterator[list[Callable[[int, FrameType | None], Any]]]:
 
 @contextmanager
 def _watching() -> Iterator[None]:
-    """For a block that uses a private cluster: raises ClusterLostError soon after its control process has ended."""
+    """During a block that uses a private cluster, raise ClusterLostError soon after its control process has ended."""
     process = _control_process()
     if process is None or threading.current_thread() is not threading.main_thread():
         yield
@@ -133,7 +133,7 @@ def _watching() -> Iterator[None]:
     finally:
         watch.stop()
         signal.signal(_LOSS_SIGNAL, before)
-        if watch.is_lost:  # whatever else the block says is a consequence
+        if watch.is_lost:  # any other error of the block is a consequence
             raise ClusterLostError(_LOST)
 
 
@@ -158,7 +158,7 @@ class _Watch:
 
 
 def _control_process() -> Any:
-    """The gcs_server that this process has started; None in a cluster of others."""
+    """Return the gcs_server that this process has started; None in a cluster that others have started."""
     return _process_of("gcs_server")
 
 
@@ -169,7 +169,7 @@ def _process_of(kind: str) -> Any:
 
 
 def _orphans() -> list[int]:
-    """What Ray's own shutdown would leave: without its control process, the children of a raylet outlive it."""
+    """Return processes that Ray's shutdown would leave: without a control process, a raylet's children outlive it."""
     control, raylet = _control_process(), _process_of("raylet")
     if control is None or raylet is None or control.poll() is None:
         return []

@@ -1,4 +1,4 @@
-"""A process that holds one stage of the model, or one rank of it. A plain class: `placement` makes it an actor."""
+"""The process of one stage of the model, or of one rank of a stage. A plain class: `placement` makes it an actor."""
 
 from __future__ import annotations
 
@@ -59,19 +59,19 @@ from rayspec.pipeline.stage_worker import Placed, StageWorker, stage_name
 from rayspec.pipeline.tensor_parallel import RankGroup, free_address, split_tensor_parallel
 from rayspec.pipeline.transport import Secret, node_address
 
-# How long a message may wait for others that came later but are due earlier. Rounds come first; a prefill gives way to
-# them for a moment, and a plan search runs in the gaps, yet neither waits for ever.
+# How long later messages of higher priority may overtake a message. Rounds come first; a prefill gives way to them for
+# a moment, and a plan search runs in the gaps, but neither waits for ever.
 _PREFILL_PATIENCE_S = 0.03
 _SEARCH_PATIENCE_S = 0.1
-# Ranks of a stage wait for one another while the others load, and in every exchange.
+# How long a rank waits for the other ranks of its stage, while they load and in every exchange.
 _RANKS_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardSpec:
-    """What a shard is to be.
+    """Description of a shard to be started.
 
-    rank: among the `num_ranks` of its stage. num_threads: torch's. What it holds is said when it loads.
+    rank: among the `num_ranks` of its stage. num_threads: CPU threads of torch. `Shard.load` is told the sublayers.
     """
 
     config: EngineConfig
@@ -89,7 +89,7 @@ class ShardSpec:
 
     @property
     def ranks(self) -> Ranks | None:
-        """Of the stages' leaders."""
+        """This shard's rank among the leaders of all stages; None if it is no leader, or for a single stage."""
         size = self.num_stages
         ahead = {stage_name(stage): stage for stage in range(self.stage + 1, size)}
         return Ranks(rank=self.stage, size=size, ahead=ahead) if self.rank == 0 and size > 1 else None
@@ -100,13 +100,13 @@ class ShardSpec:
 
 
 def rank_name(stage: int, rank: int) -> str:
-    """The leader of a stage has the stage's name."""
+    """Return the name of a rank's shard. The leader (rank 0) has the name of its stage."""
     return stage_name(stage) if rank == 0 else f"{stage_name(stage)}.{rank}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """Memory that is free where a shard is. place: what it shares it with: the other shards of that place."""
+    """Free memory where a shard runs. place: names the node and GPU; shards of the same place share the memory."""
 
     place: str
     bytes_free: int
@@ -114,8 +114,8 @@ class Room:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """What a shard says of itself once its weights are there. num_slots: tokens of KV cache it could hold.
-    weight_bytes: copies for drafts are counted. ways: of each of its sublayers, the choices by which drafts may run it.
+    """Description of a shard whose weights are loaded. num_slots: tokens of KV cache that its memory could hold.
+    weight_bytes: includes copies for drafts. ways: choices by which drafts may run each of its sublayers.
     """
 
     device: str
@@ -135,7 +135,7 @@ class _Due:
 class Shard:
     """Loads its span, then serves messages until it is told to stop or fails.
 
-    `load`, then `serve`, which returns only in the end; `address` meanwhile, from another thread.
+    Call `load`, then `serve`, which returns only at the end. Call `address` meanwhile, from another thread.
     """
 
     def __init__(self, spec: ShardSpec) -> None:
@@ -149,18 +149,19 @@ class Shard:
         return os.getpid()
 
     def meeting_place(self) -> str:
-        """Where the ranks of this stage are to meet; for the leader to say."""
+        """Return an address where the ranks of this stage can meet; called on the leader only."""
         return free_address(node_address())
 
     def room(self) -> Room:
-        """Before anything is loaded. Raises ConfigError for a device that is not there."""
+        """Return the free memory, before anything is loaded. Raises ConfigError for a device that does not exist."""
         device = resolve_device(self._spec.config.device)
         identity = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "memory"
         return Room(place=f"{node_address()} {identity}", bytes_free=free_bytes(device))
 
     def load(self, spans: Sequence[tuple[int, int]], meeting_place: str | None) -> Loaded:
-        """spans: sublayers [first, last) of every stage. The ranks of a stage load together, and meet for it.
+        """Load this stage's weights. The ranks of a stage load at the same time and meet at `meeting_place`.
 
+        spans: sublayers [first, last) of every stage. meeting_place: None without tensor parallelism.
         Raises ConfigError, CheckpointError, UnsupportedModelError.
         """
         spec = self._spec
@@ -169,7 +170,7 @@ class Shard:
         layers = range(first // 2, last // 2)
         torch.set_num_threads(spec.num_threads)
         self._device = resolve_device(spec.config.device)
-        # Ranks share a stage's files in the system's memory, and take their shares to their devices.
+        # Ranks share a stage's files in CPU memory, and each moves its share of the weights to its device.
         loaded_to = spec.config if meeting_place is None else spec.config.replace(device="cpu")
         model = load_weights(loaded_to, layers=layers)
         self._parts: Decomposition = decompose(model, layers=layers)
@@ -190,11 +191,11 @@ class Shard:
         )
 
     def address(self) -> str:
-        """Where `serve` listens."""
+        """Wait until `serve` listens, and return its address."""
         return self._address.result()
 
     def serve(self, num_slots: int) -> None:
-        """Ends when told to. Raises whatever goes wrong, after telling the engine."""
+        """Serve until the engine sends Stop. Report any error to the engine, then raise it."""
         post = Post(self._spec.name, self._spec.secret, host=node_address(), ranks=self._spec.ranks)
         try:
             span = self._make_span(num_slots, post)
@@ -216,7 +217,7 @@ class Shard:
             try:
                 self._serve_epoch(post, worker, span)
             except NewEpoch:  # noqa: PERF203 - once in a while
-                if self._spec.rank == 0:  # the other ranks forget when the leader says so, who may be behind
+                if self._spec.rank == 0:  # the other ranks forget when the leader announces it, which may be later
                     self._inbox.clear()
                     worker.forget()
             except TransportError as error:
@@ -229,7 +230,7 @@ class Shard:
             self._work(post, worker, span, heapq.heappop(self._inbox).letter)
 
     def _collect(self, post: Post) -> None:
-        """Whatever has come in; waits if there is nothing to do."""
+        """Queue all letters that have come in; wait for one if the queue is empty."""
         while (letter := post.receive(0.0 if self._inbox else None)) is not None:
             heapq.heappush(self._inbox, _Due(time.monotonic() + _patience_s(letter.message), next(self._order), letter))
 
@@ -252,7 +253,7 @@ class Shard:
         self._busy_s += time.monotonic() - started
 
     def _send(self, post: Post, peer: str, message: Message, tensors: Sequence[Tensor]) -> None:
-        if peer == self._spec.name:  # the only stage: its next pass waits its turn like any other
+        if peer == self._spec.name:  # the only stage: its next pass is queued like any message
             due = _Due(time.monotonic(), next(self._order), Letter(peer, message, list(tensors)))  # type: ignore[arg-type]
             heapq.heappush(self._inbox, due)
         else:
@@ -331,7 +332,10 @@ def _patience_s(message: Message) -> float:
 
 
 def _num_taps(config: EngineConfig) -> int:
-    """Several cohorts tap at the same time, and the engine may ask for the tokens of any of them."""
+    """Return how many taps to keep (a tap is a token's hidden states at all sublayer boundaries).
+
+    Several cohorts tap at the same time, and the engine may ask about tokens of each.
+    """
     num_cohorts = config.parallel.num_cohorts if config.parallel else 1
     return config.num_tap_tokens * (1 + num_cohorts)
 

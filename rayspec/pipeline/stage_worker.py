@@ -1,4 +1,4 @@
-"""One stage of the model as a thing that reacts to messages. Where they come from and go to is not its business."""
+"""One stage of the model as a handler of messages. It neither receives nor sends them itself."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from rayspec.pipeline.post import COORDINATOR, ENGINE
 
 
 def stage_name(stage: int) -> str:
-    """How peers call the (leading) shard of a stage."""
+    """Return the name under which peers know the (leading) shard of a stage."""
     return f"stage-{stage}"
 
 
@@ -61,7 +61,7 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Where a stage stands: its number, and the sublayers [first, last) of every stage."""
+    """Position of a stage in the pipeline: its number, and the sublayers [first, last) of every stage."""
 
     stage: int
     spans: Sequence[tuple[int, int]]
@@ -75,14 +75,14 @@ class Placed:
         return self.stage == self.last
 
     def next_stage(self, work: Pass) -> int:
-        """The next stage with anything to do in the pass; the last one has the head. The others are bypassed."""
+        """Return the next stage with work in the pass; the last one, with the head, always has. Bypass the others."""
         between = range(self.stage + 1, self.last)
         return next((stage for stage in between if work.needs(*self.spans[stage])), self.last)
 
 
 @dataclass(slots=True)
 class _Seeking:
-    """A plan search under way: this span's part of it, and the batches of states that are here."""
+    """A plan search under way: this span's part of it, and the batches of states that this stage has."""
 
     search_id: int
     search: PlanSearch
@@ -90,10 +90,10 @@ class _Seeking:
 
 
 class StageWorker:
-    """Runs passes through its span and sends them on. The stage with the head keeps the script of each work under way,
-    sends its passes to the first stage, and in the end its result to the engine.
+    """Runs passes through its span and returns the messages to send. The stage with the head keeps the script of each
+    work under way. It sends the script's passes to the first stage, and finally the result to the engine.
 
-    `measure` times the span. Messages of older epochs are not for here, see `Shard`.
+    measure: times the sublayers of the span. `Post.receive` drops messages of older epochs before they come here.
     """
 
     def __init__(self, place: Placed, span: SpanRunner, head: Head | None, measure: Callable[[int], Measured]) -> None:
@@ -106,7 +106,7 @@ class StageWorker:
         self._seeking: _Seeking | None = None
 
     def forget(self) -> None:
-        """A new epoch: nothing that was under way is any more."""
+        """Drop all work under way, because a new epoch has begun."""
         self._scripts.clear()
         self._seeking = None
         self._span.forget()
@@ -115,7 +115,7 @@ class StageWorker:
 
     @torch.inference_mode()
     def handle(self, message: Message, tensors: Sequence[Tensor]) -> Sequence[Outgoing]:
-        """What follows from a message. Raises what the model raises, but for running out of memory in some work."""
+        """Handle a message and return the messages to send. Raises model errors; lack of memory becomes a Failed."""
         match message:
             case Begin():
                 return self._pass(message.epoch, first_pass(message.work), None, message)
@@ -159,14 +159,14 @@ class StageWorker:
         return [Outgoing(onward, Forward(epoch=epoch, work=work, begin=begin), [hidden])]
 
     def _give_up(self, failed: Failed) -> Outgoing:
-        """Only where the head is: sequences that the work opened must be known here before the engine hears of it."""
+        """Drop some work and report it; only on the stage with the head, which first opens the work's sequences."""
         if failed.begin is not None:
             self._enter(failed.begin)
         del self._scripts[failed.work_id]
         return Outgoing(ENGINE, Failed(epoch=failed.epoch, work_id=failed.work_id, reason=failed.reason))
 
     def _arrive(self, epoch: int, work: Pass, hidden: Tensor) -> Outgoing:
-        """The states of a pass are before the head: on with its script."""
+        """Continue the script of some work with the states before the head: send its next pass, or its result."""
         passes = self._scripts[work.round_id]
         try:
             onward = passes.send(hidden)

@@ -2,7 +2,7 @@
 
 Heads and MLP columns are divided between the ranks; each block ends with a sum over them. Embedding, norms and head
 stay whole. DeepSpeed's AutoTP does the splitting where its result is right and complete, and transformers' own plan
-(`config.base_model_tp_plan`) where it is not: which one is found out on the loaded weights, not looked up.
+(`config.base_model_tp_plan`) where it is not. A test on the loaded weights decides which.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ logger = logging.getLogger(__name__)
 
 _OPTION = "tensor"
 _NUM_CHECK_TOKENS = 10
-# Small against what a block adds, which does not shrink with its normalised input: the residual hides no mistake.
+# Scale of the test states. Blocks normalise them, so a block's output is large in comparison: they hide no error.
 _CHECK_SCALE = 1e-2
-# The part of a block's weights that may be on every rank: norms, biases, routers.
+# Largest share of a block's weights that may stay whole on every rank: norms, biases, routers.
 _MOST_WHOLE = 0.1
 _SPLIT_FAILURES = (
     AssertionError, AttributeError, IndexError, KeyError, OSError, RuntimeError, TypeError, UnsupportedModelError,
@@ -52,10 +52,10 @@ _WHOLE_STYLES = {"replicate", "replicated_with_grad_allreduce"}
 
 
 def free_address(host: str = "127.0.0.1") -> str:
-    """An address on this machine where ranks can meet; the port is the operating system's choice.
+    """Return an address on this machine where ranks can meet; the operating system chooses the port.
 
-    For the leader to call and to send to the others. Nothing holds the port until `join`: should another process take
-    it in between, `join` fails, and a new address is due.
+    The leader calls this, and the other ranks get the address. Nothing reserves the port until `join`: if another
+    process takes it in between, `join` fails, and a new address is needed.
     """
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
         listener.bind((host, 0))
@@ -89,7 +89,7 @@ class RankGroup:
     def join(self, timeout_s: float) -> None:
         """Meet the other ranks. `timeout_s` also limits every later exchange between them.
 
-        Raises torch.distributed.DistError where not all of them come in time.
+        Raises torch.distributed.DistError if not all of them come in time.
         """
         os.environ.update(self._environment())
         if urlsplit(self.address).hostname in _LOOPBACK:  # gloo would listen on the host name's interface
@@ -107,24 +107,24 @@ class RankGroup:
         )
 
     def leave(self) -> None:
-        """Undo `join`. What was split cannot run any more."""
+        """Undo `join`. Models that were split cannot run any more."""
         if distributed.is_initialized():
             distributed.destroy_process_group()
         for name in self._environment():
             os.environ.pop(name, None)
 
     def largest(self, value: float) -> float:
-        """The largest of the ranks' values, the same on all of them. NaN counts as infinity."""
+        """Return the largest of the ranks' values, the same on all of them. NaN counts as infinity."""
         values = torch.tensor([math.inf if math.isnan(value) else value], dtype=torch.float32, device=self.device)
         distributed.all_reduce(values, distributed.ReduceOp.MAX)
         return float(values)
 
     def all_agree(self, condition: bool) -> bool:
-        """Whether the condition holds on every rank."""
+        """Return whether the condition holds on every rank; the same on all of them."""
         return self.largest(float(not condition)) == 0
 
     def _environment(self) -> dict[str, str]:
-        """What launchers set and DeepSpeed reads; a Ray actor has no launcher."""
+        """Return the variables that launchers set and DeepSpeed reads; a Ray actor has no launcher."""
         where = urlsplit(self.address)
         if where.scheme != "tcp" or where.hostname is None or where.port is None:
             raise ConfigError(f"address is {self.address!r}: use tcp://host:port, as free_address() returns it")
@@ -144,15 +144,15 @@ class RankGroup:
 def split_tensor_parallel(model: PreTrainedModel, parts: Decomposition, group: RankGroup) -> Decomposition:
     """Keep this rank's share of every attention and MLP block of the span, in place, and free the rest.
 
-    The model may be elsewhere, in the files that it was loaded from at best, and comes to the group's device layer by
-    layer, each of which is split before the next one comes: beside its share, a rank needs room for a layer or two.
+    The model may be on another device, at best still in the files that it was loaded from. Each layer moves to the
+    group's device and is split before the next: in addition to its share, a rank needs memory for a layer or two.
 
-    All ranks of the joined `group` call this with the same span, and from then on run the same sublayers on the same
-    rows: a block is a collective. Hidden states are the same to the bit on all ranks.
+    All ranks of the joined `group` call this with the same span. From then on they run the same sublayers on the same
+    rows, because each block is a collective operation. Hidden states are bit-identical on all ranks.
 
-    Returns `parts` with the shapes of this rank's keys and values: 1 / size of the heads. Raises ConfigError where
-    heads or columns do not divide, UnsupportedModelError where no way of splitting computes what the whole layers do;
-    the model's layers are then whole.
+    Returns `parts` with the shapes of this rank's keys and values: 1 / size of the heads. Raises ConfigError if heads
+    or columns do not divide, UnsupportedModelError if no method of splitting computes the same as the whole layers; the
+    layers then stay whole.
     """
     device = torch.device(group.device)
     if group.size == 1:
@@ -172,9 +172,9 @@ def split_tensor_parallel(model: PreTrainedModel, parts: Decomposition, group: R
             layer.module.to(device)
             method.split([layer.module])
             _divide_heads(layer, shapes, group)
-    model.to(device)  # type: ignore[arg-type]  # what no module of its own holds
+    model.to(device)  # type: ignore[arg-type]  # parameters outside the modules moved so far
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what the whole layers had is free for keys and values
+        torch.cuda.empty_cache()  # memory of the whole layers is free for keys and values
     return replace(parts, shapes=shapes)
 
 
@@ -186,7 +186,7 @@ class _Layer:
     sublayers: tuple[Sublayer, ...]
 
     def copy(self) -> _Layer:
-        """The same with blocks of its own; the norms around them are shared."""
+        """Return a layer with copied blocks; the norms around the blocks are shared."""
         twin = deepcopy(self.module)
         blocks = dict(zip(self.module.modules(), twin.modules(), strict=True))
         return _Layer(twin, tuple(replace(sublayer, block=blocks[sublayer.block]) for sublayer in self.sublayers))
@@ -201,7 +201,7 @@ class _Method:
 
 
 class _Trial:
-    """Splits copies of a few layers and compares them with the whole ones."""
+    """Splits copies of a few layers and compares their outputs with those of the whole layers."""
 
     def __init__(
         self, parts: Decomposition, shapes: dict[int, LayerShape], group: RankGroup, layers: Sequence[_Layer]
@@ -213,7 +213,7 @@ class _Trial:
         self._expected = self._outputs(layers, parts.shapes)
 
     def objection(self, method: _Method) -> str | None:
-        """Why the method will not do, None where it will; all ranks come to the same conclusion. Raises nothing."""
+        """Return why the method fails, or None if it works; all ranks come to the same conclusion. Raises nothing."""
         copies = [layer.copy() for layer in self._layers]
         found: str | None = None
         try:
@@ -239,7 +239,7 @@ class _Trial:
 
     @torch.inference_mode()
     def _outputs(self, layers: Sequence[_Layer], shapes: dict[int, LayerShape]) -> list[Tensor]:
-        """What each sublayer makes of the same random hidden states."""
+        """Run each sublayer on the same random hidden states and return the outputs."""
         weight = next(layers[0].sublayers[0].block.parameters())
         arena = KVArena(shapes, _NUM_CHECK_TOKENS, dtype=weight.dtype, device=weight.device)
         generator = torch.Generator().manual_seed(0)
@@ -250,7 +250,7 @@ class _Trial:
         return [run((sublayer,), hidden * _CHECK_SCALE, rows) for layer in layers for sublayer in layer.sublayers]
 
     def _largest_difference(self, actual: Sequence[Tensor]) -> float:
-        """As a share of a sublayer's largest output."""
+        """Return the largest difference from the whole sublayers, as a share of a sublayer's largest output."""
         pairs = zip(self._expected, actual, strict=True)
         return max(float((a.float() - b.float()).abs().max() / a.float().abs().max()) for a, b in pairs)
 
@@ -278,7 +278,7 @@ def _first_that_works(trial: _Trial, methods: Sequence[_Method], model_type: str
 
 
 def _methods(config: PretrainedConfig, parts: Decomposition, group: RankGroup) -> list[_Method]:
-    """In the order in which they are tried."""
+    """Return the methods in the order in which they are tried."""
     methods = [_Method("transformers' plan", lambda layers: _split_by_plan(layers, config, parts, group))]
     if group.all_agree(_has_deepspeed()):
         dtype = next(parts.sublayers[0].block.parameters()).dtype
@@ -296,7 +296,7 @@ def _layers(model: PreTrainedModel, parts: Decomposition) -> list[_Layer]:
 
 
 def _move_all_but(kept: Collection[nn.Module], module: nn.Module, device: torch.device) -> None:
-    """Everything of `module` but the modules to be kept where they are."""
+    """Move `module` to the device, except the modules in `kept`."""
     if module in kept:
         return
     if not any(child in kept for child in module.modules()):
@@ -339,7 +339,7 @@ def _require_divisible(config: PretrainedConfig, parts: Decomposition, group: Ra
 
 
 def _divide_heads(layer: _Layer, shapes: dict[int, LayerShape], group: RankGroup) -> None:
-    """Let the attention block know of this rank's heads only, whoever cut its weights."""
+    """Set the attention block's numbers of heads to those of this rank, and let norms over all heads gather them."""
     block: Any = layer.sublayers[0].block
     shape = shapes[block.layer_idx]
     config = copy(block.config)
@@ -361,7 +361,7 @@ def _divide_heads(layer: _Layer, shapes: dict[int, LayerShape], group: RankGroup
 
 
 class GatheredNorm(nn.Module):
-    """A norm over all heads (OLMo2's query and key norms): it needs the other ranks' heads, and returns its own."""
+    """A norm over all heads (OLMo2's query and key norms): gathers all ranks' heads, returns those of this rank."""
 
     def __init__(self, norm: nn.Module, group: RankGroup) -> None:
         super().__init__()
@@ -370,7 +370,7 @@ class GatheredNorm(nn.Module):
         self._size = group.size
 
     def forward(self, share: Tensor) -> Tensor:
-        """share: [1, N, width / size] in and out."""
+        """Normalise this rank's share: [1, N, width / size] in and out."""
         shares = [torch.empty_like(share) for _ in range(self._size)]
         distributed.all_gather(shares, share)
         mine: Tensor = self.norm(torch.cat(shares, -1)).chunk(self._size, -1)[self._rank]
@@ -381,7 +381,7 @@ class GatheredNorm(nn.Module):
 
 
 class _SpanModel(nn.Module):
-    """Just the layers, so that DeepSpeed leaves embedding and head alone. It wants "Model" in the name."""
+    """Only the layers, so that DeepSpeed leaves embedding and head alone. It requires "Model" in the class name."""
 
     def __init__(self, config: PretrainedConfig, layers: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -413,12 +413,12 @@ def _split_by_deepspeed(
 ) -> None:
     deepspeed: Any = importlib.import_module("deepspeed")  # optional, and slow to import
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # Its own all-reduce would be compiled here and now, ignores the group and needs all ranks on one machine.
+    # DeepSpeed's all-reduce would be compiled at this moment, ignores the group and needs all ranks on one machine.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend=distributed.get_backend(), auto_mpi_discovery=False, verbose=False)
     ranks = distributed.group.WORLD
     sizes = {"tp_size": group.size, "tp_grain_size": 1, "tp_group": ranks, "mpu": _ParallelUnit(ranks)}
-    with redirect_stdout(io.StringIO()):  # it prints what it recognised
+    with redirect_stdout(io.StringIO()):  # DeepSpeed prints what it recognised
         deepspeed.init_inference(
             _SpanModel(config, layers),
             config={"dtype": dtype, "tensor_parallel": sizes},
@@ -434,8 +434,8 @@ def _split_by_plan(
 ) -> None:
     """Apply the plan's entries to plain tensors.
 
-    Entries that gather an output, because the block cuts or normalises it, are not followed to the letter: fused
-    projections are cut part by part and norms over all heads gather for themselves, so that heads are divided too.
+    Entries that gather an output, because the block cuts or normalises it, are handled differently: fused projections
+    are cut part by part, and norms over all heads gather their own input. So heads are divided too.
     """
     plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     for layer in layers:
@@ -470,7 +470,7 @@ def _apply_style(
 
 
 def _fused_widths(name: str, width: int, shape: LayerShape) -> tuple[int, ...]:
-    """Widths of the projections that lie side by side in one."""
+    """Return the widths of the projections that are fused into one, in their order."""
     if "qkv" in name:
         keys, values = shape.num_heads * shape.key_dim, shape.num_heads * shape.value_dim
         return width - keys - values, keys, values
@@ -493,7 +493,7 @@ def _cut_rows(linear: nn.Linear, group: RankGroup) -> None:
 
 
 def _share(weight: Tensor, dim: int, widths: Sequence[int], group: RankGroup) -> nn.Parameter:
-    """This rank's piece of each of the parts that lie side by side along `dim`, in memory of its own."""
+    """Return this rank's share of each of the parts (of these widths along `dim`), in memory of its own."""
     pieces = [part.chunk(group.size, dim)[group.rank] for part in torch.split(weight, list(widths), dim)]
     return nn.Parameter(torch.cat(pieces, dim), requires_grad=False)
 

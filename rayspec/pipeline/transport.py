@@ -1,8 +1,8 @@
 """Messages between the processes of a replica: a header of bytes and some tensors, from one mailbox to another.
 
 ZeroMQ over TCP, encrypted and authenticated by libzmq's CURVE (RFC 26). A message is the frames [preamble, header,
-tensor, tensor, ...]. The preamble is msgpack, tensors are their raw bytes, and what the header means is the callers'
-business. Nothing is ever unpickled.
+tensor, tensor, ...]. The preamble is msgpack, tensors are their raw bytes, and only the callers interpret the header.
+Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Secret:
-    """What the processes of one replica share and nobody else has: CURVE key pairs of both ends, in Z85.
+    """Keys that only the processes of one replica share: CURVE key pairs of both ends, in Z85.
 
-    Plain bytes, so that it can travel as an argument of a Ray actor. Its text shows no key.
+    Plain bytes, so that the secret can be an argument of a Ray actor. Its `repr` shows no key.
     """
 
     server_public: bytes = field(repr=False)
@@ -67,7 +67,7 @@ class Secret:
 
     @classmethod
     def generate(cls) -> Secret:
-        """A new secret from the system's source of randomness."""
+        """Make a new secret from the system's source of randomness."""
         server_public, server_secret = zmq.curve_keypair()
         client_public, client_secret = zmq.curve_keypair()
         return cls(
@@ -82,9 +82,9 @@ class Secret:
 class Envelope:
     """A message that arrived.
 
-    sender: the name of the mailbox that sent it. address: where that mailbox listens, which tells a restarted peer
-    from the one before it. tensors: the receiver's own, contiguous and writable; on the CPU, or on the link's device
-    if they came by the link.
+    sender: the name of the mailbox that sent it. address: where that mailbox listens; a restarted peer has another
+    address than before. tensors: the receiver's own, contiguous and writable; on the CPU, or on the link's device if
+    they came by the link.
     """
 
     sender: str
@@ -101,8 +101,8 @@ class _TensorForm(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 class _Preamble(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The first frame of a message.
 
-    stream and number: the `number`-th message of one `Sender`, by which a lost message is noticed. rank: the sender's
-    on the link that carries the tensors; None if they are in the frames that follow.
+    stream, number: the message is number `number` of one `Sender`; a gap shows that messages were lost. rank: the
+    sender's rank on the link that carries the tensors; None if the tensors are in the frames that follow.
     """
 
     sender: str
@@ -116,17 +116,17 @@ class _Preamble(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 class Mailbox:
     """Receives from anybody who has the secret, and sends to named peers.
 
-    Messages between two mailboxes arrive in the order they were sent, each once, as long as both processes live; if
-    one is lost all the same (a connection broke), the receiver gets a TransportError. Belongs to the thread that made
-    it; of its methods only those of a `sender` may be called from other threads.
+    Messages between two mailboxes arrive in the order they were sent, each once, as long as both processes live. If a
+    message is lost nevertheless (a connection broke), the receiver gets a TransportError. Only the thread that made the
+    mailbox may use it; other threads may use a `Sender`.
 
     Args:
         name: how peers see this mailbox.
-        secret: of the replica. Who connects without it reaches nobody.
+        secret: the replica's secret. Connections without it are refused.
         host: IP address of this node to listen on, at a port that the system chooses; see `node_address`.
         link: carries tensors sent with `to_rank`. It may be replaced at any time by assigning to `link`.
 
-    Raises ConfigError if `host` is no address of this node, or stands for all of them.
+    Raises ConfigError if `host` is no address of this node, or a wildcard for all its addresses.
     """
 
     def __init__(self, name: str, secret: Secret, *, host: str, link: TensorLink | None = None) -> None:
@@ -136,7 +136,7 @@ class Mailbox:
         self._secret = secret
         self._senders: dict[str, Sender] = {}
         self._next_numbers: dict[int, int] = {}
-        # A context of its own, because there is one gate a context; it brings one thread, in libzmq.
+        # A context of its own, because a context can have only one gate. It costs one thread in libzmq.
         self._context = zmq.Context()
         self._context.linger = 0
         self._gate = _Gate(self._context, secret)
@@ -151,10 +151,10 @@ class Mailbox:
         self._poller.register(self._gate.socket, zmq.POLLIN)
 
     def connect(self, peers: Mapping[str, str]) -> None:
-        """Makes `peers` (name -> address) the ones that can be sent to, instead of those before.
+        """Replace all peers by `peers` (name -> address).
 
-        A peer whose address did not change keeps its connection. For the others, messages that are still waiting are
-        dropped: they were for a process that is no more. Returns before anybody has answered.
+        A peer whose address did not change keeps its connection. Messages that wait for other earlier peers are
+        dropped, because those processes have ended. Returns before any peer has answered.
 
         Raises TransportError for an address of the wrong form.
         """
@@ -165,26 +165,26 @@ class Mailbox:
             self._senders[name] = self._new_sender(name, peers[name])
 
     def send(self, peer: str, header: bytes, tensors: Sequence[Tensor] = (), *, to_rank: int | None = None) -> None:
-        """Queues a message and returns, whatever has become of the peer.
+        """Queue a message and return, even if the peer does not run any more.
 
-        With `to_rank`, the peer's rank on the link, tensors go by the link: they must not be written to afterwards,
-        and a peer that takes none of them can hold the caller up as long as the link's timeout (see `TensorLink`).
+        With `to_rank`, the peer's rank on the link, tensors go by the link. Nobody may write to them afterwards, and a
+        peer that does not receive them can block the caller for the link's timeout (see `TensorLink`).
 
         Raises TransportError if the peer is unknown, has too many messages waiting (`MAX_WAITING_MESSAGES`), or a
-        tensor cannot be sent (its dtype, its size, no link); ConfigError if `to_rank` is not ahead on the link.
+        tensor cannot be sent (its dtype, its size, no link); ConfigError if `to_rank` is not higher on the link.
         """
         if to_rank is None:
             self.sender(peer).send(header, tensors)
             return
         link = self._require_link()
         link.require_ahead(to_rank)
-        # The header first: the peer posts its receives when it arrives, and `link.send` may have to wait for those.
+        # First the header: the peer receives tensors only after it has read it, and `link.send` may wait for that.
         self.sender(peer)._post(header, [_form(tensor) for tensor in tensors], [], rank=link.rank)
         for tensor in tensors:
             link.send(tensor, to_rank)
 
     def sender(self, peer: str) -> Sender:
-        """What `send` uses for this peer: any thread may send with it, until the peer is replaced.
+        """Return the sender that `send` uses for this peer. Any thread may send with it, until the peer is replaced.
 
         Raises TransportError if the peer is unknown.
         """
@@ -195,12 +195,12 @@ class Mailbox:
         return sender
 
     def receive(self, timeout_s: float | None = None) -> Envelope | None:
-        """The next message; None if there is none for `timeout_s` seconds (None: wait for ever).
+        """Return the next message; None if none comes within `timeout_s` seconds (None: wait for ever).
 
-        New peers are let in during this call only, so call it now and then.
+        New peers can connect only during this call, so call it regularly.
 
-        Raises TransportError for a message that is malformed, or before which others are missing, or whose tensors did
-        not come by the link. The mailbox then goes on with the next message; a link has to be joined again.
+        Raises TransportError for a message that is malformed, that follows lost messages, or whose tensors did not come
+        by the link. The next call goes on with the next message; a link has to be joined again.
         """
         self._require_open()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -216,7 +216,7 @@ class Mailbox:
                 return self._take()
 
     def close(self) -> None:
-        """At once; what has not been sent yet is dropped. More than once is fine."""
+        """Close the mailbox at once; messages that have not been sent yet are dropped. May be called again."""
         for sender in self._senders.values():
             sender.close()
         self._senders.clear()
@@ -235,7 +235,7 @@ class Mailbox:
         try:
             return self._open(self._inbox.recv_multipart(copy=False))
         except TransportError:
-            # Its tensors may be on the link, where those of later messages would be taken for them.
+            # The message's tensors may still be on the link, where a later message would take them for its own.
             if self.link is not None:
                 self.link.leave()
             raise
@@ -287,15 +287,15 @@ class Sender:
         self._own_address = own_address
         self._stream = secrets.randbits(63)
         self._next_number = 0
-        # libzmq lets several threads take turns with a socket if something like a mutex is between the turns.
+        # libzmq lets several threads use a socket one after another if a mutex (or another barrier) separates the uses.
         self._turn = threading.Lock()
 
     def send(self, header: bytes, tensors: Sequence[Tensor] = ()) -> None:
-        """As `Mailbox.send` without a link. The tensors are copied: they may be written to when this returns."""
+        """Send as `Mailbox.send` without a link. The tensors are copied: the caller may write to them afterwards."""
         self._post(header, [_form(tensor) for tensor in tensors], [_raw(tensor) for tensor in tensors], rank=None)
 
     def close(self) -> None:
-        """Drops what is waiting. Later sends raise TransportError."""
+        """Drop all waiting messages. Later sends raise TransportError."""
         with self._turn:
             self._socket.close(linger=0)
 
@@ -322,10 +322,9 @@ class Sender:
 
 
 class _Gate:
-    """Tells libzmq who may connect: whoever proved to have the client key. The protocol is ZAP (RFC 27).
+    """Tells libzmq which peers may connect: those that have proved to own the client key. The protocol is ZAP (RFC 27).
 
-    The mailbox's own thread answers between messages. zmq.auth would do the same in a thread of its own or with
-    asyncio.
+    The mailbox's own thread answers between messages. zmq.auth would need another thread, or asyncio, for the same.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], secret: Secret) -> None:
@@ -341,9 +340,9 @@ class _Gate:
 
 
 def node_address() -> str:
-    """IP address of this node for other nodes of the Ray cluster, and so for `Mailbox(host=...)`.
+    """Return the IP address of this node for other nodes of the Ray cluster, and so for `Mailbox(host=...)`.
 
-    It is the one Ray itself uses: if the cluster lives on loopback, so do the mailboxes. Without Ray: loopback.
+    It is the address that Ray itself uses: in a cluster on loopback, mailboxes use loopback too. Without Ray: loopback.
     """
     return str(ray.util.get_node_ip_address()) if ray.is_initialized() else LOOPBACK  # type: ignore[no-untyped-call]
 
@@ -359,8 +358,8 @@ def _listen(socket: zmq.Socket[bytes], secret: Secret, host: str) -> str:
     socket.curve_server = True
     socket.curve_secretkey = secret.server_secret
     socket.zap_domain = _ZAP_DOMAIN
-    socket.zap_enforce_domain = True  # no answer from the gate means no
-    # Frames with more are refused before there is memory for them. Curve adds some bytes to each.
+    socket.zap_enforce_domain = True  # without an answer from the gate, a connection is refused
+    # Larger frames are refused before memory is allocated for them. CURVE adds some bytes to each frame.
     socket.maxmsgsize = MAX_TENSOR_BYTES + 1024
     _set_tcp_options(socket, ipv6=":" in host)
     socket.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
@@ -420,5 +419,5 @@ def _tensor(form: _TensorForm, frame: zmq.Frame) -> Tensor:
         raise TransportError(f"a tensor of shape {form.shape} and {form.dtype} came with {len(frame)} bytes")
     if not len(frame):
         return torch.empty(form.shape, dtype=dtype)
-    # One copy, which aligns it: libzmq puts frames at any address.
+    # The copy aligns the data: libzmq puts frames at any address.
     return torch.frombuffer(frame.buffer, dtype=dtype).reshape(form.shape).clone()

@@ -1,6 +1,6 @@
 """From acceptance to a decision: expected tokens, the best draft and its length, and when a draft should end.
 
-Acceptance is the probability that a draft token equals the target's, given that all before it did.
+Acceptance is the probability that a draft token equals the target's token, given that all earlier draft tokens did.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ Flags = NDArray[np.bool_]
 
 
 def expected_tokens(acceptance: ArrayLike, num_draft_tokens: ArrayLike) -> Floats:
-    """Tokens a round commits: 1 + a + ... + a^g = (1 - a^(g+1)) / (1 - a); g + 1 at a = 1 (Leviathan et al., eq. 1).
+    """Return the expected tokens that a round commits: 1 + a + ... + a^g = (1 - a^(g+1)) / (1 - a), and g + 1 at a = 1
+    (Leviathan et al., eq. 1). Here a is `acceptance` and g is `num_draft_tokens`.
 
-    Broadcasts. Raises ValueError outside 0 <= a <= 1, g >= 0.
+    The arguments broadcast. Raises ValueError outside 0 <= a <= 1, g >= 0.
     """
     a, terms = np.broadcast_arrays(np.asarray(acceptance, float), np.asarray(num_draft_tokens, float) + 1)
     if not ((a >= 0) & (a <= 1) & (terms >= 1)).all():
@@ -36,10 +37,10 @@ def expected_tokens(acceptance: ArrayLike, num_draft_tokens: ArrayLike) -> Float
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """Acceptance of some candidates as Beta distributions: `alpha` accepted and `beta` rejected tokens, prior and all.
+    """Acceptance of some candidates as Beta distributions: `alpha` accepted and `beta` rejected tokens, prior included.
 
-    Decide by `lower`, not by `mean`: the candidate chosen is the one whose few tokens flatter it most, and a draft that
-    disappoints costs more than a missed one. How far `lower` misses is learned by `Correction` from use.
+    Decide by `lower`, not by `mean`. The candidate with the highest mean is often the one that its few tokens
+    overestimate most. A bad draft costs more than a missed good one. `Correction` learns the remaining error.
     """
 
     alpha: Floats
@@ -58,7 +59,10 @@ class Estimate:
 
 
 def shrink(matches: ArrayLike, total: ArrayLike, prior: ArrayLike, strength: float = PRIOR_TOKENS) -> Estimate:
-    """Acceptance after `matches` of `total` tap tokens agreed, drawn to `prior` as if by `strength` more tokens."""
+    """Estimate acceptance from `matches` of `total` tokens that agreed. `prior` counts as `strength` more tokens.
+
+    Raises ValueError unless 0 <= matches <= total, 0 <= prior <= 1 and strength > 0.
+    """
     agreed, seen, expected = np.broadcast_arrays(*(np.asarray(value, float) for value in (matches, total, prior)))
     if strength <= 0 or not ((agreed >= 0) & (agreed <= seen) & (expected >= 0) & (expected <= 1)).all():
         raise ValueError("need 0 <= matches <= total, 0 <= prior <= 1 and strength > 0")
@@ -67,7 +71,8 @@ def shrink(matches: ArrayLike, total: ArrayLike, prior: ArrayLike, strength: flo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What to do. candidate: index, or None for no draft. Rates in tokens per second of one sequence."""
+    """The best candidate and draft length. candidate: index, or None for no draft. tpt, plain_tpt: predicted tokens per
+    second of one sequence, with this draft and by plain decoding."""
 
     candidate: int | None
     num_draft_tokens: int
@@ -91,10 +96,10 @@ def best_choice(
     reuse_prefix: bool = True,
     min_gain: float = 0.0,
 ) -> Decision:
-    """The (candidate, draft length) with the most `tokens_per_time`; no draft unless it gains more than `min_gain`.
+    """Return the candidate and draft length with the most `tokens_per_time`; no draft without a gain above `min_gain`.
 
-    patterns: the choices of each candidate. `acceptance` [num_candidates] should be `Estimate.lower`, corrected by what
-    was observed in use. A candidate that runs everything in full is plain decoding, and so never drafted with.
+    patterns: the choices of each candidate. `acceptance` [num_candidates] should be `Estimate.lower`, corrected by
+    observations in use. A candidate that runs all sublayers in full equals plain decoding and is never chosen.
     """
     plain_tpt = 1.0 / latency.decode_step_s(context=context, batch=batch)
     plain = Decision(candidate=None, num_draft_tokens=0, tpt=plain_tpt, plain_tpt=plain_tpt)
@@ -130,11 +135,11 @@ def tokens_per_time(
     stop_rule: StopRule = NEVER,
     reuse_prefix: bool = True,
 ) -> Floats:
-    """[num_candidates, max_draft_tokens]: tokens per second of one sequence, by the length of drafts (1, 2, ...).
+    """Return [num_candidates, max_draft_tokens]: tokens per second of one sequence, by draft length (1, 2, ...).
 
-    KnapSpec's eq. 4, with head, overheads, hops, the true cost of the verify's rows, and drafts that `stop_rule` may
-    end early: expected tokens / (draft steps + verify + round overhead). With `reuse_prefix`, the sublayers before a
-    candidate's first one that is not run in full verify only the last token drafted.
+    This is KnapSpec's eq. 4 with head, overheads, hops, the true cost of the verify's rows, and drafts that `stop_rule`
+    may end early: expected tokens / (draft steps + verify + round overhead). With `reuse_prefix`, the verify runs the
+    leading sublayers that the draft runs in full for the last drafted token only.
     """
     expected = expected_draft(np.asarray(acceptance, float), max_draft_tokens, stop_rule)
     draft_s = _draft_s(latency, patterns, expected.num_drafted, context, batch)
@@ -147,8 +152,10 @@ def tokens_per_time(
 def _draft_s(
     latency: LatencyModel, patterns: Sequence[Choices], num_drafted: Floats, context: float, batch: int
 ) -> Floats:
-    """[num_candidates, num_lengths]: seconds of the draft steps. A step is made while any sequence of the batch still
-    drafts, and runs the rows of those that do; so in a large batch the longest draft sets the number of steps."""
+    """Return [num_candidates, num_lengths]: seconds of the draft steps.
+
+    A step takes place while any sequence of the batch still drafts, and runs only the rows of those sequences. So in a
+    large batch the longest draft sets the number of steps."""
     drafting = np.diff(num_drafted, axis=1, prepend=0.0).clip(0.0, 1.0)  # share of the sequences, by step
     happens = 1 - (1 - drafting) ** batch
     rows = batch * drafting / np.maximum(happens, 1e-12)
@@ -159,8 +166,8 @@ def _draft_s(
 
 
 def _verify_s(latency: LatencyModel, num_drafted: Floats, prefix: Floats, context: float, batch: int) -> Floats:
-    """[num_candidates, num_lengths]: seconds of the verify of drafts of that many tokens, whose first `prefix` [num_
-    candidates] sublayers run one row a sequence. Between whole rows it is interpolated."""
+    """Return [num_candidates, num_lengths]: seconds to verify drafts of `num_drafted` tokens, interpolated between
+    whole numbers. prefix: [num_candidates], leading sublayers that run one row per sequence."""
     num_sublayers, longest = len(latency.sublayers), int(np.ceil(num_drafted.max()))
     one_row = latency.sublayers_s(rows=batch, context=context, batch=batch)
     leading = np.concatenate([[0.0], np.cumsum(one_row)])
@@ -175,16 +182,16 @@ def _verify_s(latency: LatencyModel, num_drafted: Floats, prefix: Floats, contex
 
 
 def worth_drafting(survival: ArrayLike, acceptance: ArrayLike, *, rate: float, step_s: float, row_s: float) -> Flags:
-    """[num_sequences]: which sequences should draft one more token; none where the step does not pay.
+    """Return [num_sequences]: whether each sequence should draft one more token; all False where the step does not pay.
 
-    survival: probability that all tokens drafted so far are accepted. acceptance: of the next one. rate: tokens per
-    second of the whole batch, as achieved now. step_s: seconds of a draft step whoever takes part; row_s: more for
-    each that does, its row in the verify included.
+    survival: probability that all tokens drafted so far are accepted. acceptance: probability that the next token is.
+    rate: current tokens per second of the whole batch. step_s: fixed seconds of a draft step. row_s: extra seconds for
+    each sequence that takes part, its row in the verify included.
 
-    By the renewal-reward argument the best policy is the one under which tokens - rate * seconds is never negative at
-    the margin, `rate` being the best rate itself; as survival only falls, looking one token ahead is enough. So a
-    sequence takes part iff survival * acceptance > rate * row_s, and the step is made iff those who take part earn,
-    together, more than rate * step_s on top. For one sequence: survival * acceptance > rate * (step_s + row_s).
+    By the renewal-reward argument, the best policy drafts while the marginal tokens - rate * seconds is not negative.
+    Here `rate` is the best rate itself. Survival only falls, so looking one token ahead is enough. So a sequence takes
+    part iff survival * acceptance > rate * row_s. The step takes place iff the surplus of these sequences, summed,
+    exceeds rate * step_s. For one sequence: survival * acceptance > rate * (step_s + row_s).
     """
     surplus = np.atleast_1d(np.asarray(survival, float) * np.asarray(acceptance, float)) - rate * row_s
     takes_part = surplus > 0
@@ -193,10 +200,10 @@ def worth_drafting(survival: ArrayLike, acceptance: ArrayLike, *, rate: float, s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftWhileWorth:
-    """`worth_drafting` as a rule that can be sent to wherever drafts are made.
+    """`worth_drafting` as a serializable rule, which can be sent to the process that drafts.
 
-    curve: acceptance of a drafted token by its confidence. usual: acceptance of a token not drafted yet. rate, step_s
-    and row_s as `worth_drafting` has them.
+    curve: acceptance of a drafted token by its confidence. usual: acceptance of a token not drafted yet. rate, step_s,
+    row_s: see `worth_drafting`.
     """
 
     curve: CalibrationCurve
@@ -206,7 +213,7 @@ class DraftWhileWorth:
     row_s: float
 
     def __call__(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
-        """confidences: of the tokens drafted so far, by sequence. Which sequences draft one more."""
+        """Return for each sequence whether it drafts one more token. confidences: of its drafted tokens so far."""
         survival = [float(np.prod(self.curve.acceptance(one))) for one in confidences]
         worth: list[bool] = worth_drafting(
             survival, self.usual, rate=self.rate, step_s=self.step_s, row_s=self.row_s

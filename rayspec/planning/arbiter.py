@@ -1,13 +1,14 @@
-"""Which of several ways the next round takes, by tokens per second as predicted and as measured.
+"""The arbiter: it chooses the way of decoding for each round, by predicted and measured tokens per second.
 
-A way is, say, plain decoding, a draft by some plan, or verifying what was looked up. Each round has a prediction for
-every way that is open to it. The seconds that a way's tokens should have taken, over the seconds that they took, are
-its *factor*, which is learned and fades; so the prediction is a prior, and may differ from round to round.
+A *way* is plain decoding, drafting by a plan, or verifying looked-up tokens, for example. Each round brings a predicted
+rate for every way that is available to it. A way's *factor* is the seconds that its tokens should have taken, divided
+by the seconds that they took. The factor is learned from rounds, and old rounds fade. A predicted rate times the factor
+is the expected rate; so predictions serve as priors, and may differ from round to round.
 
-The round takes the way with the highest expected rate among those that are known. Another way gets a *trial* where it
-may well be faster. In a trial, its rounds alternate with those of the best way, so that a machine that becomes slower
-is slower for both. What is known of a way that is not taken fades too: so every way gets another trial some day. What
-trials lose is bounded by a share of the time.
+The round takes the way with the highest expected rate among the known ways. Another way gets a *trial* where it has a
+fair chance to be faster. In a trial, its rounds alternate with those of the best way, so that a slowdown of the machine
+affects both. The record of a way that is not taken fades too, so every way gets another trial eventually. The time lost
+in trials is bounded by a share of the total time.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ Way: TypeAlias = str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArbiterOptions:
-    """half_life: rounds, of any way, after which a round counts half; a trial is no longer. deviation: of the factor,
-    as one round shows it. min_rounds: of a trial, before it is judged. max_clip: a round counts as so many times the
-    seconds of its way's mean round, at most: a machine's pauses say nothing of the way.
-    loss_share: of the time, that trials may lose. first_rounds, first_share, promised_share: what they may lose before
-    that is earned: so many rounds, but no more than first_share of all known work, or promised_share of what a way is
-    predicted to save of it, if that is more.
+    """half_life: number of rounds, of any way, after which a round counts half; also the most rounds of a trial.
+    deviation: standard deviation of the factor of a single round. min_rounds: rounds of a trial before it is judged.
+    max_clip: a round counts as at most this many times its way's mean round; longer times are pauses of the machine.
+    loss_share: share of the time that trials may lose. first_rounds, first_share, promised_share: what trials may lose
+    in addition, from the start: the time of first_rounds rounds, but at most a share of all known work. This share is
+    first_share, or promised_share times the share of the time that the way is predicted to save, if that is more.
     """
 
     half_life: float = 32.0
@@ -43,29 +44,33 @@ class ArbiterOptions:
 
 
 class Arbiter:
-    """Give predictions to `choose`, take the way that it names, and tell the outcome to `observe`. It keeps no clock.
+    """Chooses a way for each round. The caller gives predictions to `choose`, takes the way that `choose` returns, and
+    reports the outcome to `observe`. The arbiter reads no clock.
 
-    home: the way that needs no trial, because everything falls back to it.
+    home: the way to which all rounds fall back; it needs no trial.
     """
 
     def __init__(self, home: Way, *, trusted: Collection[Way] = (), options: ArbiterOptions | None = None) -> None:
-        """trusted: ways that need no trial either, as their predictions are made of what rounds of all ways showed."""
+        """trusted: other ways that need no trial, because their predictions are learned from rounds of all ways."""
         self._home = home
         self._trusted = frozenset(trusted)
         self._options = options or ArbiterOptions()
         self._records: dict[Way, _Record] = {}
-        self.taken = home  # by the last round that was no trial
+        self.taken = home  # the way in use, trusted ways aside
         self._trial: _Trial | None = None
         self._elapsed_s = self._lost_s = 0.0
         self._num_outstanding: float | None = None
 
     @property
     def trial(self) -> Way | None:
-        """The way on trial."""
+        """The way that a trial is testing; None without a trial."""
         return self._trial.way if self._trial is not None else None
 
     def choose(self, predicted: Mapping[Way, float]) -> Way:
-        """predicted: tokens per second of each way that is open to the round, the home way among them."""
+        """Return the way for the next round.
+
+        predicted: tokens per second of each way that is available to the round, the home way included.
+        """
         best = self._best(predicted)
         if self._trial is None:
             self.taken = best if best not in self._trusted else self.taken
@@ -85,8 +90,11 @@ class Arbiter:
         predicted: Mapping[Way, float],
         num_outstanding: float | None = None,
     ) -> None:
-        """A finished round: tokens committed over the batch, wall seconds, and what was predicted for it.
-        num_outstanding: tokens that are known to be wanted after it; None: that is not known."""
+        """Record a finished round: tokens committed over the batch, wall seconds, and the rates predicted for it.
+
+        num_outstanding: tokens still to be generated after the round; None: unknown. Raises ValueError for a negative
+        number of tokens, and for times or rates that are not above 0.
+        """
         if num_tokens < 0 or seconds <= 0 or min(predicted.values()) <= 0:
             raise ValueError(f"{num_tokens} tokens in {seconds} s with {predicted} tokens/s predicted cannot be")
         self.pass_over(seconds, num_outstanding=num_outstanding)
@@ -96,14 +104,15 @@ class Arbiter:
             self._learn_trial(self._trial, way, num_tokens, seconds, predicted)
 
     def pass_over(self, seconds: float, *, num_outstanding: float | None = None) -> None:
-        """A finished round that tells nothing of any way."""
+        """Record the time of a finished round that says nothing about the speed of any way."""
         self._elapsed_s += seconds
         self._num_outstanding = num_outstanding
         for record in self._records.values():
             record.age(1)
 
     def renew(self, way: Way) -> None:
-        """The way has become another one: a new plan. Where it is taken it goes on, and is judged afresh."""
+        """Forget what was learned about a way whose plan has changed, and end its trial. A way in use stays in use; its
+        record fades by one half-life only."""
         if self.trial == way:
             self._end_trial()
         if self.taken == way:
@@ -112,20 +121,20 @@ class Arbiter:
             self._records.pop(way, None)
 
     def factor(self, way: Way) -> float:
-        """What its rounds make of the rates that are predicted for them. A trusted prediction counts as a round: a way
-        that seemed slow is not left for good."""
+        """Return the measured over the predicted rate of a way. For a trusted way the prediction counts as one more
+        round, so that a way that seemed slow is not abandoned forever."""
         return self._record(way).factor(prior_rounds=way in self._trusted) * self._pace(way)
 
     def is_known(self, way: Way) -> bool:
-        """Whether it needs no trial."""
+        """Whether the way needs no trial: it is home, in use, or trusted."""
         return way in {self._home, self.taken} or way in self._trusted
 
     def was_tried(self, way: Way) -> bool:
-        """Whether there was a round of it, be it long ago."""
+        """Whether any round of the way is on record, however long ago."""
         return self._record(way).num_rounds > 0
 
     def spare_s(self, predicted: Mapping[Way, float]) -> float:
-        """Seconds that the trial may still lose."""
+        """Return the seconds that the current trial may still lose."""
         return max(self._allowance_s(self.trial or self._home, predicted) - self._all_lost_s, 0.0)
 
     @property
@@ -133,30 +142,31 @@ class Arbiter:
         return self._lost_s + (max(self._trial.lost_s, 0.0) if self._trial is not None else 0.0)
 
     def _pace(self, way: Way) -> float:
-        """By which the way's own record counts. A machine that is slower than predicted is so for all ways: the others
-        are held against the home way, as it is lately."""
+        """Return the recent factor of the home way, which scales the other ways; 1 for the home way itself. A machine
+        that is slower than predicted is slower for all ways."""
         return 1.0 if way == self._home else self._record(self._home).factor()
 
     def _rate(self, way: Way, predicted: Mapping[Way, float]) -> float:
         return predicted[way] * self.factor(way)
 
     def _error(self, way: Way, predicted: Mapping[Way, float]) -> float:
-        """Standard error of the rate."""
+        """Return the standard error of the expected rate."""
         deviation = self._options.deviation / math.sqrt(self._record(way).num_rounds + 1)
         return predicted[way] * self._pace(way) * deviation
 
     def _hope(self, way: Way, predicted: Mapping[Way, float]) -> float:
-        """The rate that a way may well have, for all that is known: the prediction counts as a round, too."""
+        """Return an optimistic rate of a way: the expected rate plus one standard error. The prediction counts as one
+        more round."""
         factor = self._record(way).factor(prior_rounds=1) * self._pace(way)
         return predicted[way] * factor + self._error(way, predicted)
 
     def _best(self, predicted: Mapping[Way, float]) -> Way:
-        """Of the ways that are known, and not on trial. Home, if there is no other."""
+        """Return the way with the highest expected rate among the known ways that no trial is testing; else home."""
         known = [way for way in predicted if way != self.trial and self.is_known(way)]
         return max(known, key=lambda way: self._rate(way, predicted), default=self._home)
 
     def _challenger(self, predicted: Mapping[Way, float], best: Way) -> Way | None:
-        """The way with the most to gain by a trial, if there is one, and if a trial may be lost."""
+        """Return the way with the highest optimistic rate, if that beats `best` and trials may lose more time."""
         hopes = {way: self._hope(way, predicted) for way in predicted if not self.is_known(way)}
         way = max(hopes, key=hopes.__getitem__, default=best)
         if way == best or hopes[way] <= self._rate(best, predicted):
@@ -183,7 +193,10 @@ class Arbiter:
         self._lost_s, self._trial = self._all_lost_s, None
 
     def _is_over(self, trial: _Trial, best: Way, predicted: Mapping[Way, float]) -> bool:
-        """After a round of the trial. best: of the other ways."""
+        """Whether the trial ends after a round of it: its loss, its clear result or its length is enough.
+
+        best: the best of the other ways.
+        """
         if self._all_lost_s + max(trial.lost_s, 0.0) / trial.num_rounds > self._allowance_s(trial.way, predicted):
             return True
         difference = self._rate(trial.way, predicted) - self._rate(best, predicted)
@@ -192,7 +205,8 @@ class Arbiter:
         return is_clear or trial.num_rounds >= self._options.half_life
 
     def _allowance_s(self, way: Way, predicted: Mapping[Way, float]) -> float:
-        """What trials of the way may have lost by now: a share of the time, and something to start with."""
+        """Return the seconds that all trials so far may have lost before the way is tried: `loss_share` of the elapsed
+        time plus an initial amount."""
         options, home = self._options, self._record(self._home)
         first_s = options.first_rounds * home.round_s
         if self._num_outstanding is not None:
@@ -215,7 +229,7 @@ class _Trial:
 
 
 class _Record:
-    """A way's rounds, faded: how many, their seconds, and those expected for their tokens."""
+    """Faded sums over a way's rounds: their number, their seconds, and the seconds that were expected."""
 
     def __init__(self, half_life: float) -> None:
         self._expected_s = Discounted(half_life)
@@ -227,17 +241,17 @@ class _Record:
 
     @property
     def round_s(self) -> float:
-        """Of a typical round; 0 before there is any."""
+        """Mean seconds of a round; 0 before the first round."""
         return self._seconds.value
 
     def factor(self, prior_rounds: int = 0) -> float:
-        """1 where there are no rounds. prior_rounds: that were just as expected, beside those that were."""
+        """Return expected over measured seconds; 1 without rounds. prior_rounds: rounds exactly as expected to add."""
         prior_s = prior_rounds * self.round_s
         seconds = self._seconds.total + prior_s
         return (self._expected_s.total + prior_s) / seconds if seconds else 1.0
 
     def add(self, expected_s: float, seconds: float, max_clip: float) -> float:
-        """A round. Returns the seconds that it counts as."""
+        """Add a round and return the seconds that it counts as, after clipping."""
         if self.num_rounds > 0:
             seconds = min(seconds, max_clip * self.round_s)
         self._expected_s.observe(expected_s, age=0)

@@ -1,4 +1,4 @@
-"""When to search for a new plan: how much that may take, and what makes it worth while."""
+"""When to search for a new plan: the time budget of searches, and the events that justify a search."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rayspec.planning.discounted import Discounted
 
 
 class Budget:
-    """Plan search may take `share` of all time. Spending is bounded in advance, by predicted cost."""
+    """Bounds the time of plan searches by `share` of all time. A search must fit by its predicted cost, in advance."""
 
     def __init__(self, share: float) -> None:
         if not 0 <= share <= 1:
@@ -23,10 +23,10 @@ class Budget:
         return self._spent_s
 
     def allows(self, predicted_cost_s: float, *, elapsed_s: float, expected_remaining_s: float = 0.0) -> bool:
-        """Whether a search of that cost keeps within the share of the time gone by and, with fair certainty, to come.
+        """Whether a search of that cost fits into the share of the elapsed time plus the expected remaining time.
 
-        Without `expected_remaining_s` the first search has to be earned first; with it, it can come early, when it
-        still pays back.
+        Without `expected_remaining_s`, enough time must elapse before the first search. With it, the first search can
+        come early, while a better plan still pays back.
         """
         return self._spent_s + predicted_cost_s <= self._share * (elapsed_s + expected_remaining_s)
 
@@ -38,7 +38,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Made:
-    """Under what circumstances the plan in use, or the decision not to draft, was made."""
+    """The conditions under which the last decision (a plan, or no draft) was made."""
 
     context: float
     batch: float
@@ -46,12 +46,12 @@ class _Made:
 
 
 class Trigger:
-    """Wants a search when there was none, and when what the last one went by has changed.
+    """Requests the first search, and another one when the conditions of the last search have changed.
 
-    That is: the context or the batch by more than MAX_RATIO; observed acceptance from the plan's expectation by more
-    than NUM_ERRORS standard errors; or `patience_tokens` (of one sequence) have gone by. Each search
-    that leaves the decision as it was doubles the tokens that must go by before the next, up to `max_patience_tokens`;
-    one that changes it starts from `cooldown_tokens` again.
+    A search is due when context or batch changed by more than the factor MAX_RATIO. It is due when observed acceptance
+    differs from the plan's expectation by more than NUM_ERRORS standard errors, and after `patience_tokens` of one
+    sequence. At least `cooldown_tokens` lie between two searches. A search that leaves the decision unchanged doubles
+    both numbers, up to `max_patience_tokens`; a search that changes the decision resets them.
     """
 
     def __init__(
@@ -72,22 +72,23 @@ class Trigger:
         self._acceptance = Discounted(TOKENS_HALF_LIFE)
 
     def observe(self, *, num_tokens: float, num_accepted: int = 0, num_tested: int = 0) -> None:
-        """A round: tokens committed per sequence; over the batch, draft tokens tested (up to and with the first
-        rejected one of each draft) and accepted."""
+        """Record a round. num_tokens: committed per sequence. num_accepted, num_tested: draft tokens over the batch; a
+        token is tested if no token before it in its draft was rejected."""
         if not 0 <= num_accepted <= num_tested:
             raise ValueError(f"{num_accepted} of {num_tested} tokens accepted cannot be")
         self._acceptance.observe(num_accepted, num_tested)
         self._num_tokens += num_tokens
 
     def planned(self, *, changed: bool, context: float, batch: float, expected_acceptance: float | None = None) -> None:
-        """A search has ended. changed: with another decision than before; expected_acceptance: None for no draft."""
+        """Record the end of a search. changed: the decision differs from the one before. expected_acceptance: of the
+        plan; None for no draft."""
         self._made = _Made(context=context, batch=batch, expected_acceptance=expected_acceptance)
         self._num_unchanged = 0 if changed else self._num_unchanged + 1
         self._num_tokens = 0.0
         self._acceptance = Discounted(TOKENS_HALF_LIFE)
 
     def reason(self, *, context: float, batch: float) -> str | None:
-        """Why a search is wanted now; None if it is not."""
+        """Return why a search is due now; None if no search is due."""
         if self._made is None:
             return "no plan yet"
         if self._num_tokens < self._backed_off(self._cooldown_tokens):

@@ -1,4 +1,4 @@
-"""Learning, in use, how acceptance relates to what was estimated and to how confident the draft is."""
+"""How observed acceptance relates to its estimate and to the draft's confidence, learned while drafts are in use."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ EXTREME = 1e-6  # probabilities are kept this far from 0 and 1 where logits are 
 
 
 class Correction:
-    """One offset, in logits, between estimated and observed acceptance; applied to every candidate's estimate.
+    """One offset, in logits, between estimated and observed acceptance; it applies to every candidate's estimate.
 
-    Of the tokens drafted, only those up to the first rejected one were tested; what follows it says nothing. Old tokens
-    fade; some tokens of faith keep the offset near `prior_offset` at first.
+    A drafted token is tested only if no token before it was rejected; untested tokens do not count. Old tokens fade.
+    PRIOR_TOKENS virtual tokens keep the offset near `prior_offset` at first.
     """
 
     def __init__(self, *, prior_offset: float = 0.0) -> None:
@@ -29,14 +29,15 @@ class Correction:
         self._expected = Discounted(TOKENS_HALF_LIFE)
 
     def observe(self, estimated: float, *, num_accepted: int, num_tested: int) -> None:
-        """Some rounds of a plan whose acceptance was estimated, before correction, as `estimated`."""
+        """Record tested tokens of a plan. estimated: its acceptance before correction. Raises ValueError unless
+        0 <= num_accepted <= num_tested."""
         _check_counts(num_accepted, num_tested)
         self._accepted.observe(num_accepted, num_tested)
         self._expected.observe(num_tested * estimated, num_tested)
 
     @property
     def offset(self) -> float:
-        """Logits to add. `prior_offset` until something was observed."""
+        """Logits to add to an estimate; `prior_offset` before the first observation."""
         if not self._expected.is_known:
             return self._prior_offset
         expected = self._expected.value
@@ -45,7 +46,7 @@ class Correction:
         return float(_logit(observed) - _logit(expected))
 
     def apply(self, acceptance: ArrayLike) -> Floats:
-        """Estimates, corrected; same shape. 0 and 1 stay what they are."""
+        """Return corrected estimates of the same shape. 0 and 1 do not change."""
         a = np.asarray(acceptance, float)
         odds = np.exp(self.offset)
         return np.asarray(np.where(a == 1, 1.0, a * odds / (a * odds + 1 - a)))
@@ -53,13 +54,13 @@ class Correction:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationCurve:
-    """By how much acceptance exceeds confidence, at some confidences by rising order; linear between them."""
+    """Acceptance minus confidence (`excess`) at some confidences in rising order; linear between them."""
 
     confidence: tuple[float, ...]
     excess: tuple[float, ...]
 
     def acceptance(self, confidence: ArrayLike) -> Floats:
-        """Same shape, between 0 and 1."""
+        """Return the acceptance at each confidence: same shape, between 0 and 1."""
         values = np.asarray(confidence, float)
         return np.asarray(np.clip(values + np.interp(values, self.confidence, self.excess), 0.0, 1.0))
 
@@ -67,8 +68,9 @@ class CalibrationCurve:
 class Calibration:
     """Acceptance of a draft token, given its confidence (the draft's top-1 probability).
 
-    The confidence itself, plus what bins of it were observed to be off by, interpolated between bins. Bins are narrow
-    near 1, where most tokens are. Some tokens a bin of faith in the confidence; old tokens fade.
+    The estimate is the confidence plus the observed difference, kept in bins of confidence and interpolated between
+    them. Bins are narrow near 1, where most tokens are. In each bin, PRIOR_TOKENS virtual tokens count for a difference
+    of 0. Old tokens fade.
     """
 
     def __init__(self) -> None:
@@ -76,7 +78,10 @@ class Calibration:
         self._excess = [Discounted(TOKENS_HALF_LIFE, strength=PRIOR_TOKENS) for _ in range(_NUM_BINS)]
 
     def observe(self, confidence: ArrayLike, accepted: ArrayLike) -> None:
-        """[num_tested] each: tokens that were tested, that is, up to and with the first rejected one of a draft."""
+        """Record tested tokens: those of a draft up to and including its first rejected token.
+
+        confidence, accepted: [num_tested]. Raises ValueError for unequal shapes and for confidences outside 0 to 1.
+        """
         values, hits = np.atleast_1d(np.asarray(confidence, float)), np.atleast_1d(np.asarray(accepted, bool))
         if values.shape != hits.shape or not ((values >= 0) & (values <= 1)).all():
             raise ValueError("need as many confidences, between 0 and 1, as outcomes")
@@ -86,12 +91,12 @@ class Calibration:
             excess.observe(total, count)
 
     def acceptance(self, confidence: ArrayLike) -> Floats:
-        """Same shape, between 0 and 1. Before any observation: the confidence itself."""
+        """Return the acceptance at each confidence, as `CalibrationCurve` does; at first, the confidence itself."""
         return self.curve.acceptance(confidence)
 
     @property
     def curve(self) -> CalibrationCurve:
-        """What has been learned so far."""
+        """The correction learned so far."""
         middles = (self._edges[1:] + self._edges[:-1]) / 2
         return CalibrationCurve(tuple(middles.tolist()), tuple(excess.value for excess in self._excess))
 

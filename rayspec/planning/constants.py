@@ -1,38 +1,38 @@
-"""Numbers that KnapSpec and `auto` go by, chosen by trying; the arbiter's are its options (`arbiter.ArbiterOptions`).
+"""Constants of KnapSpec and `auto`, chosen by trial; the arbiter's constants are in `arbiter.ArbiterOptions`.
 
-docs/internals.md has one table of both. What only bounds memory or rounding stands where it is used.
+docs/internals.md has one table of both. Constants that only bound memory or rounding are next to their use.
 """
 
 from __future__ import annotations
 
-# Tested draft tokens, after which one counts half in what is learned of acceptance.
+# Number of tested draft tokens after which an observation counts half in estimates of acceptance.
 TOKENS_HALF_LIFE = 512.0
-# As so many tested tokens counts what is expected before there are any.
+# Weight of a prior expectation of acceptance, in tested tokens.
 PRIOR_TOKENS = 8.0
-# Standard deviations by which an estimate of acceptance is lowered: the best of many candidates is flattered most.
+# Standard deviations by which an estimate of acceptance is lowered: the best of many is overestimated most.
 CAUTION = 0.5
-# Logits to add to estimates before there is a draft in use: first plans on the demo model were estimated at 0.93 and
-# had 0.75, because their tokens are drafted from the target's own keys.
+# Logits added to estimates before any draft was in use: first plans on the demo model were estimated at 0.93 and
+# reached 0.75, because the search computes its drafts from the target's own keys.
 FIRST_OFFSET = -1.0
-# Of draft tokens that will be rejected, and of those that will be accepted: the share that ends the draft.
+# Prior shares: of the tokens to be rejected, and of the tokens to be accepted, how many end their draft.
 DETECTS, MISFIRES = 0.6, 0.05
 
-# Committed tokens, after which one counts half in what is learned of the text: the next document may be another kind.
+# Number of committed tokens after which an observation about the text counts half: the next document may differ.
 TEXT_HALF_LIFE = 16.0
-# Where looked-up rounds make so many times the tokens per second of plain ones, no plan is expected to do better.
+# Speed-up over plain decoding beyond which no plan is expected to beat a round that uses lookup.
 MOST_OF_PLANS = 2.5
 
-# The first search is an investment: it may take this share of the work that is waiting.
+# The first search is an investment: it may take this share of the time of all outstanding work.
 FIRST_SEARCH_SHARE = 0.1
-# Rounds between two looks at whether another known candidate is better now, or a search wanted.
+# Rounds between two checks whether another known candidate is better now, or a search is due.
 ROUNDS_TO_REVIEW = 16
-# A search is wanted when context or batch have changed by this factor, or acceptance by so many standard errors.
+# A search is due when context or batch change by more than this factor, or acceptance by more standard errors.
 MAX_RATIO = 1.5
 NUM_ERRORS = 3.0
-# Tokens of a sequence between two searches, at least, and at most, however often they changed nothing.
+# Minimum tokens of one sequence between two searches, and the bound for it after searches that changed nothing.
 COOLDOWN_TOKENS = 64
 MAX_PATIENCE_TOKENS = 16384
-# Of the time with all keys, below which few keys are a choice.
+# Attention to few keys is a choice only if it takes less than this share of the time with all keys.
 FEW_KEYS_COST = 0.9
-# Share of the model's time, around which the search keeps states of different saved time.
+# Width of the band of saved times in which the search keeps states, as a share of the most time that can be saved.
 BAND = 0.2

@@ -1,14 +1,14 @@
-"""What is learned from what was seen lately: the one estimator for everything that fades."""
+"""The estimator behind every quantity that is learned from recent observations."""
 
 from __future__ import annotations
 
 
 class Discounted:
-    """A ratio of two sums, of what was seen: totals over weights. Both halve every `half_life` of further weight, or of
-    the age that an observation brings.
+    """An exponentially discounted mean: the sum of observed totals over the sum of observed weights. Both sums halve
+    whenever `half_life` of further weight, or of explicit age, has been added.
 
-    prior: the value before anything was seen, which counts as `strength` of weight beside what was. With a strength of
-    0 the first observation replaces it. Raises ValueError if half_life is not above 0, or strength is negative.
+    prior: the value before the first observation, which counts as an observation of weight `strength`. With strength 0
+    the first observation replaces it. Raises ValueError if half_life is not above 0, or strength is negative.
     """
 
     def __init__(self, half_life: float, *, prior: float = 0.0, strength: float = 0.0) -> None:
@@ -17,7 +17,7 @@ class Discounted:
         self._half_life = half_life
         self._prior = prior
         self._strength = strength
-        self.total = 0.0  # of what was seen, without the prior
+        self.total = 0.0  # of all observations, without the prior
         self.weight = 0.0
 
     @property
@@ -26,17 +26,17 @@ class Discounted:
 
     @property
     def is_known(self) -> bool:
-        """Whether anything was seen."""
+        """Whether anything was observed."""
         return self.weight > 0
 
     def with_prior(self, prior: float, strength: float) -> float:
-        """The value, had it this prior."""
+        """Return the value that results from another prior."""
         weight = self.weight + strength
         return (self.total + strength * prior) / weight if weight else prior
 
     def observe(self, total: float, weight: float = 1.0, *, age: float | None = None) -> None:
-        """total: the sum of what has this weight together. age: by how much everything before gets older; None: by the
-        weight."""
+        """Add observations with this summed value and weight. age: by how much all earlier observations get older;
+        None: by the weight."""
         fade = 0.5 ** ((weight if age is None else age) / self._half_life)
         self.total = self.total * fade + total
         self.weight = self.weight * fade + weight

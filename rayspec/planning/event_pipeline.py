@@ -1,4 +1,4 @@
-"""The stages of a pipeline and its engine as a queueing system: work goes in, and comes back when it is done."""
+"""A discrete-event simulation of the stages of a pipeline and its engine, as a queueing system."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rayspec.planning.pass_costs import PassCost
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Work:
-    """Passes to be made one after the other.
+    """Passes that run one after the other.
 
-    context: tokens that each sequence holds. patience_s: how long it may wait at a stage for what came later.
-    landed: is told the time when the engine has taken the result.
+    context: tokens that each sequence holds. patience_s: how long the work lets later arrivals go first at a stage.
+    landed: called with the time when the engine has processed the result.
     """
 
     passes: Sequence[PassCost]
@@ -28,12 +28,12 @@ class Work:
 
     @property
     def stage(self) -> int:
-        """Where it is, or goes next."""
+        """The stage where the work is, or goes next."""
         return self.passes[self.num_made].stages[self.num_visited]
 
     @property
     def seconds(self) -> float:
-        """Of the pass there."""
+        """Seconds of the current pass on this stage."""
         cost, at = self.passes[self.num_made], self.num_visited
         return cost.base_s[at] + cost.slope_s[at] * self.context
 
@@ -42,7 +42,7 @@ class Work:
         return self.num_made == len(self.passes)
 
     def advance(self) -> None:
-        """To the next stage of the pass, or to the first of the next pass."""
+        """Move the work to the next stage of the pass, or to the first stage of the next pass."""
         self.num_visited += 1
         if self.num_visited == len(self.passes[self.num_made].stages):
             self.num_visited = 0
@@ -51,7 +51,7 @@ class Work:
 
 @dataclass(slots=True)
 class _Server:
-    """Does one thing at a time, first what is due first, and of that what came first."""
+    """A queue that serves one work at a time: by due time, then by arrival."""
 
     inbox: list[tuple[float, int, Work]] = field(default_factory=list)
     working: bool = False
@@ -60,11 +60,11 @@ class _Server:
 
 
 class EventPipeline:
-    """Stages, between which a message takes hop_s, and the engine, which takes round_s for each work that is done.
+    """Stages and the engine. A message between stages takes hop_s; the engine takes round_s for each finished work.
 
-    The engine is taken to be beside the first stage: from the last stage back it is a hop, and onward none. With a
-    single stage nothing hops. wake_s: that a pass takes longer on a stage that was idle for longer than that; a single
-    stage never is, for the engine has its core meanwhile.
+    The engine is assumed to run next to the first stage: only the way back from the last stage is a hop. With a single
+    stage there are no hops. wake_s: extra time of a pass on a stage that was idle for longer than wake_s. It does not
+    apply to a single stage, because the engine keeps its core busy in the meantime.
     """
 
     def __init__(self, num_stages: int, *, hop_s: float, round_s: float, wake_s: float = 0.0) -> None:
@@ -79,15 +79,15 @@ class EventPipeline:
 
     @property
     def busy_s(self) -> tuple[float, ...]:
-        """Of each stage, up to now."""
+        """Busy seconds of each stage up to now."""
         return tuple(stage.busy_s for stage in self._stages)
 
     def submit(self, work: Work) -> None:
-        """It is at its first stage now."""
+        """Put the work into the queue of its first stage, now."""
         self._arrive(self._stages[work.stage], work)
 
     def step(self) -> None:
-        """On to the next event. Raises IndexError where nothing is under way."""
+        """Advance the clock to the next event and handle it. Raises IndexError where nothing is under way."""
         self.now, _, happen = heapq.heappop(self._events)
         happen()
 
@@ -100,7 +100,7 @@ class EventPipeline:
             self._take(server)
 
     def _take(self, server: _Server) -> None:
-        """What is due first, if there is anything."""
+        """Start the work that is due first, if any work waits."""
         server.working = bool(server.inbox)
         if server.working:
             work = heapq.heappop(server.inbox)[-1]

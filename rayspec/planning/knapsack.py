@@ -1,11 +1,11 @@
 """The multiple-choice knapsack over sublayers: for every amount of saved time, the draft most similar to the target.
 
-After KnapSpec: state (i, w) holds the hidden states after sublayer i that are most similar to what the target computed
-there, among the drafts that have saved w units of time. KnapSpec grows each state by "run sublayer i" and by "skip it";
-here it grows by every choice of sublayer i (`rayspec.choices`), and w grows by what the choice saves. A state runs a
-sublayer once, in full; what it would be by the other choices is derived from that, which costs next to nothing. The
-result is optimal when similarity is a sum over the sublayers, and a heuristic otherwise. Nothing is excluded a priori:
-the first and the last sublayers may be skipped, and "all in full" is always one of the answers.
+After KnapSpec: state (i, w) holds hidden states after sublayer i, of a draft that has saved w units of time so far. Of
+all such drafts, the state is the one most similar to the target's. KnapSpec extends each state by "run sublayer i" and
+by "skip it". Here a state is extended by every choice of sublayer i (`rayspec.choices`), and w grows by the time that
+the choice saves. Each state runs a sublayer once, in full; its results under the other choices are derived from that
+run, at almost no cost. The result is optimal when similarity is a sum over the sublayers, and a heuristic otherwise. No
+choice is excluded a priori: the first and the last sublayers may be skipped, and "all in full" is always an answer.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 Codes = NDArray[np.int8]
 
-ROUNDING_TOLERANCE = 0.05  # of the total time, that quantize() may misplace
+ROUNDING_TOLERANCE = 0.05  # share of the total time by which quantize() may be wrong
 MAX_REFINEMENT = 32
 SCALE_STEP = 1.02
 
 
 class Expansion(Protocol):
-    """What a state is and how it grows. A batch holds states as rows; only the expansion looks inside one."""
+    """Defines states and how they grow. A batch holds states as rows; only the expansion knows their content."""
 
     def start(self) -> Any:
-        """A batch of one state: the hidden states before sublayer 0."""
+        """Return a batch of one state: the hidden states before sublayer 0."""
 
     def run(self, sublayer: int, choice: Choice, states: Any) -> Any:
-        """The batch after running `sublayer` by `choice`, any but skip, on each of its states. `states` must stay as it
-        was."""
+        """Return the batch after each state has run `sublayer` by `choice`, which is not skip. Must not change
+        `states`."""
 
     def vary(self, sublayer: int, choice: Choice, states: Any) -> Any:
-        """What the states, which have run `sublayer` in full, would be by another choice, as nearly as is cheap."""
+        """Approximate cheaply what the states, which have run `sublayer` in full, would be after another choice."""
 
     def similarity(self, sublayer: int, states: Any) -> Floats:
-        """[num_states]: how similar each is to the target's state after `sublayer`; higher is better."""
+        """Return [num_states]: similarity of each state to the target's state after `sublayer`; higher is better."""
 
     def gather(self, batches: Sequence[Any], index: Ints) -> Any:
-        """The rows `index` of the concatenation of `batches`."""
+        """Return the rows `index` of the concatenation of `batches`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pattern:
-    """Of a draft: the choice of each sublayer; saved is the units of time it saves; index is its row in the batch."""
+    """A draft: the choice of each sublayer. saved: units of time that it saves. index: row in the terminal batch."""
 
     choices: tuple[Choice, ...]
     saved: int
@@ -62,9 +62,8 @@ class Pattern:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """Patterns by rising saved time, the first saves nothing; `states` is the terminal batch, a row for each.
-
-    num_rows_run: of each sublayer, the states run through it in full.
+    """candidates: patterns by rising saved time, of which the first saves nothing. states: the terminal batch, with a
+    row for each candidate. num_rows_run: for each sublayer, the number of states that ran it in full.
     """
 
     candidates: list[Pattern]
@@ -80,7 +79,8 @@ class _Batch:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """The states after some sublayer, by rising saved time. Row 0 has saved nothing and is never dropped."""
+    """A row of the dynamic program: the states after one sublayer, by rising saved time. State 0 has saved nothing and
+    is never dropped."""
 
     batch: _Batch
     saved: Ints
@@ -90,7 +90,7 @@ class _Row:
 
 @dataclass(frozen=True, slots=True)
 class _Menu:
-    """The choices of a sublayer, `full` first and `skip` last; the number of each, and the units that it saves."""
+    """The choices of a sublayer, `full` first and `skip` last; the code of each, and the units that it saves."""
 
     choices: tuple[Choice, ...]
     codes: Codes
@@ -105,7 +105,7 @@ class _Menu:
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """How much a state may have saved after each sublayer."""
+    """The least and the most units that a state may have saved after each sublayer."""
 
     low: Ints
     high: Ints
@@ -133,9 +133,9 @@ class _Pruning:
     drop_dominated: bool
 
     def choose(self, saved: Ints, similarity: Floats) -> Ints:
-        """Indices of the states that go on, by rising saved time. State 0, all in full, is the first."""
+        """Return the indices of the states to keep, by rising saved time. State 0, all in full, is the first."""
         alive = np.flatnonzero(similarity >= self.min_similarity)
-        alive = alive[saved[alive] > 0]  # nothing saved belongs to state 0
+        alive = alive[saved[alive] > 0]  # only state 0 may save nothing
         alive = alive[np.lexsort((-similarity[alive], saved[alive]))]
         alive = alive[np.diff(saved[alive], prepend=0) > 0]
         if self.drop_dominated and len(alive) > 1:
@@ -157,18 +157,19 @@ def solve(
     band: float | None = BAND,
     drop_dominated: bool = True,
 ) -> Solution:
-    """The most similar draft for each saved time up to `max_saved`.
+    """Return the most similar draft for each saved time up to `max_saved`.
 
-    savings: of each sublayer, the units of time that each choice saves compared to `full`, which always is a choice and
-    saves 0; a sublayer without `skip` is never skipped. One `run` and one `similarity` a sublayer, and one `vary` a
-    sublayer and choice beside full and skip.
+    savings: for each sublayer, the units of time that each choice saves compared with `full`. `full` is always a choice
+    and saves 0; a sublayer without `skip` is never skipped. The search calls `run` and `similarity` once per sublayer,
+    and `vary` once per sublayer and choice other than full and skip.
 
-    Dropped on the way: states less similar than `min_similarity` (or NaN); states further than `band` (a share of the
-    most that could be saved) from the diagonals that lead to a quarter of `max_saved` and to `max_saved`; with
-    `drop_dominated`, states that save no more than another and are no more similar; and the rest of a row over
-    `max_states`, thinned over saved time. band=None, drop_dominated=False, min_similarity=-inf and a large `max_states`
-    give the exact recurrence. A choice that saves 0 competes with `full` at equal saved time: it is made only where the
-    state becomes more similar, and where something is saved elsewhere. Raises ValueError on arguments that do not fit.
+    The search drops states less similar than `min_similarity` (or NaN). Two diagonals lead to `band` times
+    `max_saved` and to `max_saved`; the search drops states that lie outside them by more than `band`, a share of the
+    most that could be saved. With `drop_dominated`, it drops states that save no more than another state and are
+    no more similar. A row of more than `max_states` states is thinned over saved time. band=None, drop_dominated=False,
+    min_similarity=-inf and a large `max_states` give the exact recurrence. A choice that saves 0 competes with `full`
+    at equal saved time: it is taken only where the state becomes more similar and another sublayer saves time. Raises
+    ValueError for negative savings, savings of `full`, a negative `max_saved` or `band`, and max_states below 2.
     """
     _check(savings, max_saved, max_states, band)
     names = _names(savings)
@@ -189,8 +190,8 @@ def solve(
 
 
 def follow(choice_patterns: Sequence[Sequence[Choice]], expansion: Expansion) -> Any:
-    """The terminal states of given drafts, a row for each, in their order. Drafts with the same past are one state,
-    which runs once a sublayer and choice. Raises ValueError when there are none, or of different lengths."""
+    """Return the terminal states of given drafts, a row for each, in their order. Drafts that begin alike share a
+    state, which runs once per sublayer and choice. Raises ValueError without drafts, or for different lengths."""
     if len(choice_patterns) == 0 or len({len(pattern) for pattern in choice_patterns}) != 1:
         raise ValueError(
             f"{len(choice_patterns)} drafts cannot be followed: give one or more, each with a choice a sublayer"
@@ -217,11 +218,11 @@ def count_rows(
     max_states: int,
     band: float | None = BAND,
 ) -> list[int]:
-    """The most states that `solve` can run through each sublayer: with the latency model, its price in advance."""
+    """Return the most states that `solve` can run through each sublayer, to predict the search time in advance."""
     _check(savings, max_saved, max_states, band)
     menus = _menus(savings, _names(savings))
     limits = _Limits.of(menus, max_saved, band)
-    reachable, counts = 1, []  # bit w: some state saves w
+    reachable, counts = 1, []  # bit w: a state that saves w is reachable
     for menu, low, high in zip(menus, limits.low.tolist(), limits.high.tolist(), strict=True):
         counts.append(min(max_states, reachable.bit_count()))
         admitted = ((1 << (high + 1)) - 1) >> low << low
@@ -233,16 +234,17 @@ def count_rows(
 
 
 def quantize(seconds: Sequence[Mapping[Choice, float]], resolution: int) -> list[dict[Choice, int]]:
-    """Savings for `solve`, in units of total / resolution or finer: total is the seconds of all sublayers in full.
+    """Return savings for `solve`, in units of total / resolution or finer, where total is the seconds of all in full.
 
-    seconds: of each sublayer, what each choice takes, `full` among them. Each saving is rounded to the nearest, so a
-    skip may save 0: beside offloaded sublayers that take 800 times as long, rounding the others up to 1 would make them
-    half of the budget while they are a thousandth of the time, and there is no cap, for the same reason. Where plain
-    rounding could misplace more than 5 % of the time (a deep model has more sublayers than units), the unit is refined,
-    at most 32 times; `solve` bounds its states itself.
+    seconds: for each sublayer, the seconds of each choice, `full` included. Each saving is rounded to the nearest unit,
+    so a skip may save 0. Consider offloaded sublayers that take 800 times as long: rounding the others up to 1 would
+    make them half of the budget, although they take a thousandth of the time. For the same reason there is no cap.
+    Where rounding could be wrong by more than 5 % of the time (a deep model has more sublayers than units), the unit is
+    made finer, by a factor of at most 32; `solve` bounds its states itself.
 
-    Left out: `full`; choices that are not faster than it; and those that run the sublayer to save less than half a
-    unit, for trying them would cost more than it can earn.
+    The result leaves out `full` and choices that are not faster. It also leaves out choices other than `skip` that save
+    less than half a unit, because trying these would cost more than they can save. Raises ValueError for seconds below
+    0 or not finite, and for a resolution below 1.
     """
     total = float(sum(costs[FULL] for costs in seconds))
     if resolution < 1 or not np.isfinite(total) or any(min(costs.values()) < 0 for costs in seconds):
@@ -257,7 +259,8 @@ def quantize(seconds: Sequence[Mapping[Choice, float]], resolution: int) -> list
 
 
 def _units(shares: Sequence[Mapping[Choice, float]], resolution: int) -> float:
-    """The units that misplace least, or enough, where each sublayer makes the choice whose saving is rounded most."""
+    """Return the number of units per total with the least rounding error, or the first number whose error is small
+    enough. The error is that of the worst case: each sublayer takes the choice whose saving is rounded most."""
     exact = np.zeros((len(shares), max(map(len, shares), default=0)))
     for row, each in zip(exact, shares, strict=True):
         row[: len(each)] = list(each.values())
@@ -275,7 +278,7 @@ def _units(shares: Sequence[Mapping[Choice, float]], resolution: int) -> float:
 def _advance(
     sublayer: int, menu: _Menu, row: _Row, expansion: Expansion, limits: _Limits, pruning: _Pruning
 ) -> tuple[_Row, int]:
-    """The row after `sublayer`, and how many states ran it."""
+    """Return the row after `sublayer`, and how many states ran the sublayer."""
     grown = row.saved + menu.savings[:, None]
     admitted = limits.admit(sublayer, grown)
     admitted[0, 0] = True
@@ -296,7 +299,8 @@ def _advance(
 def _grow_cheaply(
     sublayer: int, batch: _Batch, parents: Mapping[Choice, Ints], expansion: Expansion
 ) -> tuple[_Batch, int]:
-    """As `_grow`, but every state runs once, in full. Also how many do."""
+    """Grow as `_grow` does, but run every state once, in full, and derive the other choices from that. Also return how
+    many states ran."""
     running = np.unique(np.concatenate([rows for choice, rows in parents.items() if choice != SKIP]))
     ran = _Batch(expansion.run(sublayer, FULL, _take([batch], running, expansion).states), len(running))
     grown = []
@@ -309,7 +313,7 @@ def _grow_cheaply(
 
 
 def _grow(sublayer: int, batch: _Batch, parents: Mapping[Choice, Ints], expansion: Expansion) -> _Batch:
-    """The rows `parents` of the batch after each choice, one choice after the other. `skip` is the last of them."""
+    """Return the states after each choice: for each, its rows `parents` of the batch. `skip` comes last."""
     ran = [
         _Batch(expansion.run(sublayer, choice, _take([batch], rows, expansion).states), len(rows))
         for choice, rows in parents.items()
@@ -319,26 +323,26 @@ def _grow(sublayer: int, batch: _Batch, parents: Mapping[Choice, Ints], expansio
 
 
 def _with_skipped(ran: Sequence[_Batch], batch: _Batch, parents: Mapping[Choice, Ints], expansion: Expansion) -> _Batch:
-    """What ran, and behind it the rows of the batch that skip the sublayer."""
+    """Return the states that ran, followed by the rows of the batch that skip the sublayer."""
     num_ran = sum(each.size for each in ran)
     index = np.append(np.arange(num_ran), num_ran + parents.get(SKIP, np.zeros(0, np.int64)))
     return _take([*ran, batch], index, expansion)
 
 
 def _take(batches: Sequence[_Batch], index: Ints, expansion: Expansion) -> _Batch:
-    """gather(), or the first batch itself where that is all there is to take."""
+    """Gather the rows `index`, or return the first batch itself if these are exactly its rows."""
     if len(index) == batches[0].size and np.array_equal(index, np.arange(len(index))):
         return batches[0]
     return _Batch(expansion.gather([batch.states for batch in batches], index), len(index))
 
 
 def _thin(saved: Ints, similarity: Floats, num_kept: int) -> Ints:
-    """`num_kept` positions out of states by rising saved time, the first among them.
+    """Return `num_kept` positions out of states by rising saved time, the first state included.
 
-    States on the concave hull of (saved, similarity) go first, evenly over saved time: for a similarity that is a sum,
-    the best draft of a hull budget passes through hull states only. Taking the most similar state of each bucket of
-    saved time instead would take the slowest of it, row after row, and lose the drafts that save much. What is left
-    goes to the states farthest in saved time from those taken.
+    States on the concave hull of (saved, similarity) are taken first, evenly over saved time: for a similarity that is
+    a sum, the best draft of a hull budget passes through hull states only. The most similar state of each bucket of
+    saved time would be the bucket's slowest, row after row; so drafts that save much would be lost. The remaining
+    places go to the states farthest in saved time from those taken.
     """
     hull = _hull(saved, similarity)
     targets = np.linspace(saved[0], saved[-1], num_kept)
@@ -352,9 +356,9 @@ def _thin(saved: Ints, similarity: Floats, num_kept: int) -> Ints:
 
 
 def _hull(saved: Ints, similarity: Floats) -> Ints:
-    """Positions on the upper concave hull, first and last included; `saved` rises strictly.
+    """Return the positions on the upper concave hull, first and last included; `saved` rises strictly.
 
-    A point is on it where every line from the left to it is steeper than every line from it to the right.
+    A point is on the hull where every line to it from the left is steeper than every line from it to the right.
     """
     before = np.tri(len(saved), k=-1, dtype=bool)  # [of, to]
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -365,7 +369,7 @@ def _hull(saved: Ints, similarity: Floats) -> Ints:
 
 
 def _names(used: Sequence[Mapping[Choice, object]]) -> tuple[Choice, ...]:
-    """All choices in use: full first, skip last. The position of each is its number."""
+    """Return all choices in use: full first, skip last. The position of a choice is its code."""
     others = dict.fromkeys(choice for each in used for choice in each if choice not in (FULL, SKIP))
     return (FULL, *others, SKIP)
 

@@ -1,7 +1,7 @@
-"""What a forward costs: seconds of each sublayer, of the head, of hops and of weight transfers.
+"""Latency of a forward pass: seconds of each sublayer, of the head, of hops and of weight transfers.
 
-A curve is fitted for each kind of sublayer on each device, from measurements on that very device. Nothing is assumed
-about which kind is the heavy one, and there is no cap on their ratio.
+A curve is fitted for each kind of sublayer on each device, from measurements on that very device. The model does not
+assume which kind is slower, and does not bound their ratio.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _CHOICES = combinations(("int8", "int4", "window", "pages"))
 
 
 class StaleProfileError(RayspecError):
-    """A saved profile cannot be used: another model, device or version, or not a profile at all. Profile again."""
+    """A saved profile is unusable: for another model, device or version, or damaged. The remedy is to profile again."""
 
     kind = "stale_profile"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """Seconds of one run.
+    """Seconds of one measured run.
 
-    kind: "attention", "mlp", or any other kind of sublayer (one that starts with "attention" reads context), with the
-        choice behind it where that is not `full`, as `kind_of` names it; "head";
-        "overhead", what a forward costs outside sublayers and head; "round", what a round costs outside its forwards;
-        "wake", by how much a forward is slower after a pause in which others had the caches.
+    kind: "attention", "mlp", or any other kind of sublayer (a kind that starts with "attention" reads context). A
+        choice other than `full` is appended, as `kind_of` does. Other kinds are "head"; "overhead", the time of a
+        forward outside sublayers and head; "round", the time of a round outside its forwards; and "wake", the extra
+        time of a forward after a pause in which other work used the caches.
     rows: new tokens in total over the batch. context: tokens that each sequence already held. batch: sequences.
     """
 
@@ -60,11 +60,12 @@ class Measurement:
 class Curve:
     """base(rows) + (sequence_s + masked_s * several) * (batch - 1) + (kv_s * batch + score_s * rows) * context, in s.
 
-    base is piecewise linear through the measured row counts (what GEMMs cost is a staircase rather than a line),
-    never falls, is constant below the first knot and goes on beyond the last with the slope of the upper half. From a
-    single knot it grows in proportion. sequence_s: of each sequence but the first, which base contains; attention is
-    called once a sequence. masked_s: more for a sequence with several rows, which need a mask; several, the share of
-    such sequences, is rows / batch - 1, and 1 at most. residual: median relative error on the measurements.
+    base is piecewise linear through the measured row counts, because the time of GEMMs is a staircase rather than a
+    line. It never falls, is constant below the first knot and continues beyond the last with the slope of the upper
+    half; with a single knot it is proportional to the rows. sequence_s: seconds of each sequence but the first, which
+    base contains, since attention is called once per sequence. masked_s: extra seconds of a sequence with several rows,
+    which need a mask. several: the share of such sequences, rows / batch - 1, at most 1. residual: median relative
+    error on the measurements.
     """
 
     rows: tuple[int, ...]
@@ -79,7 +80,10 @@ class Curve:
 
     @classmethod
     def fit(cls, measurements: Sequence[Measurement]) -> Curve:
-        """From measurements of one kind on one device. Repeats count by their median."""
+        """Fit a curve to measurements of one kind on one device. Repeated measurements count by their median.
+
+        Raises ValueError for a measurement that is impossible, such as one of 0 rows or 0 seconds.
+        """
         repeats: dict[tuple[int, int, int], list[float]] = defaultdict(list)
         for each in measurements:
             if each.rows < 1 or each.context < 0 or each.batch < 1 or not 0 < each.seconds < float("inf"):
@@ -96,7 +100,7 @@ class Curve:
                 column[:, None] for column in (batch - 1, several * (batch - 1), batch * context, rows * context)
             ]
         matrix = np.concatenate(columns, axis=1).astype(np.float64)
-        matrix[:, ~independent_columns(matrix)] = 0.0  # what the measurements do not tell is base's
+        matrix[:, ~independent_columns(matrix)] = 0.0  # what the measurements cannot separate is left to base
         found = robust_relative_fit(matrix, seconds)
         sequence_s, masked_s, kv_s, score_s = found[len(knots) :] if len(columns) > 1 else (0.0, 0.0, 0.0, 0.0)
         return cls(
@@ -123,7 +127,7 @@ class Curve:
 
     @property
     def _slope_s(self) -> float:
-        """Seconds a row beyond the last knot, over the upper half: two close knots would make it a matter of noise."""
+        """Seconds per row beyond the last knot, from the upper half of the knots: two close knots would give noise."""
         last = self.rows[-1]
         middle = max((k for k, count in enumerate(self.rows) if 2 * count <= last), default=0)
         if self.rows[middle] == last:
@@ -135,12 +139,12 @@ class Curve:
 class LatencyModel:
     """Seconds of forwards over `rows` new tokens of `batch` sequences that hold `context` tokens each.
 
-    sublayers: name of the curve of each sublayer in full; one by another choice has a curve with the choice in its
-    name, where that was measured. head: name of the head's curve. overhead_s: of a forward; round_s:
-    of a round, on top of its forwards. stages: stage of each sublayer; a forward hops from the first stage (embedding)
-    over the stages where something is kept to the last (head) and back, hop_s each, and each has been idle until then,
-    which costs wake_s. transfer_s: to bring the weights of each sublayer, whenever it runs. measured_context,
-    measured_batch: the longest context and the most sequences among the measurements.
+    sublayers: name of the curve of each sublayer in full; measured curves of other choices have the choice in their
+    names. head: name of the head's curve. overhead_s: seconds of a forward in addition to sublayers and head. round_s:
+    seconds of a round in addition to its forwards. stages: stage of each sublayer. A forward hops from the first stage
+    (embedding) over the stages that run any sublayer to the last stage (head) and back. Each hop takes hop_s, and
+    wake_s because the next stage was idle. transfer_s: seconds to transfer the weights of each sublayer, for every run
+    with the target's own weights. measured_context, measured_batch: the longest context and largest batch measured.
     """
 
     sublayers: tuple[str, ...]
@@ -177,10 +181,10 @@ class LatencyModel:
         hop_s: float = 0.0,
         transfer_s: Sequence[float] | None = None,
     ) -> LatencyModel:
-        """One curve for each kind and device in `measurements`.
+        """Fit one curve for each kind and device in `measurements`.
 
-        devices: of each sublayer, needed if the measurements come from several; the head is on the last one. Raises
-        ValueError if a sublayer or the head has no measurement.
+        devices: device of each sublayer, required if the measurements come from several devices; the head is on the
+        last one. Raises ValueError if a sublayer or the head has no measurement.
         """
         if not sublayer_kinds:
             raise ValueError("sublayer_kinds is empty: name the kind of each sublayer")
@@ -210,11 +214,11 @@ class LatencyModel:
         )
 
     def covers(self, cells: Iterable[tuple[int, int, int]]) -> bool:
-        """Whether contexts as long and batches as large as in cells of (rows, context, batch) were measured."""
+        """Whether the measurements reach the context and batch of all cells (rows, context, batch)."""
         return all(context <= self.measured_context and batch <= self.measured_batch for _, context, batch in cells)
 
     def sublayer_s(self, sublayer: int, *, rows: float, context: float, batch: float, choice: Choice = FULL) -> float:
-        """Seconds of one sublayer, its weight transfer included; 0 for no rows."""
+        """Return the seconds of one sublayer, its weight transfer included; 0 without rows, and for skip."""
         if rows <= 0 or choice == SKIP:
             return 0.0
         computing_s = self._computing_s(self.sublayers[sublayer], choice, rows, context, batch)
@@ -223,7 +227,7 @@ class LatencyModel:
     def sublayers_s(
         self, *, rows: float, context: float, batch: float, choices: Sequence[Choice] | None = None
     ) -> Floats:
-        """[num_sublayers]: `sublayer_s` of each by its choice, in full without `choices`."""
+        """Return [num_sublayers]: `sublayer_s` of each sublayer by its choice; all in full without `choices`."""
         if rows <= 0:
             return np.zeros(len(self.sublayers))
         ways = list(zip(self.sublayers, (FULL,) * len(self.sublayers) if choices is None else choices, strict=True))
@@ -235,13 +239,14 @@ class LatencyModel:
         return found + np.where(is_fetched, self.transfer_s, 0.0)
 
     def choices_of(self, sublayer: int) -> tuple[Choice, ...]:
-        """By which it can run, for all that was measured: `full` first, not to run it last."""
+        """Return the choices of a sublayer that were measured, with `full` first and `skip` last."""
         name = self.sublayers[sublayer]
         measured = (choice for choice in _CHOICES if choice != FULL and _chosen_name(name, choice) in self.curves)
         return (FULL, *measured, SKIP)
 
     def _computing_s(self, name: str, choice: Choice, rows: float, context: float, batch: float) -> float:
-        """Of a sublayer with this curve, without its transfer."""
+        """Return the seconds of a sublayer with this curve, without its weight transfer. Raises ValueError for a choice
+        that was not measured."""
         if choice == SKIP:
             return 0.0
         if (curve := self.curves.get(_chosen_name(name, choice))) is None:
@@ -252,7 +257,7 @@ class LatencyModel:
         return self.curves[self.head].seconds(rows=rows)
 
     def hops_s(self, choices: Sequence[Choice]) -> float:
-        """Seconds between stages in a forward; those whose sublayers are all skipped are bypassed."""
+        """Return the seconds of hops in a forward; stages whose sublayers are all skipped are bypassed."""
         hop_s = self.hop_s + self.wake_s
         if not self.stages or hop_s == 0:
             return 0.0
@@ -266,17 +271,18 @@ class LatencyModel:
         return hop_s * sum(here != there for here, there in itertools.pairwise(route))
 
     def draft_step_s(self, choices: Sequence[Choice], *, context: float, batch: float) -> float:
-        """One draft step: one row of each sequence through the sublayers, by their choices, and the head."""
+        """Return the seconds of a draft step: one row of each sequence through the sublayers, by their choices, and the
+        head."""
         sublayers = self.sublayers_s(rows=batch, context=context, batch=batch, choices=choices)
         return self._forward_s(float(sublayers.sum()), batch, choices)
 
     def verify_s(
         self, *, rows: float, context: float, batch: float, from_sublayer: int = 0, leading_rows: float = 0
     ) -> float:
-        """One forward of the target over `rows` rows.
+        """Return the seconds of one forward of the target over `rows` rows.
 
-        Where the draft has run the sublayers before `from_sublayer` already, only `leading_rows` rows still need them:
-        usually one a sequence, because the last token drafted has not been run at all.
+        If the draft has already run the sublayers before `from_sublayer`, only `leading_rows` rows still need them:
+        usually one per sequence, because the last drafted token has not run yet.
         """
         if from_sublayer == 0:
             return self._whole_s(rows, context, batch)
@@ -285,17 +291,18 @@ class LatencyModel:
         return self._forward_s(float(sublayers + leading), rows, (FULL,) * len(self.sublayers))
 
     def decode_step_s(self, *, context: float, batch: float) -> float:
-        """A whole round without a draft: one row of each sequence through everything, and the round's overhead."""
+        """Return the seconds of a round without a draft: one row of each sequence through the whole model, and the
+        round's overhead."""
         return self._whole_s(batch, context, batch) + self.round_s
 
     def row_s(self, *, context: float, batch: float) -> float:
-        """One more row of one sequence in a verify."""
+        """Return the seconds of one more row of one sequence in a verify."""
         one, many = (self.verify_s(rows=rows * batch, context=context, batch=batch) for rows in (1, 8))
         return (many - one) / (7 * batch)
 
     def _whole_s(self, rows: float, context: float, batch: float) -> float:
-        """A forward of the target. It is asked in every round. All curves are lines in the context: what is kept is
-        theirs, for each number of rows and sequences."""
+        """Return the seconds of a forward of the target. Every round calls this, and all curves are linear in the
+        context; so the sum's intercept and slope are cached for each number of rows and sequences."""
         if (rows, batch) not in self._lines:
             ends = [
                 self._forward_s(
@@ -313,7 +320,7 @@ class LatencyModel:
         return sublayers_s + self.head_s(rows) + self.overhead_s + self.hops_s(choices)
 
     def save(self, path: str | os.PathLike[str], key: Mapping[str, Any]) -> None:
-        """Writes JSON, whole or not at all. `key` says what the numbers hold for: model, dtype, device, versions."""
+        """Write JSON, atomically. key: the conditions under which the numbers hold: model, dtype, device, versions."""
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch = target.with_name(f"{target.name}.{os.getpid()}.part")
@@ -324,7 +331,8 @@ class LatencyModel:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], key: Mapping[str, Any]) -> LatencyModel:
-        """What `save` wrote under the same key. Raises FileNotFoundError, or StaleProfileError saying what differs."""
+        """Read a model that was saved under the same key. Raises FileNotFoundError, or StaleProfileError, whose message
+        names the differences."""
         try:
             content = json.loads(Path(path).read_text())
             if content["format"] != FORMAT:
@@ -351,12 +359,12 @@ class LatencyModel:
 
 
 def _several(rows: Floats | float, batch: Floats | float) -> Floats:
-    """Share of the sequences that have several rows, where the rows are dealt evenly."""
+    """Return the share of the sequences that have several rows, if the rows are distributed evenly."""
     return np.clip(np.asarray(rows) / np.maximum(batch, 1) - 1, 0.0, 1.0)
 
 
 def kind_of(sublayer_kind: str, choice: Choice) -> str:
-    """The kind of measurements of sublayers that run by this choice."""
+    """Return the kind under which sublayers that run by this choice are measured."""
     return sublayer_kind if choice == FULL else f"{sublayer_kind} {choice}"
 
 
@@ -365,7 +373,7 @@ def _curve_name(kind: str, device: str) -> str:
 
 
 def _chosen_name(name: str, choice: Choice) -> str:
-    """Of the curve of a choice. name: of that of the sublayer in full."""
+    """Return the name of a choice's curve. name: curve of the same sublayer in full."""
     kind, _, device = name.partition("@")
     return _curve_name(kind_of(kind, choice), device)
 

@@ -12,7 +12,7 @@ OUTLIER_FLOOR = 1e-3  # relative residuals below this count alike
 
 
 def nonnegative_least_squares(matrix: Floats, target: Floats) -> Floats:
-    """The x >= 0 that minimises |matrix x - target|: Lawson and Hanson's active set method."""
+    """Return the x >= 0 that minimises |matrix x - target|, by Lawson and Hanson's active set method."""
     scale = np.linalg.norm(matrix, axis=0)
     scale[scale == 0] = 1.0
     scaled = matrix / scale
@@ -30,7 +30,7 @@ def nonnegative_least_squares(matrix: Floats, target: Floats) -> Floats:
 
 
 def _settle(matrix: Floats, target: Floats, solution: Floats, free: NDArray[np.bool_]) -> Floats:
-    """The solution over the free coefficients, after fixing (in place) those that would turn negative."""
+    """Solve for the free coefficients, after fixing those at 0 that would turn negative; `free` changes in place."""
     while free.any():
         trial = np.zeros_like(solution)
         trial[free] = np.linalg.lstsq(matrix[:, free], target, rcond=None)[0]
@@ -45,7 +45,8 @@ def _settle(matrix: Floats, target: Floats, solution: Floats, free: NDArray[np.b
 
 
 def independent_columns(matrix: Floats) -> NDArray[np.bool_]:
-    """Which columns, in their order, are no combination of those before: a coefficient can be told for these only."""
+    """Return a flag for each column: whether it is linearly independent of the columns before it. Only the coefficients
+    of these columns are determined."""
     norms = np.linalg.norm(matrix, axis=0)
     scaled = matrix / np.where(norms > 0, norms, 1.0)
     ranks = [0, *(int(np.linalg.matrix_rank(scaled[:, : count + 1])) for count in range(matrix.shape[1]))]
@@ -53,9 +54,10 @@ def independent_columns(matrix: Floats) -> NDArray[np.bool_]:
 
 
 def robust_relative_fit(matrix: Floats, target: Floats) -> Floats:
-    """x >= 0 that makes the relative errors of matrix x against target > 0 small; single outliers hardly count.
+    """Return an x >= 0 that makes the relative errors of matrix x against target > 0 small; outliers hardly count.
 
-    Least absolute deviations by reweighting: each row counts with the inverse square root of its last error.
+    The method is least absolute deviations by iterative reweighting. Each row is scaled by the inverse square root of
+    its last error.
     """
     relative = matrix / target[:, None]
     ones = np.ones(len(target))

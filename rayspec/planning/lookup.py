@@ -1,4 +1,4 @@
-"""What looked-up tokens are worth: how often they are right, and how many of them to verify."""
+"""The value of looked-up tokens: how often they are right, and how many of them to verify."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ from rayspec.planning.acceptance import DraftWhileWorth
 from rayspec.planning.constants import TEXT_HALF_LIFE
 from rayspec.planning.discounted import Discounted
 
-# What other places with the same tokens before them say of a token: some continue with another token, there are no
-# others, or all continue with this token.
+# Support of a looked-up token by other places in the text that follow the same tokens: some of these continue with
+# another token, there are no such places, or all continue with this token.
 AMBIGUOUS, SINGLE, UNANIMOUS = range(3)
-# Matched tokens at which a class begins; and what is expected of a token behind a match, alone, before there was any.
+# Numbers of matched tokens at which a class begins; and the prior acceptance of each class, here with SINGLE support.
 _LENGTHS = (0, 2, 3, 4, 5, 6, 8, 11, 16, 24)
 _SINGLE = tuple(max(length, 1) / (max(length, 1) + 2) for length in _LENGTHS)
 _PRIORS = (*(right / 2 for right in _SINGLE), *_SINGLE, *((1 + right) / 2 for right in _SINGLE))
 
 
 def match_class(num_matched: int, support: int) -> int:
-    """The class of a looked-up token: tokens that match before it, and AMBIGUOUS, SINGLE or UNANIMOUS."""
+    """Return the class of a looked-up token, by the number of matching tokens before it and its support: AMBIGUOUS,
+    SINGLE or UNANIMOUS."""
     return support * len(_LENGTHS) + bisect_right(_LENGTHS, num_matched) - 1
 
 
 class LookupRecord:
-    """Acceptance of a looked-up token by its class: how many tokens match before it, and whether the text has gone on
-    otherwise elsewhere (as suffix decoding counts, Oliaro et al. 2024). After an accepted token one more matches, so a
-    proposal passes through the classes: they separate text that is copied by the word from text copied by the page.
+    """Acceptance of a looked-up token by its class: how many tokens match before it, and whether other places in the
+    text continue differently (as suffix decoding counts, Oliaro et al. 2024). Each accepted token adds one match, so a
+    proposal passes through the classes. The classes separate text copied by the word from text copied by the page.
 
-    What was proposed can be held against what was committed in every round, whether it was the draft or not: so nothing
-    has to be tried in order to be known.
+    Every round compares the proposal with the committed tokens, even if the proposal was not the draft. So acceptance
+    is learned without trials.
     """
 
     def __init__(self) -> None:
@@ -47,7 +48,10 @@ class LookupRecord:
         return tuple(one.value for one in self._classes)
 
     def observe(self, match_classes: Sequence[int], proposed: Sequence[int], committed: Sequence[int]) -> None:
-        """proposed: the looked-up tokens, of these classes. committed: the tokens that came, as far as is known."""
+        """Compare a proposal with the committed tokens, up to the first difference or the end of the shorter.
+
+        match_classes: class of each proposed token.
+        """
         for at, one, other in zip(match_classes, proposed, committed, strict=False):
             self._classes[at].observe(one == other)
             if one != other:
@@ -55,13 +59,13 @@ class LookupRecord:
 
 
 def survival(by_class: Sequence[float], match_classes: Sequence[int]) -> list[float]:
-    """Of each looked-up token, the probability that it and all before it are right."""
+    """Return for each looked-up token the probability that it and all looked-up tokens before it are right."""
     return list(accumulate((by_class[one] for one in match_classes), mul))
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """A round that verifies what was looked up, `lengths` tokens by sequence: what it commits and takes."""
+    """Expected result of a round that verifies `lengths` looked-up tokens, by sequence. committed: over the batch."""
 
     lengths: tuple[int, ...]
     committed: float
@@ -78,11 +82,12 @@ def best_lookup(
     *,
     committed_without: float = 1.0,
 ) -> Verified:
-    """Which looked-up tokens to verify for the most tokens per second: the likeliest of the batch, whose number is a
-    power of two, or all. As survival falls, these are the first ones of each sequence.
+    """Return how many looked-up tokens of each sequence to verify for the most tokens per second: the likeliest tokens
+    of the batch, a power of two of them or all. As survival falls, these are the first tokens of each sequence.
 
-    survivals: of each sequence, the `survival` of what was found; of one, at least, something was. seconds: of a round
-    that verifies so many for each. committed_without: tokens of a sequence of which none are verified.
+    survivals: `survival` of each sequence's looked-up tokens; at least one is not empty. seconds: function from the
+    number of verified tokens of each sequence to the seconds of the round. committed_without: expected tokens of a
+    sequence without verified tokens.
     """
     likeliest = sorted(itertools.chain(*survivals), reverse=True)
     numbers = {min(2**power, len(likeliest)) for power in range(len(likeliest).bit_length() + 1)}
@@ -97,12 +102,11 @@ def best_lookup(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftUntilFound:
-    """A rule for drafts that may go on with what followed their tokens earlier in the text. It can be sent to wherever
-    drafts are made.
+    """A serializable rule for drafts that may continue with looked-up tokens. It can be sent where drafts are made.
 
-    worth: whether the model drafts one more token where nothing is taken. ngram: tokens that must match, `shortest`
-    where so many do not. by_class: see `LookupRecord`. min_survival: with which a looked-up token is worth its row.
-    drafting_gain: by how many times drafting is faster than plain decoding.
+    worth: whether the model drafts one more token if no looked-up tokens are taken. ngram: tokens that must match, or
+    `shortest` if no match is that long. by_class: see `LookupRecord`. min_survival: the probability above which a
+    looked-up token is worth its row in the verify. drafting_gain: speed of drafting over that of plain decoding.
     """
 
     worth: DraftWhileWorth
@@ -113,15 +117,16 @@ class DraftUntilFound:
     drafting_gain: float
 
     def __call__(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
-        """confidences: of the tokens drafted so far, by sequence. Which sequences draft one more."""
+        """Return for each sequence whether it drafts one more token. confidences: of its drafted tokens so far."""
         return self.worth(confidences)
 
     def num_looked_up(self, confidences: Sequence[float], match_classes: Sequence[int]) -> int:
-        """How many looked-up tokens, of these classes, end a draft of these confidences; 0: the model drafts on.
+        """Return how many looked-up tokens, of these classes, complete a draft of these confidences; 0: the model
+        continues to draft.
 
-        At a rate of r tokens per second, the tokens of a correct draft bring r times the seconds of a verification,
-        less the one token that comes without a draft; in seconds of plain decoding that is the gain less one. Looked-up
-        tokens must bring more: the number of tokens that they are expected to add, less the cost of their rows.
+        At a rate of r tokens per second, a correct draft adds r times the seconds of a verify, minus the one token that
+        comes without a draft. If a verify takes as long as a plain step, that is the gain minus 1. Looked-up tokens
+        must add more: the number of tokens that they are expected to add, minus the cost of their rows.
         """
         sound = float(np.prod(self.worth.curve.acceptance(confidences)))
         reached = [sound * one for one in survival(self.by_class, match_classes)]

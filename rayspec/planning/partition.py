@@ -1,6 +1,6 @@
-"""Which decoder layers each pipeline stage holds: the cut whose slowest stage is fastest, within memory.
+"""The decoder layers of each pipeline stage: a partition that minimises the time of the slowest stage, within memory.
 
-A stage holds whole layers: attention and MLP of a layer are one module of the checkpoint and are loaded as one.
+A stage holds whole layers: attention and MLP of a layer are one module of the checkpoint and are loaded together.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from rayspec.types import ConfigError
 Floats = NDArray[np.float64]
 
 _GIB = 2**30
-_ROUNDING = 1e-9  # relative; seconds of a span are differences of running sums
+_ROUNDING = 1e-9  # relative error of a span's seconds, which are differences of running sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """What one stage runs on. bytes_free: for weights and keys and values together."""
+    """The device of one stage. bytes_free: for weights, keys and values together."""
 
     name: str
     bytes_free: int
@@ -30,9 +30,9 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCost:
-    """A decoder layer, or one of the two ends of the model.
+    """Memory and time of a decoder layer, or of one of the two ends of the model.
 
-    weight_bytes, kv_bytes: what it takes on its device. seconds: of one step, on the device of each stage in turn.
+    kv_bytes: keys and values. seconds: seconds of one step, for the device of each stage.
     """
 
     weight_bytes: int
@@ -50,7 +50,8 @@ class LayerCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCosts:
-    """The model in order. The first stage holds the embedding too, the last the final norm and the LM head."""
+    """The parts of the model in order. The first stage also holds the embedding, the last stage the final norm and the
+    LM head."""
 
     embedding: LayerCost
     layers: tuple[LayerCost, ...]
@@ -63,7 +64,7 @@ class ModelCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
-    """What a stage holds and takes, the ends of the model included."""
+    """Layers, memory and seconds of one stage, including an end of the model that the stage holds."""
 
     device: Device
     layers: range
@@ -73,18 +74,19 @@ class StageCost:
 
     @property
     def bytes_left(self) -> int:
-        """Below 0: what is missing."""
+        """Free bytes that remain; below 0, the number of missing bytes."""
         return self.device.bytes_free - self.weight_bytes - self.kv_bytes
 
 
 def partition(costs: ModelCosts, devices: Sequence[Device], pinned: Sequence[int] | None = None) -> tuple[range, ...]:
-    """Consecutive layers for each stage, at least one each; stage i runs on devices[i].
+    """Return consecutive layers for each stage, at least one each; stage i runs on devices[i].
 
-    The order of the devices is the caller's: it follows the network, which is not known here. Of all cuts that fit,
-    the one whose slowest stage takes least time, for that stage sets the throughput of a full pipeline; of those, the
-    one with the least sum of squared times: the most even one on devices that are alike, less work in all elsewhere.
+    The caller orders the devices by the network, which is not known here. Of all partitions that fit, take the one
+    whose slowest stage takes least time, because that stage sets the throughput of a full pipeline. Of equal ones, take
+    the least sum of squared times: the most even partition on equal devices, and less total work on unequal devices.
 
-    pinned: number of layers of each stage. It wins, even over memory, because bytes are estimates: see `shortfalls`.
+    pinned: number of layers of each stage. It overrides even the memory limit, because bytes are estimates: see
+    `shortfalls`.
 
     Raises ConfigError if there are more stages than layers, if `pinned` does not add up, or if nothing fits.
     """
@@ -107,14 +109,17 @@ def partition(costs: ModelCosts, devices: Sequence[Device], pinned: Sequence[int
 
 
 def bytes_missing(costs: ModelCosts, devices: Sequence[Device]) -> int:
-    """The least memory that any cut lacks, summed over stages; 0 where one fits. Raises ConfigError as `partition`."""
+    """Return the bytes that the best partition lacks, summed over stages; 0 if any partition fits.
+
+    Raises ConfigError if there are more stages than layers.
+    """
     _check(costs, devices)
     over = np.maximum(_span_bytes(costs, len(devices)) - _bytes_free(devices), 0)
     return int(_best_cut(over, np.add)[0])
 
 
 def stage_costs(costs: ModelCosts, devices: Sequence[Device], spans: Sequence[range]) -> tuple[StageCost, ...]:
-    """What each stage of a cut holds and takes. Raises ValueError if there is not one span for each device."""
+    """Return the cost of each stage of a partition. Raises ValueError if there is not one span for each device."""
     stages = []
     for stage, (device, span) in enumerate(zip(devices, spans, strict=True)):
         parts = [costs.layers[layer] for layer in span]
@@ -133,7 +138,7 @@ def stage_costs(costs: ModelCosts, devices: Sequence[Device], spans: Sequence[ra
 
 
 def shortfalls(stages: Sequence[StageCost]) -> tuple[int, ...]:
-    """Bytes that each stage lacks; 0 where it fits."""
+    """Return the bytes that each stage lacks; 0 for a stage that fits."""
     return tuple(max(0, -stage.bytes_left) for stage in stages)
 
 
@@ -163,7 +168,7 @@ def _pinned_spans(pinned: Sequence[int], *, num_layers: int, num_stages: int) ->
 
 
 def _bytes_free(devices: Sequence[Device]) -> Floats:
-    """[stage, 1, 1]."""
+    """Return the free bytes of each stage, [stage, 1, 1]."""
     return np.asarray([device.bytes_free for device in devices], np.float64)[:, None, None]
 
 
@@ -178,9 +183,9 @@ def _span_seconds(costs: ModelCosts, num_stages: int) -> Floats:
 
 
 def _span_sums(layers: NDArray[np.generic], first: float, last: float) -> Floats:
-    """[stage, start, end]: sum of a stage that holds layers start .. end - 1, infinite where that is none.
+    """Return [stage, start, end]: the sum over layers start .. end - 1 on a stage, infinite for an empty span.
 
-    layers: [stage, layer]; first, last: what the first and the last stage have on top.
+    layers: [stage, layer]. first, last: amounts to add for the first and the last stage.
     """
     running = np.pad(np.cumsum(layers, axis=1, dtype=np.float64), ((0, 0), (1, 0)))
     sums = running[:, None, :] - running[:, :, None]
@@ -190,9 +195,10 @@ def _span_sums(layers: NDArray[np.generic], first: float, last: float) -> Floats
 
 
 def _best_cut(costs: Floats, combine: np.ufunc) -> tuple[float, tuple[range, ...]]:
-    """The spans whose costs, combined over the stages, are least, and what they come to: a DP over (stage, end).
+    """Return the least combined cost over the stages, and its spans: a dynamic program over (stage, end).
 
-    costs: [stage, start, end], infinite where a stage cannot hold start .. end. combine must not fall in either cost.
+    costs: [stage, start, end], infinite where a stage cannot hold layers start .. end - 1. combine: must be
+    non-decreasing in both arguments.
     """
     best = costs[0, 0]
     choices = []

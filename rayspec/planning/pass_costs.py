@@ -1,4 +1,4 @@
-"""What a pass takes on each stage that it visits, by a LatencyModel."""
+"""The seconds of a pass on each stage that it visits, by a LatencyModel."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rayspec.planning.latency import LatencyModel
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
-# Seconds are linear in the context; the slope is taken over so many tokens.
+# Seconds are linear in the context; the slope is taken over this many tokens.
 _FAR = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassCost:
-    """The stages visited, in order, and for each its seconds: base_s + slope_s * context."""
+    """The stages that a pass visits, in order, and the seconds on each: base_s + slope_s * context."""
 
     stages: tuple[int, ...]
     base_s: tuple[float, ...]
@@ -28,14 +28,14 @@ class PassCost:
 
 
 class PassCosts:
-    """Passes by their shape: each shape is worked out once, for all contexts.
+    """Costs of passes, cached by shape; each shape is computed once, for all contexts.
 
-    Every stage that a pass visits takes the model's `overhead_s`, because each makes its own batch of it. So a pass
-    over several stages takes longer than `LatencyModel` says, by that much for each stage but one.
+    Every stage that a pass visits takes the model's `overhead_s`, because each stage builds its own batch. So a pass
+    over several stages takes longer than `LatencyModel` predicts, by `overhead_s` for each stage but one.
     """
 
     def __init__(self, latency: LatencyModel) -> None:
-        """Raises ValueError unless stages are numbered 0, 1, ... in order."""
+        """Use the costs of a latency model. Raises ValueError unless its stages are numbered 0, 1, ... without gaps."""
         if sorted(set(latency.stages)) != list(range(max(latency.stages) + 1)):
             raise ValueError(f"stages are {sorted(set(latency.stages))}; they must be numbered 0, 1, ...")
         self._latency = latency
@@ -44,7 +44,7 @@ class PassCosts:
         self.num_stages = max(latency.stages) + 1
 
     def draft(self, choices: Choices, *, rows: int) -> PassCost:
-        """A row of each of `rows` sequences through the sublayers, by their choices, and the head."""
+        """Return the cost of a draft step: one row of each of `rows` sequences, through all sublayers and the head."""
 
         def seconds(context: float) -> Floats:
             return self._latency.sublayers_s(rows=rows, context=context, batch=rows, choices=choices)
@@ -53,7 +53,8 @@ class PassCosts:
         return self._cost((choices, rows), seconds, visited=visited, head_rows=rows)
 
     def verify(self, *, rows: int, batch: int, prefix: int = 0) -> PassCost:
-        """All sublayers and the head over `rows` rows; the sublayers before `prefix` over one row a sequence."""
+        """Return the cost of a verify: all sublayers and the head over `rows` rows. The sublayers before `prefix` run
+        only one row per sequence."""
 
         def seconds(context: float) -> Floats:
             found = self._latency.sublayers_s(rows=rows, context=context, batch=batch)
@@ -64,7 +65,8 @@ class PassCosts:
         return self._cost((rows, batch, prefix), seconds, visited=self._all, head_rows=rows)
 
     def prefill(self, *, rows: int, batch: int, num_sampled: int) -> PassCost:
-        """All sublayers over `rows` tokens of prompts; the head for those that end in it."""
+        """Return the cost of all sublayers over `rows` prompt tokens, and of the head for the `num_sampled` prompts
+        that end in this pass."""
 
         def seconds(context: float) -> Floats:
             return self._latency.sublayers_s(rows=rows, context=context, batch=batch)

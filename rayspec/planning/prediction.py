@@ -1,7 +1,7 @@
-"""What a draft of given cost and acceptance gains, and, the other way round, what a given gain needs.
+"""The gain of a draft with given cost and acceptance, and conversely the cost or acceptance that a gain requires.
 
-c, the relative cost, is a draft step over a step of plain decoding. Where a verify costs as much as a plain step, as it
-does for one sequence, a draft gains something only at an acceptance above c.
+c, the relative cost, is the time of a draft step over that of a plain decoding step. Where a verify costs as much as a
+plain step, as for one sequence, a draft gains speed only at an acceptance above c.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ def best_length(
     max_draft_tokens: int,
     stop_rule: StopRule = NEVER,
 ) -> Decision:
-    """`best_choice` with this draft alone, for one sequence: the best length, and the gain even where that is a loss.
+    """Return the best length of this draft for one sequence, and its gain, even if that is a loss (see `best_choice`).
 
-    The verify runs all sublayers on all rows, as the papers' code does. A draft in full has no best length.
+    The verify runs all sublayers on all rows, as the papers' code does. For a draft that runs all sublayers in full,
+    the result is no draft.
     """
     return best_choice(
         [choices],
@@ -44,13 +45,16 @@ def best_length(
 
 
 def draft_cost(latency: LatencyModel, choices: Choices, *, context: float) -> float:
-    """c: a draft step over a step of plain decoding."""
+    """Return c: the time of a draft step over that of a plain decoding step."""
     return latency.draft_step_s(choices, context=context, batch=1) / latency.decode_step_s(context=context, batch=1)
 
 
 def relative_latency(cost: float) -> LatencyModel:
-    """A model whose plain step takes 1, whatever the number of rows, and whose first of two sublayers takes `cost`:
-    with the second skipped, the draft of the textbook, c and nothing else. Raises ValueError outside 0 <= cost < 1."""
+    """Return a latency model of two sublayers: the first takes `cost`, both take 1, for any number of rows.
+
+    A draft that skips the second sublayer is the textbook's draft, whose only parameter is c. Raises ValueError outside
+    0 <= cost < 1.
+    """
     if not 0 <= cost < 1:
         raise ValueError(f"cost is {cost}; it must be 0 or more, and below 1")
     curves = {
@@ -63,7 +67,7 @@ def relative_latency(cost: float) -> LatencyModel:
 
 
 def relative_gain(cost: float, acceptance: float, *, max_draft_tokens: int, stop_rule: StopRule = NEVER) -> float:
-    """The gain of a draft of relative cost c at its best length, where a verify costs as much as a plain step."""
+    """Return the gain of a draft of relative cost c at its best length; a verify costs as much as a plain step."""
     decision = best_length(
         relative_latency(cost),
         (FULL, SKIP),
@@ -76,28 +80,27 @@ def relative_gain(cost: float, acceptance: float, *, max_draft_tokens: int, stop
 
 
 def oracle_gain(cost: float, acceptance: float) -> float:
-    """1 / (a c + 1 - a): no draft of this cost gains more, were it to end just before each token to be rejected."""
+    """Return 1 / (a c + 1 - a), the gain of an ideal draft that ends just before each token to be rejected. It bounds
+    the gain of all drafts of this cost and acceptance."""
     return 1 / (acceptance * cost + 1 - acceptance)
 
 
 def needed_acceptance(gain: float, gain_at: Callable[[float], float]) -> float | None:
-    """The least acceptance at which `gain_at` (rising) reaches `gain`; None if it does not even at 1."""
+    """Return the least acceptance at which `gain_at`, a rising function, reaches `gain`; None if not even at 1."""
     if gain_at(1.0) < gain:
         return None
     return 0.0 if gain_at(0.0) >= gain else _crossing(lambda acceptance: gain_at(acceptance) >= gain)
 
 
 def cost_if_all_accepted(gain: float, num_draft_tokens: int) -> float | None:
-    """c at which drafts of that length, all of whose tokens are accepted, gain just that: gain = (g + 1) / (g c + 1).
-
-    None if c would be below 0.
-    """
+    """Return c at which drafts of g tokens, all accepted, have this gain: gain = (g + 1) / (g c + 1), where g is
+    `num_draft_tokens`. None if c would be below 0."""
     cost = ((num_draft_tokens + 1) / gain - 1) / num_draft_tokens
     return cost if cost >= 0 else None
 
 
 def needed_cost(gain: float, acceptance: float, *, max_draft_tokens: int) -> float | None:
-    """c at which a draft of the best length gains just that; None if it would have to be below 0, or above 1."""
+    """Return c at which a draft of the best length has this gain; None if c would have to be below 0, or above 1."""
     below_one = 1 - 1e-9
 
     def falls_short(cost: float) -> bool:
@@ -107,7 +110,7 @@ def needed_cost(gain: float, acceptance: float, *, max_draft_tokens: int) -> flo
 
 
 def _crossing(holds: Callable[[float], bool]) -> float:
-    """The least number between 0 and 1 at which `holds`, which is false before it and true after."""
+    """Return by bisection the number between 0 and 1 above which `holds` is true and below which it is false."""
     low, high = 0.0, 1.0
     for _ in range(_NUM_HALVINGS):
         middle = (low + high) / 2

@@ -1,7 +1,7 @@
-"""What the papers report: the rows of published.csv, beside this file.
+"""Results that the papers report: the rows of published.csv, in this folder.
 
-Only what was read stands there. A field is None where the source does not say; `computed` names the fields that follow
-from published numbers but are not printed in the source.
+The file holds only numbers from sources that were read. A field is None if the source does not give it. `computed`
+names the fields that follow from published numbers but are not printed in the source.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _ENDS: tuple[End, ...] = get_args(End)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """One speed-up over plain decoding, and what was reported with it.
+    """One speed-up over plain decoding, and the numbers reported with it.
 
-    group: rows that are explained together. arxiv: id, "" where it is not known to us. shape: the name of the
-    `ModelShape` that stands for the model. end: "" for a figure of its own; of figures given as a range, which end.
-    expected_speedup: what the authors' own formula gave. acceptance: accepted over drafted tokens. skip_ratio: share of
-    the sublayers' time that the draft leaves out. max_draft_tokens: a draft ends there at the latest; the methods end
-    most drafts earlier, when they are unsure. tpt_gain: the ratio of the authors' tokens-per-time estimates with and
-    without a draft. decode_step_ms: of plain decoding.
+    group: name shared by rows that are explained together. arxiv: id; "" if unknown. shape: the name of the
+    `ModelShape` that represents the model. end: which end of a published range the row is; "" for a single figure.
+    expected_speedup: result of the authors' own formula. acceptance: accepted over drafted tokens. skip_ratio: share of
+    the sublayers' time that the draft skips. max_draft_tokens: maximum length of a draft; the methods end most drafts
+    earlier, at low confidence. tpt_gain: the ratio of the authors' tokens-per-time estimates with and without a draft.
+    decode_step_ms: milliseconds of a plain decoding step.
     """
 
     group: str
@@ -66,12 +66,13 @@ class Published:
 
     @property
     def source(self) -> str:
-        """For people."""
+        """Citation for readers: paper, arXiv id, place."""
         return ", ".join(part for part in (self.paper, f"arXiv {self.arxiv}" if self.arxiv else "", self.where) if part)
 
 
 def published(path: Path = PATH) -> tuple[Published, ...]:
-    """All rows, in the order of the file. Raises ValueError naming the line that cannot be."""
+    """Return all rows in the order of the file. Raises ValueError for wrong columns, and for an invalid line, which the
+    message names."""
     with path.open(encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file, strict=True)
         names = [field.name for field in fields(Published)]
@@ -84,7 +85,7 @@ def _row(cells: Mapping[str, str], place: str) -> Published:
     try:
         values: dict[str, Any] = {name: _value(name, text) for name, text in cells.items()}
         return Published(**values)
-    except (ValueError, TypeError, AttributeError) as error:  # the latter two: too many cells, or too few
+    except (ValueError, TypeError, AttributeError) as error:  # TypeError, AttributeError: too many or too few cells
         raise ValueError(f"{place}: {error}") from error
 
 

@@ -1,7 +1,7 @@
 """Latency models of named models on named GPUs, from bytes moved and arithmetic alone: bounds, not measurements.
 
-`ideal_latency` is what good kernels could reach. `reference_latency` is what the code published with KnapSpec moves: it
-joins its cache by concatenation, expands it to all query heads, and converts it to another container in every forward.
+`ideal_latency` is a bound for efficient kernels. `reference_latency` models the code published with KnapSpec. In every
+forward, this code concatenates its cache, expands it to all query heads, and converts it to another container.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from rayspec.choices import Choice, combined, weights_of
 from rayspec.planning.latency import Curve, LatencyModel, kind_of
 
 _BYTES_16_BIT = 2
-_REACHED = 0.65  # of peak arithmetic, by large matrix products
-QUANTISED_BYTES: Mapping[Choice, float] = {"int8": 1.0, "int4": 0.5 + 4 / 128}  # a weight, its share of scales
-_PAGES_KEYS = 352  # of a draft that reads few: the default budget
+_REACHED = 0.65  # share of peak arithmetic that large matrix products reach
+QUANTISED_BYTES: Mapping[Choice, float] = {"int8": 1.0, "int4": 0.5 + 4 / 128}  # per weight, scales included
+_PAGES_KEYS = 352  # keys that a draft reads by choice `pages`: the default budget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A decoder-only transformer with gated MLPs, as its config.json has it. Biases and norms are left out."""
+    """Sizes of a decoder-only transformer with gated MLPs, from its config.json. Biases and norms are ignored."""
 
     name: str
     num_layers: int
@@ -34,12 +34,12 @@ class ModelShape:
 
     @property
     def attention_parameters(self) -> int:
-        """Of one layer."""
+        """Attention weights of one layer."""
         return 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
 
     @property
     def mlp_parameters(self) -> int:
-        """Of one layer."""
+        """MLP weights of one layer."""
         return 3 * self.hidden_size * self.mlp_size
 
     @property
@@ -54,7 +54,7 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Of one layer, in 16 bits."""
+        """Bytes of one layer's keys and values per token, in 16 bits."""
         return 2 * self.num_kv_heads * self.head_dim * _BYTES_16_BIT
 
 
@@ -86,14 +86,14 @@ SHAPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accelerator:
-    """bytes_per_s: of its memory. flops: peak of dense 16-bit arithmetic."""
+    """bytes_per_s: peak memory bandwidth. flops: peak dense 16-bit operations per second."""
 
     name: str
     bytes_per_s: float
     flops: float
 
     def knee_rows(self, bytes_per_weight: float) -> int:
-        """Up to so many rows a weight matrix takes as long to read as to multiply with."""
+        """Return the number of rows up to which reading a weight matrix takes at least as long as multiplying by it."""
         return round(bytes_per_weight * self.flops * _REACHED / (2 * self.bytes_per_s))
 
 
@@ -110,11 +110,11 @@ ACCELERATORS = {
 
 
 def ideal_latency(shape: ModelShape, accelerator: Accelerator, *, bytes_per_weight: float = 2) -> LatencyModel:
-    """Each forward reads every weight that it uses once, and the keys and values of the attention that it runs once.
+    """Return the latency of forwards that read each used weight once, and the keys and values of each attention once.
 
-    GPUs that hold consecutive layers take as long as one that could hold them all. Past `knee_rows` rows the matrix
-    products take over; the attention scores of a verify are taken to hide behind reading the keys. Keys, values and the
-    LM head have 16 bits.
+    Several GPUs that hold consecutive layers take as long as one GPU that could hold all layers. Beyond `knee_rows`
+    rows the arithmetic of matrix products dominates. The attention scores of a verify are assumed to overlap with
+    reading the keys. Keys, values and the LM head have 16 bits.
     """
     return _latency(shape, accelerator, bytes_per_weight=bytes_per_weight, kv_passes=1, overhead_s=0.0)
 
@@ -122,12 +122,12 @@ def ideal_latency(shape: ModelShape, accelerator: Accelerator, *, bytes_per_weig
 def reference_latency(
     shape: ModelShape, accelerator: Accelerator, *, context: int, bytes_per_weight: float = 2
 ) -> LatencyModel:
-    """The same with the cache handling of KnapSpec's published code, at `context` tokens.
+    """Return `ideal_latency` plus the cache handling of KnapSpec's published code, at `context` tokens.
 
-    Attention that runs moves its keys and values 3 + 2 * (query heads per KV head) times: concatenation reads and
-    writes them, the expansion to all query heads reads them and writes, and attention reads, as many copies. Every
-    forward, a draft's too, copies the keys and values of *all* layers (read and write), in converting the cache.
-    Kernel launches and host synchronisation come on top; nothing is known of them that could be computed here.
+    Each attention moves its keys and values 3 + 2 * (query heads per KV head) times. Concatenation reads and writes
+    them, the expansion reads them and writes a copy for each query head, and attention reads these copies. Every
+    forward, including draft steps, also copies (reads and writes) the keys and values of *all* layers to convert the
+    cache. Kernel launches and host synchronisation are not included, because they cannot be computed here.
     """
     copied = 2 * shape.num_layers * shape.kv_bytes_per_token * context
     return _latency(
@@ -140,8 +140,9 @@ def reference_latency(
 
 
 def choice_latency(shape: ModelShape, accelerator: Accelerator) -> LatencyModel:
-    """`ideal_latency` with what drafts may do: int8 weights take half of the bytes, int4 weights with the scales of
-    their groups a quarter and a bit; attention to pages reads so many keys of each sequence."""
+    """Return `ideal_latency` with curves for cheaper choices of drafts. int8 weights take half of the bytes; int4
+    weights, with the scales of their groups, slightly more than a quarter. Attention to pages reads a fixed number of
+    keys per sequence."""
     full = ideal_latency(shape, accelerator)
     curves = dict(full.curves)
     for weights, bytes_per_weight in QUANTISED_BYTES.items():

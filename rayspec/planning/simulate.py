@@ -1,9 +1,9 @@
-"""What a replica that is not here would do: pipeline, cohorts, drafts and prompts as events, by a LatencyModel.
+"""Simulation of a replica: pipeline, cohorts, drafts and prompts as discrete events, by a LatencyModel.
 
-It goes as in the pipeline. A round is a pass for each draft step and one for the verify; a pass goes over the stages
-that have anything to do in it, and the last stage sends the next one to the first. A stage works on one pass at a time,
-first on what is due first: rounds at once, prefills a moment later. A cohort goes on when its prefill and its round are
-both back.
+The simulation follows the pipeline. A round consists of a pass for each draft step and one pass for the verify. A pass
+visits the stages that run any of its sublayers, and the last stage sends the next pass to the first. A stage works on
+one pass at a time, by due time: rounds are due at once, prefills a moment later. A cohort continues when both its
+prefill and its round are finished.
 
 Not modelled: memory (see `partition`), processes that share a core, plan searches, lost shards.
 """
@@ -21,15 +21,15 @@ from rayspec.planning.event_pipeline import EventPipeline, Work
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.pass_costs import PassCosts
 
-# What the stages of the pipeline let a prefill wait for rounds that came later.
+# How long a stage of the pipeline lets a prefill wait for rounds that arrive later.
 _PREFILL_PATIENCE_S = 0.03
 _ENDLESS = 2**62  # tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafting:
-    """How drafts are made: how they run each sublayer, their length, and the probability that a token of theirs is
-    accepted, given that all before it were."""
+    """How drafts are made. choices: how a draft runs each sublayer. acceptance: probability that a draft token is
+    accepted, given that all tokens before it were."""
 
     choices: Choices
     num_draft_tokens: int
@@ -41,16 +41,16 @@ class Drafting:
 
     @property
     def prefix(self) -> int:
-        """Sublayers before the first that is not run in full: what they computed is the verify's, too."""
+        """Number of leading sublayers that the draft runs in full; the verify reuses their results."""
         return num_leading_full(self.choices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """`concurrency` users, each of whom sends the next request as soon as the one before is answered.
+    """`concurrency` users, each of whom sends the next request as soon as the previous one is answered.
 
-    prompt_tokens, output_tokens: of every request; None: answers do not end, and have just begun. chunk_tokens: of
-    prompts, that a cohort runs between two rounds.
+    prompt_tokens, output_tokens: length of every prompt and answer; output_tokens None: answers have just begun, and do
+    not end. chunk_tokens: the most prompt tokens that a cohort runs at a time.
     """
 
     prompt_tokens: int
@@ -66,11 +66,11 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulated:
-    """What happened in `seconds`.
+    """Results of a simulation of `seconds`.
 
-    num_tokens: committed. num_rounds: of a cohort each, and round_s, the mean time of one, from its start to its
-    commit. tokens_per_round: that a round commits for a sequence. idle_shares: by stage. first_token_s: of the requests
-    that came meanwhile, from being sent to the first token, in the order of these.
+    num_tokens: committed tokens. num_rounds: rounds of any cohort. round_s: mean seconds of a round, from its start to
+    its commit. tokens_per_round: mean tokens that a round commits per sequence. idle_shares: share of idle time of each
+    stage. first_token_s: seconds from sending a request to its first token, in order of the first tokens.
     """
 
     seconds: float
@@ -96,12 +96,12 @@ def simulate(
     num_tokens: int | None = None,
     seed: int = 0,
 ) -> Simulated:
-    """From mid-work, with answers of all lengths under way, until `num_tokens` are committed; without it, as many as
-    all users' answers are long together.
+    """Simulate until `num_tokens` are committed, from a state in which answers of all lengths are under way.
 
-    prefill: what prompts cost, where that is told apart. cohorts: batches under way at once, to which users are dealt.
-    The same arguments give the same result. Raises ValueError for `choices` of another model, for no cohorts, and for
-    answers that do not end where `num_tokens` is open.
+    num_tokens: None for the total length of one answer per user. prefill: a separate latency model for prompts.
+    cohorts: batches under way at the same time, over which the users are distributed. The same arguments give the same
+    result. Raises ValueError for `choices` of another model, for cohorts below 1, and if neither `num_tokens` nor the
+    length of answers is given.
     """
     if cohorts < 1:
         raise ValueError(f"cohorts is {cohorts}; it must be 1 or more")
@@ -117,7 +117,8 @@ def simulate(
 
 @dataclass(slots=True, eq=False)
 class _Sequence:
-    """A request: tokens that are computed, prompt tokens that are not yet, and tokens that its answer lacks."""
+    """A request. context: computed tokens. num_missing: prompt tokens still to compute. num_left: answer tokens still
+    to commit."""
 
     context: int
     num_missing: int
@@ -141,7 +142,7 @@ class _Tally:
 
 
 class _Replica:
-    """The engine's part: who is in which cohort, and what each does next."""
+    """The engine: it assigns sequences to cohorts and starts the next work of each cohort."""
 
     def __init__(
         self,
@@ -176,7 +177,7 @@ class _Replica:
         )
 
     def _dealt(self, num_cohorts: int) -> list[_Cohort]:
-        """Progress is spread evenly over the users, and the users over the cohorts."""
+        """Return the cohorts. Progress is spread evenly over the users, and users are distributed over the cohorts."""
         work, cohorts = self._workload, [_Cohort([]) for _ in range(num_cohorts)]
         for place, user in enumerate(self._rng.permutation(work.concurrency).tolist()):
             sequence = _Sequence(work.prompt_tokens, 0, _ENDLESS)
@@ -187,7 +188,7 @@ class _Replica:
         return cohorts
 
     def _start(self, cohort: _Cohort) -> None:
-        """What a cohort at rest has to do."""
+        """Start the next prefill and round of a cohort that has no work under way."""
         chunks = self._chunks(cohort.members)
         decoding = [sequence for sequence in cohort.members if sequence.num_missing == 0]
         if chunks:
@@ -203,7 +204,7 @@ class _Replica:
             self._start(cohort)
 
     def _chunks(self, members: Sequence[_Sequence]) -> list[tuple[_Sequence, int]]:
-        """Prompts in their order, as far as one step takes them."""
+        """Return the prompt tokens to run next, in the order of the members, up to `chunk_tokens` in total."""
         budget, chunks = self._workload.chunk_tokens, []
         for sequence in members:
             count = min(sequence.num_missing, budget)
@@ -262,14 +263,14 @@ class _Replica:
         self._land(cohort)
 
     def _num_accepted(self, length: int) -> int:
-        """Of a draft of that length: up to the first token that is rejected."""
+        """Draw the number of accepted tokens of a draft of that length, up to the first rejected token."""
         if self._drafting is None or length == 0:
             return 0
         rejected = 1 - self._drafting.acceptance
         return min(length, int(self._rng.geometric(rejected)) - 1) if rejected > 0 else length
 
     def _commit(self, sequence: _Sequence, num_tokens: int, now: float) -> None:
-        """What is answered makes room for the user's next request."""
+        """Commit tokens. After the last token of an answer, the user's next request takes its place."""
         self._tally.num_tokens += num_tokens
         sequence.context += num_tokens
         sequence.num_left -= num_tokens

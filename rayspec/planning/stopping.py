@@ -1,4 +1,4 @@
-"""How long drafts get, and what comes of them, when a confidence rule ends them early."""
+"""The expected length and accepted tokens of drafts that a confidence rule ends early."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRule:
-    """What the rule makes of a token: it ends the draft after one that will be rejected with probability `detects`,
-    after one that will be accepted with probability `misfires`. (0, 0): drafts always reach their length."""
+    """A rule that ends drafts early, by its two probabilities. detects: the draft ends after a token that will be
+    rejected. misfires: the draft ends after a token that will be accepted. (0, 0): drafts always reach their length."""
 
     detects: float = 0.0
     misfires: float = 0.0
@@ -28,10 +28,10 @@ NEVER = StopRule()
 
 @dataclass(frozen=True, slots=True)
 class ExpectedDraft:
-    """[num_candidates, max_length] each, by acceptance and by the most tokens a draft may have (1, 2, ...).
+    """Expected drafted and accepted tokens: [num_candidates, max_length] each, by the maximum draft length (1, 2, ...).
 
-    num_drafted: draft steps. num_accepted: of these. With StopRule() that is the length g and a + a^2 + ... + a^g
-    (Leviathan et al., eq. 1, without the bonus token).
+    With StopRule(), drafts of maximum length g and acceptance a have num_drafted = g and num_accepted = a + a^2 + ...
+    + a^g (Leviathan et al., eq. 1, without the bonus token).
     """
 
     num_drafted: Floats
@@ -39,9 +39,10 @@ class ExpectedDraft:
 
 
 def expected_draft(acceptance: ArrayLike, max_length: int, rule: StopRule) -> ExpectedDraft:
-    """acceptance: [num_candidates], of a token whose predecessors were accepted.
+    """Return the expected drafts. acceptance: [num_candidates], of a token whose predecessors were accepted.
 
-    A draft is sound (all accepted so far), lost (one was not, and nobody noticed) or over.
+    The computation tracks two probabilities: that a draft is sound (all tokens so far are accepted), and that it is
+    lost (a token was rejected, but the rule did not end the draft). Otherwise the draft has ended.
     """
     accepted = np.asarray(acceptance, float)
     sound, lost = np.ones_like(accepted), np.zeros_like(accepted)
@@ -56,26 +57,29 @@ def expected_draft(acceptance: ArrayLike, max_length: int, rule: StopRule) -> Ex
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftWhileSure:
-    """Draft on until a token's probability was below `threshold`: the fixed rule of other self-speculative decoders. It
-    can be sent to wherever drafts are made."""
+    """Continue a draft until its last token's probability is below `threshold`: the rule of other self-speculative
+    decoders. The rule is serializable, and can be sent to the process that drafts."""
 
     threshold: float
 
     def __call__(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
-        """confidences: of the tokens drafted so far, by sequence. Which sequences draft one more."""
+        """Return for each sequence whether it drafts one more token. confidences: of its drafted tokens so far."""
         return [one[-1] >= self.threshold for one in confidences]
 
 
 class StopRecord:
-    """The rule as observed in use. Old tokens fade; until there are some, the rule is taken to be a middling one."""
+    """Estimates the stop rule's probabilities from use. Old tokens fade; the priors are DETECTS and MISFIRES."""
 
     def __init__(self) -> None:
         self._detects = Discounted(TOKENS_HALF_LIFE, prior=DETECTS, strength=PRIOR_TOKENS)
         self._misfires = Discounted(TOKENS_HALF_LIFE, prior=MISFIRES, strength=PRIOR_TOKENS)
 
     def observe(self, *, num_accepted: int, num_tested: int, ended: bool) -> None:
-        """One draft: its tokens up to and with the first rejected one, and whether the rule ended it at the last of
-        these (False: it went on, or reached its length)."""
+        """Record one draft.
+
+        num_tested: its tokens up to and including the first rejected token. ended: whether the rule ended the draft at
+        the last of these (False: the draft continued, or reached its length).
+        """
         num_rejected = num_tested - num_accepted
         self._detects.observe(ended and num_rejected > 0, num_rejected, age=num_tested)
         self._misfires.observe(ended and num_rejected == 0, num_accepted, age=num_tested)

@@ -1,7 +1,7 @@
 """The endpoint: OpenAI's HTTP protocol over Ray Serve, its front, its metrics and its page.
 
-Belongs here: HTTP, deployments, admission, keys, health. Does not: what the protocol says (openai/), how a model is
-placed (pipeline/), what is rendered for Kubernetes (ops/).
+Belongs here: HTTP, deployments, admission, keys, health. Does not: the protocol itself (openai/), the placement of a
+model (pipeline/), manifests for Kubernetes (ops/).
 
 Users import `build_openai_app({"llm_configs": [...]})` from here, as from `ray.serve.llm`.
 """
@@ -18,7 +18,7 @@ __all__ = ["LLMConfig", "ServeOptions", "build_openai_app"]
 
 
 def __getattr__(name: str) -> Any:
-    """Ray Serve and torch come along with the app, so they are imported when it is first asked for."""
+    """Import the app when it is first used, because it imports Ray Serve and torch."""
     if name == "build_openai_app":
         from rayspec.serve.app import build_openai_app  # noqa: PLC0415
 

@@ -1,7 +1,7 @@
-"""Who may use the endpoint: bearers of one of its keys, who call the endpoint by an allowed host.
+"""Who may use the endpoint: clients that send one of its keys and call it by an allowed host name.
 
-A web page can have its own name resolve to loopback, and then talk to servers of the visitor's machine as if they were
-the page's own (DNS rebinding). The Host header still has the page's name.
+A web page can make its own domain name resolve to the loopback address. Then it can call servers on the visitor's
+machine as if they were its own (DNS rebinding). The Host header of such a request still contains the page's name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SCHEME = "bearer"
 
 @dataclass(frozen=True, slots=True)
 class ApiKeys:
-    """SHA-256 digests, compared in constant time; with none, everyone may."""
+    """SHA-256 digests of the API keys, compared in constant time. Without keys, everyone is admitted."""
 
     digests: tuple[bytes, ...]
 
@@ -29,7 +29,7 @@ class ApiKeys:
         return cls(tuple(map(_digest, keys)))
 
     def admit(self, authorization: str | None) -> bool:
-        """By the value of the header, "Bearer KEY". How long it takes does not tell which key came close."""
+        """Return whether the header value, "Bearer KEY", is admitted. Its timing does not reveal similar keys."""
         if not self.digests:
             return True
         scheme, _, key = (authorization or "").partition(" ")
@@ -43,8 +43,11 @@ def _digest(key: str) -> bytes:
 
 
 def allowed_host(header: str | None, names: Collection[str]) -> bool:
-    """header: as sent, with or without a port; None, as HTTP/1.0 has it: no browser sends that. names: allowed besides
-    those of loopback, lower case; ANY allows all."""
+    """Return whether a client may call the endpoint by this host.
+
+    header: the Host header, with or without a port; None (HTTP/1.0) is allowed, because no browser omits it. names:
+    allowed names in addition to the loopback names, in lower case; ANY allows all.
+    """
     if header is None or ANY in names:
         return True
     name = _name_of(header)
@@ -52,8 +55,8 @@ def allowed_host(header: str | None, names: Collection[str]) -> bool:
 
 
 def allowed_origin(headers: Mapping[str, str], origins: Collection[str]) -> bool:
-    """Whether a request that costs something may come from where it does. headers: by lower-case names. origins: of
-    pages that may, besides the endpoint's own; ANY allows all."""
+    """Return whether a POST or DELETE request may come from its origin. headers: by lower-case names. origins: allowed
+    origins of web pages, in addition to the endpoint's own; ANY allows all."""
     origin = headers.get("origin")
     if origin is None or ANY in origins or origin in origins or headers.get("sec-fetch-site") == "same-origin":
         return True
@@ -62,7 +65,7 @@ def allowed_origin(headers: Mapping[str, str], origins: Collection[str]) -> bool
 
 
 def is_loopback(name: str) -> bool:
-    """name: without port and brackets."""
+    """Return whether a host name or IP address is a loopback one. name: without port and brackets."""
     if name == "localhost" or name.endswith(".localhost"):
         return True
     try:
@@ -72,7 +75,7 @@ def is_loopback(name: str) -> bool:
 
 
 def _name_of(header: str) -> str:
-    """Empty where the header is malformed."""
+    """Return the host name in a Host header, without port and brackets; empty where the header is malformed."""
     text = header.strip().lower()
     if text.startswith("["):
         name, bracket, port = text[1:].partition("]")

@@ -1,4 +1,4 @@
-"""What a request passes before it comes to a route: limits, hosts, origins, keys."""
+"""Checks that a request passes before it reaches a route: limits, hosts, origins, keys."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _RESPONSE_HEADERS = ("retry-after", "x-request-id")
 
 
 class Admission:
-    """Counts the requests under way. most: how many may be before the next is refused with 429; None: no limit.
+    """Counts the total weight of the requests under way, and refuses further requests at a limit.
 
-    A request is admitted while less than `most` is under way, whatever the request itself weighs: so a large request is
-    refused no more often than a small one.
+    most: the limit; None: no limit. A request is admitted while the total is below `most`, whatever its own weight: a
+    large request is refused no more often than a small one. refusal: error of a refused request.
     """
 
     def __init__(self, most: int | None = None, refusal: ApiError = BUSY) -> None:
@@ -32,7 +32,7 @@ class Admission:
 
     @contextmanager
     def admit(self, weight: int = 1) -> Iterator[None]:
-        """While the request is under way. Raises Refused."""
+        """Count a request while the context is open. Raises Refused at the limit."""
         if self._most is not None and self.under_way >= self._most:
             raise Refused(self._refusal)
         self.under_way += weight
@@ -44,10 +44,12 @@ class Admission:
 
 @dataclass(slots=True, kw_only=True)
 class Entry:
-    """Who may enter. hosts: names by which the endpoint may be called, see `allowed_host`. origins: of pages that may
-    make models work, see `allowed_origin`. posts: requests that make models work or change
-    what is kept; they alone can be too many. draining:
-    nobody may enter any more."""
+    """Decides which requests may enter.
+
+    hosts: names by which clients may call the endpoint, see `allowed_host`. origins: origins of web pages that may send
+    POST and DELETE requests, see `allowed_origin`. posts: counts POST and DELETE requests, which alone have a limit.
+    others: counts all other requests. draining: no request may enter any more.
+    """
 
     keys: ApiKeys
     hosts: Collection[str]
@@ -71,7 +73,7 @@ class Entry:
 
 
 class AdmissionControl:
-    """ASGI middleware: what may not enter is answered here. open_paths: need no key."""
+    """ASGI middleware that refuses requests that may not enter. open_paths: paths that need no key."""
 
     def __init__(self, app: ASGIApp, *, entry: Entry, open_paths: Collection[str]) -> None:
         self._app, self._entry, self._open_paths = app, entry, open_paths
@@ -90,7 +92,7 @@ class AdmissionControl:
 
 
 class Cors(CORSMiddleware):
-    """Lets web pages of these origins use the endpoint; to browsers, the others may not."""
+    """Lets web pages of `origins` use the endpoint; browsers keep pages of other origins out."""
 
     def __init__(self, app: ASGIApp, *, origins: Sequence[str]) -> None:
         super().__init__(

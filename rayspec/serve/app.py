@@ -1,4 +1,4 @@
-"""The endpoint as a Serve application: a deployment a model, and one that speaks HTTP."""
+"""The endpoint as a Serve application: one deployment for each model, and one for HTTP."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from rayspec.serve.routing import PatientRouter
 from rayspec.types import ConfigError
 
 _INGRESS_CPUS = 0.5
-_INGRESS_QUEUE = 256  # whoever comes then gets the 429 of Serve's proxy, which is not OpenAI's
-_RUNNER_SHUTDOWN_S = 2.0  # what it has not answered, its successor answers
+_INGRESS_QUEUE = 256  # further requests get the 429 of Serve's proxy, which is not in OpenAI's format
+_RUNNER_SHUTDOWN_S = 2.0  # the next runner answers the lines that are left
 _NOT_SERVES_OWN = {
     "autoscaling_config",
     "health_check_timeout_s",
@@ -34,14 +34,16 @@ _NOT_SERVES_OWN = {
 }
 _ROUTING = {
     "request_router_class": f"{PatientRouter.__module__}.{PatientRouter.__name__}",
-    "request_routing_stats_period_s": 1e9,  # Serve would tell all its routers what `record_routing_stats` gives
+    "request_routing_stats_period_s": 1e9,  # never: Serve would send each ModelStatus to all its routers
 }
 
 
 def build_openai_app(args: Mapping[str, Any]) -> serve.Application:
-    """An application with all models of `args["llm_configs"]`. args: as ServeOptions has them. For a Serve config:
-    `import_path: rayspec.serve:build_openai_app`. The environment's RAYSPEC_API_KEYS holds more keys, with commas.
-    Ray is started where it does not run: what an engine reserves depends on the cluster. Raises ConfigError.
+    """Return an application that serves all models of `args["llm_configs"]`. Raises ConfigError.
+
+    args: options of ServeOptions. A Serve config names it as `import_path: rayspec.serve:build_openai_app`. The
+    environment variable RAYSPEC_API_KEYS holds more keys, separated by commas. Starts Ray where it does not run,
+    because the reservations of an engine depend on the cluster.
     """
     if not ray.is_initialized():
         ray.init()
@@ -49,7 +51,7 @@ def build_openai_app(args: Mapping[str, Any]) -> serve.Application:
 
 
 def bind(options: ServeOptions) -> serve.Application:
-    """Raises ConfigError."""
+    """Return the application of the whole endpoint. Raises ConfigError."""
     models = bind_models(options)
     hosts = frozenset(options.allowed_hosts) if options.allowed_hosts is not None else frozenset({ANY})
     settings = ingress_settings(options, hosts, num_ingresses=options.ingress_deployment_config.num_replicas)
@@ -57,7 +59,7 @@ def bind(options: ServeOptions) -> serve.Application:
 
 
 def bind_runner(options: ServeOptions, models: Mapping[str, Any]) -> serve.Application | None:
-    """What runs batches; None where there are none. models: applications or handles, by the models' ids."""
+    """Return the application that runs batches; None where batches are off. models: applications or handles by id."""
     settings = batch_settings(options)
     if settings is None:
         return None
@@ -71,7 +73,7 @@ def bind_runner(options: ServeOptions, models: Mapping[str, Any]) -> serve.Appli
 
 
 def batch_settings(options: ServeOptions) -> BatchSettings | None:
-    """Raises ConfigError."""
+    """Return the settings of the batch runner; None where batches are off. Raises ConfigError."""
     if options.batches is None:
         return None
     places = {config.model_id: config.num_places * config.num_replicas for config in options.llm_configs}
@@ -80,7 +82,7 @@ def batch_settings(options: ServeOptions) -> BatchSettings | None:
 
 
 def bind_models(options: ServeOptions) -> dict[str, serve.Application]:
-    """Each model as an application of its own. Raises ConfigError."""
+    """Return a separate application for each model, by model id. Raises ConfigError."""
     names = _deployment_names(options)
     return {
         config.model_id: _model_deployment(config, options, name).bind(
@@ -91,7 +93,7 @@ def bind_models(options: ServeOptions) -> dict[str, serve.Application]:
 
 
 def ingress_settings(options: ServeOptions, hosts: frozenset[str], *, num_ingresses: int = 1) -> IngressSettings:
-    """Of one of so many, among which the places of the models are divided. hosts: see `allowed_host`."""
+    """Return the settings of each of `num_ingresses`, which share `max_admitted`. hosts: see `allowed_host`."""
 
     def own_share(places: int | None) -> int | None:
         return None if places is None else -(-places // num_ingresses)
@@ -127,7 +129,7 @@ def _model_deployment(config: LLMConfig, options: ServeOptions, name: str) -> se
     make = serve.deployment(
         name=name,
         max_ongoing_requests=config.max_ongoing_requests,
-        max_queued_requests=-1 if queued is None else queued,  # a default is the ingress's to enforce, over HTTP
+        max_queued_requests=-1 if queued is None else queued,  # the ingress enforces the default limit, over HTTP
         health_check_timeout_s=options.health_check_timeout_s(config),
         backpressure_config={"status_code": 429},
         request_router_config=_ROUTING,
@@ -152,7 +154,7 @@ def _ingress_deployment(options: ServeOptions) -> serve.Deployment:
 
 
 def _serves_own(options: DeploymentOptions, actor: dict[str, Any]) -> dict[str, Any]:
-    """The options that are Serve's as they are. actor: what holds where `ray_actor_options` says nothing."""
+    """Return the options that Serve takes unchanged. actor: defaults for missing `ray_actor_options`."""
     chosen = options.model_dump(exclude=_NOT_SERVES_OWN, exclude_none=True)
     chosen["ray_actor_options"] = actor | options.ray_actor_options.model_dump(exclude_none=True)
     if options.autoscaling_config is not None:
@@ -170,6 +172,6 @@ def _autoscaling(options: DeploymentOptions) -> AutoscalingConfig:
 
 
 def _deployment_names(options: ServeOptions) -> list[str]:
-    """Of the models' ids, fit for files and Ray's names, and different."""
+    """Return a unique name for each model's deployment: its id, without characters that files or Ray refuse."""
     fit = [re.sub(r"[^A-Za-z0-9_.-]+", "--", config.model_id) for config in options.llm_configs]
     return [f"Model:{name}" if fit.count(name) == 1 else f"Model:{name}-{i}" for i, name in enumerate(fit)]

@@ -46,8 +46,8 @@ ReadJson = Callable[[Request], Awaitable[Any]]
 
 
 class BatchDesk:
-    """What clients ask of files and batches. store: None where the endpoint has none. runner: Serve's handle of the
-    BatchRunner. max_file_bytes: of an upload."""
+    """Handles clients' requests about files and batches. store: None where batches are off. runner: Serve's handle of
+    the BatchRunner. max_file_bytes: largest upload."""
 
     def __init__(self, store: BatchStore | None, runner: Any, *, max_file_bytes: int, body_timeout_s: float) -> None:
         self._store, self._runner = store, runner
@@ -60,7 +60,7 @@ class BatchDesk:
         return self._store
 
     async def upload(self, request: Request) -> FileObject:
-        """A form with the fields `purpose` and `file`, in any order. A file without the purpose is not kept."""
+        """Store the file of a form with the fields `purpose` and `file`, in any order. Both are required."""
         store, purpose, file_id = self.store, None, None
         with ExitStack() as kept:
             async for part in read_form(request, self._body_timeout_s):
@@ -100,7 +100,7 @@ class BatchDesk:
         return BatchList.of(data, has_more=has_more)
 
     async def content(self, file_id: str) -> AsyncIterator[bytes]:
-        """Of a file that there is."""
+        """Return the content of a file, in chunks. Raises InvalidRequestError for an unknown file."""
         file = await asyncio.to_thread(self.store.open_file, file_id)
         return _pieces(file)
 
@@ -115,7 +115,7 @@ class BatchDesk:
 
 
 def add_batch_routes(app: FastAPI, desk: BatchDesk, read_json: ReadJson) -> None:
-    """read_json: of a request's body, within the limits of all."""
+    """Add the routes. read_json: reads the JSON body of a request, within the endpoint's limits."""
     _add_file_routes(app, desk)
 
     @app.post("/v1/batches", summary="Run a file of requests", **takes(BatchRequest, Batch, *_ERRORS, *_BODY_ERRORS))

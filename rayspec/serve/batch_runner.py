@@ -1,7 +1,7 @@
 """Runs batches on the endpoint's models: a plain class that `app.py` makes a deployment of one replica.
 
-All that it knows is in the store. So its successor goes on where it was lost: lines whose answers are stored are not
-asked again, and the others are.
+The runner keeps all its state in the store. After a loss, the next runner continues: it skips lines whose answers are
+stored, and runs the other lines again.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ logger = logging.getLogger(__name__)
 _LOOK_EVERY_S = 5.0
 _STOP_POLL_S = 0.5
 _SAVE_AFTER_S = 1.0
-_SAVE_SHARE = 0.01  # of a batch's time so far: so its parts stay few, and little is asked again after a loss
+_SAVE_SHARE = 0.01  # of a batch's run time so far: results have few parts, and few lines run again after a loss
 _BUSY_WAIT_S = 1.0
 _LINES_AT_ONCE = 256
-_FEWER = 8  # lines that were lost with a replica run again beside so many times fewer
-_MOST_LOSSES = 3  # with which a line is given up when it runs alone
-_MOST_ERRORS = 100  # that are told of an input file
+_FEWER = 8  # divides the number of lines at once when lost lines run again
+_MOST_LOSSES = 3  # after so many losses of a line that runs alone, the line fails
+_MOST_ERRORS = 100  # reported for an input file
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSettings:
-    """folder: of the store, path or URI. max_lines: of an input file. places: lines of each model under way at once."""
+    """folder: path or URI of the store. max_lines: limit of an input file. places: most lines at once, by model."""
 
     folder: str
     max_lines: int
@@ -50,7 +50,7 @@ class BatchSettings:
 
 
 class BatchRunner:
-    """Lives as long as its event loop. models: Serve's handles, by the ids that lines use."""
+    """Runs all batches until its event loop ends. models: Serve's handles, by the ids that lines use."""
 
     def __init__(self, settings: BatchSettings, models: Mapping[str, Any]) -> None:
         self._settings, self._models = settings, dict(models)
@@ -62,7 +62,7 @@ class BatchRunner:
         self._task = asyncio.get_running_loop().create_task(self._keep())
 
     async def wake(self) -> None:
-        """There is a new batch."""
+        """Look for new batches at once."""
         self._woken.set()
 
     def __del__(self) -> None:
@@ -80,7 +80,7 @@ class BatchRunner:
             self._woken.clear()
 
     async def _look(self) -> None:
-        """Starts what has not ended and does not run."""
+        """Start each batch that has not ended and does not run."""
         for name in await asyncio.to_thread(self._store.batch_ids):
             if name not in self._ended and name not in self._runs:
                 self._runs[name] = asyncio.create_task(self._run(name))
@@ -91,14 +91,14 @@ class BatchRunner:
             await BatchRun(batch, self._store, self._settings.max_lines, self._answer).run()
             self._ended.add(name)
         except InvalidRequestError:
-            pass  # its first state is not written yet
+            pass  # the batch's first state is not written yet
         except Exception:  # logged, and tried again
             logger.exception("batch %s cannot go on now", name)
         finally:
             self._runs.pop(name, None)
 
     async def _answer(self, line: BatchLine) -> BatchResult | ApiError:
-        """ApiError: the line was lost with a replica. Waits where the model is busy."""
+        """Return the result of a line, or an ApiError if it was lost with a replica. Wait while the model is busy."""
         asked = line.body.get("model")
         model = asked if isinstance(asked, str) and asked in self._models else next(iter(self._models))
         async with self._places[model]:
@@ -111,9 +111,9 @@ class BatchRunner:
 
 @dataclass(slots=True)
 class BatchRun:
-    """One batch on its way to its end, from wherever it stands.
+    """Runs one batch to its end, from any saved state.
 
-    answer: a line's answer, or an ApiError where the line was lost with its replica.
+    answer: returns the result of a line, or an ApiError where the line was lost with its replica.
     """
 
     batch: Batch
@@ -146,7 +146,7 @@ class BatchRun:
             await self._save(status="in_progress", in_progress_at=now, request_counts=counts)
 
     def _inspect(self) -> tuple[int, list[BatchError]]:
-        """The number of lines, and what is wrong with the first that are no requests of this batch."""
+        """Return the number of lines, and errors of the first lines that are not requests of this batch."""
         errors: list[BatchError] = []
         total = 0
         for total, line in enumerate(self.store.lines(self.batch), start=1):
@@ -160,7 +160,7 @@ class BatchRun:
         return total, errors
 
     async def _progress(self) -> None:
-        """Until all lines are answered, the batch is cancelled, or its time is over."""
+        """Run lines until all are answered, the batch is cancelled, or its completion window ends."""
         await asyncio.to_thread(self._read_results)
         work = asyncio.create_task(self._answer_all())
         others = [asyncio.create_task(self._stop_asked()), asyncio.create_task(self._keep_saving())]
@@ -182,8 +182,8 @@ class BatchRun:
         self._counts = RequestCounts(total=total, completed=len(failed) - num_failed, failed=num_failed)
 
     async def _answer_all(self) -> None:
-        """All lines beside each other; then those that were lost with a replica, beside fewer and fewer others, so that
-        a line which ends replicas is found."""
+        """Run all lines, many at once. Run lines that were lost with a replica again, fewer and fewer at once: a line
+        that crashes replicas is isolated, and fails."""
         lines: AsyncIterator[BatchLine] = self._lines_left()
         limit, num_losses = 1024, 0
         while lost := await self._answer_each(lines, limit):
@@ -196,7 +196,7 @@ class BatchRun:
             lines = _each([line for line, _ in lost])
 
     async def _answer_each(self, lines: AsyncIterator[BatchLine], limit: int) -> list[tuple[BatchLine, ApiError]]:
-        """At most `limit` at once. Returns those that were lost."""
+        """Run at most `limit` lines at once. Return the lines that were lost, with their errors."""
         lost: list[tuple[BatchLine, ApiError]] = []
         running: set[asyncio.Task[None]] = set()
 
@@ -240,7 +240,7 @@ class BatchRun:
             await self._save_results()
 
     async def _save_results(self) -> None:
-        """The answers first: whoever goes on later counts them, and not what the batch says."""
+        """Save new results first, then the counts: the next runner counts results and ignores the saved counts."""
         if self._unsaved:
             results, self._unsaved = self._unsaved, []
             await asyncio.to_thread(self.store.add_results, self.batch.id, results)
@@ -257,7 +257,7 @@ class BatchRun:
         await asyncio.to_thread(self.store.save, self.batch)
 
     def _finalized(self) -> Batch:
-        """Writes the output and the error file; a batch that is lost meanwhile writes the same ones again."""
+        """Write the output and the error file, and return the ended batch. A repetition writes the same files."""
         self._read_results()
         now, cancelling_at = self._now(), self.store.cancel_asked_at(self.batch.id)
         is_whole = len(self._answered) >= self.batch.request_counts.total
@@ -274,7 +274,7 @@ class BatchRun:
         return self.store.results(self.batch.id)
 
     def _unanswered(self, code: str) -> Iterator[bytes]:
-        """The error lines of requests that were not answered."""
+        """Yield the error lines of requests that were not answered."""
         message = {
             "batch_expired": "This request was not answered before the completion window ended.",
             "batch_cancelled": "This request was not answered before the batch was cancelled.",
@@ -284,7 +284,7 @@ class BatchRun:
                 yield line.unanswered(code, message).json_line().encode()
 
     def _write(self, kind: Any, lines: Iterable[bytes]) -> str | None:
-        """The id of a file with the lines; None where there are none."""
+        """Write the lines to a file and return its id; return None where there are no lines."""
         lines = iter(lines)
         first = next(lines, None)
         if first is None:
@@ -304,7 +304,7 @@ class BatchRun:
 
 
 def _misfit(line: BatchLine | BatchResult, batch: Batch) -> BatchError | None:
-    """Why a line cannot be run in the batch."""
+    """Return why a line cannot run in the batch; None where it can."""
     if isinstance(line, BatchResult):
         return line.error
     if line.url != batch.endpoint:

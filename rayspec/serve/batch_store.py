@@ -1,9 +1,10 @@
-"""Files and batches of the endpoint in a folder or an object store. What is there is all that is known of them.
+"""Files and batches of the endpoint in a folder or an object store, which holds their complete state.
 
-files/ID/content      the file; files/ID/file.json, written after it, makes it one
-batches/ID/batch.json the newest Batch, written by whoever runs it
-batches/ID/cancel     there once somebody has asked for it: when, in Unix seconds
-batches/ID/results/   lines of answers, in parts that are never changed
+files/ID/content      the content of the file
+files/ID/file.json    its FileObject, written after the content; without it, the file does not exist
+batches/ID/batch.json the newest Batch, written at its creation and by its runner
+batches/ID/cancel     exists once a client has asked to cancel; contains the time in Unix seconds
+batches/ID/results/   lines of answers, in parts that never change
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ class NewFile:
 
 @dataclass(frozen=True, slots=True)
 class BatchStore:
-    """All methods block, and raise OSError where the store does not do what it is asked to. Unknown ids, and what is no
-    id, raise InvalidRequestError. Ids sort by time. clock: gives Unix seconds."""
+    """All methods block, and raise OSError where the store fails. Unknown and malformed ids raise InvalidRequestError.
+    Ids sort by time. clock: returns Unix seconds."""
 
     folder: Location
     clock: Callable[[], float] = time.time
 
     @contextmanager
     def new_file(self, filename: str, purpose: Purpose, *, file_id: str | None = None) -> Iterator[NewFile]:
-        """A file that is there when the block has ended, and not if it raises. file_id: where it has one already."""
+        """Create a file. It exists after the block, unless the block raises. file_id: id to use; None: a new id."""
         file_id = file_id or self._new_id("file-")
         with self._content(file_id).writing() as content:
             yield NewFile(file_id, content)
@@ -66,7 +67,7 @@ class BatchStore:
         return self._content(file_id).open()
 
     def delete_file(self, file_id: str) -> None:
-        """What describes it goes first: without it there is no file."""
+        """Delete a file: first its `file.json`, without which the file does not exist, then its content."""
         self.file(file_id)
         self._describing(file_id).delete()
         self._content(file_id).delete()
@@ -74,12 +75,12 @@ class BatchStore:
     def files(
         self, *, after: str | None, limit: int, order: Literal["asc", "desc"], purpose: Purpose | None
     ) -> tuple[list[FileObject], bool]:
-        """A page, and whether there are more."""
+        """Return a page of files after the id `after`, and whether there are more."""
         found = self._all("files", self.file, after=after, order=order)
         return _page((one for one in found if purpose in (None, one.purpose)), limit)
 
     def new_batch(self, asked: BatchRequest) -> Batch:
-        """Raises InvalidRequestError where its input is no file for batches."""
+        """Save and return a new batch. Raises InvalidRequestError where its input was not uploaded for batches."""
         if self.file(asked.input_file_id).purpose != "batch":
             raise InvalidRequestError(
                 f"input_file_id: {asked.input_file_id!r} was not uploaded with purpose 'batch'; upload it again so",
@@ -100,28 +101,28 @@ class BatchStore:
         return batch
 
     def batch(self, batch_id: str) -> Batch:
-        """As clients see it: asked to end, it is cancelling until it has ended."""
+        """Return a batch as clients see it: after a request to cancel, its status is `cancelling` until it ends."""
         batch = self._read(self._batch(batch_id).join("batch.json"), Batch, batch_id)
         asked_at = None if batch.status in FINAL else self.cancel_asked_at(batch_id)
         return batch if asked_at is None else replace(batch, status="cancelling", cancelling_at=asked_at)
 
     def saved(self, batch_id: str) -> Batch:
-        """As its runner saved it."""
+        """Return a batch as its runner saved it."""
         return self._read(self._batch(batch_id).join("batch.json"), Batch, batch_id)
 
     def save(self, batch: Batch) -> None:
         self._batch(batch.id).join("batch.json").write(msgspec.json.encode(batch))
 
     def batches(self, *, after: str | None, limit: int) -> tuple[list[Batch], bool]:
-        """A page, the newest first, and whether there are more."""
+        """Return a page of batches after the id `after`, newest first, and whether there are more."""
         return _page(self._all("batches", self.batch, after=after, order="desc"), limit)
 
     def batch_ids(self) -> list[str]:
-        """The oldest first."""
+        """Return the ids of all batches, oldest first."""
         return [one for one in self._ids("batches") if _ID.fullmatch(one)]
 
     def cancel(self, batch_id: str) -> Batch:
-        """Raises InvalidRequestError for a batch that has ended."""
+        """Ask to cancel a batch, and return the batch. Raises InvalidRequestError for a batch that has ended."""
         batch = self.batch(batch_id)
         if batch.status in FINAL:
             raise InvalidRequestError(
@@ -138,18 +139,18 @@ class BatchStore:
             return None
 
     def lines(self, batch: Batch) -> Iterator[BatchLine | BatchResult]:
-        """Of its input, see `read_batch`."""
+        """Yield the lines of the batch's input file, see `read_batch`."""
         with self.open_file(batch.input_file_id) as file:
             yield from read_batch(file, source=batch.input_file_id)
 
     def add_results(self, batch_id: str, results: Iterable[BatchResult]) -> None:
-        """As one part, whole or not at all. Its name is new, whoever else adds parts."""
+        """Write one part, whole or not at all. Its name is unique, even if others add parts at the same time."""
         name = f"{time.time_ns():020d}-{secrets.token_hex(4)}.jsonl"
         content = "".join(result.json_line() for result in results)
         self._batch(batch_id).join("results", name).write(content.encode())
 
     def results(self, batch_id: str) -> Iterator[tuple[str, bool, bytes]]:
-        """The id of each answered line, whether it has failed, and its line; of two answers to a line the first."""
+        """Yield for each answered line its id, whether it failed, and its result. Of two results, the first counts."""
         seen = set()
         for part in self._batch(batch_id).join("results").files({".jsonl"}, recursive=False):
             with part.open() as file:
@@ -160,7 +161,7 @@ class BatchStore:
                         yield row["id"], _failed(row), line
 
     def output_file_id(self, batch_id: str, kind: Literal["output", "errors"]) -> str:
-        """The same each time, so that a batch that is finished twice has one file of each kind."""
+        """Return the same id each time, so that a batch that is finished twice has one file of each kind."""
         digest = batch_id.removeprefix("batch_")
         return f"file-{digest[:16]}{sha256(f'{digest} {kind}'.encode()).hexdigest()[:16]}"
 
@@ -177,7 +178,7 @@ class BatchStore:
         return self._place("batches", "batch_", batch_id)
 
     def _place(self, folder: str, prefix: str, name: str) -> Location:
-        """What is no id is never made part of a path."""
+        """Return the folder of an object. Raises InvalidRequestError before a malformed id becomes part of a path."""
         if not (name.startswith(prefix) and _ID.fullmatch(name)):
             raise _unknown(name)
         return self.folder.join(folder, name)

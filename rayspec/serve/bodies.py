@@ -1,4 +1,4 @@
-"""Reading a request's body no further than is allowed."""
+"""Reading of a request's body, with limits on its size and time."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from rayspec.openai.errors import ApiError, InvalidRequestError
 from rayspec.serve.replies import NO_UPGRADE, NOT_JSON, too_large, too_slow
 
 _JSON = "application/json"
-_UPGRADE_TIMEOUT_S = 5.0  # Serve's proxy loses such a body, and never says that the body ends
+_UPGRADE_TIMEOUT_S = 5.0  # Serve's proxy loses the body of a request for an upgrade, and never ends it
 
 
 async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
-    """Raises InvalidRequestError as soon as more than `max_bytes` are announced or have come, and when the end has not
-    come after `timeout_s`: a client that stops in the middle must not hold a place for ever. A body that is not
-    announced as JSON is refused: web pages of any origin may send other types without asking."""
+    """Return the body. Raises InvalidRequestError as soon as more than `max_bytes` are announced or received, and when
+    the body is incomplete after `timeout_s`: a stalled client must not occupy a place for ever. A body without a JSON
+    content type is refused: web pages of any origin may send other types without a CORS preflight."""
     upgrades = _asks_for_upgrade(request)
     timeout_s = min(timeout_s, _UPGRADE_TIMEOUT_S) if upgrades else timeout_s
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != _JSON:

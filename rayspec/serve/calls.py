@@ -17,25 +17,25 @@ from rayspec.serve.replies import BUSY, GONE, INTERNAL, Reply, timed_out
 
 T = TypeVar("T")
 
-# What a handle raises: Serve's own errors and, where a replica has ended, Ray's.
+# Errors that a handle raises: Serve's own and, where a replica has ended, Ray's.
 _CARRIER_ERRORS = (RayServeException, RayError, asyncio.TimeoutError)
 
 
 class Deadline:
-    """timeout_s: from now on; None: never."""
+    """A deadline for several waits. timeout_s: seconds from now; None: no deadline."""
 
     def __init__(self, timeout_s: float | None) -> None:
         self._timeout_s = timeout_s
         self._end_s = time.monotonic() + timeout_s if timeout_s is not None else None
 
     async def wait(self, awaitable: Awaitable[T]) -> T:
-        """Raises asyncio.TimeoutError."""
+        """Return the result of the awaitable. Raises asyncio.TimeoutError at the deadline."""
         if self._end_s is None:
             return await awaitable
         return await asyncio.wait_for(awaitable, max(0.0, self._end_s - time.monotonic()))
 
     def failure(self, error: BaseException) -> ApiError:
-        """The error for the client of a call that failed."""
+        """Return the error that the client of a failed call gets."""
         if isinstance(error, BackPressureError):
             return BUSY
         if isinstance(error, asyncio.TimeoutError):
@@ -44,13 +44,13 @@ class Deadline:
 
 
 async def call(response: Any, timeout_s: float | None) -> Reply:
-    """The reply of a model. response: Serve's, of a call that has been made; it is cancelled if the wait is."""
+    """Return the reply of a model. response: Serve's, of a call under way; cancelling the wait cancels the call."""
     found: Reply | ApiError = await fetch(response, timeout_s)
     return Reply.failed(found) if isinstance(found, ApiError) else found
 
 
 async def fetch(response: Any, timeout_s: float | None) -> Any:
-    """As `call`, for what is no reply; an ApiError where the call could not be carried out."""
+    """Return the result of a call, of any type; an ApiError where the call failed. response: as in `call`."""
     deadline = Deadline(timeout_s)
     try:
         return await deadline.wait(_outcome(response))
@@ -67,15 +67,15 @@ async def _outcome(response: Any) -> Any:
 
 
 def _cancel(response: Any) -> None:
-    """Serve raises what the call ended of, where it has."""
+    """Cancel a call. Serve raises the error of a call that has failed before; ignore it."""
     with suppress(RayServeException, RayError):
         response.cancel()
 
 
 class Relay:
-    """A stream of a model on its way to the client: `begin`, then `events`, and in any case `close`.
+    """Passes a model's stream on to the client. Call `begin`, then `events`, and in any case `close`.
 
-    response: Serve's, of a call that has been made and gives a reply and then server-sent events.
+    response: Serve's, of a call under way that yields a reply and then server-sent events.
     """
 
     def __init__(self, response: Any, timeout_s: float | None) -> None:
@@ -83,7 +83,7 @@ class Relay:
         self._deadline = Deadline(timeout_s)
 
     async def begin(self) -> Reply:
-        """Not ok: there will be no events. Otherwise its body is the first of them."""
+        """Return the reply. If it is ok, its body is the first event; otherwise there are no events."""
         try:
             reply: Reply = await self._next()
         except _CARRIER_ERRORS as error:
@@ -91,7 +91,7 @@ class Relay:
         return reply
 
     async def events(self, first: bytes) -> AsyncGenerator[bytes, None]:
-        """`first` and what follows it. A model that is lost on the way is one more event."""
+        """Yield `first` and the events after it. If the model is lost, the last event is an error."""
         yield first
         try:
             while True:
@@ -103,7 +103,7 @@ class Relay:
         yield event(failure) + END_OF_EVENTS
 
     def close(self) -> None:
-        """Ends the request where it has not ended."""
+        """End the request if it has not ended."""
         _cancel(self._response)
 
     async def _next(self) -> Any:

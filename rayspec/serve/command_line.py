@@ -1,4 +1,4 @@
-"""The options of an endpoint, of a command line."""
+"""Options of an endpoint that a command line gives."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ def asked_options(
     batches: str | None = None,
     environment: Mapping[str, str],
 ) -> ServeOptions:
-    """file: of ServeOptions; it takes the place of the engine's options. model_id: what requests call the model;
-    without it, as the engine's options do. api_keys, cors, allowed_hosts: more of them. batches: in place of the
-    file's. Raises ConfigError.
+    """Return the options of an endpoint. Raises ConfigError.
+
+    file: options of ServeOptions, in place of the engine's options. model_id: name of the model in requests; None: its
+    name in the engine's options. api_keys, cors, allowed_hosts: added to the file's. batches: replaces the file's.
     """
     if file is None:
         args = {"llm_configs": [_llm_config(asked, model_id)]}

@@ -64,7 +64,7 @@ _MEANINGS = {
 
 
 class ErrorDetail(pydantic.BaseModel):
-    """code: stable. param: the field at fault, dotted."""
+    """An error. code: a stable identifier. param: dotted path of the field at fault."""
 
     message: str
     type: Literal["invalid_request_error", "server_error"]
@@ -73,29 +73,29 @@ class ErrorDetail(pydantic.BaseModel):
 
 
 class ErrorBody(pydantic.BaseModel):
-    """What every error is, whatever the route."""
+    """Body of every error response, on every route."""
 
     error: ErrorDetail
 
 
 def answers(model: type, *, streamed: bool = False) -> dict[int | str, dict[str, Any]]:
-    """For the `responses` of a route that answers with such a body, or with events where it is asked to."""
+    """Return the `responses` of a route that answers with a `model` body or, if `streamed`, with events on request."""
     content: dict[str, Any] = {"application/json": {"schema": {"$ref": _SCHEMAS + model.__name__}}}
     return {200: {"description": "The answer.", "content": content | (_EVENTS if streamed else {})}}
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """For the `responses` of a route."""
+    """Return the `responses` of a route for these error statuses."""
     return {status: {"model": ErrorBody, "description": _MEANINGS[status]} for status in statuses}
 
 
 def generation(request: type[pydantic.BaseModel], answer: type, *, streamed: bool = False) -> dict[str, Any]:
-    """The options of a route that reads such a body itself, and has a model answer it."""
+    """Return the options of a route that parses a `request` body itself, and has a model answer it."""
     return _takes(request, answers(answer, streamed=streamed) | errors(*_GENERATION_ERRORS))
 
 
 def takes(request: type[pydantic.BaseModel], answer: type, *statuses: int) -> dict[str, Any]:
-    """The options of a route that reads such a body itself, and answers it or fails with one of these."""
+    """Return the options of a route that parses a `request` body itself, and may fail with these statuses."""
     return _takes(request, answers(answer) | errors(*statuses))
 
 
@@ -106,7 +106,7 @@ def _takes(request: type[pydantic.BaseModel], responses: dict[int | str, dict[st
 
 
 def describe(app: FastAPI, *, open_paths: frozenset[str], has_keys: bool) -> None:
-    """Have the application serve the whole document. open_paths: need no key."""
+    """Make the application serve the complete OpenAPI document. open_paths: paths that need no key."""
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -125,7 +125,7 @@ def _document(app: FastAPI, open_paths: frozenset[str], *, has_keys: bool) -> di
     components.setdefault("schemas", {}).update(definitions["$defs"] | answered)
     for path, operations in document["paths"].items():
         for operation in operations.values():
-            operation["responses"].pop("422", None)  # FastAPI's own, for a path parameter that any text satisfies
+            operation["responses"].pop("422", None)  # FastAPI adds it for path parameters, but any text is valid
             if path in open_paths:
                 operation["security"] = []
     if has_keys:
@@ -136,7 +136,7 @@ def _document(app: FastAPI, open_paths: frozenset[str], *, has_keys: bool) -> di
 
 
 def _drop_unused(schemas: dict[str, Any], document: Mapping[str, Any]) -> None:
-    """What FastAPI adds for the 422 that is not there."""
+    """Remove the schemas that FastAPI adds for the removed response 422."""
     for name in ("HTTPValidationError", "ValidationError"):
         if f'{_SCHEMAS}{name}"' not in str(document["paths"]):
             schemas.pop(name, None)

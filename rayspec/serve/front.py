@@ -1,7 +1,7 @@
 """The HTTP server of `rayspec serve`: an ingress in the process of the command.
 
-Serve's proxy and an ingress deployment would be two processes on the way that can be lost, and a proxy has no deadline
-for headers. A deployment by `serve deploy` or RayService has them, see `app.py`.
+Serve's proxy and an ingress deployment would add two processes that can fail, and the proxy has no deadline for
+headers. Endpoints deployed by `serve deploy` or RayService have both processes, see `app.py`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _ID = "x-request-id"
 _VERSIONS = ("1.0", "1.1")
 _IDLE_CONNECTION_S = 30
 _POLL_S = 0.02
-_ERRORS = "serve_num_http_error_requests"  # as Serve's proxy calls it, so that dashboards and alerts find it
+_ERRORS = "serve_num_http_error_requests"  # the name in Serve's proxy, so that dashboards and alerts find it
 
 
 class Named:
-    """ASGI middleware: each request has an id (x-request-id), its own or a new one, and the response repeats it. Errors
-    are counted. A request of an HTTP that is not spoken here is refused."""
+    """ASGI middleware that gives each request an id (x-request-id) if it has none, and repeats the id in the response.
+    The middleware counts error responses, and refuses requests of unsupported HTTP versions."""
 
     def __init__(self, app: ASGIApp, errors: Counter) -> None:
         self._app, self._errors = app, errors
@@ -59,7 +59,7 @@ class Named:
 
 @contextmanager
 def http_server(app: ASGIApp, listener: socket.socket, *, header_timeout_s: float) -> Iterator[threading.Thread]:
-    """The thread that answers, until the end of the context. listener: a socket that listens."""
+    """Run the server in a thread while the context is open, and yield the thread. listener: a listening socket."""
     errors = Counter(_ERRORS, "Requests that were answered with an error.", tag_keys=("error_code", "method"))
     config = uvicorn.Config(
         Named(app, errors),

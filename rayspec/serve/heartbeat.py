@@ -1,4 +1,4 @@
-"""Whether an engine's loop comes round, known at any moment without waiting for the loop."""
+"""Liveness of an engine's loop, which can be read at any moment without waiting for the loop."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ PERIOD_S = 0.5
 
 
 class Heartbeat:
-    """Pings the engine again and again.
+    """Pings the engine repeatedly.
 
-    ping: returns when the engine's loop has come round; raises RayspecError where the engine is dead. clock: in
-    seconds, never goes back.
+    ping: returns when the engine's loop has answered; raises RayspecError where the engine is dead. clock: monotonic,
+    in seconds.
     """
 
     def __init__(self, ping: Callable[[], Awaitable[None]], clock: Callable[[], float] = time.monotonic) -> None:
@@ -25,17 +25,17 @@ class Heartbeat:
 
     @property
     def silent_s(self) -> float:
-        """How long the newest ping has been without an answer."""
+        """Seconds that the newest ping has waited for its answer; 0 if it is answered."""
         return 0.0 if self._asked_s is None else self._clock() - self._asked_s
 
     async def keep(self) -> None:
-        """Until it is cancelled."""
+        """Ping until cancelled, with pauses of PERIOD_S."""
         while True:
             await self.beat()
             await asyncio.sleep(PERIOD_S)
 
     async def beat(self) -> None:
-        """One ping."""
+        """Ping once, and keep the error, if any, in `failure`."""
         self._asked_s = self._clock()
         try:
             await self._ping()

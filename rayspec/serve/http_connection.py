@@ -1,4 +1,4 @@
-"""An HTTP/1.1 connection of the front: uvicorn's, with a deadline for headers and with OpenAI's errors."""
+"""An HTTP/1.1 connection of the front: uvicorn's, with a deadline for headers and errors in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from rayspec.serve.replies import MALFORMED, Reply, slow_headers
 
 
 class Connection(H11Protocol):
-    """header_timeout_s: from the first byte of a request, or from the connection, until the headers are complete.
+    """Ends when the headers of a request are late.
 
-    h11 reads the body of a request that asks for an upgrade and answers with HTTP/1.1. uvicorn's faster parser loses
-    such a body.
+    header_timeout_s: limit from the connection, or from the first byte of a later request, to the end of the headers.
+    The parser is h11, which reads the body of a request for an upgrade and answers with HTTP/1.1. uvicorn's faster
+    parser loses such a body.
     """
 
     header_timeout_s: float
@@ -38,7 +39,7 @@ class Connection(H11Protocol):
         self._refuse(MALFORMED)
 
     def _expect_headers(self) -> None:
-        """Between requests without a byte of the next, uvicorn's own deadline for idle connections counts."""
+        """Start or end the deadline. While a connection is idle between requests, uvicorn's own deadline applies."""
         if self.conn.their_state is not h11.IDLE:
             self._end_deadline()
         elif self._deadline is None:
@@ -60,13 +61,13 @@ class Connection(H11Protocol):
             self.transport.close()
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer what is no request, where the answer to an earlier request is not on its way, and end."""
+        """Send the error, unless the response to an earlier request has begun, and close the connection."""
         if self.conn.our_state in {h11.IDLE, h11.SEND_RESPONSE}:
             self.transport.write(_raw(Reply.failed(error)))
         self.transport.close()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Nothing to warn of: the request is answered with HTTP/1.1."""
+        """Log no warning: the request is answered with HTTP/1.1."""
 
 
 def connections(header_timeout_s: float) -> type[Connection]:

@@ -1,4 +1,4 @@
-"""The HTTP side of the endpoint: routes, keys, limits, and errors as OpenAI tells them."""
+"""The HTTP side of the endpoint: routes, keys, limits, and errors in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ from rayspec.types import RequestError
 
 _WEB = Path(__file__).parent / "web"
 _USABLE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies on the way must not collect it
+_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies must not buffer the stream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
-    """max_admitted: sequences under way before the next request is refused; None: no limit. scales_to_zero: a model
-    without a replica is none that has failed."""
+    """max_admitted: number of sequences under way from which requests are refused; None: no limit. scales_to_zero: a
+    model without replicas is not an error."""
 
     max_admitted: int | None
     scales_to_zero: bool
@@ -60,9 +60,9 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IngressSettings:
-    """What of ServeOptions an ingress goes by. hosts: names by which clients may call it, see `allowed_host`.
-    max_requests: of all models, under way at once. batches: None: there are none. max_batch_file_bytes: of an
-    upload."""
+    """Settings of an ingress, from ServeOptions. hosts: names by which clients may call it, see `allowed_host`.
+    max_requests: most requests under way at once, of all models. batches: None where batches are off.
+    max_batch_file_bytes: largest upload."""
 
     keys: ApiKeys
     models: Mapping[str, ModelSettings]
@@ -78,10 +78,10 @@ class IngressSettings:
 
 
 class Ingress:
-    """Carries requests to models. A plain class: `app.py` makes it a deployment, `front.py` serves it without Serve.
+    """Passes requests on to models. A plain class: `app.py` makes it a deployment, `front.py` serves it without Serve.
 
-    models: Serve's handles, by the ids that requests use. runner: Serve's handle of the BatchRunner; None: there are no
-    batches.
+    models: Serve's handles, by the ids that requests use. runner: Serve's handle of the BatchRunner; None where batches
+    are off.
     """
 
     def __init__(self, settings: IngressSettings, models: Mapping[str, Any], runner: Any = None) -> None:
@@ -108,7 +108,7 @@ class Ingress:
         return build_app(self)
 
     async def generate(self, request: Request, kind: type[ChatRequest | CompletionRequest]) -> Response:
-        """Raises RequestError and Refused."""
+        """Answer a request for text, streamed or not. Raises RequestError and Refused."""
         asked = kind.parse(await self.json(request))
         model, name, timeout_s = self._ready_model(asked.model), _name_of(request), self.settings.request_timeout_s
         with ExitStack() as held:
@@ -121,13 +121,13 @@ class Ingress:
             return _EventStream(relay, reply.body, held.pop_all()) if reply.ok else response_of(reply)
 
     async def tokenize(self, request: Request, kind: type[TokenizeRequest | DetokenizeRequest]) -> Response:
-        """Raises RequestError."""
+        """Answer a request to tokenize or detokenize. Raises RequestError and Refused."""
         asked = kind.parse(await self.json(request))
         model = self._ready_model(asked.model or next(iter(self._models)))
         return response_of(await call(model.tokenize.remote(asked, _name_of(request)), self.settings.request_timeout_s))
 
     async def card(self, model: str) -> ModelCard | ApiError:
-        """Raises RequestError for a model that is not served, and Refused."""
+        """Return the card of a model. Raises RequestError for a model that is not served, and Refused."""
         if model not in self._cards:
             found = await fetch(self._ready_model(model).card.remote(), self.settings.request_timeout_s)
             if isinstance(found, ApiError):
@@ -144,7 +144,7 @@ class Ingress:
         return parse_json(await read_body(request, self.settings.max_request_bytes, self.settings.body_timeout_s))
 
     def _ready_model(self, name: str) -> Any:
-        """The handle of a model. Raises RequestError, and Refused while no replica can serve."""
+        """Return the handle of a model. Raises RequestError, and Refused while no replica can serve."""
         check_served(name, tuple(self._models))
         if not (self.settings.models[name].scales_to_zero or self.watch.sightings[name].can_serve):
             raise Refused(STARTING)
@@ -152,7 +152,7 @@ class Ingress:
 
 
 class _EventStream(StreamingResponse):
-    """Server-sent events of a model. However it ends, the request ends with it."""
+    """A response of server-sent events. When it ends, for any reason, the model's request ends too."""
 
     def __init__(self, relay: Relay, first: bytes, held: ExitStack) -> None:
         super().__init__(relay.events(first), media_type="text/event-stream", headers=_STREAM_HEADERS)
@@ -166,7 +166,7 @@ class _EventStream(StreamingResponse):
 
 
 def build_app(ingress: Ingress) -> FastAPI:
-    """The application. /health and the web page need no key: the page asks for it."""
+    """Return the application. /health and the web page need no key: the page asks its user for the key."""
     settings = ingress.settings
     app = FastAPI(
         title="rayspec",
@@ -261,7 +261,7 @@ def _add_operator_routes(app: FastAPI, ingress: Ingress) -> None:
 
 
 def _add_web(app: FastAPI) -> frozenset[str]:
-    """A route a file; a mount at "/" would make a 404 of what should be a 405. Returns their paths."""
+    """Add one route per file, and return the paths. A mount at "/" would answer 404 where 405 is right."""
     files = {"/" if file.name == "index.html" else f"/{file.name}": file for file in sorted(_WEB.iterdir())}
     for path, file in files.items():
         app.add_api_route(path, _sender(file), include_in_schema=False)
@@ -276,7 +276,7 @@ def _sender(file: Path) -> Callable[[], Awaitable[Response]]:
 
 
 def _name_of(request: Request) -> str:
-    """What the ids of its answer end in: the request's own id where that is fit."""
+    """Return the end of the answer's ids: the request's own id where it is usable, else a random id."""
     asked = request.headers.get("x-request-id", "")
     return asked if _USABLE_ID.fullmatch(asked) else uuid.uuid4().hex
 
@@ -298,7 +298,7 @@ async def _on_refused(_: Request, error: Exception) -> Response:
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
-    """Of the router: an unknown path, a wrong method."""
+    """Answer errors of the router: an unknown path, a wrong method."""
     assert isinstance(error, HTTPException)
     status = error.status_code
     code = HTTPStatus(status).name.lower()
@@ -307,10 +307,10 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 async def _on_disconnect(_: Request, error: Exception) -> Response:
-    """The client has left before its body was here; nobody reads this, and nothing of ours has failed."""
+    """End a request whose client left before its body was complete. Nobody reads this; it is no server error."""
     return Response(status_code=400)
 
 
 async def _on_failure(_: Request, error: Exception) -> Response:
-    """Starlette raises the error again after this, so Serve logs it."""
+    """Answer an unexpected error. Starlette raises the error again afterwards, so Serve logs it."""
     return error_response(INTERNAL)

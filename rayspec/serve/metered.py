@@ -1,4 +1,4 @@
-"""An engine whose requests are measured."""
+"""An engine that measures its requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rayspec.types import RequestOutput
 
 
 class MeteredEngine(AsyncEngine):
-    """Records the metrics of every request."""
+    """Records the metrics of every request, also of requests that fail."""
 
     def __init__(self, llm: rayspec.LLM, metrics: EngineMetrics) -> None:
         super().__init__(llm)

@@ -1,4 +1,4 @@
-"""Every metric of the endpoint, as data: what it is called, what it counts and in what unit."""
+"""All metrics of the endpoint as data: kind, name, unit and meaning."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Literal, get_args
 Kind = Literal["counter", "gauge", "histogram"]
 
 COMMON_LABELS = ("model", "replica")
-UNREACHABLE_NODES = "rayspec_scrape_unreachable_nodes"  # made where the metrics are gathered, not in an engine
+UNREACHABLE_NODES = "rayspec_scrape_unreachable_nodes"  # added by `scrape.py`, not recorded by an engine
 
-# vLLM's boundaries, so that its dashboards and alerts can be carried over; for tokens also some below them.
+# vLLM's boundaries, so that its dashboards and alerts work here too; for tokens, also smaller boundaries.
 _FIRST_TOKEN_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
     *(160.0, 640.0, 2560.0),
@@ -29,7 +29,7 @@ _NUM_TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in 
 
 @dataclass(frozen=True, slots=True)
 class MetricSpec:
-    """One metric. label: what tells its series apart besides COMMON_LABELS, if anything. boundaries: upper ends of a
+    """One metric. label: name of its label in addition to COMMON_LABELS, if any. boundaries: upper bounds of a
     histogram's buckets, in the metric's unit."""
 
     kind: Kind
@@ -45,7 +45,7 @@ class MetricSpec:
 
     @property
     def exported_name(self) -> str:
-        """As Ray's agents export it."""
+        """Name under which Ray's agents export the metric."""
         return f"ray_{self.name}_total" if self.kind == "counter" else f"ray_{self.name}"
 
 
@@ -56,7 +56,7 @@ METRICS = (
     _gauge("rayspec_num_requests_running", "sequences", "Sequences being computed."),
     _gauge("rayspec_num_requests_waiting", "sequences", "Sequences that wait for room."),
     _gauge("rayspec_kv_cache_usage_perc", "share", "KV cache in use; 1 means all of it."),
-    # What the engine has done.
+    # Totals since the engine's start.
     _counter("rayspec_prompt_tokens", "tokens", "Prompt tokens of the requests taken."),
     _counter(
         "rayspec_prefix_cache_queries",
@@ -91,7 +91,7 @@ METRICS = (
         label="position",
     ),
     _counter("rayspec_num_plain_rounds", "rounds", "Rounds of a sequence without a draft."),
-    # Requests, when they end.
+    # Requests, recorded when they end.
     _counter(
         "rayspec_request_success",
         "requests",
@@ -130,7 +130,7 @@ METRICS = (
         "Tokens generated for a request, all its texts together.",
         boundaries=_NUM_TOKENS,
     ),
-    # The plan in force and its gate. Nothing is exported where the strategy makes no plans.
+    # The current plan and its gate. Nothing is exported where the strategy makes no plans.
     _gauge("rayspec_plan_num_draft_tokens", "tokens", "Most tokens of a draft; 0: the plan is not to draft."),
     _gauge(
         "rayspec_plan_skipped_share", "share", "Sublayers of a kind (attention, mlp) that drafts skip.", label="kind"

@@ -1,4 +1,4 @@
-"""What an engine and its requests are doing, as metrics: vLLM's names where they mean the same."""
+"""Metrics of an engine and its requests, with vLLM's names where the meaning is the same."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _MAX_GATE_REASONS = 16
 
 
 class Recorder(Protocol):
-    """Where readings go. label: of a metric that has one of its own."""
+    """Receives values of metrics. label: value of the label that only this metric has, if any."""
 
     def record(self, name: str, value: float, label: str = "") -> None: ...
 
 
 class RayRecorder:
-    """Hands readings to Ray, whose agents export them as `ray_<name>` some seconds later."""
+    """Passes values on to Ray, whose agents export them seconds later as `MetricSpec.exported_name`."""
 
     def __init__(self, *, model: str, replica: str) -> None:
         tags = {"model": model, "replica": replica}
@@ -49,9 +49,9 @@ class RayRecorder:
 
 
 class RequestObserver:
-    """Watches one request from its start: give it every output, be it the whole or the pieces of a stream.
+    """Records the metrics of one request. Pass every output to `observe`: a single one, or all outputs of a stream.
 
-    A context manager, so that a request whose caller leaves, or whose engine dies, is counted as well.
+    A context manager, so that it also counts a request whose caller leaves or whose engine dies.
     """
 
     def __init__(self, recorder: Recorder, clock: Callable[[], float]) -> None:
@@ -78,7 +78,7 @@ class RequestObserver:
             self._recorder.record("rayspec_request_success", 1, "abort")
 
     def observe(self, output: RequestOutput) -> None:
-        """The next output of the request."""
+        """Record the next output of the request."""
         self._observe_pieces(output)
         self._observe_first_token(output)
         if output.finished:
@@ -127,7 +127,7 @@ class RequestObserver:
 
 
 class EngineMetrics:
-    """The metrics of one engine; belongs to the process, and to the thread, that has it."""
+    """The metrics of one engine. Not thread-safe: use an object only in the process and thread that created it."""
 
     def __init__(self, recorder: Recorder, *, clock: Callable[[], float] = time.perf_counter) -> None:
         self._recorder = recorder
@@ -137,18 +137,17 @@ class EngineMetrics:
 
     @classmethod
     def to_ray(cls, *, model: str, replica: str) -> EngineMetrics:
-        """For a process of a Ray cluster. model: the name it is served under."""
+        """Return metrics that are recorded in Ray. model: name under which the model is served."""
         return cls(RayRecorder(model=model, replica=replica))
 
     def request(self) -> RequestObserver:
-        """To be entered when a request is handed to the engine."""
+        """Return an observer. Enter its context when the request is passed to the engine."""
         return RequestObserver(self._recorder, self._clock)
 
     def update(self, stats: EngineStats, load: EngineLoad, stages: Sequence[StageUse] = ()) -> None:
-        """To be called every few seconds: counters grow by what was done since the last call, gauges are set.
+        """Increase counters by the progress since the last call, and set gauges. Call it every few seconds.
 
-        stages: how busy the stages of a pipeline were since they were asked last. The stats may be those of an engine
-        that goes on meanwhile.
+        stages: use of a pipeline's stages since the last query. The engine may change `stats` during the call.
         """
         for reading in counts(stats):
             if (increase := self._increase(reading)) > 0:
@@ -159,14 +158,14 @@ class EngineMetrics:
             self._recorder.record("rayspec_stage_idle_share", stage.idle_share, stage.name)
 
     def _increase(self, reading: Reading) -> float:
-        """Since the last call. What has become smaller has begun again at nothing, as Prometheus has it."""
+        """Return the increase since the last call. As in Prometheus, a value that decreases has restarted at 0."""
         before = self._counted.get((reading.name, reading.label), 0.0)
         self._counted[reading.name, reading.label] = reading.value
         return reading.value - before if reading.value >= before else reading.value
 
 
 class Watched(Protocol):
-    """What is asked of an engine; AsyncEngine is one."""
+    """The part of an engine that its metrics read; AsyncEngine implements it."""
 
     @property
     def stats(self) -> EngineStats: ...
@@ -178,7 +177,7 @@ class Watched(Protocol):
 
 
 async def keep_updated(metrics: EngineMetrics, engine: Watched, *, every_s: float = 2.0) -> None:
-    """Update the metrics until this is cancelled, and once more then."""
+    """Update the metrics repeatedly until cancelled, and once more at the end."""
     try:
         while True:
             metrics.update(engine.stats, engine.load, engine.stage_use())
@@ -189,7 +188,7 @@ async def keep_updated(metrics: EngineMetrics, engine: Watched, *, every_s: floa
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The value of a metric, of a counter since the engine was made."""
+    """The value of a metric; for a counter, its total since the engine was created."""
 
     name: str
     value: float
@@ -197,7 +196,7 @@ class Reading:
 
 
 def counts(stats: EngineStats) -> Iterator[Reading]:
-    """What an engine has done so far."""
+    """Yield the totals of an engine since its creation."""
     yield Reading("rayspec_prompt_tokens", stats.num_prompt_tokens)
     yield Reading("rayspec_prefix_cache_queries", stats.num_prefilled_tokens + stats.num_cached_tokens)
     yield Reading("rayspec_prefix_cache_hits", stats.num_cached_tokens)
@@ -207,7 +206,7 @@ def counts(stats: EngineStats) -> Iterator[Reading]:
     yield Reading("rayspec_spec_decode_num_draft_tokens", stats.num_draft_tokens)
     yield Reading("rayspec_spec_decode_num_accepted_tokens", stats.num_accepted_tokens)
     yield Reading("rayspec_num_plain_rounds", stats.num_plain_rounds)
-    lengths = dict(stats.accepted_lengths)  # the engine adds to it meanwhile
+    lengths = dict(stats.accepted_lengths)  # a copy, because the engine changes it meanwhile
     yield Reading("rayspec_spec_decode_num_drafts", sum(lengths.values()))
     for position in range(max(lengths, default=0)):
         accepted = sum(count for length, count in lengths.items() if length > position)
@@ -224,7 +223,7 @@ def counts(stats: EngineStats) -> Iterator[Reading]:
 
 
 def loads(load: EngineLoad) -> Iterator[Reading]:
-    """What an engine holds at this moment."""
+    """Yield the current load of an engine."""
     yield Reading("rayspec_num_requests_running", load.num_running)
     yield Reading("rayspec_num_requests_waiting", load.num_waiting)
     usage = load.kv_used_tokens / load.kv_total_tokens if load.kv_total_tokens else 0.0
@@ -232,7 +231,7 @@ def loads(load: EngineLoad) -> Iterator[Reading]:
 
 
 def plans(stats: EngineStats) -> Iterator[Reading]:
-    """The plan in force; nothing where there is none."""
+    """Yield the values of the current plan; nothing where there is no plan."""
     if stats.plans:
         record = stats.plans[-1]
         choices = record.plan.choices
@@ -246,7 +245,7 @@ def plans(stats: EngineStats) -> Iterator[Reading]:
 
 
 class _GateReasons:
-    """What the gate says, as a label: with its numbers left out, and only so many different ones."""
+    """Turns the gate's reasons into labels without numbers, and limits the number of different labels."""
 
     def __init__(self) -> None:
         self._seen: set[str] = set()

@@ -1,4 +1,4 @@
-"""A model's replica: owns the engine and answers for it. A plain class; `app.py` makes it a deployment."""
+"""A replica of a model, which owns an engine. A plain class; `app.py` makes it a deployment."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ _logger = logging.getLogger(__name__)
 
 
 class ModelServer:
-    """Loads the model where it is made, inside an event loop. What goes wrong with a request is in the reply.
+    """Loads the model on creation, in a running event loop. Replies contain the errors of requests.
 
-    engine_timeout_s: after which an engine that gives no sign of life counts as dead. Raises ConfigError,
+    engine_timeout_s: an engine that is silent for longer has the health "no answer". Raises ConfigError,
     CheckpointError, and with shards PlacementError.
     """
 
@@ -80,7 +80,7 @@ class ModelServer:
         self._keep(self._heartbeat.keep())
 
     async def respond(self, request: Request, name: str) -> Reply:
-        """The whole answer. name: what its id ends in."""
+        """Return the whole answer. name: end of its id."""
         try:
             with self._precedence.interactive(request.num_sequences):
                 return Reply(status=200, body=json_body(await self._respond(request, name)))
@@ -88,13 +88,13 @@ class ModelServer:
             return Reply.failed(_failure(error, name))
 
     async def answer(self, line: BatchLine) -> BatchResult:
-        """Of a line of a batch, once interactive requests leave room. Raises EngineDeadError and StageLostError: the
-        line has no answer yet."""
+        """Wait until interactive requests leave room, and return the result of a batch line. Raises EngineDeadError and
+        StageLostError if the line has no answer yet."""
         async with self._precedence.line():
             return await answer(line, self._engine, self._served)
 
     async def tokenize(self, request: TokenizeRequest | DetokenizeRequest, name: str) -> Reply:
-        """Text to tokens, or tokens to text."""
+        """Turn text into tokens, or tokens into text."""
         try:
             return Reply(status=200, body=await beside_the_loop(partial(self._tokenize, request), request.size))
         except Exception as error:  # noqa: BLE001 - reported to the client, and logged
@@ -104,8 +104,8 @@ class ModelServer:
         return ModelCard(id=self._served[0], created=self._created, max_model_len=self._engine.max_model_len)
 
     async def stream(self, request: Request, name: str) -> AsyncGenerator[Reply | bytes, None]:
-        """The answer as server-sent events. The first item is a reply: it says whether there will be any, and has the
-        first. What goes wrong later is an event too. Closing it ends the request."""
+        """Yield a reply, then the answer as server-sent events. An ok reply contains the first event; after another
+        reply there are no events. A later error is an event too. Closing the generator ends the request."""
         created = int(time.time())
         parts = stream(
             request, self._engine, self._served, name=name, created=created, interval_s=self._stream_interval_s
@@ -118,30 +118,30 @@ class ModelServer:
                     yield piece
 
     async def chat(self, row: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """For `ray.data.llm`'s ServeDeploymentProcessorConfig: one dict, the body of the response. Raises ValueError
-        for a row at fault."""
+        """Yield one dict, the body of the response, for `ray.data.llm`'s ServeDeploymentProcessorConfig. Raises
+        ValueError for an invalid row."""
         yield await self._row("/v1/chat/completions", row)
 
     async def completions(self, row: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """As `chat`."""
+        """Yield one dict, as `chat` does."""
         yield await self._row("/v1/completions", row)
 
     async def check_health(self) -> None:
-        """Raises EngineDeadError, StageLostError, or TimeoutError when the engine does not answer in time. Serve calls
-        it, and ends the replica when it raises several times in a row: not while lost shards are being replaced, which
-        would lose the requests that go on afterwards."""
+        """Check the engine for Serve, which ends the replica after several errors in a row. Raises EngineDeadError,
+        StageLostError, or TimeoutError when the engine does not answer in time. A wait for the replacement of lost
+        shards is no timeout, because the requests continue afterwards."""
         if self._heartbeat.failure is not None:
             raise self._heartbeat.failure
         if self._health == "no answer":
             raise TimeoutError(f"the engine has not answered for {self._heartbeat.silent_s:.0f} s")
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """The ModelStatus, at once. Of all methods Serve lets this one and `check_health` be called past the requests
-        that wait, see `watch.py`; hence its name."""
+        """Return the ModelStatus at once. Serve runs only methods of this name and `check_health` without a wait behind
+        other requests, see `watch.py`."""
         return asdict(ModelStatus.of(self._served[0], self._engine, self._rates, self._num_sublayers, self._health))
 
     def __del__(self) -> None:
-        """Serve calls it when the requests under way have ended, or their time is up."""
+        """Stop the engine. Serve calls this when the requests under way have ended, or their time is up."""
         for task in getattr(self, "_tasks", ()):
             task.cancel()
         if hasattr(self, "_engine"):
@@ -185,7 +185,7 @@ def _own_id() -> str:
 
 
 async def _begun(pieces: AsyncGenerator[bytes, None], name: str) -> Reply:
-    """The first of them, or why there are none."""
+    """Return a reply with the first event, or with the error because of which there is none."""
     try:
         return Reply(status=200, body=await anext(pieces))
     except Exception as error:  # noqa: BLE001 - reported to the client, and logged
@@ -193,7 +193,7 @@ async def _begun(pieces: AsyncGenerator[bytes, None], name: str) -> Reply:
 
 
 def _failure(error: Exception, name: str) -> ApiError:
-    """For the client. An error that is not the client's fault is logged."""
+    """Return the error for the client. Log an error that is not the client's fault."""
     if isinstance(error, RequestError):
         return ApiError.of(error)
     _logger.error("request %s failed", name, exc_info=error)

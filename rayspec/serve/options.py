@@ -1,4 +1,4 @@
-"""The options of an endpoint, with the key names of `ray.serve.llm`'s YAML, and ours. No ray, no torch."""
+"""Options of an endpoint: the names of `ray.serve.llm`'s YAML, and additional ones. Imports neither ray nor torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing_extensions import Self
 from rayspec.config import EngineConfig, Options
 from rayspec.types import ConfigError
 
-_HEALTH_MARGIN_S = 5.0  # what a health check takes besides the engine's answer
+_HEALTH_MARGIN_S = 5.0  # time of a health check in addition to the engine's answer
 
 
 class AutoscalingOptions(Options):
@@ -42,8 +42,8 @@ class AutoscalingOptions(Options):
 
 
 class RayActorOptions(Options):
-    """What Ray reserves for a replica. None: an engine in the replica's own process takes a CPU, and a GPU where the
-    cluster has any; shards of `parallel` have resources of their own."""
+    """Resources that Ray reserves for a replica. By default one CPU, and one GPU if the engine runs in the replica's
+    process and the cluster has GPUs. Shards of `parallel` have their own reservations."""
 
     num_cpus: float | None = Field(None, ge=0)
     num_gpus: float | None = Field(None, ge=0)
@@ -55,12 +55,12 @@ class RayActorOptions(Options):
 
 
 class DeploymentOptions(Options):
-    """A Serve deployment: the names are Serve's, which itself passes over names that it does not know.
+    """A Serve deployment, with Serve's names. Serve itself ignores unknown names; here they raise ConfigError.
 
-    max_ongoing_requests: of one replica; None: twice the sequences that its engine decodes at once, so that the engine
-    always has the next ones at hand. max_queued_requests: requests that wait until a replica has room; None: the
-    sequences that all replicas decode at once. More requests get 429. health_check_timeout_s: None: engine_timeout_s
-    and a margin. graceful_shutdown_timeout_s: for requests under way when a replica is to end.
+    max_ongoing_requests: most requests of one replica; None: twice the sequences that its engine decodes at once, so
+    that new sequences are always ready. max_queued_requests: most requests that wait for a replica; None: the sequences
+    that all replicas decode at once. Further requests get 429. health_check_timeout_s: None: engine_timeout_s plus a
+    margin. graceful_shutdown_timeout_s: time for requests under way before a replica ends.
     """
 
     num_replicas: int = Field(1, ge=1)
@@ -84,7 +84,7 @@ class DeploymentOptions(Options):
 
 
 class ModelLoadingConfig(Options):
-    """model_id: what requests call the model. model_source: local folder, hub id or "demo"; None: the model_id."""
+    """model_id: name of the model in requests. model_source: local folder, hub id or "demo"; None: the model_id."""
 
     model_id: str = Field(min_length=1)
     model_source: str | None = None
@@ -92,14 +92,14 @@ class ModelLoadingConfig(Options):
 
 
 class ExperimentalOptions(Options):
-    """stream_batching_interval_ms: pieces of a streamed answer that come so soon after another travel together; the
-    first and the last do not wait. 0: pieces travel as they come."""
+    """stream_batching_interval_ms: parts of a streamed answer within this interval are sent together; the first and the
+    last are sent at once. 0: every part is sent at once."""
 
     stream_batching_interval_ms: float = Field(100.0, ge=0, le=10_000)
 
 
 class LLMConfig(Options):
-    """One model. engine_kwargs: options of `EngineConfig`, `parallel` and `speculation` among them."""
+    """One model. engine_kwargs: options of `EngineConfig`, including `parallel` and `speculation`."""
 
     model_loading_config: ModelLoadingConfig
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -117,7 +117,7 @@ class LLMConfig(Options):
                     f"option 'engine_kwargs.{key}' is {self.engine_kwargs[key]!r}: "
                     f"name it as model_loading_config.{instead}"
                 )
-        engine = self.engine  # what is wrong with it is to be known now
+        engine = self.engine  # raises ConfigError now, not when the model loads
         if self.accelerator_type is not None and engine.parallel is not None:
             raise ValueError(
                 f"option 'accelerator_type' is {self.accelerator_type!r}: shards do not look at it; remove it, or "
@@ -131,7 +131,7 @@ class LLMConfig(Options):
 
     @property
     def engine(self) -> EngineConfig:
-        """Raises ConfigError."""
+        """Options of the engine. Raises ConfigError."""
         loading = self.model_loading_config
         source = {"model": loading.model_source or loading.model_id, "tokenizer": loading.tokenizer_source}
         try:
@@ -141,25 +141,25 @@ class LLMConfig(Options):
 
     @property
     def num_places(self) -> int:
-        """Sequences that one replica decodes at once. All cohorts of an engine share its `max_num_seqs`."""
+        """Number of sequences that one replica decodes at once. All cohorts of an engine share its `max_num_seqs`."""
         engine = self.engine
         return engine.max_num_seqs * (engine.parallel.replicas if engine.parallel is not None else 1)
 
     @property
     def max_ongoing_requests(self) -> int:
-        """Of one replica."""
+        """Most requests of one replica at once."""
         return self.deployment_config.max_ongoing_requests or 2 * self.num_places
 
     @property
     def num_replicas(self) -> int:
-        """The most there can be."""
+        """Largest possible number of replicas."""
         scaling = self.deployment_config.autoscaling_config
         return (scaling.max_replicas or 1) if scaling is not None else self.deployment_config.num_replicas
 
     @property
     def max_admitted(self) -> int | None:
-        """Requests of the model that the endpoint holds: all replicas' and the waiting ones; None: no limit. By default
-        three times what is decoded at once, so a request waits for about two others."""
+        """Most sequences of the model's requests, running and waiting; None: no limit. By default three times the
+        sequences that are decoded at once, so that a request waits for about two others."""
         queued = self.deployment_config.max_queued_requests
         if queued is None:
             queued = self.num_places * self.num_replicas
@@ -172,17 +172,17 @@ class LLMConfig(Options):
 
 
 class ServeOptions(Options):
-    """An endpoint: its models and what it grants.
+    """An endpoint: its models, access rights and limits.
 
-    llm_configs: one a model, each as a mapping or as the path of a YAML file that holds one. api_keys: any of them
-    opens the endpoint; none at all leaves it open to everyone who can reach it. cors: origins whose web pages may use
-    the endpoint, "*" for all. allowed_hosts: names by which clients may call the endpoint, besides loopback's own, "*"
-    for all; None: all, but on loopback only loopback's own. max_request_bytes: of a body. header_timeout_s and
-    body_timeout_s: for the headers and the body of a request to come. request_timeout_s: for a whole answer, streamed
-    or not; None: as long as it takes. engine_timeout_s: after which an engine that gives no sign of life is replaced;
-    longer than its longest step. replica_timeout_s: the same for a replica's process, which answers while the engine
-    computes. batches: folder, path or URI that all nodes reach, for /v1/files and /v1/batches; None: there are none.
-    max_batch_file_bytes, max_batch_lines: of a file for batches.
+    llm_configs: one per model, as a mapping or as the path of a YAML file. api_keys: each key gives access; without
+    keys, everyone who can reach the endpoint has access. cors: origins whose web pages may use the endpoint, "*" for
+    all. allowed_hosts: names by which clients may call the endpoint, in addition to the loopback names, "*" for all;
+    None: all, but only loopback names if the endpoint listens on loopback. max_request_bytes: largest body.
+    header_timeout_s, body_timeout_s: limits for the arrival of a request's headers and body. request_timeout_s: limit
+    for a whole answer, streamed or not; None: no limit. engine_timeout_s: an engine that is silent for longer is
+    replaced; it must exceed the engine's longest step. replica_timeout_s: the same for a replica's process, which
+    answers while the engine computes. batches: path or URI of a folder that all nodes reach, for /v1/files and
+    /v1/batches; None: batches are off. max_batch_file_bytes, max_batch_lines: limits of a file for batches.
     """
 
     llm_configs: tuple[LLMConfig, ...] = Field(min_length=1)
@@ -236,7 +236,7 @@ class ServeOptions(Options):
 
     @property
     def max_ongoing_requests(self) -> int:
-        """Of an ingress: what all models may hold, and some more requests that are refused."""
+        """Most requests of an ingress at once: those that all models admit, and some more that are refused."""
         asked = self.ingress_deployment_config.max_ongoing_requests
         held = [_UNLIMITED if one.max_admitted is None else one.max_admitted for one in self.llm_configs]
         return asked or sum(held) + _NUM_REFUSED_AT_ONCE
@@ -247,21 +247,21 @@ _UNLIMITED = 100_000
 
 
 def _is_origin(text: str) -> bool:
-    """A scheme, a host and perhaps a port, as browsers send it."""
+    """Return whether the text is "*", or a scheme, a host and perhaps a port, as browsers send an origin."""
     parts = urlsplit(text)
     return text == "*" or (bool(parts.netloc) and text == f"{parts.scheme}://{parts.netloc}")
 
 
 def serve_options(args: Mapping[str, Any], *, environment: Mapping[str, str]) -> ServeOptions:
-    """Of the `args` of an application. environment: its RAYSPEC_API_KEYS holds more keys, with commas. Raises
-    ConfigError."""
+    """Return the options in the `args` of an application. environment: RAYSPEC_API_KEYS holds more keys, separated by
+    commas. Raises ConfigError."""
     more = tuple(filter(None, (key.strip() for key in environment.get("RAYSPEC_API_KEYS", "").split(","))))
     options = ServeOptions(**args)
     return options.replace(api_keys=options.api_keys + more) if more else options
 
 
 def read_options_file(path: Path) -> dict[str, Any]:
-    """A YAML file of options. Raises ConfigError."""
+    """Read a YAML file of options. Raises ConfigError."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Lines of batches run where interactive requests leave room in a replica."""
+"""Priority of interactive requests over batch lines in a replica."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-_MOST_SHARE = 0.75  # the rest is free for a request that comes while no other does
+_MOST_SHARE = 0.75  # the rest stays free for the next interactive request
 
 
 class Precedence:
-    """Counts sequences of one event loop. num_places: sequences that the engine decodes at once.
+    """Counts the sequences of one event loop. num_places: sequences that the engine decodes at once.
 
-    Batch lines wait while interactive requests and they take three quarters of the places; one line always runs, so
-    that a batch goes on under any load. A line that runs is not interrupted.
+    Batch lines wait while requests and lines together take three quarters of the places. One line may always run, so
+    that a batch makes progress under any load. A running line is not interrupted.
     """
 
     def __init__(self, num_places: int) -> None:
@@ -24,7 +24,7 @@ class Precedence:
 
     @contextmanager
     def interactive(self, num_sequences: int) -> Iterator[None]:
-        """While the request is under way."""
+        """Count an interactive request while the context is open."""
         self._num_interactive += num_sequences
         try:
             yield
@@ -34,7 +34,7 @@ class Precedence:
 
     @asynccontextmanager
     async def line(self) -> AsyncIterator[None]:
-        """Waits its turn."""
+        """Wait for room, then count a batch line while the context is open."""
         while not self._has_room:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append(turn)
@@ -51,7 +51,7 @@ class Precedence:
         return self._num_lines == 0 or self._num_lines + self._num_interactive < self._most
 
     def _let_in(self) -> None:
-        """Those that wait look again, in their order."""
+        """Let waiting lines check again for room, in their order."""
         waiting, self._waiting = self._waiting, []
         for turn in waiting:
             if not turn.done():

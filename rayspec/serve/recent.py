@@ -11,21 +11,21 @@ WINDOW_S = 10.0
 
 
 class RecentRates:
-    """Fed with an engine's counters now and then; looks back over `window_s` seconds."""
+    """Computes rates over the last `window_s` seconds, from samples of an engine's counters."""
 
     def __init__(self, window_s: float = WINDOW_S) -> None:
         self._window_s = window_s
         self._counts: deque[tuple[float, EngineStats]] = deque()
 
     def add(self, stats: EngineStats, time_s: float) -> None:
-        """time_s: of a clock that never goes back."""
+        """Add a sample. time_s: of a monotonic clock."""
         self._counts.append((time_s, copy.copy(stats)))
         while time_s - self._counts[0][0] > self._window_s:
             self._counts.popleft()
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated tokens of all sequences, since the first one of a burst where it is younger than the window."""
+        """Rate of generated tokens over all sequences. Idle time at the beginning of the window does not count."""
         busy = [one for _, one in self._counts if one.num_generated_tokens > self._counts[0][1].num_generated_tokens]
         if not busy:
             return 0.0
@@ -34,13 +34,13 @@ class RecentRates:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Share of the draft tokens; None where nothing was drafted."""
+        """Accepted share of the draft tokens; None where nothing was drafted."""
         drafted = self._grown("num_draft_tokens")
         return self._grown("num_accepted_tokens") / drafted if drafted else None
 
     @property
     def mean_accepted_length(self) -> float | None:
-        """Tokens committed a drafted round, as in EngineStats."""
+        """Committed tokens per drafted round, as in EngineStats; None without such a round."""
         rounds = self._grown("num_rounds") - self._grown("num_plain_rounds")
         return 1 + self._grown("num_accepted_tokens") / rounds if rounds else None
 

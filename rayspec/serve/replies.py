@@ -1,4 +1,4 @@
-"""What the endpoint answers, as data that crosses from a model's replica to the ingress."""
+"""Replies of the endpoint, as data that a model's replica sends to the ingress."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing_extensions import Self
 from rayspec.openai.encoding import json_body
 from rayspec.openai.errors import ApiError
 
-_RETRY_AFTER_S = 5  # about what it takes a replica to come back with a small model
+_RETRY_AFTER_S = 5  # about the time a replica of a small model takes to restart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """A status of HTTP and its JSON body; of a stream that begins, its first event. retry_after_s: when it is worth
-    another try."""
+    """An HTTP status with a JSON body or, for a stream, with the first event. retry_after_s: seconds after which a
+    client may try again."""
 
     status: int
     body: bytes
@@ -32,12 +32,12 @@ class Reply:
 
 
 def invalid(status: int, code: str, message: str) -> ApiError:
-    """The client is to blame."""
+    """Return an error that the client caused."""
     return ApiError(status=status, message=message, type="invalid_request_error", param=None, code=code)
 
 
 def unable(status: int, code: str, message: str) -> ApiError:
-    """The server is to blame."""
+    """Return an error that the server caused."""
     return ApiError(status=status, message=message, type="server_error", param=None, code=code)
 
 

@@ -1,4 +1,4 @@
-"""How Serve finds a replica for a request: as it does by itself, with more patience."""
+"""Serve's default choice of a replica for a request, with longer deadlines."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequ
 
 
 class PatientRouter(PowerOfTwoChoicesRequestRouter):
-    """A replica that does not tell in time how much it has to do is left without requests for a while. A step of the
-    engine can hold its interpreter for longer than Serve's 0.1 s, and then the engine runs dry while requests wait.
+    """Serve sends no requests for a while to a replica that reports its queue length too late. A step of the engine can
+    block the interpreter for longer than Serve's default of 0.1 s. Then the engine idles while requests wait.
     """
 
     queue_len_response_deadline_s = 2.0

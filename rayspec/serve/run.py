@@ -33,7 +33,7 @@ _RAY_ADDRESS = "RAY_ADDRESS"
 _POLL_S = 0.05
 _BACKLOG = 2048
 _FIRST_LOOK_S = 10.0
-_QUIET = {"log_level": "CRITICAL", "enable_access_log": False}  # what matters of it, the watch says in a line
+_QUIET = {"log_level": "CRITICAL", "enable_access_log": False}  # the watch logs the events that matter
 
 
 class DeploymentError(RayspecError):
@@ -44,7 +44,7 @@ class DeploymentError(RayspecError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Where to listen. port 0: one that is free."""
+    """An address to listen at. port 0: any free port."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -55,7 +55,7 @@ class Address:
 
     @contextmanager
     def bound(self) -> Iterator[socket.socket]:
-        """A socket with this address, on which nobody listens yet. Raises ConfigError."""
+        """Yield a socket that is bound to this address and does not listen yet. Raises ConfigError."""
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # earlier connections may linger
@@ -66,14 +66,14 @@ class Address:
             yield listener
 
     def listen(self, listener: socket.socket) -> None:
-        """On what `bound` gave. Raises ConfigError where someone else has begun to meanwhile."""
+        """Listen on the socket of `bound`. Raises ConfigError if another process listens there meanwhile."""
         try:
             listener.listen(_BACKLOG)
         except OSError as error:
             raise self._refusal(error) from None
 
     def checked(self) -> Address:
-        """With a port that can be had. Raises ConfigError."""
+        """Return this address with an available port. Raises ConfigError."""
         with self.bound() as listener:
             return Address(host=self.host, port=listener.getsockname()[1])
 
@@ -84,11 +84,10 @@ class Address:
 
 
 def run_endpoint(options: ServeOptions, address: Address, announce: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or Ctrl-C; then refuse what comes, finish what is under way, as far as the largest
-    graceful_shutdown_timeout_s allows, and leave nothing behind.
+    """Serve until SIGTERM or Ctrl-C, then shut down and leave nothing behind.
 
-    announce: called with the URL when requests can come. Raises ConfigError, CheckpointError,
-    DeploymentError.
+    The shutdown refuses new requests, and gives those under way the largest graceful_shutdown_timeout_s to finish.
+    announce: called with the URL when requests can come. Raises ConfigError, CheckpointError, DeploymentError.
     """
     with address.bound() as listener:
         bound = Address(host=address.host, port=listener.getsockname()[1])
@@ -104,7 +103,7 @@ def run_endpoint(options: ServeOptions, address: Address, announce: Callable[[st
 
 
 def _serve(options: ServeOptions, address: Address, listener: socket.socket, announce: Callable[[str], None]) -> None:
-    """Raises ConfigError and DeploymentError."""
+    """Start the models and serve until a signal. Raises ConfigError and DeploymentError."""
     handles = _start_models(options)
     settings = ingress_settings(options, allowed_hosts(options, address))
     ingress = Ingress(settings, handles, _start_runner(options, handles))
@@ -124,14 +123,17 @@ def _serve(options: ServeOptions, address: Address, listener: socket.socket, ann
 
 
 def allowed_hosts(options: ServeOptions, address: Address) -> frozenset[str]:
-    """Names by which clients may call an endpoint that listens at `address`, see `allowed_host`."""
+    """Return the names by which clients may call an endpoint that listens at `address`, see `allowed_host`."""
     if options.allowed_hosts is not None:
         return frozenset(name.lower() for name in options.allowed_hosts)
     return frozenset() if is_loopback(address.host) else frozenset({ANY})
 
 
 def _check_models(options: ServeOptions) -> None:
-    """Before anything is started; a cluster's nodes may have other files than this one. Raises CheckpointError."""
+    """Load each model's config, to find errors before Ray starts. Not for a cluster, whose nodes may have other files.
+
+    Raises CheckpointError.
+    """
     for config in options.llm_configs:
         engine = config.engine
         if engine.model not in BUNDLED:
@@ -139,7 +141,7 @@ def _check_models(options: ServeOptions) -> None:
 
 
 def _start_models(options: ServeOptions) -> dict[str, DeploymentHandle[Any]]:
-    """Handles by the models' ids."""
+    """Start the models, and return their handles by model id. Raises DeploymentError."""
     logging.getLogger("ray.serve").setLevel(logging.CRITICAL)
     targets = [
         serve.RunTarget(target=model, name=name, route_prefix=None, logging_config=_QUIET)
@@ -161,7 +163,7 @@ def _start_runner(options: ServeOptions, models: Mapping[str, DeploymentHandle[A
 
 
 def _app_names(options: ServeOptions) -> list[str]:
-    """Of the models' applications."""
+    """Return the names of the models' applications."""
     return [_APP if index == 0 else f"{_APP}-{index + 1}" for index in range(len(options.llm_configs))]
 
 
@@ -172,7 +174,7 @@ def _wait_until(reached: Callable[[], bool], *, timeout_s: float) -> None:
 
 
 def _check_free() -> None:
-    """Raises ConfigError when the cluster has a Serve that is not ours to end."""
+    """Check that the cluster runs no Serve yet, because this command would end it. Raises ConfigError."""
     try:
         ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
     except ValueError:

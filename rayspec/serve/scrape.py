@@ -23,7 +23,7 @@ _COMMENT = re.compile(r"# (HELP|TYPE) (\S+) ?(.*)")
 
 @dataclass(slots=True)
 class _Family:
-    """A metric: its series and their values, the first where an agent or two have the same."""
+    """A metric: its series and their values. Of the same series from several agents, the first counts."""
 
     help: str = ""
     kind: str = "untyped"
@@ -37,7 +37,7 @@ class _Family:
 
 
 async def scrape(*, timeout_s: float = 2.0) -> str:
-    """The metrics of rayspec and Serve on all nodes, in Prometheus' text format (CONTENT_TYPE).
+    """Return the metrics of rayspec and Serve on all nodes, in Prometheus' text format (CONTENT_TYPE).
 
     A node that has not answered after `timeout_s` is left out and counted.
     """
@@ -45,20 +45,20 @@ async def scrape(*, timeout_s: float = 2.0) -> str:
 
 
 def agents(nodes: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Where the agents of `ray.nodes()` listen (host:port), those that Ray knows to be dead left out."""
+    """Return the addresses (host:port) of the agents of `ray.nodes()`, without nodes that Ray knows to be dead."""
     hosts = [(node["NodeManagerAddress"], node["MetricsExportPort"]) for node in nodes if node["Alive"]]
     return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in hosts]
 
 
 async def scrape_agents(addresses: Sequence[str], *, timeout_s: float) -> str:
-    """`scrape` of the agents at those addresses (host:port), all at once."""
+    """Query the agents at these addresses (host:port) in parallel, and merge their metrics as `scrape` does."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s)) as session:
         texts = await asyncio.gather(*(_text_of(session, address) for address in addresses))
     return merged([text for text in texts if text is not None], num_unreachable=texts.count(None))
 
 
 def merged(texts: Sequence[str], *, num_unreachable: int = 0) -> str:
-    """One valid exposition of several, of what is ours: each family stands once, each series once."""
+    """Merge the metrics of rayspec and Serve into one valid exposition: each family and each series occurs once."""
     families: dict[str, _Family] = {}
     for text in texts:
         for name, family in _families(text).items():
@@ -73,10 +73,10 @@ def merged(texts: Sequence[str], *, num_unreachable: int = 0) -> str:
 
 
 def _families(text: str) -> dict[str, _Family]:
-    """Of a text in which, as in all that Ray exports, samples follow the comments of their family."""
+    """Parse a text in which samples follow the comments of their family, as in all exports of Ray."""
     families: dict[str, _Family] = {}
     family: _Family | None = None
-    for line in text.split("\n"):  # not splitlines: label values may hold other characters that it splits at
+    for line in text.split("\n"):  # not splitlines, which also splits at other characters that label values may contain
         if comment := _COMMENT.fullmatch(line):
             what, name, rest = comment.groups()
             family = families.setdefault(name, _Family()) if name.startswith(_OURS) else None
@@ -91,7 +91,7 @@ def _families(text: str) -> dict[str, _Family]:
 
 
 async def _text_of(session: aiohttp.ClientSession, address: str) -> str | None:
-    """What an agent exports; None where it does not answer."""
+    """Return the export of an agent; None where the agent does not answer."""
     try:
         async with session.get(f"http://{address}/metrics", raise_for_status=True) as response:
             return await response.text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What a model's replica tells about itself: /status has a list of these."""
+"""Status of a model's replica; /status returns a list of them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from rayspec.async_engine import AsyncEngine
 
 EngineHealth = Literal["ready", "recovering", "engine dead", "no answer"]
-"""recovering: lost shards are being replaced, and requests wait. no answer: the engine's loop does not come round."""
+"""recovering: lost shards are being replaced, and requests wait. no answer: the engine's loop does not answer pings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanStatus:
-    """A PlanRecord. choices: how the draft runs each sublayer. Rates are tokens per second."""
+    """A PlanRecord as JSON. choices: how the draft runs each sublayer. Rates are tokens per second of a sequence."""
 
     choices: list[Choice]
     num_draft_tokens: int
@@ -44,8 +44,9 @@ class PlanStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelStatus:
-    """A replica at this moment. num_running, num_waiting: sequences. num_generated_tokens: since it was started. The
-    rates are of the last seconds; plan: the one in use, None before the first. recovering: the same as in `health`."""
+    """A replica at this moment. num_running, num_waiting: sequences. num_generated_tokens: total since the start.
+    tokens_per_s, acceptance_rate, mean_accepted_length: over the last seconds. plan: the current plan, None before the
+    first. recovering: the same as in `health`."""
 
     model: str
     num_sublayers: int

@@ -1,4 +1,4 @@
-"""Reading a form (`multipart/form-data`) with a file, piece by piece."""
+"""Reading of a form (`multipart/form-data`) with a file, in chunks."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _MOST_HEADERS = 8192
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A field of a form. filename: None where it is no file. pieces: of its content; what is not read of them before
-    the next part is passed over."""
+    """A field of a form. filename: None where the field is not a file. pieces: chunks of its content; reading the next
+    part skips chunks that are unread."""
 
     name: str
     filename: str | None
     pieces: AsyncIterator[bytes]
 
     async def text(self) -> str:
-        """Of a field that is no file. Raises InvalidRequestError where it is long or no UTF-8."""
+        """Return the text of a field that is not a file. Raises InvalidRequestError if it is too long or not UTF-8."""
         content = bytearray()
         async for piece in self.pieces:
             content += piece
@@ -41,8 +41,8 @@ class Part:
 
 
 async def read_form(request: Request, timeout_s: float) -> AsyncIterator[Part]:
-    """The parts of the form in their order. timeout_s: for each piece of the body to come. Raises InvalidRequestError
-    for what is no such form, ends early or comes too slowly."""
+    """Yield the parts of the form in their order. timeout_s: limit for each chunk of the body. Raises
+    InvalidRequestError for a body that is not such a form, ends early or comes too slowly."""
     kind = HeaderParser().parsestr(f"Content-Type: {request.headers.get('content-type', '')}\n\n")
     boundary = kind.get_boundary()
     if kind.get_content_type() != _TYPE or not boundary:
@@ -69,14 +69,14 @@ def _part(headers: bytes, pieces: AsyncIterator[bytes]) -> Part:
 
 
 class _Body:
-    """What has come of a body and was not taken. It begins with a line break of its own, for the first delimiter."""
+    """Buffer of the bytes that are not consumed yet. It starts with a line break, as the first delimiter does."""
 
     def __init__(self, stream: AsyncIterator[bytes], timeout_s: float) -> None:
         self._stream, self._timeout_s = stream, timeout_s
         self._here = bytearray(b"\r\n")
 
     async def pieces(self, end: bytes) -> AsyncIterator[bytes]:
-        """What comes before `end`, which is taken as well."""
+        """Yield the bytes before `end`, in chunks, and consume `end`."""
         while (place := self._here.find(end)) < 0:
             sure = len(self._here) - len(end) + 1
             if sure > 0:
@@ -90,7 +90,7 @@ class _Body:
             pass
 
     async def until(self, end: bytes, most: int) -> bytes:
-        """What comes before `end`, which is taken as well. most: bytes."""
+        """Return the bytes before `end`, and consume `end`. most: bytes to receive before giving up."""
         while (place := self._here.find(end)) < 0:
             if len(self._here) > most:
                 raise _invalid(f"the headers of a part have more than {most} bytes")
@@ -100,7 +100,7 @@ class _Body:
         return found
 
     async def take(self, text: bytes) -> bool:
-        """Whether it comes next; then it is taken."""
+        """Return whether `text` comes next, and consume it in that case."""
         while len(self._here) < len(text):
             await self._more()
         if not self._here.startswith(text):

@@ -1,8 +1,8 @@
-"""Watching the replicas of models, and killing those that neither answer nor end.
+"""Watches the replicas of models, and kills replicas that neither answer nor end.
 
-Serve by itself gives up a replica after three health checks without an answer, and then waits for its requests. A call
-through a Serve handle waits for a place among a replica's requests. So the watch asks the replica's actor itself, as
-Serve's controller does. `Sightings` decides; `Watch` asks and acts.
+Serve itself gives up a replica after three health checks without an answer, but then waits for its requests. A call
+through a Serve handle queues behind the replica's other requests. So the watch calls the replica's actor directly, as
+Serve's controller does. `Sightings` decides which replicas to kill; `Watch` calls and kills them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 PERIOD_S = 0.5
 _STATUS_TIMEOUT_S = 2.0
 _FRESH_S = 0.5
-_SILENT_S = 3.0  # a step of the engine can hold a replica's interpreter for a while
+_SILENT_S = 3.0  # a step of the engine can block a replica's interpreter for a while
 _NAMESPACE = "serve"
 
 Health = Literal["unknown", "starting"] | EngineHealth
@@ -33,7 +33,7 @@ Health = Literal["unknown", "starting"] | EngineHealth
 
 @dataclass(slots=True)
 class _Sighting:
-    """A replica. status: its newest ModelStatus, None before the first. was_there: before the watch looked first."""
+    """A replica. status: newest ModelStatus, None before the first. was_there: it was there at the first look."""
 
     silent_s: float = 0.0
     status: dict[str, Any] | None = None
@@ -49,10 +49,10 @@ class _Sighting:
 
 @dataclass(slots=True)
 class Sightings:
-    """What is known of a model's replicas, by name.
+    """The known state of a model's replicas, by name.
 
-    timeout_s: a replica that has answered before and then is silent for so long is lost. So is a replica whose engine
-    does not answer. Silence counts only while the watch itself runs: a machine that slept makes no replica silent.
+    timeout_s: a replica that has answered before and is then silent for longer is lost. A replica whose engine does not
+    answer is lost too. Silence counts only while the watch runs, so that a machine's sleep does not count.
     """
 
     timeout_s: float
@@ -60,7 +60,7 @@ class Sightings:
     looked: bool = False
 
     def present(self, names: Collection[str]) -> None:
-        """The replicas that there are now."""
+        """Set the replicas that exist now."""
         self.replicas = {name: self.replicas.get(name, _Sighting(was_there=not self.looked)) for name in names}
         self.looked = True
 
@@ -69,18 +69,18 @@ class Sightings:
             self.replicas[name] = _Sighting(status=status)
 
     def gone(self, name: str) -> None:
-        """Its process has ended, or it is not ready yet."""
+        """Forget a replica's status: its process has ended, or it is not ready yet."""
         if name in self.replicas:
             self.replicas[name] = _Sighting()
 
     def passed(self, seconds: float) -> None:
-        """Time, in which no known replica answered, except those for which `answered` is called later."""
+        """Add to the silence of all replicas. A later call of `answered` resets the silence of its replica."""
         for sighting in self.replicas.values():
             sighting.silent_s += min(seconds, 2 * PERIOD_S)
 
     @property
     def lost(self) -> list[str]:
-        """Replicas to be killed."""
+        """Names of the replicas to kill."""
         return [
             name
             for name, one in self.replicas.items()
@@ -93,13 +93,13 @@ class Sightings:
 
     @property
     def can_serve(self) -> bool:
-        """Whether a request would reach an engine, as far as is known: an ingress that has just come up does not refuse
-        what another would serve. While shards are replaced, requests wait and go on afterwards."""
+        """Whether a request would reach an engine. True while nothing is known, so that a new ingress does not refuse
+        requests that another would serve. While shards are replaced, requests wait and continue afterwards."""
         return not self.looked or any(health in {"unknown", "ready", "recovering"} for health in self.healths)
 
     @property
     def ailment(self) -> str | None:
-        """What is wrong. A replica that starts does not count as long as the model has another that is ready."""
+        """Names of the problems; None without any. A starting replica is no problem while another is ready."""
         ill = sorted({health for health in self.healths if health not in {"unknown", "starting", "ready"}})
         if ill or "ready" not in self.healths:
             return ", ".join(ill) or "starting"
@@ -108,7 +108,7 @@ class Sightings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
-    """A model's deployment. app: the application it is of."""
+    """A model's deployment. app: name of its application."""
 
     model: str
     app: str
@@ -116,12 +116,12 @@ class Watched:
 
     @property
     def prefix(self) -> str:
-        """Of its replicas' actor names."""
+        """Prefix of the actor names of the replicas."""
         return f"SERVE_REPLICA::{self.app}#{self.deployment}#"
 
 
 class Watch:
-    """Of all models. replica_timeout_s: see Sightings."""
+    """Watches the replicas of all models. replica_timeout_s: `timeout_s` of Sightings."""
 
     def __init__(
         self, models: Iterable[Watched], *, replica_timeout_s: float, clock: Callable[[], float] = time.monotonic
@@ -131,15 +131,15 @@ class Watch:
         self.sightings: Mapping[str, Sightings] = {one.model: Sightings(replica_timeout_s) for one in self._models}
         self._actors: Mapping[str, Any] = {}
         self._asked: dict[str, asyncio.Task[None]] = {}
-        self._ill_since_s: dict[str, float | None] = {}  # None: well. A model that has never been well is not there
+        self._ill_since_s: dict[str, float | None] = {}  # None: healthy. Without models that were never healthy
 
     @property
     def all_well(self) -> bool:
-        """As far as it is known."""
+        """Whether no model has a known problem."""
         return all(sightings.ailment is None for sightings in self.sightings.values())
 
     async def ailments(self) -> list[str]:
-        """Of each model that is not well now, a line. Comes soon, whatever is silent."""
+        """Return one line per model with a problem. Returns soon, even if replicas are silent."""
         await self.look()
         if self._asked:
             await asyncio.wait(self._asked.values(), timeout=_FRESH_S)
@@ -147,14 +147,14 @@ class Watch:
         return [f"{model}: {ailment}" for model, ailment in found if ailment is not None]
 
     async def statuses(self) -> list[dict[str, Any]]:
-        """The ModelStatus, as of now, of each replica that answers soon."""
+        """Return the current ModelStatus of each replica that answers within two seconds."""
         await self._find()
         asked = [asyncio.wait_for(_status_of(actor), _STATUS_TIMEOUT_S) for _, actor in sorted(self._actors.items())]
         answers = await asyncio.gather(*asked, return_exceptions=True)
         return [answer for answer in answers if isinstance(answer, dict) and answer]
 
     async def keep(self) -> None:
-        """Until it is cancelled."""
+        """Look at the replicas again and again until cancelled."""
         while True:
             start_s = self._clock()
             try:
@@ -166,7 +166,7 @@ class Watch:
                 sightings.passed(self._clock() - start_s)
 
     async def look(self) -> None:
-        """Ask those that have answered what they were asked last, and act on what is known."""
+        """Ask each replica without a pending question for its status, and kill lost replicas."""
         await self._find()
         for watched in self._models:
             names = [name for name in self._actors if name.startswith(watched.prefix)]
@@ -204,7 +204,7 @@ class Watch:
         ray.kill(self._actors[name], no_restart=True)
 
     def _tell(self) -> None:
-        """Of each model that has been well and falls ill, or recovers, a line in the log."""
+        """Log one line for each model that has a new problem after it was healthy, or that has recovered."""
         for model, sightings in self.sightings.items():
             if sightings.ailment is None:
                 if (since_s := self._ill_since_s.get(model)) is not None:
@@ -216,20 +216,20 @@ class Watch:
 
 
 async def _status_of(actor: Any) -> dict[str, Any]:
-    """Of a replica; empty before it is ready. Raises RayError."""
+    """Return the status of a replica; empty before the replica is ready. Raises RayError."""
     status: dict[str, Any] = await actor.record_routing_stats.remote()
     return status
 
 
 def _replica_actors(prefixes: tuple[str, ...], known: Mapping[str, Any]) -> dict[str, Any]:
-    """Actors by names that begin so. known: some that were found before."""
+    """Return actors by name, for names with these prefixes. known: actors that were found before."""
     names = [one["name"] for one in list_named_actors(all_namespaces=True) if one["namespace"] == _NAMESPACE]
     found = [(name, known.get(name) or _actor(name)) for name in sorted(names) if name.startswith(prefixes)]
     return {name: actor for name, actor in found if actor is not None}
 
 
 def _actor(name: str) -> Any:
-    """None where it has ended meanwhile."""
+    """Return the actor with this name; None where it has ended meanwhile."""
     try:
         return ray.get_actor(name, namespace=_NAMESPACE)
     except ValueError:

@@ -2,6 +2,6 @@
 
 Each implements `decode.selection.base.Selector`; `by_name` makes any strategy, KnapSpec and `auto` too.
 
-Belongs here: how a rival method chooses its plan, and how it learns one beforehand (tuning.py). Does not: KnapSpec,
+Belongs here: how another method chooses its plan, and how it tunes one in advance (tuning.py). Does not: KnapSpec,
 lookup and `auto`, which the engine is built around (decode/), and any forward pass.
 """

@@ -1,4 +1,4 @@
-"""Domains of text as points: features of typical text of each, and which of them new text is nearest to (KNN-SSD)."""
+"""Anchors of text domains (KNN-SSD): features of typical text of each domain, with which new text is compared."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Floats: TypeAlias = NDArray[np.float64]
 
 _SEED = 42
 _NUM_STARTS = 10
-# How much farther than the farthest sample text of the domain may be, where no other domain is known.
+# Smallest radius of a domain, as a multiple of the largest distance of its samples.
 _SLACK = 2.0
 
 
@@ -26,7 +26,7 @@ class Nearest:
 
 
 def unit_rows(vectors: ArrayLike) -> Floats:
-    """[count, size], each row at length 1. Raises ValueError for a row of zeros, which has no direction."""
+    """Return [count, size], each row scaled to length 1. Raises ValueError for a row of zeros."""
     rows = np.atleast_2d(np.asarray(vectors, float))
     lengths = np.linalg.norm(rows, axis=1, keepdims=True)
     if not (lengths > 0).all():
@@ -35,7 +35,10 @@ def unit_rows(vectors: ArrayLike) -> Floats:
 
 
 def nearest(anchors: Mapping[str, Sequence[Sequence[float]]], feature: Sequence[float]) -> Nearest | None:
-    """anchors: unit vectors, by domain. None where there are none. Raises ValueError for a feature of another size."""
+    """Return the domain of the nearest anchor; None without anchors. anchors: unit vectors, by domain.
+
+    Raises ValueError for a feature of zeros, or of another size than the anchors.
+    """
     (direction,) = unit_rows(feature)
     found = None
     for domain, vectors in anchors.items():
@@ -48,12 +51,12 @@ def nearest(anchors: Mapping[str, Sequence[Sequence[float]]], feature: Sequence[
 
 
 def representatives(features: ArrayLike, count: int) -> Floats:
-    """[up to count, size]: unit vectors of the samples nearest to the centres of `count` clusters (KNN-SSD, eq. 2);
-    all samples where there are no more than that. features: [num_samples, size]."""
+    """Return [up to count, size]: unit vectors of the samples nearest to the centres of `count` clusters (KNN-SSD,
+    eq. 2); all distinct samples if there are at most `count`. features: [num_samples, size]."""
     rows = np.unique(unit_rows(features), axis=0)
     if len(rows) <= count:
         return rows
-    # Imported here: it takes a second, which nobody should wait for who makes no anchors.
+    # Imported here: the import takes a second, which only users of anchors should wait for.
     from sklearn.cluster import KMeans  # noqa: PLC0415
 
     distances = KMeans(count, n_init=_NUM_STARTS, random_state=_SEED).fit_transform(rows)  # to each centre
@@ -61,11 +64,12 @@ def representatives(features: ArrayLike, count: int) -> Floats:
 
 
 def radius(features: ArrayLike, anchors: Floats, others: Sequence[Floats] = ()) -> float:
-    """The cosine distance from the anchors within which text is of the domain: half of that to the nearest anchor of
-    the `others`, and at least twice the largest of a sample to its nearest anchor, itself not counted.
+    """Return the cosine distance from the anchors within which text belongs to the domain.
 
-    A few samples lie closer together than other text of their domain: of the demo model's four domains 12 samples each
-    were within 0.05, 12 other texts within 0.04, text of another domain beyond 0.42, and text of none beyond 0.26.
+    It is half of the distance to the nearest anchor of the `others`, but at least twice the largest distance of a
+    sample to its nearest anchor other than itself. A few samples lie closer together than other text of their domain,
+    hence twice. Distances for the demo model's four domains: 12 samples each within 0.05, 12 other texts within 0.04,
+    text of another domain beyond 0.42, and text of no domain beyond 0.26.
     """
     rows = unit_rows(features)
     distances = 1 - rows @ anchors.T

@@ -1,9 +1,10 @@
 """ASD: drafts without the attention sublayers that change the hidden states little (Draft on the fly, 2024).
 
-As published: only attention sublayers are left out; one is when the cosine of the hidden states before and after it
-exceeds a threshold; drafts end at a confidence that follows the acceptance, as in Self-SD; the draft is derived from
-what is being generated. The authors name two further rules, which are not known to us: there are none here. Ours: the
-threshold, that the cosine is the mean over the tokens tapped last, and that it is looked at again at an interval.
+As published: only attention sublayers are skipped. A sublayer is skipped if the cosine of the hidden states before and
+after it exceeds a threshold. Drafts end below a confidence that follows the acceptance, as in Self-SD, and the draft is
+derived from the text being generated. The authors name two further rules without details; they are not implemented.
+Ours: the threshold; the cosine is the mean over the newest tapped tokens and is measured again at an interval. (A token
+is tapped if the target keeps its hidden states before and after each sublayer.)
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from rayspec.types import Plan, PlanRecord
 
 
 class ASD(Inquiring):
-    """Selector. No draft until the first cosines are known, nor while none of them exceeds the threshold."""
+    """Selector of ASD. It does not draft before the first cosines are known, and while none exceeds the threshold."""
 
     def __init__(self, options: SpeculationOptions, latency: LatencyModel) -> None:
         super().__init__("asd", latency, interval=options.asd.interval)
@@ -63,7 +64,10 @@ class ASD(Inquiring):
 
 
 def without_similar_attention(is_attention: Sequence[bool], cosines: Sequence[float], threshold: float) -> Choices:
-    """Attention whose cosine is above the threshold is skipped. is_attention, cosines: of each sublayer."""
+    """Return choices that skip the attention sublayers whose cosine is above the threshold.
+
+    is_attention, cosines: one value per sublayer.
+    """
     return choices_of(
         [not (attention and cosine > threshold) for attention, cosine in zip(is_attention, cosines, strict=True)]
     )

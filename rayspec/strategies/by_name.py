@@ -1,4 +1,4 @@
-"""Every strategy by its name."""
+"""Makes the selector of each strategy from the strategy's name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Given:
-    """What strategies are made of."""
+    """The inputs from which strategies are made."""
 
     config: EngineConfig
     latency: LatencyModel
@@ -77,7 +77,7 @@ _BEHIND_THE_GATE: Mapping[str, _Make] = {
 
 
 def needs_latency(config: EngineConfig) -> bool:
-    """Whether the strategy goes by what forwards cost."""
+    """Whether the strategy uses a latency model."""
     return config.speculation.strategy not in ("static", "ar")
 
 
@@ -88,9 +88,12 @@ def make_selector(
     *,
     ways: Sequence[Collection[Choice]] | None = None,
 ) -> Selector:
-    """latency: None for a strategy that does not need it. ways: of each sublayer, the choices by which it can run, for
-    static drafts; None: it can run by all. Raises ConfigError for options that the model cannot serve, and for saved
-    plans that cannot be read or are another model's."""
+    """Return the selector of the configured strategy, behind the gate of `OnlyIfFaster` if the options ask for it.
+
+    latency: None for a strategy that does not need it. ways: for static drafts, the possible choices of each sublayer;
+    None: all choices. Raises ConfigError for options that the model cannot serve, and for saved plans that cannot be
+    read or belong to another model.
+    """
     options = config.speculation
     if latency is not None and options.strategy in _WITH_THEIR_OWN_GATE:
         return _WITH_THEIR_OWN_GATE[options.strategy](_Given(config=config, latency=latency))

@@ -1,8 +1,8 @@
-"""CLaSp: the whole layers that the newest token could best do without, found again every so many tokens (Chen et al.).
+"""CLaSp: skip whole layers, chosen at a fixed interval of tokens to change the newest token least (Chen et al.).
 
-As published: the recurrence over layers and numbers of skipped ones, exactly; the draft that skips the wanted number;
-searches at a fixed interval; drafts that end at a fixed confidence. Ours: in a batch the newest token of one sequence
-speaks for all, and the search is timed, but not rationed by `optimise_share`.
+As published: the exact recurrence over layers and numbers of skipped layers; the draft that skips the configured
+number; searches at a fixed interval; drafts that end below a fixed confidence. Ours: in a batch, the newest token of
+one sequence decides for all; the search time is recorded, but not limited by `optimise_share`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from rayspec.types import ConfigError, PlanRecord
 
 
 class CLaSp(Inquiring):
-    """Selector. No draft until the first search has ended.
+    """Selector of CLaSp. It does not draft before the first search has ended.
 
-    Raises ConfigError when there are fewer layers than are to be skipped.
+    Raises ConfigError if more layers are to be skipped than the model has.
     """
 
     def __init__(self, options: SpeculationOptions, latency: LatencyModel) -> None:

@@ -1,4 +1,4 @@
-"""The plan a strategy drafts by at the moment, and its record."""
+"""The plan that a strategy currently drafts by, and the record of this plan."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rayspec.types import Plan, PlanRecord, no_draft
 
 
 class CurrentPlan:
-    """For strategies that choose how to run each sublayer, and leave to the gate whether that pays.
+    """Current plan of a strategy that chooses how to run each sublayer; the gate decides whether drafting pays.
 
-    source: the strategy's name. `plan` drafts nothing until one is taken.
+    source: the strategy's name. `plan` drafts nothing before the first `take`.
     """
 
     def __init__(self, source: str, latency: LatencyModel) -> None:
@@ -26,7 +26,7 @@ class CurrentPlan:
         self._record: PlanRecord | None = None
 
     def observe(self, state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
-        """A round; those by other plans say nothing of this one."""
+        """Add a round to the current plan's record; ignore rounds by other plans."""
         if self._record is not None and plan is self._record.plan:
             Tested.of(plan, result).add_to(self._record, num_tokens, seconds * state.batch)
 
@@ -42,10 +42,10 @@ class CurrentPlan:
         reuse_prefix: bool = True,
         tree_widths: tuple[int, ...] = (),
     ) -> PlanRecord:
-        """From now on draft by those choices. All in full is not to draft.
+        """Draft by these choices from now on; do not draft if all of them are full. Return the new plan's record.
 
-        acceptance: what is expected of a token; the record's prediction is for drafts that end at the best length, and
-        with `reuse_prefix` for verifies that go on from the first sublayer not run in full.
+        acceptance: expected acceptance of a token. The record's prediction assumes the best draft length and, with
+        `reuse_prefix`, verifies that reuse the draft's leading sublayers in full.
         """
         drafts = num_leading_full(choices) < len(choices) and num_draft_tokens > 0
         drafting = Plan(
@@ -77,5 +77,6 @@ class CurrentPlan:
 
 
 def estimated_acceptance(draft: FoundDraft, num_tokens: int) -> float:
-    """The share of the tapped tokens that a draft agreed on; similarity stands in for those not seen."""
+    """Estimate a draft's acceptance by the share of the tapped tokens on which it agreed, with its similarity as the
+    prior."""
     return float(shrink(draft.num_agreed, num_tokens, min(max(draft.similarity, 0.0), 1.0)).mean)

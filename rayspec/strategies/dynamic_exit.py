@@ -1,13 +1,15 @@
-"""DEL: the layer at which drafts leave the model, and their length, by what newest tokens say of every layer (Zarch et
-al., 2025).
+"""DEL: the exit layer and length of drafts, chosen by how well recent tokens are predicted at each layer (Zarch et al.,
+2025).
 
-As published: one-token drafts that leave at each layer are held against the target every round; matches and confidences
-fade with a memory; layer and length have the most tokens per layer, (1 + p + ... + p^i) / (l i + L); a draft ends below
-the middle between the mean confidences of its layer's matches and misses. Ours: layers may be counted by their measured
-time, which is the default; only the newest token of each sequence is held against the target, for its states are kept,
-and before the first draft some are collected, where the paper looks at the end of the prompt; while a layer has no
-matches or no misses, drafts end at their length only. A round whose tokens are looked at verifies them through all
-layers, where the paper's verify goes on from the exit: an `interval` above 1 has most rounds do so too.
+As published: every round compares one-token drafts that exit at each layer with the target. Matches and confidences
+fade with a memory. Layer and length maximise the tokens per layer, (1 + p + ... + p^i) / (l i + L). A draft ends below
+the midpoint between the mean confidences of its layer's matches and misses.
+
+Ours: layers may be weighted by their measured time, which is the default. Only the newest token of each sequence is
+compared with the target, because its states are kept. Before the first draft several tokens are collected, where the
+paper uses the end of the prompt. While a layer has no matches or no misses, drafts end at their length only. A round
+whose tokens are compared verifies all rows through all layers, where the paper's verify continues from the exit. With
+an `interval` above 1, most rounds also continue from the exit.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from rayspec.types import ConfigError, PlanRecord
 
 
 class ExitRecord:
-    """How one-token drafts did that left at each exit. Old tokens fade by `memory` at each look."""
+    """Acceptance and confidences of one-token drafts at each exit. Each observation scales old ones by `memory`."""
 
     def __init__(self, num_exits: int, *, memory: float) -> None:
         self._age = -math.log2(memory) if memory else math.inf
@@ -41,7 +43,7 @@ class ExitRecord:
         )
 
     def observe(self, drafts: Sequence[FoundDraft], num_tokens: int) -> None:
-        """A look: a draft for each exit."""
+        """Record a comparison over `num_tokens` tokens. drafts: one for each exit."""
         for index, one in enumerate(drafts):
             num_missed = num_tokens - one.num_agreed
             self._agreed[index].observe(one.num_agreed, num_tokens, age=self._age)
@@ -52,17 +54,17 @@ class ExitRecord:
 
     @property
     def acceptance(self) -> NDArray[np.float64]:
-        """[num_exits]. Only after a look."""
+        """Acceptance at each exit, [num_exits]; valid only after the first `observe`."""
         return np.asarray([one.value for one in self._agreed])
 
     def threshold(self, index: int) -> float | None:
-        """Confidence that separates the matches of an exit from its misses; None while it lacks one of the two."""
+        """Return the confidence that separates the matches of an exit from its misses; None before there are both."""
         matched, missed = self._confidence[index], self._missed_confidence[index]
         return (matched.value + missed.value) / 2 if matched.is_known and missed.is_known else None
 
 
 class DEL(Inquiring):
-    """Selector. No draft until the first look, nor while plain decoding has more tokens per layer.
+    """Selector of DEL. It does not draft before the first comparison, and while no exit is predicted to be faster.
 
     Raises ConfigError for a model of one layer, which has no exits.
     """
@@ -112,7 +114,7 @@ class DEL(Inquiring):
         )
 
     def _best(self, state: BatchState) -> tuple[int, int]:
-        """Index of the exit, and the draft's length; 0 for no draft."""
+        """Return the index of the best exit and the draft's length; 0 for no draft."""
         acceptance = self._record.acceptance
         if self._options.cost == "layers":
             rates = tokens_per_layer(acceptance, self._max_draft_tokens)
@@ -132,13 +134,13 @@ class DEL(Inquiring):
 
 
 def early_exits(num_sublayers: int) -> list[Choices]:
-    """The drafts that leave after layer 1, 2, ... and before the last."""
+    """Return the drafts that exit after layer 1, 2, ... up to the last layer but one."""
     return [choices_of([index < end for index in range(num_sublayers)]) for end in range(2, num_sublayers, 2)]
 
 
 def tokens_per_layer(acceptance: ArrayLike, max_draft_tokens: int) -> NDArray[np.float64]:
-    """[num_exits, max_draft_tokens + 1]: DEL's TPL. acceptance: [num_exits], of the exits after layers 1, 2, ... of a
-    model that has one layer more. Column i: drafts of i tokens, 0 being plain decoding."""
+    """Return [num_exits, max_draft_tokens + 1]: DEL's tokens per layer (TPL). Column i is for drafts of i tokens;
+    column 0 is plain decoding. acceptance: [num_exits], of exits after layers 1, 2, ...; the model has one more."""
     accepted = np.asarray(acceptance, float)[:, None]
     layers, lengths = np.arange(1, len(accepted) + 1)[:, None], np.arange(max_draft_tokens + 1)
     return expected_tokens(accepted, lengths) / (layers * lengths + len(accepted) + 1)

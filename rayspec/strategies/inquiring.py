@@ -1,4 +1,4 @@
-"""What strategies have in common that ask about tapped tokens at an interval, and draft by what follows from it."""
+"""Base of strategies that ask a question about tapped tokens at an interval, and choose their plan by the answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rayspec.types import Plan, PlanRecord
 
 
 class Inquiring(ABC):
-    """Selector without a gate. No draft until an answer has led to one.
+    """Selector without a gate. It does not draft before an answer has led to a plan.
 
     source: the strategy's name. interval: tokens of one sequence between two questions.
     """
@@ -49,4 +49,4 @@ class Inquiring(ABC):
 
     @abstractmethod
     def _decide(self, state: BatchState, answer: Answer) -> PlanRecord | None:
-        """What follows from the answer; the record of another plan, if one does."""
+        """Choose the plan by the answer. Return the new plan's record, or None if the plan stays."""

@@ -1,4 +1,7 @@
-"""A question to tapped tokens, again and again: tokens are tapped for it, it is asked, it is answered."""
+"""A question about tapped tokens that is repeated at an interval: tokens are tapped, then the question is asked.
+
+A token is tapped if the target keeps its hidden states before and after each sublayer.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,15 @@ logger = logging.getLogger(__name__)
 
 
 class Inquiry:
-    """One question at a time, the first one at once. Before each, as many tokens are tapped as it is about.
+    """Asks one question at a time, the first one without delay. Each question waits until enough tokens are tapped.
 
-    interval: tokens of one sequence from the beginning of a question to that of the next.
+    interval: tokens of one sequence from the start of a question to the start of the next question.
     """
 
     def __init__(self, interval: int) -> None:
         self._interval = interval
-        self._num_tokens = float(interval)  # of one sequence since the last question began
-        self._num_tapped: int | None = None  # tokens, for the question that is due; None: none is
+        self._num_tokens = float(interval)  # tokens of one sequence since the last question began
+        self._num_tapped: int | None = None  # tokens tapped for the question that is due; None: no question is due
         self._under_way: Future[Answer] | None = None
 
     @property
@@ -28,12 +31,14 @@ class Inquiry:
         return self._num_tapped is not None and self._under_way is None
 
     def observe(self, num_tokens: float) -> None:
-        """A round: tokens committed per sequence."""
+        """Count a round's tokens, committed per sequence."""
         self._num_tokens += num_tokens
 
     def advance(self, state: BatchState, search: Search, question: Question) -> Answer | None:
-        """A round has ended: begin, ask, or take the answer, whatever is due. A question whose tokens were lost on the
-        way is asked again; from one that failed nothing comes."""
+        """Take the step that is due after a round: start to tap, ask the question, or return its answer.
+
+        A question is asked again if its tokens were lost meanwhile. A question that failed is logged and has no answer.
+        """
         answer = self._ask(state, search, question) if self._num_tapped is not None else None
         if self._num_tapped is None and self._num_tokens >= self._interval:
             self._num_tapped, self._num_tokens = 0, 0.0

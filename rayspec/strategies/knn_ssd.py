@@ -1,9 +1,9 @@
-"""KNN-SSD: each domain of text has its plan, and the beginning of an answer says which (Song et al., 2025).
+"""KNN-SSD: each domain of text has its own plan, selected by the beginning of an answer (Song et al., 2025).
 
-As published: anchors that stand for domains, the nearest by cosine, drafts that end at a fixed confidence. Ours: what
-is compared is the last state of the answer's first token, where the paper has the prompt's last token: the first round
-can tell it, and it told the demo model's domains better; text that is far from every anchor gets the plan of the domain
-"", or none; and each domain has a gate of its own. In a batch the plan is that of the domain most of it belongs to.
+As published: anchors that represent domains, the nearest anchor by cosine, drafts that end below a fixed confidence.
+Ours: the feature is the last state of the answer's first token, where the paper uses the prompt's last token. The first
+round can return this state, and it separated the demo model's domains better. Text far from every anchor gets the plan
+of the domain "", or no plan. Each domain has a gate of its own. A batch uses the plan of its most frequent domain.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from rayspec.types import ConfigError, Plan, PlanRecord, no_draft
 
 ANY_DOMAIN = ""
 
-# Sequences whose domain is remembered. They are not told when they end; there are never so many at once.
+# Number of sequences whose domain is remembered; the oldest is forgotten. The selector does not learn when sequences
+# end, and there are never this many at a time.
 _MAX_SEQUENCES = 4096
 
 
 class Domains:
-    """Which saved plan a feature calls for. Raises ConfigError where no saved plan has anchors."""
+    """Selects a saved plan by a feature of text. Raises ConfigError if no saved plan has anchors."""
 
     def __init__(self, saved: SavedPlans, options: KnnSSDOptions) -> None:
         self._saved = saved
@@ -45,17 +46,17 @@ class Domains:
 
     @property
     def plans(self) -> Sequence[SavedPlan]:
-        """All that may be called for."""
+        """All plans that may be selected."""
         return [plan for plan in self._saved.plans if plan.anchors or plan.domain == ANY_DOMAIN]
 
     def nearest(self, feature: Sequence[float]) -> Nearest:
-        """Raises ValueError for a feature of another size than the anchors'."""
+        """Return the nearest domain. Raises ValueError for a feature of another size than the anchors."""
         found = nearest(self._anchors, feature)
         assert found is not None
         return found
 
     def plan_for(self, found: Nearest) -> SavedPlan | None:
-        """Of the nearest domain; where that is too far, the plan for any text, if there is one."""
+        """Return the plan of the nearest domain; if that is too far, the plan for any text, or None without one."""
         plan = self._saved.of_domain(found.domain)
         assert plan is not None
         limit = plan.radius if self._options.reject_distance is None else self._options.reject_distance
@@ -63,10 +64,10 @@ class Domains:
 
 
 class KnnSSD:
-    """Selector by `Domains`: of each sequence the first round is tapped and asked what it is about.
+    """Selector by `Domains`: the first round of each sequence is tapped, to classify the sequence by its feature.
 
-    The rounds of a batch are those of the drafter of its domain: Self-SD with the domain's plan and a fixed threshold.
-    Sequences not yet looked at have no say; those of no domain speak for not drafting.
+    Each domain has a drafter: Self-SD with the domain's plan and a fixed threshold. The sequences of a batch vote for
+    their drafters. Sequences not yet classified do not vote; sequences of no domain vote against drafting.
     """
 
     def __init__(self, saved: SavedPlans, options: SpeculationOptions, latency: LatencyModel) -> None:
@@ -77,9 +78,9 @@ class KnnSSD:
         for plan in self._domains.plans:
             drafter = _drafter(plan, options, num_sublayers)
             self._drafters[plan.domain] = OnlyIfFaster(drafter, latency) if options.gate else drafter
-        self._told: dict[str, Selector] = {}  # the drafter of each sequence
-        self._looks: dict[str, Future[Answer]] = {}  # under way, by sequence
-        self._begins = False  # whether the round planned last has a sequence to look at
+        self._told: dict[str, Selector] = {}  # the drafter of each classified sequence
+        self._looks: dict[str, Future[Answer]] = {}  # questions under way, by sequence
+        self._begins = False  # whether the round planned last has a sequence to classify
         self._last_look = "nothing was looked at"
         self._last_drafter: Selector = self._strangers
 
@@ -89,7 +90,7 @@ class KnnSSD:
 
     @property
     def gate_reason(self) -> str:
-        """Of the text that was looked at last."""
+        """The gate's reason for the sequence that was classified last."""
         drafter = self._last_drafter
         return f"{self._last_look}; {'not drafting' if drafter is self._strangers else drafter.gate_reason}"
 
@@ -104,9 +105,9 @@ class KnnSSD:
         self._drafter_of(state).observe(state, plan, result, num_tokens, seconds)
 
     def improve(self, state: BatchState, search: Search) -> PlanRecord | None:
-        """Look at what has begun; a record when a domain's plan is in use for the first time.
+        """Classify new sequences. Return a record when a domain's plan is used for the first time.
 
-        Only sequences that are at rest hear of their domain, so that a round ends by whom it was planned.
+        Only sequences with no round under way are classified; so the drafter that planned a round also observes it.
         """
         record = self._drafter_of(state).improve(state, search)
         for name in state.sequence_ids:
@@ -119,8 +120,8 @@ class KnnSSD:
         return votes.most_common(1)[0][0] if votes else self._strangers
 
     def _look(self, name: str, search: Search) -> None:
-        """Begin one, or take what came of it. A sequence whose tapped token is gone, or could not be asked, is of no
-        domain; one that had to move meanwhile is looked at again where it is."""
+        """Ask for the feature of a sequence, or classify the sequence by the answer. If the tapped token is gone or the
+        question failed, the sequence has no domain. If the question was cancelled, it is asked again later."""
         look = self._looks.pop(name, None) or search(Feature(num_tokens=1), name)
         if look is None or (look.done() and not look.cancelled() and look.exception() is not None):
             self._tell(name, self._strangers)

@@ -1,8 +1,8 @@
-"""LayerSkip: the draft leaves the model at a fixed layer, with a fixed number of tokens (Elhoushi et al., 2024).
+"""LayerSkip: the draft exits the model at a fixed layer, and has a fixed number of tokens (Elhoushi et al., 2024).
 
-There is nothing to choose while it runs, so the selector is `FixedPlan`. What the paper's verify reuses of the draft,
-states and keys of all layers before the exit, is what every plan's prefix is here. Its own models were trained to be
-left early; others are accepted less.
+The plan never changes, so the selector is `FixedPlan`. The paper's verify reuses the draft's states and keys of all
+layers before the exit; here, this is the prefix of every plan. The paper's models were trained for early exit; with
+other models, fewer draft tokens are accepted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from rayspec.types import ConfigError, Plan
 
 
 def early_exit_plan(options: LayerSkipOptions, num_sublayers: int) -> Plan:
-    """Both sublayers of each layer before the exit, and none after it. Raises ConfigError: no such layer."""
+    """Return the plan that runs all layers before the exit layer in full, and skips the others. Raises ConfigError if
+    the model has no such layer."""
     num_layers = num_sublayers // 2
     exit_layer = max(1, num_layers // 4) if options.exit_layer is None else options.exit_layer
     if exit_layer >= num_layers:

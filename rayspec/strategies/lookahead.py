@@ -1,4 +1,4 @@
-"""Lookahead as a plan: in every round, what the sequences' Jacobi windows have made."""
+"""Lookahead as a plan: every round verifies the n-grams that the sequences' Jacobi windows have produced."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from rayspec.types import Plan, no_draft
 
 
 def lookahead_plan(num_sublayers: int) -> Plan:
-    """The model itself drafts nothing."""
+    """Return the plan of Lookahead, in which the model itself drafts no tokens."""
     return replace(no_draft(num_sublayers, "lookahead"), lookahead=True)

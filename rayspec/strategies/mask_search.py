@@ -1,6 +1,6 @@
-"""Which sublayers to skip, found by trying: at random, and every so often where a Gaussian process expects the most.
+"""Search for the sublayers to skip: random sets, and at intervals the set that a Gaussian process rates highest.
 
-SWIFT tries sets of one size on tokens as they come, Self-SD sets of any size on a calibration set.
+SWIFT tries sets of one size on tokens as they are generated; Self-SD tries sets of any size on a calibration set.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ Keep: TypeAlias = tuple[bool, ...]
 Masks: TypeAlias = NDArray[np.bool_]
 Floats: TypeAlias = NDArray[np.float64]
 
-_KAPPA = 2.5  # standard deviations that what is not known may be better than expected (SWIFT, Self-SD)
-_NOISE = 1e-2  # variance of a score, in units of the scores' own
-_LENGTHS = (0.5, 1.0, 2.0, 4.0)  # of the kernel, in units of sqrt(sublayers that may be skipped)
-_NUM_RANDOM = 512  # masks among which a suggestion is sought, beside the neighbours of the best
-_MAX_OBSERVED = 256  # a suggestion's time grows with their cube
+_KAPPA = 2.5  # standard deviations above the mean by which candidates are rated (SWIFT, Self-SD)
+_NOISE = 1e-2  # variance of the noise of a score, relative to the variance of the scores
+_LENGTHS = (0.5, 1.0, 2.0, 4.0)  # of the kernel, in units of sqrt(number of sublayers that may be skipped)
+_NUM_RANDOM = 512  # random candidates for a suggestion, in addition to the neighbours of the best mask
+_MAX_OBSERVED = 256  # recent scores to fit; a suggestion's time grows with the cube of their number
 _MAX_REDRAWS = 16
 
 
 class MaskSearch:
-    """Looks for the mask with the highest score. Masks are flags of sublayers to keep, [num_sublayers].
+    """Searches the mask with the highest score. A mask has a flag for each sublayer, [num_sublayers]: True = keep.
 
-    free: sublayers that may be skipped. num_skipped: how many are; None: any number but none. suggest_every: each
-    so-many-th proposal comes from the Gaussian process (Matern 5/2 over the flags, the highest mean + 2.5 standard
-    deviations), the others are drawn at random, and none twice as long as that is easy.
+    free: sublayers that may be skipped. num_skipped: how many of them a mask skips; None: any number from 1 on.
+    suggest_every: one of this many proposals comes from the Gaussian process (Matern 5/2 over the flags, the highest
+    mean + 2.5 standard deviations). The others are random, redrawn a few times if they were already tried.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class MaskSearch:
 
     @property
     def best(self) -> tuple[Keep, float] | None:
-        """The mask with the highest score, and that score."""
+        """The mask with the highest score, and this score; None before the first score."""
         return max(self._scores.items(), key=lambda item: item[1], default=None)
 
     def propose(self) -> Keep:
-        """A mask to be tried next."""
+        """Return the mask to try next."""
         self._num_proposed += 1
         if self._num_proposed % self._suggest_every == 0 and len(self._scores) > 1:
             return self._suggest()
@@ -63,7 +63,7 @@ class MaskSearch:
         return drawn
 
     def observe(self, keep: Keep, score: float) -> None:
-        """How well a mask did. A later score of the same mask counts instead of the earlier one."""
+        """Record the score of a mask; it replaces an earlier score of the same mask."""
         self._scores.pop(keep, None)
         self._scores[keep] = score
 
@@ -78,10 +78,10 @@ class MaskSearch:
         return self._keep(unseen[int(bound.argmax())])
 
     def _random(self, count: int) -> Masks:
-        """[count, free], True = skip."""
+        """Return `count` random masks over the free sublayers, [count, free], True = skip."""
         size = len(self._free)
         if self._num_skipped is None:
-            share = self._rng.random((count, 1))  # so that small and large sets come as often as middling ones
+            share = self._rng.random((count, 1))  # so that small and large sets are as frequent as medium ones
             masks = self._rng.random((count, size)) < share
             masks[np.arange(count), self._rng.integers(size, size=count)] |= ~masks.any(axis=1)
             return masks
@@ -89,7 +89,7 @@ class MaskSearch:
         return np.asarray(order < self._num_skipped)
 
     def _neighbours(self) -> Masks:
-        """Masks one step from the best: a sublayer exchanged for another, or, where the number is free, one changed."""
+        """Return masks one step from the best: two sublayers exchanged, or with a free number, one flag changed."""
         assert self.best is not None
         (best,) = self._skips([self.best[0]])
         if self._num_skipped is None:
@@ -103,7 +103,7 @@ class MaskSearch:
         return steps
 
     def _skips(self, keeps: Sequence[Keep]) -> Masks:
-        """[len(keeps), free], True = skip."""
+        """Convert masks to flags of the free sublayers, [len(keeps), free], True = skip."""
         return ~np.asarray(keeps, bool)[:, self._free]
 
     def _keep(self, skips: Masks) -> Keep:
@@ -113,11 +113,12 @@ class MaskSearch:
 
 
 def upper_bound(observed: Masks, scores: Floats, candidates: Masks) -> Floats:
-    """[num_candidates]: mean + 2.5 standard deviations of a Gaussian process through the scores of `observed`.
+    """Return [num_candidates]: mean + 2.5 standard deviations of a Gaussian process fitted to the scores of `observed`.
 
-    observed: [num_observed, free]; candidates: [num_candidates, free]. Of a few kernel lengths the likeliest is taken.
+    observed: [num_observed, free]; candidates: [num_candidates, free]. The kernel length with the highest likelihood is
+    used, out of a few.
     """
-    # Imported here: it takes a second, which nobody should wait for who does not search this way.
+    # Imported here: the import takes a second, which only users of this search should wait for.
     from sklearn.gaussian_process import GaussianProcessRegressor  # noqa: PLC0415
     from sklearn.gaussian_process.kernels import Matern  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""The arbiter of `auto` before any strategy: no draft where drafting is measured not to pay."""
+"""The gate: the arbiter of `auto` in front of any strategy. Rounds do not draft if that is measured as slower."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _PLAIN, _STRATEGY = "plain decoding", "the strategy"
 
 
 class OnlyIfFaster:
-    """Selector. The strategy's rounds, where they are measured to be faster than plain decoding, else plain ones.
+    """Selector that uses the strategy's plans where they are measured to be faster than plain decoding, else no draft.
 
-    The arbiter judges the strategy and not each of its plans, which may be another every round, and not to draft one of
-    them; it gets its trial whatever it was predicted to gain. What choosing takes counts as time of its rounds. While
-    plain decoding is what pays, the strategy chooses nothing but in the rounds that try it again.
+    The arbiter judges the strategy as a whole, because its plan may change every round, and may be not to draft. The
+    strategy gets its trial regardless of its predicted gain. The time to choose plans counts as time of its rounds.
+    While plain decoding is faster, the strategy may choose plans only after the rounds that try it again.
 
     clock: seconds, any origin.
     """
@@ -34,9 +34,9 @@ class OnlyIfFaster:
         self._no_draft = no_draft(len(latency.sublayers), "not faster: no draft")
         self._trials = Trials(latency, _PLAIN)
         self._has_drafted = False
-        self._is_taken = True  # the strategy, by the last round
-        self._gain = 1.0  # that the strategy predicted last
-        self._choosing_s = 0.0  # that no round was charged with yet
+        self._is_taken = True  # whether the last round took the strategy
+        self._gain = 1.0  # the last gain that the strategy predicted
+        self._choosing_s = 0.0  # seconds of choosing that no round was charged with yet
 
     @property
     def wants_taps(self) -> bool:
@@ -62,7 +62,7 @@ class OnlyIfFaster:
         taken = self._trials.taken(state)
         self._strategy.observe(state, plan if taken is None else taken.plan, result, num_tokens, seconds)
         self._is_taken = taken is not None and taken.way == _STRATEGY
-        # Not so where there are only sequences that may have one token more.
+        # A round may draft nothing though its plan drafts: sequences have one token left. It says nothing of drafting.
         tells = not plan.drafts or any(one.token_ids for one in result.drafts) or any(result.probed)
         if self._is_taken and tells:
             seconds, self._choosing_s = seconds + self._choosing_s, 0.0
@@ -80,5 +80,5 @@ class OnlyIfFaster:
 
     @property
     def _active(self) -> bool:
-        """Whether the strategy may choose: it drafts, or has never had a plan to draft by."""
+        """Whether the strategy may choose a plan: the last round took it, or it never had a plan that drafts."""
         return self._is_taken or not self._has_drafted

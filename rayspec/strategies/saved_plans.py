@@ -1,4 +1,4 @@
-"""Plans that outlive the run that found them: on disk, with what they were found for and how they did."""
+"""Plans saved to disk for later runs, with the model and text they were found for and their measured speed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rayspec.types import ConfigError, Plan, PlanRecord
 logger = logging.getLogger(__name__)
 
 FORMAT = "rayspec-plans-2"
-# What use has shown of a saved plan counts as this many tokens at most, so that new text is soon believed instead.
+# The saved acceptance of a plan counts as this many tokens at most, so that new observations soon outweigh it.
 _MAX_REMEMBERED_TOKENS = 128
 
 Vector: TypeAlias = tuple[float, ...]
@@ -36,11 +36,12 @@ _Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of what is in the file: fields that it does not know are refused."""
+    """Base of all parts of the file; decoding rejects unknown fields."""
 
 
 class ModelIdentity(_Strict, frozen=True, kw_only=True):
-    """What a plan belongs to. name: the folder or hub id, for people; `weights` and `num_sublayers` decide."""
+    """The model that a plan belongs to. name: folder or hub id, for readers only; models are compared by `weights` (a
+    fingerprint) and `num_sublayers`."""
 
     name: str
     weights: str
@@ -49,7 +50,7 @@ class ModelIdentity(_Strict, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, config: EngineConfig, num_sublayers: int) -> Self:
-        """Raises CheckpointError when the model's files cannot be read."""
+        """Return the identity of the configured model. Raises CheckpointError if its files cannot be read."""
         return cls(
             name=config.model,
             weights=weights_fingerprint(config),
@@ -59,7 +60,7 @@ class ModelIdentity(_Strict, frozen=True, kw_only=True):
 
 
 class Provenance(_Strict, frozen=True, kw_only=True):
-    """Where a plan comes from. method: how it was found; calibration: on what text."""
+    """Origin of a plan. method: how the plan was found. calibration: a description of the text used."""
 
     method: str
     calibration: str
@@ -81,13 +82,13 @@ class Provenance(_Strict, frozen=True, kw_only=True):
 
 
 class SavedPlan(_Strict, frozen=True, kw_only=True):
-    """A plan and how it did when it was saved.
+    """A plan, and its acceptance and speed when it was saved.
 
-    domain: the kind of text it is for; "" for any. choices: how the draft runs each sublayer. threshold: confidence
-    below which drafts ended; None: they reached their length. acceptance: share of the `num_tested_tokens`. Speeds are
-    tokens per second of one sequence, of `batch` that hold `context` tokens on average.
-    anchors: unit vectors, features of typical text of the domain; radius: the cosine distance from them within which
-    text counts as of the domain.
+    domain: the kind of text that the plan is for; "" for any text. choices: how the draft runs each sublayer.
+    threshold: confidence below which drafts ended; None: drafts reached their length. acceptance: accepted share of the
+    `num_tested_tokens`. Speeds are tokens per second of one of `batch` sequences that hold `context` tokens on average.
+    anchors: unit vectors, features of typical text of the domain. radius: the cosine distance from the anchors within
+    which text belongs to the domain.
     """
 
     domain: str
@@ -112,7 +113,7 @@ class SavedPlan(_Strict, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, record: PlanRecord, *, domain: str, threshold: float | None, provenance: Provenance) -> Self:
-        """A plan that was in use, from the record of it. Raises ValueError when no token of it was tested."""
+        """Return the saved form of a plan, from its record. Raises ValueError if no draft token of it was tested."""
         if record.observed_acceptance is None or record.measured_tpt is None:
             raise ValueError("the plan was not in use: there is nothing to save")
         return cls(
@@ -135,7 +136,7 @@ class SavedPlan(_Strict, frozen=True, kw_only=True):
 
 
 class SavedPlans(_Strict, frozen=True, kw_only=True):
-    """Plans of one model, one a domain."""
+    """Plans of one model, one plan per domain."""
 
     model: ModelIdentity
     plans: tuple[SavedPlan, ...]
@@ -155,7 +156,8 @@ class SavedPlans(_Strict, frozen=True, kw_only=True):
         return next((plan for plan in self.plans if plan.domain == domain), None)
 
     def only(self) -> SavedPlan:
-        """The plan for any text: that of the domain "", or the only one. Raises ConfigError where there are several."""
+        """Return the plan for any text: the plan of the domain "", or the only plan. Raises ConfigError if neither
+        exists."""
         plan = self.of_domain("") or (self.plans[0] if len(self.plans) == 1 else None)
         if plan is None:
             domains = ", ".join(repr(plan.domain) for plan in self.plans) or "none"
@@ -166,12 +168,15 @@ class SavedPlans(_Strict, frozen=True, kw_only=True):
         return plan
 
     def within(self, ways: Sequence[Collection[Choice]]) -> SavedPlans:
-        """A copy whose plans run each sublayer by one of these choices, the nearest to what was saved."""
+        """Return a copy whose plans run each sublayer by the possible choice that is nearest to the saved choice.
+
+        ways: the possible choices of each sublayer.
+        """
         plans = [msgspec.structs.replace(plan, choices=tuple(map(nearest, plan.choices, ways))) for plan in self.plans]
         return SavedPlans(model=self.model, plans=tuple(plans))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write JSON, whole or not at all."""
+        """Write JSON, atomically."""
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch = target.with_name(f"{target.name}.{os.getpid()}.part")
@@ -183,7 +188,7 @@ class SavedPlans(_Strict, frozen=True, kw_only=True):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: ModelIdentity) -> SavedPlans:
-        """What `save` wrote, for this model. Raises ConfigError: no such file, damaged, or of another model."""
+        """Read plans of this model. Raises ConfigError for a missing or damaged file, and for another model's plans."""
         at = f"option 'warm_start' is {os.fspath(path)!r}"
         try:
             saved = msgspec.json.decode(Path(path).read_bytes(), type=SavedPlans)
@@ -204,8 +209,8 @@ class SavedPlans(_Strict, frozen=True, kw_only=True):
 
 
 def known_candidates(saved: SavedPlans) -> list[Candidate]:
-    """The plans as KnapSpec's candidates, so that it need not search before its first draft. What was observed when
-    they were saved counts like what is observed from now on, and fades like it."""
+    """Return the plans as candidates of KnapSpec, which can then draft before its first search. The saved acceptance
+    counts like new observations, and fades like them."""
     candidates = []
     for plan in saved.plans:
         num_tested = min(plan.num_tested_tokens, _MAX_REMEMBERED_TOKENS)
@@ -216,6 +221,6 @@ def known_candidates(saved: SavedPlans) -> list[Candidate]:
 
 
 def best_record(records: Sequence[PlanRecord], *, min_tested_tokens: int = 32) -> PlanRecord | None:
-    """The fastest plan that drafted and was used enough to tell."""
+    """Return the record of the fastest plan that drafted and has at least `min_tested_tokens`; None without one."""
     used = [one for one in records if one.plan.drafts and one.num_tested_tokens >= min_tested_tokens]
     return max(used, key=lambda one: one.measured_tpt or 0.0, default=None)

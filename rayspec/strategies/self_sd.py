@@ -1,5 +1,5 @@
-"""Self-SD (Draft & Verify): a plan found offline, and drafts that end at a confidence which follows the acceptance
-(Zhang et al., 2024). The plan is a saved one, see `decode.tuning`.
+"""Self-SD (Draft & Verify): a plan found offline, and drafts that end below a confidence which follows the acceptance
+(Zhang et al., 2024). The plan is a saved plan; see `strategies.tuning`.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ _STEP = 0.01
 
 
 class DraftThreshold:
-    """The confidence below which a draft ends. It rises while too few of the drafted tokens are accepted, falls while
-    enough are, and rests where drafts reach their length anyway: by 0.001 a verify at most.
+    """The confidence below which a draft ends. It rises while the accepted share of the drafted tokens is below
+    `target`. Otherwise it falls, or stays if drafts reach their length. It changes by at most 0.001 per verify.
     """
 
     def __init__(self, value: float, *, target: float, adaptive: bool = True) -> None:
         self.value = value
         self._target = target
         self._adaptive = adaptive
-        self._matched = 0.0  # share of the drafted tokens, the last verifies first
+        self._matched = 0.0  # accepted share of the drafted tokens, moving average over verifies
 
     def observe(self, *, num_accepted: int, num_drafted: int, reached_length: bool) -> None:
-        """One verify: tokens over the batch, and whether all its drafts were as long as they could be."""
+        """Adapt the threshold after a verify. num_accepted, num_drafted: tokens over the batch. reached_length: all
+        drafts had the length of the plan."""
         if not self._adaptive or num_drafted == 0:
             return
         self._matched = _MATCHED_MEMORY * self._matched + (1 - _MATCHED_MEMORY) * num_accepted / num_drafted
@@ -45,11 +46,10 @@ class DraftThreshold:
 
 
 class SelfSD:
-    """Selector of one plan, whose drafts end below a threshold that lives as long as the engine: what one request has
-    taught it serves the next.
+    """Selector of one plan. The threshold of its drafts is kept for the engine's lifetime, across requests.
 
-    expected_tpt, plain_tpt: tokens per second of one sequence with the plan and without, as it was chosen. reason: why
-    it was, for the record.
+    expected_tpt, plain_tpt: tokens per second of one sequence with the plan and without it, when the plan was chosen.
+    reason: why the plan was chosen, for the record.
     """
 
     wants_taps = False
@@ -76,7 +76,7 @@ class SelfSD:
 
     @classmethod
     def of(cls, saved: SavedPlan, options: SpeculationOptions, num_sublayers: int) -> Self:
-        """By a saved plan, whose own threshold is the first one if it has one."""
+        """Return the selector of a saved plan. It starts from the plan's threshold, or else from the option's."""
         own = options.self_sd
         first = own.threshold if saved.threshold is None else saved.threshold
         return cls(
@@ -104,7 +104,7 @@ class SelfSD:
             )
 
     def improve(self, state: BatchState, search: Search) -> PlanRecord | None:
-        """The one record there is, once."""
+        """Return the plan's record once, after the first observed round; otherwise None."""
         if self._told:
             return None
         self._told = self.record is not None

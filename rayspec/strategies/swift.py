@@ -1,9 +1,9 @@
-"""SWIFT: one set of sublayers a round is tried on recent tokens, and the best so far drafts (Xia et al., 2025).
+"""SWIFT: each round tries one set of sublayers on recent tokens, and the best set so far drafts (Xia et al., 2025).
 
-As published: the set the search starts from, the sizes of sets, the share of agreeing tokens as the score, when a
-Gaussian process suggests, when the search ends for good, the confidence at which drafts end, and their trees. Ours:
-tokens are the newest of each sequence and not the first of an answer, and the set it starts from is tried like any
-other before it drafts.
+As published: the first set of the search, the sizes of sets, and the share of agreeing tokens as the score. Also when
+a Gaussian process suggests the set, when the search ends, the confidence at which drafts end, and their trees. Ours:
+the tokens are the newest of each sequence, not the first of an answer. The first set is tried like any other set
+before it drafts.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ logger = logging.getLogger(__name__)
 
 
 class SwiftSearch:
-    """The search by itself: which set to try next, and which is the best so far. [num_sublayers] flags, True = keep.
+    """The search by itself: the next set to try, and the best set so far. A set is [num_sublayers] flags, True = keep.
 
-    Raises ConfigError where nothing is left to skip between the first and the last layer.
+    Raises ConfigError if the options skip no sublayer between the first and the last layer.
     """
 
     def __init__(self, options: SwiftOptions, num_sublayers: int) -> None:
@@ -50,7 +50,7 @@ class SwiftSearch:
 
     @property
     def end(self) -> str | None:
-        """Why the search is over; None while it is not."""
+        """Why the search is over; None while it continues."""
         options = self._options
         if self.best_score > options.max_score:
             return f"a set agrees on {self.best_score:.1%} of the tokens"
@@ -59,11 +59,12 @@ class SwiftSearch:
         return f"{self._num_tries} sets were tried" if self._num_tries >= options.max_tries else None
 
     def propose(self) -> Keep:
-        """The set to be tried next: first the one it starts with."""
+        """Return the set to try next; at first, the initial set."""
         return self._sets.propose() if self._num_tries else self.best
 
     def observe(self, keep: Keep, score: float) -> bool:
-        """The share of tokens on which a draft by the set agreed; returns whether it is the best now."""
+        """Record the score of a set, and return whether it is the new best. score: share of tokens on which a draft by
+        the set agreed with the target."""
         self._num_tries += 1
         self._sets.observe(keep, score)
         gained = score > self.best_score
@@ -74,14 +75,14 @@ class SwiftSearch:
 
 
 def odd_layers_skipped(num_sublayers: int) -> Keep:
-    """Layers 1, 3, ... are left out, of the last layer neither sublayer."""
+    """Return the set that skips both sublayers of layers 1, 3, ..., but never the last layer. Layers count from 0."""
     last = num_sublayers // 2 - 1
     return tuple(index // 2 % 2 == 0 or index // 2 == last for index in range(num_sublayers))
 
 
 class Swift:
-    """Selector by `SwiftSearch`: until that ends, one set is tried a round, and each that is the best so far becomes
-    the plan. What tries took that gained nothing is told with the next that did, or with the end of the search.
+    """Selector by `SwiftSearch`: until the search ends, each round tries one set, and each new best set becomes the
+    plan. The seconds of tries without a gain are reported with the next gain, or with the end of the search.
     """
 
     gate_reason = "the gate is off"
@@ -120,7 +121,7 @@ class Swift:
         if self._under_way is None or not self._under_way.done():
             return None
         under_way, self._under_way = self._under_way, None
-        if under_way.cancelled():  # the tokens are gone: the same set is tried on others
+        if under_way.cancelled():  # the tokens are gone: the same set is tried on other tokens
             return None
         if (error := under_way.exception()) is not None:
             logger.warning("trying a set of sublayers failed, the plan stays: %s", error)

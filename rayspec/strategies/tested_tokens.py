@@ -1,4 +1,4 @@
-"""Which draft tokens a round has tested."""
+"""Counts of the draft tokens that a round has tested."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rayspec.types import Plan, PlanRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tested:
-    """Draft tokens of a round, over the batch; of trees their longest paths. num_tested: up to and with the first
-    rejected one of each draft. reached_length: no draft ended before its plan's length.
+    """Draft tokens of a round, over the batch; a tree counts by its longest path. num_tested: tokens up to and with the
+    first rejected token of each draft. reached_length: no draft ended before the plan's length.
     """
 
     num_accepted: int
@@ -32,7 +32,7 @@ class Tested:
         )
 
     def add_to(self, record: PlanRecord, num_tokens: int, sequence_s: float) -> None:
-        """A round by the record's plan, which committed `num_tokens`."""
+        """Add the round to its plan's record. num_tokens: committed. sequence_s: seconds times sequences."""
         record.add_round(
             num_tokens=num_tokens,
             sequence_s=sequence_s,

@@ -1,6 +1,6 @@
-"""Plans tuned before they are used: real generation from calibration prompts, with one plan after another.
+"""Tuning of plans before their use: real generation from calibration prompts, with one plan after another.
 
-What is measured is what Self-SD will do: the same drafts, ended by the same rule, in the engine that will run them.
+The measured runs equal later runs of Self-SD: the same drafts, ended by the same rule, in the same engine.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ logger = logging.getLogger(__name__)
 Prompt: TypeAlias = str | Sequence[int]
 
 _ANCHOR_DIGITS = 6
-# A look takes one round and its answer, which shards may take some more rounds to give.
+# Enough tokens to obtain a feature: the question needs one round, and shards may answer a few rounds later.
 _TOKENS_TO_LOOK = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tried:
-    """A plan that was tried for a domain, the `number`-th. Speeds are tokens per second of one sequence: its own, that
-    of the best so far, and that of plain decoding."""
+    """The result of trying the `number`-th plan for a domain. Speeds are tokens per second of one sequence: by this
+    plan, by the best plan so far, and by plain decoding."""
 
     domain: str
     number: int
@@ -53,7 +53,7 @@ Tell: TypeAlias = Callable[[Tried], None]
 
 
 def tell_nobody(tried: Tried) -> None:
-    """For who does not want to know how tuning goes."""
+    """Ignore the progress of tuning."""
 
 
 def tune_plan(
@@ -65,11 +65,11 @@ def tune_plan(
     tell: Tell = tell_nobody,
     clock: Callable[[], float] = time.perf_counter,
 ) -> SavedPlan:
-    """The plan with the most tokens per second over the prompts, by Bayesian search over all sets of sublayers
-    (Self-SD, section 3.2). All prompts run at once, up to the engine's `max_num_seqs`. The speed that is saved is that
-    of another run than the one it was chosen by. tell: hears of every plan that was tried.
+    """Return the plan with the most tokens per second over the prompts, by Bayesian search over all sets of sublayers
+    (Self-SD, section 3.2). All prompts run at once, up to the engine's `max_num_seqs`. The saved speed comes from a
+    separate run after the search. tell: called for every plan that was tried.
 
-    Raises ConfigError: no prompts, or an engine that was loaded not to draft. Raises what a prompt failed with.
+    Raises ConfigError without prompts and for an engine loaded with strategy "ar". Raises the error of a failed prompt.
     """
     bench = _Bench(engine, prompts, options)
     plain = bench.measure(no_draft(bench.num_sublayers, "tuning")).record
@@ -106,10 +106,11 @@ def tune_domains(
     model: ModelIdentity,
     tell: Tell = tell_nobody,
 ) -> SavedPlans:
-    """For each domain its plan and its anchors, from prompts of it: what KNN-SSD chooses by. tell: as of `tune_plan`.
+    """Return a plan and anchors for each domain, from its prompts: the input of KNN-SSD.
 
-    Raises ConfigError: no domains, no prompts of one, a domain without a name, an engine that was loaded not to draft
-    or, with `plans_by` "knapspec", not to measure; also when KnapSpec found no plan for a domain.
+    tell: called for every plan that was tried, with `plans_by` "trials" only. Raises ConfigError without domains, for a
+    domain without a name or prompts, and for an engine loaded with strategy "ar". With `plans_by` "knapspec", also for
+    an engine without a latency model, and if KnapSpec found no plan for a domain.
     """
     if not domains or "" in domains:
         raise ConfigError("domains to tune need names, and there must be one: give prompts by domain")
@@ -129,10 +130,10 @@ def tune_domains(
 
 
 def knapspec_plan(engine: Engine, prompts: Sequence[Prompt], options: TuningOptions, *, domain: str = "") -> SavedPlan:
-    """The fastest plan that KnapSpec used in one run over the prompts: far cheaper than trials. The speed that is saved
-    is that of another run, as by `tune_plan`.
+    """Return the fastest plan that KnapSpec used in one run over the prompts, which is far cheaper than trials. The
+    saved speed comes from a separate run, as in `tune_plan`.
 
-    Raises ConfigError: the engine was loaded with a strategy that measures nothing, or nothing was drafted.
+    Raises ConfigError if the engine's strategy has no latency model, or if nothing was drafted.
     """
     if engine.latency is None:
         raise ConfigError("option 'plans_by' is 'knapspec', for which the engine must be loaded with that strategy")
@@ -150,9 +151,9 @@ def knapspec_plan(engine: Engine, prompts: Sequence[Prompt], options: TuningOpti
 
 
 def features_of(engine: Engine, prompts: Sequence[Prompt]) -> list[Sequence[float]]:
-    """[num_prompts, hidden_size]: of each prompt by itself, the last state of the first token of its answer.
+    """Return [num_prompts, hidden_size]: the last state of the first answer token of each prompt, run by itself.
 
-    Raises what a prompt failed with, and ConfigError for one that leaves no room for two tokens.
+    Raises the error of a failed prompt, and ConfigError for a prompt that leaves no room for two tokens.
     """
     return [_feature_of(engine, prompt) for prompt in prompts]
 
@@ -173,7 +174,7 @@ class _Measured:
 
 
 class _Bench:
-    """The prompts, and an engine to run them with whatever plan."""
+    """Runs the calibration prompts in an engine, with any plan."""
 
     def __init__(self, engine: Engine, prompts: Sequence[Prompt], options: TuningOptions) -> None:
         _require_prompts(prompts)
@@ -195,7 +196,7 @@ class _Bench:
         return Plan(choices=choices_of(keep), num_draft_tokens=length, source="tuning")
 
     def measure(self, plan: Plan, *, plain: PlanRecord | None = None) -> _Measured:
-        """Generate by one plan. plain: what plain decoding did, for the record."""
+        """Generate by one plan and measure it. plain: the record of plain decoding, for the plan's record."""
         threshold = DraftThreshold(self._options.threshold, target=SelfSDOptions().target)
         plain_tpt = plain.measured_tpt if plain is not None and plain.measured_tpt is not None else 0.0
         selector = SelfSD(plan, threshold, acceptance=0.0, expected_tpt=0.0, plain_tpt=plain_tpt)
@@ -205,7 +206,8 @@ class _Bench:
         return _Measured(selector.record, threshold)
 
     def confirmed(self, plan: Plan, plain: PlanRecord, *, domain: str, method: str) -> SavedPlan:
-        """The plan as it is to be saved, with what it does in one more run."""
+        """Return the plan in its saved form, with the speed of one more run. Log a warning if plain decoding is as
+        fast."""
         best = self.measure(plan, plain=plain)
         if (best.record.measured_tpt or 0.0) <= (plain.measured_tpt or 0.0):
             logger.warning("for %r no plan is faster than plain decoding on the calibration prompts", domain)
@@ -217,7 +219,7 @@ class _Bench:
         )
 
     def records(self, selector: Selector) -> list[PlanRecord]:
-        """Of the plans that a selector makes over the prompts."""
+        """Return the records of the plans that a selector makes over the prompts."""
         earlier = self._engine.stats.plans
         with selecting(self._engine, selector):
             _generate(self._engine, self._prompts, self._options.max_tokens)
@@ -230,7 +232,7 @@ def _require_prompts(prompts: Sequence[Prompt]) -> None:
 
 
 class _Look(FixedPlan):
-    """Selector of plain decoding that asks, after the first round, for the feature of the token it began with."""
+    """Selector of plain decoding that asks, after the first round, for the feature of the first answer token."""
 
     gate_reason = "plain decoding"
 
@@ -247,7 +249,7 @@ class _Look(FixedPlan):
 
     @property
     def vector(self) -> Sequence[float] | None:
-        """Once there is an answer. Raises what the question failed with."""
+        """The feature, or None before there is an answer. Raises the error of a failed question."""
         if self._asked is None or not self._asked.done() or self._asked.cancelled():
             return None
         features = self._asked.result()
@@ -257,7 +259,7 @@ class _Look(FixedPlan):
 
 @contextmanager
 def selecting(engine: Engine, selector: Selector) -> Iterator[None]:
-    """The engine chooses by another selector meanwhile. Afterwards nothing is left unfinished."""
+    """Let the engine use another selector within the context. At its end, abort all unfinished requests."""
     previous = engine.replace_selector(selector)
     try:
         yield
@@ -271,7 +273,7 @@ def selecting(engine: Engine, selector: Selector) -> Iterator[None]:
 def _generate(
     engine: Engine, prompts: Sequence[Prompt], max_tokens: int, *, until: Callable[[], bool] = lambda: False
 ) -> None:
-    """Greedy, to that length whatever comes, or until it is enough. Raises what a prompt failed with."""
+    """Generate greedily, always to `max_tokens`, or until `until` returns True. Raises the error of a failed prompt."""
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     for index, prompt in enumerate(prompts):
         text, token_ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)

@@ -1,1 +1,1 @@
-"""KnapSpec's experiments, run and drawn."""
+"""Run KnapSpec's experiments, and plot them."""

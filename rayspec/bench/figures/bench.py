@@ -1,4 +1,4 @@
-"""Speed-ups of strategies by context and by mix of domains, as `rayspec bench` has measured them."""
+"""Speed-ups of strategies by context and by mix of domains, read from the results of `rayspec bench`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rayspec.types import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedUp:
-    """Of a strategy over plain decoding. at: tokens of context, or probability that a stream changes its domain. least,
-    most: over the repeats."""
+    """Speed-up of a strategy over plain decoding. at: tokens of context, or the probability that a stream changes its
+    domain. least, most: over the repeats."""
 
     strategy: str
     at: float
@@ -26,14 +26,14 @@ class SpeedUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchSpeedUps:
-    """by_context: of each domain. by_mix: of streams of several domains. Both by strategy, then by rising `at`."""
+    """Speed-ups by domain (by_context) and of mixed streams (by_mix). Both are sorted by strategy, then by `at`."""
 
     by_context: Mapping[str, tuple[SpeedUp, ...]]
     by_mix: tuple[SpeedUp, ...]
 
 
 def read_bench(path: Path) -> BenchSpeedUps:
-    """Of a `results.json` of `rayspec bench --output`. Raises ConfigError: no such file, or something else."""
+    """Read a `results.json` of `rayspec bench --output`. Raises ConfigError for a missing or an invalid file."""
     at = f"option 'bench' is {str(path)!r}"
     try:
         workloads = json.loads(path.read_text(encoding="utf-8"))["workloads"]
@@ -57,7 +57,7 @@ def read_bench(path: Path) -> BenchSpeedUps:
 
 
 def best_strategy(speed_ups: Sequence[SpeedUp]) -> SpeedUp:
-    """The highest median. Raises ValueError when there are none."""
+    """Return the speed-up with the highest median. Raises ValueError for an empty sequence."""
     return max(speed_ups, key=lambda one: one.median)
 
 

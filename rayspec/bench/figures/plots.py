@@ -1,4 +1,4 @@
-"""Figures of experiments. They can be read 800 pixels wide."""
+"""Figures of experiments, legible at a width of 800 pixels."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ORIGINS = {"knapsack": ("o", "of the search"), "early exit": ("s", "early exits
 
 
 def plot_speed_up_by_context(bench: BenchSpeedUps, path: Path) -> None:
-    """A panel a domain."""
+    """Draw a panel for each domain."""
     with _figure(path, "Speed-up over plain decoding", panels=len(bench.by_context)) as axes:
         everything = [one for speed_ups in bench.by_context.values() for one in speed_ups]
         colors = _colors(everything)
@@ -68,20 +68,20 @@ def _draw_speed_ups(axes: Axes, speed_ups: Sequence[SpeedUp], colors: Mapping[st
 def _draw_ranges(
     axes: Axes, across: Sequence[float], ranges: Sequence[tuple[float, float, float]], **style: Any
 ) -> None:
-    """A line of values with bars to the least and the most. ranges: value, least and most of each point."""
+    """Draw a line of values with error bars from least to most. ranges: value, least and most of each point."""
     middle, least, most = np.array(ranges).T
     gaps = np.maximum(0.0, [middle - least, most - middle])
     axes.errorbar(across, middle, yerr=gaps, markersize=5, linewidth=1.6, elinewidth=0.8, capsize=2, **style)
 
 
 def _colors(speed_ups: Sequence[SpeedUp]) -> dict[str, str]:
-    """By strategy, KnapSpec first."""
+    """Return colors by strategy, KnapSpec first."""
     names = sorted({one.strategy for one in speed_ups}, key=lambda name: (name != "knapspec", name))
     return {name: _STRATEGY_COLORS[index % len(_STRATEGY_COLORS)] for index, name in enumerate(names)}
 
 
 def plot_tpt(experiment: TptExperiment, path: Path) -> None:
-    """Measured tokens per second against predicted TPT, and against estimated acceptance."""
+    """Draw measured tokens per second against predicted TPT, and against estimated acceptance."""
     found = experiment.correlations()
     with _figure(path, "What tells which plan is fast?", panels=2) as (tpt, acceptance):
         _draw_points(tpt, experiment.points, [point.predicted_tpt for point in experiment.points])
@@ -136,7 +136,7 @@ def _draw_points(axes: Axes, points: Sequence[PlanPoint], across: Sequence[float
 
 
 def plot_skip_ratio(experiment: SkipExperiment, path: Path) -> None:
-    """What plans skip, and what a step's time is spent on, by context."""
+    """Draw the share of skipped sublayers, and the time of attention and MLP in a decode step, by context."""
     with _figure(path, "What KnapSpec's plans skip", panels=2) as (skipped, time):
         _draw_skipped(skipped, experiment)
         contexts = [one.context for one in experiment.by_context]
@@ -172,7 +172,7 @@ def _draw_skipped(axes: Axes, experiment: SkipExperiment) -> None:
 
 
 def plot_skip_distribution(experiment: SkipExperiment, path: Path) -> None:
-    """How often each sublayer is skipped, a bar a sublayer; without plans the figure says so."""
+    """Draw how often each sublayer is skipped, one bar for each. Without plans the figure says so."""
     with _figure(path, "How often each sublayer is skipped, of the tokens drafted for") as (panel,):
         if not experiment.plans:
             panel.text(0.5, 0.5, "no plan drafted", ha="center", color=PLAIN, transform=panel.transAxes)
@@ -208,7 +208,7 @@ def plot_thresholds(experiment: ThresholdSweep, path: Path) -> None:
 
 
 def plot_intervals(experiment: IntervalSweep, path: Path) -> None:
-    """Values side by side at equal distances: they are powers rather than steps, and 0 may be among them."""
+    """Draw the values at equal distances: they rise by factors, and a logarithmic axis has no place for 0."""
     with _figure(path, "How often plans are searched", panels=2) as panels:
         for panel, sweep, label in zip(
             panels,
@@ -245,7 +245,7 @@ def _draw_sweep(axes: Axes, sweep: Sweep, across: Sequence[float]) -> None:
 
 @contextmanager
 def _figure(path: Path, title: str, *, panels: int = 1) -> Iterator[list[Axes]]:
-    """A row of panels to draw on; written afterwards. More than three go in two rows."""
+    """Yield panels to draw on, in one row, or in two if there are more than three. Write the file afterwards."""
     num_rows = 1 if panels <= 3 else 2
     num_columns = -(-panels // num_rows)
     figure = Figure(figsize=(_WIDTH_IN, 0.9 + 3.0 * num_rows), layout="constrained", facecolor="white")
@@ -262,7 +262,7 @@ def _figure(path: Path, title: str, *, panels: int = 1) -> Iterator[list[Axes]]:
 
 
 def _legend_below(axes: Sequence[Axes]) -> None:
-    """Of all that the panels show, each name once."""
+    """Draw one legend for all panels, with each name once."""
     keys = {}
     for panel in axes:
         keys.update(dict(zip(*reversed(panel.get_legend_handles_labels()), strict=True)))

@@ -1,4 +1,4 @@
-"""What figures show, in words that come from their numbers."""
+"""Texts that describe the figures, built from their numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KINDS = ("attention", "MLP")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """A figure and what it shows."""
+    """A figure and its description."""
 
     title: str
     file: str
@@ -30,7 +30,7 @@ class Section:
 def figures_markdown(
     sections: Sequence[Section], *, environment: Mapping[str, Any], model: str, dtype: str, widen: int
 ) -> str:
-    """All figures with how they were made."""
+    """Return a page with all figures, their command and hardware."""
     width = f" made {widen} times as wide" if widen > 1 else ""
     made = (
         f"`{environment['command']}`: model `{model}`{width} in {dtype}, {environment['hardware']}, "

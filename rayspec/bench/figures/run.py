@@ -1,4 +1,4 @@
-"""`rayspec figures`: runs the experiments of the KnapSpec paper on a model of one's own, and draws them."""
+"""`rayspec figures`: run the experiments of the KnapSpec paper on a given model, and plot them."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _SKIPS_INTERVAL = 16  # tokens between searches
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FigureOptions:
-    """What is drawn, and from how much text. Raises ConfigError for what cannot be.
+    """The figures to draw, and the amount of text for each. Raises ConfigError for invalid options.
 
-    only: of FIGURES; empty: all, without "speedup" where there is no bench. context: of prompts, but for the skips,
-    which are drawn over `contexts`. num_prompts: of each experiment, of the domains in turn; twice as many where it is
-    the intervals between searches.
+    only: names from FIGURES; empty for all, without "speedup" if there is no bench. context: prompt tokens of all
+    experiments but the skips, which use `contexts`. num_prompts: prompts of each experiment, alternating between the
+    domains; the experiment on search intervals uses twice as many.
     """
 
     engine: EngineConfig
@@ -77,7 +77,7 @@ class FigureOptions:
 
     @property
     def wanted(self) -> tuple[str, ...]:
-        """Which of FIGURES."""
+        """Names of the figures to draw."""
         return self.only or tuple(name for name in FIGURES if name != "speedup" or self.bench is not None)
 
 
@@ -88,8 +88,8 @@ def _check_range(option: str, values: Sequence[float], least: float, most: float
 
 
 def run_figures(options: FigureOptions, say: Say) -> Path:
-    """Writes a PNG for each figure, `figures.md` and `figures.json`; both are renewed as it goes. Returns the path of
-    `figures.md`. Raises ConfigError, CheckpointError, and what a prompt failed with."""
+    """Write a PNG for each figure, and `figures.md` and `figures.json` after each experiment. Return the path of
+    `figures.md`. Raises ConfigError, CheckpointError, and the error of a failed prompt."""
     album = _Album(options)
     if "speedup" in options.wanted and options.bench is not None:
         _draw_bench(album, options.bench)
@@ -110,14 +110,14 @@ def _engine_config(options: FigureOptions, folder: str) -> EngineConfig:
     return base.replace(
         model=folder,
         max_num_seqs=1,
-        enable_prefix_caching=False,  # repeats of a prompt are to be read each time
+        enable_prefix_caching=False,  # each repeat of a prompt must be prefilled again
         max_model_len=base.max_model_len or max(options.context, *options.contexts) + options.max_tokens,
         speculation=base.speculation.replace(strategy="knapspec", skip=(), static_choice=FULL, warm_start=None),
     )
 
 
 class _Album:
-    """The figures so far, and their folder."""
+    """The finished figures, and the output folder."""
 
     def __init__(self, options: FigureOptions) -> None:
         self._options = options
@@ -152,7 +152,7 @@ class _Album:
 
 
 class _Workshop:
-    """The engine that all experiments run in, and the text they run on."""
+    """The engine and the prompts of all experiments."""
 
     def __init__(self, llm: rayspec.LLM, options: FigureOptions, album: _Album) -> None:
         self.llm = llm
@@ -160,7 +160,7 @@ class _Workshop:
         self.album = album
 
     def prompts(self, context: int, *, num_sets: int = 1, other: bool = False) -> list[list[int]]:
-        """`num_prompts` times `num_sets`, of the domains in turn. other: text that no experiment measures on."""
+        """Return `num_sets * num_prompts` prompts of alternating domains. other: text that no experiment measures."""
         options = self.options
         seed = options.seed + 1 if other else options.seed
         num_prompts = num_sets * options.num_prompts
@@ -173,7 +173,7 @@ class _Workshop:
 
     @cached_property
     def estimates(self) -> Estimates:
-        """From other text."""
+        """Plans and their acceptance, estimated on text that no experiment measures."""
         options, prompts = self.options, self.prompts(self.options.context, other=True)
         return estimate_plans(
             self.llm, prompts, num_plans=options.num_plans, max_tokens=options.max_tokens, seed=options.seed

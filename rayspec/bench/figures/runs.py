@@ -1,4 +1,4 @@
-"""One engine under one selector after another, in turns, so that what disturbs the machine meets all of them."""
+"""Run several selectors alternately in one engine, so that a disturbance of the machine affects all of them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Prompt = Sequence[int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passage:
-    """What one contender wrote after one prompt. num_tokens: after the first one, which the prompt's forward gives.
-    seconds: of decoding, without the prompt; of it `search_s` went into plan searches. num_tested: draft tokens up to
-    and with the first rejected one of each draft."""
+    """The output of one contender for one prompt. num_tokens: without the first token, which prefill gives. seconds: of
+    decoding, without prefill. search_s: the part of `seconds` in plan searches. num_tested: draft tokens up to and
+    including the first rejected token of each draft."""
 
     num_tokens: int
     seconds: float
@@ -44,7 +44,7 @@ class Passage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Of a number that was measured several times."""
+    """Median and range of repeated measurements."""
 
     median: float
     least: float
@@ -59,8 +59,9 @@ class Spread:
 
 
 class TimedSelector:
-    """A selector that takes turns with others in one engine. Its clock stands still while they run, so that its budget
-    is of its own time; what its rounds did is counted, and the records of its plans are kept.
+    """A selector that alternates with others in one engine, counts tested draft tokens, and keeps its plan records.
+
+    Its clock stops while other selectors run, so that its search budget is a share of its own time.
     """
 
     def __init__(self, selector: Selector) -> None:
@@ -112,8 +113,8 @@ def take_turns(
     max_tokens: int,
     seed: int = 0,
 ) -> dict[str, list[Passage]]:
-    """By contender, a passage for each prompt. All of them write after a prompt, in random order, before the next one;
-    a contender goes on with the next prompt where it stood. Raises ConfigError, and what a prompt failed with."""
+    """Return a passage for each prompt, by contender. All contenders complete a prompt, in random order, before the
+    next prompt. Selectors keep their state between prompts. Raises ConfigError, and the error of a failed prompt."""
     rng = random.Random(seed)
     passages: dict[str, list[Passage]] = {name: [] for name in contenders}
     for prompt in prompts:
@@ -125,7 +126,7 @@ def take_turns(
 
 
 def write(llm: rayspec.LLM, contender: TimedSelector, prompt: Prompt, *, max_tokens: int) -> Passage:
-    """Greedily, up to the end of the text or `max_tokens`. Raises what the prompt failed with."""
+    """Complete the prompt greedily, to the end of the text or `max_tokens`. Raises the error of a failed prompt."""
     engine = local_engine(llm)
     before, num_tested = copy.copy(engine.stats), contender.num_tested
     with selecting(engine, contender), contender.taking_its_turn(engine.stats):
@@ -146,14 +147,14 @@ def write(llm: rayspec.LLM, contender: TimedSelector, prompt: Prompt, *, max_tok
 
 
 def local_engine(llm: rayspec.LLM) -> Engine:
-    """Raises ConfigError where the engine is not in this process."""
+    """Return the engine. Raises ConfigError for several replicas."""
     if not isinstance(llm.engine, Engine):
         raise ConfigError("option 'parallel' is set: figures are of an engine in one process, leave it out")
     return llm.engine
 
 
 def latency_of(llm: rayspec.LLM) -> LatencyModel:
-    """Raises ConfigError where the model was not measured, because it cannot draft for itself."""
+    """Return the latency model. Raises ConfigError if there is none, because the model cannot draft for itself."""
     latency = local_engine(llm).latency
     if latency is None:
         raise ConfigError(f"model {llm.config.model!r} does not draft for itself: choose one whose layers split")
@@ -162,7 +163,7 @@ def latency_of(llm: rayspec.LLM) -> LatencyModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
-    """Tokens per second over those of plain decoding. overall: after all prompts; least, most: after one of them."""
+    """Speed-up over plain decoding. overall: over all prompts together. least, most: range over single prompts."""
 
     overall: float
     least: float
@@ -173,7 +174,7 @@ class Gain:
 
 
 def gain_of(own: Sequence[Passage], plain: Sequence[Passage]) -> Gain:
-    """Both after the same prompts."""
+    """Return the speed-up of `own` over `plain`, which have passages for the same prompts."""
     ratios = [one.tokens_per_s / max(other.tokens_per_s, 1e-9) for one, other in zip(own, plain, strict=True)]
     return Gain(overall=_rate(own) / max(_rate(plain), 1e-9), least=min(ratios), most=max(ratios))
 

@@ -1,4 +1,4 @@
-"""Which sublayers KnapSpec's plans leave out, by context (KnapSpec, Figures 3 and 5)."""
+"""The sublayers that KnapSpec's plans skip, by context (KnapSpec, Figures 3 and 5)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rayspec.planning.latency import LatencyModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanUse:
-    """choices: of each sublayer. num_tokens: written while the plan was in use."""
+    """A plan in use. choices: of each sublayer. num_tokens: tokens generated while the plan was in use."""
 
     choices: Choices
     num_tokens: int
@@ -26,8 +26,8 @@ class PlanUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextSkips:
-    """What was drafted by at a context. num_plain_tokens: written without a plan. attention_s, mlp_s: of all attention
-    and of all MLP sublayers in a decode step, by the latency model."""
+    """The plans in use at a context, the mean prompt length. num_plain_tokens: tokens generated without a plan.
+    attention_s, mlp_s: seconds of all attention and all MLP sublayers in a decode step, by the latency model."""
 
     context: int
     plans: tuple[PlanUse, ...]
@@ -37,7 +37,7 @@ class ContextSkips:
 
     @property
     def attention_skipped(self) -> float | None:
-        """Share, the mean over the tokens; None without a plan."""
+        """Share of skipped attention sublayers, averaged over the tokens; None without a plan."""
         return share_skipped(self.plans, slice(0, None, 2))
 
     @property
@@ -47,7 +47,7 @@ class ContextSkips:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkipExperiment:
-    """attention_outweighs_from: context from which attention takes longer than MLP; None: never."""
+    """Skips by context. attention_outweighs_from: context from which attention takes longer than MLP; None: never."""
 
     by_context: tuple[ContextSkips, ...]
     attention_outweighs_from: float | None
@@ -65,8 +65,8 @@ def run_skips(
     interval: int,
     max_tokens: int,
 ) -> SkipExperiment:
-    """Let KnapSpec, with a search every `interval` tokens and neither gate nor budget, write after prompts of each
-    context. Raises ConfigError, and what a prompt failed with."""
+    """Complete prompts of each context by KnapSpec, with a search every `interval` tokens and without gate or budget.
+    Raises ConfigError, and the error of a failed prompt."""
     latency = latency_of(llm)
     by_context = []
     for context in contexts:
@@ -93,19 +93,19 @@ def run_skips(
 
 
 def free_knapspec(llm: rayspec.LLM, interval: int) -> Auto:
-    """One that searches every `interval` tokens, whatever it costs, and drafts wherever that is predicted to pay."""
+    """Return a KnapSpec that searches every `interval` tokens at any cost, and drafts if a gain is predicted."""
     options = llm.config.speculation.replace(gate=False, optimise_share=1.0)
     return Auto(options, latency_of(llm), looks_up=False, trigger=every(interval))
 
 
 def every(interval: int) -> Trigger:
-    """A search after each so many tokens of a sequence, whether or not anything has changed."""
+    """Return a trigger that wants a search after each `interval` tokens of a sequence, even without a change."""
     return Trigger(cooldown_tokens=interval, patience_tokens=interval, max_patience_tokens=interval)
 
 
 def attention_outweighs_from(latency: LatencyModel) -> float | None:
-    """The context from which the attention sublayers of a decode step take longer than its MLP sublayers. Curves are
-    straight lines over context. None: never."""
+    """Return the context from which the attention sublayers of a decode step take longer than its MLP sublayers; None
+    if never. It is exact, as latencies are linear in the context."""
 
     def surplus(context: int) -> float:
         seconds = latency.sublayers_s(rows=1, context=context, batch=1)
@@ -118,13 +118,13 @@ def attention_outweighs_from(latency: LatencyModel) -> float | None:
 
 
 def share_skipped(plans: Sequence[PlanUse], which: slice) -> float | None:
-    """Of the sublayers `which`, the mean over the tokens; None without a plan."""
+    """Return the share of `which` sublayers that is skipped, averaged over the tokens; None without a plan."""
     return float(skip_frequency(plans)[which].mean()) if plans else None
 
 
 def skip_frequency(plans: Sequence[PlanUse]) -> NDArray[np.float64]:
-    """[num_sublayers]: share of the tokens that were written while the sublayer was skipped. Raises ValueError without
-    plans."""
+    """Return [num_sublayers]: share of the tokens generated while drafts skipped the sublayer. Raises ValueError
+    without plans."""
     skipped = np.array([[choice == SKIP for choice in plan.choices] for plan in plans], float)
     frequency: NDArray[np.float64] = np.average(skipped, axis=0, weights=[plan.num_tokens for plan in plans])
     return frequency

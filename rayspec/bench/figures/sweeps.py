@@ -1,4 +1,4 @@
-"""How much the confidence at which drafts end matters, and how often plans are searched (KnapSpec, Figures 4 and 6)."""
+"""Sweeps over the threshold at which drafts end, and over the search interval (KnapSpec, Figures 4 and 6)."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from rayspec.types import Plan, no_draft
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """How one value of what is swept did; None: KnapSpec's own way. acceptance: of the drafted tokens, None without
-    any. search_share: of the time."""
+    """Results for one value of the swept option; None stands for KnapSpec's own rule. acceptance: share of the drafted
+    tokens, None without any. search_share: share of the time in plan searches."""
 
     value: float | None
     speedup: Gain
@@ -42,7 +42,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """settings: by rising value."""
+    """Results of a sweep. settings: by rising value. own: KnapSpec's own rule."""
 
     settings: tuple[Setting, ...]
     own: Setting
@@ -54,7 +54,7 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThresholdSweep:
-    """choices: of the plan that all settings drafted by. plain: tokens per second without drafts, in turns with it."""
+    """A sweep with one plan. choices: of that plan. plain: tokens per second without drafts, measured interleaved."""
 
     choices: Choices
     thresholds: Sweep
@@ -63,8 +63,8 @@ class ThresholdSweep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntervalSweep:
-    """intervals: a search every so many tokens. shares: one when something has drifted, if it fits that share of the
-    time. plain: tokens per second without drafts, in turns with them."""
+    """Sweeps over search rules. intervals: search at a fixed interval in tokens. shares: search after a drift, within a
+    share of the time. plain: tokens per second without drafts, measured interleaved."""
 
     intervals: Sweep
     shares: Sweep
@@ -74,8 +74,8 @@ class IntervalSweep:
 def run_thresholds(
     llm: rayspec.LLM, estimates: Estimates, prompts: Sequence[Prompt], *, thresholds: Sequence[float], max_tokens: int
 ) -> ThresholdSweep:
-    """The plan with the highest predicted TPT, with drafts that end at a token less likely than a threshold, and with
-    drafts that end where KnapSpec ends them. Raises ConfigError, and what a prompt failed with."""
+    """Measure the plan with the highest predicted TPT. Its drafts end at a token with a probability below a threshold,
+    or by KnapSpec's own rule. Raises ConfigError, and the error of a failed prompt."""
     latency, options = latency_of(llm), llm.config.speculation
     length = options.max_draft_tokens
     prediction = predict(llm, estimates.candidates, context=context_of(prompts, max_tokens), max_draft_tokens=length)
@@ -90,8 +90,8 @@ def run_thresholds(
 def run_intervals(
     llm: rayspec.LLM, prompts: Sequence[Prompt], *, intervals: Sequence[int], shares: Sequence[float], max_tokens: int
 ) -> IntervalSweep:
-    """KnapSpec as the engine's options have it, but for when it searches. Raises ConfigError, and what a prompt failed
-    with."""
+    """Measure KnapSpec with the engine's options, but with each of the search rules. Raises ConfigError, and the error
+    of a failed prompt."""
     latency, options = latency_of(llm), llm.config.speculation
     unbounded = options.replace(optimise_share=1.0)
     knapspec = partial(Auto, latency=latency, looks_up=False)
@@ -122,9 +122,9 @@ def _ending_below(plan: Plan, threshold: float) -> SelfSD:
 def _measure(
     llm: rayspec.LLM, cases: Sequence[_Case], prompts: Sequence[Prompt], max_tokens: int
 ) -> tuple[list[Setting], Spread]:
-    """A setting a case, in their order, and tokens per second of plain decoding."""
+    """Return a setting for each case, in the same order, and tokens per second of plain decoding."""
     plain = TimedSelector(FixedPlan(no_draft(len(latency_of(llm).sublayers), "plain")))
-    write(llm, plain, prompts[0], max_tokens=max_tokens)  # so that all is warm
+    write(llm, plain, prompts[0], max_tokens=max_tokens)  # warm-up
     contenders = {str(index): TimedSelector(case.selector) for index, case in enumerate(cases)}
     passages = take_turns(llm, contenders | {"plain": plain}, prompts, max_tokens=max_tokens)
     settings = [

@@ -1,4 +1,4 @@
-"""Does TPT tell which plan is fast? Many plans, each predicted before it runs, and then run (KnapSpec, Figure 2)."""
+"""Does TPT (tokens per time) predict which plan is fast? Predict many plans, then run them (KnapSpec, Figure 2)."""
 
 from __future__ import annotations
 
@@ -37,16 +37,15 @@ from rayspec.types import ConfigError, Plan, PlanRecord, no_draft
 Keep = tuple[bool, ...]
 
 _NUM_CONTROLS = 3
-_SOUND = 0.5  # acceptance
-_EXITS = (0.5, 0.75, 0.9)  # of the layers
+_SOUND = 0.5  # least estimated acceptance of a sound plan
+_EXITS = (0.5, 0.75, 0.9)  # share of the layers before an early exit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanPoint:
-    """A plan: what was predicted of it before it ran, and how it ran. Rates are tokens per second.
+    """A plan with its prediction, made before it ran, and its measurement. Rates are tokens per second.
 
-    tpt_as_accepted: what would have been
-    predicted, had the acceptance been known. measured_tpt: median over the prompts, each in measured_by_prompt.
+    tpt_as_accepted: the prediction from the observed acceptance. measured_tpt: median of measured_by_prompt.
     """
 
     choices: Choices
@@ -62,8 +61,9 @@ class PlanPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TptExperiment:
-    """context: tokens of a sequence in the middle of its output. plain_tpt: predicted of plain decoding; plain: as
-    measured in between. num_tapped_tokens: of other text, by which acceptance was estimated."""
+    """Predictions and measurements of many plans. context: tokens of a sequence in the middle of its output. plain_tpt:
+    predicted for plain decoding. plain: measured for plain decoding, interleaved with the plans. num_tapped_tokens:
+    tokens of other text, from which acceptance was estimated."""
 
     context: int
     num_tapped_tokens: int
@@ -72,11 +72,12 @@ class TptExperiment:
     points: tuple[PlanPoint, ...]
 
     def correlations(self) -> dict[str, float | None]:
-        """With the measured tokens per second, Pearson's but for ranks; None where something does not vary.
+        """Return correlations with the measured tokens per second, by name; None if a quantity does not vary.
 
-        sound: of plans only that are expected to be accepted at least half of the time, so that it is not those that
-        hardly draft which make the difference. Whence the rest comes: `tpt_as_accepted` is without the error of the
-        acceptance; `between_prompts` is how well what is measured after one prompt agrees with what is after another.
+        Names with `ranks` are Spearman's correlation, all others Pearson's. Names with `sound` cover only plans with an
+        estimated acceptance of at least a half: plans that are hardly accepted would dominate the correlation. Two
+        names explain the remaining error. `tpt_as_accepted` uses the observed acceptance, so it has no error of the
+        estimate. `between_prompts` is the mean correlation between the measurements of two prompts.
         """
         tpt, acceptance = attrgetter("predicted_tpt"), attrgetter("estimated_acceptance")
         sound = [point for point in self.points if point.estimated_acceptance >= _SOUND]
@@ -94,7 +95,7 @@ class TptExperiment:
 
     @property
     def median_ratio(self) -> float:
-        """Measured over predicted."""
+        """Median over the plans of measured over predicted tokens per second."""
         return median(point.measured_tpt / point.predicted_tpt for point in self.points)
 
     def _agreement_of_prompts(self) -> float:
@@ -112,7 +113,7 @@ def _with_measured(
 
 
 def pearson(first: ArrayLike, second: ArrayLike) -> float:
-    """Correlation; NaN where one of them does not vary, or there are fewer than two values."""
+    """Return Pearson's correlation; NaN if a variable is constant, or there are fewer than two values."""
     x, y = (np.asarray(values, float) for values in (first, second))
     if len(x) < 2:
         return float("nan")
@@ -122,7 +123,7 @@ def pearson(first: ArrayLike, second: ArrayLike) -> float:
 
 
 def spearman(first: ArrayLike, second: ArrayLike) -> float:
-    """Correlation of ranks; of equal values the mean rank counts."""
+    """Return the correlation of ranks; equal values get their mean rank."""
     return pearson(_ranks(first), _ranks(second))
 
 
@@ -135,7 +136,7 @@ def _ranks(values: ArrayLike) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimates:
-    """What taps of some text say of plans. origins: where each plan comes from, by what it keeps."""
+    """Plans with estimates from taps, the hidden states at all sublayer boundaries. origins: by a plan's choices."""
 
     candidates: tuple[Candidate, ...]
     origins: dict[Choices, str]
@@ -144,10 +145,10 @@ class Estimates:
 def estimate_plans(
     llm: rayspec.LLM, prompts: Sequence[Prompt], *, num_plans: int, max_tokens: int, seed: int = 0
 ) -> Estimates:
-    """Plans from a search, early exits and random ones, `num_plans` in all, and how drafts by them would have done
-    while the model wrote plainly after the prompts. The tokens that the search saw are not among those.
+    """Return at most `num_plans` plans (from a search, early exits, random), with estimates of their acceptance.
 
-    Raises ConfigError when the text ended before there was anything to see.
+    The estimates come from plain decoding after the prompts. They exclude the tokens that the plan search used. Raises
+    ConfigError if the text ends before the first estimate.
     """
     latency = latency_of(llm)
     strategy = KnapSpec(llm.config.speculation, latency)
@@ -160,8 +161,8 @@ def estimate_plans(
 
 
 class _Survey:
-    """Selector of plain decoding. Of the first tapped tokens it asks for KnapSpec's plans, of all later ones how those
-    and others would have done."""
+    """A selector that decodes plainly. It uses the first tapped tokens to search for KnapSpec's plans, and all later
+    tapped tokens to estimate the acceptance of all plans."""
 
     gate_reason = "plain decoding"
     wants_taps = True
@@ -195,7 +196,7 @@ class _Survey:
         return None
 
     def candidates(self) -> tuple[Candidate, ...]:
-        """Every plan, by all trials together."""
+        """Return every plan, with an estimate over all trials."""
         tried = zip(*(found.drafts for found in self.trials), strict=True)
         num_tapped = sum(found.num_tokens for found in self.trials)
         return tuple(
@@ -223,14 +224,14 @@ class _Survey:
 
 
 def plan_spread(found: Sequence[Choices], num_sublayers: int, num_plans: int, rng: random.Random) -> dict[Choices, str]:
-    """At most `num_plans` plans with where they come from: up to half of them those that a search found, evenly; early
-    exits; the rest skips random sublayers, one to half of them all."""
+    """Return at most `num_plans` plans with their origins. Up to half are plans of a search, evenly spaced in `found`.
+    Then come early exits. The others skip random sublayers, from one to half of all."""
     chosen = np.unique(np.linspace(0, len(found) - 1, min(len(found), max(1, num_plans // 2))).astype(int))
     origins = {found[index]: "knapsack" for index in chosen.tolist()} if found else {}
     for share in _EXITS:
         exit_at = 2 * max(1, int(share * num_sublayers / 2))
         origins.setdefault(choices_of([index < exit_at for index in range(num_sublayers)]), "early exit")
-    for _ in range(num_plans):  # more may be there already
+    for _ in range(num_plans):  # some may be duplicates; the last line cuts any excess
         skipped = rng.sample(range(num_sublayers), rng.randint(1, max(1, num_sublayers // 2)))
         origins.setdefault(choices_of([index not in skipped for index in range(num_sublayers)]), "random")
     return dict(list(origins.items())[:num_plans])
@@ -238,7 +239,7 @@ def plan_spread(found: Sequence[Choices], num_sublayers: int, num_plans: int, rn
 
 @dataclass(frozen=True, slots=True)
 class PlanPredictions:
-    """Of each candidate; tpt is [num_candidates, max_draft_tokens]."""
+    """Predictions for each candidate. tpt: [num_candidates, max_draft_tokens], tokens per second."""
 
     acceptance: Sequence[float]
     tpt: NDArray[np.float64]
@@ -247,7 +248,7 @@ class PlanPredictions:
 def predict(
     llm: rayspec.LLM, candidates: Sequence[Candidate], *, context: int, max_draft_tokens: int
 ) -> PlanPredictions:
-    """KnapSpec's own, as it has it before it has observed anything, of drafts that reach their length."""
+    """Return KnapSpec's predictions before any observation, for drafts that always reach their length."""
     latency = latency_of(llm)
     acceptance = KnapSpec(llm.config.speculation, latency).acceptance_of(candidates)
     patterns = [candidate.choices for candidate in candidates]
@@ -264,9 +265,9 @@ def run_tpt(
     max_tokens: int,
     seed: int = 0,
 ) -> TptExperiment:
-    """Predict every plan at every draft length, then let each write after every prompt, with plain decoding in between.
+    """Predict every plan at every draft length, then measure it on every prompt, interleaved with plain decoding.
 
-    There is no rule that ends drafts early, whose effect would have to be known.
+    No rule ends drafts early, because the prediction would have to include its effect.
     """
     latency, candidates = latency_of(llm), estimates.candidates
     context = context_of(prompts, max_tokens)
@@ -279,7 +280,7 @@ def run_tpt(
         for index, length in kinds
     }
     contenders = {name: TimedSelector(FixedPlan(plan)) for name, plan in (plans | controls).items()}
-    write(llm, contenders["plain 0"], prompts[0], max_tokens=max_tokens)  # so that all is warm
+    write(llm, contenders["plain 0"], prompts[0], max_tokens=max_tokens)  # warm-up
     passages = take_turns(llm, contenders, prompts, max_tokens=max_tokens, seed=seed)
     points = [
         _point(latency, plan, estimates, prediction, index, passages[name], context)
@@ -295,7 +296,7 @@ def run_tpt(
 
 
 def context_of(prompts: Sequence[Prompt], max_tokens: int) -> int:
-    """Tokens of a sequence in the middle of its output."""
+    """Return the mean length of a sequence in the middle of its output."""
     return round(fmean(map(len, prompts))) + max_tokens // 2
 
 

@@ -1,1 +1,1 @@
-"""What papers have published, beside our own predictions."""
+"""Published results of papers, compared with our own predictions."""

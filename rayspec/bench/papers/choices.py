@@ -1,4 +1,4 @@
-"""Which draft pays on large models, by choices at published acceptances, against skipping alone. Nothing is run."""
+"""Predict the best kind of draft for large models at published acceptances, compared with skipping. Nothing is run."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _GPU = "H100"
 _CLUSTERS = (("Llama-3.1-70B", 8), ("Llama-3.1-405B", 16))
 _CONTEXTS, _BATCHES = (1_024, 8_192, 32_768, 131_072), (1, 8, 64)
 _GPU_BYTES = 0.9 * 80e9  # for weights, their copies, keys and values
-# Acceptance of a drafted token. Half of the layers skipped: KnapSpec's table 2, Llama-3.1-70B on GovReport. int8 and
-# int4: measured on 7B to 32B by others, 0.98 to 0.99 and 0.84 to 0.97. Few keys: 0.95 to 0.99. Both: QuantSpec, 0.92 to
-# 0.94.
+# Acceptance of a drafted token. "half skipped" (half of the layers): KnapSpec's table 2, Llama-3.1-70B on GovReport.
+# int8 and int4: 0.98 to 0.99 and 0.84 to 0.97, measured by others on 7B to 32B. "pages" (few keys): 0.95 to 0.99.
+# Both: QuantSpec, 0.92 to 0.94.
 ACCEPTANCE = {"half skipped": 0.944, "int8": 0.98, "int4": 0.92, "pages": 0.97, "int8+pages": 0.95, "int4+pages": 0.90}
 _SKIPPING = "half skipped"
 _CHOICES = combinations(("int8", "int4", "pages"))
@@ -26,7 +26,7 @@ _CHOICES = combinations(("int8", "int4", "pages"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoicePrediction:
-    """gains: over plain decoding at the best length, by the name of the draft; 1 where it does not pay."""
+    """Predicted gains over plain decoding at the best draft length, by name of the draft; 1 if it does not pay."""
 
     model: str
     num_gpus: int
@@ -42,7 +42,7 @@ class ChoicePrediction:
 
 
 def predict_choices() -> list[ChoicePrediction]:
-    """For both clusters, all contexts and batches."""
+    """Return predictions for all clusters, contexts and batches that fit into GPU memory."""
     return [
         _prediction(model, num_gpus, context, batch)
         for model, num_gpus in _CLUSTERS
@@ -53,7 +53,7 @@ def predict_choices() -> list[ChoicePrediction]:
 
 
 def choices_markdown(predictions: Sequence[ChoicePrediction]) -> str:
-    """A section with a table."""
+    """Return a Markdown section with a table of the predictions."""
     rows = [
         [
             f"{one.model}, {one.num_gpus} {_GPU}",

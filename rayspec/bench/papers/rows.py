@@ -1,9 +1,9 @@
-"""What the papers report beside what our own model of a draft says. Nothing is run.
+"""Published results of papers, with the predictions of our own model of a draft. Nothing is run.
 
-A row's draft skips what the paper says that it skips, or what the method's budget is, as whole layers. Its relative
-cost c follows from a latency model of the model and GPU, its gain from c and the published acceptance by `best_choice`,
-which the plan search uses. What was not published is solved for instead: the acceptance that would
-explain the published speed-up at that c, and the c that would at that acceptance.
+The draft of a row skips whole layers: the published share, or else the budget of the method. Its relative cost c
+follows from a latency model of the LLM and GPU. Its gain follows from c and the published acceptance by `best_choice`,
+which the plan search uses. Unpublished numbers are solved for: the acceptance that explains the published speed-up at
+that c, and the c that explains it at that acceptance.
 """
 
 from __future__ import annotations
@@ -28,24 +28,26 @@ from rayspec.planning.published import Published, published
 from rayspec.planning.roofline import ACCELERATORS, SHAPES, ideal_latency, reference_latency
 
 KNAPSPEC_PAPER = "KnapSpec"
-# Of the sublayers' time, that drafts skip where a row does not say: KnapSpec's may skip half, CLaSp's skip 40 to 60 %.
+# Share of the sublayers' time that drafts skip if a row has no share: KnapSpec may skip half, CLaSp skips 40 to 60 %.
 BUDGETS = {"knapspec": 0.5, "clasp": 0.5}
-DEFAULT_ACCELERATOR = "A100"  # where none is named; without fixed times it cancels out of every ratio
-MAX_DRAFT_TOKENS = 18  # where none is given: KnapSpec's
+DEFAULT_ACCELERATOR = "A100"  # if a row names no GPU; without fixed times it cancels out of every ratio
+MAX_DRAFT_TOKENS = 18  # if a row gives no length: that of KnapSpec
 IN_SAMPLE_DRAFT_TOKENS = 17  # the longest draft in the grid of KnapSpec's own estimate
-LONG_DOCUMENT, SHORT_PROMPT = 12_800, 2_048  # tokens of context, assumed: no row says its own
+LONG_DOCUMENT, SHORT_PROMPT = 12_800, 2_048  # assumed tokens of context: no row has its own
 _LONG_TASKS = ("GovReport", "PG19", "BookSum")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """By one latency model.
+    """The predictions of one latency model for one row.
 
-    cost: c, a draft step over a plain step, and with it the acceptance at which the draft breaks even. The gains are
-    None where no acceptance was published: `gain` of drafts that always reach the best length, `num_draft_tokens`;
-    `oracle`, if each ended just before a token to be rejected; `residual`, published over `gain`, less 1.
-    needed_acceptance: that would give the published speed-up; None if none does. drafted_per_round: tokens that, at
-    the published share of accepted tokens, would.
+    cost: c, time of a draft step over a plain step; the draft breaks even at an acceptance of c. needed_acceptance: the
+    acceptance that gives the published speed-up; None if no acceptance does.
+
+    The other fields are None if no acceptance was published. gain: for drafts that always have the best length,
+    num_draft_tokens. oracle: if each draft ended just before a token to be rejected. residual: published over `gain`,
+    less 1. drafted_per_round: tokens that give the published speed-up at the published share of accepted tokens; None
+    if no number does.
     """
 
     cost: float
@@ -59,13 +61,13 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaperRow:
-    """A published row and what our model makes of it.
+    """A published row with our predictions.
 
-    skip_ratio: what the predictions assume, None where nothing is known. ideal, reference: by good kernels, and by
-    KnapSpec's published code, for what its paper measured. needed_cost: c that explains the speed-up at the published
-    acceptance; most_cost: the same if every draft token were accepted. tpt_cost: c that gives the authors' own estimate
-    if every token of a draft of 17 was accepted in it; at_tpt_cost: the prediction there.
-    ideal_step_ms, reference_step_ms: of plain decoding on one GPU, or on several that hold consecutive layers.
+    skip_ratio: the share that the predictions assume; None if unknown. ideal: prediction for good kernels. reference:
+    prediction for KnapSpec's published code, only for the results of its paper. needed_cost: c that explains the
+    speed-up at the published acceptance. most_cost: the same if every draft token were accepted. tpt_cost: c that gives
+    the authors' own estimate if all 17 tokens of a draft were accepted. at_tpt_cost: the prediction at that c.
+    ideal_step_ms, reference_step_ms: of plain decoding on one GPU, or on several GPUs with consecutive layers each.
     """
 
     published: Published
@@ -86,12 +88,12 @@ class PaperRow:
 
 
 def predict_papers(rows: Sequence[Published] | None = None) -> tuple[PaperRow, ...]:
-    """For each row, or for all that are published.csv."""
+    """Return predictions for each row; by default for all rows of published.csv."""
     return tuple(_row(each) for each in (published() if rows is None else rows))
 
 
 def keep_layers(num_layers: int, kept_share: float) -> Choices:
-    """[2 * num_layers]: whole layers, spread evenly, of which that share is kept (rounded to a layer)."""
+    """Return [2 * num_layers]: choices that keep a share of whole layers, rounded to a layer and spread evenly."""
     num_kept = round(num_layers * kept_share)
     kept = [(layer + 1) * num_kept // num_layers > layer * num_kept // num_layers for layer in range(num_layers)]
     return choices_of([flag for flag in kept for _ in ("attention", "mlp")])
@@ -122,7 +124,7 @@ def _row(row: Published) -> PaperRow:
 
 
 def _latencies(row: Published, context: int) -> tuple[LatencyModel | None, LatencyModel | None]:
-    """Ideal and reference; the latter for what KnapSpec's paper measured, with its code."""
+    """Return the ideal and the reference latency model; the reference only for results of KnapSpec's paper."""
     if not row.shape:
         return None, None
     shape, accelerator = SHAPES[row.shape], ACCELERATORS[row.hardware or DEFAULT_ACCELERATOR]
@@ -135,7 +137,7 @@ def _latencies(row: Published, context: int) -> tuple[LatencyModel | None, Laten
 def _ideal_prediction(
     row: Published, latency: LatencyModel | None, skip_ratio: float | None, context: int
 ) -> Prediction | None:
-    """Of a model without a shape, c is the share that is kept: its LM head is not known."""
+    """Predict with the ideal latency. Without a shape, c is the share that is kept: the LM head is unknown."""
     if latency is None and skip_ratio is not None:
         return _predict_at_cost(row, 1 - skip_ratio)
     return _layers_prediction(row, latency, skip_ratio, context)
@@ -173,15 +175,15 @@ def _prediction(row: Published, latency: LatencyModel, choices: Choices, context
 
 
 def _drafted_per_round(speedup: float, accepted_share: float, cost: float) -> float | None:
-    """n in speedup = (1 + accepted_share * n) / (1 + cost * n), which holds whatever ends the drafts; None if no n > 0
-    does."""
+    """Solve speedup = (1 + accepted_share * n) / (1 + cost * n) for n; None if no n > 0 solves it. The equation holds
+    for any rule that ends drafts."""
     margin = accepted_share - speedup * cost
     drafted = (speedup - 1) / margin if margin else 0.0
     return drafted if drafted > 0 else None
 
 
 def _needed_cost(row: Published) -> float | None:
-    """None, too, where nothing is accepted: then only the cost of a whole draft follows, not that of a step."""
+    """Return c as in `needed_cost`; None also at acceptance 0, where only the cost of a whole draft follows."""
     if not row.acceptance:
         return None
     return needed_cost(row.speedup, row.acceptance, max_draft_tokens=max_draft_tokens(row))

@@ -1,4 +1,4 @@
-"""The papers' figures beside our model's, in Markdown, with what explains the difference."""
+"""A Markdown page that compares the papers' results with our predictions, and explains the differences."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ _STEP_INTRO = "What speed-ups are ratios to. KnapSpec's is from an isolated, syn
 
 
 def run_paper(json: Path | None = None) -> str:
-    """`rayspec bench --paper`: the tables, in Markdown. json: file to write the numbers to."""
+    """Return the page of `rayspec bench --paper` in Markdown. json: file to write the numbers to."""
     rows = predict_papers()
     if json is not None:
         json.parent.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,7 @@ def run_paper(json: Path | None = None) -> str:
 
 
 def paper_json(rows: Sequence[PaperRow]) -> dict[str, Any]:
-    """For machines."""
+    """Return assumptions and rows as JSON values."""
     assumed = {
         "accelerator": DEFAULT_ACCELERATOR,
         "max_draft_tokens": MAX_DRAFT_TOKENS,
@@ -92,7 +92,7 @@ def paper_json(rows: Sequence[PaperRow]) -> dict[str, Any]:
 
 
 def paper_markdown(rows: Sequence[PaperRow]) -> str:
-    """The document, without a newline at its end."""
+    """Return the page without the choices section, and without a newline at its end."""
     parts = [
         _INTRO,
         "## Where acceptance was published",

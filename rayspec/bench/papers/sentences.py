@@ -1,4 +1,4 @@
-"""What explains the papers' figures, in sentences made of the numbers; and the numbers, as the tables show them."""
+"""Sentences, built from the numbers, that explain the papers' results; and number formats of the tables."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from textwrap import fill
 
 from rayspec.bench.papers.rows import PaperRow, Prediction
 
-_CLOSE = 0.03  # of a residual that needs no other explanation
+_CLOSE = 0.03  # a residual of at most this size needs no other explanation
 _WIDTH = 118
 
 
 def explain(rows: Sequence[PaperRow]) -> str:
-    """Why a group's published figures differ from the predictions, or what they need; from the numbers alone."""
+    """Explain why a group's published speed-ups differ from the predictions, or which acceptance or cost they need."""
     sentences = [_explain_prediction(row) for row in rows if has_gain(row)]
     asked = [row for row in rows if row.published.acceptance is None and row.published.speedup > 1]
     sentences += _explain_needs([row for row in asked if row.ideal is not None], others=bool(sentences))
@@ -86,7 +86,7 @@ def _explain_unknown(rows: Sequence[PaperRow]) -> list[str]:
 
 
 def explain_tpt(rows: Sequence[PaperRow]) -> str:
-    """What the authors' own estimates say of c."""
+    """Explain which c the authors' own estimates give."""
     above = [(row.published.tpt_gain or 0) / row.published.speedup - 1 for row in rows]
     halves = [row.ideal.cost for row in rows if row.ideal is not None]
     over = [row for row in rows if row.ideal is not None and (row.tpt_cost or 0) > row.ideal.cost]
@@ -100,7 +100,7 @@ def explain_tpt(rows: Sequence[PaperRow]) -> str:
 
 
 def explain_steps(rows: Sequence[PaperRow]) -> str:
-    """How far the published times of a plain step are from what the bytes take."""
+    """Compare the published times of a plain step with the predicted times of reading its bytes."""
     clauses = []
     for row in rows:
         measured = row.published.decode_step_ms or 0
@@ -115,7 +115,7 @@ def explain_steps(rows: Sequence[PaperRow]) -> str:
 
 
 def meaning(rows: Sequence[PaperRow]) -> str:
-    """A list of what all the tables say together."""
+    """Return a list of conclusions from all tables."""
     predicted = [row for row in rows if has_gain(row)]
     near = [row for row in predicted if _least_residual(row) <= _CLOSE]
     beyond = [row for row in predicted if row.published.speedup > _bound(row)]
@@ -141,7 +141,7 @@ def meaning(rows: Sequence[PaperRow]) -> str:
 
 
 def paragraph(*sentences: str) -> str:
-    """In lines that are pleasant to read as text, too."""
+    """Join the sentences and wrap the lines, so that the Markdown source is readable, too."""
     return fill(" ".join(sentences), _WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
@@ -166,7 +166,7 @@ def percent(value: float) -> str:
 
 
 def signed(value: float) -> str:
-    return f"{round(100 * value, 1) + 0.0:+.1f} %"  # adding 0.0 makes +0 of -0
+    return f"{round(100 * value, 1) + 0.0:+.1f} %"  # adding 0.0 turns -0 into +0
 
 
 def sides(
@@ -176,13 +176,13 @@ def sides(
     *,
     none: str = "-",
 ) -> str:
-    """Ideal / reference, or what there is of them."""
+    """Return "ideal / reference"; a missing prediction is left out, and "-" stands for none at all."""
     values = [get(each) for each in row.predictions]
     return " / ".join(none if value is None else show(value) for value in values) or "-"
 
 
 def span(values: Iterable[float | None], show: Callable[[float], str] = number) -> str:
-    """Least to greatest."""
+    """Return the range from least to greatest of the known values; "-" without any."""
     known = [value for value in values if value is not None]
     ends = dict.fromkeys((show(min(known)), show(max(known)))) if known else ()
     return " to ".join(ends) or "-"

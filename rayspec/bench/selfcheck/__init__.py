@@ -1,1 +1,1 @@
-"""`rayspec selfcheck`: what an installation on this device computes, launches, waits for and reaches."""
+"""`rayspec selfcheck`: check the results, launches, host waits and speed of an installation on this device."""

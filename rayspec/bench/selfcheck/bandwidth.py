@@ -1,4 +1,4 @@
-"""How fast the matrices of large models are read from memory, against how fast the device reads at all."""
+"""Read bandwidth of large models' matrices, compared with the highest read bandwidth of the device."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from rayspec.planning.roofline import SHAPES, ModelShape
 
 _MODELS = ("Llama-3.1-8B", "Qwen3-14B", "Llama-3.1-70B")
 _ROW_COUNTS = (1, 2, 4, 8, 16)
-# Bytes of a matrix, at most; of a larger one the first rows are measured.
+# Maximum bytes of a matrix. Of a larger matrix only the first rows are measured.
 _MAX_BYTES = {"cpu": 48 * 2**20, "cuda": 2**31}
 _MAX_BYTES_QUICK = 24 * 2**20
-# What is read between two reads of the same matrix, in caches.
+# Bytes read between two reads of the same matrix, as a multiple of the last-level cache.
 _NUM_CACHES = 2
 _READ_CACHES = 4
 _NUM_REPEATS, _BUDGET_S = 5, 4.0
-# Bytes of a measurement, at least: a GPU is so fast that waiting for it would count.
+# Least bytes of a measurement: on a fast GPU the time to synchronise would matter otherwise.
 _LEAST_BYTES = {"cpu": 2**27, "cuda": 2**32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """A matrix of a model's layer by so many rows. share: of it that was measured. bytes_per_s: of weights."""
+    """Bandwidth of one matrix of a layer. share: measured part of the matrix. bytes_per_s: of weights, by row count."""
 
     model: str
     matrix: str
@@ -63,7 +63,7 @@ def check_bandwidth(options: SelfcheckOptions) -> Outcome:
 
 
 def layer_matrices(shape: ModelShape) -> dict[str, tuple[int, int]]:
-    """Rows and columns of a layer's fused matrices."""
+    """Return rows and columns of a layer's fused matrices."""
     heads = shape.num_heads * shape.head_dim
     return {
         "query, key, value": (heads + 2 * shape.num_kv_heads * shape.head_dim, shape.hidden_size),
@@ -74,10 +74,10 @@ def layer_matrices(shape: ModelShape) -> dict[str, tuple[int, int]]:
 
 
 def read_bytes_per_s(device: torch.device) -> float:
-    """The fastest of several ways to read a large tensor."""
+    """Return the bytes per second of the fastest of several ways to read a large tensor."""
     num_bytes = max(_READ_CACHES * cache_bytes(device), _LEAST_BYTES[device.type])
     numbers = torch.zeros(num_bytes // 4, device=device)
-    numbers.fill_(1.0)  # zeros that nobody wrote to may be a single page
+    numbers.fill_(1.0)  # untouched zeros may share a single memory page
     ways: list[Callable[[], Tensor]] = [numbers.sum, numbers.max, partial(torch.dot, numbers, numbers)]
     return num_bytes / min(fastest_seconds(ways, device, num_repeats=_NUM_REPEATS, budget_s=_BUDGET_S))
 
@@ -112,7 +112,7 @@ def _reading(
 
 
 def _copies(num_outputs: int, num_inputs: int, options: SelfcheckOptions) -> Iterator[Matrix]:
-    """So many that the cache holds none when its turn comes again, in the layout in which the engine has them."""
+    """Yield enough copies that each leaves the cache before its next use, in the layout of the engine."""
     device, dtype = options.torch_device, options.torch_dtype
     weight = torch.randn(num_outputs, num_inputs, device=device, dtype=dtype)
     for _ in range(1 + -(-_NUM_CACHES * cache_bytes(device) // weight.nbytes)):

@@ -1,4 +1,4 @@
-"""Checks that let the engine write: drafted text against plain text, and the speed of strategies."""
+"""Checks that generate text: drafted text against plain text, and the speed of strategies."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rayspec.bench.selfcheck.outcome import Outcome, Table, judged, measured
 from rayspec.bench.workloads import WorkloadOptions
 from rayspec.config import DType, EngineConfig, SpeculationOptions
 
-# Of the bundled model's 32 sublayers, some in the middle.
+# Some middle sublayers of the bundled model's 32.
 _SKIPPED = (13, 15, 16, 17, 18, 19, 21)
 _STRATEGIES = ("knapspec", "auto", "lookup")
 _CONTEXT = 384
 
 
 def check_drafted_text(options: SelfcheckOptions) -> Outcome:
-    """In float32, where no two tokens of these texts are nearly as likely."""
+    """Compare texts in float32, where rounding cannot change the most likely token of these texts."""
     result = run_bench(
         _bench_options(
             options,
@@ -27,7 +27,7 @@ def check_drafted_text(options: SelfcheckOptions) -> Outcome:
             dtype="float32",
             num_prompts=1 if options.is_quick else 3,
             max_tokens=24 if options.is_quick else 48,
-            num_threads=1,  # for matrices this small a second thread only gets in the way
+            num_threads=1,  # with matrices this small a second thread is slower
         ),
         _say_nothing,
     )
@@ -101,7 +101,7 @@ def _bench_options(
 
 
 def _say_nothing(line: str) -> None:
-    """A check is one line of progress."""
+    """Drop the benchmark's progress: the self-check prints one line for each check."""
 
 
 def _full_name(row: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""What a step of a large model launches and moves, counted on the meta device: no weights, no arithmetic."""
+"""Count the launches and bytes of a large model's step on the meta device, without weights or arithmetic."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _META = torch.device("meta")
 
 
 class ByteCounter(LaunchRecorder):  # type: ignore[no-untyped-call]
-    """Counts the bytes that launches read and write, too. Attention counts without its keys and values: how many of
-    them it reads depends on contexts, which the device knows and no shape."""
+    """Records launches, and counts the bytes that they read and write. Keys and values of attention are not counted:
+    their number depends on the contexts, which are values on the device, not shapes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,8 +56,8 @@ class _Count:
 
 
 def step_ledger(shape: ModelShape, batch: int, *, num_ranks: int = 1) -> StepLedger:
-    """Of one token for each of `batch` sequences. num_ranks: GPUs that hold a share of every matrix; each sums the
-    blocks' outputs with the others'. One layer is counted and taken as often as the model has it."""
+    """Count a step of one token for each of `batch` sequences, on one GPU. num_ranks: GPUs that share every matrix and
+    all-reduce the outputs of the blocks. One layer is counted and multiplied by the number of layers."""
     own = share_of(shape, num_ranks)
     prepared = prepare(
         meta_layer(own), num_slots=batch * PAGE_SIZE, max_rows=batch, max_sequences=batch, max_places=PAGE_SIZE
@@ -75,7 +75,7 @@ def step_ledger(shape: ModelShape, batch: int, *, num_ranks: int = 1) -> StepLed
 
 
 def share_of(shape: ModelShape, num_ranks: int) -> ModelShape:
-    """What one of so many ranks has of each matrix."""
+    """Return the shape of the part of the model that one rank has."""
     return replace(
         shape,
         num_heads=shape.num_heads // num_ranks,
@@ -86,9 +86,9 @@ def share_of(shape: ModelShape, num_ranks: int) -> ModelShape:
 
 
 def meta_layer(shape: ModelShape, device: torch.device = _META) -> Decomposition:
-    """A model of one layer in bfloat16, with the bodies that `fuse` makes with operators.
+    """Return a model of one layer in bfloat16, with the bodies that `fuse` makes with operators.
 
-    `fuse` compares numbers, of which the meta device has none; a test holds these bodies against those of `fuse`.
+    `fuse` itself compares numbers, which the meta device does not have; a test compares these bodies with its bodies.
     """
     has_head_norms = shape.name.startswith("Qwen3")
     config = AutoConfig.for_model(
@@ -174,7 +174,7 @@ def _norm(norm: Any) -> RmsNorm:
 
 
 def _count(prepared: Prepared, batch: int, choices: Choices) -> _Count:
-    """A pass of single rows."""
+    """Count a pass of one row for each sequence."""
     spans = [RowSpan(one_run(index * PAGE_SIZE, PAGE_SIZE), 3, 1) for index in range(batch)]
     counter = ByteCounter()
     record_forward(prepared, counter, spans, [0] * batch, choices)

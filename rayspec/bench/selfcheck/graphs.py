@@ -1,4 +1,4 @@
-"""Checks of captured graphs. None is made yet."""
+"""Checks of captured graphs. They are placeholders, which measure nothing yet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often the host reads from the device in a round."""
+"""Check how often the host reads from the device in a round."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rayspec.decode.scheduler import Chunk
 from rayspec.decode.stages import LocalStages
 from rayspec.types import Plan, no_draft
 
-# Reads that a round may have: a plain one; and one for each step of a draft, with one for the verify.
+# Reads allowed in a plain round. A drafting round may have as many for its verify, and more for each draft step.
 MAX_READS_PLAIN = 1
 MAX_READS_A_DRAFT_STEP = 1
 _NUM_DRAFT_TOKENS = 4
@@ -49,9 +49,9 @@ _READS = frozenset(
 
 
 class ReadCounter(TorchFunctionMode):
-    """Calls by which the host gets numbers from a tensor: it waits for the device until they are there.
+    """Counts calls that copy numbers from a tensor to the host, which waits for the device.
 
-    device: whose tensors count. On a CPU those of the host are among them.
+    device: only tensors on this device count. On a CPU these include the host's own tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -77,7 +77,7 @@ class ReadCounter(TorchFunctionMode):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundReads:
-    """num_draft_steps: of the round. allowed: reads that it may have."""
+    """Reads of one round, by call. num_draft_steps: of the round. allowed: maximum number of reads."""
 
     name: str
     num_draft_steps: int
@@ -106,7 +106,7 @@ def check_host_reads(options: SelfcheckOptions) -> Outcome:
 
 
 def reads_of_rounds(prepared: Prepared) -> list[RoundReads]:
-    """Greedy rounds of two sequences: plain, and drafting with half of the sublayers."""
+    """Count the reads of greedy rounds of two sequences: a plain round, and drafting with half of the sublayers."""
     num_sublayers = len(prepared.parts.sublayers)
     half = Plan(
         choices=choices_of([index % 4 < 2 for index in range(num_sublayers)]),
@@ -131,7 +131,7 @@ def _reads_of_round(prepared: Prepared, plan: Plan) -> RoundReads:
 
 
 def _prefilled(stages: LocalStages, prompts: PassShape, vocab_size: int, num_draft_tokens: int) -> list[RoundEntry]:
-    """Sequences with their first token, which is not in the KV cache yet."""
+    """Prefill the sequences and return them with their first token, which is not in the KV cache yet."""
     chunks, end = [], 0
     token_ids = prompts.token_ids(vocab_size)
     for index, span in enumerate(prompts.spans()):

@@ -1,4 +1,4 @@
-"""Whether the kernels of `rayspec::*` compute on a GPU what their plain torch versions compute on a CPU."""
+"""Check that the kernels of `rayspec::*` on a GPU compute the same as their plain torch versions on a CPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rayspec.bench.selfcheck.outcome import Outcome, Table, judged, not_here
 from rayspec.model.bodies import has_operators
 from rayspec.model.cuda import operations
 
-# Of the largest number of the result: roundings of one operation.
+# Relative to the largest number of the result: rounding errors of one operation.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 _HEADS, _KV_HEADS, _DIM, _PAGE_SIZE, _NUM_PAGES = 8, 2, 64, 16, 64
 _CONTEXTS, _ROWS = (300, 17), (5, 3)
@@ -24,7 +24,7 @@ Operation = Callable[[torch.device], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelDifference:
-    """largest: relative to the largest number of the result."""
+    """Difference of an operator between GPU and CPU. largest: relative to the largest number of the result."""
 
     operator: str
     dtype: str
@@ -111,7 +111,7 @@ def _rms_norm(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _rotate_and_write(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Queries, then the keys and values that were written."""
+    """Return the queries, then the written keys and values, in one vector."""
     random = _random(dtype, device)
     keys, values = (torch.zeros(_KV_HEADS, 32, _DIM, dtype=dtype, device=device) for _ in range(2))
     query = operations.rotate_and_write(
@@ -146,7 +146,7 @@ def _int4_product(dtype: torch.dtype, num_rows: int, device: torch.device) -> Te
 
 
 def _random(dtype: torch.dtype, device: torch.device) -> Callable[..., Tensor]:
-    """Makes the same tensors on every device."""
+    """Return a function that makes the same random tensors on every device."""
     generator = torch.Generator().manual_seed(0)
     return lambda *shape: torch.randn(*shape, generator=generator).to(device, dtype)
 

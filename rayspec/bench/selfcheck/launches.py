@@ -1,4 +1,4 @@
-"""Records what a forward launches, in order, with all that a captured graph would keep of it."""
+"""Record the launches of a forward, in order, with everything that a captured graph would store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rayspec.choices import Choice
 from rayspec.model.rows import RowSpan
 from rayspec.model.static_rows import Filling
 
-# They bring numbers from the device to the host, or from the host to the device: a graph would repeat old ones.
+# These copy numbers between device and host. A graph would repeat the numbers of its capture.
 HOST_OPERATIONS = frozenset(
     {
         "aten::_local_scalar_dense",
@@ -34,23 +34,23 @@ _ALLOCATIONS = frozenset({"aten::empty", "aten::empty_like", "aten::empty_stride
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """arguments: of tensors shape, strides, offset, type and place; of everything else its text."""
+    """An operation. arguments: for tensors shape, strides, offset, type and storage; for other values their text."""
 
     name: str
     arguments: tuple[object, ...]
 
 
 class LaunchRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Each operation under it that computes something. Views and allocations are left out.
+    """Records each operation that computes something. Views and allocations are left out.
 
-    A custom operator counts once, whatever its implementation calls. Under inference mode composite operations are seen
-    whole; use `torch.no_grad` to see what they consist of.
+    A custom operator counts once, whatever its implementation calls. Inference mode shows composite operations as a
+    whole; `torch.no_grad` shows the operations that they consist of.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.launches: list[Launch] = []
-        self._own: list[torch.UntypedStorage] = []  # made while recording; held, so that no place is used twice
+        self._own: list[torch.UntypedStorage] = []  # made while recording; kept, so that no address is reused
         self._own_places: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -69,7 +69,7 @@ class LaunchRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def note(self, name: str, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
-        """For those who count more."""
+        """Hook for subclasses that count more. given, made: tensor arguments and results of the launch."""
 
     def _argument(self, each: object) -> object:
         if not isinstance(each, Tensor):
@@ -86,8 +86,8 @@ def record_forward(
     token_ids: Sequence[int],
     choices: Sequence[Choice] | None = None,
 ) -> None:
-    """From token ids to logits. What fills static buffers comes before and is left out; the sines and cosines of the
-    rows' positions are in it."""
+    """Record a forward from token ids to logits. Filling static buffers comes before and is not recorded; computing the
+    sines and cosines of the rows' positions is."""
     runner = prepared.runner
     batch = runner.batch(spans, token_ids=token_ids)
     rows = batch.buckets[0][1]
@@ -99,7 +99,7 @@ def record_forward(
 
 
 def first_difference(some: Sequence[Launch], others: Sequence[Launch]) -> str | None:
-    """Where two streams part, in words. None where they are equal."""
+    """Describe the first difference of two sequences of launches; None if they are equal."""
     for index, (one, other) in enumerate(zip_longest(some, others)):
         if one != other:
             return f"launch {index}: {_described(one, other)} against {_described(other, one)}"
@@ -111,12 +111,12 @@ def host_operations(launches: Sequence[Launch]) -> list[str]:
 
 
 def num_kernels(launches: Sequence[Launch]) -> int:
-    """On a GPU, at most: attention over long contexts is two kernels, every other launch one."""
+    """Return the maximum number of GPU kernels: attention over long contexts has two, every other launch one."""
     return len(launches) + sum(launch.name == "rayspec::attend" for launch in launches)
 
 
 def _described(launch: Launch | None, other: Launch | None) -> str:
-    """With the first argument that differs."""
+    """Describe `launch` with its first argument that differs from `other`."""
     if launch is None:
         return "none"
     if other is None or launch.name != other.name:
@@ -130,7 +130,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _computes(func: Any, given: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
-    """It writes to an argument, or makes something that is no view of one."""
+    """Return whether the operation writes to an argument, or makes a tensor that is no view of an argument."""
     if func._schema.is_mutable:
         return True
     known = {_place(tensor) for tensor in given}

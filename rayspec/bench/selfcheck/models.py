@@ -1,4 +1,4 @@
-"""Models for checks: the bundled one, wider where asked, and small random ones of several families."""
+"""Models for checks: the bundled model, optionally widened, and small random models of several families."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "initializer_range": 0.25,  # so large that every layer matters
 }
-# Between them: plain layers, norms of each head, and windows, softcaps, norms on both sides with another activation.
+# They cover plain layers; head norms; and windows, softcaps, norms before and after, and another activation.
 RANDOM_FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"num_key_value_heads": 1},
@@ -50,7 +50,7 @@ RANDOM_FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def bundled_model(dtype: torch.dtype, device: torch.device, *, factor: int = 1) -> PreTrainedModel:
-    """factor: so many times as wide."""
+    """Return the bundled model. factor: factor by which it is widened."""
     name = str(dtype).removeprefix("torch.")
     config = EngineConfig(model=demo.model_path(), dtype=name, device=str(device))
     model = load_model(config)
@@ -58,7 +58,7 @@ def bundled_model(dtype: torch.dtype, device: torch.device, *, factor: int = 1) 
 
 
 def random_model(family: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The same every time."""
+    """Return a small random model, with the same weights every time."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **(_SIZES | RANDOM_FAMILIES[family]))
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()  # type: ignore[no-untyped-call]
@@ -66,7 +66,7 @@ def random_model(family: str, dtype: torch.dtype, device: torch.device) -> PreTr
         for weight in model.parameters():
             if weight.ndim == 1:  # ones and zeros would hide mistakes in norms
                 weight.add_(torch.randn_like(weight) * 0.1)
-            weight.data = weight.data.to(dtype)  # and no buffer: frequencies of rotation are float32 in any model
+            weight.data = weight.data.to(dtype)  # not the buffers: rotary frequencies are float32 in any model
     moved: PreTrainedModel = model.to(device)
     return moved
 
@@ -76,14 +76,14 @@ def model_named(name: str, dtype: torch.dtype, device: torch.device) -> PreTrain
 
 
 def split(model: PreTrainedModel, way: Way) -> Decomposition:
-    """The model's own weights may be gone afterwards."""
+    """Split the model into sublayers that run in the given way. Fusing frees the model's own weights."""
     parts = decompose(model)
     return parts if way == "modules" else fuse(parts, use_operators=way == "operators")
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A runner over an arena of its own. buffers: those that its passes run in; None where each pass makes its own."""
+    """A runner with its own arena. buffers: static buffers of its passes; None if each pass allocates its own."""
 
     runner: Runner
     buffers: StepBuffers | None
@@ -100,7 +100,7 @@ class Prepared:
 def prepare(
     parts: Decomposition, *, num_slots: int, max_rows: int = 0, max_sequences: int = 0, max_places: int = 0
 ) -> Prepared:
-    """max_rows: if not 0, passes of up to so many rows run in static buffers."""
+    """Make a runner and an arena. max_rows: if not 0, passes of at most `max_rows` rows run in static buffers."""
     arena = KVArena(parts.shapes, num_slots, dtype=parts.dtype, device=parts.device, num_spare=1)
     buffers = None
     if max_rows:

@@ -1,4 +1,4 @@
-"""What a self-check runs on, and how much of it."""
+"""Options of a self-check: device, data type and extent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rayspec.model.weights import resolve_device
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelfcheckOptions:
-    """device: auto, cpu, cuda, cuda:1, ... dtype: of what is timed. is_quick: fewer models, sizes and repeats."""
+    """device: auto, cpu, cuda, cuda:1, ... dtype: of timed work. is_quick: fewer models, sizes and repeats."""
 
     device: str = "auto"
     dtype: DType = "bfloat16"
@@ -22,7 +22,7 @@ class SelfcheckOptions:
 
     @property
     def torch_device(self) -> torch.device:
-        """Raises ConfigError for a device that there is not."""
+        """The device. Raises ConfigError if the device does not exist."""
         return resolve_device(self.device)
 
     @property

@@ -1,4 +1,4 @@
-"""What a check found."""
+"""The result of a check."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Status = Literal["passed", "failed", "not here"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Numbers for people. The first column names the row."""
+    """A table for the report. The first column names the row."""
 
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -19,8 +19,8 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """found: one or two sentences. numbers: for programs, as JSON. counted: what the numbers are, where names do not
-    say it."""
+    """The result of a check. found: one or two sentences. numbers: JSON values for programs. counted: explains the
+    numbers, if their names are not enough."""
 
     status: Status
     found: str
@@ -31,8 +31,8 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedOutcome:
-    """With the check that it is of, and the seconds that the check took. quiet_share: of the time that threads wanted a
-    core, the part that they had one; None where the system does not say."""
+    """An outcome with the name and the duration of its check. quiet_share: CPU time over CPU time plus time spent
+    waiting for a core; None if unknown."""
 
     name: str
     seconds: float
@@ -41,13 +41,13 @@ class NamedOutcome:
 
 
 def judged(*, is_good: bool, found: str, numbers: Any, tables: Sequence[Table], counted: str = "") -> Outcome:
-    """Passed or failed."""
+    """Return a passed or failed outcome."""
     status: Status = "passed" if is_good else "failed"
     return Outcome(status=status, found=found, numbers=numbers, tables=tables, counted=counted)
 
 
 def measured(found: str, *, numbers: Any, tables: Sequence[Table], counted: str = "") -> Outcome:
-    """A measurement without a bound passes when it is there."""
+    """Return a passed outcome: a measurement without a bound cannot fail."""
     return judged(is_good=True, found=found, numbers=numbers, tables=tables, counted=counted)
 
 

@@ -1,4 +1,4 @@
-"""Whether all ways to run a model's sublayers compute the same logits."""
+"""Check that all ways to run a model's sublayers compute the same logits."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from rayspec.bench.selfcheck.sequences import (
 )
 from rayspec.model.architecture import Decomposition
 
-# Of the largest logit. In half precision each of some ten sublayers rounds its sum in another order.
+# Relative to the largest logit. In half precision each of some ten sublayers rounds its sum in another order.
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Of one way's logits from the modules'; `largest` is relative to the largest logit of the pass."""
+    """Difference of logits from those of the modules. largest: relative to the largest logit of the pass."""
 
     model: str
     dtype: str
@@ -38,7 +38,7 @@ class Difference:
 
     @property
     def is_small(self) -> bool:
-        """NaN is not."""
+        """Whether the difference is within the tolerance; NaN is not."""
         return self.largest <= self.tolerance
 
 
@@ -65,7 +65,7 @@ def check_parity(options: SelfcheckOptions) -> Outcome:
 def differences(
     reference: Prepared, other: Prepared, *, model: str, way: str, passes: Sequence[PassShape] = PARITY_PASSES
 ) -> list[Difference]:
-    """Both run the same passes, each in its own KV cache."""
+    """Run the same passes by both, each in its own KV cache, and compare the logits."""
     dtype = reference.parts.dtype
     return [
         Difference(
@@ -81,12 +81,12 @@ def differences(
 
 
 def prepare_model(name: str, way: Way, dtype: torch.dtype, device: torch.device, *, is_static: bool) -> Prepared:
-    """A new model with room for the passes of a check."""
+    """Make a new model, with an arena for the passes of a check."""
     return prepare_parts(split(model_named(name, dtype, device), way), is_static=is_static)
 
 
 def prepare_parts(parts: Decomposition, *, is_static: bool) -> Prepared:
-    """With room for the passes of a check."""
+    """Make a runner with an arena for the passes of a check. is_static: passes run in static buffers."""
     return prepare(
         parts,
         num_slots=NUM_SLOTS,

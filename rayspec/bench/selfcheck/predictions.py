@@ -9,7 +9,7 @@ from rayspec.bench.selfcheck.counting import step_ledger
 from rayspec.planning.ledger import Assumptions, StepLedger, host_seconds, replayed_seconds
 from rayspec.planning.roofline import ACCELERATORS, SHAPES
 
-# With the number of GPUs that share every matrix.
+# Models by name, with the number of GPUs that share every matrix.
 _MODELS = {"Llama-3.1-8B": 1, "Qwen3-14B": 1, "Llama-3.1-70B": 8}
 _BATCHES = (1, 8, 64)
 _CONTEXTS = (1024, 8192, 32768, 131072)
@@ -46,7 +46,7 @@ A dash: weights, keys and values need more than the memory (H100 80 GB, H200 141
 
 
 def predictions_page() -> str:
-    """Markdown."""
+    """Return the page in Markdown."""
     assumed = Assumptions()
     head = _HEAD.format(
         share=assumed.share_of_peak,

@@ -1,4 +1,4 @@
-"""A self-check for people and for programs."""
+"""The report of a self-check, as Markdown and as JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NOTE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelfcheckReport:
-    """environment: see `describe_environment`."""
+    """All outcomes of a self-check. environment: see `describe_environment`."""
 
     options: SelfcheckOptions
     device: str
@@ -67,7 +67,7 @@ class SelfcheckReport:
         return "\n".join([*lines, ""])
 
     def save(self, folder: Path) -> None:
-        """selfcheck.md and selfcheck.json, in place of earlier ones."""
+        """Write selfcheck.md and selfcheck.json; earlier files are overwritten."""
         save_bench(self.as_json(), folder / "selfcheck.json")
         (folder / "selfcheck.md").write_text(self.as_markdown(), encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""All checks, one after another; a check that fails or breaks stops no other."""
+"""Run all checks, one after another. A check that fails or crashes does not stop the others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rayspec.command.loading import hide_progress_bars
 
 Check = Callable[[SelfcheckOptions], Outcome]
 
-# Their models are so small that a second thread of a CPU only gets in the way.
+# The models of these checks are so small that a second CPU thread makes them slower.
 _OF_SMALL_MODELS = frozenset({check_parity, check_static_launches, check_host_reads})
 CHECKS: Mapping[str, Check] = {
     "logits of all bodies": check_parity,
@@ -44,7 +44,7 @@ CHECKS: Mapping[str, Check] = {
 def run_selfcheck(
     options: SelfcheckOptions, say: Callable[[str], None], *, checks: Mapping[str, Check] = CHECKS
 ) -> SelfcheckReport:
-    """Raises ConfigError for a device that there is not."""
+    """Run the checks, and call `say` with each result. Raises ConfigError if the device does not exist."""
     device = options.torch_device
     hide_progress_bars()
     num_threads = options.num_threads or torch.get_num_threads()
@@ -62,7 +62,7 @@ def run_selfcheck(
 
 def _run(name: str, check: Check, options: SelfcheckOptions) -> NamedOutcome:
     outcome, cost = measured(lambda: _outcome(check, options), options.torch_device)
-    gc.collect()  # models of this check
+    gc.collect()  # free the models of this check
     return NamedOutcome(name=name, seconds=cost.wall_s, quiet_share=cost.quiet_share, outcome=outcome)
 
 

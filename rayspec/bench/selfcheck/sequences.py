@@ -1,4 +1,4 @@
-"""Sequences in the KV cache, and the passes over them that checks run."""
+"""Sequences in the KV cache, and the passes that checks run over them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ MAX_SEQUENCES = padded_sequences(NUM_SEQUENCES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassShape:
-    """Rows of some sequences. contexts: filled places, by sequence. num_rows: likewise, 0 for none. parents: of each
-    sequence's rows in a tree, see `RowSpan`. first_page: of the arena, another one puts all sequences elsewhere."""
+    """A pass over some sequences. contexts: filled positions of each sequence. num_rows: rows of each sequence, 0 for
+    none. parents: of each sequence's rows in a tree, see `RowSpan`. first_page: shifts all sequences in the arena."""
 
     name: str
     contexts: Sequence[int]
@@ -41,13 +41,13 @@ class PassShape:
         ]
 
     def token_ids(self, vocab_size: int) -> list[int]:
-        """Random, the same every time."""
+        """Return random token ids, the same every time."""
         generator = torch.Generator().manual_seed(sum(self.contexts))
         ids: list[int] = torch.randint(3, vocab_size, (sum(self.num_rows),), generator=generator).tolist()
         return ids
 
 
-# A prompt in two chunks, then each kind of pass of a round.
+# A prompt in two chunks, then each kind of pass in a round.
 PARITY_PASSES = (
     PassShape(name="chunk", contexts=(0, 0, 0), num_rows=(80, 70, 33)),
     PassShape(name="later chunk", contexts=(80, 70, 33), num_rows=(20, 0, 0)),
@@ -59,14 +59,14 @@ PARITY_PASSES = (
 
 @torch.no_grad()
 def logits_of(prepared: Prepared, shape: PassShape) -> Tensor:
-    """[rows, vocab_size], float32 on the host."""
+    """Run the pass and return its logits: [rows, vocab_size], float32 on the host."""
     runner = prepared.runner
     batch = runner.batch(shape.spans(), token_ids=shape.token_ids(prepared.vocab_size))
     return runner.head(runner.run(batch, runner.embed(batch))).float().cpu()
 
 
 def _runs(sequence: int, first_page: int) -> Runs:
-    """Two runs: the sequence's pages begin in the middle."""
+    """Return the sequence's pages as two runs: first the second half of its pages, then the first half."""
     num_pages = NUM_SEQUENCES * _PAGES_EACH
     order = [*range(_PAGES_EACH // 2, _PAGES_EACH), *range(_PAGES_EACH // 2)]
     return runs_of_pages([(first_page + sequence * _PAGES_EACH + page) % num_pages for page in order], PAGE_SIZE)

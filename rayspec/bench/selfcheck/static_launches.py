@@ -1,4 +1,4 @@
-"""Whether passes of one bucket are the same launches: what a captured graph needs."""
+"""Check that all passes of one bucket have the same launches, as captured graphs need."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _TREE = (-1, 0, 0, 1, -2)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """Two states of one bucket: other contexts, other pages, other numbers of rows. num_skipped: of every four
-    sublayers, as in a draft."""
+    """Two passes of one bucket, which differ in contexts, pages and numbers of rows. num_skipped: skipped sublayers in
+    every four, as in a draft."""
 
     name: str
     states: tuple[PassShape, PassShape]
@@ -66,7 +66,7 @@ PAIRS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """difference: None where both states launch the same. kernels_a_layer: of those that run."""
+    """Launches of a pair. difference: None if both passes launch the same. kernels_a_layer: of layers that run."""
 
     model: str
     bucket: str

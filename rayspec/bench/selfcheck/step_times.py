@@ -1,4 +1,4 @@
-"""What a step of a memory-bound model takes, against reading its weights; and what a verify and a draft take."""
+"""Time of a memory-bound model's step, compared with reading its weights, with a verify and with a draft."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _step(prepared: Prepared, num_rows: int, choices: Sequence[Choice] | None) -
 
 
 def _wide_parts(options: SelfcheckOptions, factor: int) -> tuple[Decomposition, int]:
-    """As the engine runs it on this device, and the bytes of weights that a step reads."""
+    """Return the widened model as the engine runs it on this device, and the bytes of weights that a step reads."""
     model = bundled_model(options.torch_dtype, options.torch_device, factor=factor)
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]

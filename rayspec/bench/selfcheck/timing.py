@@ -1,4 +1,4 @@
-"""Seconds of work on a device."""
+"""Measure the seconds of work on a device."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _DEFAULT_CACHE_BYTES = 64 * 2**20
 def fastest_seconds(
     works: Sequence[Callable[[], object]], device: torch.device, *, num_repeats: int, budget_s: float = math.inf
 ) -> list[float]:
-    """Of each work: what disturbs a run only ever makes it slower. The works take turns, so that a slow second of the
-    machine meets all of them. The first turn warms up, and at least one more follows. What a work leaves to a GPU is
-    waited for.
+    """Return the least seconds of each work: a disturbance only makes a run slower. A round runs each work once, so
+    that a slow second of the machine affects all of them. The first round warms up, and at least one more follows.
+    Each time includes the GPU work that is still under way when the function returns.
 
-    budget_s: after so many seconds no further turn begins.
+    budget_s: no further round begins after this time.
     """
     started = time.perf_counter()
     turns: list[list[float]] = []
@@ -39,7 +39,7 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Of the last-level cache."""
+    """Return the bytes of the last-level cache."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
     sizes = [path.read_text(encoding="ascii").strip() for path in _CACHES.glob("index*/size")]

@@ -1,12 +1,12 @@
-"""Lookahead: drafts are n-grams that the model has made beside the text, by Jacobi iteration.
+"""Lookahead: drafts are n-grams that the model generates in parallel with the text, by Jacobi iteration.
 
-As in Fu et al. 2024, "Break the sequential dependency of LLM inference using lookahead decoding": beside the newest
-token, a *window* of guessed tokens goes through the verify, W columns of N - 1 levels, where the token at (level l,
-column w) stands 1 + l + w positions after the newest. What the target finds likeliest after the last level completes an
-n-gram a column; these go to the *pool*, and come back as drafts whenever the text reaches their first token. As in the
-public implementation the window moves on by one position a round, however many tokens were committed. Ours: a guess
-that matches to its end counts in full (there it loses a token), and n-grams that still hold one of the random tokens
-the window begins with are not kept.
+As in Fu et al. 2024, "Break the sequential dependency of LLM inference using lookahead decoding": in addition to the
+newest token, a *window* of guessed tokens goes through the verify. The window has W columns of N - 1 levels; the token
+at (level l, column w) stands 1 + l + w positions after the newest. The target's likeliest tokens after the last level
+complete one n-gram per column. The n-grams enter the *pool*, and become drafts whenever the text reaches their first
+token. As in the public implementation, the window advances by one position per round, regardless of the committed
+tokens. Ours: a guess that matches to its end counts in full (the public implementation loses a token). N-grams that
+contain one of the window's random initial tokens are not kept.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from rayspec.config import LookaheadOptions
 
 @dataclass(slots=True)
 class Guess:
-    """A tree of tokens after the newest one. parents, and the `num_probes` tokens at the end: see `RoundEntry`."""
+    """A tree of tokens after the newest token. parents, num_probes: see `RoundEntry`."""
 
     token_ids: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     num_probes: int = 0
 
     def add(self, token_id: int, parent: int) -> int:
-        """Returns the token's row."""
+        """Append a token and return its row."""
         self.token_ids.append(token_id)
         self.parents.append(parent)
         return len(self.token_ids)
 
 
 class NgramPool:
-    """What has followed a token, by token: the latest continuations, at most so many, without repeats."""
+    """The latest distinct continuations of each token, at most `max_guesses` per token."""
 
     def __init__(self, max_guesses: int) -> None:
         self._max_guesses = max_guesses
@@ -49,12 +49,12 @@ class NgramPool:
             del continuations[next(iter(continuations))]
 
     def after(self, token_id: int) -> list[tuple[int, ...]]:
-        """The latest first."""
+        """Return the continuations of a token, the latest first."""
         return list(self._continuations.get(token_id, ()))[::-1]
 
 
 class Lookahead:
-    """One sequence's window and pool. token_ids: the text so far, of which the window begins with random ones."""
+    """One sequence's window and pool. token_ids: the text so far; the window starts with random tokens of it."""
 
     def __init__(self, options: LookaheadOptions, token_ids: Sequence[int]) -> None:
         chance = random.Random(0)
@@ -67,8 +67,10 @@ class Lookahead:
                 self._pool.add(token_ids[first : first + options.level])
 
     def guess(self, newest: int, *, max_tokens: int, max_depth: int) -> Guess:
-        """What to verify after the newest token: at most so many tokens, none more than `max_depth` positions after it.
-        The window goes first: without it there would be no n-grams."""
+        """Return the tree to verify after the newest token: at most `max_tokens` tokens, at most `max_depth` deep.
+
+        The window has priority over drafts, because it makes the n-grams; it is left out if it does not fit.
+        """
         guess = Guess()
         num_probes = self._num_columns * len(self._levels)
         if num_probes > max_tokens or self._num_columns + len(self._levels) - 1 > max_depth:
@@ -80,7 +82,8 @@ class Lookahead:
         return guess
 
     def observe(self, probed: Sequence[int]) -> None:
-        """What the target finds likeliest after each token of the window; nothing, where that was not verified."""
+        """Advance the window. probed: the target's likeliest token after each token of the window; empty if the window
+        was not verified."""
         if not probed:
             return
         newest = list(probed[-self._num_columns :])
@@ -92,7 +95,7 @@ class Lookahead:
         self._levels = [*self._levels[1:], newest]
 
     def _probe(self, guess: Guess) -> None:
-        """Adds the window: each level's tokens follow those of the level before, the first level's one another."""
+        """Add the window. The first level is a chain; other tokens follow the token above them in their column."""
         above = [0] * self._num_columns
         for level, tokens in enumerate(self._levels):
             for column, token in enumerate(tokens):
@@ -102,7 +105,7 @@ class Lookahead:
 
 
 def _graft(guess: Guess, continuation: Sequence[int], max_tokens: int) -> None:
-    """Adds a branch from the newest token, as far as there is room; what it begins with may be there already."""
+    """Add a branch from the newest token, as far as `max_tokens` allows. Tokens that are already there are shared."""
     row = 0
     for token in continuation:
         children = (

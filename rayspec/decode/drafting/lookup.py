@@ -1,7 +1,7 @@
-"""Drafts looked up in the sequence's own text: what followed the last time its newest tokens stood there.
+"""Drafts looked up in the sequence's own text: the tokens that followed an earlier occurrence of its newest tokens.
 
-Prompt lookup (Saxena 2023) with the longest match instead of the first: summaries and extractions copy, and a longer
-match is more often the place that is being copied from.
+Prompt lookup (Saxena 2023) with the longest match instead of the first: summaries and extractions copy, and the longest
+match is more often the source of the copy.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from rayspec.config import SpeculationOptions
 from rayspec.planning.lookup import AMBIGUOUS, SINGLE, UNANIMOUS, match_class
 
-_MAX_PLACES = 8  # of one n-gram that are compared: the latest
-_LONGEST_MATCH = 32  # tokens that are compared
-_COMPARABLE = 0.5  # of the longest match, that others must have to speak for it or against it
-# Tokens that must match where what a match is worth is learned, and no number of them given.
+_MAX_PLACES = 8  # the latest occurrences of an n-gram, which are compared
+_LONGEST_MATCH = 32  # tokens that are compared at most
+_COMPARABLE = 0.5  # share of the longest match that other places must match to count as support
+# Tokens that must match in `auto`, which learns the acceptance for each length of match.
 SHORTEST_MATCH = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Tokens that may come next, and the class of each (`planning.lookup.match_class`). Both empty if nothing was
-    found."""
+    """Tokens that may come next, and the class of each (`planning.lookup.match_class`). Both are empty without a
+    match."""
 
     token_ids: tuple[int, ...] = ()
     match_classes: tuple[int, ...] = ()
@@ -32,20 +32,20 @@ NOTHING = Proposal()
 
 
 class LookupIndex:
-    """Where each n-gram of a growing text has ended. Costs the same for every token, however long the text is.
+    """The ends of each n-gram in a growing text. The cost per token does not depend on the length of the text.
 
-    ngram: tokens that must match; shortest: that will do where so many do not.
+    ngram: tokens that must match. shortest: tokens that suffice if no match is that long.
     """
 
     def __init__(self, ngram: int, shortest: int | None = None) -> None:
         self._token_ids: list[int] = []
         self._num_indexed = 0
         lengths = range(ngram, (shortest or ngram) - 1, -1)
-        # Of each length of n-grams, the longest first: n-gram -> how many tokens come up to its end.
+        # For each length of n-grams, the longest first: n-gram -> positions after its end.
         self._ends: dict[int, dict[tuple[int, ...], list[int]]] = {length: {} for length in lengths}
 
     def extend_to(self, token_ids: Sequence[int]) -> None:
-        """The whole text so far, which begins with what it was before."""
+        """Extend the text. token_ids: the whole text so far, which begins with the text of the previous call."""
         text = self._token_ids
         text.extend(token_ids[len(text) :])
         for length, ends_of in self._ends.items():
@@ -56,8 +56,10 @@ class LookupIndex:
         self._num_indexed = len(text)
 
     def propose(self, num_tokens: int, drafted: Sequence[int] = ()) -> Proposal:
-        """At most so many tokens, from the place with the longest match; of equals from the latest. drafted: tokens
-        that go on the text for the moment, and are not looked for."""
+        """Propose at most `num_tokens` tokens from the place with the longest match; of equal matches, from the latest.
+
+        drafted: tokens that follow the text for this call only. They are not indexed.
+        """
         num_committed = len(self._token_ids)
         self._token_ids.extend(drafted)
         try:
@@ -80,7 +82,7 @@ class LookupIndex:
         return NOTHING
 
     def _supports(self, token_ids: Sequence[int], others: Sequence[int]) -> list[int]:
-        """Of each token, what followed at the other places that have gone on as it does so far."""
+        """Return the support of each token by the other places, as long as these continue like the proposal."""
         text, supports = self._token_ids, []
         for at, token in enumerate(token_ids):
             others = [place for place in others if place + at < len(text)]
@@ -90,7 +92,7 @@ class LookupIndex:
         return supports
 
     def _matched(self, end: int, length: int) -> int:
-        """How many tokens before `end` are the newest ones of the text, which `length` are."""
+        """Return how many tokens before `end` equal the newest tokens of the text, at least `length`."""
         text = self._token_ids
         longest = min(end, _LONGEST_MATCH)
         while length < longest and text[end - 1 - length] == text[-1 - length]:
@@ -98,11 +100,11 @@ class LookupIndex:
         return length
 
     def _continued(self, end: int, num_tokens: int) -> list[int]:
-        """What follows `end`; where the text ends meanwhile, it goes on as it repeats itself."""
+        """Return the tokens that follow `end`. At the end of the text, continue periodically from `end` again."""
         text, period = self._token_ids, len(self._token_ids) - end
         return [text[end + index % period] for index in range(num_tokens)]
 
 
 def shortest_match(options: SpeculationOptions) -> int | None:
-    """Tokens that will do where so many as `lookup_ngram` do not match; None: there must be so many."""
+    """Return the number of tokens that suffice if `lookup_ngram` tokens do not match; None: fewer do not suffice."""
     return SHORTEST_MATCH if options.strategy == "auto" else None

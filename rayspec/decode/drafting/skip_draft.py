@@ -1,8 +1,8 @@
-"""The target drafts for itself with the sublayers its plan keeps.
+"""Drafts by the target itself, with each sublayer run by the plan's choice.
 
-A draft is a chain of tokens, or a tree: a *main chain* with alternatives to its tokens, which nothing follows (SWIFT,
-Xia et al. 2025). What was found elsewhere may be any tree. Where the tokens drafted so far stand in the text already,
-what followed them there may go on the draft: it costs no step.
+A draft is a chain of tokens, or a tree: a *main chain* with alternatives to its tokens, which have no successors
+(SWIFT, Xia et al. 2025). Looked-up drafts may be any tree. If the drafted tokens occur earlier in the text, the tokens
+that followed them there may extend the draft, which costs no draft step.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ from rayspec.model.rows import RowSpan, Runs
 from rayspec.planning.lookup import DraftUntilFound
 from rayspec.types import Plan
 
-# Given each drafting sequence's confidences so far, says which of them draft one more token. It must depend on nothing
-# else: where the head is in another process, a copy of the rule travels there.
+# Returns whether each sequence drafts one more token, given its confidences so far. The rule must depend on nothing
+# else: if the head is in another process, a copy of the rule is sent there.
 KeepDrafting = Callable[[Sequence[Sequence[float]]], Sequence[bool]]
 
 # The owner of a saved row whose token was drawn after its draft's end.
 DROPPED = -1
 
-# Above these confidences a drafted token is one of `Plan.tree_widths[0]`, [1], [2] alternatives; else of [3] (SWIFT's).
+# Above these confidences a drafted token is one of `Plan.tree_widths[0]`, [1], [2] alternatives; else of [3] (SWIFT).
 SURENESS = (0.95, 0.8, 0.5)
 
 
 @dataclass(frozen=True, slots=True)
 class RoundEntry:
-    """One sequence's part in a round: its newest token sits at position `length` - 1 and is not in the KV cache yet.
+    """One sequence's part in a round: its newest token is at position `length` - 1 and is not in the KV cache yet.
 
-    `end_tokens`: a draft that reaches one of them (end of sequence) ends. `looked_up`: the draft, where it was found
-    elsewhere; the model then drafts nothing. parents: of each of these tokens the row that it follows, where row 0 is
-    the newest token and row i + 1 the i-th of these; empty for a chain. The last `num_probes` of them are no draft: the
-    target is only asked what it finds likeliest after each. max_tree_tokens: the most rows besides the newest token.
+    end_tokens: a draft that reaches one of these tokens (end of sequence) ends. looked_up: a draft from another source;
+    the model then drafts no tokens. parents: for each looked-up token, the row that it follows; row 0 is the newest
+    token, row i + 1 is looked_up[i]. Empty for a chain. num_probes: this many tokens at the end of `looked_up` are no
+    draft; the verify only returns the target's likeliest token after each. max_tree_tokens: the most rows in addition
+    to the newest token.
     """
 
     sequence_id: str
@@ -53,15 +54,15 @@ class RoundEntry:
     max_tree_tokens: int = 0
 
     def draft(self) -> Draft:
-        """What it has to begin with."""
+        """Return the initial draft: the looked-up tokens without probes."""
         num_drafted = len(self.looked_up) - self.num_probes
         return Draft(list(self.looked_up[:num_drafted]), parents=list(self.parents[:num_drafted]))
 
 
 @dataclass(slots=True)
 class Draft:
-    """What was drafted for one entry. confidences: of each token of the main chain that the model has drafted; these
-    come first. parents: see `RoundEntry`; a chain has none. match_classes: of the others, which were looked up."""
+    """The draft of one entry. confidences: for each token that the model drafted on the main chain; these tokens come
+    first. parents: see `RoundEntry`; empty for a chain. match_classes: for each looked-up token that extends them."""
 
     token_ids: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
@@ -74,16 +75,16 @@ class Draft:
 
     @property
     def num_drafted(self) -> int:
-        """Tokens of the main chain that the model has drafted."""
+        """Number of tokens that the model drafted on the main chain."""
         return len(self.confidences)
 
     @property
     def length(self) -> int:
-        """Tokens of its longest path."""
+        """Number of tokens on the longest path."""
         return max(depths_of(self.parents)) if self.parents else len(self.token_ids)
 
     def branch(self, siblings: Sequence[Sequence[int]]) -> None:
-        """Adds alternatives to each token of what was a chain."""
+        """Turn the chain into a tree. siblings: alternatives to each of its tokens."""
         if any(siblings):
             self.parents = list(range(len(self.token_ids)))
             for parent, tokens in enumerate(siblings):
@@ -93,9 +94,10 @@ class Draft:
 
 @dataclass(slots=True)
 class DraftRound:
-    """Drafts by entry. Where rows are saved for verify, the r-th saved row is one of entry `owners[r]`, or DROPPED.
+    """Drafts by entry. owners: if rows are saved for the verify, the entry of each saved row, or DROPPED.
 
-    logits: processed, of each entry's tokens that the model has drafted, [V] each; kept for rejection only.
+    logits: processed logits of each token that the model drafted, [V] each, by entry; kept for verification "rejection"
+    only.
     """
 
     drafts: list[Draft]
@@ -114,8 +116,8 @@ def draft_pass(
     *,
     ahead: int = 0,
 ) -> Pass:
-    """The next step of the active entries' drafts: one row each. ahead: of what the host knows, by so many tokens; the
-    last ones are still on the device."""
+    """Return the pass of the next draft step: one row for each active entry. ahead: number of drafted tokens that the
+    host does not know yet; the newest tokens are then read on the device."""
     chosen = [(entries[index], drafts[index].token_ids) for index in active]
     return Pass(
         round_id=round_id,
@@ -127,7 +129,7 @@ def draft_pass(
 
 
 def drafting_entries(entries: Sequence[RoundEntry]) -> list[int]:
-    """For which entries the model drafts."""
+    """Return the indices of the entries for which the model drafts."""
     return [index for index, entry in enumerate(entries) if entry.max_draft_tokens > 0 and not entry.looked_up]
 
 
@@ -139,15 +141,15 @@ def draft(
     keep_drafting: KeepDrafting | None,
     save_at: int,
 ) -> Generator[Pass, Tensor, DraftRound]:
-    """Draft for every entry until its length is reached, it drafts a stop token, or `keep_drafting` ends it, be it that
-    what follows is looked up. What was looked up before is a draft already.
+    """Draft for every entry until the draft reaches its length or an end token, or `keep_drafting` ends it, possibly
+    with looked-up tokens. Entries with looked-up tokens keep these as their draft.
 
-    Yields passes and is sent the states before the head. Keys and values of drafted rows go to the positions that
-    verify overwrites. One host synchronisation for every few steps, as the head says: rules are applied step by step
-    when the host has looked, and what was drawn after a draft's end is dropped.
+    The generator yields passes and is sent the states before the head. Keys and values of drafted rows go to positions
+    that the verify overwrites. The host synchronises at least every `head.draft_look_interval` steps. It then applies
+    the rules step by step, and drops tokens that were drawn after the end of a draft.
     """
     result = DraftRound([entry.draft() for entry in entries], [[] for _ in entries])
-    siblings: list[list[list[int]]] = [[] for _ in entries]  # of each entry's drafted tokens
+    siblings: list[list[list[int]]] = [[] for _ in entries]  # by entry and drafted token
     active = drafting_entries(entries)
     while active:
         drawing = list(active)
@@ -180,12 +182,13 @@ def _drawn(
     plan: Plan,
     save_at: int,
 ) -> Generator[Pass, Tensor, list[Drafts]]:
-    """The next tokens of the active entries, as many steps as the host need not look. All is on the device."""
+    """Draw the next tokens of the active entries, for as many steps as need no host synchronisation. The results stay
+    on the device."""
     steps: list[Drafts] = []
     for ahead in range(_num_unseen(head, entries, drafts, active)):
         logits = head.logits((yield draft_pass(round_id, entries, drafts, active, plan, save_at, ahead=ahead)))
         rows = [
-            # Nobody reads the tokens that are not known yet; their number counts.
+            # Placeholders for tokens that the host does not know yet: only their number is used.
             Rows(head.sampler(entries[index].sequence_id), at, [*drafts[index].token_ids, *[0] * ahead])
             for at, index in enumerate(active)
         ]
@@ -195,7 +198,7 @@ def _drawn(
 
 
 def _num_unseen(head: Head, entries: Sequence[RoundEntry], drafts: Sequence[Draft], active: Sequence[int]) -> int:
-    """Steps until the host must look: at the latest when a draft has its length."""
+    """Return the number of steps until the host must synchronise: at the latest when a draft reaches its length."""
     if any(head.sampler(entries[index].sequence_id).reads_history for index in active):
         return 1
     return min(
@@ -205,7 +208,7 @@ def _num_unseen(head: Head, entries: Sequence[RoundEntry], drafts: Sequence[Draf
 
 
 def _tables(steps: Sequence[Drafts]) -> list[list[list[float]]]:
-    """By step and entry: the token, its confidence, and the ranked tokens, if any. One copy to the host."""
+    """Copy the steps to the host, at once. By step and entry: the token, its confidence, and ranked tokens, if any."""
     columns = [
         [step.token_ids.double()[:, None], step.confidence.double()[:, None]]
         + ([] if step.ranked is None else [step.ranked.double()])
@@ -216,7 +219,7 @@ def _tables(steps: Sequence[Drafts]) -> list[list[list[float]]]:
 
 
 def _append(draft: Draft, row: Sequence[float]) -> list[int]:
-    """row: of a table. Returns the ranked tokens, if any."""
+    """Append the token of a table's row to the draft, and return the row's ranked tokens, if any."""
     token, sure, *ranked = row
     draft.token_ids.append(int(token))
     draft.confidences.append(sure)
@@ -224,9 +227,9 @@ def _append(draft: Draft, row: Sequence[float]) -> list[int]:
 
 
 def _siblings(chain: Draft, ranked: Sequence[Sequence[int]], widths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Alternatives to each token that the model has drafted: the tokens nearest to it, more of them the less sure it
-    was. Together with the chain no more than `max_tokens`; the earlier ones come first, which are the likelier to be
-    reached."""
+    """Return alternatives to each token that the model drafted: the best-ranked other tokens, and more of them at lower
+    confidence. Together with the chain there are at most `max_tokens` tokens. Earlier positions come first, because
+    they are more likely to be reached."""
     num_left = max(0, max_tokens - len(chain.token_ids))
     siblings = []
     for token, confidence, best in zip(chain.token_ids, chain.confidences, ranked, strict=False):
@@ -238,7 +241,7 @@ def _siblings(chain: Draft, ranked: Sequence[Sequence[int]], widths: Sequence[in
 
 
 def _unfinished(active: Sequence[int], entries: Sequence[RoundEntry], drafts: Sequence[Draft]) -> list[int]:
-    """Which may have one more token."""
+    """Return the entries whose drafts are below their length and have not reached an end token."""
     return [
         index
         for index in active
@@ -250,8 +253,8 @@ def _unfinished(active: Sequence[int], entries: Sequence[RoundEntry], drafts: Se
 def _look_up(
     head: Head, active: Sequence[int], entries: Sequence[RoundEntry], drafts: Sequence[Draft], rule: DraftUntilFound
 ) -> list[int]:
-    """Goes on with what followed the drafted tokens before, where that is worth more than to draft on; returns those
-    that draft on."""
+    """Complete drafts with looked-up tokens where that is worth more than further drafting. Return the other entries,
+    which continue to draft."""
     drafting = []
     for index in active:
         entry, one = entries[index], drafts[index]

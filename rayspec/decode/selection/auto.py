@@ -1,4 +1,4 @@
-"""Each round takes what is expected to make the most tokens per second: no draft, KnapSpec's plan, lookup, or both."""
+"""Each round uses the expected fastest of four ways: no draft, KnapSpec's plan, lookup, or plan and lookup."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ PLAIN, PLAN, LOOKUP, BOTH = "plain decoding", "the plan", "lookup", "the plan an
 
 
 class _PlanRounds:
-    """What rounds with KnapSpec's draft were like lately. By sequence for which the model drafted: tokens committed and
-    drafted, without those that were looked up; draft steps of a round."""
+    """Recent averages over rounds with KnapSpec's draft. committed, drafted: tokens per sequence for which the model
+    drafted, looked-up tokens excluded. num_steps: draft steps per round."""
 
     def __init__(self) -> None:
         self.committed = Discounted(TEXT_HALF_LIFE, prior=1.0)
@@ -40,11 +40,11 @@ class _PlanRounds:
 
 
 class Auto:
-    """Selector. KnapSpec finds plans; the arbiter decides which rounds go by them.
+    """Selector of "auto". KnapSpec finds plans; the arbiter decides which rounds use them.
 
-    What lookup would have proposed is held against what was committed in every round, so nothing has to be tried in
-    order to learn its acceptance. looks_up: False for drafts by plans alone, the strategy "knapspec". known, trigger:
-    see `KnapSpec`.
+    Every round compares the tokens that lookup would have proposed with the committed tokens; so the acceptance of
+    lookup is learned without trials. looks_up: False for drafts by plans alone, the strategy "knapspec". known,
+    trigger: see `KnapSpec`.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class Auto:
         return self._trials.take(state, self._ways(state))
 
     def keep_drafting(self, state: BatchState) -> KeepDrafting | None:
-        """As KnapSpec has it; but where the drafted tokens stand in the text already, what followed them there may go
-        on the draft, and ends it."""
+        """Return KnapSpec's rule. With lookup, return a rule by which looked-up tokens may also complete the draft:
+        those that followed the drafted tokens earlier in the text."""
         taken = self._trials.taken(state)
         if taken is None or not taken.plan.num_draft_tokens:
             return None
@@ -120,14 +120,14 @@ class Auto:
         self._knapspec.observe(state, taken.plan, own, num_tokens, seconds)
 
     def improve(self, state: BatchState, search: Search) -> PlanRecord | None:
-        """A search is for the rounds that a plan could make faster: only their time pays for it."""
+        """Let KnapSpec search, with a budget from the time of those rounds only that a plan could make faster."""
         record = self._knapspec.improve(state, search, share=self._open_share.value)
         if record is not None:
             self._trials.arbiter.renew(PLAN)
         return record
 
     def _ways(self, state: BatchState) -> dict[str, Proposed]:
-        """What the round may go by."""
+        """Return the ways available to the round, each with its plan and predicted rate."""
         batch, own = state.batch, self._knapspec.plan
         plain_rate = batch / self._latency.decode_step_s(context=state.context, batch=batch)
         ways = {PLAIN: Proposed(self._no_draft, plain_rate)}
@@ -142,15 +142,15 @@ class Auto:
         return ways
 
     def _copies(self, taken: Taken) -> bool:
-        """Whether lookup makes more than any plan could."""
+        """Whether the round, which used lookup, is expected to be faster than by any plan."""
         return self._trials.rate(taken, taken.way) > MOST_OF_PLANS * self._trials.rate(taken, PLAIN)
 
     def _row_s(self, state: BatchState) -> float:
-        """Of one more row of a sequence in a verify."""
+        """Return the seconds of one more row of a sequence in a verify."""
         return self._latency.row_s(context=state.context, batch=state.batch)
 
     def _learn_lookup(self, state: BatchState, result: RoundResult) -> None:
-        """From what could have been looked up before the round, and from what was while it drafted."""
+        """Learn from the proposals before the round, and from the looked-up tokens that completed drafts."""
         for proposal, committed in zip(state.proposals(), result.committed, strict=True):
             if proposal.token_ids:
                 self._lookup.observe(proposal.match_classes, proposal.token_ids, committed.token_ids)
@@ -160,7 +160,7 @@ class Auto:
                 self._lookup.observe(one.match_classes, added, came)
 
     def _looked_up(self, state: BatchState, base: Plan) -> Proposed:
-        """The best number of looked-up tokens, where the sequences without any go on by `base`."""
+        """Return the plan with the best numbers of looked-up tokens; sequences with 0 of them use the plan `base`."""
         context, batch, latency, like = state.context, state.batch, self._latency, self._plan_rounds
         survivals = [survival(self._lookup.by_class, one.match_classes) for one in state.proposals()]
 
@@ -177,6 +177,6 @@ class Auto:
 
 
 def _of_the_model(result: RoundResult) -> RoundResult:
-    """The round with the accepted tokens that the model had drafted only."""
+    """Return the round's result, counting only accepted tokens that the model drafted."""
     accepted = zip(result.num_accepted, result.drafts, strict=True)
     return replace(result, num_accepted=[min(count, one.num_drafted) for count, one in accepted])

@@ -1,4 +1,4 @@
-"""Who chooses the plan. A selector is asked before every round and told what came of it."""
+"""Selectors, which choose the plan of every round before it, and observe its result after it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from rayspec.types import Plan, PlanRecord, no_draft
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchState:
-    """What a plan is chosen for. context: mean tokens a sequence holds; elapsed_s: engine time so far;
-    num_outstanding_tokens: tokens that running and waiting requests may still want. sequence_ids: the batch, each the
-    same as long as it lives. proposals: what can be looked up for each sequence; found when it is asked for."""
+    """The batch that a plan is chosen for. context: mean number of tokens that a sequence holds. elapsed_s: engine time
+    so far. num_outstanding_tokens: the most tokens still to generate for running and waiting requests. sequence_ids:
+    the sequences of the batch; an id is constant. proposals: function that looks up tokens for each sequence."""
 
     context: int
     batch: int
@@ -30,17 +30,18 @@ class BatchState:
 
 
 class Search(Protocol):
-    """Asks the tokens tapped last, of one sequence where it is named; None while there are too few. It is cancelled
-    when they are gone."""
+    """Asks a question about the newest tapped tokens, of one sequence if `sequence_id` is given. A token is tapped if
+    the target keeps its hidden states before and after each sublayer. The call returns None while too few tokens are
+    tapped; the future is cancelled if their states are lost."""
 
     def __call__(self, question: Question, sequence_id: str | None = None) -> Future[Answer] | None: ...
 
 
 class Selector(Protocol):
-    """`plan` is pure bookkeeping and costs nothing; `improve` may have time spent, within the selector's budget.
+    """Chooses the plan of each round. `plan` must be cheap; `improve` may start searches, within the selector's budget.
 
-    Of each round it is asked `plan`, `keep_drafting` and `wants_taps`, in this order, and told the end by `observe` and
-    `improve`, with the same state. Meanwhile it may be asked of rounds of other sequences, never of these.
+    Before a round, the planner reads `plan`, `keep_drafting` and `wants_taps`, in this order. After the round, it calls
+    `observe` and `improve` with the same state. In between, it may plan rounds of other sequences, never of the same.
     """
 
     @property
@@ -59,7 +60,7 @@ class Selector(Protocol):
 
 
 class FixedPlan:
-    """The same plan in every round: "ar" (no draft) and "static"."""
+    """Selector with the same plan in every round: "ar" (no draft), "static", "lookup", "lookahead", "layerskip"."""
 
     wants_taps = False
     gate_reason = "the strategy has no gate"
@@ -88,8 +89,11 @@ def static_plan(
     choice: Choice = FULL,
     ways: Sequence[Collection[Choice]] | None = None,
 ) -> Plan:
-    """choice: of the sublayers that are not skipped, or the nearest to it that is among a sublayer's `ways`; None: all
-    sublayers have all. Raises ValueError when a sublayer does not exist."""
+    """Return the plan that skips the sublayers `skip` and runs the others by `choice`, or the nearest possible choice.
+
+    ways: the possible choices of each sublayer; None: `choice` is always possible. Raises ValueError for a sublayer
+    that does not exist.
+    """
     foreign = [index for index in skip if not 0 <= index < num_sublayers]
     if foreign:
         raise ValueError(f"option 'skip' names sublayer {foreign[0]}; the model has 0 to {num_sublayers - 1}")
@@ -99,5 +103,6 @@ def static_plan(
 
 
 def lookup_plan(num_sublayers: int, num_tokens: int) -> Plan:
-    """Drafts of at most so many tokens, from the sequence's own text (prompt lookup, Saxena 2023)."""
+    """Return the plan of drafts of at most `num_tokens` tokens, from the sequence's own text (prompt lookup, Saxena
+    2023)."""
     return replace(no_draft(num_sublayers, "lookup"), num_lookup_tokens=num_tokens)

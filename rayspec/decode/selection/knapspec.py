@@ -1,4 +1,4 @@
-"""KnapSpec: the knapsack over sublayers, solved again whenever what it went by has changed."""
+"""KnapSpec: the knapsack over sublayers, solved again whenever context, batch or acceptance have changed."""
 
 from __future__ import annotations
 
@@ -34,14 +34,15 @@ from rayspec.types import Plan, PlanRecord, no_draft
 
 logger = logging.getLogger(__name__)
 
-_CONTEXT_GRID = 64  # tokens that change what a plan makes by little
+_CONTEXT_GRID = 64  # tokens; predicted rates are cached in steps of this many, since they change little between
 
 
 @dataclass(slots=True)
 class Candidate:
-    """A draft the last search found, what the tapped tokens say of its acceptance, and what use has shown.
+    """A draft that the last search found, with its agreement on the tapped tokens and its acceptance in use.
 
-    used: tested tokens and, of these, the accepted ones."""
+    num_agreed: of `num_tapped` tapped tokens, those on which draft and target agree. used: accepted over tested tokens.
+    """
 
     choices: Choices
     similarity: float
@@ -51,19 +52,19 @@ class Candidate:
 
     @property
     def estimate(self) -> float:
-        """Acceptance by the tapped tokens alone, on the low side; similarity stands in for the tokens not seen."""
+        """Low estimate of acceptance by the tapped tokens alone, with the similarity as the prior."""
         by_taps = shrink(self.num_agreed, self.num_tapped, min(max(self.similarity, 0.0), 1.0))
         return float(by_taps.lower())
 
 
 class KnapSpec:
-    """Finds plans by the knapsack. Whether rounds by them pay, others judge (`selection.auto`).
+    """Finds plans by the knapsack. `selection.auto` decides whether rounds use them.
 
-    Between searches the known candidates are compared again now and then, with what was learned of the one in use;
-    that costs nothing. While a search is under way the last plan stays.
+    Between searches, the known candidates are compared again at an interval, with the observed acceptance of the plan
+    in use; that takes almost no time. While a search is under way, the last plan stays.
 
-    known: candidates of an earlier run, compared after the first round, before there is any search. trigger: when to
-    search; None: as `Trigger` does by default.
+    known: candidates of an earlier run, compared after the first round, before any search. trigger: decides when to
+    search; None: a `Trigger` with default arguments.
     """
 
     def __init__(
@@ -87,17 +88,17 @@ class KnapSpec:
         self._correction = Correction(prior_offset=FIRST_OFFSET)
         self._calibration = Calibration()
         self._stops = StopRecord()
-        self._reason: str | None = None  # of the search that taps are being collected for, or that is under way
+        self._reason: str | None = None  # of the search that waits for taps or is under way
         self._under_way: Future[Answer] | None = None
         self._rounds_to_price = 0
-        self._rates: dict[tuple[Choices, int, int], float] = {}  # that were predicted since the last review
+        self._rates: dict[tuple[Choices, int, int], float] = {}  # predicted since the last review
 
     @property
     def wants_taps(self) -> bool:
         return self._reason is not None and self._under_way is None
 
     def rate(self, state: BatchState) -> float:
-        """Tokens per second of one sequence that are predicted for drafts by the plan in use."""
+        """Return the tokens per second of one sequence that are predicted for the plan in use."""
         candidate = self._in_use
         assert candidate is not None, "there is a plan in use"
         context = state.context // _CONTEXT_GRID * _CONTEXT_GRID
@@ -116,8 +117,10 @@ class KnapSpec:
         return self._rates[key]
 
     def keep_drafting(self, state: BatchState, rate: float) -> DraftWhileWorth | None:
-        """Draft on while the next token is expected to earn more than its time costs. rate: tokens per second, over the
-        batch, that the round's way makes."""
+        """Return the rule to draft while the next token is expected to gain more than its time costs; None without one.
+
+        rate: expected tokens per second of the round, over the batch.
+        """
         candidate = self._in_use
         if not self._options.confidence_stop or candidate is None:
             return None
@@ -131,7 +134,7 @@ class KnapSpec:
         )
 
     def observe(self, state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
-        """A round that went by a plan of this selector, or by none."""
+        """Learn from a round by a plan of this selector, or without a draft."""
         num_accepted, num_tested = self._learn(plan, result)
         self._trigger.observe(num_tokens=num_tokens / state.batch, num_accepted=num_accepted, num_tested=num_tested)
         if self._record is not None and plan is self._record.plan:
@@ -144,9 +147,9 @@ class KnapSpec:
         self._rounds_to_review -= 1
 
     def improve(self, state: BatchState, search: Search, *, share: float = 1.0) -> PlanRecord | None:
-        """Search when there is a reason and the budget allows; else, now and then, review the known candidates.
+        """Search when there is a reason and the budget allows; otherwise, at an interval, review the known candidates.
 
-        share: of the time, that goes into rounds which a plan could make faster. The budget is of that.
+        share: share of the time in rounds that a plan could make faster; the budget counts only this time.
         """
         if self._under_way is None:
             known = self._reason is not None
@@ -160,8 +163,8 @@ class KnapSpec:
         return None
 
     def _affordable_reason(self, state: BatchState, share: float) -> str | None:
-        """Why a search is wanted, if the budget allows one. Asked again only after a few rounds, also while tokens are
-        tapped for it: pricing a search costs a good part of a small model's step."""
+        """Return why a search is due, if the budget allows one; else None. An answer stays for ROUNDS_TO_REVIEW rounds,
+        because predicting the cost of a search takes a good part of a small model's step."""
         self._rounds_to_price -= 1
         if self._rounds_to_price > 0:
             return self._reason
@@ -181,7 +184,8 @@ class KnapSpec:
         return None if index is None else self._candidates[index]
 
     def _learn(self, plan: Plan, result: RoundResult) -> tuple[int, int]:
-        """From the draft tokens that were tested: up to and with the first rejected one of each draft."""
+        """Learn from the tested draft tokens and return how many were accepted, and tested. A draft's tokens are tested
+        up to and including the first rejected token."""
         num_accepted = num_tested = 0
         confidences: list[float] = []
         outcomes: list[bool] = []
@@ -201,7 +205,8 @@ class KnapSpec:
         return num_accepted, num_tested
 
     def acceptance_of(self, candidates: Sequence[Candidate]) -> list[float]:
-        """What to expect of each: its estimate, corrected by what was seen of all, then by what was seen of it."""
+        """Return the expected acceptance of each candidate: its estimate with the correction learned from all
+        candidates, which is then the prior for its own observations."""
         corrected = self._correction.apply([candidate.estimate for candidate in candidates])
         return [
             float(shrink(one.used.total, one.used.weight, float(prior)).mean)
@@ -221,8 +226,8 @@ class KnapSpec:
         return self._budget.allows(cost_s, elapsed_s=share * state.elapsed_s, expected_remaining_s=remaining_s)
 
     def _search_cost_s(self, state: BatchState) -> float:
-        """Of a search: the states that run in full, and the tapped tokens by every other choice and every pattern that
-        is tried in any case."""
+        """Return the predicted seconds of a search: the states that run in full, and the tapped tokens by every other
+        choice and by every pattern that is always tried."""
         question = self.question(state)
         num_tokens, context = question.num_tokens, state.context
         num_states = count_rows(question.savings, max_saved=question.max_saved, max_states=question.max_states)
@@ -237,7 +242,7 @@ class KnapSpec:
         return states_s + choices_s + sum(float(pass_seconds(choices=choices).sum()) for choices in question.also)
 
     def _seconds_by_choice(self, state: BatchState) -> list[dict[Choice, float]]:
-        """Of each sublayer in a draft step."""
+        """Return the seconds of each sublayer in a draft step, by choice."""
         rows, context, batch = state.batch, state.context, state.batch
         return [
             _worthwhile(
@@ -251,7 +256,7 @@ class KnapSpec:
         ]
 
     def _max_saved(self, state: BatchState, savings: Sequence[Mapping[Choice, int]]) -> int:
-        """All that is spent on fetching weights, and `max_skipped_share` of what is spent on computing."""
+        """Return the most units that a draft may save: all weight transfers and `max_skipped_share` of the compute."""
         total = sum(each.get(SKIP, 0) for each in savings)
         total_s = float(self._seconds(state).sum())
         computing_share = 1 - sum(self._latency.transfer_s) / total_s
@@ -259,11 +264,11 @@ class KnapSpec:
         return total - int(total * least_share)
 
     def _seconds(self, state: BatchState) -> NDArray[np.float64]:
-        """[num_sublayers]: of each in a draft step."""
+        """Return [num_sublayers]: seconds of each sublayer in full, in a draft step."""
         return self._latency.sublayers_s(rows=state.batch, context=state.context, batch=state.batch)
 
     def question(self, state: BatchState) -> Knapsack:
-        """What a search asks."""
+        """Return the question of a search."""
         options, seconds = self._options.knapsack, self._seconds_by_choice(state)
         savings = quantize(seconds, options.resolution)
         return Knapsack(
@@ -276,7 +281,7 @@ class KnapSpec:
         )
 
     def _conclude(self, state: BatchState, search: Future[Answer]) -> PlanRecord | None:
-        """What came of a search. A cancelled one is begun again; one that failed counts as having changed nothing."""
+        """Use the result of a search. A cancelled search starts again later; a failed search counts as no change."""
         self._under_way = None
         if search.cancelled():
             return None
@@ -290,7 +295,7 @@ class KnapSpec:
         return self._take(state, found, reason)
 
     def _take(self, state: BatchState, found: Found, reason: str) -> PlanRecord:
-        """Make what a search has found the known candidates, and decide among them."""
+        """Replace the known candidates by those of the search, keep the one in use, and choose the best."""
         previous = self._in_use
         self._candidates = [
             Candidate(one.choices, one.similarity, one.num_agreed, found.num_tokens) for one in found.drafts
@@ -304,7 +309,8 @@ class KnapSpec:
         return self._decide(state, reason, found.seconds)
 
     def _review(self, state: BatchState) -> PlanRecord | None:
-        """Another known candidate, or another length, if it has become clearly better than the one in use."""
+        """Switch to another known candidate or draft length if it is predicted to be better now. Return a record only
+        for another candidate."""
         self._rounds_to_review = ROUNDS_TO_REVIEW
         self._rates.clear()
         choice = self._best(state)
@@ -363,7 +369,7 @@ class KnapSpec:
 
 
 def _worthwhile(seconds: Mapping[Choice, float]) -> dict[Choice, float]:
-    """Without choices of few keys that save next to nothing: contexts may be shorter than what they read."""
+    """Remove choices of few keys that save almost nothing, as the context may be shorter than the keys they read."""
     with_all_keys = {choice: seconds[combined(weights_of(choice), "all")] for choice in seconds}
     return {
         choice: cost
@@ -373,8 +379,8 @@ def _worthwhile(seconds: Mapping[Choice, float]) -> dict[Choice, float]:
 
 
 def uniform_patterns(savings: Sequence[Mapping[Choice, int]]) -> list[Choices]:
-    """Drafts that skip nothing, and run all sublayers by the same choice as far as that saves time. These work with any
-    model, also where the search goes astray."""
+    """Return the drafts that skip nothing and run all sublayers by the same choice, or by the nearest that saves time.
+    They work with any model, even if the search finds no good draft."""
     ways = dict.fromkeys(choice for each in savings for choice in each if choice != SKIP)
     patterns = dict.fromkeys(tuple(nearest(choice, each) for each in savings) for choice in ways)
     return [choices for choices in patterns if num_leading_full(choices) < len(choices)]

@@ -1,4 +1,4 @@
-"""The arbiter (`planning.arbiter`) over an engine's rounds: by which plan a round goes, and what is told of it."""
+"""The arbiter (`planning.arbiter`) applied to an engine's rounds: it chooses each round's plan, and explains it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from rayspec.planning.arbiter import Arbiter, Way
 from rayspec.planning.latency import LatencyModel
 from rayspec.types import Plan
 
-# Rounds, one of each cohort, that may be under way.
+# The most rounds under way, one of each cohort.
 _MOST_UNDER_WAY = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """A plan that the round may go by, and the tokens per second that are predicted for it, over the batch."""
+    """A plan for the round, and its predicted tokens per second over the batch."""
 
     plan: Plan
     rate: float
@@ -24,7 +24,8 @@ class Proposed:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What a round goes by. plan: as proposed; its drafts may have been made shorter. rates: of all that was open."""
+    """The way and plan of a round. plan: as proposed; the round's drafts may be shorter. rates: predicted tokens per
+    second of all ways that were available."""
 
     way: Way
     plan: Plan
@@ -32,8 +33,8 @@ class Taken:
 
 
 class Trials:
-    """Takes one of the plans that are proposed for a round. While drafts are on trial they are no longer than a trial
-    may cost: with nothing of it accepted, one long draft would cost a short answer several per cent of its time."""
+    """Takes one of the plans that are proposed for a round. In a trial, drafts are no longer than the trial may cost:
+    one long draft without an accepted token would cost a short answer several per cent of its time."""
 
     def __init__(self, latency: LatencyModel, home: Way, *, trusted: Collection[Way] = ()) -> None:
         self.arbiter = Arbiter(home, trusted=trusted)
@@ -54,11 +55,12 @@ class Trials:
         return self._shortened(state, plan, rates) if way == self.arbiter.trial else plan
 
     def taken(self, state: BatchState) -> Taken | None:
-        """By the round of these sequences that is under way."""
+        """Return the choice for the round of these sequences that is under way; None without one."""
         return self._under_way.get(tuple(state.sequence_ids))
 
     def observe(self, state: BatchState, num_tokens: int, seconds: float, *, tells: bool = True) -> Taken | None:
-        """The round of this state has ended. tells: whether it says anything of the way that it took."""
+        """Record the end of the round of this state, and return its choice. tells: whether the round says anything of
+        the speed of its way."""
         taken = self._under_way.pop(tuple(state.sequence_ids), None)
         if taken is None:
             return None
@@ -70,11 +72,11 @@ class Trials:
         return taken
 
     def rate(self, taken: Taken, way: Way) -> float:
-        """Tokens per second of a way that was open, as predicted and for what rounds have made of such predictions."""
+        """Return the expected tokens per second of an available way: the predicted rate times the learned factor."""
         return taken.rates[way] * self.arbiter.factor(way)
 
     def reason(self, way: Way | None) -> str:
-        """One sentence for reports. way: that drafts, None where there is no plan."""
+        """Return one sentence for reports. way: the way that drafts; None without a plan."""
         if way is None:
             return "not drafting: there is no plan that promises to be faster"
         doing = "drafting" if self.arbiter.taken != self._home else "not drafting"

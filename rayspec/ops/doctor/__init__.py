@@ -1,1 +1,1 @@
-"""Whether this machine, and a cluster, can run rayspec; and what to do where they cannot."""
+"""Checks whether this machine and a cluster can run rayspec, with a remedy for each problem."""

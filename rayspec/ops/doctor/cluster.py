@@ -1,4 +1,4 @@
-"""Checks of a Ray cluster: what its nodes say of themselves, whether they agree, and whether they reach one another."""
+"""Checks of a Ray cluster: each node, the agreement between nodes, and the network between them."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from rayspec.pipeline.placement import discard
 
 _NODE_TIMEOUT_S = 120.0
 _ALL_REDUCE_TIMEOUT_S = 60.0
-_SLOW_S = 0.01  # there and back
+_SLOW_S = 0.01  # of a round trip
 _CONNECT_TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A node that Ray knows. num_gpus: that Ray counts there."""
+    """A node that Ray knows. num_gpus: GPUs that Ray counts on the node."""
 
     node_id: str
     name: str
@@ -49,7 +49,7 @@ class NoAnswer:
 
 
 def cluster_findings(address: str, model: str | None) -> list[Finding]:
-    """Of the cluster at that address, as ray.init takes it; or of the one that this process is in."""
+    """Check the cluster at `address`, in the form of ray.init, or the cluster that this process is connected to."""
     if not _listens(address):
         remedy = "start Ray there (ray start --head), name another address, or open the port between here and there"
         return [problem("cluster", f"nothing answers at {address}", remedy)]
@@ -63,7 +63,7 @@ def cluster_findings(address: str, model: str | None) -> list[Finding]:
 
 
 def alive_nodes() -> list[Node]:
-    """Named by address, with a number where several have the same one. Ray must be initialised."""
+    """Return the nodes that are alive, named by address and, if needed, a number. Ray must be initialised."""
     alive = sorted((each for each in _ray_nodes() if each["Alive"]), key=itemgetter("NodeManagerAddress"))
     num_alike = Counter(each["NodeManagerAddress"] for each in alive)
     numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
@@ -87,7 +87,7 @@ def _ray_nodes() -> list[dict[str, Any]]:
 
 
 def check_agreement(facts: Mapping[str, NodeFacts]) -> list[Finding]:
-    """By node: the same Python, Ray, torch, transformers and rayspec everywhere."""
+    """Check that all nodes have the same Python, Ray, torch, transformers and rayspec. facts: by node."""
     findings = []
     for package in sorted({name for one in facts.values() for name in one.versions}):
         where = _nodes_by({node: one.versions.get(package, "-") for node, one in facts.items()})
@@ -101,7 +101,7 @@ def check_agreement(facts: Mapping[str, NodeFacts]) -> list[Finding]:
 
 
 def check_counted_gpus(node: Node, facts: NodeFacts) -> Finding:
-    """GPUs as Ray counts them against what torch can use."""
+    """Compare the number of GPUs that Ray counts with the number that torch can use."""
     usable = facts.gpus.num_usable
     if node.num_gpus == 0 and usable == 0:
         return skipped(f"{node.name}: GPUs in Ray", "no GPU")
@@ -115,7 +115,7 @@ def check_counted_gpus(node: Node, facts: NodeFacts) -> Finding:
 
 
 def check_fingerprints(facts: Mapping[str, NodeFacts]) -> Finding:
-    """That all nodes have the same weights."""
+    """Check that all nodes have the same weights."""
     where = _nodes_by({node: one.fingerprint for node, one in facts.items()})
     name = "model on all nodes"
     if not any(where):
@@ -127,7 +127,7 @@ def check_fingerprints(facts: Mapping[str, NodeFacts]) -> Finding:
 
 
 def _nodes_by(values: Mapping[str, str]) -> dict[str, list[str]]:
-    """The nodes that have each value. values: of each node."""
+    """Return the nodes that have each value. values: by node."""
     where: dict[str, list[str]] = defaultdict(list)
     for node, value in values.items():
         where[value].append(node)
@@ -135,7 +135,7 @@ def _nodes_by(values: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def check_reach(nodes: Sequence[Node]) -> Finding:
-    """TCP from every node to every other one, at ports that the system chooses, as shards use them."""
+    """Check TCP from every node to every other node, at ports that the system chooses, as for shards."""
     name = "nodes reach one another"
     if len(nodes) < 2:
         return skipped(name, "one node")
@@ -169,7 +169,7 @@ def check_reach(nodes: Sequence[Node]) -> Finding:
 
 
 def check_all_reduce(nodes: Sequence[Node], *, device: str = "cuda") -> Finding:
-    """A sum over a process on each node: by NCCL with a GPU each, or, on "cpu", by gloo."""
+    """Check a sum over one process per node: by NCCL with one GPU each or, on "cpu", by gloo."""
     backend, num_gpus = ("NCCL", 1.0) if device == "cuda" else ("gloo", 0.0)
     name = f"{backend} between nodes"
     having = [node for node in nodes if node.num_gpus > 0 or device == "cpu"]
@@ -227,7 +227,7 @@ def _of_node(node: Node, facts: NodeFacts) -> Iterator[Finding]:
 
 
 def _listens(address: str) -> bool:
-    """Whether anything answers there; Ray itself would try for half a minute. True where no port is named."""
+    """Return whether the address accepts connections; Ray itself would try for half a minute. True without a port."""
     place = urlsplit(address if "//" in address else f"//{address}")
     if place.hostname is None or place.port is None:
         return True
@@ -266,7 +266,7 @@ def _pinned(kind: type, node: Node, *arguments: object, num_gpus: float = 0.0) -
 
 
 def _answers(references: Mapping[Any, Any]) -> dict[Any, Any]:
-    """What has come in time, by the same keys; `NoAnswer` for the rest."""
+    """Return the results that arrive in time, by the same keys, and `NoAnswer` for the rest."""
     waiting = list(references.values())
     arrived = set(ray.wait(waiting, num_returns=len(waiting), timeout=_NODE_TIMEOUT_S)[0]) if waiting else set()
     found: dict[Any, Any] = {}

@@ -1,4 +1,4 @@
-"""All checks that apply."""
+"""The entry point of all checks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from rayspec.ops.doctor.machine import machine_findings
 
 
 def examine(*, model: str | None = None, address: str | None = None, quick: bool = False) -> list[Finding]:
-    """model: a folder, a hub id, or "demo". address: of a cluster, as ray.init takes it; without it, RAY_ADDRESS.
+    """Run all checks that apply. model: a folder, a hub id, or "demo".
 
-    quick: only this machine, in less than three seconds where it has no GPU.
+    address: address of a cluster, in the form of ray.init; None: RAY_ADDRESS. quick: check only this machine, in less
+    than three seconds if it has no GPU.
     """
     gpus = look_at_gpus()
     findings = [*machine_findings(), check_gpus(gpus), check_nccl(gpus)]
     if model is not None:
-        # It brings the hub's client, which others need not wait for.
+        # This import loads the hub's client, which other checks need not wait for.
         from rayspec.ops.doctor.model_files import check_model, look_at_model  # noqa: PLC0415
 
         findings.append(check_model(look_at_model(model)))
@@ -26,7 +27,7 @@ def examine(*, model: str | None = None, address: str | None = None, quick: bool
     where = address or os.environ.get("RAY_ADDRESS")
     if where is None:
         return [*findings, skipped("cluster", "none named: --address auto, host:port or ray://host:10001")]
-    # It brings ray and torch.
+    # This import loads ray and torch.
     from rayspec.ops.doctor.cluster import cluster_findings  # noqa: PLC0415
 
     return [*findings, *cluster_findings(where, model)]

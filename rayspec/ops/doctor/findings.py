@@ -1,4 +1,4 @@
-"""What a check has found, for people and for machines."""
+"""Findings of checks, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STYLES: dict[Status, str] = {"ok": "green", "warning": "yellow", "problem": "bo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """found: what is there. remedy: what to do about it; where all is well, nothing."""
+    """Result of a check. found: the observed state. remedy: advice to the user; empty where none is needed."""
 
     name: str
     status: Status
@@ -49,7 +49,7 @@ def has_problems(findings: Sequence[Finding]) -> bool:
 
 
 def findings_table(findings: Sequence[Finding]) -> Table:
-    """With the number of each kind below."""
+    """Return a table of the findings, with the number of each status below."""
     counts = Counter(finding.status for finding in findings)
     summary = ", ".join(f"{counts[status]} {status}" for status in _STYLES if counts[status])
     table = Table(box=box.SIMPLE_HEAD, caption=summary, caption_justify="left")
@@ -62,7 +62,7 @@ def findings_table(findings: Sequence[Finding]) -> Table:
 
 
 def save_findings(findings: Sequence[Finding], path: Path) -> None:
-    """JSON: whether all is well, and every finding."""
+    """Save every finding as JSON, and as `ok` whether there is no problem."""
     content = {"ok": not has_problems(findings), "findings": [asdict(finding) for finding in findings]}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

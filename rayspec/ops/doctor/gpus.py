@@ -1,4 +1,4 @@
-"""What the driver, and what torch, sees of the GPUs of a machine. Both are asked in processes of their own."""
+"""The GPUs of a machine, as the driver and as torch see them. Each is queried in a separate process."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpus:
-    """names, driver: as nvidia-smi has them. num_usable, torch, cuda, has_nccl: torch's; `cuda` is None in builds for
-    the CPU. error: why one of them could not be asked."""
+    """names, driver: from nvidia-smi. num_usable, torch, cuda, has_nccl: from torch; `cuda` is None in CPU builds.
+    error: why the query of nvidia-smi or torch failed."""
 
     names: tuple[str, ...] = ()
     driver: str = ""
@@ -38,8 +38,8 @@ class Gpus:
 
 
 def look_at_gpus(*, hidden_too: bool = False) -> Gpus:
-    """torch is asked only where there is a GPU. hidden_too: all of the machine, whatever CUDA_VISIBLE_DEVICES says,
-    which Ray sets in tasks that have reserved none."""
+    """Query the driver and, where there is a GPU, torch. hidden_too: include GPUs that CUDA_VISIBLE_DEVICES hides; Ray
+    sets that variable in tasks that reserve no GPU."""
     smi = shutil.which("nvidia-smi")
     if smi is None:
         return Gpus()
@@ -59,7 +59,7 @@ def look_at_gpus(*, hidden_too: bool = False) -> Gpus:
 
 
 def check_gpus(gpus: Gpus) -> Finding:
-    """Whether torch can use what the driver has."""
+    """Check that torch can use all GPUs of the driver."""
     if not gpus.names and not gpus.error:
         return skipped(_NAME, "no GPU")
     found = f"{len(gpus.names)} x {'/'.join(dict.fromkeys(gpus.names))}, driver {gpus.driver}" if gpus.names else ""
@@ -83,7 +83,7 @@ def _unusable(gpus: Gpus, found: str) -> Finding:
 
 
 def check_nccl(gpus: Gpus) -> Finding:
-    """Whether torch brings NCCL."""
+    """Check that torch includes NCCL."""
     if not gpus.names:
         return skipped("NCCL", "no GPU")
     if gpus.has_nccl:
@@ -99,6 +99,6 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """The last thing it said."""
+    """Return the last line of the process's errors, or of the exception."""
     said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
     return next((line for line in reversed(str(said).splitlines()) if line.strip()), type(error).__name__)

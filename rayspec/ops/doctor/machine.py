@@ -1,4 +1,4 @@
-"""Checks of this machine. Each is a function of what it looks at, and needs neither torch nor ray in this process."""
+"""Checks of this machine, without torch and ray. Arguments of a check replace the values that it would measure."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _FULL, _NEARLY_FULL = 0.95, 0.9
 _LONGEST_RAY_FOLDER = 35
 _LEAST_MEMORY = 2 * _GIB
 _FEW_FILES, _ENOUGH_FILES = 1024, 65536
-# What listens there by default.
+# Programs that listen at these ports by default.
 PORTS = {6379: "Ray's head", 8265: "Ray's dashboard", 10001: "Ray's client server", 8000: "rayspec serve"}
 _CONNECT_TIMEOUT_S = 0.2
 
 
 def check_python(version: str | None = None) -> Finding:
-    """Against what the installed package asks for."""
+    """Check the Python version against the requirement of the installed package."""
     found = version or platform.python_version()
     wanted = metadata.metadata(_PACKAGE)["Requires-Python"] or ""
     if found in SpecifierSet(wanted):
@@ -44,7 +44,7 @@ def check_python(version: str | None = None) -> Finding:
 
 
 def check_packages(requirements: Iterable[str] | None = None) -> Finding:
-    """That everything is installed that rayspec requires, in a version that will do."""
+    """Check that all requirements of rayspec are installed in suitable versions."""
     lacking = []
     for text in requirements if requirements is not None else metadata.requires(_PACKAGE) or ():
         wanted = Requirement(text)
@@ -75,7 +75,7 @@ def check_memory(bytes_free: int | None = None) -> Finding:
 
 
 def memory_bytes(name: str) -> int:
-    """What /proc/meminfo says, or the limit of the container's control group where that is lower."""
+    """Return an entry of /proc/meminfo, or the limit of the container's control group where the limit is lower."""
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     sizes = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines}
     limit = Path("/sys/fs/cgroup/memory.max")
@@ -84,7 +84,7 @@ def memory_bytes(name: str) -> int:
 
 
 def check_shared_memory(num_bytes: int | None = None, memory: int | None = None) -> Finding:
-    """Whether Ray's object store fits /dev/shm."""
+    """Check that Ray's object store fits /dev/shm."""
     size = shutil.disk_usage(_SHARED).total if num_bytes is None else num_bytes
     store = int(_STORE_SHARE * (memory_bytes("MemTotal") if memory is None else memory))
     found = f"{_SHARED} has {size / _GIB:.1f} GiB"
@@ -99,7 +99,7 @@ def check_shared_memory(num_bytes: int | None = None, memory: int | None = None)
 
 
 def check_ray_folder(folder: str | None = None) -> Finding:
-    """Where Ray keeps sockets, logs and objects that do not fit the memory."""
+    """Check the folder where Ray keeps sockets, logs and objects that do not fit the memory."""
     place = folder or ray_folder()
     return judge_ray_folder(place, used_share(place), writable=os.access(_existing(place), os.W_OK))
 
@@ -109,7 +109,7 @@ def ray_folder() -> str:
 
 
 def judge_ray_folder(folder: str, used: float, *, writable: bool = True) -> Finding:
-    """used: share of its disk."""
+    """Judge Ray's folder by its path and its disk. used: used share of the disk."""
     found = f"{folder}, whose disk is {used:.0%} full"
     if not writable:
         return problem("Ray's folder", f"{folder}, which cannot be written", "RAY_TMPDIR with a folder that can be")
@@ -125,7 +125,7 @@ def judge_ray_folder(folder: str, used: float, *, writable: bool = True) -> Find
 
 
 def used_share(folder: str) -> float:
-    """Of the disk that the folder, or the nearest folder above it that exists, is on."""
+    """Return the used share of the disk of a folder. A missing folder stands for its nearest existing parent."""
     usage = shutil.disk_usage(_existing(folder))
     return 1 - usage.free / usage.total
 
@@ -149,7 +149,7 @@ def check_open_files(limit: int | None = None) -> Finding:
 
 
 def check_ports(ports: Mapping[int, str] | None = None) -> Finding:
-    """Whether anything answers at the ports that are used by default."""
+    """Check that nothing listens yet at the default ports."""
     taken = [f"{port} ({name})" for port, name in (PORTS if ports is None else ports).items() if answers(port)]
     if not taken:
         return ok("ports", "all free that are used by default")

@@ -1,4 +1,4 @@
-"""Whether the files of a model are present and complete, by their headers."""
+"""Checks that the files of a model are present and complete, by their headers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _GIB = 2**30
 _INDEX = "*.index.json"
 _WEIGHTS = ("*.safetensors", "*.bin")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-_LONGEST_HEADER = 100 * 2**20  # as the safetensors library has it
+_LONGEST_HEADER = 100 * 2**20  # the limit of the safetensors library
 _AGAIN = "fetch the model again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFiles:
-    """folder: None where a hub id is not in the cache. bytes_free: of the disk that it is on, or would be. errors: what
-    keeps it from loading. notes: what may."""
+    """folder: None where a hub id is not in the cache. bytes_free: on the disk of the folder, or of the cache. errors:
+    problems that prevent loading. notes: problems that may prevent it."""
 
     model: str
     folder: str | None
@@ -36,7 +36,7 @@ class ModelFiles:
 
 
 def look_at_model(model: str) -> ModelFiles:
-    """model: a folder, a hub id, or "demo"."""
+    """Inspect the files of a model. model: a folder, a hub id, or "demo"."""
     place = Path(demo.local_path(model))
     if not place.is_dir():
         cached = _cached(model)
@@ -75,7 +75,7 @@ def check_model(files: ModelFiles) -> Finding:
 
 
 def _cached(model: str) -> Path | str | None:
-    """The folder in the hub's cache; what is wrong with the name; or None."""
+    """Return the model's folder in the hub's cache, None if it is not cached, or an error message for a bad name."""
     if model.startswith((".", "/", "~")):
         return "no such folder"
     try:
@@ -87,7 +87,7 @@ def _cached(model: str) -> Path | str | None:
 
 
 def _bytes_free() -> int:
-    """For downloads."""
+    """Return the free bytes on the disk of the hub's cache."""
     place = Path(HF_HUB_CACHE)
     while not place.exists():
         place = place.parent
@@ -109,7 +109,7 @@ def _weights(folder: Path) -> list[Path]:
 
 
 def _missing(folder: Path) -> list[str]:
-    """Files that an index of the weights names and that are not there."""
+    """Return errors for missing files that an index of the weights names, and for unreadable indexes."""
     errors = []
     for index in sorted(folder.glob(_INDEX)):
         try:
@@ -122,7 +122,7 @@ def _missing(folder: Path) -> list[str]:
 
 
 def _damage(path: Path) -> str | None:
-    """What is wrong with a file of weights: its header says how long it must be."""
+    """Return an error for a damaged file of weights, or None. Its header gives the length that it must have."""
     try:
         size = path.stat().st_size
         if path.suffix != ".safetensors":

@@ -1,4 +1,4 @@
-"""What a node of a cluster reports about itself."""
+"""Facts that a node of a cluster reports about itself."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _PACKAGES = ("rayspec", "ray", "torch", "transformers")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """versions: of Python and of what must be the same everywhere. findings: of the node by itself. model: None where
-    none was asked about; fingerprint: of its weights, "" where they cannot be read."""
+    """versions: of Python and of packages that must be the same on all nodes. findings: checks of this node alone.
+    model: None where no model is checked. fingerprint: of the model's weights, "" where they cannot be read."""
 
     address: str
     versions: Mapping[str, str]
@@ -38,7 +38,7 @@ class NodeFacts:
 
 
 def describe_node(model: str | None) -> NodeFacts:
-    """On the node itself."""
+    """Collect the facts of the node that runs this function."""
     files = look_at_model(model) if model is not None else None
     return NodeFacts(
         address=str(ray.util.get_node_ip_address()),  # type: ignore[no-untyped-call]

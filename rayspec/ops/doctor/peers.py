@@ -1,4 +1,4 @@
-"""Processes on the nodes of a cluster that call one another. They bring neither torch nor transformers."""
+"""Processes on the nodes of a cluster that call one another. They import neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _NUM_CALLS = 3
 class Peer:
     """Listens at its node's address, at a port that the system chooses, and calls others.
 
-    It echoes what a peer with the secret sends, so that nothing else is taken for a peer.
+    It echoes only messages that begin with the secret, so that no other program is mistaken for a peer.
     """
 
     def __init__(self, secret: bytes, host: str | None = None) -> None:
-        """host: the address to listen at; None: this node's, as Ray has it."""
+        """Begin to listen. host: address to listen at; None: the node's address in Ray."""
         self._secret = secret
         host = host or str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         self._listener = socket.create_server((host, 0), family=_family(host))
@@ -34,7 +34,7 @@ class Peer:
         return self._place
 
     def call(self, place: tuple[str, int]) -> float | str:
-        """Seconds there and back, the fastest of a few, or why it did not get through."""
+        """Return the seconds of the fastest of several round trips, or an error message."""
         fastest_s = math.inf
         for _ in range(_NUM_CALLS):
             found = self._call_once(place)

@@ -1,1 +1,1 @@
-"""Manifests for Kubernetes with KubeRay, computed from where a model's layers go."""
+"""Manifests for Kubernetes with KubeRay, computed from the placement of a model's layers."""

@@ -1,4 +1,4 @@
-"""`rayspec k8s`: flags from RenderOptions, so that names, help and defaults live there."""
+"""The command `rayspec k8s`. RenderOptions defines the names, help and defaults of its flags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rendered job or service tells its engine: the same numbers that its pods were sized by."""
+"""Engine options of a rendered job or service: the same numbers that determine the size of its pods."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rayspec.ops.k8s.sizing import ClusterPlan
 
 
 def engine_values(options: RenderOptions, plan: ClusterPlan) -> dict[str, Any]:
-    """Options of EngineConfig, apart from model and parallel."""
+    """Return the options of EngineConfig, without model and parallel."""
     values: dict[str, Any] = {
         "device": "cpu" if options.cpus is not None else "cuda",
         "max_model_len": options.context,
@@ -23,8 +23,8 @@ def engine_values(options: RenderOptions, plan: ClusterPlan) -> dict[str, Any]:
 
 
 def parallel_values(options: RenderOptions, plan: ClusterPlan) -> dict[str, Any] | None:
-    """Options of ParallelOptions; None where a copy of the model is one process, and the only one that the engine
-    makes. Serve has replicas of its own."""
+    """Return the options of ParallelOptions; None where the engine makes a single copy of the model, in one process.
+    For a service, Serve makes the replicas, not the engine."""
     replicas = plan.num_copies if options.kind == "job" else 1
     if plan.num_shards == 1 and replicas == 1:
         return None
@@ -39,7 +39,7 @@ def parallel_values(options: RenderOptions, plan: ClusterPlan) -> dict[str, Any]
 
 
 def llm_config(options: RenderOptions, plan: ClusterPlan) -> dict[str, Any]:
-    """Of `rayspec.serve:build_openai_app`: one model."""
+    """Return the options of the model for `rayspec.serve:build_openai_app`."""
     engine, parallel = engine_values(options, plan), parallel_values(options, plan)
     deployment: dict[str, Any] = {"num_replicas": plan.num_copies}
     if options.max_replicas is not None:
@@ -58,6 +58,6 @@ def llm_config(options: RenderOptions, plan: ClusterPlan) -> dict[str, Any]:
 
 
 def job_flags(options: RenderOptions, plan: ClusterPlan) -> list[str]:
-    """Of jobs/summarize.py and the other jobs."""
+    """Return the flags of jobs/summarize.py and the other jobs."""
     values = {"model": options.model} | engine_values(options, plan) | (parallel_values(options, plan) or {})
     return [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", f"{value}")]

@@ -1,4 +1,4 @@
-"""Who may speak with the pods of a Ray cluster, and with whom they may: everything else is dropped."""
+"""The network policy of a Ray cluster: allowed connections of its pods; all others are dropped."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ _METADATA_SERVICES = "169.254.0.0/16"  # of clouds, which hand out a node's cred
 
 
 def network_policy(options: RenderOptions) -> Manifest:
-    """For all pods of the render: among themselves Ray's ports and ours; from outside KubeRay's operator, Prometheus
-    and, of a service, the pods of its namespace; to outside names and HTTPS."""
+    """Return the policy of all pods of the render. Between these pods, the ports of Ray and rayspec are open. From
+    outside, KubeRay's operator, Prometheus and, for a service, the pods of its namespace may connect. To outside, DNS,
+    HTTPS and the Redis of the options are open."""
     inside = {"podSelector": {"matchLabels": labels(options)}}
     ingress = [
         {"from": [inside], "ports": _inside_ports()},
@@ -63,13 +64,14 @@ def _inside_ports() -> list[Manifest]:
 
 
 def _outside_ports(options: RenderOptions) -> tuple[int, ...]:
-    """HTTPS for the Hub and buckets; the autoscaler's API server may be behind 6443."""
+    """Return the port of HTTPS, for the Hub and buckets; with an autoscaler, also 6443, a port of the API server."""
     return (443, 6443) if options.autoscales else (443,)
 
 
 def _redis_peer(host: str) -> Manifest:
-    """A policy cannot name a host. An IP address is let through alone, and a service of the cluster (SERVICE,
-    SERVICE.NAMESPACE or SERVICE.NAMESPACE.svc...) as the pods of its namespace. Other names may be anywhere outside."""
+    """Return the peer that stands for a Redis host, because a policy cannot name a host. An IP address stands for
+    itself. A service of the cluster (SERVICE, SERVICE.NAMESPACE or SERVICE.NAMESPACE.svc...) becomes the pods of its
+    namespace. Any other name becomes all outside addresses."""
     with contextlib.suppress(ValueError):
         address = ipaddress.ip_address(host)
         return {"ipBlock": {"cidr": f"{address}/{address.max_prefixlen}"}}

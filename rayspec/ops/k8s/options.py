@@ -1,4 +1,4 @@
-"""What manifests are rendered from: a model, GPUs and a few names. No ray, no torch."""
+"""Options of manifests: a model, GPUs and a few names. Imports neither ray nor torch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from rayspec.types import ConfigError
 
 Kind = Literal["job", "service", "cluster"]
 
-# KubeRay cuts what it makes of a name: ray-operator/controllers/ray/utils/constant.go, v1.7.0.
+# KubeRay truncates names that it derives from these: ray-operator/controllers/ray/utils/constant.go, v1.7.0.
 _MAX_NAME: dict[Kind, int] = {"job": 47, "service": 47, "cluster": 53}
 _DNS_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
-# An entrypoint is read by two shells, of the submitter and of Ray's job runner: nothing in it may mean anything to one.
+# Two shells read an entrypoint, the submitter's and that of Ray's job runner: it has no special characters.
 _PLAIN_WORD = re.compile(r"[A-Za-z0-9@%+=:,./_~*\[\]-]+")
 _NAMES = ("name", "namespace", "models_claim", "hf_secret", "bucket_secret", "api_keys_secret", "redis_secret")
 _WHERE: dict[str, tuple[Kind, ...]] = {
@@ -163,13 +163,13 @@ class RenderOptions(Options):
 
     @property
     def gpus_of_a_pod(self) -> int:
-        """The most."""
+        """Largest number of GPUs of a pod."""
         assert self.gpus is not None
         return self.gpus_per_node or gpus_of_a_node(self.gpus)
 
     @property
     def autoscales(self) -> bool:
-        """A cluster to work on has workers while something wants them."""
+        """Whether Ray's autoscaler runs. A resource of kind `cluster` has workers only on demand."""
         return self.kind == "cluster" or self.max_replicas is not None
 
     @property
@@ -179,8 +179,8 @@ class RenderOptions(Options):
 
 
 def read_render_options(file: Path | None, asked: Mapping[str, Any]) -> RenderOptions:
-    """file: YAML of options, whose relative `sizes_from` is relative to it. asked: wins over it, None is unset. Raises
-    ConfigError."""
+    """Return the options of a file and of flags. file: YAML; a relative `sizes_from` is relative to this file. asked:
+    values that override the file's; None is unset. Raises ConfigError."""
     values: dict[str, Any] = read_options_file(file) if file is not None else {}
     sizes_from = values.get("sizes_from")
     if file is not None and isinstance(sizes_from, str) and (file.parent / sizes_from).exists():

@@ -1,4 +1,4 @@
-"""Pods of a Ray cluster: an unprivileged container, what it mounts, and where it may run."""
+"""Pods of a Ray cluster: an unprivileged container, its mounts, and the nodes where it may run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rayspec.ops.k8s.sizing import GIB, ClusterPlan, PodShape
 
 Manifest = dict[str, Any]
 
-# Of our own choice are only those that KubeRay leaves open; the others are its defaults, written down.
+# KubeRay's defaults, written out. Only ports without a default in KubeRay are our own choice.
 PORTS = {"gcs-server": 6379, "dashboard": 8265, "client": 10001, "metrics": 8080, "serve": 8000}
 MONITORING_PORTS = {"as-metrics": 44217, "dash-metrics": 44227}
 AGENT_PORT = 52365
@@ -36,7 +36,7 @@ _POD_SECURITY = {
 }
 TMP_MOUNT = {"name": "tmp", "mountPath": "/tmp"}  # noqa: S108 - in the pod, and Ray's
 
-# What NVIDIA's GPU feature discovery calls them, in the label nvidia.com/gpu.product.
+# Names of GPUs in the label nvidia.com/gpu.product, which NVIDIA's GPU feature discovery sets.
 _PRODUCTS = {
     "A100-40G": "NVIDIA-A100-SXM4-40GB",
     "A100-80G": "NVIDIA-A100-SXM4-80GB",
@@ -47,7 +47,7 @@ _PRODUCTS = {
     "L40S-48G": "NVIDIA-L40S",
     "L4-24G": "NVIDIA-L4",
 }
-# How clouds and Karpenter label nodes that may go away at any time.
+# Labels that clouds and Karpenter give to preemptible nodes.
 _SPOT_LABELS = {
     "karpenter.sh/capacity-type": "spot",
     "eks.amazonaws.com/capacityType": "SPOT",
@@ -60,7 +60,7 @@ _HEAD_CPUS, _HEAD_BYTES, _HEAD_SHARED_BYTES = 4, 8 * GIB, 2 * GIB
 
 
 def labels(options: RenderOptions) -> dict[str, str]:
-    """Of everything that belongs to one render; the network policy goes by them."""
+    """Return the labels of all resources of one render. The network policy selects pods by these labels."""
     return {"app.kubernetes.io/part-of": "rayspec", "app.kubernetes.io/instance": options.name}
 
 
@@ -73,7 +73,7 @@ def claim_name(options: RenderOptions) -> str:
 
 
 def head_pod(options: RenderOptions, image_name: str) -> Manifest:
-    """The head computes nothing: it is told so by `num-cpus: "0"`. The autoscaler beside it needs the API's token."""
+    """Return the head's pod. With `num-cpus: "0"` the head computes nothing. Its autoscaler needs the API's token."""
     container = _container(
         "ray-head",
         image_name,
@@ -108,7 +108,7 @@ def worker_pod(options: RenderOptions, shape: PodShape, image_name: str) -> Mani
 
 
 def submitter_pod(options: RenderOptions, image_name: str) -> Manifest:
-    """Hands the entrypoint to the dashboard, and follows its log; KubeRay says how."""
+    """Return the pod that submits the entrypoint to the dashboard and follows its log. KubeRay adds the command."""
     container = {
         "name": "ray-job-submitter",
         "image": image_name,
@@ -128,7 +128,7 @@ def submitter_pod(options: RenderOptions, image_name: str) -> Manifest:
 
 
 def models_claim(options: RenderOptions, plan: ClusterPlan) -> Manifest:
-    """A volume that all pods write what they fetch to."""
+    """Return a claim for the volume to which all pods write fetched models and measurements."""
     spec: Manifest = {
         "accessModes": ["ReadWriteMany"],
         "resources": {"requests": {"storage": quantity(plan.claim_bytes)}},
@@ -167,7 +167,7 @@ def _container(
 
 def _environment(options: RenderOptions) -> list[Manifest]:
     values = {"HOME": _HOME, "RAY_USAGE_STATS_ENABLED": "0"}
-    if options.uses_hub:  # what was fetched, and what was measured
+    if options.uses_hub:  # caches of fetched models and of measurements
         values |= {"HF_HOME": f"{MODELS_FOLDER}/huggingface", "XDG_CACHE_HOME": f"{MODELS_FOLDER}/cache"}
     found: list[Manifest] = [{"name": name, "value": value} for name, value in values.items()]
     if options.uses_hub:
@@ -201,14 +201,15 @@ def _pod_spec(options: RenderOptions, container: Manifest, *, shared_bytes: int,
 
 
 def _doctor(container: Manifest) -> Manifest:
-    """Looks the pod over before Ray starts. With the container's resources: a pod asks for the larger of both."""
+    """Return a container that checks the pod before Ray starts. It requests the container's resources, at no cost: a
+    pod reserves the maximum of both."""
     same = {name: container[name] for name in ("image", "resources", "securityContext", "volumeMounts")}
     no_secrets = [variable for variable in container["env"] if "value" in variable]
     return {"name": "doctor", "command": ["rayspec", "doctor", "--quick"], "env": no_secrets, **same}
 
 
 def _resources(*, cpus: int, memory_bytes: int) -> Manifest:
-    """The same asked for and allowed: nobody else's pod slows a stage down, or is killed for one."""
+    """Return equal requests and limits, so that no other pod slows a stage down or is killed because of it."""
     amounts = {"cpu": str(cpus), "memory": quantity(memory_bytes)}
     return {"requests": dict(amounts), "limits": dict(amounts)}
 
@@ -231,6 +232,6 @@ def _expression(label: str, operator: str, value: str) -> Manifest:
 
 
 def _node_affinity(terms: list[list[Manifest]]) -> Manifest:
-    """A node fits if all expressions of one of the terms do."""
+    """Return the affinity to nodes for which all expressions of at least one term hold."""
     selector = {"nodeSelectorTerms": [{"matchExpressions": expressions} for expressions in terms]}
     return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": selector}}

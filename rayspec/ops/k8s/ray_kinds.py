@@ -1,4 +1,4 @@
-"""RayCluster, RayJob and RayService, as KubeRay 1.7 has them (ray.io/v1)."""
+"""RayCluster, RayJob and RayService in the form of KubeRay 1.7 (ray.io/v1)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rayspec.ops.k8s.pods import (
 from rayspec.ops.k8s.sizing import ClusterPlan, PodShape
 
 _API = "ray.io/v1"
-_SECONDS_TO_LOOK_AT = 600  # at a job that has ended, before its cluster goes
+_SECONDS_TO_LOOK_AT = 600  # time to inspect an ended job before its cluster is deleted
 _IDLE_S = 600
 _START_PARAMS = {
     "dashboard-agent-listen-port": str(AGENT_PORT),
@@ -35,7 +35,7 @@ _START_PARAMS = {
 
 
 def ray_resource(options: RenderOptions, plan: ClusterPlan, *, image: str, ray_version: str) -> Manifest:
-    """The resource of `options.kind`."""
+    """Return the resource of `options.kind`."""
     cluster = _cluster_spec(options, plan, image=image, ray_version=ray_version)
     if options.kind == "cluster":
         return _resource("RayCluster", options, cluster)
@@ -50,7 +50,7 @@ def _resource(kind: str, options: RenderOptions, spec: Manifest) -> Manifest:
 
 
 def _job_spec(options: RenderOptions, plan: ClusterPlan, cluster: Manifest, image: str) -> Manifest:
-    """The submitter is a pod of its own, so that it can be as unprivileged as the others."""
+    """Return the spec of a job. Its submitter is a separate pod, so that it can be as unprivileged as the others."""
     words = ["python", f"{JOBS_FOLDER}/summarize.py", *job_flags(options, plan)]
     if options.long != "fail":
         words += ["--long", options.long]
@@ -122,7 +122,7 @@ def _autoscaler() -> Manifest:
 
 
 def _worker_group(options: RenderOptions, plan: ClusterPlan, shape: PodShape, image: str) -> Manifest:
-    """As many pods as the copies of the model need; of a cluster to work on, none until something wants them."""
+    """Return a group of as many pods as the copies of the model need; for kind `cluster`, of none until demand."""
     fewest = 0 if options.kind == "cluster" else plan.num_copies * shape.num_pods
     group: Manifest = {
         "groupName": shape.group,

@@ -1,4 +1,4 @@
-"""Manifests as text: what `kubectl apply` takes, and at its head the plan that it follows."""
+"""Manifests as text for `kubectl apply`, with the underlying plan as a comment at the top."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ OPTIONS_NAME, MANIFEST_NAME = "options.yaml", "manifest.yaml"
 
 
 def render(options: RenderOptions) -> str:
-    """Documents in YAML. The same options give the same text. Raises ConfigError, CheckpointError."""
+    """Return YAML documents. The same options give the same text. Raises ConfigError, CheckpointError."""
     plan = plan_cluster(options)
     return f"{_header(options, plan)}---\n" + "---\n".join(_text(one) for one in manifests(options, plan))
 
 
 def manifests(options: RenderOptions, plan: ClusterPlan) -> list[Manifest]:
-    """A service account without rights, the network policy, a claim for models, and the Ray resource."""
+    """Return a service account without rights, the network policy, a claim for models, and the Ray resource."""
     found: list[Manifest] = [
         {
             "apiVersion": "v1",
@@ -47,8 +47,8 @@ def manifests(options: RenderOptions, plan: ClusterPlan) -> list[Manifest]:
 
 
 def stale_overlays(folder: Path) -> dict[Path, str]:
-    """Manifests below `folder` that are not what the options beside them give, and what they should be. Raises
-    ConfigError where there are no options."""
+    """Return the correct text of each manifest below `folder` that differs from its rendered options.yaml. Raises
+    ConfigError where there is no options.yaml."""
     files = sorted(folder.rglob(OPTIONS_NAME))
     if not files:
         raise ConfigError(f"folder {str(folder)!r} has no {OPTIONS_NAME}: name one that has, as k8s/overlays")
@@ -89,7 +89,7 @@ def _pod_line(shape: PodShape) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes out what is the same in several places, and texts of several lines as such."""
+    """Writes YAML without aliases, and texts of several lines as blocks."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

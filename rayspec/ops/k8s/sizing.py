@@ -1,4 +1,4 @@
-"""How many pods of what size a model needs: from the plan of `rayspec placement`, nothing by hand."""
+"""Number and size of the pods that a model needs, computed from the plan of `rayspec placement`."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from rayspec.planning.partition import StageCost
 from rayspec.types import ConfigError
 
 GIB = 2**30
-# Beside the weights: a process with torch, CUDA context and pinned buffers, and in each pod the engine, Serve's proxy
-# and what reads documents.
+# Memory in addition to the weights. Of a shard: torch, CUDA context and pinned buffers. Of a pod: the engine, Serve's
+# proxy and the readers of documents.
 _SHARD_BYTES, _POD_BYTES = 4 * GIB, 6 * GIB
 _OBJECT_STORE_BYTES, _NCCL_BYTES = 2 * GIB, GIB
 _CPUS_BESIDE_SHARDS = 4  # the engine's actor, the ingress, and for Ray Data two
 _LOADING_BYTES_PER_S = 250 * 10**6  # of a slow volume, or the Hub
 _LEAST_START_S = 600
 _DISK_SHARE = 1.2
-_ANY_CPU = "CPU-4096G@50"  # a device on which everything fits: what is wanted is what the stages take
+_ANY_CPU = "CPU-4096G@50"  # a device on which everything fits; only the memory of the stages is needed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodShape:
-    """Workers that are alike.
+    """A group of equal worker pods.
 
-    gpu: None on CPUs. num_pods: of a copy of the model. num_shards: processes with a part of the model in a pod, each
-    on a GPU of its own. shared_bytes: of /dev/shm; memory_bytes has room for it.
+    gpu: None on CPUs. num_pods: pods per copy of the model. num_shards: processes per pod that hold a part of the
+    model, each on its own GPU. shared_bytes: size of /dev/shm, which memory_bytes includes.
     """
 
     group: str
@@ -57,8 +57,8 @@ class PodShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterPlan:
-    """A placement, and pods for it. checkpoint_bytes: of the model on disk. num_copies: of the model, at first;
-    max_copies: that the autoscaler may go up to."""
+    """A placement, and pods for it. checkpoint_bytes: size of the model on disk. num_copies: initial copies of the
+    model. max_copies: limit of the autoscaler."""
 
     placement: Placement
     pods: tuple[PodShape, ...]
@@ -72,17 +72,17 @@ class ClusterPlan:
 
     @property
     def num_ranks(self) -> int:
-        """Of a stage."""
+        """Tensor-parallel ranks per stage."""
         return self.placement.options.num_ranks
 
     @property
     def num_shards(self) -> int:
-        """Of a copy of the model."""
+        """Shards per copy of the model."""
         return self.num_stages * self.num_ranks
 
     @property
     def concurrency(self) -> int:
-        """Sequences at once, of a copy of the model."""
+        """Sequences at once, per copy of the model."""
         return self.placement.options.concurrency
 
     @property
@@ -91,12 +91,12 @@ class ClusterPlan:
 
     @property
     def claim_bytes(self) -> int:
-        """Of a volume for the model."""
+        """Size of a volume for the model."""
         return math.ceil(_DISK_SHARE * self.checkpoint_bytes) + GIB
 
 
 def plan_cluster(options: RenderOptions) -> ClusterPlan:
-    """Raises ConfigError for what does not fit, CheckpointError for a model whose config cannot be read."""
+    """Plan the pods of a model. Raises ConfigError if it does not fit, CheckpointError for an unreadable config."""
     config = load_config(
         demo.model_path(options.model) if options.model in demo.BUNDLED else options.sizes_from or options.model
     )
@@ -119,7 +119,7 @@ def plan_cluster(options: RenderOptions) -> ClusterPlan:
 
 
 def _placed(config: PretrainedConfig, options: RenderOptions) -> Placement:
-    """Of one copy. Raises ConfigError if the copies would be on unlike GPUs."""
+    """Return the placement of one copy. Raises ConfigError if the copies would be on different kinds of GPUs."""
     max_replicas = 1 if options.names_copies else None
     asked = _placement_options(options)
     placement, *unlike = place_best(config, asked, gpus_per_node=options.gpus_per_node, max_replicas=max_replicas)
@@ -146,13 +146,13 @@ def _placement_options(options: RenderOptions) -> PlacementOptions:
 
 
 def _checkpoint_bytes(config: PretrainedConfig, options: PlacementOptions) -> int:
-    """Of the whole model; the ranks of a stage each hold all of the embedding and the head."""
+    """Return the bytes of the whole model. A sum over ranks would count the embedding and the head several times."""
     sizes = model_sizes(config, dtype=placed_dtype(options.dtype, config), quantization=options.quantization)
     return sizes.embedding_bytes + sum(layer.weight_bytes for layer in sizes.layers) + sizes.last_stage_bytes(1)
 
 
 def _check_fit(placement: Placement, options: RenderOptions) -> None:
-    """Raises ConfigError."""
+    """Check that the model fits, also while it loads. Raises ConfigError."""
     ranks = placement.options.num_ranks
     if placement.missing_bytes:
         raise ConfigError(
@@ -175,16 +175,17 @@ def _mixed(options: RenderOptions) -> ConfigError:
 
 
 def _copies_in_memory(config: PretrainedConfig, placement: Placement) -> int:
-    """Of a stage that goes to GPUs. Its ranks map the same files, and so share them, unless the weights are something
-    else than what lies in the files: of another type, or experts, which transformers joins as it loads them."""
+    """Return how many copies of a GPU stage's weights a pod's memory holds during loading. Ranks map the same files and
+    so share one copy. Each rank has its own copy of weights that differ from the files: weights of another dtype, and
+    experts, which transformers merges during loading."""
     as_in_files = placed_dtype("auto", config) == getattr(torch, placement.dtype)
     has_experts = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts"))
     return 1 if as_in_files and not has_experts else placement.options.num_ranks
 
 
 def _gpu_pods(placement: Placement, options: RenderOptions, max_copies: int, copies: int) -> list[PodShape]:
-    """One shape for each model of GPU. max_copies: of the model; copies: of a stage in a pod's memory while it loads.
-    Raises ConfigError for GPUs that Ray could not tell apart."""
+    """Return one shape for each kind of GPU. max_copies: of the model. copies: of a stage in a pod's memory during
+    loading. Raises ConfigError for GPUs that Ray could not tell apart."""
     tensor = placement.options.num_ranks
     if tensor > options.gpus_of_a_pod:
         raise ConfigError(
@@ -207,7 +208,7 @@ def _gpu_pods(placement: Placement, options: RenderOptions, max_copies: int, cop
 
 
 def _gpu_pod(gpu: Gpu, stages: Sequence[StageCost], tensor: int, gpus_of_a_node: int, copies: int) -> PodShape:
-    """Stages spread evenly over as few pods as the size of a node allows."""
+    """Return a shape that spreads stages evenly over as few pods as the size of a node allows."""
     stages_of_a_node = gpus_of_a_node // tensor
     num_pods = math.ceil(len(stages) / stages_of_a_node)
     num_stages = math.ceil(len(stages) / num_pods)
@@ -219,12 +220,12 @@ def _gpu_pod(gpu: Gpu, stages: Sequence[StageCost], tensor: int, gpus_of_a_node:
         num_pods=num_pods,
         num_shards=num_shards,
         cpus=num_shards,
-        model_bytes=copies * sum(heaviest),  # it is read into memory, and then moved
+        model_bytes=copies * sum(heaviest),  # weights are read into memory, and then moved
     )
 
 
 def _cpu_pod(placement: Placement, options: RenderOptions) -> PodShape:
-    """All shards in one pod: weights and KV cache stay in its memory."""
+    """Return a shape with all shards in one pod: weights and KV cache stay in its memory."""
     assert options.cpus is not None
     ranks = placement.options.num_ranks
     num_shards = len(placement.stages) * ranks

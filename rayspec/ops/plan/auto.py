@@ -1,4 +1,4 @@
-"""`LLM(model, parallel="auto")`: the layout that `rayspec plan` recommends for the GPUs that are there."""
+"""`LLM(model, parallel="auto")`: the layout that `rayspec plan` recommends for the available GPUs."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ logger = logging.getLogger(__name__)
 
 
 def with_layout(config: EngineConfig) -> EngineConfig:
-    """The config with `parallel` for the GPUs of the Ray cluster, or of this machine without one. Raises ConfigError.
+    """Return the config with `parallel` set for the GPUs of the Ray cluster or, without a cluster, of this machine.
 
-    Without GPUs, and where the device is not CUDA, the model stays in this process.
+    Without GPUs, and where the device is not CUDA, the config stays unchanged, and the model runs in this process.
+    Raises ConfigError.
     """
     nodes = found_gpus() if config.device in ("auto", "cuda") else ()
     return laid_out(config, load_config(config), nodes) if nodes else config
 
 
 def laid_out(config: EngineConfig, model: PretrainedConfig, nodes: Sequence[Sequence[Gpu]]) -> EngineConfig:
-    """nodes: the GPUs of each node that has some. `max_num_seqs` is the layout's, unless the user has named it: as many
-    as `rayspec plan` expects, or half of them, or a quarter and so on where the memory is not for more. Raises
+    """Return the config with the best layout. nodes: the GPUs of each node with GPUs. Unless the user sets
+    `max_num_seqs`, it follows from the default concurrency of `rayspec plan`, halved until the model fits. Raises
     ConfigError where the model does not fit."""
     is_named = "max_num_seqs" in config.model_fields_set
     most = config.max_num_seqs if is_named else PlanOptions.model_fields["concurrency"].default
@@ -52,7 +53,7 @@ def laid_out(config: EngineConfig, model: PretrainedConfig, nodes: Sequence[Sequ
 def plan_options(
     config: EngineConfig, model: PretrainedConfig, nodes: Sequence[Sequence[Gpu]], concurrency: int
 ) -> PlanOptions:
-    """What `rayspec plan` would be asked."""
+    """Return the options of the equivalent `rayspec plan`."""
     usual = PlanOptions.model_fields
     context = config.max_model_len or min(usual["context"].default, model.get_text_config().max_position_embeddings)
     return PlanOptions(
@@ -69,7 +70,7 @@ def plan_options(
 
 
 def _parallel(layout: Layout) -> ParallelOptions | None:
-    """None where one process holds the only copy."""
+    """Return the options of a layout; None where one process holds the only copy."""
     if layout.num_gpus == 1:
         return None
     return ParallelOptions(stages=layout.stages, tensor=layout.tensor, replicas=layout.replicas)

@@ -1,4 +1,4 @@
-"""Which layout to choose: decided here for `rayspec plan`, `rayspec placement` and `rayspec k8s`."""
+"""Choice of a layout, for `rayspec plan`, `rayspec placement` and `rayspec k8s`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from rayspec.planning.latency import LatencyModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranking:
-    """candidates: layouts that fit, the best first. others: layouts that do not fit, the one that lacks least first."""
+    """candidates: layouts that fit, the best first. others: layouts that do not fit, the smallest shortage first."""
 
     candidates: tuple[Forecast, ...]
     others: tuple[Layout, ...]
 
     @property
     def best(self) -> Layout:
-        """Of layouts that do not fit, if no layout fits."""
+        """Best layout that fits; if no layout fits, the layout with the smallest shortage of memory."""
         return self.candidates[0].layout if self.candidates else self.others[0]
 
 
@@ -34,7 +34,7 @@ def rank_layouts(
     profile: LatencyModel | None = None,
     max_replicas: int | None = None,
 ) -> Ranking:
-    """By `options.goal`. profile: of the model on one GPU; None: rooflines. Raises what `layouts` raises."""
+    """Rank layouts by `options.goal`. profile: of the model on one GPU; None: rooflines. Raises as `layouts`."""
     forecaster = Forecaster(config, options, profile)
     found = list(layouts(config, options, max_replicas=max_replicas))
     candidates = [forecaster.candidate(layout) for layout in found if layout.fits]
@@ -52,10 +52,11 @@ def place_best(
     gpus_per_node: int | None = None,
     max_replicas: int | None = None,
 ) -> tuple[Placement, ...]:
-    """The layout that is named; where none is, the layout that `rayspec plan` recommends by its defaults.
+    """Return the layout that the options name, or else the layout that `rayspec plan` recommends by its defaults.
 
-    `options.gpus` and `options.concurrency` are then those of all copies together; each placement has its own share. It
-    is one placement, or, where copies are on unlike GPUs, one for each sort of copy. Raises as `place`.
+    In the second case `options.gpus` and `options.concurrency` are those of all copies together, and each placement has
+    its share. There is one placement or, if copies are on different kinds of GPUs, one for each kind of copy. Raises as
+    `place`.
     """
     if options.names_layout:
         return (place(config, options),)
@@ -82,7 +83,7 @@ def _plan_options(options: PlacementOptions, gpus_per_node: int | None) -> PlanO
 
 
 def _rank(candidate: Forecast, goal: Goal) -> tuple[float, int]:
-    """Less is better; of equals, fewer GPUs."""
+    """Return a sort key: the goal's measure, then the number of GPUs. Less is better."""
     best, num_gpus = candidate.best, candidate.layout.num_gpus
     by_goal: dict[Goal, Callable[[], float]] = {
         "throughput": lambda: -best.tokens_per_s.middle,

@@ -1,4 +1,4 @@
-"""What to paste into other commands so that they use a layout that was planned."""
+"""Flags to paste into other commands so that they use a planned layout."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rayspec.ops.plan.options import PlanOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flags:
-    """engine: of jobs, `rayspec serve` and every other command that makes an engine. python: arguments of
-    `rayspec.LLM` after the model. placement: of `rayspec placement`, which shows the first copy. render: of `rayspec
-    k8s render`; None for copies on unlike GPUs, which Ray could not tell apart."""
+    """engine: flags of jobs, `rayspec serve` and all other commands that make an engine. python: arguments of
+    `rayspec.LLM` after the model. placement: flags of `rayspec placement`, which shows the first copy. render: flags of
+    `rayspec k8s render`; None for copies on different kinds of GPUs, which Ray could not tell apart."""
 
     engine: str
     python: str
@@ -46,7 +46,7 @@ def _engine(layout: Layout, options: PlanOptions) -> dict[str, Any]:
 
 
 def _parallel(layout: Layout) -> dict[str, int]:
-    """Empty where one process holds the only copy."""
+    """Return the options of the parallel layout; empty where one process holds the only copy."""
     if layout.num_gpus == 1:
         return {}
     return {"stages": layout.stages, "tensor": layout.tensor} | _replicas(layout)

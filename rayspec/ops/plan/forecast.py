@@ -1,4 +1,4 @@
-"""What the simulator says of a layout, with and without drafts."""
+"""Simulated performance of a layout, with and without drafts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from rayspec.planning.acceptance import best_choice
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.simulate import Drafting, Simulated, Workload, simulate
 
-# Of the bandwidth, what good engines reach: low, middle, high.
+# Share of the bandwidth that good engines reach: low, middle, high.
 EFFICIENCIES = (0.63, 0.72, 0.80)
 # How far predictions from a profile may be off.
 PROFILE_ERROR = 0.2
-# Of a sequence: enough for rounds to settle. More stages are more events.
+# Simulated tokens of a sequence: enough for stable rates. More stages make more events, so they get fewer tokens.
 _MIN_TOKENS, _TOKENS_TIMES_STAGES = 32, 2048
 _ALONE_TOKENS = 48
 
@@ -38,10 +38,11 @@ class Range:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Of a layout. num_draft_tokens: 0 without drafts.
+    """Predicted performance of a layout. num_draft_tokens: 0 without drafts.
 
-    tokens_per_s: of all replicas. first_token_s: median under that load; None where no request came while it was
-    simulated. alone_first_token_s, alone_token_s: of a request that has a replica to itself. idle_share: of the stages.
+    tokens_per_s: total of all replicas. first_token_s: median under that load; None where no request came during the
+    simulation. alone_first_token_s, alone_token_s: of a request that has a replica to itself. idle_share: mean over the
+    stages.
     """
 
     num_draft_tokens: int
@@ -52,13 +53,13 @@ class Outcome:
     idle_share: float
 
     def dollars(self, num_gpus: int, price: float) -> float:
-        """For a million output tokens, at `price` dollars per GPU hour."""
+        """Return the dollars for a million output tokens, at `price` dollars per GPU hour."""
         return num_gpus * price / 3600 * 1e6 / self.tokens_per_s.middle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """drafted: None where the layers do not split into sublayers, so that there is nothing to leave out."""
+    """drafted: None where the layers do not split into sublayers, so that drafts can skip nothing."""
 
     layout: Layout
     plain: Outcome
@@ -66,21 +67,21 @@ class Forecast:
 
     @property
     def best(self) -> Outcome:
-        """The one with the higher throughput, by what is likely."""
+        """Outcome with the higher throughput, by the middle values."""
         if self.drafted is None or self.drafted.tokens_per_s.middle <= self.plain.tokens_per_s.middle:
             return self.plain
         return self.drafted
 
     @property
     def alone_token_s(self) -> float:
-        """Of a token of a request alone: drafting or not, whichever is faster."""
+        """Seconds per token of a request alone, with or without drafts, whichever is faster."""
         outcomes = [self.plain, *([self.drafted] if self.drafted else [])]
         return min(outcome.alone_token_s for outcome in outcomes)
 
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """A group of replicas with what its passes cost and how it drafts."""
+    """A group of replicas with the costs of its passes. drafting: None without drafts."""
 
     group: ReplicaGroup
     predicted: Predicted
@@ -95,13 +96,13 @@ class Forecaster:
         self._config, self._options, self._profile = config, options, profile
 
     def candidate(self, layout: Layout) -> Forecast:
-        """By what is likely. The range of throughput is left open: see `with_ranges`."""
+        """Simulate a layout with middle assumptions. Only `with_ranges` computes the range of throughput."""
         plain = self._cases(layout, 1, drafts=False)
         drafted = self._outcome(layout, self._cases(layout, 1, drafts=True)) if layout.sizes.splits else None
         return Forecast(layout=layout, plain=self._outcome(layout, plain), drafted=drafted)
 
     def with_ranges(self, candidate: Forecast) -> Forecast:
-        """With the lower and the upper end of bandwidth, or of the profile's error, and of acceptance."""
+        """Add the range of throughput, for the ends of acceptance and of bandwidth or of the profile's error."""
         return replace(
             candidate,
             plain=self._ranged(candidate.layout, candidate.plain),
@@ -120,7 +121,7 @@ class Forecaster:
         return replace(outcome, tokens_per_s=Range(low=min(middle, *rates), middle=middle, high=max(middle, *rates)))
 
     def _cases(self, layout: Layout, end: int, *, drafts: bool) -> list[_Case]:
-        """end: of the ranges: 0 low, 1 middle, 2 high."""
+        """Return a case per group of replicas. end: position in the assumed ranges: 0 low, 1 middle, 2 high."""
         cases = []
         for group in layout.groups:
             predicted = self._predicted(layout, group, end)
@@ -146,7 +147,7 @@ class Forecaster:
         return profiled(cut, self._profile) if self._profile else roofline(cut, efficiency=EFFICIENCIES[end])
 
     def _drafting(self, group: ReplicaGroup, latency: LatencyModel, acceptance: float) -> Drafting:
-        """Layers left out evenly, and the draft length that is best for a cohort by itself."""
+        """Return drafts that skip evenly spread layers, with the best draft length for a cohort by itself."""
         options = self._options
         choices = choices_of(evenly_kept(len(latency.sublayers) // 2, options.skip))
         best = best_choice(
@@ -184,11 +185,11 @@ class Forecaster:
         return self._simulated(case, None, _ALONE_TOKENS)
 
     def _alone_first_token_s(self, case: _Case) -> float:
-        """Of one request after the other whose answers are single tokens."""
+        """Return the seconds to the first token if requests with answers of one token run one after the other."""
         return self._simulated(case, 1, 2).first_token_s[0]
 
     def _simulated(self, case: _Case, output_tokens: int | None, num_tokens: int, concurrency: int = 1) -> Simulated:
-        """output_tokens: of an answer. num_tokens: after which the simulation ends."""
+        """Simulate a case. output_tokens: of an answer. num_tokens: tokens after which the simulation ends."""
         options = self._options
         return simulate(
             case.predicted.decode,
@@ -207,14 +208,14 @@ class Forecaster:
 
 
 def evenly_kept(num_layers: int, skip: float) -> tuple[bool, ...]:
-    """By sublayer: that share of the layers left out, both sublayers of each, spread evenly; at least one is kept, and
-    one left out. The first is kept."""
+    """Return for each sublayer whether drafts keep it. A share `skip` of the layers is left out, spread evenly, with
+    both sublayers each. The first layer is kept; of two or more layers, at least one is left out."""
     num_kept = min(max(1, round(num_layers * (1 - skip))), max(1, num_layers - 1))
     kept = {math.floor(index * num_layers / num_kept) for index in range(num_kept)}
     return tuple(layer in kept for layer in range(num_layers) for _ in range(2))
 
 
 def _num_cohorts(group: ReplicaGroup, concurrency: int) -> int:
-    """As `ParallelOptions` has them, as far as there are sequences for them."""
+    """Return the default of `ParallelOptions`, but at most the number of sequences."""
     num_stages = len(group.placement.stages)
     return min(concurrency, 2 * num_stages if num_stages > 1 else 1)

@@ -1,4 +1,4 @@
-"""The GPUs that are there: of the Ray cluster where there is one, else of this machine."""
+"""The available GPUs: those of the Ray cluster if there is one, else those of this machine."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _LOOK = "import json; from rayspec.ops.plan.found import gpus_of_this_machine as
 _LOOK_TIMEOUT_S = 120.0
 
 Seen = Sequence[tuple[str, int]]
-"""Name and bytes of GPUs, as their driver has them."""
+"""Name and memory bytes of each GPU, from the driver."""
 
 
 def found_gpus() -> tuple[tuple[Gpu, ...], ...]:
-    """Of each node that has some. A cluster counts where RAY_ADDRESS is set or this process is connected. Raises
-    ConfigError for a GPU that is not known."""
+    """Return the GPUs of each node with GPUs. There is a cluster if RAY_ADDRESS is set or this process is connected.
+    Raises ConfigError for an unknown GPU."""
     if "RAY_ADDRESS" not in os.environ and not ray.is_initialized():
         return _known([gpus_of_this_machine()])
     with ray_session():
@@ -33,7 +33,7 @@ def found_gpus() -> tuple[tuple[Gpu, ...], ...]:
 
 
 def gpus_of_this_machine() -> Seen:
-    """Those that this process may use."""
+    """Return the GPUs that this process may use."""
     found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     return [(gpu.name, gpu.total_memory) for gpu in found]
 
@@ -51,7 +51,7 @@ def _gpus_of_cluster() -> list[Seen]:
 
 
 def _gpus_of_node() -> Seen:
-    """Also of those that others use: Ray hides GPUs from tasks that reserve none."""
+    """Return all GPUs, also those in use. A new process is needed: Ray hides GPUs from tasks that reserve none."""
     hiding = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
     environment = {name: value for name, value in os.environ.items() if name not in hiding}
     command = [sys.executable, "-c", _LOOK]

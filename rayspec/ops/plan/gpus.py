@@ -1,4 +1,4 @@
-"""GPUs as a command line names them, and what is known of them. No torch, no ray."""
+"""Names of GPUs on the command line, and data of known GPUs. Imports neither torch nor ray."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_GPUS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One GPU. memory_gb: vendors' gigabytes, which the card has at least; bandwidth_gb_s: of its memory."""
+    """One GPU. memory_gb: at least so many gigabytes (10**9 bytes). bandwidth_gb_s: of its memory."""
 
     name: str
     memory_gb: int
@@ -31,7 +31,7 @@ class Gpu:
 
     @property
     def usable_bytes(self) -> int:
-        """For weights and KV cache."""
+        """Bytes that are available for weights and KV cache."""
         return int(self.memory_gb * _GB * (1 - RESERVED_SHARE)) - RESERVED_BYTES
 
 
@@ -63,7 +63,7 @@ _SIZED = re.compile(r"(?!\d+\s*x)(?P<name>.+)-(?P<memory_gb>[1-9]\d{0,6})GB?", r
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """GPUs that are alike. of_a_node: None where only their number is named."""
+    """GPUs of one kind. of_a_node: GPUs per node; None where only the total is named."""
 
     gpu: Gpu
     count: int
@@ -71,9 +71,9 @@ class _Group:
 
 
 def parse_gpus(spec: str) -> tuple[Gpu, ...]:
-    """Every GPU in order, for instance of "4xH200-141G,4xA100-80G", "2x8xH100" (two nodes) or "8xNEW-96G@4000".
+    """Return every GPU in order, for instance of "4xH200-141G,4xA100-80G", "2x8xH100" (two nodes) or "8xNEW-96G@4000".
 
-    Letters may be of either case. Raises ConfigError.
+    Upper and lower case are equal. Raises ConfigError.
     """
     groups = _groups(spec)
     total = sum(group.count for group in groups)
@@ -83,13 +83,13 @@ def parse_gpus(spec: str) -> tuple[Gpu, ...]:
 
 
 def gpus_of_a_node(spec: str) -> int:
-    """On the smallest node that is named, as 8 of "2x8xH100"; else `DEFAULT_GPUS_PER_NODE`. Raises ConfigError."""
+    """Return the GPUs of the smallest node, as 8 of "2x8xH100"; else `DEFAULT_GPUS_PER_NODE`. Raises ConfigError."""
     return min((group.of_a_node for group in _groups(spec) if group.of_a_node), default=DEFAULT_GPUS_PER_NODE)
 
 
 def gpu_called(product: str, num_bytes: int) -> Gpu:
-    """The known GPU that a driver calls so, as "NVIDIA H100 80GB HBM3"; of several, that with memory most like this.
-    Raises ConfigError."""
+    """Return the known GPU for the product name of a driver, as "NVIDIA H100 80GB HBM3". Of several, the nearest memory
+    size decides. Raises ConfigError."""
     words = set(re.split(r"[\s-]+", product.casefold()))
     called = [gpu for gpu in KNOWN_GPUS if set(gpu.name.casefold().split("-")) <= words]
     if not called:
@@ -103,7 +103,7 @@ def gpu_called(product: str, num_bytes: int) -> Gpu:
 
 
 def gpus_spec(gpus: Sequence[Gpu]) -> str:
-    """The shortest text that `parse_gpus` reads as these GPUs."""
+    """Return the shortest text that `parse_gpus` reads as these GPUs."""
     runs = [(gpu, len(list(alike))) for gpu, alike in itertools.groupby(gpus)]
     return ",".join(f"{count}x{_spec(gpu)}" for gpu, count in runs)
 
@@ -113,7 +113,7 @@ def _spec(gpu: Gpu) -> str:
 
 
 def are_ranks_alike(gpus: Sequence[Gpu], num_ranks: int) -> bool:
-    """Whether each stage of `num_ranks` GPUs in order has GPUs of one kind."""
+    """Return whether each stage, of `num_ranks` consecutive GPUs, has GPUs of one kind."""
     stages = (gpus[first : first + num_ranks] for first in range(0, len(gpus) - num_ranks + 1, num_ranks))
     return all(len(set(stage)) == 1 for stage in stages)
 
@@ -126,7 +126,7 @@ def _group(part: str, spec: str) -> _Group:
     found = _PART.fullmatch(part)
     if found is None:
         raise _unknown(part, part, spec)
-    # A single count matches as that of nodes.
+    # A single count matches the group `nodes`.
     counts = [int(count) for count in found.group("nodes", "count") if count is not None]
     if 0 in counts:
         raise _refused(spec, f"{part!r} has a count of 0")
@@ -148,7 +148,7 @@ def _gpu(model: str, bandwidth: str | None) -> Gpu | None:
 
 
 def _called(name: str) -> list[Gpu]:
-    """Known GPUs with that label, or of that name."""
+    """Return the known GPUs with that label or name."""
     return [gpu for gpu in KNOWN_GPUS if name.casefold() in (gpu.label.casefold(), gpu.name.casefold())]
 
 

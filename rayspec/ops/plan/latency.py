@@ -1,4 +1,4 @@
-"""The LatencyModel of a model in stages: from bytes and arithmetic, or from a profile of the whole on one device."""
+"""The LatencyModel of a model in stages: from rooflines, or from a profile of the whole model on one device."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ TFLOPS = {
     "GH200": 989.0,
     "MI300X": 1307.0,
 }
-# Of GPUs that are not listed: so many operations for each byte of memory bandwidth. The listed ones have 150 to 420.
+# Operations per byte of memory bandwidth, for GPUs that are not listed. The listed GPUs have 150 to 420.
 _OPERATIONS_PER_BYTE = 200.0
-# Between GPUs of a node, each way: NVLink and the like as in the data sheets, PCIe 4.0 x16 for all others.
+# Links between GPUs of a node, per direction: NVLink and the like as in the data sheets, else PCIe 4.0 x16.
 _LINK_GB_S = {"A100": 300.0, "H100": 450.0, "H200": 450.0, "GH200": 450.0, "B200": 900.0, "MI300X": 448.0}
 _PCIE_GB_S = 32.0
-_REACHED = 0.65  # of peak arithmetic, by large matrix products
+_REACHED = 0.65  # share of peak arithmetic that large matrix products reach
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """A model over stages. sizes: of a rank; layers, gpus: of each stage, the GPU being the weakest of its ranks.
+    """A model split into stages. sizes: of a rank. layers, gpus: the layers and the weakest GPU of each stage.
 
-    itemsize: bytes of a number that is not quantized. context: tokens of a sequence; attention with a window is taken
-    to look at the same share of every context as of this one. hop_s: between stages. all_reduce_s: of few rows,
-    between the ranks of a stage, once a sublayer.
+    itemsize: bytes of a number that is not quantized. context: tokens of a sequence; windowed attention is assumed to
+    read the same share of every context as of this one. hop_s: from a stage to the next one. all_reduce_s: of few rows,
+    between the ranks of a stage, once per sublayer.
     """
 
     config: PretrainedConfig
@@ -58,7 +58,7 @@ class Cut:
     all_reduce_s: float
 
     def exchange_s(self, rows: int, stage: int) -> float:
-        """On top of each sublayer: a rank sends and receives all states nearly twice."""
+        """Return the seconds that each sublayer takes longer: a rank sends and receives all states nearly twice."""
         if self.tensor == 1:
             return 0.0
         sent = 2 * (self.tensor - 1) / self.tensor * rows * int(self.config.hidden_size) * self.itemsize
@@ -66,7 +66,7 @@ class Cut:
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """Of each sublayer."""
+        """Stage of each sublayer."""
         return tuple(
             stage
             for stage, span in enumerate(self.layers)
@@ -76,23 +76,23 @@ class Cut:
 
     @property
     def bytes_per_weight(self) -> float:
-        """Of the layers' matrices."""
+        """Bytes of a weight in the layers' matrices."""
         return BYTES_PER_LINEAR_WEIGHT[self.quantization] if self.quantization else self.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
-    """What decoding and prompts cost."""
+    """Predicted costs of decoding and of prompts."""
 
     decode: LatencyModel
     prefill: LatencyModel
 
 
 def roofline(cut: Cut, *, efficiency: float) -> Predicted:
-    """Each forward reads all weights once, and the keys and values of its sequences, at `efficiency` of the bandwidth.
+    """Predict by rooflines: a forward pass reads all weights and its keys and values at `efficiency` of the bandwidth.
 
-    From where the arithmetic takes longer, that counts instead, at 65 % of its peak; a prompt's attention scores count
-    always. Every rank reads the whole LM head. A mixture is taken to run all its experts.
+    Where the arithmetic takes longer, at 65 % of its peak, its time counts instead. A prompt's attention scores always
+    count in addition. Every rank reads the whole LM head. A mixture is assumed to run all its experts.
     """
     decode: dict[str, Curve] = {}
     prefill: dict[str, Curve] = {}
@@ -121,7 +121,7 @@ def roofline(cut: Cut, *, efficiency: float) -> Predicted:
 
 
 def profiled(cut: Cut, profile: LatencyModel) -> Predicted:
-    """The profile of the whole model on one device, cut into stages. Ranks share its sublayers evenly, and exchange.
+    """Split the profile of the whole model on one device into stages. Ranks share sublayers evenly, and all-reduce.
 
     Raises ConfigError when the profile is of another model.
     """
@@ -148,7 +148,7 @@ def profiled(cut: Cut, profile: LatencyModel) -> Predicted:
 
 
 def load_profile(path: Path) -> tuple[LatencyModel, dict[str, Any]]:
-    """A profile as `rayspec profile` saves it, and what it holds for. Raises ConfigError."""
+    """Return a profile that `rayspec profile` has saved, and its key: the measured setup. Raises ConfigError."""
     try:
         key = json.loads(path.read_text(encoding="utf-8"))["key"]
         return LatencyModel.load(path, key), key
@@ -161,13 +161,13 @@ def load_profile(path: Path) -> tuple[LatencyModel, dict[str, Any]]:
 
 
 def _score_flops(config: PretrainedConfig) -> int:
-    """Of a row of a prompt for each token that it looks at, in one layer: its scores, and what they weigh."""
+    """Return the operations per prompt row and attended token, in one layer: for the scores and the weighted sum."""
     num_heads = int(config.num_attention_heads)
     return 4 * num_heads * int(getattr(config, "head_dim", None) or config.hidden_size // num_heads)
 
 
 def _seen_share(layer: LayerSizes, context: int) -> float:
-    """Of the context, what the layer's attention looks at."""
+    """Return the share of the context that the layer's attention reads."""
     return layer.kv_bytes_read(context) / (layer.kv_bytes_per_token * context)
 
 
@@ -177,12 +177,12 @@ def _accelerator(gpu: Gpu, efficiency: float) -> Accelerator:
 
 
 def _weights(num_bytes: int, bytes_per_weight: float, accelerator: Accelerator) -> Curve:
-    """Flat while reading takes longer than multiplying, then in proportion."""
+    """Return a curve that is flat while reading takes longer than multiplying, then proportional to the rows."""
     knee, seconds = accelerator.knee_rows(bytes_per_weight), num_bytes / accelerator.bytes_per_s
     return Curve(rows=(1, knee, 2 * knee), base_s=(seconds, seconds, 2 * seconds))
 
 
 def _exchanging(cut: Cut, stage: int, curve: Curve) -> Curve:
-    """With what the ranks of that stage exchange."""
+    """Add the all-reduce between the ranks of a stage to a curve."""
     pairs = zip(curve.rows, curve.base_s, strict=True)
     return replace(curve, base_s=tuple(base_s + cut.exchange_s(rows, stage) for rows, base_s in pairs))

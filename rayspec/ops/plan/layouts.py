@@ -19,7 +19,7 @@ from rayspec.ops.plan.placement import Placement, place_sizes, placed_dtype
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaGroup:
-    """`count` replicas on GPUs that are alike. gpus: of one of them, in order. concurrency: sequences of each."""
+    """`count` replicas on equal GPUs. gpus: of one replica, in order. concurrency: sequences of each replica."""
 
     placement: Placement
     gpus: tuple[Gpu, ...]
@@ -28,13 +28,13 @@ class ReplicaGroup:
 
     @property
     def missing_bytes(self) -> int:
-        """On one rank of each stage, summed over stages; if only loading lacks memory, on the GPU that lacks most."""
+        """Shortage of one rank per stage, summed over stages; if only loading lacks memory, the largest of a GPU."""
         return self.placement.missing_bytes or self.placement.loading_bytes_missing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """sizes: of a tensor-parallel rank."""
+    """Stages, ranks and replicas on given GPUs. sizes: of a tensor-parallel rank."""
 
     stages: int
     tensor: int
@@ -60,22 +60,22 @@ class Layout:
 
     @property
     def missing_bytes(self) -> int:
-        """Over all GPUs, for weights and KV cache, or else while the model loads; 0 where everything fits."""
+        """Shortage over all GPUs, for weights and KV cache or else during loading; 0 where everything fits."""
         return sum(group.missing_bytes * self.tensor * group.count for group in self.groups)
 
     @property
     def bytes_left(self) -> int:
-        """On the fullest GPU."""
+        """Free bytes on the fullest GPU."""
         return min(stage.bytes_left for group in self.groups for stage in group.placement.stages)
 
 
 def layouts(config: PretrainedConfig, options: PlanOptions, *, max_replicas: int | None = None) -> Iterator[Layout]:
-    """For each tensor-parallel degree: one replica of as many stages as there are GPUs for, two of half as many, and so
-    on; and one replica of the fewest stages that fit. Whether another one fits is its own to say.
+    """Yield for each tensor-parallel degree one replica with as many stages as the GPUs allow, two with half as many,
+    and so on; and one replica with the fewest stages that fit. The other layouts may not fit, see `Layout.fits`.
 
-    max_replicas: with fewer replicas some GPUs stay unused. None: as many replicas as there are GPUs for.
+    max_replicas: limit, which may leave GPUs unused; None: as many replicas as the GPUs allow.
 
-    Raises ConfigError, and what `model_sizes` raises.
+    Raises ConfigError, and the errors of `model_sizes`.
     """
     gpus = parse_gpus(options.gpus)
     dtype = placed_dtype(options.dtype, config)
@@ -101,7 +101,7 @@ def layouts(config: PretrainedConfig, options: PlanOptions, *, max_replicas: int
 
 
 def _tensor_degrees(config: PretrainedConfig, gpus: Sequence[Gpu], gpus_per_node: int) -> list[int]:
-    """Powers of two that divide the attention heads, and with which the ranks of a stage share a node and are alike."""
+    """Return powers of two that divide the attention heads and keep each stage on one node and one kind of GPU."""
     most = min(len(gpus), gpus_per_node)
     powers = itertools.takewhile(lambda degree: degree <= most, (2**power for power in itertools.count()))
     return [
@@ -123,12 +123,12 @@ class _Maker:
 
     @property
     def fewest_stages(self) -> int | None:
-        """Of one replica that fits; None where none does."""
+        """Smallest number of stages with which one replica fits; None where no number fits."""
         placement = self._placed(self.gpus, None, self.options.concurrency)
         return len(placement.stages) if placement.fits else None
 
     def layout(self, stages: int, replicas: int) -> Layout:
-        """Replica after replica takes GPUs in their order; sequences are dealt evenly."""
+        """Return a layout. Replica after replica takes GPUs in their order; sequences are divided evenly."""
         size, concurrency = stages * self.tensor, math.ceil(self.options.concurrency / replicas)
         alike = Counter(tuple(self.gpus[first * size : (first + 1) * size]) for first in range(replicas))
         groups = [

@@ -1,4 +1,4 @@
-"""What is asked of `rayspec placement` and `rayspec plan`. No ray, no torch."""
+"""Options of `rayspec placement` and `rayspec plan`. Imports neither ray nor torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _QUANTIZATION_HELP = "of the layers' linears"
 _DTYPE_HELP = "of the weights"
 _DRAFT_WEIGHTS_HELP = "copies of the weights that drafts run by, which take memory, as int8"
 
-# Of published self-speculative decoders that leave out about half of the sublayers, KnapSpec's at its best .94 to .97.
+# Rates of published self-speculative decoders that skip about half of the sublayers; KnapSpec's best are .94 to .97.
 PUBLISHED_ACCEPTANCE = (0.85, 0.90, 0.95)
 
 
@@ -28,9 +28,9 @@ def _split(value: Any) -> Any:
 
 
 class PlacementOptions(Options):
-    """What is to be placed where. `context` and `concurrency` are the KV cache that is planned for.
+    """A placement to compute. `context` and `concurrency` determine the size of the KV cache.
 
-    stages, tensor, layers: where none of them is named, `rayspec plan` chooses.
+    stages, tensor, layers: where all are None, `rayspec plan` chooses the layout.
     """
 
     gpus: str = Field(description=_GPUS_HELP)
@@ -75,12 +75,12 @@ class PlacementOptions(Options):
 
 
 class PlanOptions(Options):
-    """A cluster, a load, and what counts.
+    """A cluster, a load, and a goal.
 
-    context: tokens of a sequence in the end, of which `output_tokens` are the answer. acceptance: of draft tokens;
-    None: what others have published, as a range. skip: share of the layers that drafts leave out. price: dollars per
-    GPU hour. profile: a file that `rayspec profile` has saved, of this model on one such GPU. gpus_per_node: the most
-    tensor-parallel ranks; None: as `gpus` names nodes, else 8.
+    context: tokens of a complete sequence, of which `output_tokens` are the answer. acceptance: accepted share of draft
+    tokens; None: the range of published values. skip: share of the layers that drafts leave out. price: dollars per GPU
+    hour. profile: a file that `rayspec profile` has saved, of this model on one such GPU. gpus_per_node: limit on
+    tensor-parallel ranks; None: the smallest node that `gpus` names, else 8.
     """
 
     gpus: str = Field(description=_GPUS_HELP)
@@ -122,10 +122,10 @@ class PlanOptions(Options):
 
     @property
     def max_ranks(self) -> int:
-        """Of a stage."""
+        """Largest number of tensor-parallel ranks of a stage."""
         return self.gpus_per_node or gpus_of_a_node(self.gpus)
 
     @property
     def acceptances(self) -> tuple[float, float, float]:
-        """Low, middle, high."""
+        """Low, middle and high acceptance rate."""
         return PUBLISHED_ACCEPTANCE if self.acceptance is None else (self.acceptance,) * 3

@@ -1,7 +1,7 @@
-"""Which layers of a model go on which GPUs, what that leaves free and how fast a decode step could be there.
+"""Placement of a model's layers on GPUs, with the free memory and the possible speed of a decode step.
 
 Predictions are rooflines, not measurements: bytes of weights and KV cache that a step reads, over memory bandwidth.
-Kernels, hops and all-reduces come on top; good engines reach two thirds to four fifths of it.
+Kernels, hops and all-reduces take more time; good engines reach two thirds to four fifths of the bandwidth.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _GB, _GIB = 10**9, 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """A cut of the model over stages. Bytes are those of one tensor-parallel rank.
+    """A model split into stages. Bytes are those of one tensor-parallel rank.
 
-    missing_bytes: summed over stages, on one rank; 0 where everything fits. loading_bytes_missing: on the GPU that
-    lacks most of it while the model loads. splits: layers are known as attention and MLP. choice: how the layout came
-    about. num_copies: of the whole model, each on GPUs like these.
+    missing_bytes: shortage summed over stages, on one rank; 0 where everything fits. loading_bytes_missing: largest
+    shortage of a GPU while the model loads. splits: whether layers split into attention and MLP. choice: reason for the
+    layout, as text. num_copies: copies of the whole model, each on GPUs like these.
     """
 
     options: PlacementOptions
@@ -61,16 +61,17 @@ class Placement:
 
     @property
     def step_s(self) -> float:
-        """Roofline of a decode step of all sequences, through one stage after the other."""
+        """Roofline time of a decode step of all sequences, through one stage after the other."""
         return sum(stage.seconds for stage in self.stages)
 
 
 def place(config: PretrainedConfig, options: PlacementOptions) -> Placement:
-    """Stage i runs on GPUs i * tensor and following. Where the number of stages is open, the fewest that fit; `tensor`
-    is 1 unless it is named. `rayspec.ops.plan.choice.place_best` asks the planner for both.
+    """Place a model: stage i runs on `tensor` GPUs from number i * tensor. Without `stages` and `layers`, the number of
+    stages is the smallest that fits. `tensor` is 1 by default. `rayspec.ops.plan.choice.place_best` asks the planner
+    for both.
 
-    Where nothing fits, layers are spread by time alone and `missing_bytes` says what is lacking. Raises ConfigError for
-    GPUs that are unknown or too few, and what `model_sizes` and `partition` raise.
+    Where nothing fits, layers are spread by time alone, and `missing_bytes` is the shortage. Raises ConfigError for
+    GPUs that are unknown or too few, and the errors of `model_sizes` and `partition`.
     """
     dtype = placed_dtype(options.dtype, config)
     sizes = model_sizes(
@@ -84,7 +85,7 @@ def place(config: PretrainedConfig, options: PlacementOptions) -> Placement:
 
 
 def place_sizes(sizes: ModelSizes, dtype: torch.dtype, options: PlacementOptions) -> Placement:
-    """`place` for sizes that are known already, those of a rank of `options.num_ranks`."""
+    """Place a model of known sizes, as `place` does. sizes: of one of `options.num_ranks` ranks."""
     groups = _tensor_groups(parse_gpus(options.gpus), options.num_ranks)
     num_stages, choice = _num_stages(sizes, groups, options)
     costs, devices = _costs(sizes, groups[:num_stages], options)
@@ -105,7 +106,7 @@ def place_sizes(sizes: ModelSizes, dtype: torch.dtype, options: PlacementOptions
 
 
 def placements_table(placements: Sequence[Placement]) -> Group:
-    """For people: one placement, or one for each sort of copy. The GPUs are those of the first copy of that sort."""
+    """Return a table per placement, for each kind of copy. Its GPUs are those of the first copy of that kind."""
     return Group(*map(_placement_table, placements))
 
 
@@ -137,9 +138,9 @@ def _placement_table(placement: Placement) -> Group:
 
 
 def save_placements(placements: Sequence[Placement], path: Path) -> None:
-    """For machines: options, stages and totals in JSON. Bytes, seconds, and numbers of the first and last layer.
+    """Save options, stages and totals as JSON: bytes, seconds, and numbers of the first and last layer.
 
-    Copies on other GPUs than those of the first copy are under `unlike_copies`."""
+    Placements of copies on other kinds of GPUs than the first copy are under `unlike_copies`."""
     first, *others = map(_as_json, placements)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**first, "unlike_copies": others}, indent=2) + "\n", encoding="utf-8")
@@ -162,7 +163,7 @@ def _as_json(placement: Placement) -> dict[str, Any]:
 
 
 def _tensor_groups(gpus: Sequence[Gpu], tensor: int) -> list[tuple[Device, float]]:
-    """The device of each possible stage, and its bytes per second: a group is as good as its weakest GPU."""
+    """Return the device of each possible stage, and its bytes per second. The weakest GPU decides for a stage."""
     groups = []
     for first in range(0, len(gpus) - tensor + 1, tensor):
         members = gpus[first : first + tensor]
@@ -176,15 +177,15 @@ def _tensor_groups(gpus: Sequence[Gpu], tensor: int) -> list[tuple[Device, float
 
 
 def placed_dtype(asked: DType, config: PretrainedConfig) -> torch.dtype:
-    """What "auto" stands for: the dtype in the config, bfloat16 where it has none."""
+    """Return the dtype of the weights. "auto" is the dtype in the config, or bfloat16 where the config has none."""
     own = getattr(config, "dtype", None) or torch.bfloat16
     dtype: torch.dtype = own if asked == "auto" else getattr(torch, asked)
     return dtype
 
 
 def _loading_shortfall(sizes: ModelSizes, stage: StageCost, num_ranks: int) -> int:
-    """Bytes. A tensor-parallel rank holds a whole layer beside its share until that layer is split. There is no KV
-    cache yet."""
+    """Return the bytes that a GPU lacks during loading. A tensor-parallel rank holds a whole layer in addition to its
+    share until that layer is split. There is no KV cache yet."""
     if num_ranks == 1:
         return 0
     whole_layer = num_ranks * max(sizes.layers[layer].weight_bytes for layer in stage.layers)
@@ -194,7 +195,7 @@ def _loading_shortfall(sizes: ModelSizes, stage: StageCost, num_ranks: int) -> i
 def _num_stages(
     sizes: ModelSizes, groups: Sequence[tuple[Device, float]], options: PlacementOptions
 ) -> tuple[int, str]:
-    """How many, and a sentence about it."""
+    """Return the number of stages, and the reason for it as text."""
     asked = options.stages if options.stages is not None or options.layers is None else len(options.layers)
     if asked is not None:
         if asked > len(groups):
@@ -214,8 +215,8 @@ def _num_stages(
 def _costs(
     sizes: ModelSizes, groups: Sequence[tuple[Device, float]], options: PlacementOptions
 ) -> tuple[ModelCosts, list[Device]]:
-    """One step reads each weight once, all experts of a mixture too, and the KV cache of all sequences; of the
-    embedding, next to nothing."""
+    """Return the costs of the model, and the devices. One step reads each weight once, including all experts of a
+    mixture, and the KV cache of all sequences. It reads almost nothing of the embedding."""
     bandwidths = [bandwidth for _, bandwidth in groups]
 
     def cost(weight_bytes: int, *, kv_bytes: int = 0, bytes_read: int) -> LayerCost:
@@ -240,7 +241,7 @@ def _sublayers(layers: range) -> range:
 
 
 def _ends(numbers: range) -> tuple[int, int]:
-    """First and last."""
+    """Return the first and the last number."""
     return numbers[0], numbers[-1]
 
 

@@ -1,4 +1,4 @@
-"""What layout of a model over GPUs to choose, what it would do, and how far that can be relied on."""
+"""Report on the recommended layout, its predicted performance, and the certainty of the prediction."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _NUM_SHOWN = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
-    """candidates: layouts that fit, the best first. others: layouts that do not fit, the one that lacks least first.
-    measured_on: the profile's device, None for rooflines."""
+    """candidates: the best layouts that fit, the best first. others: layouts that do not fit, the smallest shortage
+    first. measured_on: the profile's device, None for rooflines."""
 
     options: PlanOptions
     candidates: tuple[Forecast, ...]
@@ -40,12 +40,12 @@ class PlanReport:
 
     @property
     def missing_bytes(self) -> int:
-        """Of the layout that lacks least; 0 where all layouts fit."""
+        """Smallest shortage of the layouts that do not fit; 0 where all layouts fit."""
         return self.others[0].missing_bytes if self.others else 0
 
 
 def make_plan(config: PretrainedConfig, options: PlanOptions) -> PlanReport:
-    """Tries all layouts. Ranges are worked out for those that are shown. Raises ConfigError, UnsupportedModelError."""
+    """Rank all layouts, and compute ranges for the shown ones. Raises ConfigError, UnsupportedModelError."""
     profile, key = load_profile(options.profile) if options.profile else (None, {})
     ranking = rank_layouts(config, options, profile=profile)
     forecaster = Forecaster(config, options, profile)
@@ -58,7 +58,7 @@ def make_plan(config: PretrainedConfig, options: PlanOptions) -> PlanReport:
 
 
 def plan_table(report: PlanReport) -> Group:
-    """For people."""
+    """Return the report as text and a table."""
     if not report.fits:
         return Group(
             f"nothing fits: at least {report.missing_bytes / _GIB:.1f} GiB are missing; use more or larger GPUs, "
@@ -68,7 +68,7 @@ def plan_table(report: PlanReport) -> Group:
 
 
 def save_plan(report: PlanReport, path: Path) -> None:
-    """For machines: options and candidates in JSON. Seconds, bytes, and output tokens per second."""
+    """Save options and candidates as JSON, in seconds, bytes, and output tokens per second."""
     content = {
         "options": report.options.model_dump(mode="json"),
         "measured_on": report.measured_on,
@@ -145,7 +145,7 @@ def _notes(report: PlanReport) -> list[str]:
 
 
 def _carried_over(report: PlanReport) -> list[Text]:
-    """The flags of the best layout: each set on a line that is not broken, for pasting."""
+    """Return the flags of the best layout, each set on one unbroken line, for pasting."""
     flags = flags_of(report.candidates[0].layout, report.options)
     lines = {
         "jobs, rayspec serve": flags.engine,

@@ -1,5 +1,5 @@
-"""Several engines behind one door: each is an actor, started beside the others and replaced alone.
+"""A pool of engines: each engine is an actor, which is started and replaced independently of the others.
 
-Here belongs what knows nothing of documents, requests and HTTP: who gets an item, what becomes of items whose engine
-died, and how items travel. What an engine does with an item is the `Recipe`'s business.
+The pool decides which engine gets an item, gives the items of a dead engine to other engines, and transports items and
+results. It knows nothing of documents, requests and HTTP: the `Recipe` says what an engine does with an item.
 """

@@ -1,7 +1,7 @@
-"""Calls to an actor that travel in batches, there and back.
+"""Calls to an actor in batches, whose outcomes return in batches too.
 
-A call of an actor costs both processes about a millisecond, whatever travels. Here a message carries all items that
-were handed in meanwhile, and one stream brings the outcomes of all items in the order in which they are ready.
+A call of an actor costs both processes about a millisecond, whatever its size. Here one message carries all items that
+were handed in meanwhile, and one stream returns the outcomes of all items in the order in which they are ready.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.pipeline.pool.recipe import Tell
 from rayspec.types import RayspecError
 
-_LINGER_S = 0.003  # outcomes that are ready so soon after one another travel together
+_LINGER_S = 0.003  # outcomes that are ready within this time are sent together
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """number: unique among the calls of one caller."""
+    """An item to be handled. number: unique among the calls of one caller."""
 
     number: int
     item: Any
@@ -34,7 +34,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What is new of a call: a part of the result, or in the end the result or the error."""
+    """New output of a call: a part of the result, or finally (`is_last`) the whole result or the error."""
 
     number: int
     value: Any = None
@@ -43,7 +43,7 @@ class Outcome:
 
 
 class CalledHere:
-    """The actor's end. handle: what is done with an item."""
+    """The actor's end of batched calls. handle: returns the result for an item, and may report parts of it before."""
 
     def __init__(self, handle: Callable[[Any, Tell], Awaitable[Any]]) -> None:
         self._handle = handle
@@ -61,7 +61,7 @@ class CalledHere:
                 task.cancel()
 
     async def outcomes(self) -> AsyncGenerator[list[Outcome], None]:
-        """Without end: of all calls, in the order in which they are ready. Iterated once."""
+        """Yield the outcomes of all calls, in the order in which they are ready. Never ends; iterate it only once."""
         while True:
             ready = [await self._ready.get()]
             await asyncio.sleep(_LINGER_S)
@@ -88,10 +88,10 @@ class _Waiting:
 
 
 class BatchedCalls:
-    """The caller's end, for coroutines of one event loop.
+    """The caller's end of batched calls, for coroutines of one event loop.
 
-    actor: has the methods `take`, `cancel` and `outcomes` of CalledHere. on_end: makes an error of what Ray says when
-    the actor has ended.
+    actor: handle of an actor with the methods `take`, `cancel` and `outcomes` of CalledHere. on_end: converts the error
+    that Ray raises when the actor has ended to the error of all calls.
     """
 
     def __init__(self, actor: Any, on_end: Callable[[RayError], Exception]) -> None:
@@ -103,8 +103,8 @@ class BatchedCalls:
         self._end: Exception | None = None
 
     async def __call__(self, item: Any, tell: Tell | None = None) -> Any:
-        """The result for an item. Raises what the actor's handler raises, and what `on_end` makes of the actor's end.
-        Cancelling the wait cancels the call. tell: takes the parts of the result."""
+        """Return the result for an item. tell: takes the parts of the result. Raises the error of the actor's handler,
+        or the error from `on_end` when the actor has ended. Cancelling the wait cancels the call."""
         loop = asyncio.get_running_loop()
         if self._end is not None:
             raise self._end
@@ -124,7 +124,7 @@ class BatchedCalls:
             del self._waiting[number]
 
     def close(self) -> None:
-        """The actor is given up: whoever waits for an outcome is told."""
+        """Give up the actor: unfinished and later calls fail with EngineDeadError."""
         if self._reader is not None:
             self._reader.cancel()
         self._fail(EngineDeadError("the engine was given up"))
@@ -161,7 +161,7 @@ class BatchedCalls:
 
 
 def _fit_to_travel(error: Exception) -> Exception:
-    """The error, or one with its text where the error cannot be made again in another process."""
+    """Return the error, or a RayspecError with its text if it cannot be pickled and restored."""
     with contextlib.suppress(Exception):
         if type(pickle.loads(pickle.dumps(error))) is type(error):  # noqa: S301 - our own bytes
             return error

@@ -1,4 +1,4 @@
-"""Which waiting item goes to which engine, and which items deaths may be blamed on. Starts and ends nothing."""
+"""Decides which engine gets a waiting item, and which items are blamed for deaths. Starts and ends no engines."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ class _Waiting:
 
 
 class Dispatch:
-    """Items are numbers. While there are suspects (see Quarantine), one slot has nothing else, and the others go on.
+    """Gives waiting items, known by number, to engines. While there are suspects (see Quarantine), one slot gets only
+    suspects, and the other slots get the other items.
 
-    max_items: that an engine is given at a time.
+    max_items: largest number of items that an engine has at a time; None: no limit.
     """
 
     def __init__(self, slots: Sequence[Slot], *, max_items: int | None, clock: Callable[[], float]) -> None:
         self._slots, self._max_items, self._clock = slots, max_items, clock
         self._waiting: dict[int, _Waiting] = {}
         self._router = Router()
-        self._quarantine: Quarantine | None = None  # from the first death on
+        self._quarantine: Quarantine | None = None  # made at the first death
         self._condemned: dict[int, EngineKilledError] = {}
         self._trial_slot: Slot | None = None
 
@@ -36,17 +37,17 @@ class Dispatch:
         return bool(self._waiting)
 
     def turn(self, number: int, hashes: tuple[PartHash, ...]) -> asyncio.Future[tuple[Slot, Engine]]:
-        """The item waits from now on. The future has the slot and the engine that it is given to."""
+        """Queue an item. Return a future of the slot and the engine that the item is given to."""
         turn: asyncio.Future[tuple[Slot, Engine]] = asyncio.get_running_loop().create_future()
         self._waiting[number] = _Waiting(turn, hashes)
         return turn
 
     def withdraw(self, number: int) -> None:
-        """The item waits no more."""
+        """Remove an item from the queue, if it is still there."""
         self._waiting.pop(number, None)
 
     def leave(self, number: int) -> None:
-        """The item is done, condemned or given up."""
+        """Forget an item, which is done, condemned or given up."""
         for slot in self._slots:
             slot.under_way.pop(number, None)
         self._condemned.pop(number, None)
@@ -54,13 +55,13 @@ class Dispatch:
             self._quarantine.forget(number)
 
     def fail(self, error: Exception) -> None:
-        """All that waits does so no more."""
+        """Let all waiting items fail with this error."""
         for waiting in self._waiting.values():
             if not waiting.turn.done():
                 waiting.turn.set_exception(error)
 
     def deal(self) -> None:
-        """Waiting items go to engines that have room for them."""
+        """Give waiting items to engines that have room for them."""
         trial = self._slot_for_suspects()
         if trial is not None and self._quarantine is not None:
             for number in self._quarantine.admitted(self._waiting, trial.under_way):
@@ -80,7 +81,7 @@ class Dispatch:
                 return
 
     def died(self, slot: Slot, under_way: Collection[int], lived_s: float, error: Exception) -> Verdict:
-        """The engine of this slot died with these items, after so many seconds with them."""
+        """Record that the engine of a slot died with these items. lived_s: seconds since it got the oldest of them."""
         verdict = self._have_quarantine().died(under_way, lived_s)
         if self._have_quarantine().has_suspects and self._trial_slot is None:
             self._trial_slot = slot
@@ -90,20 +91,20 @@ class Dispatch:
         return verdict
 
     def died_idle(self) -> None:
-        """An engine died without an item."""
+        """Record that an engine without items died, or could not be loaded."""
         self._have_quarantine().died(())
 
     def idled(self, seconds: float) -> None:
-        """An engine lived so long without an item."""
+        """Record that an engine lived for so many seconds without an item."""
         if self._quarantine is not None:
             self._quarantine.idled(seconds)
 
     def replaced(self, slot: Slot) -> None:
-        """The next engine of the slot is another one, which has seen nothing."""
+        """Forget which prompts the engine of this slot was given, because a new engine replaces it."""
         self._router.forget(slot.number)
 
     def judgement(self, number: int) -> EngineKilledError | None:
-        """Why the item is condemned, if it is."""
+        """Return the error of an item that is condemned, else None."""
         return self._condemned.get(number)
 
     def _have_quarantine(self) -> Quarantine:
@@ -112,7 +113,9 @@ class Dispatch:
         return self._quarantine
 
     def _slot_for_suspects(self) -> Slot | None:
-        """While there are suspects: the same one as long as it can be, first the one whose engine has died."""
+        """Return the slot for suspects; None without suspects, or while that slot has no engine.
+
+        The slot stays the same as long as possible. The first choice is the slot whose engine has died."""
         if self._quarantine is None or not self._quarantine.has_suspects:
             self._trial_slot = None
         elif self._trial_slot is None or self._trial_slot.failure is not None:
@@ -122,7 +125,7 @@ class Dispatch:
         return trial if trial is not None and trial.engine is not None else None
 
     def _ordinary(self) -> Iterator[int]:
-        """The waiting items under no suspicion, oldest first."""
+        """Return the waiting items that are not suspects, oldest first."""
         quarantine = self._quarantine
         return (number for number in self._waiting if quarantine is None or not quarantine.is_suspect(number))
 

@@ -1,4 +1,4 @@
-"""What several engines have done, as if they were one."""
+"""Statistics of several engines, as if they were one engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rayspec.types import EngineStats
 
 
 def merged_stats(parts: Sequence[EngineStats]) -> EngineStats:
-    """Counts and seconds summed, plans of all by the time they were made."""
+    """Add up counts and seconds, sort all plans by the time they were made, and take the first `gate_reason`."""
     total = EngineStats()
     for part in parts:
         for one in dataclasses.fields(EngineStats):

@@ -1,4 +1,4 @@
-"""A supervisor on a thread of its own, for callers of any thread."""
+"""A supervisor on a thread of its own, which any other thread may call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class EnginePool:
-    """Engines of one recipe. Its methods may be called from any thread but that of the pool."""
+    """Engines of one recipe. All threads except the pool's own may call its methods."""
 
     def __init__(self, recipe: Recipe, *, max_restarts: int) -> None:
         self._supervisor: EngineSupervisor = supervisor_of(recipe, max_restarts=max_restarts)
@@ -30,16 +30,16 @@ class EnginePool:
         self._thread.start()
 
     def begin(self) -> Any:
-        """Returns what the first engine that is up says of itself; the others follow. Raises what an engine raises
-        while it loads, and EngineDeadError."""
+        """Wait until one engine is up; the others follow. Return the facts of an engine that is loaded. Raises
+        EngineDeadError, and the error of an engine that fails to load."""
         return self._ask(self._supervisor.begin())
 
     def submit(self, item: Any, listen: Callable[[], Tell] | None = None) -> Future[Any]:
-        """Of the result, see `EngineSupervisor.handle`. Cancelling the future ends the work on the item."""
+        """Return a future of the result, see `EngineSupervisor.handle`. Cancelling it ends the work on the item."""
         return self._started(self._supervisor.handle(item, listen))
 
     def drain(self) -> None:
-        """As `EngineSupervisor.drain`; does not wait. May be called by a signal's handler."""
+        """Start `EngineSupervisor.drain` and return at once. A signal handler may call this."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._supervisor.drain()))
 
@@ -54,20 +54,20 @@ class EnginePool:
 
     @property
     def is_whole(self) -> bool:
-        """All engines that are not lost are up."""
+        """True if all engines that are not lost are up."""
         return self._supervisor.is_whole
 
     @property
     def num_up(self) -> int:
-        """Engines that take items."""
+        """Number of engines that take items."""
         return self._supervisor.num_up
 
     def stop(self) -> None:
-        """End the engines and the thread. More than once is fine."""
+        """End the engines and the thread. Later calls do nothing."""
         self._end(self._supervisor.stop)
 
     def kill(self) -> None:
-        """`stop`, at once, whatever runs."""
+        """Kill the engines at once, then end the thread. Later calls do nothing."""
         self._end(self._supervisor.kill)
 
     def _end(self, end: Callable[[], Coroutine[Any, Any, None]]) -> None:

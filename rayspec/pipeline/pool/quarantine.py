@@ -1,4 +1,4 @@
-"""Which rows an engine is given after deaths, and which row kills engines. Pure decisions over numbered rows."""
+"""Decides which rows an engine is given after deaths, and which row kills engines. Knows rows by number only."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from rayspec.types import RequestError
 
 _DEATHS_OF_A_SUSPECT = 2
 _DEATHS_TO_CONDEMN = 4  # three kills from outside must never condemn a row
-_CHANCE_TO_CONDEMN = 1e-4  # that kills from outside look like those of a guilty row
-_NUM_GROUPS = 16  # up to so many suspects are run one at a time; more of them, in groups
+_CHANCE_TO_CONDEMN = 1e-4  # significance level: how often kills from outside may look like those of a guilty row
+_NUM_GROUPS = 16  # so many suspects run one at a time; more suspects run in so many groups
 
 
 class EngineKilledError(RequestError):
-    """Engines died with this row, also where it was the only row."""
+    """Engines died with this row repeatedly, also when it was their only row."""
 
     kind = "engine_killed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Which row a death may be blamed on. suspect: the only row of the engine, if it is a suspect. is_known: engines
-    died with that suspect alone before. is_guilty: the suspect is condemned."""
+    """The row to blame for a death, if any. suspect: the engine's only row, if it was a suspect before this death.
+    is_known: an engine with only this suspect died before. is_guilty: the suspect is condemned."""
 
     suspect: int | None = None
     is_known: bool = False
@@ -33,9 +33,10 @@ class Verdict:
 
 @dataclass(slots=True, kw_only=True)
 class _Record:
-    """Deaths while a row was not done. place: in the order of suspects. num_trials: deaths with the suspect alone.
-    num_idle: deaths of engines that had no row. alone_s, idle_s: how long engines lived with the row alone, and without
-    a row."""
+    """Deaths of engines, from the first death with a row until the row is done. place: random rank among suspects.
+    num_deaths: deaths with the row. num_alone: deaths with no other row. num_trials: the same, while the row was a
+    suspect. num_idle: deaths without any row. alone_s, idle_s: seconds that engines lived with the row alone, and
+    without any row."""
 
     place: float
     num_deaths: int = 0
@@ -51,21 +52,21 @@ class _Record:
 
     @property
     def is_guilty(self) -> bool:
-        """Engines die with the row alone more often than without a row."""
+        """True if engines die with the row alone significantly more often than without a row."""
         return self.num_deaths >= _DEATHS_TO_CONDEMN and self._chance_of_innocence <= _CHANCE_TO_CONDEMN
 
     @property
     def _chance_of_innocence(self) -> float:
-        """The chance of as many deaths with the row alone if engines died at one rate, with and without the row.
+        """Probability of at least `num_alone` deaths with the row alone, if the row has no influence on deaths.
 
-        Each death is then with the row alone with a probability that is the share of `alone_s`: a binomial tail.
+        Each death then happens with the row alone with probability alone_s / (alone_s + idle_s): a binomial tail.
         """
         share = self.alone_s / (self.alone_s + self.idle_s or 1.0)
         return binomial_tail(self.num_alone, self.num_alone + self.num_idle, share)
 
 
 def binomial_tail(least: int, num_trials: int, chance: float) -> float:
-    """The probability of `least` successes or more in so many trials, each with this chance."""
+    """Return the probability of `least` or more successes in `num_trials` trials, each with probability `chance`."""
     if not 0 < chance < 1:
         return float(chance >= 1 or least <= 0)
     odds = math.log(chance), math.log1p(-chance)
@@ -79,13 +80,13 @@ def binomial_tail(least: int, num_trials: int, chance: float) -> float:
 
 
 class Quarantine:
-    """Rows that an engine had when it died are remembered until they are done.
+    """Remembers the rows that an engine had when it died, until they are done, and finds the row that kills engines.
 
     A row with two deaths is a suspect. While there are suspects, an engine gets no other rows. Up to 16 suspects run
-    one at a time, more of them in groups; those with the fewest deaths come first. So a row that kills engines is alone
-    in the end. It is condemned after four deaths or more, when engines with the row alone die significantly more often
-    than engines without rows, per second that they live.
-    Rows that kill engines are often neighbours: the order of suspects is random, so that a healthy row comes soon.
+    one at a time, more of them in groups; suspects with the fewest deaths come first. So a row that kills engines runs
+    alone in the end. It is condemned after four deaths or more, when engines with the row alone die significantly more
+    often than engines without rows, per second that they live.
+    Rows that kill engines are often neighbours. Suspects run in random order, so that a healthy row comes soon.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -101,7 +102,7 @@ class Quarantine:
         return record is not None and record.is_suspect
 
     def admitted(self, waiting: Iterable[int], under_way: Collection[int]) -> list[int]:
-        """The waiting rows that the engine gets now, beside those under way."""
+        """Return the waiting rows that the engine gets now, in addition to those under way."""
         suspects = {row for row, record in self._records.items() if record.is_suspect}
         if not suspects:
             return list(waiting)
@@ -110,12 +111,12 @@ class Quarantine:
         return ready[: max(0, num_free)]
 
     def idled(self, seconds: float) -> None:
-        """An engine lived so long without a row."""
+        """Record that an engine lived for so many seconds without a row."""
         for record in self._records.values():
             record.idle_s += seconds
 
     def died(self, under_way: Collection[int], seconds: float = 0.0) -> Verdict:
-        """An engine died with these rows. seconds: how long it lived with them."""
+        """Record that an engine died with these rows. seconds: how long it lived with them."""
         if not under_way:
             for record in self._records.values():
                 record.num_idle += 1
@@ -143,5 +144,5 @@ class Quarantine:
         return self._records[row].num_deaths, self._records[row].place
 
     def forget(self, row: int) -> None:
-        """The row is done, condemned or given up."""
+        """Forget a row, which is done, condemned or given up."""
         self._records.pop(row, None)

@@ -1,4 +1,4 @@
-"""What a pool is made for: the engine that each of its actors loads, and what is done there with an item."""
+"""Interfaces between a pool and its owner: how an actor loads its engine, and how the engine handles an item."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from rayspec.config import EngineConfig
 from rayspec.types import EngineLoad, EngineStats, RayspecError
 
 Tell = Callable[[Any], None]
-"""Takes what is new of an item that is not done yet. May be called from any thread."""
+"""Takes a new part of an item's result before the item is done. Any thread may call it."""
 
 Beginning = str | Sequence[int] | None
-"""What an item's prompt begins with: text, or tokens."""
+"""An item's prompt, or the beginning of it, as text or tokens. None: there is nothing to choose an engine by."""
 
 
 class LoadedEngine(Protocol):
-    """An engine at work, in the actor."""
+    """A loaded engine, in its actor."""
 
     @property
     def facts(self) -> Any:
-        """What the pool's owner is told of the engine once it is loaded. Travels."""
+        """Description of the loaded engine for the pool's owner. It must be picklable."""
 
     @property
     def stats(self) -> EngineStats: ...
@@ -30,28 +30,28 @@ class LoadedEngine(Protocol):
 
     @property
     def death(self) -> RayspecError | None:
-        """Why the engine has ended; None while it runs."""
+        """Error that has ended the engine; None while it runs."""
 
     async def handle(self, item: Any, tell: Tell) -> Any:
-        """What becomes of the item. Raises EngineDeadError when the engine cannot go on; what is wrong with the item is
-        in the result. Cancelling the wait ends the work on the item."""
+        """Return the result for an item; errors of the item are part of the result. tell: takes parts of the result.
+        Raises EngineDeadError when the engine cannot go on. Cancelling the wait ends the work on the item."""
 
     async def ping(self) -> None:
-        """Returns when the engine has come round. Raises EngineDeadError."""
+        """Wait until the engine has answered. Raises EngineDeadError."""
 
     def stop(self) -> None: ...
 
 
 class Recipe(Protocol):
-    """Travels to the actors."""
+    """Loads the engines of a pool. It must be picklable, because it is sent to the actors."""
 
     @property
     def engine(self) -> EngineConfig:
-        """Of the whole pool: `parallel.replicas` says how many engines there are."""
+        """Options of the whole pool: `parallel.replicas` is the number of engines."""
 
     def load(self, config: EngineConfig) -> LoadedEngine:
-        """Called once in an actor, on a thread of its own. config: of one engine. Raises ConfigError, CheckpointError,
-        and with shards PlacementError."""
+        """Load the engine of an actor; called once, on a thread of its own. config: options of this engine alone.
+        Raises ConfigError, CheckpointError, and with shards PlacementError."""
 
     def beginning(self, item: Any) -> Beginning:
-        """For the choice of an engine. Called for every item where there are several engines: it must be quick."""
+        """Return how an item's prompt begins, for the choice among several engines. It must be quick."""

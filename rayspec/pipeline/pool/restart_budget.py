@@ -1,4 +1,4 @@
-"""How often an engine is started again without progress in between."""
+"""Limits how often an engine is started again without progress in between."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RestartBudget:
         self._delay_s = 0.0
 
     def next_delay_s(self) -> float | None:
-        """How long to wait before the next restart; None when the budget is spent. Counts as a restart."""
+        """Count a restart and return how long to wait before it; None when the budget is spent."""
         if self._num_restarts >= self._max_restarts:
             return None
         self._num_restarts += 1

@@ -1,4 +1,4 @@
-"""Which engine is to have an item: one that had others that begin alike, unless others have much less to do."""
+"""Chooses the engine of an item: one that had prompts with the same beginning, unless others have much less to do."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from rayspec.pipeline.pool.recipe import Beginning
 
-# An engine that had the beginning may have so many items more than twice those of the least busy one.
+# An engine can be chosen if it has at most twice as many items as the least busy engine, and this many more.
 _SLACK = 4
 _MAX_REMEMBERED = 2**16
 _MAX_PARTS = 32
 _CHARACTERS_PER_PART, _TOKENS_PER_PART = 256, 64
 
 PartHash = bytes
-"""Of a part of a prompt and all parts before it."""
+"""Hash of a part of a prompt and of all parts before it."""
 
 
 def part_hashes(beginning: Beginning) -> tuple[PartHash, ...]:
-    """Of the whole parts that a prompt begins with; so many at most that long prompts cost no more."""
+    """Hash the whole parts that a prompt begins with, at most `_MAX_PARTS`, which bounds the cost of long prompts."""
     if beginning is None:
         return ()
     digest = hashlib.blake2b(digest_size=8)
@@ -38,13 +38,13 @@ def _parts(beginning: str | Sequence[int]) -> Iterator[bytes]:
 
 
 class Router:
-    """Remembers which engine was given what. Pure bookkeeping over numbers of engines."""
+    """Remembers which prompts each engine was given. Knows engines by number only."""
 
     def __init__(self) -> None:
         self._given: OrderedDict[PartHash, int] = OrderedDict()
 
     def choose(self, hashes: Sequence[PartHash], loads: Mapping[int, int]) -> int:
-        """An engine for an item whose prompt begins so. loads: items of each engine that may be chosen."""
+        """Choose an engine for a prompt with these hashes. loads: number of items of each engine that may be chosen."""
         least = min(loads.values())
         near = [engine for engine, load in loads.items() if load <= 2 * least + _SLACK]
         found = {engine: self._num_given(engine, hashes) for engine in near}
@@ -54,7 +54,7 @@ class Router:
         return chosen
 
     def forget(self, engine: int) -> None:
-        """The engine is another one now, which had nothing."""
+        """Forget which prompts the engine was given, because a new engine has replaced it."""
         for one in [one for one, owner in self._given.items() if owner == engine]:
             del self._given[one]
 

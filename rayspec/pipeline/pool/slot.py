@@ -1,4 +1,4 @@
-"""The place of one engine in a pool, and what a pool asks of an engine."""
+"""The place of one engine in a pool, and the interface of an engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Engine(Protocol):
     async def check(self) -> None: ...
 
     async def answer(self) -> None:
-        """Returns when the engine's process answers, whatever the engine is doing."""
+        """Wait until the engine's process answers, regardless of what the engine is doing."""
 
     async def stats(self) -> EngineStats: ...
 
@@ -30,13 +30,14 @@ class Engine(Protocol):
     async def stop(self) -> None: ...
 
     def end(self) -> None:
-        """At once, whatever runs. Never raises; more than once is fine."""
+        """Kill the engine at once. Never raises; later calls do nothing."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Slot:
-    """The place of an engine. under_way: since when the engine has had which items. watch_s: how long the next engine
-    lives without items first. failure: why no engine is started here any more."""
+    """The place of an engine. restarts: budget for deaths that no suspect explains. trials: budget for the first deaths
+    of suspects. under_way: when the engine got each of its items. watch_s: how long the next engine first lives without
+    items. failure: why no engine is started here any more."""
 
     number: int
     restarts: RestartBudget

@@ -1,4 +1,4 @@
-"""The supervisor starts engines, starts another where one dies, and gives the lost items out again."""
+"""The supervisor starts engines, replaces engines that die, and gives their items to other engines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rayspec.pipeline.pool.routing import PartHash, part_hashes
 from rayspec.pipeline.pool.slot import Engine, Slot
 from rayspec.types import EngineLoad, EngineStats, RayspecError
 
-_WATCH_SHARE = 2.0  # of the time that an engine lived with one item
+_WATCH_SHARE = 2.0  # times the seconds that the dead engine lived with its only item
 _LONGEST_WATCH_S = 120.0
 _STOP_TIMEOUT_S = 10.0
 _ANSWER_TIMEOUT_S = 5.0
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class DrainingError(RayspecError):
-    """The job is about to end: no new item is begun."""
+    """The pool starts no new item, because the job is about to end."""
 
     kind = "aborted"
 
@@ -41,15 +41,15 @@ class NodeLostError(EngineDeadError):
 
 
 class EngineSupervisor:
-    """Passes items to engines. When an engine dies, another takes its place, and its items go to engines that live.
+    """Passes items to engines. When an engine dies, a new one takes its place, and its items go to live engines.
 
-    An item is given out once, whatever engines did with it. An item that kills engines fails alone (see Quarantine):
-    while there are suspects, one engine has nothing else to do, and the others go on with other items.
-    max_restarts: of each engine, for deaths that no item explains, and for items that seem to kill engines, without an
-    item completed there in between. An engine that died more often is lost; when all are lost, all items fail until
-    `begin`. max_items: that an engine is given at a time. silence_s: after which an engine whose process does not
-    answer is taken for dead; None: engines are not asked. beginning: of an item, see Recipe. `start` makes an engine
-    that is not loaded yet; it may block.
+    Each item gets one result, however many engines have worked on it. An item that kills engines fails alone (see
+    Quarantine): while there are suspects, one engine gets only suspects, and the others go on with other items.
+    start: makes an engine that is not loaded yet; may block. max_restarts: of each engine, without a completed item in
+    between; deaths that no suspect explains and first deaths of suspects are counted apart. An engine that dies more
+    often is lost; when all are lost, all items fail until `begin`. max_items: largest number of items of an engine at a
+    time. silence_s: seconds without an answer after which an engine's process counts as dead; None: no such check.
+    beginning: see `Recipe.beginning`.
     """
 
     def __init__(
@@ -76,14 +76,15 @@ class EngineSupervisor:
         self._numbers = itertools.count()
         self._facts: Any = None
         self._was_loaded = False
-        self._news = asyncio.Event()  # an engine came up, or a slot was given up
+        self._news = asyncio.Event()  # set when an engine came up or a slot was given up
         self._failure: Exception | None = None
         self._takes_no_more = False
 
     async def begin(self) -> Any:
-        """For a new dataset: an engine is up when this returns, others may follow, and restarts are counted anew.
-        Returns what the first engine says of itself. Raises EngineDeadError, and what an engine raises while it loads.
-        """
+        """Prepare for a new dataset: count restarts anew and wait until one engine is up; others may follow.
+
+        Return the facts of an engine that is loaded. Raises EngineDeadError, and the error of an engine that fails to
+        load."""
         if not self._takes_no_more:
             self._failure = None
         for slot in self._slots:
@@ -99,8 +100,8 @@ class EngineSupervisor:
         return self._facts
 
     async def handle(self, item: Any, listen: Callable[[], Tell] | None = None) -> Any:
-        """What an engine makes of the item. listen: gives what hears of the parts of the result; called again when the
-        item is begun anew. Raises EngineKilledError, EngineDeadError, DrainingError."""
+        """Run an item on an engine and return the result. listen: makes the function that takes parts of the result;
+        called again each time the item starts again. Raises EngineKilledError, EngineDeadError, DrainingError."""
         number = next(self._numbers)
         hashes = part_hashes(self._beginning(item)) if len(self._slots) > 1 else ()
         try:
@@ -134,26 +135,26 @@ class EngineSupervisor:
         self._dispatch.deal()
 
     async def drain(self) -> None:
-        """No item is given to an engine any more: later and waiting items fail with DrainingError. Items that an engine
+        """Give no more items to engines: later and waiting items fail with DrainingError. Items that an engine already
         has go on."""
         self._takes_no_more = True
         if self._failure is None:
             self._fail(DrainingError("the engine takes no new rows"))
 
     async def stats(self) -> EngineStats:
-        """Of the engines that run now."""
+        """Return the merged statistics of the engines that run now."""
         stats = merged_stats(await self._answers(lambda engine: engine.stats()))
         stats.num_lost_replicas = self._num_lost
         return stats
 
     async def load(self) -> EngineLoad:
-        """Of the engines that run now."""
+        """Return the total load of the engines that run now."""
         nothing = EngineLoad(num_running=0, num_waiting=0, kv_used_tokens=0, kv_total_tokens=0)
         return sum(await self._answers(lambda engine: engine.load_now()), start=nothing)
 
     async def ping(self) -> None:
-        """Returns when all engines that run have answered. Raises what an engine raises, and where no engine runs
-        EngineDeadError or what keeps engines from running."""
+        """Wait until all engines that run have answered. Raises the error of an engine. If no engine runs, raises
+        EngineDeadError or the error that keeps engines from running."""
         self._require_alive()
         engines = [slot.engine for slot in self._running if slot.engine is not None]
         if not engines:
@@ -162,16 +163,16 @@ class EngineSupervisor:
 
     @property
     def is_whole(self) -> bool:
-        """All engines that are not lost are up."""
+        """True if all engines that are not lost are up."""
         return all(slot.engine is not None or slot.failure is not None for slot in self._slots)
 
     @property
     def num_up(self) -> int:
-        """Engines that take items."""
+        """Number of engines that take items."""
         return len(self._running)
 
     async def stop(self) -> None:
-        """End the engines. Items that are not done fail with EngineDeadError; so do all later ones."""
+        """End the engines. Unfinished items and all later items fail with EngineDeadError."""
         self._takes_no_more = True
         self._fail(EngineDeadError("the engine was shut down"))
         for task in (task for slot in self._slots for task in (slot.starting, slot.watch) if task is not None):
@@ -179,7 +180,7 @@ class EngineSupervisor:
         await asyncio.gather(*map(self._stop, self._slots))
 
     async def kill(self) -> None:
-        """`stop`, at once."""
+        """Kill the engines at once, then do as `stop`."""
         for slot in self._slots:
             if slot.engine is not None:
                 slot.engine.end()
@@ -206,14 +207,14 @@ class EngineSupervisor:
         return sum(slot.failure is not None for slot in self._slots)
 
     async def _answers(self, question: Callable[[Engine], Awaitable[Any]]) -> list[Any]:
-        """Of the engines that answer soon."""
+        """Ask all engines that run. Return the answers that come within `_ANSWER_TIMEOUT_S`."""
         engines = [slot.engine for slot in self._slots if slot.engine is not None]
         asked = [asyncio.wait_for(question(engine), _ANSWER_TIMEOUT_S) for engine in engines]
         answers = await asyncio.gather(*asked, return_exceptions=True)
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     def _bury(self, slot: Slot, engine: Engine, error: EngineDeadError) -> None:
-        """The first item that learns of a death calls this for all. Later calls do nothing."""
+        """Record the death of an engine, once for all its items: only the first call has an effect."""
         if engine is not slot.engine:
             return
         slot.engine = None
@@ -232,7 +233,7 @@ class EngineSupervisor:
         logger.warning("%s; the %s rows that it had are given to an engine again", error, len(under_way))
 
     def _delay_after_death(self, slot: Slot, verdict: Verdict) -> float | None:
-        """None: engines died too often."""
+        """Return how long to wait before the next engine starts; None: engines died too often."""
         if verdict.is_guilty:
             slot.restarts.renew()
         if verdict.suspect is None:
@@ -267,7 +268,7 @@ class EngineSupervisor:
         self._deal()
 
     async def _watch(self, slot: Slot, engine: Engine, silence_s: float) -> None:
-        """Notices the end of an engine that has no items, and one whose process is frozen; starts another."""
+        """Notice the end of an engine that has no items, or a frozen process, and start another engine."""
         while engine is slot.engine:
             death = await _death_of(engine, silence_s)
             if death is not None:
@@ -278,8 +279,8 @@ class EngineSupervisor:
             self._ensure_starting(slot)
 
     async def _load_engine(self, slot: Slot) -> Engine:
-        """An engine that lives. After the death of an engine with one item, the new engine lives for a while without an
-        item first: kills from outside show then."""
+        """Return a loaded engine. After the death of an engine with one item, the new engine first lives for a while
+        without an item, so that kills from outside are noticed."""
         started_s = self._clock()
         engine = await asyncio.to_thread(self._start)
         try:
@@ -296,9 +297,9 @@ class EngineSupervisor:
         return engine
 
     def _delay_after(self, slot: Slot, error: Exception) -> float | None:
-        """Before the next attempt at an engine, where one could not be loaded. None: no engine is started here any
-        more."""
-        if isinstance(error, PlacementError) and self._running:  # a node may come
+        """Return how long to wait before the next attempt to load an engine; None: no engine is started in this slot
+        any more."""
+        if isinstance(error, PlacementError) and self._running:  # a node may be added
             logger.warning("an engine finds no place, and is tried again in %.0f s: %s", _PLACE_AGAIN_S, error)
             return _PLACE_AGAIN_S
         can_pass = self._was_loaded or isinstance(error, EngineDeadError)
@@ -323,7 +324,7 @@ class EngineSupervisor:
         )
 
     def _lose(self, slot: Slot, error: Exception) -> None:
-        """No engine is started here any more."""
+        """Give up a slot: no engine is started in it any more."""
         slot.failure = error
         self._news.set()
         if self._num_lost == len(self._slots):
@@ -342,7 +343,7 @@ class EngineSupervisor:
 
 
 async def _death_of(engine: Engine, silence_s: float) -> EngineDeadError | None:
-    """Why the engine counts as dead; None if its process answers in time."""
+    """Return why the engine counts as dead; None if its process answers in time."""
     try:
         await asyncio.wait_for(engine.answer(), silence_s)
     except asyncio.TimeoutError:

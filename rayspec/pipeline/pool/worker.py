@@ -1,4 +1,4 @@
-"""One engine of a pool behind a Ray actor, and the actor as its supervisor sees it."""
+"""One engine of a pool in a Ray actor (`EngineWorker`), and the supervisor's handle of it (`RemoteEngine`)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class EngineWorker:
         self._calls: CalledHere | None = None
 
     async def load(self) -> Any:
-        """Called once, before all else. Returns what the engine says of itself.
+        """Load the engine and return its facts. Called once, before all other methods.
 
         Raises ConfigError, CheckpointError, and with shards PlacementError.
         """
@@ -64,7 +64,7 @@ class EngineWorker:
         return self._loaded.load
 
     async def ping(self) -> None:
-        """Raises what has ended the engine."""
+        """Wait until the engine has answered. Raises the error that has ended the engine."""
         if (death := self._loaded.death) is not None:
             raise death
         await self._loaded.ping()
@@ -73,7 +73,7 @@ class EngineWorker:
         return os.getpid()
 
     async def node_id(self) -> str:
-        """For `is_node_alive`."""
+        """Return Ray's id of the actor's node, for `is_node_alive`."""
         return str(ray.get_runtime_context().get_node_id())
 
     async def stop(self) -> None:
@@ -91,7 +91,7 @@ class EngineWorker:
 
 
 class RemoteEngine:
-    """An EngineWorker's actor, whose errors are our own."""
+    """An EngineWorker in its actor. Errors of Ray about the actor's end become EngineDeadError or NodeLostError."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._config = config_of_one(recipe.engine)
@@ -151,7 +151,7 @@ class RemoteEngine:
             raise self._death(error) from None
 
     def _death(self, error: RayError) -> Exception:
-        """What a call says when the actor is gone, as an error of the engine."""
+        """Convert Ray's error about the actor's end: NodeLostError if no item can be to blame, else EngineDeadError."""
         reason = str(error).splitlines()[0]
         message = f"the engine's process has ended: {reason} Was it killed, or out of memory?"
         is_node_lost = self._node_id is not None and not is_node_alive(self._node_id)
@@ -160,18 +160,18 @@ class RemoteEngine:
 
 
 def start_worker(recipe: Recipe) -> Any:
-    """An actor handle of an EngineWorker. Not restarted when it dies: its callers see the error."""
+    """Start an EngineWorker and return its actor handle. Ray does not restart it: its callers get the error."""
     config = config_of_one(recipe.engine)
     options = _resources(recipe.engine, config) | {
         "max_concurrency": _MAX_CONCURRENT_CALLS,
         "max_restarts": 0,
-        "name": f"rayspec-engine-{secrets.token_hex(8)}",  # by which its placement groups are known
+        "name": f"rayspec-engine-{secrets.token_hex(8)}",  # identifies the placement groups that this actor makes
     }
     return ray.remote(EngineWorker).options(**options).remote(recipe, config)
 
 
 def config_of_one(config: EngineConfig) -> EngineConfig:
-    """Of one engine of a pool. Of several that are one process each, the worker is that process."""
+    """Return the options of one engine of a pool. If each of several engines is one process, it runs in the worker."""
     options = config.parallel
     if options is None:
         return config
@@ -186,21 +186,21 @@ def num_engines(config: EngineConfig) -> int:
 
 
 def items_at_a_time(config: EngineConfig) -> int:
-    """What an engine decodes at once, and a quarter more, so that it never waits for an item. Not more: items that only
-    wait in an engine would be under suspicion when the engine dies."""
+    """Return the items that an engine decodes at once, and a quarter more, so that it never waits for an item. It gets
+    no more than that, because items that only wait in an engine become suspects when the engine dies."""
     return math.ceil(_SURPLUS * config.max_num_seqs)
 
 
 def supervisor_of(recipe: Recipe, *, max_restarts: int) -> EngineSupervisor:
-    """Of the engines that a recipe asks for."""
+    """Make the supervisor of the engines that a recipe asks for."""
     return EngineSupervisor(**_supervision(recipe, max_restarts))
 
 
 def start_supervisor(recipe: Recipe, *, max_restarts: int) -> Any:
-    """An actor handle of an EngineSupervisor, for callers in other processes.
+    """Start an EngineSupervisor in an actor and return its handle, for callers in other processes.
 
     The actor loads no model library. When the supervisor's own process ends, Ray starts the supervisor again, with
-    other engines, and repeats the calls.
+    new engines, and repeats the calls.
     """
     options = {
         "num_cpus": 0,
@@ -212,7 +212,7 @@ def start_supervisor(recipe: Recipe, *, max_restarts: int) -> Any:
 
 
 def _supervision(recipe: Recipe, max_restarts: int) -> dict[str, Any]:
-    """What an EngineSupervisor is made of; it travels."""
+    """Return the arguments of an EngineSupervisor. They are picklable, because they are sent to its actor."""
     return {
         "start": partial(RemoteEngine, recipe),
         "num_engines": num_engines(recipe.engine),
@@ -224,25 +224,25 @@ def _supervision(recipe: Recipe, max_restarts: int) -> dict[str, Any]:
 
 
 def cpus_to_reserve(num_cpus: float) -> float:
-    """For an engine in a cluster of so many CPUs. It uses what it likes, whatever it has reserved; but Ray Data will
-    not start on less than a whole CPU that nobody has, beside those it reads with."""
+    """Return the CPUs to reserve for an engine in a cluster of `num_cpus`. The engine may use more than it reserves.
+    Ray Data starts only if a whole CPU stays unreserved, in addition to those that it reads with."""
     return 1.0 if num_cpus >= _MIN_CPUS_TO_RESERVE else 0.0
 
 
 def cpus_of_replica(wanted: float, config: EngineConfig, num_cpus: float) -> float:
-    """For each of several engines that run on CPUs, in a cluster of so many: less than is wanted where Ray Data would
-    be left without a whole one."""
+    """Return the CPUs to reserve for each of several engines that run on CPUs, in a cluster of `num_cpus`. It is less
+    than `wanted` if otherwise no whole CPU would be left for Ray Data."""
     return round(min(wanted, max(0.0, num_cpus - 1) / num_engines(config)), 4)
 
 
 def is_node_alive(node_id: str) -> bool:
-    """Whether the cluster still has this node."""
+    """Return whether the cluster still has this node."""
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     return any(node["NodeID"] == node_id and node["Alive"] for node in nodes)
 
 
 def call(reference: Any) -> Any:
-    """`ray.get`, with our own errors as they were raised, without the actor's traceback."""
+    """Do `ray.get`, but raise a RayspecError of the actor as it was raised, without the actor's traceback."""
     try:
         return ray.get(reference)
     except RayTaskError as error:
@@ -252,7 +252,7 @@ def call(reference: Any) -> Any:
 
 
 async def answer(reference: Awaitable[Any]) -> Any:
-    """`call` for coroutines."""
+    """Await a reference, with errors as in `call`."""
     try:
         return await reference
     except RayTaskError as error:
@@ -262,7 +262,7 @@ async def answer(reference: Awaitable[Any]) -> Any:
 
 
 def _resources(whole: EngineConfig, one: EngineConfig) -> dict[str, Any]:
-    """That Ray reserves for the worker's own process: shards have theirs."""
+    """Return what Ray reserves for the worker's own process; shards have reservations of their own."""
     num_cpus: float = ray.cluster_resources().get("CPU", 0)  # type: ignore[no-untyped-call]
     if whole.parallel is not None and one.parallel is None:
         num_gpus = gpus_per_shard(whole, whole.parallel)
