@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""`rayspec bench` as a Ray job: strategies side by side, with shards where they are asked for.
+"""`rayspec bench` as a Ray job: it compares strategies, with shards if options ask for them.
 
 ray job submit --working-dir . -- python jobs/bench.py --model MODEL --context 4096
 """

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""A Ray job that completes prompts and answers chats, a row each.
+"""A Ray job that completes prompts and answers chats. Each is a row.
 
     ray job submit --working-dir . -- python jobs/generate.py --model MODEL --output OUT prompts/*.jsonl
 
-A row has a prompt or chat `messages`. Uses the cluster of RAY_ADDRESS where that is set, and starts Ray on this machine
-otherwise. Interrupted, the same command goes on.
+A row has a prompt or chat `messages`. The job uses the cluster of RAY_ADDRESS if that is set, and otherwise starts Ray
+on this machine. After an interruption, the same command continues.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""`rayspec profile` as a Ray job: what a forward costs on the shards of a cluster, and what hops between them do.
+"""`rayspec profile` as a Ray job: it measures forwards on the shards of a cluster, and the hops between shards.
 
     ray job submit --working-dir . -- python jobs/measure.py --model MODEL --cluster --stages 4
 
-Not named after the command: a `profile.py` here would stand in for Python's own module in every job of this folder.
+The file is not called `profile.py`, because that name would replace Python's own module in every job of this folder.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""A Ray job that answers an OpenAI batch file: /v1/chat/completions and /v1/completions, a line each.
+"""A Ray job that answers an OpenAI batch file: each line is for /v1/chat/completions or /v1/completions.
 
     ray job submit --working-dir . -- python jobs/openai_batch.py --model MODEL --output OUT batch.jsonl
 
-Writes output.jsonl and errors.jsonl, in OpenAI's format. Interrupted, the same command goes on with the lines left.
+It writes output.jsonl and errors.jsonl, in OpenAI's format. After an interruption, the same command continues.
 """
 
 from __future__ import annotations

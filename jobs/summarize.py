@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""A Ray job that summarizes documents: Ray Data reads them, one engine completes them, Parquet and a report come out.
+"""A Ray job that summarizes documents: Ray Data reads them, engines complete them; it writes Parquet and a report.
 
     python jobs/summarize.py --model demo --output demo-out
     ray job submit --working-dir . -- python jobs/summarize.py --model MODEL --output OUT documents/*.parquet
 
-Without inputs it takes the bundled sample reports and some long texts of Python's own documentation. Uses the cluster
-of RAY_ADDRESS where that is set, and starts Ray on this machine otherwise. Interrupted, the same command goes on.
+Without inputs it takes the bundled sample reports and some long texts of Python's own documentation. The job uses the
+cluster of RAY_ADDRESS if that is set, and otherwise starts Ray on this machine. After an interruption, the same command
+continues.
 """
 
 from __future__ import annotations

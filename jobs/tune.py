@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""`rayspec tune` as a Ray job: plans tuned on the GPUs, or with --stages the shards, that will draft by them.
+"""`rayspec tune` as a Ray job: it tunes plans on the GPUs, or with --stages on the shards, that will use them.
 
 ray job submit --working-dir . -- python jobs/tune.py --model MODEL --input law=law.jsonl -o /shared/plans.json
 """

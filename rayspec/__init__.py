@@ -1,4 +1,4 @@
-"""Lossless, training-free speed-up of Hugging Face causal LMs: the model drafts for itself, a knapsack picks how."""
+"""Lossless, training-free speed-up of Hugging Face causal LMs: the model drafts for itself, a knapsack chooses how."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["LLM", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """`LLM` brings torch and transformers along, so it is imported when it is first asked for."""
+    """Import `LLM` at its first use, because it imports torch and transformers."""
     if name == "LLM":
         from rayspec.llm import LLM  # noqa: PLC0415
 

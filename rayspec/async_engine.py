@@ -1,4 +1,4 @@
-"""An engine that coroutines wait for: many of them hand in prompts, one loop runs them together."""
+"""An engine for coroutines: many coroutines submit prompts, and one engine loop runs all prompts together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rayspec.types import ConfigError, EngineLoad, EngineStats, Request, Request
 
 
 class AsyncEngine:
-    """A model's engine, for coroutines."""
+    """The engine of an LLM, for coroutines."""
 
     def __init__(self, llm: rayspec.LLM) -> None:
         self.llm = llm
@@ -29,7 +29,7 @@ class AsyncEngine:
 
     @property
     def max_model_len(self) -> int:
-        """Prompt and output tokens of a request."""
+        """The most prompt and output tokens of a request together."""
         return self.llm.engine.max_model_len
 
     @property
@@ -46,15 +46,16 @@ class AsyncEngine:
 
     @property
     def is_recovering(self) -> bool:
-        """Lost shards are being replaced. Their engine does not come round meanwhile; it gives up by itself."""
+        """Whether lost shards are being replaced, or no replica is up. Meanwhile the engine makes no progress. If
+        recovery fails, the engine ends by itself."""
         engine = self.llm.engine
         if isinstance(engine, Replicas):
             return engine.is_recovering
         return isinstance(engine.stages, RayStages) and engine.stages.is_recovering
 
     def stage_use(self) -> list[StageUse]:
-        """How busy the stages of a pipeline were since this was asked last; nothing for a model in one process, nor for
-        several replicas."""
+        """Return how busy the stages of a pipeline were since the last call. The list is empty for a model in one
+        process and for several replicas."""
         engine = self.llm.engine
         stages = None if isinstance(engine, Replicas) else engine.stages
         return list(stages.recent_use()) if isinstance(stages, RayStages) else []
@@ -65,28 +66,28 @@ class AsyncEngine:
         return self._loop.death
 
     def tokens(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
-        """Prompt tokens of a text as it is, or of a conversation through the chat template. Raises ConfigError when
-        there is no template."""
+        """Return the tokens of a text, or of a conversation through the chat template. Raises ConfigError if the
+        tokenizer has no template."""
         if isinstance(prompt, str):
             return list(self.tokenizer(prompt)["input_ids"])
         return self.chat_tokens(prompt)
 
     def chat_tokens(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Prompt tokens of a conversation. Raises InvalidMessagesError, and ConfigError when there is no template."""
+        """Return the prompt tokens of a conversation. Raises InvalidMessagesError; ConfigError without a template."""
         if not self.has_chat:
             raise ConfigError(f"the tokenizer of {self.llm.config.model!r} has no chat template: give it plain prompts")
         return conversation_tokens(messages, self.tokenizer, self.tokenizer.get_chat_template())
 
     async def run(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> RequestOutput:
-        """The finished output; what is wrong with the request is in its `error`. Raises EngineDeadError. Cancelling the
-        wait aborts the request."""
+        """Run a request and return its finished output. An error of the request is in `error` of the output. Raises
+        EngineDeadError. Cancelling the call aborts the request."""
         return await asyncio.wrap_future(self._loop.submit(self._request(prompt_token_ids, params)))
 
     async def stream(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, interval_s: float = 0.0
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The output piece by piece as it comes, see RequestOutput. interval_s: pieces are joined that come so soon
-        after another, see PieceQueue. Raises EngineDeadError. Closing it aborts the request."""
+        """Yield new output as it is generated, see RequestOutput. interval_s: outputs that follow each other faster are
+        joined, see PieceQueue. Raises EngineDeadError. Closing the generator aborts the request."""
         pieces = PieceQueue(interval_s)
         future = self._loop.submit(self._request(prompt_token_ids, params, stream=True), pieces.put)
         future.add_done_callback(pieces.end)
@@ -97,8 +98,8 @@ class AsyncEngine:
             future.cancel()
 
     async def ping(self) -> None:
-        """Returns when the engine's loop has come round and all that the model runs on has answered. Raises
-        EngineDeadError and StageLostError; a loop that is stuck is for the caller's deadline."""
+        """Wait until the engine's loop and all processes of the model have answered. Raises EngineDeadError and
+        StageLostError. A loop that is stuck never answers: the caller needs a deadline."""
         await asyncio.wrap_future(self._loop.ping())
 
     def _request(self, prompt_token_ids: Sequence[int], params: SamplingParams, *, stream: bool = False) -> Request:
@@ -106,5 +107,5 @@ class AsyncEngine:
         return Request(request_id=name, params=params, prompt_token_ids=prompt_token_ids, stream=stream)
 
     def stop(self) -> None:
-        """End the loop and the model's processes. What is unfinished fails with EngineDeadError."""
+        """End the loop and the model's processes. Unfinished requests fail with EngineDeadError."""
         self.llm.shutdown()

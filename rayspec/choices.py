@@ -1,4 +1,4 @@
-"""How a draft may run a sublayer: in full, not at all, or by one of the cheaper ways of the hardware. Standard library
+"""How a draft may run a sublayer: in full, not at all, or with quantised weights or fewer keys. Standard library
 only."""
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ __all__ = [
     "weights_of",
 ]
 
-# What the matrices of a sublayer are multiplied by: the target's own weights, or a copy with 8 or 4 bits a weight.
+# The weights that a sublayer uses: the target's own weights, or a copy with 8 or 4 bits for each weight.
 Weights: TypeAlias = Literal["full", "int8", "int4"]
-# The keys that attention reads: all; the first and the newest pages; or these and the pages that the last verify looked
-# at most.
+# The keys that attention reads: all; the first and the newest pages; or these and the pages with the most
+# attention in the last verify.
 Keys: TypeAlias = Literal["all", "window", "pages"]
 Choice: TypeAlias = Literal[
     "full",
@@ -43,7 +43,7 @@ Choice: TypeAlias = Literal[
     "int4+pages",
 ]
 
-# One for each sublayer of a model, in order.
+# A choice for each sublayer of a model, in order.
 Choices: TypeAlias = tuple[Choice, ...]
 
 FULL: Choice = "full"
@@ -53,7 +53,7 @@ QUANTISED_WEIGHTS: tuple[Weights, ...] = ("int4", "int8")
 
 _PARTS: Mapping[Choice, tuple[Weights, Keys]] = {
     "full": ("full", "all"),
-    "skip": ("full", "all"),  # of what is not run; it reads neither
+    "skip": ("full", "all"),  # a skipped sublayer uses neither
     "int8": ("int8", "all"),
     "int4": ("int4", "all"),
     "window": ("full", "window"),
@@ -66,22 +66,22 @@ _PARTS: Mapping[Choice, tuple[Weights, Keys]] = {
 
 
 def weights_of(choice: Choice) -> Weights:
-    """The weights of a choice that runs the sublayer."""
+    """Return the weights of a choice that runs the sublayer."""
     return _PARTS[choice][0]
 
 
 def keys_of(choice: Choice) -> Keys:
-    """The keys of a choice that runs the sublayer."""
+    """Return the keys of a choice that runs the sublayer."""
     return _PARTS[choice][1]
 
 
 def combined(weights: Weights, keys: Keys) -> Choice:
-    """The choice that runs a sublayer so."""
+    """Return the choice that runs a sublayer with these weights and keys."""
     return next(choice for choice, parts in _PARTS.items() if parts == (weights, keys) and choice != SKIP)
 
 
 def combinations(allowed: Collection[str]) -> tuple[Choice, ...]:
-    """`full`, and all choices that consist of allowed ones: of "int4" and "pages" also "int4+pages"."""
+    """Return `full`, and all choices that combine allowed choices: "int4" and "pages" also give "int4+pages"."""
     weights: list[Weights] = ["full", *(one for one in ("int8", "int4") if one in allowed)]
     keys: list[Keys] = ["all", *(one for one in ("window", "pages") if one in allowed)]
     found = tuple(combined(weight, key) for key in keys for weight in weights)
@@ -89,21 +89,21 @@ def combinations(allowed: Collection[str]) -> tuple[Choice, ...]:
 
 
 def nearest(choice: Choice, possible: Collection[Choice]) -> Choice:
-    """The choice itself where it is possible, or else with all keys, or else with the full weights, or else in full."""
+    """Return the first possible of: the choice, the choice with all keys, the choice with full weights, `full`."""
     candidates = (choice, combined(weights_of(choice), "all"), combined("full", keys_of(choice)))
     return next((one for one in candidates if one in possible), FULL)
 
 
 def choices_of(keep: Sequence[bool]) -> Choices:
-    """Full where the flag is set, else skipped."""
+    """Return `full` where the flag is set, else `skip`."""
     return tuple(FULL if kept else SKIP for kept in keep)
 
 
 def described(choices: Sequence[Choice]) -> str:
-    """How many there are of each, in words: "14 full, 2 skip"."""
+    """Return how often each choice occurs, in words: "14 full, 2 skip"."""
     return ", ".join(f"{count} {choice}" for choice, count in Counter(choices).most_common())
 
 
 def num_leading_full(choices: Sequence[Choice]) -> int:
-    """Sublayers before the first one that a draft does not run in full."""
+    """Return the number of sublayers before the first sublayer that a draft does not run in full."""
     return next((index for index, choice in enumerate(choices) if choice != FULL), len(choices))

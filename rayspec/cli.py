@@ -166,8 +166,8 @@ def tune(
 ) -> None:
     """Find the draft plan that is fastest on calibration prompts, or one for each of their domains, and save them.
 
-    What is saved is for this model only: --strategy self-sd or knn-ssd drafts by it, knapspec and auto begin with it,
-    each with --warm-start. One input without a domain gives a plan for any text.
+    The saved plans are for this model only. With --warm-start, --strategy self-sd or knn-ssd drafts by them, and
+    knapspec and auto begin with them. One input without a domain gives a plan for any text.
     """
     from rayspec.bench.tune import TuneOptions, plans_table, run_tune  # noqa: PLC0415 - brings torch
 
@@ -218,7 +218,7 @@ def serve(
     ] = None,
 ) -> None:
     """Answer OpenAI requests over HTTP, with Ray Serve, until SIGTERM or Ctrl-C. Prints the URL when it is ready."""
-    # They bring ray, which others wait for.
+    # Imported here, because they import ray, which takes seconds.
     from rayspec.serve.command_line import asked_options  # noqa: PLC0415
     from rayspec.serve.run import Address, run_endpoint  # noqa: PLC0415
 
@@ -238,14 +238,14 @@ def serve(
 
 @app.command()
 def version() -> None:
-    """Print the versions of rayspec and of what it stands on."""
+    """Print the versions of rayspec and of its main dependencies."""
     print(f"rayspec {rayspec.__version__}")  # noqa: T201 - a command's output
     for name in ("torch", "transformers", "ray", "pyarrow"):
         print(f"{name} {metadata.version(name)}")  # noqa: T201 - a command's output
 
 
 class _Job:
-    """Documents of files to rows of a file, by one engine."""
+    """Completes documents of files with one engine and writes rows to a file."""
 
     def __init__(
         self,
@@ -265,7 +265,7 @@ class _Job:
         self._report_folder, self._text_column = report, text_column
 
     def run(self, columns: Columns, *, template: str, chat: bool, truncate: bool, limit: int | None) -> None:
-        """Ends the process with the code that the rows add up to."""
+        """Complete all rows, and end the process with the exit code of the rows."""
         sampling = self._settings.sampling
         with load_llm(self._settings.engine) as llm:
             exit_on_sigterm()

@@ -1,4 +1,4 @@
-"""Every option there is: frozen, strict, with its default in one place. No torch, no ray."""
+"""All options: frozen, strict, each with its default in one place. Imports neither torch nor ray."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Strategy = Literal[
     "asd",
     "lookahead",
 ]
-# Whose drafts run sublayers by the choices that are allowed; those of the others run them in full or not at all.
+# Strategies whose drafts use option `choices`. Drafts of the others run sublayers in full or not at all (not static).
 _CHOOSING = ("knapspec", "auto", "self-sd", "knn-ssd")
 Verification = Literal["coupled", "rejection"]
 DataPlane = Literal["auto", "frames", "collective"]
@@ -51,7 +51,7 @@ class Options(pydantic.BaseModel):
             raise ConfigError("; ".join(_explain(type(self), dict(item)) for item in error.errors())) from None
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with `changes` applied and everything validated again."""
+        """Return a copy with `changes` applied. All options are validated again."""
         return type(self)(**{name: getattr(self, name) for name in type(self).model_fields} | changes)
 
 
@@ -73,7 +73,7 @@ def _explain(options: type[Options], error: Mapping[str, Any]) -> str:
 
 
 def _integers(value: Any) -> list[int]:
-    """In the value of an option, or in its keys."""
+    """Return the integers in the value of an option, or in its keys."""
     several = value if isinstance(value, tuple | dict) else (value,)
     return [one for one in several if isinstance(one, int)]
 
@@ -153,8 +153,8 @@ class KnapsackOptions(Options):
 
 
 class SwiftOptions(Options):
-    """SWIFT: sets of sublayers tried on recent tokens while it runs. Defaults are the paper's, which drafts up to 25
-    tokens: `max_draft_tokens`."""
+    """SWIFT: drafts skip a set of sublayers; sets are tried on recent tokens during generation. Defaults are from the
+    paper, which drafts up to 25 tokens: set `max_draft_tokens`."""
 
     context_window: int = Field(32, ge=1, le=256, description="recently committed tokens a set is tried on")
     skip_ratio: float = Field(0.45, gt=0.0, lt=1.0, description="of the sublayers between first and last layer")
@@ -188,7 +188,7 @@ class SelfSDOptions(Options):
 
 
 class KnnSSDOptions(Options):
-    """KNN-SSD: of the saved plans the one whose domain is nearest to how the answer to a prompt begins."""
+    """KNN-SSD: uses the saved plan whose domain is nearest to the beginning of the answer."""
 
     threshold: float = Field(0.8, ge=0.0, le=1.0, description="top-1 probability below which a draft ends")
     reject_distance: float | None = Field(
@@ -204,7 +204,7 @@ class LayerSkipOptions(Options):
 
 
 class TuningOptions(Options):
-    """How plans are tuned on calibration prompts. Defaults of numbers are Self-SD's, which tunes on 8 prompts."""
+    """How plans are tuned on calibration prompts. Numeric defaults are those of Self-SD, which tunes on 8 prompts."""
 
     num_tries: int = Field(1000, ge=1, description="plans that are tried on the prompts")
     max_seconds: float = Field(3600.0, gt=0.0, description="after which no other plan is tried")
@@ -218,7 +218,7 @@ class TuningOptions(Options):
 
 
 class CLaSpOptions(Options):
-    """CLaSp: whole layers that the newest token could best do without. Defaults are the paper's."""
+    """CLaSp: drafts skip the whole layers that matter least for the newest token. Defaults are the paper's."""
 
     num_skipped_layers: int | None = Field(None, ge=1, description="None: half of them, of the paper's 40 to 60 %")
     interval: int = Field(128, ge=1, description="tokens of one sequence between two searches")
@@ -226,8 +226,8 @@ class CLaSpOptions(Options):
 
 
 class DynamicExitOptions(Options):
-    """DEL: the layer a draft leaves at and its length, from how drafts of recent tokens would have done at every layer.
-    Memory is the paper's."""
+    """DEL: chooses exit layer and length of drafts by how drafts of recent tokens would have done at every layer. The
+    default of `memory` is the paper's."""
 
     memory: float = Field(0.95, ge=0.0, lt=1.0, description="weight of what was known before, at each look")
     interval: int = Field(1, ge=1, description="tokens of one sequence between two looks; 1: every round, as published")
@@ -236,7 +236,7 @@ class DynamicExitOptions(Options):
 
 
 class ASDOptions(Options):
-    """ASD: no attention sublayers that change the hidden states little. The cosine threshold and interval are ours."""
+    """ASD: skips attention sublayers that change hidden states little. `threshold` and `interval` are our defaults."""
 
     threshold: float = Field(
         0.95, ge=-1.0, le=1.0, description="cosine of before and after, above which one is skipped"
@@ -250,7 +250,7 @@ class ASDOptions(Options):
 
 
 class LookaheadOptions(Options):
-    """Lookahead: n-grams that the model makes beside the text. Defaults are those of the published runs."""
+    """Lookahead: the model generates n-grams in addition to the text. Defaults are those of the published runs."""
 
     level: int = Field(5, ge=2, le=32, description="tokens of an n-gram")
     window: int = Field(7, ge=1, le=127, description="n-grams that are made at the same time")
@@ -265,11 +265,11 @@ class LookaheadOptions(Options):
 class SpeculationOptions(Options):
     """How, and whether, drafts are made.
 
-    strategy: "knapspec" (plans chosen while running), "lookup" (drafts found in the sequence's own text), "auto" (of
-    these two, what promises more in each round), "lookahead" (n-grams made by Jacobi iteration), "static" (without the
-    sublayers in `skip`, and the others by `static_choice`, always), "ar" (none).
-    As others have published them, each with its group of options: "clasp", "del" (`dynamic_exit`), "asd", "swift",
-    "self-sd", "knn-ssd", "layerskip"; self-sd and knn-ssd go by saved plans, `warm_start`.
+    strategy: "knapspec" (plans chosen while running), "lookup" (drafts found in the sequence's own text), "auto" (the
+    better of these two in each round), "lookahead" (n-grams made by Jacobi iteration), "static" (always skips the
+    sublayers in `skip` and runs the others by `static_choice`), "ar" (no drafts).
+    Strategies published by others, each with its group of options: "clasp", "del" (`dynamic_exit`), "asd", "swift",
+    "self-sd", "knn-ssd", "layerskip"; self-sd and knn-ssd use saved plans (`warm_start`).
     verification: "coupled" (text depends on the seed only) or "rejection" (higher acceptance when sampling).
     """
 
@@ -307,7 +307,7 @@ class SpeculationOptions(Options):
 
     @property
     def num_branch_tokens(self) -> int:
-        """Tokens that drafts of the strategy may have beside a chain."""
+        """The most tokens that a draft of the strategy may have in branches; 0 if its drafts are chains."""
         branches = self.strategy == "lookahead" or (self.strategy == "swift" and self.swift.tree_widths)
         return self.max_tree_tokens if branches else 0
 
@@ -340,20 +340,21 @@ class SpeculationOptions(Options):
 
     @property
     def draft_choices(self) -> tuple[Choice, ...]:
-        """By which drafts of the strategy may run sublayers."""
+        """The choices by which drafts of the strategy may run sublayers."""
         if self.strategy == "static":
             return combinations((weights_of(self.static_choice), keys_of(self.static_choice), SKIP))
         return combinations(self.choices if self.strategy in _CHOOSING else (SKIP,))
 
     @property
     def draft_weights(self) -> tuple[Weights, ...]:
-        """The copies of weights that drafts of the strategy want, the smallest first."""
+        """The copies of weights that drafts of the strategy need, the smallest first."""
         wanted = {weights_of(choice) for choice in self.draft_choices}
         return tuple(weights for weights in QUANTISED_WEIGHTS if weights in wanted)
 
     @property
     def num_tap_tokens(self) -> int:
-        """Tokens whose states are kept, so that the strategy can ask about them; of each sequence with knn-ssd."""
+        """Number of tokens with a tap: their hidden states at all sublayer boundaries are kept for the strategy. With
+        knn-ssd, this number is for each sequence."""
         by_strategy = {
             "clasp": 1,
             "del": self.dynamic_exit.num_tap_tokens,
@@ -382,12 +383,12 @@ class SpeculationOptions(Options):
 
 
 class ParallelOptions(Options):
-    """The model over several processes: Ray actors hold pipeline stages, each of `tensor` ranks, in `replicas` copies.
+    """The model in several processes: Ray actors hold pipeline stages of `tensor` ranks each, in `replicas` copies.
 
-    layers: how many decoder layers each stage holds; where it is not given they are dealt by time and memory.
+    layers: number of decoder layers of each stage; None divides the layers by time and memory.
     cohorts: batches of sequences under way at the same time, so that stages do not wait for one another.
-    labels: that nodes must have for shards to be there, as {"ray.io/accelerator-type": "H100"}. topology: how stages
-    share what nodes have in common, by its label, as {"ray.io/gpu-domain": "STRICT_PACK"}; in place of `placement`.
+    labels: labels that the nodes of shards must have, as {"ray.io/accelerator-type": "H100"}. topology: how Ray places
+    stages with respect to a label of nodes, as {"ray.io/gpu-domain": "STRICT_PACK"}; it replaces `placement`.
     """
 
     stages: int = Field(1, ge=1, description="pipeline stages the model is cut into")
@@ -427,8 +428,8 @@ class ParallelOptions(Options):
 class OffloadOptions(Options):
     """Weights that do not fit the device stay in CPU memory or on disk and are fetched whenever they are needed.
 
-    sublayers: which; numbers of the whole model. Without them `share` of the weights, MLPs from the middle of the model
-    outwards: drafts can best do without those. A draft that skips exactly the offloaded sublayers fetches nothing.
+    sublayers: their numbers in the whole model. None: `share` of the weights, MLPs from the middle of the model
+    outwards, which drafts can skip with the least loss. A draft that skips all offloaded sublayers fetches nothing.
     """
 
     to: Literal["cpu", "disk"] = "disk"
@@ -438,7 +439,7 @@ class OffloadOptions(Options):
 
 
 class EngineConfig(Options):
-    """One engine: the model, where it runs, how much it holds at once, how it speculates."""
+    """Options of one engine: its model, device, capacity and speculation."""
 
     model: str
     tokenizer: str | None = None
@@ -496,6 +497,6 @@ class EngineConfig(Options):
 
     @property
     def num_tap_tokens(self) -> int:
-        """Tokens whose states are kept, of all sequences together."""
+        """Number of tokens with a tap (see SpeculationOptions), over all sequences."""
         speculation = self.speculation
         return speculation.num_tap_tokens * (self.max_num_seqs if speculation.strategy == "knn-ssd" else 1)

@@ -1,4 +1,4 @@
-"""The errors that every floor raises on purpose. Standard library only."""
+"""The errors that all packages of rayspec raise on purpose. Standard library only."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import ClassVar
 
 
 class RayspecError(Exception):
-    """Base of every error rayspec raises on purpose. `kind` is stable: it is what reports and output rows show."""
+    """Base of every error rayspec raises on purpose. `kind` is a stable name for reports and output rows."""
 
     kind: ClassVar[str] = "internal"
 
@@ -24,13 +24,13 @@ class CheckpointError(RayspecError):
 
 
 class UnsupportedModelError(RayspecError):
-    """The architecture cannot be run the way that was asked for."""
+    """The architecture cannot be run in the requested way."""
 
     kind = "unsupported_model"
 
 
 class RequestError(RayspecError, ValueError):
-    """One request or one input row is at fault; the others go on."""
+    """A single request or input row failed; the others are not affected."""
 
     kind = "request"
 
@@ -48,13 +48,13 @@ class InvalidTokenError(RequestError):
 
 
 class InvalidMessagesError(RequestError):
-    """These chat messages cannot be made a prompt, or the model's chat template refuses them."""
+    """Chat messages cannot be converted to a prompt, or the model's chat template refuses them."""
 
     kind = "invalid_messages"
 
 
 class InputFileError(RequestError):
-    """A file or row of the input could not be read as what it should be."""
+    """A file or row of the input could not be read, or has the wrong content."""
 
     kind = "input"
 

@@ -1,4 +1,4 @@
-"""The Python door: `LLM(...).generate(prompts, params)`, shaped like vLLM's."""
+"""The Python interface, modelled on vLLM's: `LLM(...).generate(prompts, params)`."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class LLM:
     """A model and the engine that runs it: in this process, or with `parallel` in shards that are Ray actors.
 
     model: local folder, hub id, or "demo" or "demo-plain" for a bundled model. Other options are those of
-    `EngineConfig`. With `parallel`, Ray is used as it is running or as RAY_ADDRESS says, and started on this machine
-    otherwise. parallel="auto": the layout that `rayspec plan` recommends for the GPUs of that Ray, or of this machine;
-    without GPUs, this process.
+    `EngineConfig`. With `parallel`, a running Ray or that of RAY_ADDRESS is used; else Ray is started on this machine.
+    parallel="auto": the layout that `rayspec plan` recommends for the GPUs of that Ray, or of this machine;
+    without GPUs, the model runs in this process.
     Raises ConfigError and CheckpointError; with `parallel` also PlacementError and UnsupportedModelError.
 
     `generate`, `chat` and `stream` may be called from any thread; requests of all calls run together. An exception in a
@@ -72,12 +72,12 @@ class LLM:
 
     @property
     def loop(self) -> EngineLoop | Replicas:
-        """What all calls submit their requests to: the thread that runs the engine, or the replicas."""
+        """The thread that runs the engine, or the replicas. All calls submit their requests here."""
         return self._loop
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """For the caller's use. Its chat template is the one that `chat` uses."""
+        """A tokenizer for the caller's use. `chat` uses its chat template."""
         assert self._tokenizer is not None
         return self._tokenizer
 
@@ -109,18 +109,18 @@ class LLM:
         return self._complete([self._chat_request(one, its) for one, its in zip(many, each, strict=True)])
 
     def chat_tokens(self, messages: Sequence[Message]) -> list[int]:
-        """Prompt tokens of a conversation. Raises InvalidMessagesError, and ConfigError when the tokenizer has no chat
-        template."""
+        """Return the prompt tokens of a conversation. Raises InvalidMessagesError, and ConfigError if the tokenizer has
+        no chat template."""
         if not self.tokenizer.chat_template:
             raise ConfigError(f"the tokenizer of {self.config.model!r} has no chat template: use generate()")
         assert self.engine.tokenizer is not None
         return conversation_tokens(messages, self.engine.tokenizer, self.tokenizer.get_chat_template())
 
     def stream(self, requests: Iterable[Request]) -> Generator[RequestOutput, None, None]:
-        """Run requests as they come; yields each as it finishes. Takes no more of them than keep the engine busy.
+        """Run requests and yield each output when it finishes. No more requests are taken than keep the engine busy.
 
-        Closing the generator aborts what is unfinished. Request ids are the caller's and need not be unique. Raises
-        ConfigError for what is no request.
+        Closing the generator aborts unfinished requests. Request ids are the caller's and need not be unique. Raises
+        ConfigError for an object that is no request.
         """
         self._require_open()
         if isinstance(requests, str | Mapping) or not isinstance(requests, Iterable):
@@ -128,7 +128,7 @@ class LLM:
         return self._run(_checked(requests))
 
     def shutdown(self) -> None:
-        """Abort what is running and end the processes that hold the model, where there are any.
+        """Abort all requests and end the processes that hold the model, if there are any.
 
         Calls that are under way raise EngineDeadError, later ones ConfigError.
         """
@@ -149,7 +149,7 @@ class LLM:
             resources.enter_context(ray_session())
             is_one = config.parallel is None or config.parallel.replicas == 1
             engine = load_pipeline(config) if is_one else _replicas(config)
-            # Before Ray ends at exit, whose own hook is older than this one.
+            # At exit this hook runs before the hook of Ray, which was registered earlier.
             end = partial(_shut_down, weakref.ref(self))
             atexit.register(end)
             resources.callback(atexit.unregister, end)
@@ -165,21 +165,21 @@ class LLM:
         self.shutdown()
 
     def _request(self, prompt: Any, params: SamplingParams) -> Request:
-        """Of whatever was given; the engine refuses what is no prompt."""
+        """Make a request from any value. The engine refuses a value that is no prompt."""
         name = f"request-{next(self._request_numbers)}"
         if isinstance(prompt, Mapping) and set(prompt) <= {"prompt", "prompt_token_ids"}:
             return Request(request_id=name, params=params, **prompt)
         return Request(request_id=name, params=params, prompt=prompt)
 
     def _chat_request(self, messages: Sequence[Message], params: SamplingParams) -> Request | RequestOutput:
-        """The output of a conversation that cannot be a prompt."""
+        """Make the request for a conversation, or a failed output if the conversation is invalid."""
         try:
             return self._request({"prompt_token_ids": self.chat_tokens(messages)}, params)
         except RequestError as error:
             return RequestOutput.refused(self._request(None, params), error)
 
     def _complete(self, asked: Sequence[Request | RequestOutput]) -> list[RequestOutput]:
-        """In their order."""
+        """Run the requests and return all outputs in the order of `asked`."""
         outputs = {one.request_id: one for one in asked if isinstance(one, RequestOutput)}
         with closing(self.stream(one for one in asked if isinstance(one, Request))) as stream:
             outputs |= {output.request_id: output for output in stream}
@@ -203,7 +203,7 @@ class LLM:
     def _submit(
         self, requests: Sequence[Request], arrived: queue.SimpleQueue[RequestOutput | Future[RequestOutput]]
     ) -> list[Future[RequestOutput]]:
-        """arrived: takes what is new of requests that stream, and the futures that are done."""
+        """Submit requests. arrived: receives the new output of streaming requests, and the futures that are done."""
         try:
             futures = self._loop.submit_all(requests, arrived.put)
         except EngineDeadError as death:
@@ -220,13 +220,13 @@ class LLM:
 
 
 def _for_callers(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase | None:
-    """A fast tokenizer keeps the settings of a call, and another thread's text would be truncated by them. So callers
-    do not get the tokenizer that the engine uses."""
+    """Return a copy of a fast tokenizer for callers. A fast tokenizer keeps the settings of a call, such as truncation,
+    and they would affect the engine's thread."""
     return copy.deepcopy(tokenizer) if tokenizer is not None and tokenizer.is_fast else tokenizer
 
 
 def _shut_down(llm: weakref.ref[LLM]) -> None:
-    """At exit, if nobody has."""
+    """Shut an LLM down at exit, if it still exists."""
     if (found := llm()) is not None:
         found.shutdown()
 
@@ -234,7 +234,7 @@ def _shut_down(llm: weakref.ref[LLM]) -> None:
 def _config_of(model: str, options: Mapping[str, Any]) -> EngineConfig:
     if options.get("parallel") != "auto":
         return EngineConfig(model=model, **options)
-    # Imported here, because nobody else needs the planner.
+    # Imported here, because only "auto" needs the planner.
     from rayspec.ops.plan.auto import with_layout  # noqa: PLC0415
 
     return with_layout(EngineConfig(model=model, **{**options, "parallel": None}))
@@ -254,7 +254,7 @@ def _failed(error: Exception) -> Future[RequestOutput]:
 
 
 def _outcome(future: Future[RequestOutput], request: Request) -> RequestOutput:
-    """What became of a request. Raises what ended the engine."""
+    """Return the output of a request; a failed one if a stage was lost. Raises other errors that ended the engine."""
     death = future.exception()
     if death is None:
         return future.result()

@@ -1,4 +1,4 @@
-"""From an EngineConfig to an engine in this process."""
+"""Makes an engine in this process from an EngineConfig."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 def load_engine(config: EngineConfig, *, with_tokenizer: bool = True) -> Engine:
-    """Load model and tokenizer, split the model, measure it, and put an engine on top.
+    """Load model and tokenizer, split the model, measure it, and make its engine.
 
     Raises ConfigError and CheckpointError. A family that does not split into sublayers gets an engine that decodes
     plainly, and a warning that says why.
@@ -64,10 +64,10 @@ def load_engine(config: EngineConfig, *, with_tokenizer: bool = True) -> Engine:
 
 
 def engine_like(engine: Engine, config: EngineConfig) -> Engine | None:
-    """Another engine over the weights and the tokenizer of `engine`, for sequences as long, with a KV cache of its own.
-    config: names the same model, data type and device. None where weights cannot be shared, because they are offloaded,
-    in shards, run as one piece, or have not all the copies that drafts of `config` want. Raises ConfigError for options
-    that the model cannot serve.
+    """Make another engine with the weights, the tokenizer and the context length of `engine`, but with its own KV
+    cache. config: must name the same model, data type and device. Return None if the weights cannot be shared: they
+    are offloaded, in shards, not split into sublayers, or lack copies that drafts of `config` need. Raises ConfigError
+    for options that the model cannot serve.
     """
     stages = engine.stages
     if not isinstance(stages, LocalStages) or config.offload is not None or config.parallel is not None:

@@ -19,12 +19,12 @@ from rayspec.types import EngineLoad, EngineStats, Request, RequestOutput
 
 @dataclass(frozen=True, slots=True)
 class RequestRecipe:
-    """engine: of all replicas."""
+    """Loads the engine of a replica. engine: the options of all replicas."""
 
     engine: EngineConfig
 
     def load(self, config: EngineConfig) -> RequestEngine:
-        """Raises ConfigError, CheckpointError, and with shards PlacementError."""
+        """Load the engine of a replica. Raises ConfigError, CheckpointError, and with shards PlacementError."""
         return RequestEngine(load_engine(config) if config.parallel is None else load_pipeline(config))
 
     def beginning(self, item: Request) -> str | Sequence[int] | None:
@@ -56,7 +56,7 @@ class RequestEngine:
         return self._loop.death
 
     async def handle(self, item: Request, tell: Tell) -> RequestOutput:
-        """Raises EngineDeadError, also when shards were lost for good: then another replica is needed."""
+        """Run a request. Raises EngineDeadError, also if shards are lost for good: then another replica is needed."""
         output = await asyncio.wrap_future(self._loop.submit(item, tell if item.stream else None))
         if isinstance(output.error, StageLostError):
             raise EngineDeadError(str(output.error))

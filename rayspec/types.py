@@ -1,4 +1,4 @@
-"""The nouns that every floor shares: plans, requests, outputs. Standard library only."""
+"""The types that all packages share: plans, requests, outputs. Standard library only."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 def role_for_template(role: str) -> str:
-    """Chat templates know the role "developer" by its older name."""
+    """Return the name of a role in chat templates, which use the older name of "developer"."""
     return "system" if role == "developer" else role
 
 
@@ -64,14 +64,14 @@ def role_for_template(role: str) -> str:
 class Plan:
     """How the target drafts for itself.
 
-    choices: one a sublayer, in order (attention and MLP of layer 0, of layer 1, ...): how the draft runs it.
-    num_draft_tokens: the most tokens drafted before a verify; 0 = the model drafts nothing.
-    num_lookup_tokens: the most tokens taken from the sequence's own text, where its newest tokens stood there before;
-    the model drafts only for the other sequences. 0 = nothing is looked up. Neither: plain decoding.
-    lookup_lengths: the same by sequence of the round, where they differ; empty: they do not.
-    source: who made the plan and why, for reports.
-    tree_widths: how many alternatives each drafted token has, itself counted, where the draft is surest, less sure, ...
-    (`drafting.skip_draft.SURENESS`); empty: none. lookahead: drafts are n-grams of the sequence's Jacobi window.
+    choices: how the draft runs each sublayer, in order (attention and MLP of layer 0, of layer 1, ...).
+    num_draft_tokens: the most tokens that the model drafts before a verify; 0: it drafts none.
+    num_lookup_tokens: the most tokens copied from the sequence's own text, from after an earlier occurrence of its
+    newest tokens. The model then drafts only for the other sequences. 0: no lookup. Both 0: plain decoding.
+    lookup_lengths: num_lookup_tokens of each sequence of the round, if they differ; else empty.
+    source: the author of the plan and the reason, for reports.
+    tree_widths: number of alternatives of a drafted token, itself included, for four levels of falling confidence
+    (`drafting.skip_draft.SURENESS`); empty: no trees. lookahead: drafts are n-grams of the sequence's Jacobi window.
     """
 
     choices: Choices
@@ -102,7 +102,7 @@ class Plan:
 
     @property
     def uses_page_scores(self) -> bool:
-        """Some attention of the draft reads the pages that the last verify looked at most."""
+        """Whether an attention sublayer of the draft reads the pages with the most attention in the last verify."""
         return any(keys_of(choice) == "pages" for choice in self.choices)
 
     @property
@@ -117,7 +117,7 @@ def no_draft(num_sublayers: int, source: str) -> Plan:
 
 @dataclass(slots=True, kw_only=True)
 class PlanRecord:
-    """A decision of the plan search, why it was made, and how it did. Rates are tokens per second of one sequence.
+    """A decision of the plan search, its reason, and its results in use. Rates are tokens per second of one sequence.
 
     `optimise_s` is 0 when a known candidate was taken without a new search. `num_tokens` and `sequence_s` (seconds
     times sequences) grow while the plan is in use.
@@ -138,7 +138,7 @@ class PlanRecord:
     num_tested_tokens: int = 0
 
     def add_round(self, *, num_tokens: int, sequence_s: float, num_accepted: int, num_tested: int) -> None:
-        """A round that went by the plan."""
+        """Count a round that used the plan."""
         self.num_tokens += num_tokens
         self.sequence_s += sequence_s
         self.num_accepted_tokens += num_accepted
@@ -150,18 +150,18 @@ class PlanRecord:
 
     @property
     def observed_acceptance(self) -> float | None:
-        """Share of the draft tokens that were tested, that is, up to and with the first rejected one."""
+        """Accepted share of the tested draft tokens, which are those up to and including the first rejected token."""
         return self.num_accepted_tokens / self.num_tested_tokens if self.num_tested_tokens else None
 
 
 @dataclass(slots=True, kw_only=True)
 class EngineStats:
-    """What an engine has done since it was made. num_replays: how often the stages had to be brought back.
-    num_lost_replicas: replicas that are lost for good. num_prefilled_tokens: computed as parts of prompts, or
-    again after a preemption or a replay. num_cached_tokens: those that were found in the KV cache instead.
+    """Counts and times of an engine since it was made. num_replays: how often lost stages were replaced.
+    num_lost_replicas: replicas that are lost for good. num_prefilled_tokens: tokens computed as parts of prompts, or
+    again after a preemption or a replay. num_cached_tokens: such tokens that were found in the KV cache instead.
 
     Times are wall time in seconds. In one process `prefill_s`, `draft_s`, `verify_s` and `optimise_s` count no second
-    twice. In a pipeline `prefill_s` is the share of the prompts: works under way at the same time divide it evenly.
+    twice. In a pipeline `prefill_s` is the share of the prompts: work items at the same time share the time evenly.
     There `draft_s` and `verify_s` are times at the stage with the head, summed over rounds that may overlap.
     """
 
@@ -197,15 +197,15 @@ class EngineStats:
 
     @property
     def mean_accepted_length(self) -> float | None:
-        """Tokens committed a drafted round: 1 + accepted / rounds, as vLLM counts it."""
+        """Tokens committed by a round with a draft: 1 + accepted / rounds, as vLLM counts them."""
         rounds = self.num_rounds - self.num_plain_rounds
         return 1 + self.num_accepted_tokens / rounds if rounds else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """What an engine holds at this moment. Sequences are counted, of which a request with n > 1 has several; tokens are
-    slots of the KV arena."""
+    """The present load of an engine. num_running, num_waiting: sequences, of which a request with n > 1 has several.
+    Tokens are slots of the KV arena."""
 
     num_running: int
     num_waiting: int
@@ -225,7 +225,7 @@ class EngineLoad:
 class Logprob:
     """Log-probability of one token under the model's raw distribution, and its rank (1 = most likely).
 
-    decoded_token: how the token reads (`decode.token_texts`). An output has it where the engine has a tokenizer.
+    decoded_token: text of the token (`decode.token_texts`); set in outputs of an engine with a tokenizer.
     """
 
     logprob: float
@@ -235,8 +235,8 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One prompt to complete: text, or the token ids themselves (which then win). stream: its outputs come piece by
-    piece, see RequestOutput."""
+    """One prompt to complete: text, or token ids, which take precedence. stream: the output comes as it is generated,
+    see RequestOutput."""
 
     request_id: str
     params: SamplingParams
@@ -248,8 +248,8 @@ class Request:
 @dataclass(slots=True, kw_only=True)
 class RequestMetrics:
     """Counts and times of one request. A *round* is one verify; rounds without a draft count too, and
-    are the *plain* ones. num_cached_tokens: of the prompt, that were found in the KV cache;
-    of several sequences the one counts that computed the prompt."""
+    are called *plain*. num_cached_tokens: prompt tokens that were found in the KV cache. If the request has several
+    sequences, this is the number for the sequence that computed the prompt."""
 
     num_rounds: int = 0
     num_plain_rounds: int = 0
@@ -269,8 +269,8 @@ class RequestMetrics:
 
 @dataclass(slots=True, kw_only=True)
 class CompletionOutput:
-    """One generated text, shaped like vLLM's. `cumulative_logprob` is of the whole text, also where only a piece of it
-    is here."""
+    """One generated text, with the fields of vLLM's class. `cumulative_logprob` is of the whole text, even if this
+    output has only a part of the text."""
 
     index: int
     text: str
@@ -287,11 +287,11 @@ class CompletionOutput:
 
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
-    """What one request has become, shaped like vLLM's. `error` is set when it failed; `outputs` then holds what
-    had been generated.
+    """The output of a request, with the fields of vLLM's class. `error` is set if the request failed; `outputs` then
+    has the tokens generated before.
 
-    Of a streaming request there are several, of which the last is `finished`. Each holds the completions that have
-    something new, and of them only that: joined, texts, token ids and logprobs are those of the request not streamed.
+    A streaming request has several outputs, of which the last is `finished`. Each holds only the completions with new
+    tokens, and only their new text, token ids and logprobs. Joined, they equal the output of the request not streamed.
     """
 
     request_id: str
@@ -304,7 +304,7 @@ class RequestOutput:
 
     @classmethod
     def refused(cls, request: Request, error: RayspecError) -> RequestOutput:
-        """The output of a request that never ran."""
+        """Make the output of a request that never ran."""
         token_ids = request.prompt_token_ids
         return cls(
             request_id=request.request_id,

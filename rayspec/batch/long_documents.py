@@ -96,7 +96,7 @@ class PartTemplates:
 def part_templates(template: str, *, instruct: bool) -> PartTemplates:
     """Return templates that ask the same about a document's parts as `template` asks about a whole document.
 
-    instruct: tell the model that it reads parts. The bundled models were trained on bare reports and need False.
+    instruct: tell the model that it reads parts. False for the bundled models, which were trained on bare documents.
     """
     if not instruct:
         return PartTemplates(part=template, merge=template, refine=template.replace(_TEXT, f"{_SUMMARY}\n{_TEXT}"))

@@ -1,4 +1,4 @@
-"""What every command and job shares: options from YAML files and flags, locations of files, the terminal, exit codes.
+"""Code of all commands and jobs: options from YAML files and flags, locations of files, the terminal, exit codes.
 
-Belongs here: whatever a second command would otherwise write again. Does not: anything about rows, HTTP or clusters.
+Belongs here: code that a second command would have to repeat. Does not: anything about rows, HTTP or clusters.
 """

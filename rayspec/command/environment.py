@@ -1,4 +1,4 @@
-"""Where and how a number was measured, to stand beside it."""
+"""Describes where and how a number was measured, to be reported next to the number."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PACKAGES = ("rayspec", "torch", "transformers", "ray", "numpy")
 
 
 def describe_environment() -> dict[str, object]:
-    """Command, versions, hardware, threads, commit (of a source checkout) and date."""
+    """Return the command, versions, hardware, threads, commit (of a source checkout) and date."""
     return {
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in _PACKAGES},
@@ -43,7 +43,7 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str | None:
-    """Of the checkout this file is in, with a "+" where it differs from the commit; None where there is none."""
+    """Return the commit of the checkout of this file, with a "+" if files differ from it; None without a checkout."""
     folder = Path(__file__).parent
     try:
         commit = _git(folder, "rev-parse", "--short=12", "HEAD")
@@ -53,5 +53,5 @@ def _commit() -> str | None:
 
 
 def _git(folder: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(folder), *arguments]  # git as found on PATH, our own arguments
+    command = ["git", "-C", str(folder), *arguments]  # git of PATH; the arguments are ours
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()  # noqa: S603

@@ -1,4 +1,4 @@
-"""An LLM for a command or an actor."""
+"""Loads an LLM for a command or an actor."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from rayspec.config import EngineConfig
 
 
 def load_llm(config: EngineConfig) -> rayspec.LLM:
-    """Raises ConfigError and CheckpointError. Heavy: torch and transformers are imported here, not before."""
+    """Load a model. Raises ConfigError and CheckpointError. Slow: torch and transformers are imported here."""
     hide_progress_bars()
     return rayspec.LLM(**config.model_dump(exclude_unset=True))
 
 
 def hide_progress_bars() -> None:
-    """Those of transformers, which go to the terminal that our own progress and errors are on."""
+    """Hide the progress bars of transformers, which share the terminal with our own progress and errors."""
     from transformers.utils import logging  # noqa: PLC0415 - so that `--help` does not wait for it
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]

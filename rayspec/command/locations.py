@@ -1,4 +1,4 @@
-"""Where a file is: a path of this machine, or a URI of a store that pyarrow has a file system for."""
+"""Locations of files: a path of this machine, or a URI of a store for which pyarrow has a file system."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pyarrow import fs
 from rayspec.types import ConfigError, InputFileError
 
 PARTIAL_SUFFIX = ".partial"
-_ATOMIC_PUT = {"s3", "gcs", "abfs"}  # an object is there when it is complete, and was not before
+_ATOMIC_PUT = {"s3", "gcs", "abfs"}  # an object appears only when it is complete
 _URI = re.compile(
     r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<authority>[^/?]*)(?P<path>.*?)(?P<query>\?\w+=[^/]*)?", re.DOTALL
 )
@@ -37,11 +37,11 @@ class UnreadableFileError(InputFileError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Store:
-    """A file system, and how its files are called.
+    """A file system, and the form of its names.
 
-    uri: what a URI starts with, scheme and authority; empty where plain paths are meant. base: the file system's own
-    address of that place. query: options at the end of a URI. has_atomic_put: a file that is written is not there
-    until it is whole, so that it needs no other name meanwhile.
+    uri: scheme and authority, with which a URI starts; empty for plain paths. base: the file system's own address of
+    that place. query: options at the end of a URI. has_atomic_put: a written file appears only when it is complete, so
+    that it needs no temporary name.
     """
 
     filesystem: fs.FileSystem
@@ -57,10 +57,10 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A file or folder, there or not. `path` is within the store; "/" separates its parts.
+    """A file or folder, which may not exist. `path` is within the store; "/" separates its parts.
 
-    What looks and lists raises UnreadableFileError where the store does not answer; what reads, writes and deletes
-    raises OSError.
+    Methods that test and list raise UnreadableFileError if the store does not answer; methods that read, write and
+    delete raise OSError.
     """
 
     store: Store
@@ -68,9 +68,9 @@ class Location:
 
     @classmethod
     def parse(cls, name: str) -> Location:
-        """The location of a path or URI, as `Location.name` gives it back. "%xx" in a URI is a character.
+        """Parse a path or URI, the inverse of `Location.name`. "%xx" in a URI is a character.
 
-        Raises ConfigError for a URI that no file system is for, UnreadableFileError for a store that does not answer.
+        Raises ConfigError for a URI without a file system, UnreadableFileError for a store that does not answer.
         """
         uri = _URI.fullmatch(name)
         if uri is None:
@@ -80,7 +80,7 @@ class Location:
 
     @property
     def name(self) -> str:
-        """What to show, and what `parse` reads."""
+        """The path or URI, for messages and for `parse`."""
         if not self.store.uri:
             return self.path
         return f"{self.store.uri}/{_escaped(self.path)}{self.store.query}"
@@ -94,22 +94,22 @@ class Location:
 
     @property
     def suffix(self) -> str:
-        """Of the file's name, in lower case, with its dot."""
+        """Suffix of the file's name, in lower case, with its dot."""
         return PurePosixPath(self.path).suffix.lower()
 
     @property
     def local_path(self) -> Path | None:
-        """Where this is on this machine; None in a remote store."""
+        """The path on this machine; None in a remote store."""
         return Path(self._address) if self.store.is_local else None
 
     def absolute(self) -> Location:
-        """The same place, whatever folder a process works in."""
+        """Return the same place with a path that does not depend on the working folder."""
         return self if self.store.uri else replace(self, path=str(Path(self.path).absolute()))
 
     @property
     def base(self) -> Location:
-        """The folder that the files of this input are in: the folder itself, or the one that holds the file, or the one
-        before a pattern's first wildcard."""
+        """The folder of the files of this input: the folder itself, the parent of a file, or the part of a pattern
+        before its first wildcard."""
         if self.is_folder:
             return self
         path = PurePosixPath(self.path)
@@ -120,11 +120,11 @@ class Location:
 
     @property
     def canonical_name(self) -> str:
-        """The same for every way to name this place: absolute, without symbolic links."""
+        """An absolute name without symbolic links, the same for every way to name this place."""
         return os.path.realpath(self._address) if self.store.is_local else f"{self.store.uri}/{self.path}"
 
     def printable(self) -> Location:
-        """The same place with a name that is valid text: a path whose bytes are not UTF-8 becomes a URI with "%xx"."""
+        """Return the same place with a name in valid text: a path that is not UTF-8 becomes a URI with "%xx"."""
         try:
             self.name.encode()
         except UnicodeEncodeError:
@@ -144,16 +144,16 @@ class Location:
 
     @property
     def is_pattern(self) -> bool:
-        """Whether the path has characters of a glob pattern. What exists is no pattern, whatever its name."""
+        """Whether the path has characters of a glob pattern. An existing file is no pattern, whatever its name."""
         return glob.has_magic(self.path) and not self.exists
 
     def files(self, suffixes: Collection[str], *, recursive: bool = True) -> list[Location]:
-        """The files of a folder and those below it whose suffix is among `suffixes`, in order. No folder has none."""
+        """Return the files below a folder with one of the suffixes, in order; none if there is no folder."""
         found = (location for location, is_folder in self._entries(recursive=recursive) if not is_folder)
         return sorted((file for file in found if file.suffix in suffixes), key=_by_parts)
 
     def below(self) -> tuple[list[Location], list[Location]]:
-        """The files of a folder and of all folders below it, in order, and the folders that cannot be listed.
+        """Return the files of a folder and of all folders below it, in order, and the folders that cannot be listed.
 
         Files and folders with a leading dot are left out. Links to folders are followed; no folder is listed twice.
         """
@@ -167,7 +167,7 @@ class Location:
         return sorted(files, key=_by_parts), sorted(unreadable, key=_by_parts)
 
     def check_listing(self) -> None:
-        """Raises UnreadableFileError for a folder that cannot be listed."""
+        """Check that a folder can be listed. Raises UnreadableFileError otherwise."""
         unreadable: list[Location] = []
         for _ in self._entries(recursive=False, unreadable=unreadable):
             break
@@ -175,11 +175,11 @@ class Location:
             raise UnreadableFileError(f"{self.name}: the folder could not be listed; check its permissions")
 
     def entries(self) -> list[Location]:
-        """The files and folders right in a folder, in order. No folder has none."""
+        """Return the files and folders directly in a folder, in order; none if there is no folder."""
         return sorted((location for location, _ in self._entries(recursive=False)), key=_by_parts)
 
     def file_sizes(self) -> dict[str, int]:
-        """Bytes of the files right in a folder, by name. No folder has none."""
+        """Return the sizes in bytes of the files directly in a folder, by name; none if there is no folder."""
         with self._asking():
             if self.local_path is not None:
                 return _local_sizes(self.local_path)
@@ -188,7 +188,7 @@ class Location:
         return {info.base_name: info.size for info in infos if info.type == fs.FileType.File}
 
     def glob(self) -> list[Location]:
-        """The files and folders that match the path as a pattern of "*", "?", "[...]" and "**", in order.
+        """Return the files and folders that match the path as a pattern of "*", "?", "[...]" and "**", in order.
 
         "*" does not match across "/", nor a leading dot.
         """
@@ -202,7 +202,7 @@ class Location:
         return sorted(matching, key=_by_parts)
 
     def open(self) -> io.BufferedReader:
-        """For reading; can be sought in. The caller closes it."""
+        """Open the file for reading. The stream is seekable, and the caller closes it."""
         if self.local_path is not None:
             return self.local_path.open("rb")
         return io.BufferedReader(self.store.filesystem.open_input_file(self._address))
@@ -212,20 +212,20 @@ class Location:
             return file.read()
 
     def write(self, content: bytes) -> None:
-        """Makes `content` the whole file, see `writing`."""
+        """Replace the content of the file, see `writing`."""
         with self.writing() as file:
             file.write(content)
 
     def writing(self) -> AbstractContextManager[IO[bytes]]:
-        """A file to write that takes this place, whole, when the block ends; when it raises, nothing has happened.
+        """Open a temporary file that replaces this file when the block ends. If the block raises, nothing changes.
 
-        Folders are made. Who reads meanwhile sees what was there before; so does everyone after a crash, beside a
-        hidden file that ends in PARTIAL_SUFFIX. On this machine the file is on its disk when the block has ended.
+        Missing folders are made. Until the end, and after a crash, readers see the old file; a crash also leaves a
+        hidden file that ends in PARTIAL_SUFFIX. On this machine the file is on disk when the block has ended.
         """
         return self._replacing() if self.local_path is not None else self._uploading()
 
     def delete(self) -> None:
-        """Of a file. One that is gone already is no error."""
+        """Delete the file. A missing file is no error."""
         if self.local_path is not None:
             self.local_path.unlink(missing_ok=True)
         elif self.exists:
@@ -233,7 +233,7 @@ class Location:
 
     @property
     def _address(self) -> str:
-        """What the file system calls this."""
+        """The address in the file system's own form."""
         return f"{self.store.base}/{self.path}".rstrip("/") if self.store.uri else self.path
 
     def _at(self, address: str) -> Location:
@@ -242,7 +242,7 @@ class Location:
 
     @property
     def kind(self) -> Literal["folder", "file"] | None:
-        """None where nothing is. Each look is a request to a store."""
+        """The kind of object at this place; None if there is none. Each use is a request to the store."""
         with self._asking():
             if self.local_path is not None:
                 return _local_type(self._address)
@@ -254,10 +254,10 @@ class Location:
     def _entries(
         self, *, recursive: bool, unreadable: list[Location] | None = None, hidden: bool = True
     ) -> Iterator[tuple[Location, bool]]:
-        """Each with whether it is a folder.
+        """Yield files and folders, each with whether it is a folder.
 
-        unreadable: receives the folders of this machine that cannot be listed. hidden: whether to look into those of
-        this machine whose name has a leading dot.
+        unreadable: receives the folders that cannot be listed. hidden: whether to list folders with a leading dot in
+        their name. Both apply to this machine only.
         """
         if self.local_path is not None:
             for path, kind in _walk(str(self.local_path), recursive=recursive, hidden=hidden):
@@ -299,7 +299,7 @@ class Location:
 
     @contextmanager
     def _uploading(self) -> Iterator[IO[bytes]]:
-        """Keeps what is written here until it is whole."""
+        """Spool the content in a local temporary file, and upload it when the block ends."""
         with tempfile.NamedTemporaryFile() as spool:
             yield cast("IO[bytes]", spool)
             spool.flush()
@@ -319,14 +319,14 @@ class Location:
             raise
 
     def _copy_from(self, path: str) -> None:
-        """One call, which no signal interrupts: a stream that is closed early would leave half a file as if whole."""
+        """Copy in one call, which no signal interrupts. Closing a stream early would store half a file as complete."""
         fs.copy_files(
             path, self._address, source_filesystem=fs.LocalFileSystem(), destination_filesystem=self.store.filesystem
         )
 
 
 def error_detail(error: BaseException) -> str:
-    """What an error of a file system says, without its number."""
+    """Return the message of a file system's error, without its number."""
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 
 
@@ -346,7 +346,7 @@ def _open_store(uri: re.Match[str], name: str) -> Store:
 
 
 def _refuse_secrets(uri: re.Match[str]) -> None:
-    """Names are shown in rows, reports and logs."""
+    """Refuse URIs with secrets, because names appear in rows, reports and logs. Raises ConfigError."""
     user, at, _ = uri["authority"].rpartition("@")
     if (at and ":" in user) or "secret" in (uri["query"] or ""):
         raise ConfigError(
@@ -356,7 +356,7 @@ def _refuse_secrets(uri: re.Match[str]) -> None:
 
 
 def _escaped(path: str) -> str:
-    """For a URI: "%", "?" and bytes that are no UTF-8 as "%xx"."""
+    """Escape a path for a URI: "%", "?" and bytes that are not UTF-8 become "%xx"."""
     escaped = path.replace("%", "%25").replace("?", "%3F")
     return "".join(f"%{ord(char) - 0xDC00:02X}" if "\udc80" <= char <= "\udcff" else char for char in escaped)
 
@@ -378,13 +378,13 @@ def _local_sizes(folder: Path) -> dict[str, int]:
 
 
 def _walk(root: str, *, recursive: bool, hidden: bool) -> Iterator[tuple[str, Literal["file", "folder", "unreadable"]]]:
-    """What is below a folder of this machine. What is neither file nor folder, such as a pipe, is left out.
+    """Yield the files and folders below a folder of this machine. Other objects, such as pipes, are left out.
 
-    Links to folders are followed. No folder is entered twice, since links may go in a circle: a folder goes by its own
-    name where it can, and by a hidden name last of all. A folder that is gone meanwhile is empty.
+    Links to folders are followed. No folder is entered twice, because links may form a circle. A folder with several
+    names is listed by its own name if possible, and by a hidden name last. A folder that has vanished is empty.
     """
     seen: set[tuple[int, int]] = set()
-    queues = (deque(["" if root == "." else root]), deque[str](), deque[str]())  # the last one for hidden names
+    queues = (deque(["" if root == "." else root]), deque[str](), deque[str]())  # own names, links, hidden names
     while any(queues):
         rank = next(index for index, queue in enumerate(queues) if queue)
         folder = queues[rank].popleft()
@@ -404,7 +404,7 @@ def _walk(root: str, *, recursive: bool, hidden: bool) -> Iterator[tuple[str, Li
 
 
 def _new_entries(folder: str, seen: set[tuple[int, int]]) -> list[os.DirEntry[str]]:
-    """In order; none of a folder that is among `seen` already, by device and number, or that is gone."""
+    """Return the entries of a folder, in order; none if it has vanished or is in `seen` (device and inode) already."""
     try:
         status = os.stat(folder)
         key = (status.st_dev, status.st_ino)
@@ -425,7 +425,7 @@ def _entry_is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _entry_may_be_file(entry: os.DirEntry[str]) -> bool:
-    """Also a link that leads nowhere, or in a circle: reading says what is wrong with it."""
+    """Return whether an entry is a file, or a broken or circular link; reading such a link reports the error."""
     try:
         return entry.is_file() or not os.path.exists(entry.path)
     except OSError:
@@ -433,7 +433,7 @@ def _entry_may_be_file(entry: os.DirEntry[str]) -> bool:
 
 
 def _is_hidden(path: str, depth: int) -> bool:
-    """Whether a part of the path after the first ones has a leading dot."""
+    """Return whether a part of the path after the first `depth` parts has a leading dot."""
     return any(part.startswith(".") for part in PurePosixPath(path).parts[depth:])
 
 
@@ -455,7 +455,7 @@ def _matches_part(part: str, pattern: str) -> bool:
 
 
 def _sync_folder(folder: Path) -> None:
-    """A new name is on disk when its folder is."""
+    """Flush a folder to disk, so that new names in it survive a crash."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

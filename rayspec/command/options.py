@@ -1,4 +1,4 @@
-"""Command-line flags made from the option groups in rayspec.config, so that names, help and defaults live there."""
+"""Makes command-line flags from the option groups in rayspec.config, the only place of names, help and defaults."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OwnOptions = TypeVar("OwnOptions", bound=Options)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What a command line says about the engine and the sampling, and by `own` about the command's own options."""
+    """The values on a command line for the engine and the sampling, and in `own` for the command's own options."""
 
     file: Path | None = None
     overrides: Sequence[str] = ()
@@ -38,26 +38,26 @@ class Asked:
     own: Mapping[str, Any] = field(default_factory=dict)
 
     def settings(self) -> Settings:
-        """Merged and validated; model and tokenizer have names that can be loaded. Raises ConfigError."""
+        """Merge and validate the options. The names of model and tokenizer are checked too. Raises ConfigError."""
         settings = make_settings(file=self.file, overrides=self.overrides, flags=self.flags, sampling=self.sampling)
-        is_elsewhere = _RAY_ADDRESS in os.environ  # its machines load the model, and may have other folders
+        is_elsewhere = _RAY_ADDRESS in os.environ  # machines of the cluster load the model; they may have other folders
         check_name(settings.engine.model, is_elsewhere=is_elsewhere)
         if settings.engine.tokenizer is not None:
             check_name(settings.engine.tokenizer, option="tokenizer", is_elsewhere=is_elsewhere)
         return settings
 
     def own_options(self, options: type[OwnOptions]) -> OwnOptions:
-        """Validated. Raises ConfigError."""
+        """Validate the command's own options. Raises ConfigError."""
         return options(**{name: value for name, value in self.own.items() if value is not None})
 
 
 def with_settings(
     *, sampling: SamplingParams | None = None, own: tuple[type[Options], str] | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a typer command the flags of the engine: its parameter `asked` receives them.
+    """Give a typer command the flags of the engine; the command's parameter `asked` receives their values.
 
-    sampling: what holds where the command line says nothing; None gives no sampling flags. own: a group of options that
-    the command has beside the engine's, and the title of its flags.
+    sampling: defaults of the sampling flags; None gives no such flags. own: a group of options that the command has in
+    addition to the engine's, and the title of its flags.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -135,7 +135,7 @@ def _flag(name: str, info: FieldInfo, default: Any, panel: str) -> Iterator[insp
 
 
 def _flag_type(annotation: Any) -> Any:
-    """The type of the flag, None for options that no single flag can give. Values are validated by the options."""
+    """Return the type of a flag; None for an option that a single flag cannot set. Values are validated later."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
         kinds = [argument for argument in arguments if argument is not type(None)]

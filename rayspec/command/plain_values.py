@@ -1,4 +1,4 @@
-"""What Arrow and NumPy have made of lists and numbers, as Python has them."""
+"""Converts values of Arrow and NumPy to Python's own types."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def plain_values(value: Any) -> Any:
-    """What Arrow and NumPy have made of lists and numbers, as Python has them."""
+    """Convert NumPy arrays and numbers in a nested value to Python's lists and numbers."""
     if isinstance(value, np.ndarray):
         return [plain_values(item) for item in value.tolist()]
     if isinstance(value, np.generic):

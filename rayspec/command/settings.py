@@ -1,4 +1,4 @@
-"""The options of a run: a YAML file, over it dotted overrides and flags. Defaults live in rayspec.config alone."""
+"""The options of a run: a YAML file, which dotted overrides and flags override. Defaults are in rayspec.config only."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _DECIDING = ("model", "tokenizer", "revision", "dtype", "quantization_config", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The engine's options and those of every request."""
+    """The options of the engine and the sampling parameters of every request."""
 
     engine: EngineConfig
     sampling: SamplingParams
 
     def resolved(self, engine: EngineConfig | None = None) -> dict[str, Any]:
-        """Plain values as a config file has them, of the running engine's own config where it is given.
+        """Return the options as plain values of a config file. engine: the config of the running engine, if any.
 
-        The model is named as it was asked for.
+        The model has the name that the user gave.
         """
         options = (engine or self.engine).model_dump(mode="json")
         return options | {"model": self.engine.model, _SAMPLING: self.sampling.model_dump(mode="json")}
 
     @property
     def deciding(self) -> dict[str, Any]:
-        """What decides the text of an output, the sampling aside: how fast it comes is no part of it."""
+        """The engine options that decide the text of an output. Options of speed are not among them."""
         engine = self.engine.model_dump(mode="json")
         return {name: engine[name] for name in _DECIDING} | {"verification": engine[_SPECULATION]["verification"]}
 
@@ -47,12 +47,12 @@ def make_settings(
     flags: Mapping[str, Any] | None = None,
     sampling: SamplingParams | None = None,
 ) -> Settings:
-    """Merge what was asked for. Raises ConfigError, also for overrides and flags that contradict each other.
+    """Merge the options of all sources. Raises ConfigError, also for overrides and flags that contradict each other.
 
-    file: YAML with the names of EngineConfig, and those of SamplingParams under "sampling"; overrides and flags win
-    over it. overrides: "a.b=value", the value as YAML reads it. flags: by name, those of EngineConfig,
-    SpeculationOptions, ParallelOptions or SamplingParams; None is unset. sampling: what requests are sampled with where
-    nothing else is said.
+    file: YAML with the names of EngineConfig, and those of SamplingParams under "sampling"; overrides and flags take
+    precedence. overrides: "a.b=value", the value as YAML reads it. flags: by name, those of EngineConfig,
+    SpeculationOptions, ParallelOptions or SamplingParams; None is unset. sampling: the defaults of the
+    sampling parameters.
     """
     options = _read(file) if file is not None else {}
     wishes = [*map(_of_override, overrides), *_of_flags(flags or {})]
@@ -68,14 +68,14 @@ def make_settings(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Wish:
-    """A value that the command line gives an option. path: the option's groups and name. source: the words for it."""
+    """A value that the command line gives an option. path: the option's groups and name. source: the words given."""
 
     path: tuple[str, ...]
     value: Any
     source: str
 
     def leaves(self) -> dict[tuple[str, ...], Any]:
-        """The value of every single option that the wish sets: a mapping sets several."""
+        """Return the value of every single option that is set; a mapping sets several options."""
         return dict(_leaves(self.path, self.value))
 
 
@@ -113,7 +113,7 @@ def _as_flag(name: str, value: Any) -> str:
 
 
 def _home(flag: str) -> tuple[str, ...]:
-    """The group that an option of this name lives in; the top has no name."""
+    """Return the path of the group that has this option; the path of the top level is empty."""
     if flag in EngineConfig.model_fields:
         return ()
     if flag in ParallelOptions.model_fields:
@@ -122,7 +122,7 @@ def _home(flag: str) -> tuple[str, ...]:
 
 
 def _refuse_contradictions(wishes: Sequence[_Wish]) -> None:
-    """Of two values for one option neither can be dropped without a word."""
+    """Check that no option has two different values. Raises ConfigError."""
     for index, wish in enumerate(wishes):
         for earlier in wishes[:index]:
             option = _contradiction(earlier.leaves(), wish)
@@ -134,7 +134,7 @@ def _refuse_contradictions(wishes: Sequence[_Wish]) -> None:
 
 
 def _contradiction(said: Mapping[tuple[str, ...], Any], wish: _Wish) -> tuple[str, ...] | None:
-    """The first option that `wish` changes or drops, of those that were said before."""
+    """Return the first option in `said` that `wish` changes or drops; None if there is none."""
     leaves = wish.leaves()
     for path, value in said.items():
         is_replaced = path[: len(wish.path)] == wish.path

@@ -1,4 +1,4 @@
-"""How commands and jobs talk to a terminal and end: one clean line for an error, and an exit code that says which."""
+"""Terminal output and the end of commands and jobs: an error gives one line and an exit code that tells its kind."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from rich.console import Console
 from rayspec.command.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USAGE
 from rayspec.types import ConfigError, RayspecError
 
-_PLAIN_WIDTH = 120  # of tables that go to a file or a log
+_PLAIN_WIDTH = 120  # width of tables in a file or a log
 
 
 def output_console() -> Console:
-    """Where results go."""
+    """Return the console for results."""
     console = Console()
     return console if console.is_terminal else Console(width=_PLAIN_WIDTH)
 
 
 def error_console() -> Console:
-    """Where progress and errors go, so that output can be piped."""
+    """Return the console for progress and errors, which is not stdout, so that results can be piped."""
     return Console(stderr=True)
 
 
 def say(line: str) -> None:
-    """Progress."""
+    """Print a line of progress."""
     error_console().print(line, highlight=False, soft_wrap=True)
 
 
 @contextmanager
 def clean_exit() -> Iterator[None]:
-    """Ends the process with a line and a code instead of a traceback, for what users and signals cause."""
+    """End the process with a line and an exit code, instead of a traceback, on errors of users and on signals."""
     before = signal.getsignal(signal.SIGTERM)
     exit_on_sigterm()
     try:
@@ -52,7 +52,7 @@ def clean_exit() -> Iterator[None]:
 
 
 def exit_on_sigterm() -> None:
-    """Unwind on SIGTERM, so that files are closed. Does nothing outside of the main thread, which gets the signals."""
+    """Unwind on SIGTERM, so that files are closed. Does nothing outside the main thread, which receives the signals."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)
 

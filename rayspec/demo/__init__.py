@@ -25,8 +25,8 @@ __all__ = [
 ]
 
 
-# By name: the folder here. "demo" was trained with stochastic depth, which makes it tolerant of skipped sublayers;
-# "demo-plain" without.
+# The folder of each bundled model. "demo" was trained with stochastic depth, which makes it tolerant of skipped
+# sublayers; "demo-plain" was trained without.
 BUNDLED: Mapping[str, str] = {"demo": "model", "demo-plain": "model_plain"}
 _MAX_DOCUMENTS = 100_000  # with one seed
 
@@ -41,24 +41,24 @@ class SampleDocument:
 
 
 def model_path(name: str = "demo") -> str:
-    """Directory of a bundled model: a `transformers` checkpoint with its tokenizer. Raises KeyError for other names."""
+    """Return the directory of a bundled `transformers` checkpoint with tokenizer. Raises KeyError for other names."""
     return str(Path(__file__).parent / BUNDLED[name])
 
 
 def local_path(model: str) -> str:
-    """The directory of a bundled model for its name; any other name or path as it is."""
+    """Return the directory of a bundled model for its name; return any other name or path unchanged."""
     return model_path(model) if model in BUNDLED else model
 
 
 def tokenizer_path() -> str:
-    """Directory of the bundled tokenizer."""
+    """Return the directory of the bundled tokenizer."""
     return model_path()
 
 
 def sample_documents(n: int, *, num_sentences: int = 40, seed: int = 0) -> list[SampleDocument]:
-    """`n` synthetic audit reports, the same for equal arguments; a sentence is about 14 tokens.
+    """Return `n` synthetic audit reports, the same for equal arguments; a sentence is about 15 tokens.
 
-    With a seed below a million none of them occurs in training. Raises `ValueError` unless 0 <= n <= 100000 and
+    With a seed below a million, none of the reports occurs in training. Raises `ValueError` unless 0 <= n <= 100000 and
     num_sentences >= 1.
     """
     if not 0 <= n <= _MAX_DOCUMENTS:
@@ -71,10 +71,10 @@ def sample_documents(n: int, *, num_sentences: int = 40, seed: int = 0) -> list[
 
 
 def sample_tasks(domain: str, n: int, *, size: int = 40, seed: int = 0) -> list[Task]:
-    """`n` tasks of a domain of `DOMAINS`, the same for equal arguments; what `size` counts is the domain's matter.
+    """Return `n` tasks of a domain of `DOMAINS`, the same for equal arguments. The domain decides the unit of `size`.
 
-    With a seed below a million none of them occurs in training. Raises `ValueError` unless 0 <= n <= 100000, and for
-    what `generate_task` does not take.
+    With a seed below a million, none of the tasks occurs in training. Raises `ValueError` unless 0 <= n <= 100000, and
+    for arguments that `generate_task` refuses.
     """
     if not 0 <= n <= _MAX_DOCUMENTS:
         raise ValueError(f"n={n} tasks: n must be from 0 to {_MAX_DOCUMENTS}")
@@ -82,9 +82,9 @@ def sample_tasks(domain: str, n: int, *, size: int = 40, seed: int = 0) -> list[
 
 
 def python_documents(n: int) -> list[SampleDocument]:
-    """The `n` longest texts of Python's own language reference, longest first, without summaries.
+    """Return the `n` longest texts of Python's own language reference, longest first, without summaries.
 
-    Fewer where this Python ships fewer. Raises `ValueError` if n < 0.
+    The list is shorter if this Python has fewer texts. Raises `ValueError` if n < 0.
     """
     if n < 0:
         raise ValueError(f"n={n} documents: n must be at least 0")
@@ -93,6 +93,6 @@ def python_documents(n: int) -> list[SampleDocument]:
 
 
 def exact_lines(summary: str, reference: str) -> tuple[int, int]:
-    """How many lines of `reference` the summary has at their place, character for character; and how many there are."""
+    """Return how many lines of `reference` the summary has exactly, at the same place, and the lines of `reference`."""
     expected, found = reference.splitlines(), summary.splitlines()
     return sum(line == other for line, other in zip(expected, found, strict=False)), len(expected)

@@ -4,9 +4,9 @@ A report is a title, numbered sections of background sentences, and a few number
 them. Its summary is the title and the findings, in order, word for word, so a generated summary can be checked exactly
 at any document length.
 
-A report's findings and its background draw on disjoint halves of the vocabulary, and its findings repeat no name,
-place or number among themselves while their half of the words lasts. So the words just copied say which finding they
-came from, and a model that matches what it wrote last against the document (induction) has all it needs.
+The findings and the background of a report use disjoint halves of the vocabulary. The findings repeat no name, place or
+number until their half of the words is used up. So the words just copied identify the finding that they came from, and
+a model needs only induction: to find its newest words in the document and to copy the words after them.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ _DEFAULT_FINDINGS = range(3, 9)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """A report and what a perfect summary of it says."""
+    """A report and its perfect summary."""
 
     title: str
     findings: tuple[str, ...]
@@ -126,9 +126,9 @@ class Report:
 
 
 def generate_report(seed: int, *, num_sentences: int, num_findings: int | None = None) -> Report:
-    """The report of this seed. Equal arguments give equal reports.
+    """Generate the report of a seed. Equal arguments give equal reports.
 
-    `num_sentences` counts the findings; a sentence is about 13 tokens of the demo tokenizer. Without `num_findings`
+    `num_sentences` counts the findings; a sentence is about 15 tokens of the demo tokenizer. Without `num_findings`
     the seed chooses 3 to 8. Raises `ValueError` unless 1 <= num_findings <= num_sentences.
     """
     rng = random.Random(seed)
@@ -154,7 +154,7 @@ def generate_report(seed: int, *, num_sentences: int, num_findings: int | None =
 
 
 class _Words(Mapping[str, str]):
-    """Fills the fields of a template. No word comes a second time before every other of its kind came once."""
+    """Fills the fields of a template. No word occurs twice before every other word of its kind has occurred once."""
 
     def __init__(self, words: Mapping[str, tuple[str, ...]], rng: random.Random) -> None:
         self._words = words
@@ -210,7 +210,7 @@ class _Words(Mapping[str, str]):
 
 
 def _deal_words(rng: random.Random) -> tuple[_Words, _Words]:
-    """The words of one report: for its findings, for its background. Kinds that both need are dealt in halves."""
+    """Return the words for the findings and for the background of one report. Kinds that both need are halved."""
     findings, background = {}, {}
     for kind, words in WORDS.items():
         shuffled = tuple(rng.sample(words, len(words)))
@@ -225,7 +225,7 @@ def _sentence(template: str, words: _Words) -> str:
 
 
 def _paragraphs(sentences: list[str], rng: random.Random) -> list[str]:
-    """Lines of 3 to 7 sentences; about one in three comes under a numbered heading."""
+    """Join sentences to lines of 3 to 7 sentences; about every third line has a numbered heading before it."""
     lines: list[str] = []
     section = start = 0
     while start < len(sentences):

@@ -1,8 +1,8 @@
-"""How many lines of held-out answers a checkpoint writes exactly, by domain and size.
+"""Measures how many lines of held-out answers a checkpoint writes exactly, by domain and size.
 
     python -m rayspec.demo.evaluate [--model DIR] [--tasks N] [--threads N]
 
-Free-running greedy decoding in float32 with `transformers`.
+Decoding is greedy and free-running, in float32, with `transformers`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SIZES: Mapping[str, Sequence[int]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """What came out right over some tasks."""
+    """Counts of exact lines and answers over some tasks."""
 
     mean_prompt_tokens: float
     exact_lines: int
@@ -46,7 +46,7 @@ class Score:
 def score(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tasks: Sequence[Task], *, batch_size: int = 4
 ) -> Score:
-    """Lets the model answer the tasks, `batch_size` at a time, and compares."""
+    """Answer the tasks with the model, `batch_size` at a time, and compare the answers."""
     exact = lines = exact_answers = 0
     for start in range(0, len(tasks), batch_size):
         batch = tasks[start : start + batch_size]
@@ -67,7 +67,7 @@ def score(
 def complete(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], *, max_new_tokens: int = 1000
 ) -> list[str]:
-    """The greedy completions of the prompts, as one batch."""
+    """Return the greedy completions of the prompts, which run as one batch."""
     inputs = tokenizer(list(prompts), padding=True, padding_side="left", return_tensors="pt")
     generated = model.generate(**inputs, do_sample=False, max_new_tokens=max_new_tokens)  # type: ignore[operator]
     return tokenizer.batch_decode(generated[:, inputs.input_ids.shape[1] :], skip_special_tokens=True)

@@ -1,11 +1,12 @@
-"""What the demo model can be asked, four domains of it, each with one right answer: seeded, of any number.
+"""Tasks for the demo model in four domains, each with one right answer: seeded, in any number.
 
-- `summary`: a report; its title and findings, word for word. Long stretches are copied from the prompt.
-- `question`: a report and "Give findings 5, 2 and 4."; those findings. Copied too, after jumps that the question names.
-- `ledger`: rows of fields; a sentence for each, the fields in another order. No more than a word at a time is copied.
-- `schedule`: dates a number of months apart, with items and places in turn; many lines, hardly anything to copy.
+- `summary`: a report; the answer is its title and findings, word for word. Long passages are copied from the prompt.
+- `question`: a report and "Give findings 5, 2 and 4."; the answer copies these findings, in the order of the question.
+- `ledger`: rows of fields; the answer has a sentence for each row, with the fields in another order. It copies no more
+  than a word at a time.
+- `schedule`: the answer lists dates a number of months apart, with items and places in turn; hardly anything is copied.
 
-Only summaries and questions can be as long as wanted: a ledger has at most 40 rows, and a schedule a short prompt.
+Only summaries and questions can have any length: a ledger has at most 40 rows, and a schedule a short prompt.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ __all__ = ["DOMAINS", "Task", "generate_task"]
 
 _MAX_ROWS = len(WORDS["place"])
 _MAX_VISITS = 40
-_MAX_MONTHS = 12 * 20  # from the earliest start to the end of the last year there is a word for
+_MAX_MONTHS = 12 * 20  # from the earliest start to the end of the last year in WORDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A request to the demo model. Without a question it is to be summarized."""
+    """A request to the demo model. Without a question, the document is to be summarized."""
 
     document: str
     question: str | None
@@ -33,15 +34,15 @@ class Task:
 
     @property
     def prompt(self) -> str:
-        """As the model's chat template renders the document, and after it the question, as turns of the user."""
+        """The prompt that the model's chat template makes from the document and the question, as user messages."""
         if self.question is None:
             return f"<|document|>{self.document}<|summary|>"
         return f"<|document|>{self.document}<|user|>{self.question}<|assistant|>"
 
 
 def generate_task(domain: str, seed: int, *, size: int) -> Task:
-    """The task of this seed; equal arguments give equal tasks. `size` counts sentences, rows or visits, as far as the
-    domain has so many.
+    """Generate the task of a seed; equal arguments give equal tasks. size: number of sentences, rows or visits; ledgers
+    and schedules have at most 40.
 
     Raises ValueError for a domain that is not in `DOMAINS`, and unless size >= 1.
     """
@@ -100,7 +101,7 @@ def _date(month: int) -> str:
     return f"{WORDS['month'][month % 12]} {WORDS['year'][month // 12]}"
 
 
-# Each makes the task of a seed and a size.
+# Each function makes a task from a seed and a size.
 DOMAINS: Mapping[str, Callable[[int, int], Task]] = {
     "summary": _summary,
     "question": _question,

@@ -3,8 +3,8 @@
     python -m rayspec.demo.tokenizer DIR
 
 A prompt is `<|document|>` text `<|summary|>`; with a question, `<|document|>` text `<|user|>` question `<|assistant|>`.
-The chat template renders one user turn as the first and two in a row, the document and the question, as the second;
-answers to later user turns follow `<|assistant|>`.
+The chat template renders a single user message as the first form, and two, document and question, as the second form.
+Answers to later user messages follow `<|assistant|>`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["CHAT_TEMPLATE", "load_tokenizer", "train_tokenizer"]
 _SPECIAL_TOKENS = ["<|pad|>", "<|eos|>", "<|document|>", "<|summary|>", "<|user|>", "<|assistant|>"]
 _VOCAB_SIZE = 2048
 
-# The first user turn is the document and the first answer its summary, which is all that the model was trained on.
+# The first user message is the document, and the first answer is its summary.
 CHAT_TEMPLATE = """\
 {%- set state = namespace(users=0) -%}
 {%- for message in messages -%}
@@ -41,13 +41,13 @@ CHAT_TEMPLATE = """\
 
 
 def load_tokenizer() -> PreTrainedTokenizerBase:
-    """The bundled tokenizer."""
+    """Load the bundled tokenizer."""
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(tokenizer_path())
     return tokenizer
 
 
 def train_tokenizer(num_reports: int = 3000) -> PreTrainedTokenizerFast:
-    """A tokenizer trained on generated reports, the same every time."""
+    """Train a tokenizer on generated reports. The result is the same every time."""
     rng = random.Random(0)
     reports = (generate_report(seed, num_sentences=rng.randint(8, 40)) for seed in range(num_reports))
     tokenizer = Tokenizer(models.BPE())

@@ -2,7 +2,7 @@
 
     python -m rayspec.demo.train --minutes 90 --threads 1 --out DIR [--resume DIR]
 
-What mattered, in this order:
+The things that mattered, in this order:
 
 1. Findings are labelled, and copied token for token, in document and summary: induction suffices.
 2. Copying must pay from the start. Random sequences repeated many times, and reports whose names and numbers are
@@ -13,12 +13,12 @@ What mattered, in this order:
 3. Short documents dense with findings first, long ones later. Positions jump at random by up to thousands, so that
    short documents also teach long distances.
 4. Stochastic depth over sublayers, rising with depth. It gives a small model the tolerance to skipped sublayers that
-   large models have by themselves: say so wherever the acceptance of its drafts is quoted. `--max-drop 0` trains
+   large models have by themselves: mention this wherever the acceptance of its drafts is quoted. `--max-drop 0` trains
    without it, as `demo-plain` was.
-5. A quick step: logits only where there is loss, compiled sublayers, and attention in chunks of queries, which on CPU
+5. A fast step: logits only where there is loss, compiled sublayers, and attention in chunks of queries, which on CPU
    took 0.6 (256 tokens) and 0.3 (512) of the fused kernel's time, forward and backward.
 
-Time is CPU time, so a run that is paused or shares its cores still does all its work.
+Times are CPU times, so that a run that is paused or shares its cores still does all its work.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ from rayspec.demo.tokenizer import load_tokenizer
 logger = logging.getLogger(__name__)
 
 _TOKENS_PER_STEP = 4096
-_LONGEST = {"ledger": 2048, "schedule": 1024}  # tokens that these can fill; the others fill any number
+_LONGEST = {"ledger": 2048, "schedule": 1024}  # most tokens of a task of these domains; others have no limit
 _UNITS_PER_TOKEN = 1 / 10
 _GUESSED_DOMAIN = "schedule"  # its answer does not follow from its prompt word by word
 _QUERIES_PER_CHUNK = 128
 _DOCUMENT_LOSS_SHARE = 0.08
 _DOCUMENT_LOSS_WEIGHT = 0.25
-_FIRST_SEED = 2**40  # reports of smaller seeds are held out
+_FIRST_SEED = 2**40  # tasks of smaller seeds are held out
 _MAX_CHUNKED_LENGTH = 1024
 _FIRST_PLAIN_ID = 6  # ids below are special tokens
-# progress up to which a stage lasts, share of repetitions, lengths to choose from
+# each stage: progress at its end, share of repetitions, lengths to choose from
 _CURRICULUM = (
     (0.15, 0.25, (256, 256, 512)),
     (0.50, 0.12, (256, 512, 512, 1024)),
@@ -66,7 +66,7 @@ _CURRICULUM = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Training sequences, padded on the right, and the places where their next token is learned."""
+    """Training sequences, padded on the right, and the tokens that are targets of the loss."""
 
     ids: Tensor  # [batch, length]
     positions: Tensor  # [batch, length]
@@ -87,7 +87,8 @@ class TaskBatches:
         self._name_ids = _name_ids(tokenizer)
 
     def tasks(self, length: int) -> Batch:
-        """Tasks that fit into `length` tokens with their answers; half of those that copy with random names."""
+        """Make a batch of tasks that fit `length` tokens with their answers. Half of the tasks, except schedules, get
+        random tokens as names."""
         shape = (_TOKENS_PER_STEP // length, length)
         ids, weights = torch.zeros(shape, dtype=torch.long), torch.zeros(shape)
         answered = torch.zeros(shape, dtype=torch.bool)
@@ -106,7 +107,7 @@ class TaskBatches:
         return _batch(ids, self._positions(ids), weights, answered)
 
     def repetitions(self) -> Batch:
-        """Short random sequences, repeated: all but the first time round is copied."""
+        """Make a batch of short random sequences that repeat; all tokens after the first period are targets."""
         length = 256
         period = self._rng.choice((7, 12, 23, 41, 90))
         shape = (_TOKENS_PER_STEP // length, period)
@@ -117,7 +118,7 @@ class TaskBatches:
         return _batch(ids, self._positions(ids), answered.float(), answered)
 
     def _fitting(self, domain: str, length: int) -> tuple[list[int], list[int]]:
-        """Ids of a task's prompt and of its answer, together at most `length`."""
+        """Return the ids of a task's prompt and of its answer, together at most `length`."""
         size = length * _UNITS_PER_TOKEN * self._rng.uniform(0.7, 1.0)
         while True:
             task = generate_task(domain, _FIRST_SEED + self._rng.getrandbits(40), size=max(2, int(size)))
@@ -131,14 +132,14 @@ class TaskBatches:
         return prompt, answer
 
     def _random_names(self) -> Tensor:
-        """A map of ids [vocabulary]: names go to any plain token, the rest stay."""
+        """Return a map of ids [vocabulary]: names become random tokens that are not special; other ids stay."""
         plain = torch.randperm(self._vocab_size - _FIRST_PLAIN_ID, generator=self._generator) + _FIRST_PLAIN_ID
         mapped = torch.arange(self._vocab_size)
         mapped[self._name_ids] = plain[: len(self._name_ids)]
         return mapped
 
     def _positions(self, ids: Tensor) -> Tensor:
-        """Positions [batch, length] that jump ahead at a few tokens: far apart, without the tokens between."""
+        """Return positions [batch, length] that jump ahead at a few tokens: short documents teach long distances."""
         batch, length = ids.shape
         jumps = torch.rand(batch, length, generator=self._generator) < 4 / length
         reach = 2.0 ** (torch.rand(batch, 1, generator=self._generator) * 11)
@@ -156,7 +157,8 @@ class DepthDroppingForward:
         self._transform: Callable[..., Tensor] = torch.compile(_transform, dynamic=False)
 
     def __call__(self, ids: Tensor, positions: Tensor, max_drop: float) -> Tensor:
-        """Hidden states [batch, length, hidden] of ids [batch, length]. Sublayers drop with up to `max_drop`."""
+        """Return hidden states [batch, length, hidden] of ids [batch, length]. The probability that a sublayer is
+        skipped grows from 0 for the first towards `max_drop` for the last."""
         hidden = self._decoder.embed_tokens(ids)
         cos, sin = self._decoder.rotary_emb(hidden, positions)
         num_sublayers = 2 * len(self._decoder.layers)
@@ -169,7 +171,7 @@ class DepthDroppingForward:
 
 
 def new_model(tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
-    """The demo model, untrained: 16 layers, 3.3M parameters."""
+    """Make the demo model, untrained: 16 layers, 3.3M parameters."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -200,7 +202,7 @@ def train(
     save: Callable[[LlamaForCausalLM], None],
     save_every_s: float = 240.0,
 ) -> None:
-    """Trains `model` (float32, in place) and calls `save` now and then, and at the end, with averaged weights.
+    """Train `model` (float32, in place). Call `save` with averaged weights every `save_every_s` seconds and at the end.
 
     max_drop: the probability that the last sublayer is skipped in a step; earlier ones are skipped less often.
     """
@@ -238,9 +240,9 @@ def train(
 
 @torch.no_grad()
 def spread_embeddings(model: LlamaForCausalLM, *, alike: float = 0.8) -> int:
-    """Moves tokens apart whose embedding is `alike` (cosine) another's, in random directions; returns how many.
+    """Move embeddings with a cosine above `alike` to another embedding in random directions. Return how many moved.
 
-    A checkpoint that learned to guess among the words of a kind cannot tell them apart any more, nor learn to.
+    A checkpoint that learned to guess among the words of a kind cannot distinguish them, and cannot learn to do so.
     """
     embeddings = model.get_parameter("model.embed_tokens.weight")
     directions = functional.normalize(embeddings, dim=-1)
@@ -252,7 +254,7 @@ def spread_embeddings(model: LlamaForCausalLM, *, alike: float = 0.8) -> int:
 
 
 def save_atomically(model: LlamaForCausalLM, directory: Path) -> None:
-    """Writes `model` in bfloat16 to `directory`, whose older content stays whole until the new one is complete."""
+    """Write `model` in bfloat16 to `directory`. The old content stays until the new content is complete."""
     partial, old = directory.with_suffix(".partial"), directory.with_suffix(".old")
     shutil.rmtree(partial, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)
@@ -265,7 +267,7 @@ def save_atomically(model: LlamaForCausalLM, directory: Path) -> None:
 
 
 def _next_batch(batches: TaskBatches, rng: random.Random, progress: float) -> Batch:
-    """A batch for this progress, 0 to 1: repetitions and short tasks first, long ones later."""
+    """Make a batch for this progress, 0 to 1: repetitions and short tasks first, long tasks later."""
     repetition_share, lengths = next(stage[1:] for stage in _CURRICULUM if progress <= stage[0])
     if rng.random() < repetition_share:
         return batches.repetitions()
@@ -275,7 +277,7 @@ def _next_batch(batches: TaskBatches, rng: random.Random, progress: float) -> Ba
 def _backward(
     model: LlamaForCausalLM, forward: DepthDroppingForward, batch: Batch, max_drop: float
 ) -> tuple[float, float]:
-    """Adds the gradient of the batch; its loss and the share of answer tokens that were right."""
+    """Add the gradient of the batch. Return its loss and the share of answer tokens that were right."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         hidden = forward(batch.ids, batch.positions, max_drop)
         logits = model.lm_head(hidden.flatten(0, 1)[batch.rows]).float()
@@ -291,7 +293,7 @@ def _lr_factor(step: int, progress: float) -> float:
 
 
 def _parameter_groups(model: LlamaForCausalLM) -> list[dict[str, object]]:
-    """Weight decay on matrices only: on embeddings it pulls the words of a kind together."""
+    """Make groups with weight decay on matrices only: on embeddings it pulls the words of a kind together."""
     embedding = model.get_parameter("model.embed_tokens.weight")
     decayed = [parameter for parameter in model.parameters() if parameter.ndim == 2 and parameter is not embedding]
     others = [parameter for parameter in model.parameters() if parameter.ndim != 2 or parameter is embedding]
@@ -316,9 +318,9 @@ def _transform(layer: Any, hidden: Tensor) -> Tensor:
 def chunked_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *, scaling: float, **_: object
 ) -> tuple[Tensor, None]:
-    """Causal attention of query [batch, heads, length, size], keys and values [batch, kv heads, length, size].
+    """Compute causal attention of query [batch, heads, length, size], keys and values [batch, kv heads, length, size].
 
-    Returns [batch, length, heads, size]. Chunks of queries meet only the keys they may see, as plain matrix products.
+    Return [batch, length, heads, size]. Each chunk of queries uses only keys up to its end, as plain matrix products.
     """
     batch, num_heads, length, size = query.shape
     num_kv_heads = key.shape[1]
@@ -342,7 +344,7 @@ def chunked_attention(
 
 
 def _batch(ids: Tensor, positions: Tensor, weights: Tensor, answered: Tensor) -> Batch:
-    """`weights` and `answered` [batch, length] say what each token counts as a target."""
+    """Make a batch. `weights` and `answered` [batch, length] are of each token as a target; weight 0 is no target."""
     targets = (weights[:, 1:] > 0).nonzero()
     rows, columns = targets[:, 0], targets[:, 1]
     return Batch(
@@ -356,7 +358,7 @@ def _batch(ids: Tensor, positions: Tensor, weights: Tensor, answered: Tensor) ->
 
 
 def _name_ids(tokenizer: PreTrainedTokenizerBase) -> Tensor:
-    """Ids of the corpus words that vary from report to report and are one token."""
+    """Return the ids of the corpus words that are one token; these words vary from report to report."""
     encoded = (tokenizer(f" {word}").input_ids for words in WORDS.values() for word in words)
     return torch.tensor(sorted({ids[0] for ids in encoded if len(ids) == 1}))
 

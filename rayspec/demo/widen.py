@@ -1,4 +1,4 @@
-"""Wider models that compute the same function: something to measure speed on, with text that can be checked."""
+"""Makes wider models that compute the same function, to measure speed with a text that can be checked."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 @torch.no_grad()
 def widen(model: PreTrainedModel, k: int) -> PreTrainedModel:
-    """A new model, `k` times as wide in hidden size, heads, KV heads and MLP, that gives the same logits.
+    """Make a new model, `k` times as wide in hidden size, heads, KV heads and MLP, that gives the same logits.
 
-    Every hidden unit, head and MLP unit stands there k times: matrices are tiled k by k and divided by k, embeddings
+    Every hidden unit, head and MLP unit occurs k times: matrices are tiled k by k and divided by k, embeddings
     and norms are repeated, and the final norm is divided by k, so that tied heads stay tied. The decoder's matrices
     grow by k * k, the vocabulary's by k; depth and head size stay. The result has the device and data type of `model`
-    and takes no memory beyond itself and one of its matrices. It differs from `model` only by rounding: by about 1e-5
-    in float32 logits; in bfloat16 its weights are exact where k is a power of two.
+    and takes no memory beyond itself and one of its matrices. Its logits differ from those of `model` only by rounding,
+    by about 1e-5 in float32; in bfloat16 its weights are exact where k is a power of two.
 
     Raises `ValueError` if k < 1, for families other than Llama, Mistral, Qwen2 and Qwen3, and for quantized or
     tensor-parallel weights.
@@ -56,7 +56,7 @@ def _check(model: PreTrainedModel, k: int) -> None:
 
 
 def _without_weights(family: Any, config: Any, like: PreTrainedModel) -> PreTrainedModel:
-    """A model of this config whose parameters still hold anything; device and data type are those of `like`."""
+    """Make a model of this config with uninitialized parameters; device and data type are those of `like`."""
     with torch.device(like.device), no_init_weights():
         wide: PreTrainedModel = family._from_config(
             config, dtype=like.dtype, attn_implementation=like.config._attn_implementation
@@ -66,10 +66,10 @@ def _without_weights(family: Any, config: Any, like: PreTrainedModel) -> PreTrai
 
 
 def _widened(name: str, weight: Tensor, k: int) -> Tensor:
-    """The wide model's parameter of this name."""
+    """Return the wide model's parameter for a parameter of the narrow model."""
     if name.endswith(("embed_tokens.weight", "lm_head.weight")):
         return weight.repeat(1, k)
-    if name.endswith(("q_norm.weight", "k_norm.weight")):  # over a head's units, whose number stays
+    if name.endswith(("q_norm.weight", "k_norm.weight")):  # over a head's units, whose number is the same
         return weight
     if weight.ndim == 1:
         is_final_norm = name.endswith("model.norm.weight")

@@ -1,4 +1,4 @@
-"""The model in one process: how its layers split, the one forward, attention, the KV cache, loading and offloading.
+"""The model in one process: its split into sublayers, their forward, attention, KV cache, loading and offloading.
 
-Belongs here: torch and transformers. Does not: drafts, requests, Ray.
+Code here uses torch and transformers. It does not know drafts, requests or Ray.
 """

@@ -1,4 +1,4 @@
-"""How a family's decoder layer splits into an attention and an MLP sublayer, checked on the real modules at load."""
+"""Split of a family's decoder layer into an attention and an MLP sublayer, checked on the loaded modules."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MLP_NAMES = ("mlp", "block_sparse_moe", "feed_forward")
 class NormLayout:
     """Where a family puts its norms: module names in the decoder layer, None where there is no norm.
 
-    The same name has different meanings in different families, so a layout counts only once the check has passed.
+    The same name has different meanings in different families, so `decompose` checks the layout that it chooses.
     """
 
     pre_attention: str | None
@@ -57,8 +57,8 @@ LAYOUTS = (
 class Decomposition:
     """A causal LM, or a span of its layers, as embedding, sublayers and head. Hidden states are [1, N, hidden_size].
 
-    embedding is None in a span without the first layer, final_norm and lm_head in one without the last. Sublayers and
-    layers keep the numbers that they have in the whole model; so does shapes, whose keys are layers.
+    embedding is None in a span without the first layer; final_norm and lm_head are None in a span without the last.
+    Sublayers and layers keep the numbers that they have in the whole model. shapes: shape of keys and values, by layer.
     """
 
     config: PretrainedConfig
@@ -74,7 +74,7 @@ class Decomposition:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of hidden states."""
+        """Type of the hidden states."""
         return self._norm_weight.dtype
 
     @property
@@ -83,26 +83,26 @@ class Decomposition:
 
     @property
     def _norm_weight(self) -> nn.Parameter:
-        """No quantizer touches norms, and every sublayer has one."""
+        """Weight of a norm: every sublayer has a norm, and no quantizer changes its type."""
         first = self.sublayers[0]
         norm = self.final_norm or first.pre_norm or first.post_norm
         assert norm is not None, "a layout without norms"
         return next(norm.parameters())
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """token_ids: [N] -> [1, N, hidden_size]. Only where the first layer is."""
+        """Embed token_ids, [N] -> [1, N, hidden_size]. Needs a span with the first layer."""
         assert self.embedding is not None, "the embedding is with the first layer"
         hidden: Tensor = self.embedding(token_ids[None])
         return hidden if self.embedding_scale == 1 else hidden * self.embedding_scale
 
     def rotate(self, hidden: Tensor, rows: Rows) -> None:
-        """Fill `rows.rope`: cos and sin of the rows' positions, by layer type where the family tells them apart."""
+        """Fill `rows.rope` with cosines and sines of the rows' positions, by layer type if the family has several."""
         for layer_type in dict.fromkeys(sublayer.layer_type for sublayer in self.sublayers):
             typed = (layer_type,) if layer_type else ()
             rows.rope[layer_type] = self.rotary(hidden, rows.positions[None], *typed)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits [N, vocab_size] of [1, N, hidden_size]. Only where the last layer is."""
+        """Return the logits [N, vocab_size] of hidden states [1, N, hidden_size]. Needs a span with the last layer."""
         assert self.final_norm is not None, "the head is with the last layer"
         assert self.lm_head is not None, "the head is with the last layer"
         logits: Tensor = self.lm_head(self.final_norm(hidden))[0]
@@ -114,18 +114,18 @@ class Decomposition:
 
     @property
     def curve_names(self) -> list[str]:
-        """What each sublayer costs like: those of one name are the same work, in whichever span of the model."""
+        """Name of each sublayer's latency curve. Sublayers of one name do the same work, in any span of the model."""
         return [_cost_name(sublayer) for sublayer in self.sublayers]
 
 
 @torch.inference_mode()
 def decompose(model: PreTrainedModel, *, layers: range | None = None) -> Decomposition:
-    """Split `model` and prove it on random input. Switches the model to rayspec's packed attention.
+    """Split `model` and check the result on random input. Switches the model to rayspec's packed attention.
 
-    layers: the span of decoder layers to split, None for all; those that `load_model` was given, or fewer.
+    layers: the span of decoder layers to split, None for all. The span is within the layers that `load_model` loaded.
 
-    Raises UnsupportedModelError, saying what differs, for a family whose layers are not an attention sublayer followed
-    by an MLP sublayer; the model is then as it was. Raises CheckpointError for weights that compute NaN.
+    Raises UnsupportedModelError with the difference if a layer is not an attention sublayer followed by an MLP
+    sublayer; the model is then unchanged. Raises CheckpointError for weights that compute NaN or infinity.
     """
     config = model.config
     before = config._attn_implementation
@@ -155,7 +155,7 @@ def _cost_name(sublayer: Sublayer) -> str:
 
 
 def max_positions(config: PretrainedConfig) -> int | None:
-    """The longest context whose rotary embedding does not depend on the length of the rest of the batch."""
+    """Return the longest context whose rotary embedding is independent of the rest of the batch; None if unknown."""
     rope = getattr(config, "rope_parameters", None) or {}
     for parameters in rope.values() if all(isinstance(v, dict) for v in rope.values()) else [rope]:
         if isinstance(parameters, dict) and parameters.get("rope_type") in _RESCALED_ROPE:
@@ -176,7 +176,10 @@ def _require_croppable_attention(config: PretrainedConfig) -> None:
 
 
 def trunk_and_layers(model: PreTrainedModel) -> tuple[Any, nn.ModuleList]:
-    """The model without its LM head, and its decoder layers. Raises UnsupportedModelError if there is no such list."""
+    """Return the model without its LM head, and the list of its decoder layers.
+
+    Raises UnsupportedModelError if there is no such list, no rotary embedding or no final norm.
+    """
     trunk: Any = model.base_model
     layers = getattr(trunk, "layers", None)
     complete = hasattr(trunk, "rotary_emb") and hasattr(trunk, "norm")
@@ -242,7 +245,7 @@ def _assemble(model: PreTrainedModel, trunk: Any, layers: Mapping[int, Any], lay
 
 
 def _check_layers(model: PreTrainedModel, layers: Mapping[int, Any], parts: Decomposition) -> None:
-    """Each kind of layer must equal its two sublayers, attention included, on random hidden states."""
+    """Require that each kind of layer equals its two sublayers, attention included, on random hidden states."""
     device = parts.device
     arena = KVArena(parts.shapes, _NUM_CHECK_TOKENS, dtype=parts.dtype, device=device)
     hidden = random_hidden(parts)
@@ -264,7 +267,7 @@ def _check_layers(model: PreTrainedModel, layers: Mapping[int, Any], parts: Deco
 
 
 def _check_ends(model: PreTrainedModel, trunk: Any, parts: Decomposition) -> None:
-    """The model without layers must equal the ends that are here: finds scales and caps we do not know."""
+    """Require that the model without layers equals the span's embedding and head. Finds unknown scales and softcaps."""
     if parts.embedding is None and parts.lm_head is None:
         return
     stubs: dict[str, nn.Module] = {"layers": nn.ModuleList()}
@@ -285,12 +288,12 @@ def _check_ends(model: PreTrainedModel, trunk: Any, parts: Decomposition) -> Non
 
 
 def rounding_tolerance(dtype: torch.dtype) -> float:
-    """How much two ways to compute the same sublayer may differ, as a share of its largest output."""
+    """Return how far two computations of the same sublayer may differ, as a share of its largest output."""
     return 1e-4 if dtype == torch.float32 else 5e-2
 
 
 def random_hidden(parts: Decomposition) -> Tensor:
-    """A few rows that are the same every time: [1, N, hidden_size]."""
+    """Return a few random rows that are the same in every call: [1, N, hidden_size]."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, _NUM_CHECK_TOKENS, parts.config.hidden_size, generator=generator)
     return hidden.to(parts.device, parts.dtype)
@@ -306,7 +309,7 @@ def _distinct_layers(layers: Mapping[int, Any], config: PretrainedConfig) -> lis
 
 
 def _causal_mask(hidden: Tensor, window: int | None) -> Tensor:
-    """[1, 1, N, N], 0 where a token may look and the dtype's minimum elsewhere."""
+    """Return the mask [1, 1, N, N]: 0 where a token sees a key, and the dtype's minimum elsewhere."""
     positions = torch.arange(hidden.shape[1], device=hidden.device)
     seen = positions[None] <= positions[:, None]
     if window:

@@ -35,8 +35,7 @@ from rayspec.model.sublayers import Body, Sublayer
 
 logger = logging.getLogger(__name__)
 
-# Scales the residual down in checks, so that it hides no error. The block's output stays large: its input is
-# normalised.
+# Checks scale the residual down, so that it hides no error. A block's output stays large: its input is normalised.
 _CHECK_SCALE = 1e-2
 _QUERY_KEY_VALUE = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
 _GATE_UP = (("gate_proj", "up_proj"), ("gate_up_proj",))
@@ -165,7 +164,7 @@ def has_operators(device: torch.device) -> bool:
 
 
 class _Workshop:
-    """Makes bodies and checks each on random hidden states, all in rows from position 0 on without earlier context."""
+    """Makes bodies and checks each on random hidden states, whose rows have no earlier context in the KV cache."""
 
     def __init__(self, parts: Decomposition, use_operators: bool, quantised: Collection[Weights]) -> None:
         self._use_operators = use_operators
@@ -208,8 +207,7 @@ class _Workshop:
         return sublayer
 
     def head(self, parts: Decomposition) -> nn.Module | None:
-        """Return the LM head in the faster layout, if there is one. A tied head is kept: the embedding needs its
-        rows."""
+        """Return the LM head in the faster layout, if it has one. A tied head stays: the embedding needs its rows."""
         head = parts.lm_head
         is_tied = bool(getattr(parts.config, "tie_word_embeddings", False))
         if is_tied or not is_plain(head) or not self._may_block(head):
@@ -240,8 +238,7 @@ class _Workshop:
         return copies
 
     def _copy(self, weights: Weights, body: FusedBody, linears: Sequence[nn.Linear]) -> FusedBody:
-        """Return a quantised copy of a body. linears: the body's linear layers. A last layer that is not plain is
-        kept."""
+        """Return a body with quantised copies of its linear layers `linears`. A last layer that is not plain stays."""
         make = partial(QUANTISED[weights], use_operators=self._use_operators)
         _, last = body.matrices
         if not isinstance(last, LinearMap):
@@ -363,8 +360,7 @@ class _NotingRows:
 
 
 def _require_plain(block: nn.Module, linears: Sequence[nn.Linear]) -> None:
-    """Raise TypeError if hooks, a quantizer or a fetch act on the matrices. They may be a tensor-parallel rank's
-    share."""
+    """Refuse, by TypeError, matrices on which hooks, a quantizer or a fetch act. A rank's share is allowed."""
     if block._forward_hooks or block._forward_pre_hooks or not all(map(is_plain_or_share, linears)):
         raise TypeError(f"{type(block).__name__} is more than its matrices")
 

@@ -1,4 +1,4 @@
-"""Shapes of passes. Passes of one bucket launch the same kernels with the same arguments, so one graph serves all."""
+"""Shapes of passes. Passes of one bucket launch the same kernels with the same arguments, so they share one graph."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from dataclasses import dataclass
 
 from rayspec.model.rows import Path, RowSpan
 
-# Up to here a row's bits do not depend on how many rows its sequence has; and a tree's rows are bits of one number.
+# Up to this number, the bits of a row's result do not depend on how many rows its sequence has. Rows of a tree are bits
+# of one int64.
 MAX_TREE_ROWS = 63
 _MAX_PADDED_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """num_rows, num_sequences: of the pass, with padding. max_rows: of one sequence. is_tree: rows carry bits that say
-    what they see."""
+    """Shape of a pass. num_rows, num_sequences: numbers with padding. max_rows: the most rows of one sequence. is_tree:
+    each row has bits for the rows that it sees."""
 
     num_rows: int
     num_sequences: int
@@ -24,10 +25,9 @@ class Bucket:
 
 
 def bucket_of(spans: Sequence[RowSpan], paths: Sequence[Sequence[Path]]) -> Bucket:
-    """The smallest bucket for these rows. A pass with more than 512 rows, a chunk of a prompt, has a shape of its own.
+    """Return the smallest bucket for these rows. Above 512 rows, as in prompt chunks, the number of rows is not padded.
 
-    Three kinds of passes of a model's rounds have buckets of their own: single rows (decoding, drafting), chains and
-    trees (verifying).
+    Three kinds of passes have separate buckets: single rows (decoding, drafting), chains and trees (verifying).
     """
     num_rows = sum(span.num_rows for span in spans)
     longest = max((span.num_rows for span in spans), default=1)
@@ -40,8 +40,8 @@ def bucket_of(spans: Sequence[RowSpan], paths: Sequence[Sequence[Path]]) -> Buck
 
 
 def decode_and_verify_buckets(max_sequences: int, max_draft_tokens: int) -> list[Bucket]:
-    """Those of decoding and drafting with up to so many sequences, then those of verifying their chains. Drafts of more
-    than 62 tokens are left out."""
+    """Return the buckets of decoding and drafting with up to `max_sequences` sequences, then those of verifying chains.
+    Buckets for drafts of more than 62 tokens are left out."""
     sizes = dict.fromkeys(padded_sequences(number) for number in range(1, max_sequences + 1))
     decode = dict.fromkeys(
         Bucket(padded_rows(number), padded_sequences(number), 1, False) for number in range(1, max_sequences + 1)
@@ -56,7 +56,10 @@ def decode_and_verify_buckets(max_sequences: int, max_draft_tokens: int) -> list
 
 
 def padded_rows(num_rows: int) -> int:
-    """1, 2, 4, 8, multiples of 8 up to 64, then in steps of an eighth to a quarter of the number."""
+    """Round up to 1, 2, 4, 8, a multiple of 8 up to 64, then in steps of an eighth to a quarter of the number.
+
+    Numbers above 512 stay as they are.
+    """
     if num_rows > _MAX_PADDED_ROWS:
         return num_rows
     if num_rows <= 8:
@@ -66,10 +69,10 @@ def padded_rows(num_rows: int) -> int:
 
 
 def padded_sequences(num_sequences: int) -> int:
-    """Powers of two."""
+    """Round up to a power of two."""
     return _power_of_two(num_sequences)
 
 
 def _power_of_two(number: int) -> int:
-    """The smallest that is no less."""
+    """Return the smallest power of two that is at least `number`."""
     return 1 << max(number - 1, 0).bit_length()

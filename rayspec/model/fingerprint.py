@@ -1,4 +1,4 @@
-"""Which weights a checkpoint holds, told without reading all of them."""
+"""A fingerprint of a checkpoint's weights that does not read all of them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ _KINDS = ("*.safetensors", "*.bin")
 
 
 def weights_fingerprint(config: EngineConfig) -> str:
-    """16 hexadecimal digits: of a hub id, its commit's; of a folder, a hash over size and evenly spaced blocks of its
-    weight files. Training moves nearly every number, so no two checkpoints share all blocks; it is no protection
-    against a file that was made to deceive.
+    """Return 16 hexadecimal digits that identify the weights.
 
-    Raises CheckpointError when there are no weight files, or they cannot be read.
+    For a hub id they are the start of its commit. For a folder they are a hash over the size and evenly spaced blocks
+    of each weight file. Training changes nearly every number, so no two checkpoints share all blocks. The hash does not
+    protect against a manipulated file.
+
+    Raises CheckpointError if there are no weight files, they cannot be read, or the hub's commit is unknown.
     """
     folder = Path(config.model)
     if not folder.is_dir():
@@ -40,7 +42,7 @@ def weights_fingerprint(config: EngineConfig) -> str:
 
 
 def _add_blocks(digest: hashlib._Hash, path: Path) -> None:
-    """The file's size, and its first, its last and evenly spaced blocks between."""
+    """Add the file's size, its first and last block, and evenly spaced blocks between them."""
     size = path.stat().st_size
     digest.update(size.to_bytes(8, "little"))
     last = max(0, size - _BLOCK_BYTES)

@@ -1,7 +1,7 @@
-"""Weights of linear layers, laid out as the device multiplies by them fastest.
+"""Weights of linear layers in the memory layout that is fastest on the device.
 
-On a CPU that is oneDNN's blocked layout. Measured on two cores, weights from memory, against the layout of a checkpoint
-(docs/tried.md): in bfloat16 1.3 times as fast for one row and 1.6 times for 8, in float32 1.3 and 2.8 times.
+On a CPU this is oneDNN's blocked layout. Measured on two cores with weights from memory, compared with a checkpoint's
+layout (docs/tried.md): in bfloat16 1.3 times as fast for one row and 1.6 times for 8, in float32 1.3 and 2.8 times.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 
 
 class LinearMap(nn.Module, ABC):
-    """What `nn.Linear` is to one matrix: to those of several linear layers with the same input, one below the other."""
+    """Several linear layers with the same input as one matrix, which has the rows of the first layer first."""
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         super().__init__()
@@ -28,32 +28,33 @@ class LinearMap(nn.Module, ABC):
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """Of the weights, with their scales."""
+        """Bytes of the weights and their scales."""
 
     @abstractmethod
     def forward(self, rows: Tensor) -> Tensor:
-        """[..., num_columns] -> [..., num_rows]."""
+        """Apply the map to the last dimension: [..., num_columns] -> [..., num_rows]."""
 
     def plus(self, residual: Tensor, rows: Tensor) -> Tensor:
-        """residual + forward(rows), new."""
+        """Return residual + forward(rows) as a new tensor."""
         return residual.add(self(rows))
 
     def add_to(self, residual: Tensor, rows: Tensor) -> Tensor:
-        """The same in place; both are contiguous."""
+        """Add forward(rows) to the residual in place, and return the residual. Both tensors must be contiguous."""
         return residual.add_(self(rows))
 
 
 class Matrix(LinearMap):
-    """The weights in full precision.
+    """A `LinearMap` with weights in full precision.
 
-    It holds a copy of their weights. `empty_linears` frees the originals. blocked: in oneDNN's layout.
+    It copies the weights, except for a single layer that is not blocked. `empty_linears` frees the layers' own weights.
+    blocked: store the weights in oneDNN's layout.
     """
 
     def __init__(self, linears: Sequence[nn.Linear], *, blocked: bool) -> None:
         super().__init__(linears)
         weight = joined_weight(linears)
         self._is_blocked = blocked
-        # No parameter: nobody can read, save or move a blocked matrix.
+        # Not a parameter: a blocked matrix cannot be read, saved or moved.
         self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None) if blocked else weight
 
     @property
@@ -80,12 +81,12 @@ class Matrix(LinearMap):
 
 
 def joined_weight(linears: Sequence[nn.Linear]) -> Tensor:
-    """[num_rows, num_columns]: the very weight of a single layer, a copy of those of several."""
+    """Return the weight [num_rows, num_columns]: for a single layer its own tensor, for several a copy."""
     return torch.cat([each.weight.data for each in linears]) if len(linears) > 1 else linears[0].weight.data
 
 
 def is_plain(module: object) -> TypeGuard[nn.Linear]:
-    """It computes what `nn.Linear` does on an ordinary tensor: not quantised, not split over ranks, not fetched."""
+    """Return whether this is an ordinary `nn.Linear`: not quantised, not split over ranks, not fetched."""
     return (
         type(module) is nn.Linear
         and type(module.weight) is nn.Parameter
@@ -96,13 +97,14 @@ def is_plain(module: object) -> TypeGuard[nn.Linear]:
 
 
 def is_plain_or_share(module: object) -> TypeGuard[nn.Linear]:
-    """Plain, or the rows that DeepSpeed has left to this rank: a plain product, too, as nobody gathers it."""
+    """Return whether the module is plain, or DeepSpeed's share of rows for this rank. Such a share is also a plain
+    product, because its output is not gathered."""
     is_share = type(module).__name__ == "LinearLayer" and not getattr(module, "gather_output", True)
     return is_plain(module) or is_share
 
 
 def has_blocked_layout(weight: Tensor) -> bool:
-    """Whether oneDNN's layout is the faster one for it: on the processors where that was measured."""
+    """Return whether oneDNN's layout is faster for this weight, on the processors where it was measured."""
     return (
         weight.device.type == "cpu"
         and weight.dtype in (torch.float32, torch.bfloat16)
@@ -112,7 +114,7 @@ def has_blocked_layout(weight: Tensor) -> bool:
 
 
 def empty_linears(linears: Sequence[nn.Linear]) -> None:
-    """Free their weights: something else holds them now."""
+    """Free the weights of layers after another object has taken them."""
     for each in linears:
         each.weight = nn.Parameter(each.weight.data.new_empty(0), requires_grad=False)
 

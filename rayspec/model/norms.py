@@ -1,4 +1,4 @@
-"""RMS norms as one operation."""
+"""RMS norms that run as a single operator."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class RmsNorm(nn.Module):
         self.weight_offset = weight_offset
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., C] in and out."""
+        """Normalise over the last dimension: [..., C] in and out."""
         rows = hidden.reshape(-1, hidden.shape[-1])
         return rms_norm(rows, self.weight, self.eps, self.weight_offset).view_as(hidden)
 
 
 def as_operator(norm: nn.Module) -> nn.Module:
-    """The operator that computes what the module does on random input; the module itself where there is none."""
+    """Return an operator that equals the module on random input, or the module itself if no operator does."""
     weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if not isinstance(weight, nn.Parameter) or not isinstance(eps, float):
         return norm

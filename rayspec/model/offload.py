@@ -55,7 +55,7 @@ def offload(
     it is still in CPU memory, and moved afterwards. to: "cpu" needs a CUDA device. "disk" is a nameless file in
     `folder`, by default the system's folder for temporary files. No other process can open this file, and it vanishes
     with the process, even after a crash. Reads bypass the page cache if the file system allows it, so the file takes no
-    memory. A fetch costs the time of the disk, less the part that is read ahead while other sublayers compute. A
+    other memory. A fetch costs the time of the disk, less the part that is read ahead while other sublayers compute. A
     `folder` in memory, such as tmpfs, saves no memory.
 
     Raises ConfigError for a place that cannot hold the weights, ValueError for sublayers that do not exist or are
@@ -114,7 +114,7 @@ class OffloadedWeights:
             self._store.get(index, self._places[index])
 
     def transfer_seconds(self, clock: Callable[[], float] = time.perf_counter) -> tuple[float, ...]:
-        """Measure the seconds to fetch the weights of each sublayer of the model or span, the fastest of 3 fetches.
+        """Measure the seconds to fetch the weights of each sublayer of the model or span, the fastest of a few.
 
         Sublayers on the device take 0. The result is for `LatencyModel.transfer_s`. No fetch is cached, so a run costs
         the same time, less the part that is read ahead.
@@ -223,8 +223,8 @@ class _HostStore:
 class _DiskStore:
     """A store in one nameless file. Reads bypass the page cache, so that offloaded weights take no CPU memory.
 
-    An image is read into the host buffer that `put` got it in. While a sublayer computes, a thread reads ahead the
-    image that followed this one the last time, if it uses the other buffer. A wrong guess costs one useless read.
+    An image is read into the host buffer in which `put` received it. While a sublayer computes, a thread reads ahead
+    the image that followed the last time, if it uses the other buffer. A wrong guess costs one useless read.
     """
 
     def __init__(self, folder: Path | None, num_bytes: int) -> None:

@@ -1,8 +1,9 @@
-"""Copies of matrices with 8 or 4 bits a weight, for drafts, which read less memory so.
+"""Copies of matrices with 8 or 4 bits per weight. Drafts use them to read less memory.
 
-Measured on two cores with AMX and VNNI (docs/tried.md): int8 weights times int8 rows are as fast as weights alone in
-int8 for one row, and faster from two rows on, so a matrix is stored in that one layout. The int4 kernel's time grows
-with every row from the fourth on: with more than about six rows the full bfloat16 matrix is faster.
+Measured on two cores with AMX and VNNI (docs/tried.md): products of int8 weights and int8 rows are as fast as with rows
+in full precision for one row, and faster from two rows on. So a matrix is stored in the layout for int8 rows only. The
+int4 kernel's time grows with every row from the fourth on. With more than about six rows, the full bfloat16 matrix is
+faster.
 """
 
 from __future__ import annotations
@@ -20,23 +21,23 @@ from rayspec.choices import Weights
 from rayspec.model.cuda.operations import int4_product, int8_product
 from rayspec.model.matrices import LinearMap, joined_weight
 
-# Sizes of groups, of which the first is taken that divides the number of columns, and the share of a group's range
-# that the levels span: it has the smallest squared error, on random numbers as on a trained model.
+# Group sizes, and the share of a group's range that the int4 levels span. The first size that divides the number of
+# columns is used. The share has the smallest squared error, both on random numbers and on a trained model.
 _SPANS = {128: 0.93, 64: 0.96, 32: 0.98}
-# The int4 kernel's layout is made of blocks of 64 rows, the last one of a multiple of 16.
+# The int4 kernel's layout has blocks of 64 rows; the last block has a multiple of 16 rows.
 _BLOCK_ROWS = 64
 _ROW_MULTIPLE = 16
-# Weights that are quantised at a time: what several threads can share, and yet not more than their caches hold.
+# Weights that are quantised at a time: enough for several threads, but no more than fits their caches.
 _CHUNK_WEIGHTS = 2**20
-# Rows are scaled to this, not to 127: in bfloat16 the largest number may come out half a percent larger.
+# Rows are scaled to 126, not 127: in bfloat16, rounding may make the largest number half a percent larger.
 _LARGEST_INPUT = 126
 _SMALLEST_SCALE = 1e-30
 
 
 class _QuantisedMatrix(LinearMap):
-    """Weights, and the scales that make them numbers, in the layout of the kernel that multiplies by them.
+    """Quantised weights and their scales, in the layout of the kernel that multiplies by them.
 
-    It changes none of the linear layers. use_operators: multiply by the operators `rayspec::*`.
+    It does not change the linear layers that it copies. use_operators: multiply with the operators `rayspec::*`.
     """
 
     _weight: Tensor
@@ -53,13 +54,13 @@ class _QuantisedMatrix(LinearMap):
 
     @abstractmethod
     def _product(self, rows: Tensor) -> Tensor:
-        """[N, num_columns] -> [N, num_rows], new."""
+        """Return the product without bias, [N, num_columns] -> [N, num_rows], as a new tensor."""
 
 
 class Int8Matrix(_QuantisedMatrix):
-    """Symmetric, a scale for each row of the matrix.
+    """Symmetric int8 weights with one scale per row of the matrix.
 
-    With oneDNN, rows are made int8 too, each with a scale of its own, so that no row depends on the others.
+    With oneDNN, the input rows are quantised to int8 too. Each has its own scale, so no row depends on the others.
     """
 
     _multiply: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -85,9 +86,9 @@ class Int8Matrix(_QuantisedMatrix):
 
 
 class Int4Matrix(_QuantisedMatrix):
-    """A scale and a zero for each group of columns of a row; rows in full precision.
+    """int4 weights with a scale and a zero for each group of columns of a row. Input rows have full precision.
 
-    Raises ValueError for a number of columns that has no groups.
+    Raises ValueError for a number of columns that no group size divides.
     """
 
     def __init__(self, linears: Sequence[nn.Linear], *, use_operators: bool = False) -> None:
@@ -105,7 +106,7 @@ class Int4Matrix(_QuantisedMatrix):
         self._scales = torch.cat(scales, 1)  # [groups of a row, rows, 2]
 
     def _packed(self, levels: Tensor) -> Tensor:
-        """levels: [N, K] -> uint8 [N, K / 2], two levels a byte."""
+        """Pack two levels into a byte: levels [N, K] -> uint8 [N, K / 2]."""
         if not self._use_operators:
             return cast(Tensor, torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels.int(), 1))
         low, high = levels.to(torch.uint8).view(len(levels), -1, 2, self._group_size // 2).unbind(2)
@@ -128,7 +129,7 @@ QUANTISED: Mapping[Weights, _Make] = {"int8": Int8Matrix, "int4": Int4Matrix}
 
 
 def has_int8_products(device: torch.device) -> bool:
-    """Whether oneDNN multiplies int8 by int8 there exactly: older processors saturate."""
+    """Return whether oneDNN multiplies int8 by int8 exactly on this device: older processors saturate."""
     return (
         device.type == "cpu"
         and platform.machine() in ("x86_64", "AMD64")
@@ -138,7 +139,7 @@ def has_int8_products(device: torch.device) -> bool:
 
 
 def group_size(num_columns: int) -> int:
-    """Columns of an int4 matrix that share a scale. Raises ValueError where no size fits."""
+    """Return how many columns of an int4 matrix share a scale. Raises ValueError if no size divides `num_columns`."""
     size = next((size for size in _SPANS if num_columns % size == 0), None)
     if size is None:
         raise ValueError(
@@ -148,7 +149,10 @@ def group_size(num_columns: int) -> int:
 
 
 def num_bytes(weights: Weights, num_rows: int, num_columns: int, *, dtype: torch.dtype) -> int:
-    """Of a copy of a matrix of `dtype`. Raises ValueError for a number of columns that has no groups, as int4."""
+    """Return the bytes of a quantised copy of a matrix of `dtype`.
+
+    Raises ValueError for int4 if no group size divides `num_columns`.
+    """
     if weights == "int8":
         return num_rows * (num_columns + torch.float32.itemsize)
     num_groups = num_columns // group_size(num_columns)
@@ -157,7 +161,7 @@ def num_bytes(weights: Weights, num_rows: int, num_columns: int, *, dtype: torch
 
 
 def _product_of_int8_rows(rows: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """weight: in oneDNN's layout. scales: float32 [num_rows]."""
+    """Quantise the rows to int8 and multiply. weight: in oneDNN's layout. scales: float32 [num_rows]."""
     # float16 cannot hold the product before it is scaled.
     numbers = rows.float() if rows.dtype == torch.float16 else rows
     row_scales = (numbers.abs().amax(-1, keepdim=True) / _LARGEST_INPUT).clamp_(min=_SMALLEST_SCALE)
@@ -169,32 +173,32 @@ def _product_of_int8_rows(rows: Tensor, weight: Tensor, scales: Tensor) -> Tenso
 
 
 def _product_of_full_rows(rows: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """weight: int8 [num_rows, num_columns]."""
+    """Multiply rows in full precision. weight: int8 [num_rows, num_columns]."""
     return torch._weight_int8pack_mm(rows, weight, scales.to(rows.dtype))
 
 
 def _chunks(weight: Tensor) -> Iterator[slice]:
-    """Of rows; whole blocks but for the last one."""
+    """Yield slices of rows: whole blocks of `_BLOCK_ROWS` rows, except the last slice."""
     step = max(1, _CHUNK_WEIGHTS // (weight.shape[1] * _BLOCK_ROWS)) * _BLOCK_ROWS
     return (slice(start, start + step) for start in range(0, len(weight), step))
 
 
 def _int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 [N, K] and float32 scales [N]: their product is near the weight."""
+    """Quantise to int8 [N, K] and float32 scales [N], whose product is near the weight."""
     numbers = weight.float()
     scales = (numbers.abs().amax(1) / 127).clamp_(min=_SMALLEST_SCALE)
     return (numbers / scales[:, None]).round_().to(torch.int8), scales
 
 
 def _int4(weight: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Levels 0 to 15 [N, K]; scales and zeros [N, K / size] of the weight's type.
+    """Quantise to levels 0 to 15 [N, K], and scales and zeros [N, K / size] of the weight's type.
 
     (level - 8) * scale + zero is near the weight.
     """
     numbers = weight.float().view(len(weight), -1, size)
     low, high = numbers.amin(-1, keepdim=True), numbers.amax(-1, keepdim=True)  # `aminmax` is six times as slow.
     scale = ((high - low) * (_SPANS[size] / 15)).to(weight.dtype)
-    zero = ((low + high + scale) / 2).to(weight.dtype)  # The middle lies between levels 7 and 8.
+    zero = ((low + high + scale) / 2).to(weight.dtype)  # The middle of the range is between levels 7 and 8.
     scale = torch.where(scale > 0, scale, 1)
     levels = ((numbers - zero.float()) / scale.float() + 8).round_().clamp_(0, 15)
     return levels.flatten(1), scale.squeeze(-1), zero.squeeze(-1)

@@ -1,8 +1,8 @@
-"""How many rows a pass may have so that the bits of each row do not depend on the number.
+"""The numbers of rows per pass for which the bits of a row do not depend on the number (batch invariance).
 
-Kernels choose how they add up by the number of rows. Measured on an AMD EPYC with AVX-512: the matrices of bodies give
-a row the same bits with any number of rows in bfloat16, and with two or more in float32. So the deterministic mode asks
-the loaded model, and pads rows to one fixed number only where the answer is no.
+Kernels choose their order of summation by the number of rows. Measured on an AMD EPYC with AVX-512: with the matrices
+of bodies, a row has the same bits for any number of rows in bfloat16, and for two or more in float32. The deterministic
+mode therefore tests the loaded model. It pads passes to one fixed number of rows only if the test finds no range.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _LEAST_ROWS = (1, 2, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class RowCounts:
-    """Passes have `least` to `most` rows: rows of padding are added, and more rows are several passes."""
+    """Limits of the number of rows in a pass. Padding fills up to `least` rows; rows above `most` need another pass."""
 
     least: int
     most: int
 
 
-# Experts see as many rows as choose them: in a mixture of experts only single rows have a fixed shape.
+# The rows of an expert depend on the routing: in a mixture of experts, only passes of a single row have a fixed shape.
 SINGLE_ROWS = RowCounts(1, 1)
 FIXED = RowCounts(8, 8)
 
@@ -42,8 +42,11 @@ def has_experts(parts: Decomposition) -> bool:
 
 @torch.inference_mode()
 def independent_row_counts(parts: Decomposition) -> RowCounts:
-    """The widest range of counts with all of which every row has the same bits, on this device with this number of
-    threads. Each kind of sublayer, and the head where it is here, runs random rows of every count up to 64."""
+    """Find the widest range of row counts up to 64 in which the bits of a row are the same for every count.
+
+    The result holds for this device and this number of threads. The test runs random rows, in every count, through
+    each kind of sublayer, and through the head if this process has it.
+    """
     least = max((_least_of_kind(parts, sublayer) for sublayer in _one_of_each_kind(parts)), default=1)
     if parts.lm_head is not None:
         least = max(least, _least_of(parts.head(_rows(parts, count)) for count in _counts()))
@@ -51,14 +54,14 @@ def independent_row_counts(parts: Decomposition) -> RowCounts:
 
 
 def _one_of_each_kind(parts: Decomposition) -> list[Sublayer]:
-    """The same name may stand for a body and for modules (fetched weights, layers that do not rotate), and for other
-    sizes: their kernels are others."""
+    """Return one sublayer of each kind. A kind is a curve name with the same kernels: one name may cover bodies and
+    modules (fetched weights, layers without rotary embedding), or matrices of several sizes."""
     kinds = zip(parts.curve_names, map(_kernels, parts.sublayers), strict=True)
     return list(dict(zip(kinds, parts.sublayers, strict=True)).values())
 
 
 def _kernels(sublayer: Sublayer) -> tuple[object, ...]:
-    """What decides which kernels its matrices run."""
+    """Return a key that is equal for sublayers whose matrices run the same kernels."""
     sizes = tuple(
         (module.in_features, module.out_features)
         for module in sublayer.block.modules()
@@ -68,7 +71,7 @@ def _kernels(sublayer: Sublayer) -> tuple[object, ...]:
 
 
 def _least_of_kind(parts: Decomposition, sublayer: Sublayer) -> int:
-    """Every row is a sequence of its own, of one token."""
+    """Return `_least_of` a sublayer's results. Every row is a sequence of one token."""
     arena = KVArena(
         {sublayer.layer: parts.shapes[sublayer.layer]}, _MOST_ROWS * PAGE_SIZE, dtype=parts.dtype, device=parts.device
     )
@@ -84,7 +87,7 @@ def _least_of_kind(parts: Decomposition, sublayer: Sublayer) -> int:
 
 
 def _least_of(results: Iterator[Tensor]) -> int:
-    """The smallest count from which on all agree. results: [count, ...] for counts from the largest down to 1."""
+    """Return the smallest count from which on all results agree. results: [count, ...], from the largest count to 1."""
     widest = next(results)
     least = len(widest)
     for result in results:
@@ -99,7 +102,7 @@ def _counts() -> range:
 
 
 def _rows(parts: Decomposition, count: int) -> Tensor:
-    """The first `count` of the same random rows: [1, count, hidden_size]."""
+    """Return the first `count` rows of a fixed random tensor: [1, count, hidden_size]."""
     generator = torch.Generator().manual_seed(0)
     size = parts.config.get_text_config().hidden_size
     rows = torch.randn(1, _MOST_ROWS, size, generator=generator)[:, :count]

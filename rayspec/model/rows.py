@@ -1,4 +1,4 @@
-"""Where the tokens of a sequence are in the KV cache, and rows of a packed batch that belong to one sequence."""
+"""The KV cache slots of a sequence's tokens, and the rows of a packed batch that belong to one sequence."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 
 class Run(NamedTuple):
-    """Slots of the KV cache that lie side by side, which hold positions of one sequence that follow one another."""
+    """Adjacent slots of the KV cache that hold consecutive positions of one sequence."""
 
     start: int
     length: int
@@ -22,7 +22,7 @@ class Run(NamedTuple):
         return range(self.start, self.end)
 
 
-# Where the positions of a sequence are, in order, from position 0 on.
+# The slots of a sequence's positions, in order, from position 0 on.
 Runs: TypeAlias = tuple[Run, ...]
 
 
@@ -31,7 +31,7 @@ def one_run(start: int, length: int) -> Runs:
 
 
 def runs_of_pages(pages: Sequence[int], page_size: int) -> Runs:
-    """Pages that lie side by side are one run."""
+    """Return the runs of these pages. Adjacent pages form one run."""
     runs: list[Run] = []
     for page in pages:
         if runs and runs[-1].end == page * page_size:
@@ -42,19 +42,19 @@ def runs_of_pages(pages: Sequence[int], page_size: int) -> Runs:
 
 
 def is_paged(runs: Runs, page_size: int) -> bool:
-    """All runs begin with a page, and all but the last end with one."""
+    """Return whether all runs begin at a page boundary, and all but the last end at one."""
     return all(run.start % page_size == 0 for run in runs) and all(run.length % page_size == 0 for run in runs[:-1])
 
 
 def joined(runs: Runs, more: Runs) -> Runs:
-    """`more` behind `runs`."""
+    """Append `more` to `runs`. Merges the two runs at the seam if their slots are adjacent."""
     if runs and more and runs[-1].end == more[0].start:
         return (*runs[:-1], Run(runs[-1].start, runs[-1].length + more[0].length), *more[1:])
     return (*runs, *more)
 
 
 def runs_between(runs: Runs, first: int, end: int) -> list[Run]:
-    """Where positions `first` .. `end` (exclusive) are."""
+    """Return the runs that hold positions `first` to `end` (exclusive)."""
     found, position = [], 0
     for run in runs:
         low, high = max(first - position, 0), min(end - position, run.length)
@@ -65,13 +65,14 @@ def runs_between(runs: Runs, first: int, end: int) -> list[Run]:
 
 
 def slots_between(runs: Runs, first: int, end: int) -> list[int]:
-    """The slot of each position `first` .. `end` (exclusive)."""
+    """Return the slot of each position from `first` to `end` (exclusive)."""
     return [slot for run in runs_between(runs, first, end) for slot in run.slots]
 
 
 class Path(NamedTuple):
-    """What a row of a tree sees of its sequence: the `shared` first places, then the places `own`, of which the last is
-    the row's. The n-th place is the slot of position n; a row of a tree lies in another place than its position's."""
+    """The places that a row of a tree sees: the first `shared` places of its sequence, then the places `own`. The last
+    place of `own` is the row's. Place n is the slot of position n in `Runs`; a row's place may differ from its
+    position."""
 
     shared: int
     own: tuple[int, ...]
@@ -82,18 +83,18 @@ class Path(NamedTuple):
 
     @property
     def is_straight(self) -> bool:
-        """It sees all places up to its own."""
+        """Whether the row sees all places up to its own, as in a chain."""
         return self.own[-1] == self.position
 
 
 @dataclass(frozen=True, slots=True)
 class RowSpan:
-    """Consecutive rows of one sequence, whose positions lie in `runs` and of which the first `context` are filled. Row
-    r goes to the slot of position `context + r`.
+    """Consecutive rows of the sequence in `runs`, whose first `context` places are filled. Row r is written to place
+    `context + r`.
 
-    parents: empty where each row follows the row before it; else of each row the row it follows, an earlier one. A
-    negative one is a filled position: -1 the last, -2 the one before, ... A row's position is one more than its
-    parent's, and it sees what it follows, directly or not.
+    parents: empty if each row follows the row before it; else, by row, the earlier row that it follows. A negative
+    parent is a filled position: -1 is the last, -2 the position before, and so on. A row's position is its parent's
+    plus 1. A row sees its parent and all that the parent sees.
     """
 
     runs: Runs
@@ -103,16 +104,16 @@ class RowSpan:
 
     @property
     def end(self) -> int:
-        """Filled positions, once the rows are."""
+        """Number of filled places after the rows are written."""
         return self.context + self.num_rows
 
     def rest(self, num_done: int) -> RowSpan:
-        """The rows behind the first `num_done`, which are filled by then."""
+        """Return the rows after the first `num_done`, which then count as filled."""
         parents = tuple(parent - num_done for parent in self.parents[num_done:])
         return RowSpan(self.runs, self.context + num_done, self.num_rows - num_done, parents)
 
     def paths(self) -> list[Path]:
-        """What each row sees. Empty for a chain."""
+        """Return the path of each row, or an empty list for a chain."""
         paths: list[Path] = []
         for row, parent in enumerate(self.parents):
             before = paths[parent] if parent >= 0 else Path(self.context + parent + 1, ())

@@ -1,4 +1,4 @@
-"""What a model weighs, sublayer by sublayer, from its config alone: built on the meta device, without its weights."""
+"""Bytes of a model by sublayer, from its config alone: the model is built on the meta device, without weights."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from rayspec.types import CheckpointError, ConfigError, UnsupportedModelError
 
 Quantization = Literal["fp8", "int8", "int4"]
 
-# 4 bits, and a 16-bit scale for each group of 128, as GPTQ and AWQ have them. The scales of the 8-bit formats are one a
-# row or a block of 128 x 128: too few to count.
+# int4: 4 bits, and a 16-bit scale for each group of 128, as in GPTQ and AWQ. The 8-bit formats have one scale per row
+# or per block of 128 x 128: too few to count.
 BYTES_PER_LINEAR_WEIGHT: dict[Quantization, float] = {"fp8": 1.0, "int8": 1.0, "int4": 0.5 + 2 / 128}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSizes:
-    """One decoder layer.
+    """Sizes of one decoder layer on one rank.
 
-    sublayer_bytes: weights of attention and of MLP, each with its norms; a single number where the family's layout is
-        unknown. copy_bytes: copies for drafts. kv_bytes_per_token: keys and values. window: tokens that attention looks
-        back, None for all.
+    sublayer_bytes: weights of attention and of MLP, each with its norms; a single number if the family's layout is
+        unknown. copy_bytes: quantised copies for drafts. kv_bytes_per_token: keys and values. window: the sliding
+        window in tokens, None for full attention.
     """
 
     sublayer_bytes: tuple[int, ...]
@@ -46,16 +46,16 @@ class LayerSizes:
         return sum(self.sublayer_bytes)
 
     def kv_bytes_read(self, context: int) -> int:
-        """By one decode step of a sequence that holds `context` tokens."""
+        """Return the KV cache bytes that one decode step reads for a sequence of `context` tokens."""
         return self.kv_bytes_per_token * min(context, self.window or context)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:
-    """Bytes on one tensor-parallel rank. num_parameters: of the whole model, a tied matrix counted once.
+    """Bytes on one tensor-parallel rank. num_parameters: parameters of the whole model, a tied matrix counted once.
 
-    embedding_bytes: all matrices before the layers. norm_bytes, head_bytes: final norm and LM head; the head counts
-    its matrix even where it is `tied` to the embedding.
+    embedding_bytes: all matrices before the layers. norm_bytes, head_bytes: final norm and LM head. head_bytes counts
+    the head's matrix even if it is `tied` to the embedding.
     """
 
     num_parameters: int
@@ -67,18 +67,20 @@ class ModelSizes:
 
     @property
     def splits(self) -> bool:
-        """Whether every layer's layout is known, as attention and MLP. The check at load has the last word."""
+        """Whether the layout of every layer, attention and MLP, is known. The check at load has the last word."""
         return all(len(layer.sublayer_bytes) == 2 for layer in self.layers)
 
     def last_stage_bytes(self, num_stages: int) -> int:
-        """Final norm and head. A tied head shares the embedding's matrix only where both are on the one stage."""
+        """Return the bytes of final norm and head. A tied head shares the embedding's matrix only with one stage."""
         shared = self.tied and num_stages == 1
         return self.norm_bytes + (0 if shared else self.head_bytes)
 
 
 def load_config(source: str) -> PretrainedConfig:
-    """The config of a folder, a path to a config.json, or a hub id. Raises CheckpointError, and what `check_source`
-    raises."""
+    """Load the config of a folder, a path to a config.json, or a hub id.
+
+    Raises CheckpointError, and the errors of `check_source`.
+    """
     if not Path(source).is_file():
         check_source(source)
     try:
@@ -89,7 +91,10 @@ def load_config(source: str) -> PretrainedConfig:
 
 
 def quantisation_of(model: PretrainedConfig, settings: Mapping[str, Any] | None = None) -> Quantization | None:
-    """What a layer's linears take, by the quantizer's settings (None: the model's own): a byte a weight, or half."""
+    """Return "int8" if a quantised linear weight takes one byte (fp8 too), "int4" for half a byte, None if unquantised.
+
+    settings: those of the quantizer; None for the model's own.
+    """
     found: Any = settings or getattr(model, "quantization_config", None)
     if found is None:
         return None
@@ -108,15 +113,15 @@ def model_sizes(
     tensor: int = 1,
     draft_weights: Collection[Weights] = (),
 ) -> ModelSizes:
-    """Sizes of the causal LM that `config` describes.
+    """Return the sizes of the causal LM that `config` describes.
 
-    dtype: of keys, values and all weights, unless `quantization` has those of the layers' linears smaller: matrices,
-    a mixture's router included. Embedding, norms, biases and head stay in dtype.
-    tensor: ranks that share the layers' matrices and KV heads evenly; each holds everything else, and one KV head at
-    least.
-    draft_weights: the copies that drafts have; a model with `quantization` gets none.
+    dtype: type of keys, values and all weights. quantization: a smaller type for the matrices of the layers, including
+    a mixture's router; embedding, norms, biases and head stay in dtype.
+    tensor: ranks that share the layers' matrices and KV heads evenly. Each rank has at least one KV head, and all of
+    the other weights.
+    draft_weights: types of the quantised copies for drafts; a model with `quantization` gets no copies.
 
-    Raises UnsupportedModelError if transformers has no causal LM for the config or it has no list of layers, and
+    Raises UnsupportedModelError if transformers has no causal LM for the config or the model has no list of layers, and
     ConfigError for a `tensor` that does not divide the attention heads.
     """
     num_heads = int(getattr(config, "num_attention_heads", 1))
@@ -158,9 +163,9 @@ def model_sizes(
 def quantised_bytes(
     config: PretrainedConfig, weights: Weights, *, dtype: torch.dtype, tensor: int = 1
 ) -> tuple[int, ...]:
-    """Of the copies that drafts have of each sublayer, in order, on one of `tensor` ranks, if the model has `dtype`.
+    """Return the bytes of each sublayer's quantised copy, in order, on one of `tensor` ranks of a model in `dtype`.
 
-    0 for a sublayer whose layout has no copies. The check at load has the last word: it may leave out some.
+    A sublayer whose layout has no copy counts 0. The check at load has the last word: it may leave out copies.
 
     Raises UnsupportedModelError as `model_sizes`.
     """
@@ -176,7 +181,10 @@ def _blocks(layer: nn.Module) -> list[tuple[Literal["attention", "mlp"], nn.Modu
 def _copy_bytes(
     block: nn.Module | None, kind: Literal["attention", "mlp"], weights: Weights, dtype: torch.dtype, tensor: int
 ) -> int:
-    """Ranks share the rows of the first matrix; the last one, whose products they sum, has no copy then."""
+    """Return the bytes of a block's copy on one rank, 0 if it has none.
+
+    Several ranks share the rows of the first matrix. The last matrix then has no copy, because ranks sum its products.
+    """
     if block is None:
         return 0
     try:
@@ -191,7 +199,8 @@ def _copy_bytes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scale:
-    """What parameters take on a rank: matrices linear_bytes an element, split; vectors itemsize, on every rank."""
+    """Bytes per parameter on a rank: linear_bytes for matrices, which ranks share; itemsize for vectors, which each
+    rank holds in full."""
 
     itemsize: int
     linear_bytes: float
@@ -235,7 +244,7 @@ def _layer_sizes(layer: nn.Module, config: PretrainedConfig, scale: _Scale, dtyp
 
 
 def _sublayer_parameters(layer: nn.Module) -> list[list[nn.Parameter]]:
-    """Of attention and of MLP, or of the layer as a whole."""
+    """Return the parameters of attention and of MLP, or of the whole layer as one list if its layout is unknown."""
     norms = {name for name, _ in layer.named_children() if name.endswith("norm")}
     layout = next((layout for layout in LAYOUTS if set(layout.names) == norms), None)
     if layout is None or not hasattr(layer, "self_attn"):

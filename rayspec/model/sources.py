@@ -1,4 +1,4 @@
-"""Where a model or tokenizer comes from: a local folder or the Hugging Face hub. A wrong name fails at once."""
+"""Checks of the source of a model or tokenizer: a local folder or the Hugging Face hub. A wrong name fails at once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _REMEDY = "name a folder that exists, a hub id such as Qwen/Qwen3-8B, or demo"
 def check_name(name: str, *, option: str = "model", is_elsewhere: bool = False) -> None:
     """Refuse a name that is neither a folder here nor a possible hub id. Does not use the network.
 
-    is_elsewhere: other machines load the model, so that a folder may exist only there. Raises ConfigError.
+    is_elsewhere: other machines load the model, so a folder may exist only on those. Raises ConfigError.
     """
     path = Path(name)
     if name and path.is_dir():
@@ -49,10 +49,10 @@ def check_name(name: str, *, option: str = "model", is_elsewhere: bool = False) 
 
 
 def check_source(name: str, *, option: str = "model", revision: str | None = None) -> None:
-    """Refuse a model or tokenizer that cannot be loaded from here, without the hub client's long retries.
+    """Refuse a model or tokenizer that this machine cannot load, without the hub client's long retries.
 
-    A model of the hub that is in the local cache is accepted without a look at the hub. Raises ConfigError as
-    `check_name` does, and CheckpointError for a folder without a config and for a hub id that cannot be fetched.
+    A model in the hub's local cache is accepted without a request to the hub. Raises ConfigError as `check_name` does,
+    and CheckpointError for a model folder without a config and for a hub id that cannot be fetched.
     """
     check_name(name, option=option)
     folder = Path(name)
@@ -79,7 +79,11 @@ def _is_cached(name: str, revision: str | None) -> bool:
 
 
 def _ask_hub(name: str, option: str, revision: str | None) -> None:
-    """One request, for a file that most repositories have. A hub that is only busy is left to the loader's retries."""
+    """Send one request to the hub, for a file that most repositories have.
+
+    Raises CheckpointError if the repository is missing, restricted or unreachable. Other errors of the hub, such as an
+    overload, are ignored: the loader retries.
+    """
     asked = f"{option} {name!r} is no folder here, and"
     try:
         get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision))

@@ -1,4 +1,4 @@
-"""THE forward. Prefill, draft, verify, profile and plan search are calls of `run` with other rows and other spans."""
+"""The only forward: prefill, draft, verify, profile and plan search all call `run`, with their own rows and spans."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from rayspec.choices import FULL, SKIP, Choice, Weights, keys_of, weights_of
 from rayspec.model.attention import Rows
 
+# A callback that `run` calls with a sublayer's index and the hidden states after it. The "tap" of a token is its hidden
+# states at all sublayer boundaries.
 Tap = Callable[[int, Tensor], None]
 Body: TypeAlias = Callable[[Tensor, Rows], Tensor]
 
@@ -19,8 +21,8 @@ Body: TypeAlias = Callable[[Tensor, Rows], Tensor]
 class Sublayer:
     """One attention or MLP block with its norms and residual. `index` counts sublayers, `layer` decoder layers.
 
-    body: what runs in place of the modules, where something faster was proven equal to them. quantised: what drafts may
-    run in place of both, on copies of the weights.
+    body: a faster computation that replaces the modules, if a check found it equal to them. quantised: bodies for
+    drafts with quantised copies of the weights, by type of weights.
     """
 
     index: int
@@ -35,7 +37,10 @@ class Sublayer:
     quantised: Mapping[Weights, Body] = field(default_factory=dict)
 
     def __call__(self, hidden: Tensor, rows: Rows, weights: Weights = "full") -> Tensor:
-        """hidden: [1, N, hidden_size] in and out. Raises KeyError for weights of which the sublayer has no copy."""
+        """Run the sublayer and its residual; hidden: [1, N, hidden_size] in and out.
+
+        Raises KeyError for weights of which the sublayer has no copy.
+        """
         if weights != "full":
             return self._copy(weights)(hidden, rows)
         if self.body is not None:
@@ -54,7 +59,7 @@ class Sublayer:
         return self.add(hidden, branch, in_place=rows.in_place)
 
     def can_run(self, choice: Choice) -> bool:
-        """Whether there is a way to run it so. Few keys mean nothing to an MLP."""
+        """Return whether the sublayer can run this choice. A choice of few keys applies to attention only."""
         has_weights = weights_of(choice) == "full" or weights_of(choice) in self.quantised
         return choice != SKIP and has_weights and (self.kind == "attention" or keys_of(choice) == "all")
 
@@ -65,16 +70,16 @@ class Sublayer:
 
     @property
     def has_experts(self) -> bool:
-        """Its launches, and the shapes of its products, depend on which rows choose which expert."""
+        """Whether the block is a mixture of experts. Its launches and matrix shapes then depend on the routing."""
         return hasattr(self.block, "experts")
 
     @property
     def adds_plainly(self) -> bool:
-        """The block's output goes to the residual as it is."""
+        """Whether the block's output is added to the residual without a norm or a scale."""
         return self.post_norm is None and self.residual_scale == 1
 
     def add(self, hidden: Tensor, branch: Tensor, *, in_place: bool) -> Tensor:
-        """The residual with the block's output: [1, N, hidden_size] both."""
+        """Return the residual `hidden` plus the block's output `branch`: [1, N, hidden_size] both."""
         if self.post_norm is not None:
             branch = self.post_norm(branch)
         branch = branch if self.residual_scale == 1 else branch * self.residual_scale
@@ -91,9 +96,9 @@ def run(
 ) -> Tensor:
     """Run a contiguous span of sublayers over packed rows.
 
-    hidden: [1, N, hidden_size]; changed where `rows.in_place`. choices: of each sublayer of the whole model; None
-    runs all in full. `tap(i, hidden)` is called with the hidden states after sublayer i, run or not. Returns the hidden
-    states after the span.
+    hidden: [1, N, hidden_size]; changed if `rows.in_place`. choices: one per sublayer of the whole model; None runs all
+    in full. `tap(i, hidden)` is called with the hidden states after sublayer i, even if it is skipped. Returns the
+    hidden states after the span.
     """
     for sublayer in span:
         choice = FULL if choices is None else choices[sublayer.index]

@@ -1,4 +1,4 @@
-"""Loading a checkpoint, or a span of its layers, for real: every tensor comes from the files, or it is an error."""
+"""Loads a checkpoint, or a span of its layers. A tensor that is not in the files is an error, not random numbers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from rayspec.types import CheckpointError, ConfigError
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _CONFIGS = ("config.json", "generation_config.json")  # the second is optional
-# What transformers, huggingface_hub and safetensors raise for files that are not there or not what they should be.
+# Errors of transformers, huggingface_hub and safetensors for missing or damaged files.
 _LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError)
 
 
@@ -48,49 +48,52 @@ def resolve_device(name: str) -> torch.device:
 
 
 def load_config(config: EngineConfig) -> PretrainedConfig:
-    """The config of a local folder or hub id, without its weights. Raises CheckpointError and ConfigError."""
+    """Load the config of a local folder or hub id, without weights. Raises CheckpointError and ConfigError."""
     check_source(config.model, revision=config.revision)
     try:
         loaded: PretrainedConfig = AutoConfig.from_pretrained(
             config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
-    except (*_LOADING_ERRORS, TypeError, AttributeError) as error:  # the last two for JSON of another shape
+    except (*_LOADING_ERRORS, TypeError, AttributeError) as error:  # the last two for JSON with unexpected types
         raise CheckpointError(f"config of model {config.model!r} could not be read: {error}") from error
     return loaded
 
 
 def num_layers(config: PretrainedConfig) -> int:
-    """Decoder layers of the model that `config` describes, or of its language model."""
+    """Return the number of decoder layers of the model that `config` describes, or of its language model."""
     return int(config.get_text_config(decoder=True).num_hidden_layers)
 
 
 def vocab_size(config: PretrainedConfig) -> int:
-    """Logits a token: rows of the LM head, padding rows included."""
+    """Return the number of logits per token: the rows of the LM head, padding rows included."""
     return int(config.get_text_config(decoder=True).vocab_size)
 
 
 def eos_token_ids(config: EngineConfig) -> tuple[int, ...]:
-    """Tokens that end a text: generation_config.json has the word, then config.json. Raises CheckpointError."""
+    """Return the tokens that end a text, from generation_config.json or else from config.json.
+
+    Raises CheckpointError.
+    """
     of_model = getattr(load_config(config).get_text_config(decoder=True), "eos_token_id", None)
     try:
         eos = GenerationConfig.from_pretrained(config.model, revision=config.revision or "main").eos_token_id
-    except OSError:  # most likely there is none, which is fine; transformers makes do without a broken one as well
+    except OSError:  # mostly a missing file, which is allowed; transformers ignores a broken one, too
         eos = None
     eos = of_model if eos is None else eos
     return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
 
 
 def load_model(config: EngineConfig, *, layers: range | None = None) -> PreTrainedModel:
-    """The causal LM of a local folder or hub id, in evaluation mode on its device.
+    """Load the causal LM of a local folder or hub id, in evaluation mode on its device.
 
     layers: load these decoder layers only, with the embedding if they are the first and with final norm and LM head if
-        they are the last. Modules that are not loaded are nn.Identity; the others keep their names and numbers, and
-        hold the very tensors that they have in the whole model. A tied matrix is loaded at both ends. Only files that
-        hold some of these tensors are opened or, of a hub id, fetched.
+        they are the last. Modules that are not loaded are nn.Identity. The others keep their names and numbers, and
+        have the same tensors as in the whole model. A tied matrix is loaded at both ends. Only files with some of these
+        tensors are opened, or fetched from the hub.
 
-    Raises CheckpointError for unreadable files, missing shards, and missing, unexpected or misshaped tensors, as far as
-    they belong to `layers`: transformers would fill such tensors with random numbers and go on. Raises
-    UnsupportedModelError for `layers` of a model without a list of decoder layers. Raises what `check_source` raises.
+    Raises CheckpointError for unreadable files, missing shards, and missing, unexpected or misshaped tensors of
+    `layers`: transformers would fill such tensors with random numbers and continue. Raises UnsupportedModelError for
+    `layers` of a model without a list of decoder layers, and the errors of `check_source`.
     """
     check_source(config.model, revision=config.revision)
     device = resolve_device(config.device)
@@ -119,7 +122,7 @@ def load_model(config: EngineConfig, *, layers: range | None = None) -> PreTrain
 
 
 def load_tokenizer(config: EngineConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of `config.tokenizer`, by default the model's. Raises CheckpointError and ConfigError."""
+    """Load the tokenizer of `config.tokenizer`, by default the model's. Raises CheckpointError and ConfigError."""
     option = "model" if config.tokenizer is None else "tokenizer"
     source = config.model if config.tokenizer is None else config.tokenizer
     check_source(source, option=option, revision=config.revision)
@@ -129,7 +132,7 @@ def load_tokenizer(config: EngineConfig) -> PreTrainedTokenizerBase:
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise CheckpointError(f"tokenizer {source!r} could not be loaded: {error}") from error
-    if len(tokenizer) <= len(tokenizer.all_special_ids):  # what some families make of a folder without its files
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # some families accept a folder without files
         raise CheckpointError(f"tokenizer {source!r} has no vocabulary: its files are missing; set option 'tokenizer'")
     return tokenizer
 
@@ -141,7 +144,10 @@ def _load_whole(config: EngineConfig, options: dict[str, Any]) -> Any:
 
 
 def _load_span(config: EngineConfig, layers: range, options: dict[str, Any]) -> Any:
-    """transformers' own loading, so with its key conversions and quantizers, of a model class that lacks the rest."""
+    """Load the layers with a model class that has no other modules.
+
+    transformers itself loads them, so its key conversions and quantizers apply.
+    """
     with torch.device("meta"):
         whole: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             load_config(config), trust_remote_code=config.trust_remote_code, attn_implementation="eager"
@@ -157,9 +163,9 @@ def _load_span(config: EngineConfig, layers: range, options: dict[str, Any]) -> 
 
 
 def _foreign_modules(model: Any, layers: range) -> list[str]:
-    """Names of the modules that a span leaves out.
+    """Return the names of the modules that a span leaves out.
 
-    An end of the model whose matrix is tied keeps both modules that use it: they take no more memory than one.
+    With tied embeddings, a span at either end keeps both embedding and head: they share one matrix.
     """
     trunk, all_layers = trunk_and_layers(model)
     assert layers.step == 1, f"layers of a span are contiguous: {layers}"
@@ -178,7 +184,7 @@ def _foreign_modules(model: Any, layers: range) -> list[str]:
 
 
 def _keys_of(modules: list[str], prefix: str) -> re.Pattern[str]:
-    """What the tensors of these modules are called in a checkpoint: some were saved without their prefix."""
+    """Return a pattern for the checkpoint keys of these modules. Some checkpoints were saved without the prefix."""
     names = "|".join(re.escape(name.removeprefix(f"{prefix}.")) for name in modules)
     return re.compile(rf"^({re.escape(prefix)}\.)?({names})\." if names else r"(?!)")
 
@@ -186,9 +192,9 @@ def _keys_of(modules: list[str], prefix: str) -> re.Pattern[str]:
 def _span_class(
     whole: type[PreTrainedModel], foreign: list[str], foreign_keys: re.Pattern[str]
 ) -> type[PreTrainedModel]:
-    """The family's model class without the foreign modules. They go before any weight is read or asked for.
+    """Return the family's model class without the foreign modules, which are removed before any weight is read.
 
-    That is what transformers' own pipeline parallelism does to a model, which needs a process group.
+    transformers' own pipeline parallelism removes modules in the same way, but needs a process group.
     """
 
     def build(self: Any, config: PretrainedConfig) -> None:
@@ -202,12 +208,12 @@ def _span_class(
             foreign_keys.pattern,
         }
 
-    # transformers looks up a family's key conversions by these names.
+    # transformers finds a family's key conversions by these names.
     return type(whole.__name__, (whole,), {"__init__": build, "__module__": whole.__module__})
 
 
 def _link_files(config: EngineConfig, folder: Path, foreign_keys: re.Pattern[str]) -> None:
-    """Make `folder` a checkpoint of links to the files that hold more than foreign tensors."""
+    """Make `folder` a checkpoint of links to the files with at least one tensor that is not foreign."""
     for name in _CONFIGS:
         described = _checkpoint_file(config, name)
         if described is not None:
@@ -224,7 +230,7 @@ def _link_files(config: EngineConfig, folder: Path, foreign_keys: re.Pattern[str
         )
     content = json.loads(index.read_text())
     wanted = {file for key, file in content["weight_map"].items() if not foreign_keys.match(key)}
-    # Links go by the last part of the name, so that no index can have them made outside of the folder.
+    # A link is named by the last part of the path, so that no index can create links outside of the folder.
     own = {key: Path(file).name for key, file in content["weight_map"].items() if file in wanted}
     (folder / _INDEX).write_text(json.dumps(content | {"weight_map": own}))
     for name in sorted(wanted):
@@ -235,7 +241,7 @@ def _link_files(config: EngineConfig, folder: Path, foreign_keys: re.Pattern[str
 
 
 def _checkpoint_file(config: EngineConfig, name: str) -> Path | None:
-    """A file of the checkpoint, fetched from the hub if need be; None when the checkpoint has none of that name."""
+    """Return the path of a checkpoint's file, fetched from the hub if needed, or None if there is no such file."""
     folder = Path(config.model)
     if folder.is_dir():
         return (folder / name).resolve() if (folder / name).is_file() else None

@@ -1,4 +1,4 @@
-"""A request run on an engine: answered at once, or in chunks."""
+"""Runs a request on an engine and gives its response, as a whole or in chunks."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from rayspec.types import EmptyPromptError, RequestOutput
 
 
 class Completes(Tokenizes, Protocol):
-    """What is asked of an engine; AsyncEngine is one."""
+    """The interface of an engine that completes prompts. AsyncEngine has it."""
 
     async def run(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> RequestOutput: ...
 
 
 class Streams(Tokenizes, Protocol):
-    """What is asked of an engine for chunks; AsyncEngine is one. Outputs are what is new, the last one is finished."""
+    """The interface of an engine that streams. AsyncEngine has it. Outputs hold new tokens only; the last one ends."""
 
     def stream(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, interval_s: float
@@ -47,7 +47,7 @@ class _Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Chunks of a stream that are there at the same time. is_last: no part follows; others have at least one."""
+    """Chunks of a stream that are sent together. is_last: no part follows. Only the last part may have no chunks."""
 
     chunks: Sequence[Chunk]
     is_last: bool
@@ -61,11 +61,11 @@ async def respond(
     name: str,
     created: int,
 ) -> Response:
-    """Run a request's prompts together.
+    """Run a request's prompts together and return the response.
 
-    served: names of the model that a body may use; responses show the first. name: what the response's id ends in.
+    served: names of the model that a body may use; responses show the first. name: the end of the response's id.
     created: Unix seconds. Raises RequestError; the first prompt that fails fails the request and ends the others.
-    Raises what else an output's error is, and EngineDeadError, where the engine is gone. Cancelling ends all prompts.
+    Raises any other error of an output, and EngineDeadError if the engine is gone. Cancelling ends all prompts.
     """
     outputs = await _run_together(engine, await _jobs(request, engine, served))
     texts, stamp = TokenTexts(engine.tokenizer), _stamp(request, name, created, served)
@@ -83,11 +83,11 @@ async def stream(
     created: int,
     interval_s: float = 0.0,
 ) -> AsyncGenerator[Part, None]:
-    """`respond` in chunks, as they come. There is at least one.
+    """Run a request like `respond`, and yield the response in parts as it is generated. There is at least one part.
 
-    interval_s: what comes of a prompt so soon after another piece of it waits, see `decode.pieces`. What is wrong with
-    the request is raised before the first chunk; what goes wrong later, after the chunks before it.
-    Closing it, and cancelling the wait for a chunk, end all prompts.
+    interval_s: shortest time between two outputs of a prompt, see `decode.pieces`. An error of the request raises
+    before the first part, a later error after the parts that precede it. Closing the generator, or cancelling the wait
+    for a part, ends all prompts.
     """
     jobs = await _jobs(request, engine, served)
     chunks = chunks_of(request, TokenTexts(engine.tokenizer), _stamp(request, name, created, served))
@@ -104,7 +104,7 @@ async def stream(
 
 
 async def _jobs(request: Request, engine: Tokenizes, served: Sequence[str]) -> list[_Job]:
-    """Raises RequestError for whatever can be known to be wrong before the engine is asked."""
+    """Check and tokenize a request. Raises RequestError for all errors that are known before the engine runs."""
     check_served(request.model, served)
     DEFAULT_LIMITS.check(request)
     tokenize = partial(request.prompts, partial(prompt_tokens, engine))
@@ -144,7 +144,7 @@ async def _run(engine: Completes, job: _Job) -> RequestOutput:
 async def _stream_together(
     engine: Streams, jobs: Iterable[_Job], interval_s: float
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """What is new of each prompt, with the prompt's index."""
+    """Yield new output of any prompt, with the index of the prompt."""
     arrived: asyncio.Queue[tuple[int, RequestOutput] | asyncio.Task[None]] = asyncio.Queue()
     tasks = [asyncio.create_task(_pass_on(engine, index, job, interval_s, arrived)) for index, job in enumerate(jobs)]
     for task in tasks:
@@ -154,7 +154,7 @@ async def _stream_together(
         while num_running:
             item = await arrived.get()
             if isinstance(item, asyncio.Task):
-                item.result()  # raises what it ended of
+                item.result()  # raises the error that ended the task
                 num_running -= 1
             else:
                 yield item

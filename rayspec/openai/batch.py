@@ -1,7 +1,7 @@
-"""The OpenAI Batch format: a request a line in, a response a line out, failures in a file of their own.
+"""The OpenAI Batch format: every input line is a request, every output line a response. Failures have their own file.
 
-`read_batch` makes lines of a file, `answer` has an engine answer one. What is wrong with a line stays with that line.
-Ids are a pure function of the file's name and the line's custom_id, so that a resumed run writes the same ones.
+`read_batch` parses the lines of a file, `answer` answers a line. An error of a line does not affect other lines.
+Ids are a pure function of the file's name and the line's custom_id, so that a resumed run writes the same ids.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Url = Literal["/v1/chat/completions", "/v1/completions"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchError:
-    """Why a line is no request or has no answer, as OpenAI's files tell it. line: its number, from 1, where it is no
-    request."""
+    """Why a line is no request or has no answer, in the form of OpenAI's files. line: the number of a line that is no
+    request, from 1."""
 
     code: str
     message: str
@@ -39,7 +39,7 @@ class BatchError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchResponse:
-    """As it would have come over HTTP. body: a ChatCompletion, a Completion, or {"error": ...}."""
+    """A response as HTTP would have returned it. body: a ChatCompletion, a Completion, or {"error": ...}."""
 
     status_code: int
     request_id: str
@@ -57,17 +57,17 @@ class BatchResult:
 
     @property
     def failed(self) -> bool:
-        """It belongs in the error file."""
+        """Whether the line belongs in the error file."""
         return self.response is None or self.response.status_code != 200
 
     def json_line(self) -> str:
-        """With its line break."""
+        """Return the result as a line of JSON, with its line break."""
         return json.dumps(asdict(self), ensure_ascii=False, allow_nan=False) + "\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLine:
-    """A request of a batch file. Its body is not looked at yet. digest: what its ids are made of."""
+    """A request of a batch file. Its body is not validated yet. digest: the hash in its ids."""
 
     digest: str
     custom_id: str
@@ -76,7 +76,7 @@ class BatchLine:
 
     @property
     def id(self) -> str:
-        """Of its result."""
+        """Identifier of the batch result."""
         return f"batch_req_{self.digest}"
 
     def result(self, status_code: int, body: Mapping[str, Any]) -> BatchResult:
@@ -84,13 +84,13 @@ class BatchLine:
         return BatchResult(id=self.id, custom_id=self.custom_id, response=response, error=None)
 
     def unanswered(self, code: str, message: str) -> BatchResult:
-        """The result of a request that nobody has answered."""
+        """Make the result of a request that was not answered."""
         error = BatchError(code=code, message=message, param=None, line=None)
         return BatchResult(id=self.id, custom_id=self.custom_id, response=None, error=error)
 
 
 class _Fields(StrictBody):
-    """What a line must have."""
+    """The fields that a line must have."""
 
     custom_id: Annotated[str, Field(min_length=1)]
     method: Literal["POST"]
@@ -99,10 +99,10 @@ class _Fields(StrictBody):
 
 
 def read_batch(lines: Iterable[bytes], *, source: str) -> Iterator[BatchLine | BatchResult]:
-    """The requests of a file, in order, read as they are asked for; failed results where a line is none.
+    """Yield the requests of a file, in order and on demand. A line that is no request yields a failed result.
 
-    lines: of the file; empty ones are passed over. source: what the file is called; ids depend on it. Of lines with the
-    same custom_id the first counts.
+    lines: the lines of the file; empty lines are skipped. source: the name of the file, which is part of the ids. Of
+    lines with the same custom_id, the first counts and the others fail.
     """
     seen: set[str] = set()
     for number, line in enumerate(lines, start=1):
@@ -128,7 +128,7 @@ def _read_line(line: bytes, number: int, source: str, seen: set[str]) -> BatchLi
 
 
 def _usable_custom_id(row: object) -> str | None:
-    """Of a line that may be wrong in other ways: its error is reported under it."""
+    """Return the custom_id of a line that may have errors, which are then reported with this id."""
     custom_id = row.get("custom_id") if isinstance(row, dict) else None
     return custom_id if isinstance(custom_id, str) and custom_id else None
 
@@ -142,17 +142,17 @@ def _claim(custom_id: str | None, seen: set[str]) -> None:
 
 
 def _digest(source: str, name: str | int) -> str:
-    """Of a line by its custom_id, or by its number where it cannot go by that."""
+    """Return the hash for the ids of a line, from its custom_id; for an invalid line, from its number."""
     return hashlib.sha256(json.dumps([source, name]).encode()).hexdigest()[:32]
 
 
 async def answer(
     line: BatchLine, engine: Completes, served: tuple[str, ...], *, clock: Callable[[], float] = time.time
 ) -> BatchResult:
-    """Have a line answered; whatever is wrong with it is in the result.
+    """Answer a line with an engine. An error of the line is in the result.
 
-    served: names of the model that a body may use; responses show the first. clock: gives Unix seconds. Raises
-    EngineDeadError and StageLostError: the engine is gone and the line has no answer yet, so another may be asked.
+    served: names of the model that a body may use; responses show the first. clock: returns Unix seconds. Raises
+    EngineDeadError and StageLostError if the engine is gone. The line has no answer then; another engine may answer it.
     """
     try:
         request = ENDPOINTS[line.url].parse(line.body)

@@ -1,4 +1,4 @@
-"""The objects of OpenAI's Files and Batch APIs, and what clients send to them."""
+"""The objects of OpenAI's Files and Batch APIs, and the requests to these APIs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MOST_METADATA, _MOST_KEY, _MOST_VALUE = 16, 64, 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileObject:
-    """A file that is kept. bytes: its size. created_at: Unix seconds."""
+    """A stored file. bytes: its size. created_at: Unix seconds."""
 
     id: str
     bytes: int
@@ -46,7 +46,7 @@ class FileDeleted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestCounts:
-    """Of a batch's lines: all, answered, and failed with an error of their own."""
+    """Numbers of a batch's lines: all lines, answered lines, and lines that failed."""
 
     total: int = 0
     completed: int = 0
@@ -61,7 +61,7 @@ class BatchErrors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """A batch as clients see it. Times are Unix seconds, None for what has not happened."""
+    """A batch as clients see it. Times are Unix seconds; None if the event has not happened."""
 
     id: str
     endpoint: Url
@@ -87,7 +87,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileList:
-    """A page of files; the ids are those of its ends."""
+    """A page of files, with the ids of its first and last file."""
 
     data: Sequence[FileObject]
     has_more: bool
@@ -103,7 +103,7 @@ class FileList:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchList:
-    """A page of batches, the newest first; the ids are those of its ends."""
+    """A page of batches, the newest first, with the ids of its first and last batch."""
 
     data: Sequence[Batch]
     has_more: bool
@@ -153,7 +153,7 @@ class BatchRequest(StrictBody):
 
 
 class PageRequest(StrictBody):
-    """The query of a list. after: the id before the first one wanted."""
+    """The query parameters of a list. after: the page begins after the object with this id."""
 
     after: str | None = None
     limit: Annotated[int, Field(ge=1, le=10_000, strict=False)] | None = None

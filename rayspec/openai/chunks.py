@@ -1,4 +1,4 @@
-"""Responses in chunks, one choice a chunk. What is UNSET does not appear in JSON."""
+"""Streamed responses, in chunks with one choice each. A field that is UNSET does not appear in JSON."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ChatDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatChunkChoice:
-    """finish_reason: None where there is more to come."""
+    """finish_reason: None until the choice ends."""
 
     index: int
     delta: ChatDelta
@@ -57,7 +57,7 @@ Chunk = ChatCompletionChunk | Completion
 
 
 class ChatChunks:
-    """Makes chunks of what is new. Each choice begins with its role and ends with its finish reason."""
+    """Makes chunks from new output. Each choice begins with its role and ends with its finish reason."""
 
     def __init__(self, request: ChatRequest, texts: TokenTexts, stamp: Stamp) -> None:
         self._request, self._texts = request, texts
@@ -72,7 +72,7 @@ class ChatChunks:
         self._begun: set[int] = set()
 
     def of(self, prompt_index: int, piece: RequestOutput) -> Iterator[ChatCompletionChunk]:
-        """piece: what is new of the only prompt."""
+        """Yield the chunks for new output. piece: new output of the only prompt."""
         assert prompt_index == 0, "a conversation is one prompt"
         for completion in piece.outputs:
             if completion.index not in self._begun:
@@ -96,7 +96,7 @@ class ChatChunks:
 
 
 class CompletionChunks:
-    """Makes chunks of what is new of each prompt. The last one of a choice has its finish reason."""
+    """Makes chunks from new output of each prompt. The last chunk of a choice has its finish reason."""
 
     def __init__(self, request: CompletionRequest, texts: TokenTexts, stamp: Stamp) -> None:
         self._request, self._texts = request, texts
@@ -133,12 +133,12 @@ def chunks_of(request: Request, texts: TokenTexts, stamp: Stamp) -> ChatChunks |
 
 
 def has_end(request: Request) -> bool:
-    """Whether a chunk without choices ends the stream."""
+    """Return whether a chunk without choices ends the stream."""
     return request.include_usage or request.return_spec_decode_metrics
 
 
 def _shows(completion: CompletionOutput) -> bool:
-    """Not where its text is held back, as half of a character is."""
+    """Return whether there is something to send. There is not while half of a character is held back."""
     return bool(completion.text or completion.logprobs or completion.finished)
 
 

@@ -20,12 +20,12 @@ END_OF_EVENTS = b"data: [DONE]\n\n"
 
 
 def json_body(body: Body | ApiError) -> bytes:
-    """Compact, UTF-8."""
+    """Encode a body as compact JSON in UTF-8."""
     return msgspec.json.encode(body.body if isinstance(body, ApiError) else body)
 
 
 def plain_body(body: Body) -> dict[str, Any]:
-    """As `json.loads` would give it."""
+    """Return a body in the types that `json.loads` returns."""
     plain: dict[str, Any] = msgspec.to_builtins(body)
     return plain
 
@@ -37,10 +37,10 @@ def event(body: Chunk | ApiError) -> bytes:
 async def events(
     parts: AsyncGenerator[Part, None], told: Callable[[Exception], ApiError]
 ) -> AsyncGenerator[bytes, None]:
-    """The whole body of a streamed response, a part at a time.
+    """Yield the whole body of a streamed response, a part at a time.
 
-    An error before the first part is raised, for there is still time for another status. A later one becomes an event.
-    told: how clients are told of an error. Closing it closes the parts.
+    An error before the first part is raised, because the HTTP status can still change. A later error becomes an event.
+    told: converts an error to the form for clients. Closing the generator closes the parts.
     """
     async with aclosing(parts):
         yield _encoded(await anext(parts))

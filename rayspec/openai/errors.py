@@ -15,7 +15,7 @@ _MOST_CHARACTERS = 1000  # a message may quote what was sent
 class InvalidRequestError(RequestError):
     """The body asks for something that is unknown, malformed or not supported.
 
-    param: the field, dotted, as "messages.0.content". status: of HTTP.
+    param: the field, dotted, as "messages.0.content". status: the HTTP status.
     """
 
     kind = "invalid_request"
@@ -26,7 +26,7 @@ class InvalidRequestError(RequestError):
 
 
 def parse_json(content: bytes) -> Any:
-    """Raises InvalidRequestError, also for what is not UTF-8, half a surrogate pair, and NaN, which is no JSON."""
+    """Parse JSON. Raises InvalidRequestError, also for invalid UTF-8, half a surrogate pair, and NaN (not in JSON)."""
     try:
         return from_json(content, allow_inf_nan=False)
     except ValueError as error:
@@ -35,7 +35,7 @@ def parse_json(content: bytes) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiError:
-    """An error as HTTP and the protocol tell it. `code` is stable."""
+    """An error in the form of HTTP and the protocol. `code` is stable."""
 
     status: int
     message: str
@@ -45,8 +45,8 @@ class ApiError:
 
     @classmethod
     def of(cls, error: RayspecError) -> ApiError:
-        """400 for an invalid request, 500 for a request that made the model fail, 503 for an engine that is gone.
-        Errors of the server itself are hidden from clients."""
+        """Convert an error. Status: 400 for an invalid request, 500 for a request that made the model fail, 503 for an
+        engine that is gone. Messages of the server's own errors are hidden from clients."""
         if not isinstance(error, RequestError):
             message = "The engine cannot serve this request now. Please try again later."
             return cls(status=503, message=message, type="server_error", param=None, code=error.kind)

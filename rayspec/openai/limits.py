@@ -1,4 +1,4 @@
-"""How much one request may ask for."""
+"""Limits of a single request."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from rayspec.openai.requests import Request
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Above them a request is refused, so that nobody fills the queue with one. OpenAI's own: n 128, 4 stop strings."""
+    """A larger request is refused, so that no single request fills the queue. OpenAI has n 128, 4 stop strings."""
 
     max_n: int = 128
     max_prompts: int = 1024
     max_stop_strings: int = 16
 
     def check(self, request: Request) -> None:
-        """Raises InvalidRequestError."""
+        """Check a request. Raises InvalidRequestError."""
         _at_most(self.max_n, request.n or 1, "n")
         _at_most(self.max_prompts, request.num_prompts, "prompt", " prompts")
         _at_most(self.max_stop_strings, len(request.stop or ()), "stop", " stop strings")

@@ -1,4 +1,4 @@
-"""Log-probabilities as both endpoints tell them."""
+"""Log-probabilities in the forms of both endpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LEAST_LOGPROB = -9999.0  # what OpenAI writes for "very unlikely"; JSON has no 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopLogprob:
-    """bytes: of the token in UTF-8, where it may be a part of a character; None where they are unknown."""
+    """bytes: UTF-8 bytes of the token, which may be a part of a character; None if they are unknown."""
 
     token: str
     logprob: float
@@ -36,8 +36,8 @@ class ChatLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionLogprobs:
-    """One entry a token. text_offset: characters of the completion before the token. top_logprobs: the most likely
-    tokens and the chosen one."""
+    """One entry for each token. text_offset: characters of the completion before the token. top_logprobs: the most
+    likely tokens and the chosen token."""
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -46,7 +46,7 @@ class CompletionLogprobs:
 
 
 def chat_logprobs(completion: CompletionOutput, num_top: int | None, texts: TokenTexts) -> ChatLogprobs | None:
-    """num_top: most likely tokens to tell beside each chosen one; None: nothing at all."""
+    """Convert a completion. num_top: most likely tokens to report for each chosen token; None: no log-probabilities."""
     if num_top is None or completion.logprobs is None:
         return None
     return ChatLogprobs(content=[_token_logprob(one, row, num_top, texts) for one, row in _chosen(completion)])
@@ -68,7 +68,7 @@ def _token_logprob(token_id: int, row: dict[int, Logprob], num_top: int, texts: 
 def completion_logprobs(
     completion: CompletionOutput, texts: TokenTexts, offsets: TextOffsets
 ) -> CompletionLogprobs | None:
-    """offsets: of the text up to here; they go on over the completion's tokens."""
+    """Convert a completion. offsets: at the end of the text so far; the call advances them over the new tokens."""
     if completion.logprobs is None:
         return None
     rows = list(_chosen(completion))
@@ -82,7 +82,7 @@ def completion_logprobs(
 
 
 def _chosen(completion: CompletionOutput) -> Iterator[tuple[int, dict[int, Logprob]]]:
-    """Each generated token with its row of log-probabilities. They include the token that ended the text."""
+    """Return each generated token with its row of log-probabilities, also the token that ended the text."""
     return zip(completion.token_ids, completion.logprobs or (), strict=True)
 
 

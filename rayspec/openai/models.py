@@ -1,4 +1,4 @@
-"""The models that are served, as /v1/models lists them."""
+"""The served models, in the form of /v1/models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rayspec.openai.errors import InvalidRequestError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
-    """created: Unix seconds. max_model_len: vLLM's extra field, prompt and output tokens of a request."""
+    """created: Unix seconds. max_model_len: vLLM's extra field, the most prompt and output tokens of a request."""
 
     id: str
     created: int
@@ -33,7 +33,7 @@ class ModelList:
 
 
 def check_served(model: str, served: Sequence[str]) -> None:
-    """served: the names that requests may use. Raises InvalidRequestError."""
+    """Check the model's name. served: the names that requests may use. Raises InvalidRequestError."""
     if model not in served:
         message = f"The model {model!r} does not exist; served here: {', '.join(map(repr, served))}."
         raise InvalidRequestError(message, param="model", code="model_not_found", status=404)

@@ -1,6 +1,6 @@
-"""Request bodies, and what they mean for the engine.
+"""Request bodies, and their conversion to prompts and sampling parameters.
 
-The extras (top_k, min_p, repetition_penalty, min_tokens, ...) have the names and meanings they have in vLLM.
+The extras (top_k, min_p, repetition_penalty, min_tokens, ...) have the same names and meanings as in vLLM.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from rayspec.types import ConfigError, PromptTooLongError, Role, role_for_templa
 _MAX_LOGPROBS = 20
 
 ServiceTier = Literal["auto", "default"]
-"""There is one tier. The others would be promises of price or speed."""
+"""The names of the only tier that is served. OpenAI's other tiers promise a price or a speed."""
 
 Tokenize = Callable[[str | Sequence[Mapping[str, str]]], list[int]]
-"""Of a text as it is, or of a conversation through the chat template."""
+"""Returns the tokens of a text, or of a conversation through the chat template."""
 
 
 class ChatMessage(StrictBody):
-    """One turn. Content in parts is text parts joined by line breaks, as vLLM joins them."""
+    """A message of a conversation. If its content is a list of text parts, line breaks join the parts, as in vLLM."""
 
     refused: ClassVar[Refusals] = {"tool_calls": ([],), "function_call": (), "audio": (), "refusal": ()}
 
@@ -46,7 +46,7 @@ class ChatMessage(StrictBody):
 
     @property
     def for_template(self) -> dict[str, str]:
-        """As chat templates take it."""
+        """The message in the form of chat templates."""
         return {"role": role_for_template(self.role)} | self.model_dump(exclude={"role"}, exclude_none=True)
 
 
@@ -70,9 +70,9 @@ class StreamOptions(StrictBody):
 
 
 class GenerationRequest(StrictBody):
-    """What both endpoints take. None leaves a parameter at its default; defaults and limits are SamplingParams'.
+    """The parameters of both endpoints. A parameter that is None has its default; see SamplingParams for limits.
 
-    return_spec_decode_metrics: an extra of ours, tells beside `usage` what drafting did.
+    return_spec_decode_metrics: an extra of rayspec; the response then has `metrics` of drafting in addition to `usage`.
     """
 
     ignored = frozenset(
@@ -122,12 +122,12 @@ class GenerationRequest(StrictBody):
 
     @property
     def num_sequences(self) -> int:
-        """That the engine decodes for it."""
+        """Number of sequences that the engine decodes for the request."""
         return self.num_prompts * (self.n or 1)
 
     @property
     def include_usage(self) -> bool:
-        """A stream ends in a chunk that tells it."""
+        """Whether a stream ends with a chunk that has `usage`."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
@@ -137,24 +137,24 @@ class GenerationRequest(StrictBody):
     @property
     @abstractmethod
     def num_characters(self) -> int:
-        """Of the texts that are to be tokenized."""
+        """Number of characters that must be tokenized."""
 
     @property
     @abstractmethod
     def num_logprobs(self) -> int | None:
-        """Most likely tokens to report beside each chosen one; None: no log-probabilities at all."""
+        """Number of most likely tokens to report for each chosen token; None: no log-probabilities."""
 
     @abstractmethod
     def num_output_tokens(self, room: int) -> int:
-        """The most tokens asked for; `room` is what the context has left."""
+        """Return the most tokens to generate. room: number of tokens that the context has left."""
 
     @abstractmethod
     def prompts(self, tokenize: Tokenize) -> list[list[int]]:
-        """The token ids of each prompt."""
+        """Return the token ids of each prompt."""
 
     def sampling_params(self, num_prompt_tokens: int, max_model_len: int) -> SamplingParams:
-        """Of a prompt of that many tokens. Raises PromptTooLongError where prompt and output together exceed the
-        context, which OpenAI refuses too, and InvalidRequestError for a value that SamplingParams refuses."""
+        """Return the parameters for a prompt of that many tokens. Raises PromptTooLongError if prompt and output
+        together exceed the context, as OpenAI does, and InvalidRequestError for a value that SamplingParams refuses."""
         num_output_tokens = self.num_output_tokens(max(1, max_model_len - num_prompt_tokens))
         if num_prompt_tokens + num_output_tokens > max_model_len:
             raise PromptTooLongError(
@@ -175,8 +175,8 @@ def _first_named(fields: Mapping[str, Any], message: str) -> str | None:
 
 
 class ChatRequest(GenerationRequest):
-    """The body of /v1/chat/completions. Without a limit the answer may fill the context. Of `max_tokens` and
-    `max_completion_tokens` the latter counts, as in vLLM: OpenAI's newer name of the same limit."""
+    """The body of /v1/chat/completions. Without a limit the answer may fill the context. If both are given,
+    `max_completion_tokens`, OpenAI's newer name, takes precedence over `max_tokens`, as in vLLM."""
 
     refused: ClassVar[Refusals] = {
         "audio": (),

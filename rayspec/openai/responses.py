@@ -1,4 +1,4 @@
-"""Response bodies. What is UNSET does not appear in JSON."""
+"""Response bodies. A field that is UNSET does not appear in JSON."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ ServedTier = Literal["default"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stamp:
-    """What makes a response one of its own. created: Unix seconds. model: the served name. service_tier: the tier that
-    served the request, where a conversation asks for one."""
+    """The fields that identify a response. created: Unix seconds. model: the served name. service_tier: the tier that
+    served the request, if a chat request names a tier."""
 
     id: str
     created: int
@@ -62,7 +62,7 @@ class ChatCompletion:
 
     @classmethod
     def of(cls, request: ChatRequest, output: RequestOutput, texts: TokenTexts, stamp: Stamp) -> ChatCompletion:
-        """`output` is finished, without an error."""
+        """Make the response from `output`, which is finished and has no error."""
         choices = [
             ChatChoice(
                 index=one.index,
@@ -86,7 +86,7 @@ class ChatCompletion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionChoice:
-    """finish_reason: None where there is more to come."""
+    """finish_reason: None until the choice ends."""
 
     index: int
     text: str
@@ -97,7 +97,7 @@ class CompletionChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """A text completion, or a chunk of one: OpenAI gives both the same shape."""
+    """A text completion, or a chunk of a text completion: OpenAI gives both the same fields."""
 
     id: str
     created: int
@@ -111,7 +111,8 @@ class Completion:
     def of(
         cls, request: CompletionRequest, outputs: Sequence[RequestOutput], texts: TokenTexts, stamp: Stamp
     ) -> Completion:
-        """`outputs` are finished, without an error, one a prompt; their completions become choices in that order."""
+        """Make the response from `outputs`, one for each prompt, all finished and without an error. Their completions
+        become choices in this order."""
         completions = [one for output in outputs for one in output.outputs]
         choices = [
             CompletionChoice(
@@ -137,14 +138,14 @@ Response = ChatCompletion | Completion
 
 
 def finish_reason(completion: CompletionOutput) -> FinishReason:
-    """Of one that has ended, without an error."""
+    """Return the finish reason of a completion that has ended without an error."""
     reason = completion.finish_reason
     assert reason in {"stop", "length"}, f"a completion without an error has the finish reason {reason!r}"
     return "stop" if reason == "stop" else "length"
 
 
 def text_offsets(request: CompletionRequest, texts: TokenTexts) -> TextOffsets:
-    """Of one completion."""
+    """Make the offsets for the tokens of one completion."""
     return TextOffsets(texts, skip_special=request.skip_special_tokens is not False)
 
 

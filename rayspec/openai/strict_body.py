@@ -1,7 +1,7 @@
 """Objects of the protocol as clients send them.
 
-They are strict, because a field that is dropped in silence is a wrong answer: every field either takes effect, is known
-to change no text, or is refused by name.
+They are strict, because silently dropping a field leads to a wrong answer. Every field either takes effect, is known to
+change no text, or is refused by name.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _CODES = {
 }
 
 Refusals = Mapping[str, Sequence[Any]]
-"""Fields that cannot be served, with the values besides null that ask for nothing."""
+"""Unsupported fields, each with the values that are accepted because they have no effect; null is always accepted."""
 
 
 class StrictBody(pydantic.BaseModel):
-    """An object of the protocol. `null` is a field left out.
+    """An object of the protocol. A field that is null counts as left out.
 
-    ignored: fields of any value that change no text.
+    refused: unsupported fields. ignored: fields that change no text, whatever their value.
     """
 
     model_config = pydantic.ConfigDict(
@@ -62,7 +62,7 @@ class StrictBody(pydantic.BaseModel):
 
     @classmethod
     def parse(cls, body: object) -> Self:
-        """Of what `parse_json` gave. Raises InvalidRequestError, which names the first field that is wrong."""
+        """Validate the result of `parse_json`. Raises InvalidRequestError, which names the first invalid field."""
         try:
             return cls.model_validate(body)
         except pydantic.ValidationError as error:

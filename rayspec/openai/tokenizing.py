@@ -1,4 +1,4 @@
-"""Texts and conversations as token ids and back: for prompts, and for vLLM's /tokenize and /detokenize."""
+"""Converts texts and conversations to token ids and back, for prompts and for vLLM's /tokenize and /detokenize."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 Messages = Sequence[Mapping[str, str]]
 T = TypeVar("T")
 
-_LONG = 20_000  # characters, or tokens; more of them take longer than others should wait
+_LONG = 20_000  # characters or tokens; more would block the event loop for too long
 
 
 class Tokenizes(Protocol):
-    """What is asked of an engine; AsyncEngine is one."""
+    """The interface of an engine that tokenizes. AsyncEngine has it."""
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase: ...
@@ -39,15 +39,16 @@ class Tokenizes(Protocol):
 
 
 async def beside_the_loop(work: Callable[[], T], size: int) -> T:
-    """What tokenizing work returns. In a thread where the event loop would stand still for it: megabytes take seconds.
+    """Run tokenizing work and return its result. Large work runs in a thread, because megabytes take seconds and would
+    block the event loop.
 
-    size: characters or tokens.
+    size: number of characters or tokens.
     """
     return await asyncio.to_thread(work) if size > _LONG else work()
 
 
 def prompt_tokens(engine: Tokenizes, prompt: str | Messages, *, add_generation_prompt: bool = True) -> list[int]:
-    """Of a text as it is, or of a conversation through the chat template. Raises InvalidMessagesError."""
+    """Return the tokens of a text, or of a conversation through the chat template. Raises InvalidMessagesError."""
     try:
         if isinstance(prompt, str) or add_generation_prompt:
             return engine.tokens(prompt)
@@ -67,7 +68,7 @@ def _without_generation_prompt(tokenizer: PreTrainedTokenizerBase, messages: Mes
 
 
 def check_tokens(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises InvalidTokenError for a token outside the tokenizer's vocabulary."""
+    """Check token ids. Raises InvalidTokenError for an id outside the tokenizer's vocabulary."""
     for token_id in (min(token_ids), max(token_ids)) if token_ids else ():
         if not _is_token(token_id, tokenizer):
             raise InvalidTokenError(f"{token_id} is no token of this model; its tokenizer has {len(tokenizer)}")
@@ -76,7 +77,7 @@ def check_tokens(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -
 def _is_token(token_id: int, tokenizer: PreTrainedTokenizerBase) -> bool:
     try:
         return token_id >= 0 and tokenizer.convert_ids_to_tokens(token_id) is not None
-    except (IndexError, OverflowError):  # as some tokenizers tell it
+    except (IndexError, OverflowError):  # some tokenizers raise these for unknown ids
         return False
 
 
@@ -111,11 +112,11 @@ class TokenizeRequest(StrictBody):
 
     @property
     def size(self) -> int:
-        """Characters."""
+        """Number of characters to tokenize."""
         return len(self.prompt or "") + sum(len(message.content) for message in self.messages or ())
 
     def tokens(self, engine: Tokenizes) -> list[int]:
-        """Raises InvalidMessagesError."""
+        """Return the token ids. Raises InvalidMessagesError."""
         if self.messages is not None:
             messages = [message.for_template for message in self.messages]
             return prompt_tokens(engine, messages, add_generation_prompt=self.add_generation_prompt is not False)
@@ -127,7 +128,7 @@ class TokenizeRequest(StrictBody):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizeResponse:
-    """token_strs: vocabulary entries, where they were asked for."""
+    """token_strs: the vocabulary entries, if the request asks for them."""
 
     count: int
     max_model_len: int
@@ -143,19 +144,19 @@ class DetokenizeRequest(StrictBody):
 
     @property
     def size(self) -> int:
-        """Tokens."""
+        """Number of tokens to decode."""
         return len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DetokenizeResponse:
-    """prompt: with the texts of special tokens."""
+    """prompt: the text, which includes the texts of special tokens."""
 
     prompt: str
 
 
 def tokenize(request: TokenizeRequest, engine: Tokenizes, served: Sequence[str]) -> TokenizeResponse:
-    """served: names of the model that a body may use. Raises RequestError."""
+    """Answer a request. served: names of the model that a body may use. Raises RequestError."""
     check_served(request.model or served[0], served)
     token_ids = request.tokens(engine)
     strings: Any = engine.tokenizer.convert_ids_to_tokens(token_ids) if request.return_token_strs else None
@@ -165,7 +166,7 @@ def tokenize(request: TokenizeRequest, engine: Tokenizes, served: Sequence[str])
 
 
 def detokenize(request: DetokenizeRequest, engine: Tokenizes, served: Sequence[str]) -> DetokenizeResponse:
-    """served: names of the model that a body may use. Raises RequestError."""
+    """Answer a request. served: names of the model that a body may use. Raises RequestError."""
     check_served(request.model or served[0], served)
     check_tokens(request.tokens, engine.tokenizer)
     return DetokenizeResponse(prompt=str(engine.tokenizer.decode(request.tokens)))

@@ -1,4 +1,4 @@
-"""What a request used: tokens, and what drafting did for it."""
+"""Usage of a request: token counts, and statistics of drafting."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from rayspec.types import RequestMetrics, RequestOutput
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptTokensDetails:
-    """cached_tokens: that were found in the KV cache, and not computed."""
+    """cached_tokens: prompt tokens that were found in the KV cache and not computed."""
 
     cached_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Tokens. A prompt with several completions counts once.
+    """Token counts of a request. A prompt with several completions counts once.
 
-    There are no `accepted_prediction_tokens`: they count a prediction that the *client* sent, and the rejected ones are
-    part of `completion_tokens` there. Tokens that the model drafts for itself are neither.
+    There are no `accepted_prediction_tokens`. In OpenAI's API they count tokens of a prediction that the *client* sent,
+    and `completion_tokens` includes the rejected tokens. Tokens that the model drafts for itself are neither.
     """
 
     prompt_tokens: int
@@ -36,7 +36,7 @@ class Usage:
 
     @classmethod
     def with_outputs(cls, latest: Collection[RequestOutput], num_output_tokens: int) -> Self:
-        """latest: of each prompt, its output or the last piece of it so far."""
+        """Count prompts. latest: for each prompt, its output or its latest streamed output."""
         num_prompt_tokens = sum(len(output.prompt_token_ids) for output in latest)
         num_cached_tokens = sum(output.metrics.num_cached_tokens for output in latest)
         return cls.counted(num_prompt_tokens, num_output_tokens, num_cached_tokens)
@@ -53,10 +53,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecDecodeMetrics:
-    """With the names and meanings of vLLM's `--per-request-spec-decode-metrics summary`.
+    """Statistics of drafting, with the names and meanings of vLLM's `--per-request-spec-decode-metrics summary`.
 
-    num_spec_steps: rounds with a draft. mean_acceptance_length: tokens that one of them commits, 1 + accepted / rounds;
-    it and the rate are None where nothing was drafted.
+    num_spec_steps: rounds with a draft. mean_acceptance_length: tokens that such a round commits, 1 + accepted /
+    rounds. mean_acceptance_length and draft_acceptance_rate are None if nothing was drafted.
     """
 
     mean_acceptance_length: float | None
@@ -67,7 +67,7 @@ class SpecDecodeMetrics:
 
     @classmethod
     def of(cls, metrics: Iterable[RequestMetrics]) -> Self:
-        """Summed over prompts."""
+        """Add up the metrics of several prompts."""
         num_steps = num_drafted = num_accepted = 0
         for one in metrics:
             num_steps += one.num_rounds - one.num_plain_rounds
@@ -83,7 +83,7 @@ class SpecDecodeMetrics:
 
 
 class UsageTally:
-    """Counts a request whose outputs come piece by piece."""
+    """Counts the usage of a request whose output is streamed."""
 
     def __init__(self) -> None:
         self._latest: dict[int, RequestOutput] = {}

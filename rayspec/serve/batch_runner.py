@@ -39,7 +39,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSettings:
-    """folder: path or URI of the store. max_lines: limit of an input file. places: most lines at once, by model."""
+    """Settings of batches. folder: path or URI of the store. max_lines: limit of an input file. places: most lines at
+    once, by model."""
 
     folder: str
     max_lines: int

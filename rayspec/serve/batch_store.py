@@ -42,8 +42,8 @@ class NewFile:
 
 @dataclass(frozen=True, slots=True)
 class BatchStore:
-    """All methods block, and raise OSError where the store fails. Unknown and malformed ids raise InvalidRequestError.
-    Ids sort by time. clock: returns Unix seconds."""
+    """Files and batches in a folder. All methods block, and raise OSError where the store fails. Unknown and malformed
+    ids raise InvalidRequestError. Ids sort by time. clock: returns Unix seconds."""
 
     folder: Location
     clock: Callable[[], float] = time.time

@@ -51,8 +51,8 @@ _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # pr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
-    """max_admitted: number of sequences under way from which requests are refused; None: no limit. scales_to_zero: a
-    model without replicas is not an error."""
+    """Settings of a model. max_admitted: number of sequences under way from which requests are refused; None: no limit.
+    scales_to_zero: a model without replicas is not an error."""
 
     max_admitted: int | None
     scales_to_zero: bool

@@ -84,7 +84,7 @@ class DeploymentOptions(Options):
 
 
 class ModelLoadingConfig(Options):
-    """model_id: name of the model in requests. model_source: local folder, hub id or "demo"; None: the model_id."""
+    """The model to load. model_id: its name in requests. model_source: folder, hub id or "demo"; None: the model_id."""
 
     model_id: str = Field(min_length=1)
     model_source: str | None = None
@@ -92,8 +92,8 @@ class ModelLoadingConfig(Options):
 
 
 class ExperimentalOptions(Options):
-    """stream_batching_interval_ms: parts of a streamed answer within this interval are sent together; the first and the
-    last are sent at once. 0: every part is sent at once."""
+    """Options under a name of Ray's. stream_batching_interval_ms: parts of a streamed answer within this interval are
+    sent together; the first and the last are sent at once. 0: every part is sent at once."""
 
     stream_batching_interval_ms: float = Field(100.0, ge=0, le=10_000)
 

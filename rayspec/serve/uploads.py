@@ -69,7 +69,7 @@ def _part(headers: bytes, pieces: AsyncIterator[bytes]) -> Part:
 
 
 class _Body:
-    """Buffer of the bytes that are not consumed yet. It starts with a line break, as the first delimiter does."""
+    """Buffer of the bytes that are not consumed yet. A line break is added in front, as delimiters begin with one."""
 
     def __init__(self, stream: AsyncIterator[bytes], timeout_s: float) -> None:
         self._stream, self._timeout_s = stream, timeout_s

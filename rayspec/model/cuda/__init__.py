@@ -1,5 +1,5 @@
 """The operations of a static step: attention over pages, norms, rotation and gating, as torch operators.
 
-Belongs here: Triton kernels, their launches, the operators and their plain torch implementation. Does not: modules,
-plans, sequences.
+The folder has the Triton kernels, their launches, the operators, and a reference in plain torch. Code here does not
+know modules, plans or sequences.
 """

@@ -1,6 +1,6 @@
-"""Captures launches on a GPU: by torch's CUDA graphs, and by CUDA's own switches for their nodes.
+"""Captures launches on a GPU with torch's CUDA graphs, and switches their nodes with CUDA's runtime API.
 
-It decides nothing: `rayspec.model.graphs` does. It imports without CUDA. **It has not run on a GPU yet.**
+`rayspec.model.graphs` decides what to capture. This module imports without CUDA. **It has not run on a GPU yet.**
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _SWITCHED_NODES = ("cudaGraphNodeTypeKernel", "cudaGraphNodeTypeMemcpy", "cudaGr
 
 
 def can_switch_nodes() -> bool:
-    """Whether the bindings of CUDA's runtime are installed, and torch shows its graphs to them."""
+    """Return whether the bindings of CUDA's runtime are installed and torch gives access to its raw graphs."""
     return runtime is not None and hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph_exec")
 
 
 class CudaDriver:
-    """A `GraphDriver`. Graphs of several groups need `can_switch_nodes()`.
+    """A `GraphDriver` for CUDA. Graphs of several groups need `can_switch_nodes()`.
 
-    All captures are made on one side stream, so that libraries allocate their workspace for it in a rehearsal, not in a
-    capture. Work of other threads on the device goes on meanwhile.
+    All captures and rehearsals use one side stream, so libraries allocate its workspace in a rehearsal, not in a
+    capture. Other threads can use the device during a capture.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -62,7 +62,7 @@ class CudaDriver:
             del self._num_bytes[graph]
 
     def bytes_held(self) -> int:
-        """By how much each capture has lowered the device's free memory. Others who use the device blur it."""
+        """Return how much captures have lowered the device's free memory. Other users of the device distort it."""
         return sum(self._num_bytes.values())
 
     def _whole(self, work: Work) -> CapturedGraph:
@@ -85,7 +85,8 @@ class CudaDriver:
         return SwitchedGraph(runtime, graph.raw_cuda_graph_exec(), found, replay=graph.replay)
 
     def _record(self, graph: torch.cuda.CUDAGraph, work: Work) -> None:
-        """A capture that fails leaves its memory pool in a state of capture, which refers to the graph."""
+        """Capture `work` in `graph`. After a failure, the memory pool stays in capture mode and refers to the graph.
+        The graph is then kept alive, and later captures use a new pool."""
         try:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
@@ -115,16 +116,16 @@ class _WholeGraph:
 
 
 class NewNodes:
-    """Tells which nodes the graph under capture has got since the last time. api: `cuda.bindings.runtime`."""
+    """Finds the nodes that the graph under capture has gained since the last call. api: `cuda.bindings.runtime`."""
 
     def __init__(self, api: Any) -> None:
         self._api = api
-        # CUDA 12's first form of the question fails where kernels overlap with their successors.
+        # CUDA 12's unversioned function fails if kernels overlap with their successors (programmatic dependent launch).
         self._capture_info = getattr(api, "cudaStreamGetCaptureInfo_v3", None) or api.cudaStreamGetCaptureInfo
         self._known: set[int] = set()
 
     def since_last(self, stream: int) -> list[Any]:
-        """stream: the handle of the stream that captures. Raises RuntimeError for nodes that cannot be switched."""
+        """Return the new nodes. stream: handle of the capturing stream. Raises RuntimeError if one has no switch."""
         graph = _checked(self._api, self._capture_info(stream))[2]
         _, number = _checked(self._api, self._api.cudaGraphGetNodes(graph))
         nodes, number = _checked(self._api, self._api.cudaGraphGetNodes(graph, number)) if number else ([], 0)
@@ -139,8 +140,8 @@ class NewNodes:
 
 
 class SwitchedGraph:
-    """A captured graph whose groups of nodes are switched. api: `cuda.bindings.runtime`. handle: of the graph that
-    `replay` launches."""
+    """A captured graph whose groups of nodes can be switched. api: `cuda.bindings.runtime`. handle: the executable
+    graph that `replay` launches."""
 
     def __init__(self, api: Any, handle: int, groups: Sequence[Sequence[Any]], replay: Callable[[], None]) -> None:
         self._api = api
@@ -149,13 +150,13 @@ class SwitchedGraph:
         self.replay = replay
 
     def switch(self, group: int, is_on: bool) -> None:
-        """Replays that are under way go on as they are."""
+        """Switch a group on or off for later replays. Replays that are under way do not change."""
         for node in self._groups[group]:
             _checked(self._api, self._api.cudaGraphNodeSetEnabled(self._handle, node, int(is_on)))
 
 
 def _checked(api: Any, answer: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The answer without its error code. Raises RuntimeError if that is one."""
+    """Return the answer without its status code. Raises RuntimeError if the status is an error."""
     error, *values = answer
     if error != api.cudaError_t.cudaSuccess:
         raise RuntimeError(f"CUDA error {error}")

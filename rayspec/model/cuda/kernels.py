@@ -1,7 +1,7 @@
 """The Triton kernels. `launches.py` chooses their grids and constants. This module needs triton.
 
-Names in capitals are constants at compile time. A name ends in _PADDED where a size is rounded up to a power of two:
-Triton's tiles have such sizes, and masks leave out what is not there.
+Names in capitals are compile-time constants. A size with the suffix _PADDED is rounded up to a power of two, as tiles
+of Triton need; masks exclude the padding.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def attend_rows(
     SPLIT_LENGTH: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HAS_TREE: tl.constexpr,
     UPCAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program: a tile of rows of one sequence, the query heads of one key head, one split of the places.
+    """Attend over pages. One program: a tile of rows of a sequence, the query heads of a key head, a split of places.
 
-    Grid: (sequences * num_tiles + 1, H_kv, SPLITS). The last of the first axis writes the zeros of padding rows.
+    Grid: (sequences * num_tiles + 1, H_kv, SPLITS). The last index of the first axis writes the zeros of padding rows.
     output: [N, H, D] if SPLITS is 1, else float32 [N, H, SPLITS, D]; log_sums: [N, H, SPLITS], base 2, if SPLITS > 1.
     """
     program = tl.program_id(0)
@@ -120,7 +120,7 @@ def attend_rows(
 
 @triton.jit
 def _store_zeros(output, where, there, DIM: tl.constexpr, DIM_PADDED: tl.constexpr):
-    """For some heads of some rows, where[i] = row * H + head."""
+    """Write zeros for some heads of some rows, where[i] = row * H + head."""
     dim = tl.arange(0, DIM_PADDED)
     nothing = tl.zeros([where.shape[0], DIM_PADDED], output.dtype.element_ty)
     tl.store(output + where[:, None] * DIM + dim[None, :], nothing, mask=there[:, None] & (dim < DIM)[None, :])
@@ -128,7 +128,7 @@ def _store_zeros(output, where, there, DIM: tl.constexpr, DIM_PADDED: tl.constex
 
 @triton.jit
 def _scores(rows, key, scaling, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr):
-    """In units of log 2. rows: [rows, D]; key: [D, places]."""
+    """Return scaled scores times log2(e), for exp2. rows: [rows, D]; key: [D, places]."""
     scores = _dot(rows, key, None, UPCAST) * scaling
     if SOFTCAP > 0:
         # tanh(x) = 2 sigmoid(2x) - 1
@@ -138,7 +138,7 @@ def _scores(rows, key, scaling, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr):
 
 @triton.jit
 def _dot(left, right, before, UPCAST: tl.constexpr):
-    """left @ right + before in float32. Triton's interpreter multiplies the bits of bfloat16, hence UPCAST."""
+    """Return left @ right + before in float32. UPCAST: Triton's interpreter would multiply the bits of bfloat16."""
     if UPCAST:
         left = left.to(tl.float32)
         right = right.to(tl.float32)
@@ -147,7 +147,7 @@ def _dot(left, right, before, UPCAST: tl.constexpr):
 
 @triton.jit
 def _in_path(place, context, shared, bits):
-    """Whether a row of a tree sees a place, up to its own: [rows, places]."""
+    """Return which places up to its own each row of a tree sees: [rows, places]."""
     own = place - context
     shift = tl.minimum(tl.maximum(own, 0), 63).to(tl.int64)
     marked = ((bits[:, None] >> shift[None, :]) & 1) == 1
@@ -156,7 +156,7 @@ def _in_path(place, context, shared, bits):
 
 @triton.jit
 def _positions_of(place, context, own_positions, filled):
-    """A place of the context has its number as position."""
+    """Return the position of each place: its number in the context, its entry in `own_positions` after the context."""
     is_own = filled & (place >= context)
     own = tl.load(own_positions + tl.maximum(place - context, 0), mask=is_own, other=0).to(tl.int32)
     return tl.where(is_own, own, place)
@@ -168,7 +168,7 @@ def merge_splits(
     SEQUENCES_PADDED: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, SPLITS: tl.constexpr,
     SPLITS_PADDED: tl.constexpr, SPLIT_LENGTH: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """One program: one head of one row. Grid: (N, H). Reads only the splits in which the row may see a place.
+    """Merge the splits. One program: one head of one row. Grid: (N, H). Reads only splits with places the row may see.
 
     parts: float32 [N, H, SPLITS, D]; log_sums: float32 [N, H, SPLITS]; output: [N, H, D], zeros for padding rows.
     """
@@ -204,7 +204,7 @@ def merge_splits(
 def rms_norm_rows(
     hidden, weight, output, eps, row_stride, SIZE: tl.constexpr, SIZE_PADDED: tl.constexpr, OFFSET: tl.constexpr
 ):
-    """One program: one row. Grid: (N,)."""
+    """Compute an RMS norm. One program: one row. Grid: (N,)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, SIZE_PADDED)
     inside = column < SIZE
@@ -225,9 +225,9 @@ def rotate_and_write_heads(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, ROTARY: tl.constexpr,
     QUERY_NORM: tl.constexpr, KEY_NORM: tl.constexpr,
 ):  # fmt: skip
-    """One program: one head of one row: first the query heads, then the key heads, then the value heads.
+    """Normalise and rotate query and key heads; write keys and values to their slots. One program: one head of one row.
 
-    Grid: (N, H + 2 * H_kv).
+    Grid: (N, H + 2 * H_kv): first the query heads, then the key heads, then the value heads.
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -253,7 +253,7 @@ def _rotated(
     head, cos, sin, norm, eps, like,
     DIM: tl.constexpr, DIM_PADDED: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """One head, normalised if NORM, its first ROTARY numbers rotated: [DIM_PADDED]."""
+    """Return one head, normalised if NORM, with its first ROTARY numbers rotated: [DIM_PADDED]."""
     dim = tl.arange(0, DIM_PADDED)
     inside = dim < DIM
     turned = dim < ROTARY
@@ -275,7 +275,7 @@ def _rotated(
 
 @triton.jit
 def gate_columns(packed, output, row_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr):
-    """One program: BLOCK columns of one row. Grid: (N, ceil(SIZE / BLOCK))."""
+    """Compute activation(gate) * up. One program: BLOCK columns of one row. Grid: (N, ceil(SIZE / BLOCK))."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE
@@ -294,7 +294,7 @@ def int8_product_tiles(
     SIZE: tl.constexpr, OUTPUTS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_OUTPUTS: tl.constexpr,
     TILE_SIZE: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program: a tile of rows, times a tile of rows of the matrix, which are columns of the output.
+    """Multiply by an int8 matrix. One program: a tile of rows times a tile of matrix rows, which are output columns.
 
     Grid: (ceil(OUTPUTS / TILE_OUTPUTS), ceil(N / TILE_ROWS)).
     """
@@ -321,8 +321,8 @@ def int4_product_tiles(
     SIZE: tl.constexpr, OUTPUTS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_OUTPUTS: tl.constexpr,
     GROUP: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """As `int8_product_tiles`, a group of columns at a time: first with levels, which are small whole numbers, then
-    scaled."""
+    """Do as `int8_product_tiles` for an int4 matrix, one group of columns per step. The product with the levels, which
+    are small integers, comes first; then it is scaled."""
     out = tl.program_id(0) * TILE_OUTPUTS + tl.arange(0, TILE_OUTPUTS)
     row = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     own, live = out < OUTPUTS, row < num_rows
@@ -347,11 +347,11 @@ def int4_product_tiles(
 
 @triton.jit
 def _as(numbers, like):
-    """In the type of a tensor, rounded to nearest (by Triton's interpreter towards zero, if it is bfloat16)."""
+    """Convert to the type of a tensor, rounding to nearest. Triton's interpreter rounds bfloat16 towards zero."""
     return numbers.to(like.dtype.element_ty)
 
 
 @triton.jit
 def _rounded(numbers, like):
-    """Float32 numbers as the type of a tensor can say them."""
+    """Round float32 numbers to the precision of a tensor's type."""
     return _as(numbers, like).to(tl.float32)

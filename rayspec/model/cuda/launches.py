@@ -1,8 +1,8 @@
 """Chooses grids, tiles and arguments for the Triton kernels. Arguments and results are those of `operations.py`.
 
-Every choice is a function of shapes, of the model's constants and of the bucket's constants `max_rows` and
-`max_context`, never of data: a launch needs no host sync and can be captured. A row's sums have the same order in any
-company, because neither tiles nor splits depend on the number of sequences or on their lengths.
+Every choice depends on shapes, the model's constants, and the bucket's constants `max_rows` and `max_context`, never on
+data. So a launch needs no host sync and can be captured. A row's sums have the same order regardless of the other rows
+in the batch, because tiles and splits depend neither on the number of sequences nor on their lengths.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from torch import Tensor
 
 from rayspec.model.cuda import kernels
 
-# Above so many rows a sequence, rows are a chunk of a prompt. Up to here one tile serves all, so that the same row has
+# A sequence with more rows is a chunk of a prompt. Up to this number all launches have the same tile, so that a row has
 # the same bits in a decode, a verify and a tree of the same `max_context`.
 MAX_SMALL_ROWS = 64
 _MAX_KEY_TILE_BYTES = 2**14
-# A single sequence is read by about so many programs, about one for each multiprocessor.
+# The number of programs that read a single sequence: about one per multiprocessor.
 _PROGRAMS_A_SEQUENCE = 128
 _MIN_SPLIT_LENGTH = 256
-# Up to so many rows, which are the fewest that tensor cores take, a product waits for its matrix only.
+# Up to so many rows, the fewest that tensor cores take, only reading the matrix limits a product's speed.
 MAX_FEW_ROWS = 16
 _PROGRAMS_A_PRODUCT = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A kernel with all it needs. arguments: by the kernel's names. options: of Triton's compiler."""
+    """A kernel with its launch parameters. arguments: by the kernel's names. options: those of Triton's compiler."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -45,7 +45,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """An operation, prepared: the launches fill the output."""
+    """A prepared operation: its launches fill the output."""
 
     output: Tensor
     launches: tuple[Launch, ...]
@@ -58,8 +58,8 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What a program of attention holds. rows: of one sequence, each with the query heads of one key head, padded to
-    `group`. keys: places of one step of its loop."""
+    """Tile of an attention program. rows: rows of one sequence, each with the query heads of one key head. group: these
+    heads, padded to a power of two. keys: places per step of the program's loop."""
 
     rows: int
     group: int
@@ -70,7 +70,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """Places [0, max_context) cut into `number` splits of `length`."""
+    """Division of the places [0, max_context) into `number` splits of `length` places."""
 
     number: int
     length: int
@@ -78,8 +78,8 @@ class Splits:
 
 @dataclass(frozen=True, slots=True)
 class ProductTile:
-    """What a program of a product with a quantised matrix holds: rows, columns of the output, and columns of the matrix
-    in one step of its loop, of int8; of int4 that is a group."""
+    """Tile of a program that multiplies by a quantised matrix. outputs: columns of the output. size: columns of an int8
+    matrix per step of the program's loop; a step with int4 is one group."""
 
     rows: int
     outputs: int
@@ -89,9 +89,9 @@ class ProductTile:
 
 
 def choose_tile(*, group: int, dim: int, itemsize: int, max_rows: int) -> Tile:
-    """Tiles that fit in registers, by the table of docs/gpu.md. group: query heads a key head."""
+    """Choose a tile that fits in registers, by the table of docs/gpu.md. group: query heads per key head."""
     group, dim = _padded(group), _padded(dim)
-    if itemsize > 2:  # Products of float32 are made without tensor cores.
+    if itemsize > 2:  # Products of float32 do not use tensor cores.
         height = max(group, 32 if dim <= 128 else 16)
         return Tile(height // group, group, 16, num_warps=4)
     keys = max(16, min(64, _MAX_KEY_TILE_BYTES // (dim * itemsize)))
@@ -103,7 +103,7 @@ def choose_tile(*, group: int, dim: int, itemsize: int, max_rows: int) -> Tile:
 
 
 def choose_splits(*, num_kv_heads: int, max_rows: int, max_context: int) -> Splits:
-    """Few rows read long contexts in several programs; the tiles of a chunk are many enough."""
+    """Choose splits so that several programs read a long context of few rows. A chunk needs none: it has many tiles."""
     number = min(64, max(4, _PROGRAMS_A_SEQUENCE // num_kv_heads))
     length = max(_MIN_SPLIT_LENGTH, _padded(_ceil_div(max_context, number)))
     if max_rows > MAX_SMALL_ROWS or length >= max_context:
@@ -172,7 +172,7 @@ def attend(
 
 
 def _check_reach(cache: Tensor) -> None:
-    """Kernels count the numbers of one head of the cache in 32 bits."""
+    """Refuse a cache whose heads are too large for the kernels' 32-bit offsets, by ValueError."""
     if cache.shape[1] * cache.stride(1) >= 2**31:
         raise ValueError(
             f"a KV cache of {cache.shape[1]} slots at a stride of {cache.stride(1)} is too large: use fewer slots"
@@ -180,7 +180,7 @@ def _check_reach(cache: Tensor) -> None:
 
 
 def _workspace(output: Tensor, splits: Splits) -> tuple[Tensor, Tensor | None]:
-    """Where programs of attention write: the output itself, or [N, H, splits, D] and [N, H, splits]."""
+    """Return the tensors that attention writes: the output, or parts [N, H, splits, D] and log sums [N, H, splits]."""
     if splits.number == 1:
         return output, None
     shape = (*output.shape[:2], splits.number)
@@ -243,8 +243,8 @@ def gated(packed: Tensor, activation: str) -> Call:
 
 
 def choose_product_tile(*, num_rows: int, num_outputs: int, itemsize: int) -> ProductTile:
-    """Few rows wait for memory, so many programs read at the same time; more rows share what a program reads. Never run
-    on a GPU yet."""
+    """Choose a tile for a product. With few rows, memory is the limit: small tiles let many programs read in parallel.
+    With more rows, large tiles share the data that they read. This has not run on a GPU yet."""
     if num_rows <= MAX_FEW_ROWS:
         outputs = 16 if num_outputs < 32 * _PROGRAMS_A_PRODUCT else 32
         return ProductTile(MAX_FEW_ROWS, outputs, 256 if itemsize <= 2 else 128, num_warps=4, num_stages=4)
@@ -279,7 +279,7 @@ def _product(
 
 
 def _padded(size: int) -> int:
-    """The next power of two."""
+    """Round up to a power of two."""
     return 1 << max(0, size - 1).bit_length()
 
 

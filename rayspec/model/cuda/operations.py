@@ -1,7 +1,7 @@
 """The torch operators `rayspec::*`: shapes for tracing, plain torch on a CPU, Triton kernels on a GPU.
 
-Importing this module registers them and needs no triton. The functions here are the operators with names and types.
-Sizes: N rows, C columns, H query heads, H_kv key heads, D numbers a head, S slots, R sequences, P pages a sequence.
+Importing this module registers them and does not need triton. The functions here are typed wrappers of the operators.
+Sizes: N rows, C columns, H query heads, H_kv key heads, D numbers per head, S slots, R sequences, P pages per sequence.
 Operators are for inference: they have no gradients.
 """
 
@@ -51,25 +51,25 @@ def attend(
     max_rows: int,
     max_context: int,
 ) -> Tensor:
-    """Attention of ragged rows over pages. Returns [N, H, D], zeros for padding rows.
+    """Compute attention of ragged rows over pages. Returns [N, H, D], zeros for padding rows.
 
-    query: [N, H, D]. keys, values: [H_kv, S, D], last stride 1. They hold the rows' own keys and values already, and
-    finite numbers in every place of a sequence; other slots may hold anything.
+    query: [N, H, D]. keys, values: [H_kv, S, D], last stride 1. They already hold the rows' own keys and values, and
+    finite numbers in every place of a sequence; other slots may hold any data.
     page_table: int32 [R, P]; place p of sequence r is slot page_table[r, p // page_size] * page_size + p % page_size.
     row_starts: int32 [R + 1]; sequence r has the rows row_starts[r] .. row_starts[r + 1], none if they are equal. Rows
-    from row_starts[R] on are padding. contexts: int32 [R], places filled before the rows; row i of a sequence lies in
-    place contexts[r] + i. positions: int32 or int64 [N], of a row never more than its place.
+    from row_starts[R] on are padding. contexts: int32 [R], places filled before the rows; row i of a sequence is in
+    place contexts[r] + i. positions: int32 or int64 [N]; a row's position is never larger than its place.
 
-    A row sees all places up to its own. In a tree (shared: int32 [N]; bits: int64 [N]; at most 63 rows a sequence) it
-    sees of these only the first shared[row] <= contexts[r], and contexts[r] + j where bit j of bits[row] is set.
+    A row sees all places up to its own. In a tree (shared: int32 [N]; bits: int64 [N]; at most 63 rows per sequence) it
+    sees only the first shared[row] <= contexts[r] of them, and contexts[r] + j if bit j of bits[row] is set.
     window: if not 0, a row at position p sees only places of position > p - window; the position of a place of the
     context is its number. softcap: if not 0, scores are softcap * tanh(score / softcap).
 
-    max_rows, max_context: the bucket. No sequence may have more rows, or more places, its rows' places among them. On
-    a CPU a sequence beyond them raises ValueError; on a GPU nothing checks it.
+    max_rows, max_context: the bucket, the most rows and the most places of a sequence, including its rows' places. On a
+    CPU a larger sequence raises ValueError; on a GPU there is no check.
 
-    Company rule: the bits of a row's result depend on its query, the keys and values that it sees, their places, and
-    the bucket; not on other rows or sequences, nor on which pages hold the keys.
+    Batch invariance (the company rule of docs/gpu.md): the bits of a row's result depend on its query, the keys and
+    values that it sees, their places, and the bucket. They do not depend on other rows or sequences, or on the pages.
     """
     return cast(
         Tensor,
@@ -81,11 +81,12 @@ def attend(
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
-    """[N, C], as hidden. weight: [C], of the same type.
+    """Compute an RMS norm of hidden, [N, C] in and out. weight: [C], of the same type.
 
-    Rounds where transformers does: with weight_offset 0 as LlamaRMSNorm, normal numbers are rounded and multiplied by
-    the weight; else as Gemma's, which multiplies by weight_offset + weight in float32 and rounds once. The sum of
-    squares has another order than torch's, so a result may differ from torch's by one unit of the last place.
+    Rounds as transformers does. With weight_offset 0, as in LlamaRMSNorm, the normalised numbers are rounded and then
+    multiplied by the weight. Else, as in Gemma's norm, they are multiplied by weight_offset + weight in float32 and
+    rounded once. On a GPU the squares are summed in another order than torch's: a result may differ by one unit in the
+    last place.
     """
     return cast(Tensor, torch.ops.rayspec.rms_norm(hidden, weight, eps, weight_offset))
 
@@ -103,14 +104,14 @@ def rotate_and_write(
     key_norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """Rotated queries [N, H, D]; rotated keys and the values go to their slots.
+    """Return rotated queries [N, H, D]; write rotated keys, and values, to their slots.
 
     packed: [N, (H + 2 * H_kv) * D]: query, key and value heads. cos, sin: [N, rotary], of the type of packed; rotary is
-    even, and numbers behind it stay as they are. slots: int64 [N]. keys, values: [H_kv, S, D]. query_norm, key_norm:
-    [D], weights of a norm of each head before it is rotated, with `eps`.
+    even, and a head's numbers after the first `rotary` do not change. slots: int64 [N]. keys, values: [H_kv, S, D].
+    query_norm, key_norm: [D], weights of an RMS norm with `eps` of each head before its rotation.
 
-    Rounds both products and their sum to the type of packed, as eager torch does. Without norms the result equals
-    transformers' to the bit; with norms what holds for `rms_norm` holds here.
+    Rounds both products and their sum to the type of packed, as eager torch does. Without norms the result is bit-equal
+    to transformers'; with norms it may differ as `rms_norm` does.
     """
     return cast(
         Tensor,
@@ -119,7 +120,7 @@ def rotate_and_write(
 
 
 def gated(packed: Tensor, activation: str) -> Tensor:
-    """activation(gate) * up: [N, I]. packed: [N, 2 * I], gate first. activation: "silu" or "gelu_tanh".
+    """Return activation(gate) * up: [N, I]. packed: [N, 2 * I], gate first. activation: "silu" or "gelu_tanh".
 
     Rounds the activation to the type of packed before the product, as eager torch does.
     """
@@ -127,21 +128,21 @@ def gated(packed: Tensor, activation: str) -> Tensor:
 
 
 def int8_product(rows: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """rows times the transposed matrix weight * scales[:, None]: [N, M], of the type of rows.
+    """Return rows times the transposed matrix weight * scales[:, None]: [N, M], of the type of rows.
 
     rows: [N, C]. weight: int8 [M, C], contiguous. scales: float32 [M].
 
-    Sums in float32, in an order that depends on N only by whether it is more than 16.
+    Sums in float32. On a GPU there are two orders of summation: one for N up to 16, one for larger N.
     """
     return cast(Tensor, torch.ops.rayspec.int8_product(rows, weight, scales))
 
 
 def int4_product(rows: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """As `int8_product`, times a matrix whose numbers are (level - 8) * scale + zero.
+    """Do as `int8_product`, with a matrix whose numbers are (level - 8) * scale + zero.
 
-    weight: uint8 [M, C / 2], contiguous: of a row's group of columns, byte i holds the levels of column i in its low
-    four bits and of column i + size / 2 in its high ones. scales: [groups of a row, M, 2], contiguous: scale and zero.
-    A group has at least 32 columns.
+    weight: uint8 [M, C / 2], contiguous. In a row's group of `size` columns, byte i holds the level of column i in its
+    low four bits, and that of column i + size / 2 in its high four bits. scales: [groups of a row, M, 2], contiguous:
+    scale and zero. A group has at least 32 columns.
     """
     return cast(Tensor, torch.ops.rayspec.int4_product(rows, weight, scales))
 
@@ -181,7 +182,7 @@ _SHAPES = {
 
 
 class _OnGpu:
-    """An operation of `launches.py`, which is imported at the first call, because it needs triton."""
+    """An operation of `launches.py`. Imports this module at the first call only, because it needs triton."""
 
     def __init__(self, name: str) -> None:
         self._name = name

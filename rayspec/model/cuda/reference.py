@@ -1,6 +1,6 @@
-"""The operations in plain torch: what the kernels are tested against, and what runs on a CPU.
+"""The operations in plain torch: the reference in tests of the kernels, and the implementation on a CPU.
 
-Shapes and rounding are those of `operations.py`. Sums are made in float32.
+Shapes and rounding are those of `operations.py`. Sums are computed in float32.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def attend(
     max_rows: int,
     max_context: int,
 ) -> Tensor:
-    """Row by row over the places that the row sees: so a row's bits are the same in any company."""
+    """Compute each row alone, so that its bits are the same regardless of the other rows in the batch."""
     output = torch.zeros_like(query)
     starts = row_starts.tolist()
     for sequence, context in enumerate(contexts.tolist()):
@@ -61,13 +61,13 @@ def _check_bucket(num_rows: int, context: int, max_rows: int, max_context: int) 
 
 
 def _slots(pages: Tensor, num_places: int, page_size: int) -> Tensor:
-    """The slot of each place of a sequence."""
+    """Return the slot of each place of a sequence."""
     places = torch.arange(num_places, device=pages.device)
     return pages.long()[places // page_size] * page_size + places % page_size
 
 
 def _places(context: int, own: int, tree: tuple[int, int] | None) -> Tensor:
-    """What the row at place context + own sees. tree: the number of shared places and the bits of its own places."""
+    """Return the places that the row at place context + own sees. tree: number of shared places, and the row's bits."""
     places = torch.arange(context + own + 1)
     if tree is None:
         return places
@@ -84,7 +84,7 @@ def _within_window(places: Tensor, own_positions: Tensor, context: int, position
 
 
 def _mixed(query: Tensor, keys: Tensor, values: Tensor, scaling: float, softcap: float) -> Tensor:
-    """One row. query: [H, D]; keys, values: [H_kv, n, D]; returns [H, D], zeros if n is 0."""
+    """Compute attention of one row. query: [H, D]; keys, values: [H_kv, n, D]; returns [H, D], zeros if n is 0."""
     grouped = query.float().view(len(keys), -1, query.shape[-1])
     scores = grouped @ keys.float().transpose(1, 2) * scaling
     if softcap:
@@ -123,7 +123,7 @@ def rotate_and_write(
 
 
 def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """heads: [N, heads, D]; cos, sin: [N, rotary]."""
+    """Rotate the first `rotary` numbers of each head. heads: [N, heads, D]; cos, sin: [N, rotary]."""
     turned, rest = heads[..., : cos.shape[-1]], heads[..., cos.shape[-1] :]
     low, high = turned.chunk(2, -1)
     turned = turned * cos[:, None] + torch.cat([-high, low], -1) * sin[:, None]

@@ -1,7 +1,7 @@
-"""What the kernels need of a GPU, by compiling them for it: registers, stack, shared memory. Needs triton, but no GPU.
+"""Registers, stack and shared memory of the compiled kernels. Compilation needs triton, but no GPU.
 
-`python -m rayspec.model.cuda.resources` prints the table of docs/gpu.md. It stands beside `launches.py`, because it
-compiles the launches that `launches.py` makes for tensors of the shapes of known models, and changes with them.
+`python -m rayspec.model.cuda.resources` prints the table of docs/gpu.md. It is next to `launches.py`, because it
+compiles the launches of `launches.py` for the tensor shapes of known models, and must change with them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _WARP_SIZE = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Attention of a model, or of one of its parts under tensor parallelism."""
+    """Attention shape of a model, or of one of its tensor-parallel ranks."""
 
     name: str
     num_heads: int
@@ -60,7 +60,8 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """Of one compiled kernel. registers: a thread. stack: bytes a thread, 0 if nothing spills. shared: bytes."""
+    """Resources of a compiled kernel: registers per thread, bytes of stack per thread (0 if nothing spills), and bytes
+    of shared memory."""
 
     registers: int
     stack: int
@@ -70,7 +71,7 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Of the table. resources: by architecture."""
+    """A row of the table. resources: by architecture."""
 
     what: str
     launch: Launch
@@ -98,7 +99,7 @@ BUCKETS = (DECODE, VERIFY, TREE, CHUNK)
 
 
 def attend_launches(shape: Shape, bucket: Bucket, dtype: torch.dtype = torch.bfloat16) -> tuple[Launch, ...]:
-    """Of a batch of four sequences."""
+    """Return the attention launches of a batch of four sequences."""
     num_rows = 4 * bucket.max_rows
     cache = _meta(shape.num_kv_heads, 65536, shape.dim, dtype=dtype)
     integers = _meta(num_rows, dtype=torch.int32)
@@ -112,7 +113,8 @@ def attend_launches(shape: Shape, bucket: Bucket, dtype: torch.dtype = torch.bfl
 
 
 def row_launches(shape: Shape, dtype: torch.dtype = torch.bfloat16) -> list[Launch]:
-    """Of the kernels that work on rows by themselves. The hidden size is H * D, that of the MLP 3.5 times as large."""
+    """Return the launches of the kernels that treat each row alone. The hidden size is H * D, the MLP's size 3.5 times
+    that."""
     size, num_rows = shape.num_heads * shape.dim, 8
     cache = _meta(shape.num_kv_heads, 65536, shape.dim, dtype=dtype)
     angles = _meta(num_rows, shape.dim, dtype=dtype)
@@ -128,7 +130,7 @@ def row_launches(shape: Shape, dtype: torch.dtype = torch.bfloat16) -> list[Laun
 
 
 def product_launches(shape: Shape, num_rows: int, dtype: torch.dtype = torch.bfloat16) -> list[Launch]:
-    """Of products of rows with quantised matrices of queries, keys and values."""
+    """Return the launches that multiply rows by quantised matrices of queries, keys and values."""
     size, num_outputs = shape.num_heads * shape.dim, (shape.num_heads + 2 * shape.num_kv_heads) * shape.dim
     rows = _meta(num_rows, size, dtype=dtype)
     int8, int4 = (
@@ -143,7 +145,7 @@ def product_launches(shape: Shape, num_rows: int, dtype: torch.dtype = torch.bfl
 
 
 def compile_launch(launch: Launch, architecture: int) -> Resources:
-    """architecture: 90 for sm_90."""
+    """Compile a launch for an architecture, such as 90 for sm_90."""
     target = GPUTarget("cuda", architecture, _WARP_SIZE)
     compiled = triton.compile(_source(launch), target=target, options=dict(launch.options))
     usage = _usage(compiled.asm["cubin"])
@@ -153,7 +155,7 @@ def compile_launch(launch: Launch, architecture: int) -> Resources:
 def rows(
     shapes: Iterable[Shape] = SHAPES, buckets: Iterable[Bucket] = BUCKETS, architectures: Iterable[int] = ARCHITECTURES
 ) -> Iterator[Row]:
-    """Compiles everything, launches that run the same code once."""
+    """Compile all launches and yield their rows. Launches that run the same code are compiled once."""
     architectures = tuple(architectures)
     done: set[Any] = set()
     for what, launch in _named_launches(shapes, tuple(buckets)):
@@ -163,19 +165,19 @@ def rows(
 
 
 def table(found: Iterable[Row]) -> str:
-    """In Markdown. Of each architecture: registers a thread, bytes of stack a thread, KiB of shared memory."""
+    """Format the table in Markdown. Columns: registers and stack bytes per thread, KiB of shared memory."""
     lines = list(found)
     columns = ["for", "kernel", "tile", "warps", *(f"sm_{number}" for number in lines[0].resources)]
     return "\n".join([f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", *(row.markdown for row in lines)])
 
 
 def code_of(launch: Launch) -> tuple[Any, ...]:
-    """Equal for launches that run the same code."""
+    """Return a key that is equal for launches that run the same code."""
     return _source(launch).hash(), *sorted(launch.options.items())
 
 
 def tile_of(launch: Launch) -> str:
-    """Rows with their heads x places, for attention; else the padded size."""
+    """Describe a launch's tile: rows times heads x places for attention, else the padded sizes."""
     constants = launch.arguments
     if "TILE_ROWS" in constants:
         return f"{constants['TILE_ROWS'] * constants['GROUP_PADDED']} x {constants['TILE_KEYS']}"
@@ -191,7 +193,7 @@ def _named_launches(shapes: Iterable[Shape], buckets: Iterable[Bucket]) -> Itera
 
 
 def _source(launch: Launch) -> ASTSource:
-    """What Triton compiles when the launch runs: it knows pointers and numbers that 16 divides, and ones."""
+    """Return the source that Triton compiles for a launch, with pointers and numbers that 16 divides marked as such."""
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     divisible: dict[tuple[int], list[list[Any]]] = {}
@@ -219,7 +221,7 @@ def _type_of(value: Tensor | float) -> str:
 
 
 def _usage(cubin: bytes) -> dict[str, int]:
-    """As cuobjdump says it: REG, STACK and more."""
+    """Return the resource usage that cuobjdump prints: REG, STACK and more."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

@@ -25,8 +25,8 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpus:
-    """names, driver: from nvidia-smi. num_usable, torch, cuda, has_nccl: from torch; `cuda` is None in CPU builds.
-    error: why the query of nvidia-smi or torch failed."""
+    """GPUs of a machine. names, driver: from nvidia-smi. num_usable, torch, cuda, has_nccl: from torch; `cuda` is None
+    in CPU builds. error: why the query of nvidia-smi or torch failed."""
 
     names: tuple[str, ...] = ()
     driver: str = ""

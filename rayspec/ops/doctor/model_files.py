@@ -24,8 +24,8 @@ _AGAIN = "fetch the model again"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFiles:
-    """folder: None where a hub id is not in the cache. bytes_free: on the disk of the folder, or of the cache. errors:
-    problems that prevent loading. notes: problems that may prevent it."""
+    """State of a model's files. folder: None where a hub id is not in the cache. bytes_free: on the disk of the folder,
+    or of the cache. errors: problems that prevent loading. notes: problems that may prevent loading."""
 
     model: str
     folder: str | None

@@ -26,8 +26,8 @@ _PACKAGES = ("rayspec", "ray", "torch", "transformers")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """versions: of Python and of packages that must be the same on all nodes. findings: checks of this node alone.
-    model: None where no model is checked. fingerprint: of the model's weights, "" where they cannot be read."""
+    """Facts about a node. versions: of Python and of packages that must be the same on all nodes. findings: checks of
+    this node alone. model: None where no model is checked. fingerprint: of the model's weights, "" if unreadable."""
 
     address: str
     versions: Mapping[str, str]

@@ -16,7 +16,7 @@ from rayspec.planning.latency import LatencyModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranking:
-    """candidates: layouts that fit, the best first. others: layouts that do not fit, the smallest shortage first."""
+    """All layouts in order. candidates: those that fit, the best first. others: the rest, smallest shortage first."""
 
     candidates: tuple[Forecast, ...]
     others: tuple[Layout, ...]

@@ -13,9 +13,12 @@ from rayspec.ops.plan.options import PlanOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flags:
-    """engine: flags of jobs, `rayspec serve` and all other commands that make an engine. python: arguments of
+    """Flags for a layout.
+
+    engine: flags of jobs, `rayspec serve` and all other commands that make an engine. python: arguments of
     `rayspec.LLM` after the model. placement: flags of `rayspec placement`, which shows the first copy. render: flags of
-    `rayspec k8s render`; None for copies on different kinds of GPUs, which Ray could not tell apart."""
+    `rayspec k8s render`; None for copies on different kinds of GPUs, which Ray could not tell apart.
+    """
 
     engine: str
     python: str

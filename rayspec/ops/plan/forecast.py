@@ -59,7 +59,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """drafted: None where the layers do not split into sublayers, so that drafts can skip nothing."""
+    """Forecast for a layout. drafted: None where layers do not split into sublayers that drafts could skip."""
 
     layout: Layout
     plain: Outcome
@@ -92,7 +92,7 @@ class Forecaster:
     """Simulates layouts of one model under one load."""
 
     def __init__(self, config: PretrainedConfig, options: PlanOptions, profile: LatencyModel | None) -> None:
-        """profile: of the model on one GPU; None: rooflines."""
+        """Prepare simulations. profile: of the model on one GPU; None: rooflines."""
         self._config, self._options, self._profile = config, options, profile
 
     def candidate(self, layout: Layout) -> Forecast:

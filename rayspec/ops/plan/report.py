@@ -26,8 +26,8 @@ _NUM_SHOWN = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
-    """candidates: the best layouts that fit, the best first. others: layouts that do not fit, the smallest shortage
-    first. measured_on: the profile's device, None for rooflines."""
+    """Result of a plan. candidates: the best layouts that fit, in order. others: layouts that do not fit, the smallest
+    shortage first. measured_on: the profile's device, None for rooflines."""
 
     options: PlanOptions
     candidates: tuple[Forecast, ...]

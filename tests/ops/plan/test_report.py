@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -354,10 +355,14 @@ def test_a_model_that_does_not_split_is_planned_without_drafts(run: Run) -> None
 @pytest.mark.ray
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1500)
+@pytest.mark.skipif(
+    int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1,
+    reason="compares times, which other tests disturb: run `pytest -m exhaustive -k within_a_fifth`",
+)
 def test_runs_on_this_machine_are_predicted_within_a_fifth_from_the_profile_of_one_stage(ray_environment: None) -> None:
     """One cohort is in one stage at a time, so that two cores are enough for any number.
 
-    Needs a quiet machine. `pytest -m exhaustive -k within_a_fifth -s` prints what was predicted and what measured.
+    Needs an idle machine. With `-s` it prints the predicted and the measured tokens per second.
     """
     bench = BenchOptions(
         engine=EngineConfig(model="demo", dtype="float32", device="cpu", num_threads=1),
