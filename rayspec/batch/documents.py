@@ -417,9 +417,11 @@ def _row_id(row: Mapping[str, Any], source: str, columns: Columns) -> str:
         return source
     if columns.id is not None and columns.id not in row:
         raise MissingColumnError(f"{source}: no column {columns.id!r} for the id; {_present(row)}")
-    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
-        raise InvalidValueError(f"{source}: the id is {value!r}; it must be text or a whole number")
-    return str(value)
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    raise InvalidValueError(f"{source}: the id is {value!r}; it must be text or a whole number")
 
 
 def _text(row: Mapping[str, Any], source: str, columns: Columns) -> str:

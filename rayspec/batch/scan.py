@@ -105,15 +105,15 @@ def _scan(found: Sequence[Piece], first: int, columns: Columns, takes: Takes, li
 
 
 def _seen(rows: Sequence[tuple[int, tuple[str, str] | Row]], piece: int, takes: Takes) -> pa.Table:
-    numbers, seen = zip(*rows, strict=True)
-    identities = [(each.id, None) if isinstance(each, Row) else each for each in seen]
-    ids, hashes = zip(*identities, strict=True)
+    # Not zip(*...): it holds an iterator a row, which the garbage collector visits.
+    identities = [(each.id, None) if isinstance(each, Row) else each for _, each in rows]
+    ids = [row_id for row_id, _ in identities]
     columns = {
         "id": ids,
-        "input_hash": hashes,
-        "piece": np.full(len(seen), piece, np.int32),
-        "number": np.array(numbers, np.int64),
-        "is_taken": np.fromiter(map(takes, ids), bool, len(ids)),
-        "error": [json.dumps(asdict(each)) if isinstance(each, Row) else None for each in seen],
+        "input_hash": [input_hash for _, input_hash in identities],
+        "piece": np.full(len(rows), piece, np.int32),
+        "number": np.fromiter((number for number, _ in rows), np.int64, len(rows)),
+        "is_taken": np.fromiter(map(takes, ids), bool, len(rows)),
+        "error": [json.dumps(asdict(each)) if isinstance(each, Row) else None for _, each in rows],
     }
     return pa.table(columns, schema=_SEEN_WITH_ERRORS)
