@@ -17,7 +17,6 @@ from rayspec.pipeline.placement import wants_gpu
 from rayspec.serve.access import ANY, ApiKeys
 from rayspec.serve.batch_runner import BatchRunner, BatchSettings
 from rayspec.serve.ingress import Ingress, IngressSettings, ModelSettings
-from rayspec.serve.model_server import ModelServer
 from rayspec.serve.options import DeploymentOptions, LLMConfig, ServeOptions, serve_options
 from rayspec.serve.routing import PatientRouter
 from rayspec.types import ConfigError
@@ -32,6 +31,8 @@ _NOT_SERVES_OWN = {
     "max_queued_requests",
     "ray_actor_options",
 }
+# By name: the class brings torch, and only the replicas of the models need torch.
+_MODEL_SERVER: Any = "rayspec.serve.model_server.ModelServer"
 _ROUTING = {
     "request_router_class": f"{PatientRouter.__module__}.{PatientRouter.__name__}",
     "request_routing_stats_period_s": 1e9,  # never: Serve would send each ModelStatus to all its routers
@@ -135,7 +136,7 @@ def _model_deployment(config: LLMConfig, options: ServeOptions, name: str) -> se
         request_router_config=_ROUTING,
         **_serves_own(config.deployment_config, actor),
     )
-    return make(ModelServer)
+    return make(_MODEL_SERVER)
 
 
 def _ingress_deployment(options: ServeOptions) -> serve.Deployment:

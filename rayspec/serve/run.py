@@ -18,7 +18,6 @@ from ray.serve.handle import DeploymentHandle
 
 from rayspec.command.terminal import exit_on_sigterm
 from rayspec.demo import BUNDLED
-from rayspec.model.weights import load_config
 from rayspec.pipeline.session import ray_session
 from rayspec.serve.access import ANY, is_loopback
 from rayspec.serve.app import bind_models, bind_runner, ingress_settings
@@ -134,9 +133,11 @@ def _check_models(options: ServeOptions) -> None:
 
     Raises CheckpointError.
     """
-    for config in options.llm_configs:
-        engine = config.engine
-        if engine.model not in BUNDLED:
+    engines = [config.engine for config in options.llm_configs if config.engine.model not in BUNDLED]
+    if engines:
+        from rayspec.model.weights import load_config  # noqa: PLC0415 - it brings torch and transformers
+
+        for engine in engines:
             load_config(engine)
 
 

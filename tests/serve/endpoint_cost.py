@@ -187,7 +187,7 @@ def _serve(way: str, options: Mapping[str, Any]) -> None:
         "engine_kwargs": {"max_num_seqs": 64},
     }
     asked = serve_options({"llm_configs": [model], **options}, environment={})
-    with patch("rayspec.serve.app.ModelServer", PacedModelServer):
+    with patch("rayspec.serve.app._MODEL_SERVER", PacedModelServer):
         if way == "front":
             run_endpoint(asked, Address(port=0), lambda url: print(url, flush=True))
             return
