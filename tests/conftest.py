@@ -37,6 +37,7 @@ _OTHER_PROCESSES = tuple(
         "batch/test_drain",
         "batch/test_job",
         "batch/test_processor",
+        "batch/test_scan",
         "bench/test_feed",
         "bench/test_pipeline",
         "jobs/test_openai_batch",
@@ -92,6 +93,10 @@ def pytest_collection() -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest comes first, so that no process is left alone with it in the end."""
     order = {file: place for place, file in enumerate(_OTHER_PROCESSES)}
+    for item in items:
+        file = item.nodeid.split("::", 1)[0]
+        alone = file in order or "ray_environment" not in getattr(item, "fixturenames", ())
+        assert alone, f"{file} uses Ray: add it to _OTHER_PROCESSES, or it starts a Ray beside that of the others"
     items.sort(key=lambda item: order.get(item.nodeid.split("::", 1)[0], len(order)))
 
 

@@ -31,7 +31,7 @@ from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.types import CheckpointError, ConfigError
 from tests.batch.noted_task import NotedTask, kill_engine, kill_stage, noted, terminate
 
-NUM_ROWS = 80
+NUM_ROWS = 60
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 on_ray = pytest.mark.usefixtures("ray_cluster")

@@ -16,6 +16,7 @@ from rayspec.batch import parts as parts_module
 from rayspec.batch.parts import INDEX_NAME, DamagedOutputError, Parts
 from rayspec.batch.rows import Row
 from rayspec.command.locations import Location
+from tests.exhaustive import few_of
 
 NUM_PARTS = 130
 
@@ -170,13 +171,14 @@ for number in range(400):
 """
 
 
+@pytest.mark.parametrize("file_format", few_of(["parquet", "jsonl"], ["parquet"]))
 def test_a_driver_that_is_killed_while_it_joins_loses_nothing(tmp_path: Path, file_format: str) -> None:
     chance, reported, num_killed = random.Random(file_format), set(), 0
-    for _ in range(12):
+    for _ in range(10):
         command = [sys.executable, "-c", _WRITER, str(tmp_path), file_format]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
             assert writer.stdout is not None
-            num_lines = chance.randrange(20, 120)
+            num_lines = chance.randrange(50, 150)
             for line in writer.stdout:
                 reported.add(f"r{line.strip()}")
                 num_lines -= 1

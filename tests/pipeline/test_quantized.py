@@ -83,30 +83,18 @@ def test_two_stages_give_the_tokens_of_one_process(
     assert tokens(in_two_stages(one)) == expected
 
 
-@pytest.mark.parametrize(
-    "parallel",
-    [
-        pytest.param({"stages": 2}, id="stages"),
-        pytest.param({"stages": 1, "tensor": 2}, id="ranks", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_shards_draft_by_copies_that_each_makes_for_itself(parallel: dict[str, int], ray_cluster: None) -> None:
-    """Where ranks share a stage, the last matrix of a sublayer has no copy."""
+@pytest.mark.exhaustive
+def test_ranks_draft_by_copies_that_each_makes_for_itself(ray_cluster: None) -> None:
+    """The last matrix of a sublayer has no copy. Stages do the same in test_ray_stages.py."""
     static = {"strategy": "static", "static_choice": "int4+window", "skip": (3,), "max_draft_tokens": 4}
-    one = config(checkpoint("llama")).replace(speculation=static, parallel=parallel | {"cpus_per_shard": 0.5})
+    parallel = {"stages": 1, "tensor": 2, "cpus_per_shard": 0.5}
+    one = config(checkpoint("llama")).replace(speculation=static, parallel=parallel)
     engine = load_pipeline(one, with_tokenizer=False)
     assert isinstance(engine.stages, RayStages)
     assert [set(ways) for ways in engine.stages.ways] == [
         {"full", "int4", "window", "int4+window", "skip"},
         {"full", "int4", "skip"},
     ] * 4
-    assert (
-        engine._planner.selector.plan(None).choices
-        == ("int4+window", "int4", "int4+window", "skip")
-        + (  # type: ignore[arg-type]
-            "int4+window",
-            "int4",
-        )
-        * 2
-    )
+    choices = engine._planner.selector.plan(None).choices  # type: ignore[arg-type]
+    assert choices == ("int4+window", "int4", "int4+window", "skip", *("int4+window", "int4") * 2)
     assert tokens(engine) == greedy(checkpoint("llama"), PROMPTS, 24)

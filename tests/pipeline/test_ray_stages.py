@@ -47,6 +47,7 @@ def known_cases() -> Cases:
 
 
 SEARCHING = {"strategy": "knapspec", "gate": False, "optimise_share": 1.0}
+BY_COPIES = {"strategy": "static", "static_choice": "int4+window", "skip": (3,)}
 
 
 def load(
@@ -221,7 +222,14 @@ def test_a_checkpoint_that_is_gone_when_a_shard_must_load_again_ends_in_an_error
 @pytest.fixture(scope="module")
 def engine(ray_cluster: None) -> Iterator[Engine]:
     """Three stages that may die any number of times, and are found frozen soon."""
-    engine = load(checkpoint("llama"), stages=3, layers=(1, 1, 2), max_restarts=100, heartbeat_timeout_s=5.0)
+    engine = load(
+        checkpoint("llama"),
+        speculation=BY_COPIES,
+        stages=3,
+        layers=(1, 1, 2),
+        max_restarts=100,
+        heartbeat_timeout_s=5.0,
+    )
     require_known_tokens(engine, known_cases())
     yield engine
     end(engine, list(process_ids(engine).values()))
@@ -267,6 +275,18 @@ def test_a_killed_shard_is_replaced(
     assert engine.stats.num_replays == num_replays + 1
     assert {name for name in after if after[name] != before[name]} == {stage}
     assert recovery_s < PATIENCE_S, f"it took {recovery_s:.1f} s"
+
+
+def test_shards_draft_by_copies_that_each_makes_for_itself(engine: Engine) -> None:
+    """Those that were replaced, too."""
+    attention, mlp = {"full", "int4", "window", "int4+window", "skip"}, {"full", "int4", "skip"}
+    assert [set(ways) for ways in stages_of(engine).ways] == [attention, mlp] * NUM_LAYERS
+    choices = engine._planner.selector.plan(None).choices  # type: ignore[arg-type]
+    assert choices == ("int4+window", "int4", "int4+window", "skip", *("int4+window", "int4") * 2)
+    num_drafted = engine.stats.num_draft_tokens
+    known = known_cases()
+    assert tokens_of(complete(engine, known.prompts)) == known.expected
+    assert engine.stats.num_draft_tokens > num_drafted
 
 
 @pytest.mark.exhaustive

@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 APP = "endpoint"
 KEY = "correct-horse"
 MAX_BYTES = 20_000
-TIMEOUT_S = 10.0
+TIMEOUT_S = 6.0
 ENGINE = {"dtype": "float32", "num_threads": 1, "max_num_seqs": 4, "kv_cache_tokens": 16384}
 MESSAGES: Any = [{"role": "user", "content": "Summarize: The agency spent 40 million dollars on roads."}]
 JSON = {"content-type": "application/json"}
@@ -291,7 +291,7 @@ class TestLimits:
         assert endpoint.wait_until(lambda: endpoint.status()["num_running"] == 0, 10) < 1.5
 
     def test_who_comes_when_all_places_are_taken_is_sent_away(self, endpoint: Endpoint) -> None:
-        body = ENDLESS | {"model": "org/narrow", "max_tokens": 300}
+        body = ENDLESS | {"model": "org/narrow", "max_tokens": 120}
         with ThreadPoolExecutor(6) as pool:
             running = [pool.submit(endpoint.post, "/v1/completions", body)]
             endpoint.wait_until(lambda: endpoint.status("org/narrow")["num_running"] == 1, 10)
@@ -308,7 +308,7 @@ class TestLimits:
 
     def test_by_default_three_times_what_is_decoded_at_once_is_taken(self, endpoint: Endpoint) -> None:
         num_places, num_asked = 4, 20
-        body = ENDLESS | {"max_tokens": 150}
+        body = ENDLESS | {"max_tokens": 80}
 
         def ask(_: int) -> tuple[int, float]:
             response = endpoint.post("/v1/completions", body)
