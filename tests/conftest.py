@@ -42,7 +42,9 @@ _OTHER_PROCESSES = tuple(
         "bench/test_pipeline",
         "jobs/test_openai_batch",
         "jobs/test_summarize",
+        "ops/plan/test_auto",
         "pipeline/test_placement",
+        "pipeline/test_quantized",
         "pipeline/test_ray_stages",
         "pipeline/test_replicas",
         "pipeline/pool/test_calls",
@@ -94,9 +96,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest comes first, so that no process is left alone with it in the end."""
     order = {file: place for place, file in enumerate(_OTHER_PROCESSES)}
     for item in items:
-        file = item.nodeid.split("::", 1)[0]
-        alone = file in order or "ray_environment" not in getattr(item, "fixturenames", ())
-        assert alone, f"{file} uses Ray: add it to _OTHER_PROCESSES, or it starts a Ray beside that of the others"
+        file, fixtures = item.nodeid.split("::", 1)[0], getattr(item, "fixturenames", ())
+        if "ray_cluster" in fixtures and file not in order and not item.get_closest_marker("exhaustive"):
+            raise pytest.UsageError(f"{file} uses the shared Ray: add it to _OTHER_PROCESSES, or it starts a second")
     items.sort(key=lambda item: order.get(item.nodeid.split("::", 1)[0], len(order)))
 
 

@@ -39,7 +39,7 @@ from rayspec.model.static_rows import StepBuffers
 from rayspec.model.static_step import StaticStep
 from rayspec.types import Plan, PlanRecord, Request, RequestOutput, no_draft
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
 # Drafts that read few keys do so from the fourth page on.
 TINY_BUDGETS = KeyBudgets(window=KeyBudget(newest=1), pages=KeyBudget(newest=1, looked_at=1))
 ALL_CHOICES = combinations(("skip", "int8", "int4", "window", "pages"))

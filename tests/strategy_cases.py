@@ -70,7 +70,7 @@ def answered(answer: Callable[[Question], Answer]) -> Search:
     return search
 
 
-def require_lossless(make: Callable[[], Selector], *, max_tokens: int = 24, **options: Any) -> list[EngineStats]:
+def require_lossless(make: Callable[[], Selector], *, max_tokens: int = 16, **options: Any) -> list[EngineStats]:
     """A batch of five, in one process and over two stages, makes the tokens of transformers' generate. What the two
     engines did."""
     path, stats = checkpoint("llama"), []

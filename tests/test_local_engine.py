@@ -22,7 +22,7 @@ from tests.exhaustive import few_of
 from tests.families import FAMILIES, WHOLE_FAMILIES, cases, checkpoint, modules_of
 from tests.strategy_cases import saved_plan
 
-PARAMS = SamplingParams(temperature=0, max_tokens=24)
+PARAMS = SamplingParams(temperature=0, max_tokens=16)
 INT4: dict[str, Any] = {"strategy": "static", "static_choice": "int4", "max_draft_tokens": 4}
 
 
@@ -39,7 +39,7 @@ def config(family: str = "llama", *, folder: Path | None = None, **speculation: 
 
 
 def require_tokens(engine: Engine, family: str = "llama") -> None:
-    known = cases(checkpoint(family), (37, 3, 90), 24)
+    known = cases(checkpoint(family), (37, 3, 90), 16)
     assert tokens_of(complete(engine, known.prompts, PARAMS)) == known.expected
 
 
@@ -145,7 +145,7 @@ def test_saved_plans_go_by_the_choices_that_there_are(strategy: str, tmp_path: P
 @pytest.mark.parametrize("choice", ["int4", "int8+pages"])
 def test_other_data_types_draft_by_copies(dtype: str, choice: Choice) -> None:
     """In fixed shapes, so that drafts change no bit."""
-    known = cases(checkpoint("llama"), (37, 3, 90), 24)
+    known = cases(checkpoint("llama"), (37, 3, 90), 16)
     tokens = []
     for speculation in ({"strategy": "ar"}, INT4 | {"static_choice": choice}):
         options = config(**speculation).replace(dtype=dtype, deterministic=True)

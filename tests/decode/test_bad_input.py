@@ -26,7 +26,7 @@ from tests.families import VOCAB_SIZE, build, cases, checkpoint, parts_of
 
 LENGTHS = (20, 5, 60, 33)
 PARTS = parts_of(checkpoint("qwen2"))
-KNOWN = cases(checkpoint("qwen2"), LENGTHS, 24)
+KNOWN = cases(checkpoint("qwen2"), LENGTHS, 16)
 _HARMLESS = {token for tokens in (*KNOWN.prompts, *KNOWN.expected) for token in tokens}
 POISON = next(token for token in range(50, VOCAB_SIZE) if token not in _HARMLESS)
 
@@ -121,7 +121,7 @@ def test_nan_logits_cost_that_sequence_only(poisoned: Any, verification: str) ->
 
 def test_nan_in_the_middle_of_generation_keeps_what_came_before(poisoned: Any) -> None:
     """The bias makes the model say the poisonous token at once; what comes after it cannot be computed."""
-    params = SamplingParams(temperature=0, max_tokens=24, logit_bias={POISON: 100.0})
+    params = SamplingParams(temperature=0, max_tokens=16, logit_bias={POISON: 100.0})
     for plan in (None, RandomPlans(1, 8)):
         output = complete(engine_with(poisoned, plan), KNOWN.prompts[:1], params)[0]
         assert isinstance(output.error, NonFiniteLogitsError)

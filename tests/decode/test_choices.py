@@ -44,8 +44,8 @@ from tests.families import FAMILIES, MATRIX, Cases, cases, checkpoint, greedy, p
 from tests.pipeline.loop import NUM_LAYERS, Chaos, TravellingPlans, loop_engine
 
 # Most contexts grow beyond the tiny budgets of 48 and 64 tokens, some of them in the middle of the generation.
-LENGTHS = (1, 600, 37, 3, 150, 44, 90)
-MAX_TOKENS = 40
+LENGTHS = (1, 300, 37, 3, 150, 44, 90)
+MAX_TOKENS = 24
 PARAMS = GREEDY.replace(max_tokens=MAX_TOKENS)
 COPIES = ("int8", "int4")
 WINDOWS_OF_A_PAGE = ("mistral", "mixtral", "phi3")
@@ -137,7 +137,7 @@ def test_any_pattern_at_all(data: st.DataObject, num_draft_tokens: int, batch: i
 @pytest.mark.parametrize("family", MATRIX)
 def test_preempted_and_replayed_while_drafting(family: str) -> None:
     parts, known = parts_with_copies(family), known_cases(family)
-    short = [index for index, prompt in enumerate(known.prompts) if len(prompt) < 600]
+    short = [index for index, prompt in enumerate(known.prompts) if len(prompt) < 300]
     prompts, expected = ([each[index] for index in short] * 2 for each in (known.prompts, known.expected))
     engine = engine_with(
         parts,
@@ -239,7 +239,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SAMPLING)
 def test_with_a_seed_the_text_does_not_depend_on_the_choices(name: str) -> None:
     parts, prompts = parts_with_copies("qwen2"), known_cases("qwen2").prompts[-4:]
-    params = [SamplingParams(max_tokens=30, seed=1000 + index, **SAMPLING[name]) for index in range(len(prompts))]
+    params = [SamplingParams(max_tokens=20, seed=1000 + index, **SAMPLING[name]) for index in range(len(prompts))]
     plain = [[list(one.token_ids) for one in each.outputs] for each in complete(engine_with(parts), prompts, params)]
     for seed, options in enumerate(({}, {"kv_cache_tokens": 300, "max_num_batched_tokens": 16})):
         engine = engine_with(parts, random_choices(parts, seed), choices=ALL_CHOICES, **options)

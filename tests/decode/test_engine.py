@@ -32,7 +32,7 @@ from tests.families import cases, checkpoint, parts_of
 
 LENGTHS = (20, 5, 60, 33, 12)
 PARTS = parts_of(checkpoint("llama"))
-KNOWN = cases(checkpoint("llama"), LENGTHS, 24)
+KNOWN = cases(checkpoint("llama"), LENGTHS, 16)
 
 
 def _engine(seed: int = 0, **options: Any) -> Engine:
@@ -136,7 +136,7 @@ def test_the_shortest_outputs(max_tokens: int) -> None:
 
 def test_the_models_context_is_filled_to_the_last_token() -> None:
     engine = _engine(max_model_len=60 + 10)
-    outputs = complete(engine, KNOWN.prompts, SamplingParams(temperature=0, max_tokens=24))
+    outputs = complete(engine, KNOWN.prompts, SamplingParams(temperature=0, max_tokens=16))
     assert tokens_of(outputs)[2] == KNOWN.expected[2][:10]
     assert tokens_of(outputs)[:2] == KNOWN.expected[:2]
 
@@ -174,7 +174,7 @@ def test_abort_at_any_time_frees_what_was_held_and_disturbs_nobody(num_steps: in
 
 def test_abort_all_leaves_an_engine_as_good_as_new() -> None:
     engine = _engine(max_num_seqs=2)
-    for request in requests_for(KNOWN.prompts, SamplingParams(temperature=0, max_tokens=24, n=2)):
+    for request in requests_for(KNOWN.prompts, SamplingParams(temperature=0, max_tokens=16, n=2)):
         engine.add(request)
     for _ in range(4):
         engine.step()
@@ -189,7 +189,7 @@ def test_abort_all_leaves_an_engine_as_good_as_new() -> None:
 def test_streams_add_up_to_what_is_not_streamed(seed: int) -> None:
     """Among requests that do not stream, with drafts, preemptions and an abort."""
     engine, pieces = _engine(seed, max_num_seqs=4, max_num_batched_tokens=16, kv_cache_tokens=110), Pieces()
-    plain, *others = requests_for(KNOWN.prompts, SamplingParams(temperature=0, max_tokens=24, n=2, logprobs=1))
+    plain, *others = requests_for(KNOWN.prompts, SamplingParams(temperature=0, max_tokens=16, n=2, logprobs=1))
     for request in [plain, *streaming(others)]:
         engine.add(request)
     for _ in range(4):

@@ -20,7 +20,7 @@ from tests.families import cases, checkpoint, operator_parts_of
 from tests.graph_driver import RecordingDriver
 
 PROMPT_LENGTHS = (1, 80, 37, 3)
-NUM_TOKENS = 24
+NUM_TOKENS = 16
 
 
 def graphs_with(driver: RecordingDriver, by_plan: bool, limits: GraphLimits | None = None) -> Callable[..., StepGraphs]:

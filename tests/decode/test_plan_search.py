@@ -60,7 +60,7 @@ def _branch(search: PlanSearch, keep: tuple[bool, ...]) -> torch.Tensor:
 def test_a_branch_is_what_a_draft_of_one_token_computes(family: str) -> None:
     parts = parts_of(checkpoint(family))
     num_sublayers = len(parts.sublayers)
-    prompts = cases(checkpoint(family), (1, 600, 37, 3, 150, 12, 70), 24).prompts[2:5]
+    prompts = cases(checkpoint(family), (1, 300, 37, 3, 150, 12, 70), 16).prompts[2:5]
     plan = Plan(choices=(FULL,) * num_sublayers, num_draft_tokens=2, source="all")
     search, runner = _search(parts, prompts, plan, 4)
     assert search.num_tokens == 6
@@ -84,7 +84,7 @@ def test_a_branch_is_what_a_draft_of_one_token_computes(family: str) -> None:
 
 def test_many_branches_at_once_are_the_branches_one_by_one() -> None:
     parts = parts_of(checkpoint("gemma2"))
-    prompts = cases(checkpoint("gemma2"), (1, 600, 37, 3, 150, 12, 70), 24).prompts[2:4]
+    prompts = cases(checkpoint("gemma2"), (1, 300, 37, 3, 150, 12, 70), 16).prompts[2:4]
     search, _ = _search(parts, prompts, Plan(choices=(FULL,) * 8, num_draft_tokens=2, source="all"), 4)
     start = search.start()
     ran = search.run(0, FULL, start)

@@ -56,7 +56,7 @@ def _fails_now_and_then(stages: LocalStages, rng: random.Random) -> LocalStages:
 def test_texts_do_not_depend_on_it(family: str, seed: int) -> None:
     """With random plans and trees, while sequences are preempted, aborted and replayed, and pages pushed out."""
     parts, rng = parts_of(checkpoint(family)), random.Random(seed)
-    prompts = _prompts(rng, 24)
+    prompts = _prompts(rng, 18)
     params = [rng.choice([GREEDY, SEEDED, SEEDED.replace(n=3)]) for _ in prompts]
     reference = engine_with(parts, max_num_seqs=1, enable_prefix_caching=False)
     expected = [_tokens(output) for output in complete(reference, prompts, params)]
@@ -82,7 +82,7 @@ def test_texts_do_not_depend_on_it(family: str, seed: int) -> None:
             engine.abort(unwanted.pop())
         found |= {output.request_id: output for output in engine.step()}
     require_idle(engine)
-    assert len(found) > 16
+    assert len(found) > 12
     for name, output in found.items():
         assert _tokens(output) == expected[int(name)]
     assert engine.stats.num_cached_tokens > 100

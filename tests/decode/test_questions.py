@@ -82,7 +82,7 @@ def path(request: Any) -> str:
 
 @pytest.fixture(scope="module")
 def asked(path: str) -> _Asked:
-    prompts = cases(path, (37, 3, 150), 24).prompts
+    prompts = cases(path, (37, 3, 150), 16).prompts
     plan = Plan(choices=(FULL,) * NUM_SUBLAYERS, num_draft_tokens=2, source="all")
     engine = engine_with(parts_of(path), _Taps(plan), max_num_seqs=3)
     for request in requests_for(prompts, SamplingParams(temperature=0, max_tokens=64)):

@@ -21,7 +21,7 @@ from rayspec.types import Plan
 from tests.families import VOCAB_SIZE, cases, checkpoint, parts_of
 
 PATH = checkpoint("llama")
-KNOWN = cases(PATH, (20, 5, 33), 24)
+KNOWN = cases(PATH, (20, 5, 33), 16)
 PLACES = tuple(one_run(start, 50) for start in (100, 0, 50))
 CPU = torch.device("cpu")
 
@@ -34,7 +34,7 @@ def _stages(num_tap_tokens: int = 8) -> LocalStages:
         stages.open(
             SamplerSpec(
                 sequence_id=str(name),
-                params=SamplingParams(temperature=0, max_tokens=24),
+                params=SamplingParams(temperature=0, max_tokens=16),
                 seed=0,
                 prompt_token_ids=prompt,
                 output_token_ids=(),

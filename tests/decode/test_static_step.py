@@ -36,7 +36,7 @@ TREE = (-1, 0, 0, 1, 3)
 
 @pytest.mark.parametrize("family", few_of(FAMILIES, ("llama", "gemma2", "qwen3_moe", "smollm3")))
 def test_greedy_equals_generate_under_a_random_plan_every_round(family: str) -> None:
-    parts, known = operator_parts_of(checkpoint(family)), cases(checkpoint(family), (1, 80, 37, 3), 24)
+    parts, known = operator_parts_of(checkpoint(family)), cases(checkpoint(family), (1, 80, 37, 3), 16)
     for batch in (1, 4):
         selector = RandomPlans(batch, len(parts.sublayers))
         engine = engine_with(parts, selector, max_num_seqs=batch, max_num_batched_tokens=64, is_static=True)
@@ -46,7 +46,7 @@ def test_greedy_equals_generate_under_a_random_plan_every_round(family: str) -> 
 
 @pytest.mark.parametrize("family", MATRIX)
 def test_greedy_equals_generate_when_preempted(family: str) -> None:
-    parts, known = operator_parts_of(checkpoint(family)), cases(checkpoint(family), (1, 80, 37, 3), 24)
+    parts, known = operator_parts_of(checkpoint(family)), cases(checkpoint(family), (1, 80, 37, 3), 16)
     selector = RandomPlans(99, len(parts.sublayers))
     engine = engine_with(
         parts, selector, kv_cache_tokens=208, max_num_seqs=6, max_num_batched_tokens=16, is_static=True
@@ -164,9 +164,9 @@ def test_launches_that_depend_on_the_context_are_found() -> None:
 
 
 @pytest.mark.parametrize("verification", ["coupled", "rejection"])
-@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=1.0, seed=5, max_tokens=24)])
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=1.0, seed=5, max_tokens=16)])
 def test_texts_and_drafts_do_not_depend_on_how_often_the_host_looks(verification: str, params: SamplingParams) -> None:
-    parts, known = operator_parts_of(checkpoint("llama")), cases(checkpoint("llama"), (1, 80, 37, 3), 24)
+    parts, known = operator_parts_of(checkpoint("llama")), cases(checkpoint("llama"), (1, 80, 37, 3), 16)
     found = []
     for interval in (1, 2, 5):
         engine = engine_with(
@@ -202,7 +202,7 @@ class _Looks:
 def test_the_host_looks_once_a_round_and_once_for_three_drafted_tokens(
     num_draft_tokens: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts, known = parts_of(checkpoint("llama")), cases(checkpoint("llama"), (1, 80, 37, 3), 24)
+    parts, known = parts_of(checkpoint("llama")), cases(checkpoint("llama"), (1, 80, 37, 3), 16)
     choices = (FULL,) * len(parts.sublayers)
     plan = Plan(choices=choices, num_draft_tokens=num_draft_tokens, source="test") if num_draft_tokens else None
     engine = engine_with(parts, plan, max_num_seqs=4, max_num_batched_tokens=512, is_static=True)

@@ -25,7 +25,7 @@ from tests.pipeline.loop import TravellingPlans, loop_engine
 
 CPU = torch.device("cpu")
 LENGTHS = (1, 37, 3, 61, 12)
-MAX_TOKENS = 24
+MAX_TOKENS = 16
 
 
 def known_cases(family: str) -> Cases:

@@ -96,7 +96,7 @@ def test_in_two_stages_the_last_one_looks_up() -> None:
     ],
 )
 def test_with_a_seed_the_text_is_that_of_plain_decoding(sampling: dict[str, Any]) -> None:
-    parts, prompts = parts_of(checkpoint("qwen2")), cases(checkpoint("qwen2"), LENGTHS, 24).prompts
+    parts, prompts = parts_of(checkpoint("qwen2")), cases(checkpoint("qwen2"), LENGTHS, 16).prompts
     params = [SamplingParams(max_tokens=40, seed=index, **sampling) for index in range(len(prompts))]
     selector = LookingUp(7, len(parts.sublayers))
     plain = complete(engine_with(parts), prompts, params)

@@ -66,7 +66,7 @@ def knapsack(num_tokens: int = 6) -> Knapsack:
 
 def generate(run: LoopEngine, path: str, lengths: tuple[int, ...] = LENGTHS) -> None:
     """To the middle of some generations."""
-    for request in requests_for(cases(path, lengths, 24).prompts, SamplingParams(temperature=0, max_tokens=200)):
+    for request in requests_for(cases(path, lengths, 16).prompts, SamplingParams(temperature=0, max_tokens=200)):
         run.engine.add(request)
     for _ in range(12):
         run.engine.step()
@@ -338,7 +338,7 @@ def test_a_search_fails_at_once_when_the_coordinator_dies_and_works_with_the_nex
 
 
 def test_a_coordinator_that_dies_again_and_again_is_given_up_and_generation_goes_on() -> None:
-    known = cases(checkpoint("llama"), LENGTHS, 24)
+    known = cases(checkpoint("llama"), LENGTHS, 16)
     with loop_engine(checkpoint("llama"), 2, Tapping(), max_restarts=2) as run:
         for _ in range(3):
             run.replica.kill(COORDINATOR)
@@ -346,7 +346,7 @@ def test_a_coordinator_that_dies_again_and_again_is_given_up_and_generation_goes
             run.engine.stages.wait()
         assert run.replica.coordinator is None
         assert [tuple(o.outputs[0].token_ids) for o in complete(run.engine, known.prompts)] == [
-            tokens[:24] for tokens in known.expected
+            tokens[:16] for tokens in known.expected
         ]
 
 

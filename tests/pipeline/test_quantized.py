@@ -22,7 +22,7 @@ from tests.exhaustive import few_of
 from tests.families import checkpoint, greedy, ragged_prompts
 
 PROMPTS = ragged_prompts((20, 5, 33, 48), seed=2)
-PARAMS = SamplingParams(temperature=0, max_tokens=24)
+PARAMS = SamplingParams(temperature=0, max_tokens=16)
 STATIC: dict[str, Any] = {"strategy": "static", "skip": (2, 3, 5), "max_draft_tokens": 4}
 INT8: dict[str, Any] = {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}
 
@@ -79,7 +79,7 @@ def test_two_stages_give_the_tokens_of_one_process(
 ) -> None:
     one = quantized(tmp_path)
     expected = tokens(load_engine(one, with_tokenizer=False))
-    assert expected != greedy(checkpoint("llama"), PROMPTS, 24), "the weights are others than they were"
+    assert expected != greedy(checkpoint("llama"), PROMPTS, 16), "the weights are others than they were"
     assert tokens(in_two_stages(one)) == expected
 
 
@@ -97,4 +97,4 @@ def test_ranks_draft_by_copies_that_each_makes_for_itself(ray_cluster: None) -> 
     ] * 4
     choices = engine._planner.selector.plan(None).choices  # type: ignore[arg-type]
     assert choices == ("int4+window", "int4", "int4+window", "skip", *("int4+window", "int4") * 2)
-    assert tokens(engine) == greedy(checkpoint("llama"), PROMPTS, 24)
+    assert tokens(engine) == greedy(checkpoint("llama"), PROMPTS, 16)

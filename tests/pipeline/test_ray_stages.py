@@ -43,7 +43,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def known_cases() -> Cases:
-    return cases(checkpoint("llama"), LENGTHS, 24)
+    return cases(checkpoint("llama"), LENGTHS, 16)
 
 
 SEARCHING = {"strategy": "knapspec", "gate": False, "optimise_share": 1.0}

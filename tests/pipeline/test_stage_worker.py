@@ -33,7 +33,7 @@ from tests.families import FAMILIES, Cases, cases, checkpoint, parts_of
 from tests.pipeline.loop import NUM_LAYERS, Chaos, LoopEngine, TravellingPlans, cut, loop_engine
 
 LENGTHS = (1, 60, 37, 3, 25, 12, 70)
-MAX_TOKENS = 24
+MAX_TOKENS = 16
 NUM_SUBLAYERS = 2 * NUM_LAYERS
 
 
@@ -239,7 +239,7 @@ def test_out_of_memory_in_a_stage_fails_only_its_victims(when: str, stage: int) 
         run.require_clean(given_up=2)
 
 
-@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=1.0, seed=5, max_tokens=24, n=2, logprobs=2)])
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=1.0, seed=5, max_tokens=16, n=2, logprobs=2)])
 @pytest.mark.parametrize("seed", few_of(range(6), [1, 2]))
 def test_whoever_dies_at_whatever_moment_nothing_is_lost_or_doubled(seed: int, params: SamplingParams) -> None:
     prompts = known_cases().prompts

@@ -234,7 +234,7 @@ def test_old_texts_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> 
 def test_real_texts_are_told_apart_and_their_tokens_stay_the_same(num_stages: int) -> None:
     """A batch of five, three at a time: each is near itself; the last is of no domain."""
     path = checkpoint("llama")
-    known = cases(path, LENGTHS, 24)
+    known = cases(path, LENGTHS, 16)
     directions = unit_rows(features_of(engine_with(parts_of(path)), known.prompts)).tolist()
     saved = _saved(
         *(
@@ -244,7 +244,7 @@ def test_real_texts_are_told_apart_and_their_tokens_stay_the_same(num_stages: in
     )
     speculation = _options(threshold=0.05)
     knn = KnnSSD(saved, speculation, latency())
-    params = SamplingParams(temperature=0, max_tokens=24)
+    params = SamplingParams(temperature=0, max_tokens=16)
     if num_stages == 1:
         engine = engine_with(parts_of(path), knn, speculation=speculation, max_num_seqs=3)
         assert tokens_of(complete(engine, known.prompts, params)) == known.expected

@@ -87,7 +87,7 @@ def test_greedy_equals_generate_in_a_pipeline() -> None:
 
 @pytest.mark.parametrize("params", [{"temperature": 0.8, "top_p": 0.9}, {"temperature": 1.0, "presence_penalty": 0.8}])
 def test_with_a_seed_the_text_does_not_depend_on_it(params: dict[str, float]) -> None:
-    parts, prompts = parts_of(checkpoint("qwen2")), cases(checkpoint("qwen2"), LENGTHS, 24).prompts
+    parts, prompts = parts_of(checkpoint("qwen2")), cases(checkpoint("qwen2"), LENGTHS, 16).prompts
     sampling = [SamplingParams(seed=index, max_tokens=30, n=2, logprobs=1, **params) for index in range(len(prompts))]
     plain, ahead = (complete(engine_with(parts, plan, num_beside=64), prompts, sampling) for plan in (None, PLAN))
     for one, other in zip(plain, ahead, strict=True):

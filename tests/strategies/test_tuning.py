@@ -192,7 +192,7 @@ def test_where_knapspec_drafts_nothing_there_is_no_plan() -> None:
 
 def test_what_was_tuned_is_what_self_sd_and_knn_ssd_draft_by(tmp_path: Path) -> None:
     path, file = checkpoint("llama"), tmp_path / "plans.json"
-    known = cases(path, (37, 12, 70), 24)
+    known = cases(path, (37, 12, 70), 16)
 
     def config(**speculation: Any) -> EngineConfig:
         return EngineConfig(
@@ -208,7 +208,7 @@ def test_what_was_tuned_is_what_self_sd_and_knn_ssd_draft_by(tmp_path: Path) -> 
     tuned = tune_domains(
         load_engine(config(strategy="static", skip=(0,)), with_tokenizer=False),
         {"some": known.prompts},
-        TuningOptions(num_tries=6, max_tokens=24, threshold=0.05),
+        TuningOptions(num_tries=6, max_tokens=16, threshold=0.05),
         model=ModelIdentity.of(config(), 8),
     )
     SavedPlans(model=tuned.model, plans=(*tuned.plans, saved_plan("", [1]))).save(file)
@@ -216,7 +216,7 @@ def test_what_was_tuned_is_what_self_sd_and_knn_ssd_draft_by(tmp_path: Path) -> 
         options: dict[str, Any] = {"strategy": strategy, "warm_start": str(file), "gate": False}
         options[group] = {"threshold": 0.05} | ({"reject_distance": 2.0} if strategy == "knn-ssd" else {})
         engine = load_engine(config(**options), with_tokenizer=False)
-        outputs = complete(engine, known.prompts, SamplingParams(temperature=0, max_tokens=24))
+        outputs = complete(engine, known.prompts, SamplingParams(temperature=0, max_tokens=16))
         assert tokens_of(outputs) == known.expected
         assert engine.stats.num_draft_tokens > 0
         expected = saved_plan("", [1]) if strategy == "self-sd" else tuned.plans[0]
