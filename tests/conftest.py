@@ -118,7 +118,7 @@ def user_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="session", autouse=True)
 def latency_profiles() -> Iterator[None]:
     """Engines of this process that would measure the same for folders of their own have one profile, of fewer repeats
-    than in use: what their tests look at are tokens."""
+    and warmer caches than in use: what their tests look at are tokens."""
     profile: Any = sys.modules.get("rayspec.decode.profile")
     if profile is None:  # no test needs it, and its import takes seconds
         yield
@@ -134,7 +134,8 @@ def latency_profiles() -> Iterator[None]:
         return kept[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(profile, "_NUM_REPEATS", 3)
+        patch.setattr(profile, "_NUM_REPEATS", 2)
+        patch.setattr(profile, "_CACHE_BYTES", 2**20)
         patch.setattr(profile, "measure", measure_once)
         yield
 
