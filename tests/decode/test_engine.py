@@ -81,8 +81,8 @@ def test_every_second_counts_once(behind: bool) -> None:
     the host rounds begin while the device is still busy with a chunk."""
     clock, selector = RowClock(behind=behind), _Seconds(1, len(PARTS.sublayers))
     engine = engine_with(PARTS, selector, wrap=clock.count, clock=clock, max_num_seqs=3, max_num_batched_tokens=16)
-    both, outputs = 0, []
-    for request in requests_for(KNOWN.prompts):
+    both, outputs, known = 0, [], cases(checkpoint("llama"), LENGTHS, 24)
+    for request in requests_for(known.prompts, GREEDY.replace(max_tokens=24)):
         engine.add(request)
     while engine.has_unfinished:
         before = replace(engine.stats)
@@ -94,7 +94,7 @@ def test_every_second_counts_once(behind: bool) -> None:
     assert stats.total_s == pytest.approx(stats.prefill_s + stats.draft_s + stats.verify_s)
     assert selector.seconds == pytest.approx(selector.seconds_by_result)
     assert selector.seconds > 0.8 * (stats.draft_s + stats.verify_s)
-    assert tokens_of(sorted(outputs, key=lambda output: output.request_id)) == KNOWN.expected
+    assert tokens_of(sorted(outputs, key=lambda output: output.request_id)) == known.expected
 
 
 class _CountsPrefill:

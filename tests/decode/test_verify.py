@@ -18,7 +18,7 @@ from rayspec.decode.verify import Verdict, verify_coupled, verify_rejection
 from rayspec.types import InvalidTokenError
 
 V = 12
-NUM_TOKENS = 16
+NUM_TOKENS = 24
 PROMPT = (4, 0, 4)
 
 SAMPLED = SamplingParams()

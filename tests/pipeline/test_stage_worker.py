@@ -19,7 +19,6 @@ from rayspec.pipeline.stage_worker import Placed, stage_name
 from rayspec.types import OutOfMemoryError, Plan
 from tests.decode.test_trees import greedy_names
 from tests.engines import (
-    GREEDY,
     complete,
     engine_with,
     finish,
@@ -33,7 +32,8 @@ from tests.families import FAMILIES, Cases, cases, checkpoint, parts_of
 from tests.pipeline.loop import NUM_LAYERS, Chaos, LoopEngine, TravellingPlans, cut, loop_engine
 
 LENGTHS = (1, 60, 37, 3, 25, 12, 70)
-MAX_TOKENS = 16
+MAX_TOKENS = 24
+GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
 NUM_SUBLAYERS = 2 * NUM_LAYERS
 
 
@@ -56,7 +56,7 @@ def test_greedy_equals_generate(family: str, num_stages: int, verification: str)
     known, selector = known_cases(family), plans(num_stages)
     with loop_engine(checkpoint(family), num_stages, selector, verification=verification, seed=num_stages) as run:
         for _ in range(2):
-            assert tokens_of(complete(run.engine, known.prompts)) == known.expected
+            assert tokens_of(complete(run.engine, known.prompts, GREEDY)) == known.expected
         run.require_clean()
         assert 0 < run.engine.stats.num_accepted_tokens < run.engine.stats.num_draft_tokens
         assert selector.num_searches > 0
@@ -68,7 +68,7 @@ def test_greedy_equals_generate(family: str, num_stages: int, verification: str)
 def test_every_family_can_be_cut(family: str) -> None:
     known = known_cases(family)
     with loop_engine(checkpoint(family), 3, plans(5), max_num_batched_tokens=32) as run:
-        assert tokens_of(complete(run.engine, known.prompts)) == known.expected
+        assert tokens_of(complete(run.engine, known.prompts, GREEDY)) == known.expected
         run.require_clean()
 
 
@@ -77,7 +77,7 @@ def test_preempted_and_moved_sequences_keep_their_tokens(seed: int) -> None:
     known = known_cases()
     options: dict[str, Any] = {"kv_cache_tokens": 150, "max_num_batched_tokens": 16, "max_num_seqs": 6}
     with loop_engine(checkpoint("llama"), 2 + seed % 2, plans(seed), seed=seed, **options) as run:
-        outputs = complete(run.engine, known.prompts)
+        outputs = complete(run.engine, known.prompts, GREEDY)
         assert tokens_of(outputs) == known.expected
         run.require_clean()
         assert sum(output.metrics.num_preemptions for output in outputs) == run.engine.stats.num_preemptions > 0
@@ -88,7 +88,7 @@ def test_moves_happen_in_every_stage() -> None:
     known = known_cases()
     with loop_engine(checkpoint("llama"), 3, TravellingPlans(1, 2 * NUM_LAYERS), num_beside=20) as run:
         plant_trees(run.engine, greedy_names(known), 1, max_tokens=20)
-        assert tokens_of(complete(run.engine, known.prompts)) == known.expected
+        assert tokens_of(complete(run.engine, known.prompts, GREEDY)) == known.expected
         moved = [name for name, message in run.loop.delivered if type(message).__name__ == "Moves"]
         assert {stage_name(stage) for stage in range(3)} == set(moved)
 
@@ -127,7 +127,7 @@ def test_sequences_end_at_eos() -> None:
         for tokens in known.expected
     ]
     with loop_engine(checkpoint("llama"), 3, plans(8), eos=eos) as run:
-        assert tokens_of(complete(run.engine, known.prompts)) == expected
+        assert tokens_of(complete(run.engine, known.prompts, GREEDY)) == expected
         run.require_clean()
 
 
@@ -135,7 +135,7 @@ def test_requests_come_late_and_are_aborted_in_flight() -> None:
     known, rng = known_cases(), random.Random(3)
     options = {"max_num_seqs": 3, "max_num_batched_tokens": 32}
     with loop_engine(checkpoint("llama"), 3, plans(11), patience=3, **options) as run:
-        waiting, outputs = requests_for(known.prompts * 2), {}
+        waiting, outputs = requests_for(known.prompts * 2, GREEDY), {}
         victims = {"1", "6", "9", "13"}
         num_aborted_tokens = 0
         while waiting or run.engine.has_unfinished:
@@ -160,7 +160,7 @@ def test_requests_come_late_and_are_aborted_in_flight() -> None:
         for name, output in outputs.items():
             assert tokens_of([output]) == [known.expected[int(name) % 7]]
         # What was aborted is said with the next work.
-        assert tokens_of(complete(run.engine, known.prompts[:1])) == known.expected[:1]
+        assert tokens_of(complete(run.engine, known.prompts[:1], GREEDY)) == known.expected[:1]
         run.require_clean()
 
 
@@ -175,7 +175,7 @@ def test_a_stage_with_nothing_to_do_in_a_draft_is_passed_by(skipped: int) -> Non
             return plan
 
     with loop_engine(checkpoint("llama"), 4, One(0, NUM_SUBLAYERS)) as run:
-        assert tokens_of(complete(run.engine, known.prompts)) == known.expected
+        assert tokens_of(complete(run.engine, known.prompts, GREEDY)) == known.expected
         drafts = [len([p for p in run.passes_seen(stage) if p.choices is not None]) for stage in range(4)]
         verifies = [len([p for p in run.passes_seen(stage) if p.choices is None]) for stage in range(4)]
     assert drafts[skipped] == 0
@@ -226,7 +226,7 @@ def test_out_of_memory_in_a_stage_fails_only_its_victims(when: str, stage: int) 
     known = known_cases()
     with loop_engine(checkpoint("llama"), 3, plans(4), max_num_seqs=4, max_num_batched_tokens=64) as run:
         failed = _run_out_of_memory(run, stage, OUT_OF_MEMORY[when], count=2)
-        outputs = complete(run.engine, known.prompts)
+        outputs = complete(run.engine, known.prompts, GREEDY)
         assert len(failed) == 2
         victims = [output for output in outputs if output.error is not None]
         assert 1 <= len(victims) <= 4
@@ -235,11 +235,11 @@ def test_out_of_memory_in_a_stage_fails_only_its_victims(when: str, stage: int) 
             if output.error is None:
                 assert tokens_of([output]) == [expected]
         assert run.replica.num_replaced == 0
-        assert tokens_of(complete(run.engine, known.prompts)) == known.expected
+        assert tokens_of(complete(run.engine, known.prompts, GREEDY)) == known.expected
         run.require_clean(given_up=2)
 
 
-@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=1.0, seed=5, max_tokens=16, n=2, logprobs=2)])
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=1.0, seed=5, max_tokens=24, n=2, logprobs=2)])
 @pytest.mark.parametrize("seed", few_of(range(6), [1, 2]))
 def test_whoever_dies_at_whatever_moment_nothing_is_lost_or_doubled(seed: int, params: SamplingParams) -> None:
     prompts = known_cases().prompts
@@ -268,7 +268,7 @@ def test_whoever_dies_at_whatever_moment_nothing_is_lost_or_doubled(seed: int, p
 def test_without_restarts_everything_ends_with_a_typed_error() -> None:
     known = known_cases()
     with loop_engine(checkpoint("llama"), 3, plans(0), max_restarts=0) as run:
-        for request in requests_for(known.prompts):
+        for request in requests_for(known.prompts, GREEDY):
             run.engine.add(request)
         for _ in range(5):
             run.engine.step()
@@ -277,14 +277,14 @@ def test_without_restarts_everything_ends_with_a_typed_error() -> None:
         assert outputs
         assert all(isinstance(output.error, StageLostError) for output in outputs.values())
         with pytest.raises(StageLostError, match="stage-1 was killed"):
-            run.engine.add(requests_for(known.prompts[:1])[0])
+            run.engine.add(requests_for(known.prompts[:1], GREEDY)[0])
         assert not run.engine.has_unfinished
 
 
 def test_a_coordinator_that_dies_with_a_shard_does_not_hold_it_up() -> None:
     known = known_cases()
     with loop_engine(checkpoint("llama"), 2, plans(0), max_restarts=1) as run:
-        for request in requests_for(known.prompts):
+        for request in requests_for(known.prompts, GREEDY):
             run.engine.add(request)
         for _ in range(5):
             run.engine.step()
@@ -298,6 +298,6 @@ def test_failures_are_told_by_the_stage_with_the_head() -> None:
     """It alone knows what sequences there are: one whose opening was under way must not be unknown later."""
     with loop_engine(checkpoint("llama"), 3, plans(0)) as run:
         _run_out_of_memory(run, 0, OUT_OF_MEMORY["prefill"])
-        complete(run.engine, known_cases().prompts[:2])
+        complete(run.engine, known_cases().prompts[:2], GREEDY)
         told = [name for name, message in run.loop.delivered if isinstance(message, Failed)]
         assert told[-1] == ENGINE
