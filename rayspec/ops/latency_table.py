@@ -36,7 +36,7 @@ def stage_table(latency: LatencyModel) -> Table:
     """Return a table of the cost of each stage. Its title has the time of a hop, and the delay after a pause."""
     pause = f", a pause before it {1000 * latency.wake_s:.3f} ms more" if latency.wake_s else ""
     table = Table(title=f"stages; a hop takes {1000 * latency.hop_s:.3f} ms{pause}", title_justify="left")
-    for heading in ("stage", "sublayers", "attention ms", "MLP ms", "8 rows ms", "weight transfer ms"):
+    for heading in ("stage", "sublayers", "attention ms", "MLP ms", "8 rows ms", "weight transfer ms", "next hop ms"):
         table.add_column(heading, justify="right")
     one, eight = (latency.sublayers_s(rows=rows, context=1024, batch=1) for rows in (1, 8))
     for stage in dict.fromkeys(latency.stages):
@@ -48,5 +48,6 @@ def stage_table(latency: LatencyModel) -> Table:
             *(f"{1000 * float(one[kind].sum()):.2f}" for kind in kinds),
             f"{1000 * float(eight[mine].sum()):.2f}",
             f"{1000 * sum(latency.transfer_s[index] for index in mine):.2f}",
+            f"{1000 * (latency.link_s[stage] if latency.link_s else latency.hop_s):.3f}",
         )
     return table

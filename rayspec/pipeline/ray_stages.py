@@ -433,7 +433,7 @@ class RayStages:
 
 
 def _latency_model(profiled: Profiled) -> LatencyModel:
-    """Fit one model of all stages: each sublayer from its own shard's measurements, hops from the mean of all links."""
+    """Fit one model of all stages: each sublayer from its own shard's measurements."""
     kinds, devices, stages, transfer_s = [], [], [], []
     measurements: list[Measurement] = []
     for stage, measured in enumerate(profiled.stages):
@@ -447,7 +447,7 @@ def _latency_model(profiled: Profiled) -> LatencyModel:
         kinds,
         devices=devices,
         stages=stages,
-        hop_s=sum(profiled.link_s) / len(profiled.link_s),
+        link_s=profiled.link_s,
         transfer_s=transfer_s,
     )
     return replace(model, overhead_s=model.overhead_s * len(profiled.stages))

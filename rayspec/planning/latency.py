@@ -143,8 +143,10 @@ class LatencyModel:
     names. head: name of the head's curve. overhead_s: seconds of a forward in addition to sublayers and head. round_s:
     seconds of a round in addition to its forwards. stages: stage of each sublayer. A forward hops from the first stage
     (embedding) over the stages that run any sublayer to the last stage (head) and back. Each hop takes hop_s, and
-    wake_s because the next stage was idle. transfer_s: seconds to transfer the weights of each sublayer, for every run
-    with the target's own weights. measured_context, measured_batch: the longest context and largest batch measured.
+    wake_s because the next stage was idle. link_s: measured seconds of a hop from each stage to the next, and from the
+    last to the first. Where links were measured, hop_s is their mean, and a hop that bypasses stages takes as long as
+    the slowest link on its way. transfer_s: seconds to transfer the weights of each sublayer, for every run with the
+    target's own weights. measured_context, measured_batch: the longest context and largest batch measured.
     """
 
     sublayers: tuple[str, ...]
@@ -153,6 +155,7 @@ class LatencyModel:
     overhead_s: float = 0.0
     round_s: float = 0.0
     hop_s: float = 0.0
+    link_s: tuple[float, ...] = ()
     wake_s: float = 0.0
     stages: tuple[int, ...]
     transfer_s: tuple[float, ...]
@@ -178,7 +181,7 @@ class LatencyModel:
         *,
         devices: Sequence[str] | None = None,
         stages: Sequence[int] | None = None,
-        hop_s: float = 0.0,
+        link_s: Sequence[float] = (),
         transfer_s: Sequence[float] | None = None,
     ) -> LatencyModel:
         """Fit one curve for each kind and device in `measurements`.
@@ -205,7 +208,8 @@ class LatencyModel:
             head=_curve_name(HEAD, places[-1]),
             overhead_s=_median_s(measurements, OVERHEAD),
             round_s=_median_s(measurements, ROUND),
-            hop_s=hop_s,
+            hop_s=float(np.mean(link_s)) if link_s else 0.0,
+            link_s=tuple(link_s),
             wake_s=_median_s(measurements, WAKE),
             stages=tuple(stages) if stages is not None else (0,) * len(sublayer_kinds),
             transfer_s=tuple(transfer_s) if transfer_s is not None else (0.0,) * len(sublayer_kinds),
@@ -258,8 +262,7 @@ class LatencyModel:
 
     def hops_s(self, choices: Sequence[Choice]) -> float:
         """Return the seconds of hops in a forward; stages whose sublayers are all skipped are bypassed."""
-        hop_s = self.hop_s + self.wake_s
-        if not self.stages or hop_s == 0:
+        if not self.stages or self.hop_s + self.wake_s == 0:
             return 0.0
         first, last = self.stages[0], self.stages[-1]
         route = [
@@ -268,7 +271,15 @@ class LatencyModel:
             last,
             first,
         ]
-        return hop_s * sum(here != there for here, there in itertools.pairwise(route))
+        hops = [(here, there) for here, there in itertools.pairwise(route) if here != there]
+        return sum(self._hop_s(*hop) for hop in hops) + self.wake_s * len(hops)
+
+    def _hop_s(self, here: int, there: int) -> float:
+        """Return the seconds of a hop between two stages, without the delay of an idle one."""
+        if not self.link_s:
+            return self.hop_s
+        num_links = len(self.link_s)
+        return max(self.link_s[link % num_links] for link in range(here, there if here < there else there + num_links))
 
     def draft_step_s(self, choices: Sequence[Choice], *, context: float, batch: float) -> float:
         """Return the seconds of a draft step: one row of each sequence through the sublayers, by their choices, and the
@@ -354,7 +365,7 @@ class LatencyModel:
             name: Curve(**{**curve, "rows": tuple(curve["rows"]), "base_s": tuple(curve["base_s"])})
             for name, curve in values["curves"].items()
         }
-        lists = {name: tuple(values[name]) for name in ("sublayers", "stages", "transfer_s")}
+        lists = {name: tuple(values.get(name, ())) for name in ("sublayers", "stages", "transfer_s", "link_s")}
         return cls(**{**values, **lists, "curves": curves})
 
 

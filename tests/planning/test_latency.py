@@ -255,15 +255,25 @@ def test_curves_of_choices_are_saved_too(tmp_path: Path) -> None:
 
 
 def test_hops_bypass_stages_with_nothing_to_run() -> None:
-    fitted = model(stages=[0, 0, 1, 1, 2, 2, 3, 3], hop_s=1.0)
+    fitted = replace(model(stages=[0, 0, 1, 1, 2, 2, 3, 3]), hop_s=1.0)
     assert fitted.hops_s((FULL,) * 8) == 4
     assert fitted.hops_s((FULL, FULL, SKIP, SKIP, FULL, FULL, FULL, FULL)) == 3
     assert fitted.hops_s((FULL, FULL, SKIP, "int4", FULL, FULL, FULL, FULL)) == 4, "a cheaper way is a visit too"
     assert fitted.hops_s((SKIP,) * 8) == 2  # embedding to head, and the token back
-    assert model(hop_s=1.0).hops_s((FULL,) * 8) == 0
+    assert replace(model(), hop_s=1.0).hops_s((FULL,) * 8) == 0
     waking = replace(fitted, wake_s=0.5)
     assert waking.hops_s((FULL,) * 8) == 6
     assert waking.hops_s((FULL, FULL, SKIP, SKIP, FULL, FULL, FULL, FULL)) == 4.5
+
+
+def test_a_hop_takes_the_time_of_its_own_link() -> None:
+    """Two nodes of two stages each: the links between nodes are slow."""
+    fitted = model(stages=[0, 0, 1, 1, 2, 2, 3, 3], link_s=[1.0, 10.0, 2.0, 20.0])
+    assert fitted.hop_s == 8.25
+    assert fitted.hops_s((FULL,) * 8) == 33
+    assert fitted.hops_s((FULL, FULL, SKIP, SKIP, FULL, FULL, FULL, FULL)) == 10 + 2 + 20, "one hop in place of two"
+    assert fitted.hops_s((SKIP,) * 8) == 10 + 20
+    assert replace(fitted, wake_s=0.5).hops_s((SKIP,) * 8) == 31
 
 
 def test_transfers_are_paid_by_whoever_runs() -> None:
@@ -297,7 +307,7 @@ def test_devices_have_their_own_curves() -> None:
 
 
 def test_save_and_load(tmp_path: Path) -> None:
-    fitted = model(0.05, stages=[0] * 4 + [1] * 4, hop_s=1e-3)
+    fitted = model(0.05, stages=[0] * 4 + [1] * 4, link_s=[1e-3, 2e-3])
     path = tmp_path / "profiles" / "p.json"
     fitted.save(path, KEY)
     assert LatencyModel.load(path, KEY) == fitted

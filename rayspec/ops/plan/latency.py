@@ -142,7 +142,11 @@ def profiled(cut: Cut, profile: LatencyModel) -> Predicted:
     }
     curves = {name: _exchanging(cut, 0, curve) for name, curve in shared.items()}
     model = replace(
-        profile, curves=curves | {profile.head: profile.curves[profile.head]}, stages=cut.stages, hop_s=cut.hop_s
+        profile,
+        curves=curves | {profile.head: profile.curves[profile.head]},
+        stages=cut.stages,
+        hop_s=cut.hop_s,
+        link_s=(),
     )
     return Predicted(decode=model, prefill=model)
 

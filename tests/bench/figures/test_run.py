@@ -25,7 +25,7 @@ SMALL = (
         "--contexts",
         "120,200",
         "--max-tokens",
-        "36",
+        "24",
         "--num-prompts",
         "1",
         "--num-plans",
