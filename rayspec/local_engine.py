@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -34,6 +35,7 @@ from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.bodies import fuse
 from rayspec.model.kv_arena import whole_pages
 from rayspec.model.offload import OffloadedWeights
+from rayspec.model.threads import in_thread_of_its_own
 from rayspec.model.weights import eos_token_ids, load_tokenizer, resolve_device, vocab_size
 from rayspec.strategies.by_name import make_selector, needs_latency
 from rayspec.types import ConfigError, UnsupportedModelError, no_draft
@@ -49,6 +51,10 @@ def load_engine(config: EngineConfig, *, with_tokenizer: bool = True) -> Engine:
     """
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
+    return in_thread_of_its_own(partial(_load, config, with_tokenizer))
+
+
+def _load(config: EngineConfig, with_tokenizer: bool) -> Engine:
     tokenizer = load_tokenizer(config) if with_tokenizer else None
     model = load_weights(config)
     max_model_len = resolve_max_model_len(config, model.config)

@@ -39,6 +39,7 @@ from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.bodies import bytes_of_copies, fuse
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.row_counts import RowCounts
+from rayspec.model.threads import in_thread_of_its_own
 from rayspec.model.weights import resolve_device
 from rayspec.pipeline.messages import (
     Begin,
@@ -164,6 +165,9 @@ class Shard:
         spans: sublayers [first, last) of every stage. meeting_place: None without tensor parallelism.
         Raises ConfigError, CheckpointError, UnsupportedModelError.
         """
+        return in_thread_of_its_own(lambda: self._load(spans, meeting_place))
+
+    def _load(self, spans: Sequence[tuple[int, int]], meeting_place: str | None) -> Loaded:
         spec = self._spec
         self._spans = tuple((first, last) for first, last in spans)
         first, last = self._spans[spec.stage]

@@ -1,0 +1,46 @@
+"""Work in a thread that ends with it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from rayspec import local_engine
+from rayspec.config import EngineConfig
+from rayspec.model.threads import in_thread_of_its_own
+from tests.families import checkpoint
+
+
+def test_the_result_comes_from_another_thread_which_has_ended() -> None:
+    thread = in_thread_of_its_own(threading.current_thread)
+    assert thread is not threading.current_thread()
+    assert not thread.is_alive()
+
+
+def test_an_error_is_raised_here() -> None:
+    with pytest.raises(KeyError, match="what"):
+        in_thread_of_its_own(lambda: {}["what"])
+
+
+def test_engines_are_loaded_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With their profile: whoever loads keeps no helpers of OpenMP beside those of whoever decodes."""
+    seen: list[threading.Thread] = []
+
+    def noted(name: str) -> None:
+        real = getattr(local_engine, name)
+
+        def called(*arguments: Any, **options: Any) -> Any:
+            seen.append(threading.current_thread())
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(local_engine, name, called)
+
+    noted("load_weights")
+    noted("load_or_measure")
+    config = EngineConfig(model=checkpoint("llama"), device="cpu", num_threads=1, max_model_len=64)
+    local_engine.load_engine(config, with_tokenizer=False).shutdown()
+    assert len(seen) == 2
+    assert len(set(seen)) == 1
+    assert not seen[0].is_alive()
