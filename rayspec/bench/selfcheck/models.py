@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -14,12 +15,15 @@ from rayspec.decode.runner import Runner
 from rayspec.demo.widen import widen
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.bodies import fuse
+from rayspec.model.graphs import StepGraphs
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.static_rows import StepBuffers
+from rayspec.model.static_step import StaticStep
 from rayspec.model.weights import load_model
 
 # How sublayers run: transformers' modules, fused bodies of torch's operations, fused bodies of `rayspec::*`.
 Way: TypeAlias = Literal["modules", "fused", "operators"]
+Capture: TypeAlias = Callable[[StaticStep], StepGraphs]
 BUNDLED = "bundled"
 _SIZES: dict[str, Any] = {
     "vocab_size": 199,
@@ -98,9 +102,16 @@ class Prepared:
 
 
 def prepare(
-    parts: Decomposition, *, num_slots: int, max_rows: int = 0, max_sequences: int = 0, max_places: int = 0
+    parts: Decomposition,
+    *,
+    num_slots: int,
+    max_rows: int = 0,
+    max_sequences: int = 0,
+    max_places: int = 0,
+    capture: Capture | None = None,
 ) -> Prepared:
-    """Make a runner and an arena. max_rows: if not 0, passes of at most `max_rows` rows run in static buffers."""
+    """Make a runner and an arena. max_rows: if not 0, passes of at most `max_rows` rows run in static buffers. capture:
+    makes graphs of these passes."""
     arena = KVArena(parts.shapes, num_slots, dtype=parts.dtype, device=parts.device, num_spare=1)
     buffers = None
     if max_rows:
@@ -113,4 +124,6 @@ def prepare(
             dtype=parts.dtype,
             device=parts.device,
         )
-    return Prepared(Runner(parts, arena, device=parts.device, row_counts=None, buffers=buffers), buffers)
+    graphs = capture(StaticStep(parts, buffers)) if capture is not None and buffers is not None else None
+    runner = Runner(parts, arena, device=parts.device, row_counts=None, buffers=buffers, graphs=graphs)
+    return Prepared(runner, buffers)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from rayspec.bench.selfcheck.models import BUNDLED, RANDOM_FAMILIES, Prepared, Way, model_named, prepare, split
+from rayspec.bench.selfcheck.models import BUNDLED, RANDOM_FAMILIES, Capture, Prepared, Way, model_named, prepare, split
 from rayspec.bench.selfcheck.options import SelfcheckOptions
 from rayspec.bench.selfcheck.outcome import Outcome, Table, judged
 from rayspec.bench.selfcheck.sequences import (
@@ -85,14 +85,16 @@ def prepare_model(name: str, way: Way, dtype: torch.dtype, device: torch.device,
     return prepare_parts(split(model_named(name, dtype, device), way), is_static=is_static)
 
 
-def prepare_parts(parts: Decomposition, *, is_static: bool) -> Prepared:
-    """Make a runner with an arena for the passes of a check. is_static: passes run in static buffers."""
+def prepare_parts(parts: Decomposition, *, is_static: bool, capture: Capture | None = None) -> Prepared:
+    """Make a runner with an arena for the passes of a check. is_static: passes run in static buffers. capture: makes
+    graphs of these passes."""
     return prepare(
         parts,
         num_slots=NUM_SLOTS,
         max_rows=MAX_ROWS if is_static else 0,
         max_sequences=MAX_SEQUENCES,
         max_places=MAX_PLACES,
+        capture=capture,
     )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rayspec.bench.selfcheck.models import Prepared
+from rayspec.choices import Choices
 from rayspec.model.buckets import padded_rows, padded_sequences
 from rayspec.model.kv_arena import PAGE_SIZE
 from rayspec.model.rows import RowSpan, Runs, runs_of_pages
@@ -58,11 +59,11 @@ PARITY_PASSES = (
 
 
 @torch.no_grad()
-def logits_of(prepared: Prepared, shape: PassShape) -> Tensor:
-    """Run the pass and return its logits: [rows, vocab_size], float32 on the host."""
+def logits_of(prepared: Prepared, shape: PassShape, choices: Choices | None = None) -> Tensor:
+    """Run the pass, with all sublayers by default, and return its logits: [rows, vocab_size], float32 on the host."""
     runner = prepared.runner
     batch = runner.batch(shape.spans(), token_ids=shape.token_ids(prepared.vocab_size))
-    return runner.head(runner.run(batch, runner.embed(batch))).float().cpu()
+    return runner.head(runner.run(batch, runner.embed(batch), choices=choices)).float().cpu()
 
 
 def _runs(sequence: int, first_page: int) -> Runs:
