@@ -10,6 +10,7 @@ import itertools
 import os
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -139,11 +140,7 @@ class Coordinator:
         return Searched(epoch=post.epoch, search_id=message.search_id, version=self._num_answers, answer=Named(answer))
 
     def _profile(self, post: Post) -> Profiled:
-        """Measure one stage after the other, so that shards on the same machine do not disturb one another."""
-        stages = []
-        for stage in range(len(self._spec.spans)):
-            post.send(stage_name(stage), Measure(epoch=post.epoch))
-            stages.append(_await(post, Measured, _MEASURE_TIMEOUT_S).message)
+        stages = measured_stages(post, [stage_name(stage) for stage in range(len(self._spec.spans))])
         state = torch.zeros(1, 1, self._spec.hidden_size)
         hops_s = self._time_hops(post, state, _NUM_HOPS)
         return Profiled(epoch=post.epoch, stages=stages, link_s=[float(np.median(link)) for link in hops_s] or [0.0])
@@ -153,6 +150,23 @@ class Coordinator:
         names = [stage_name(stage) for stage in range(len(self._spec.spans))]
         links = zip(names, [*names[1:], names[0]], strict=True) if len(names) > 1 else ()
         return [_hops_s(post, here, there, state, num_samples) for here, there in links]
+
+
+def measured_stages(post: Post, names: Sequence[str]) -> list[Measured]:
+    """Measure machines at the same time, and the stages of a machine one after the other, so that they do not disturb
+    one another. Return the measurements in the order of the names."""
+    waiting: dict[str, list[str]] = defaultdict(list)
+    for name in reversed(names):
+        waiting[post.host_of(name)].append(name)
+    for stages in waiting.values():
+        post.send(stages.pop(), Measure(epoch=post.epoch))
+    found: dict[str, Measured] = {}
+    while len(found) < len(names):
+        letter = _await(post, Measured, _MEASURE_TIMEOUT_S)
+        found[letter.sender] = letter.message
+        if stages := waiting[post.host_of(letter.sender)]:
+            post.send(stages.pop(), Measure(epoch=post.epoch))
+    return [found[name] for name in names]
 
 
 def _hops_s(post: Post, here: str, there: str, state: Tensor, num_samples: int) -> list[float]:

@@ -71,6 +71,7 @@ class Post:
         self._heard_at = time.monotonic()
         self._busy_since: float | None = None
         self._worked_s = 0.0
+        self._addresses: Mapping[str, str] = {}
         self._deferred: deque[Letter] = deque()
         self._closed = threading.Event()
         self._heart = threading.Thread(target=self._beat, name=f"{name}-heartbeat", daemon=True)
@@ -78,6 +79,10 @@ class Post:
     @property
     def address(self) -> str:
         return self._mailbox.address
+
+    def host_of(self, peer: str) -> str:
+        """Return the host of a peer's address."""
+        return self._addresses[peer].rpartition(":")[0]
 
     def send(self, peer: str, message: Message, tensors: Sequence[Tensor] = ()) -> None:
         """Send a message to a peer. Nobody may write to the tensors afterwards."""
@@ -101,7 +106,7 @@ class Post:
                 self._enter(message)
                 raise NewEpoch
             if isinstance(message, Peers):
-                self._mailbox.connect(message.peers)
+                self._connect(message.peers)
             elif self._concerns(message):
                 return Letter(envelope.sender, message, envelope.tensors)
 
@@ -133,11 +138,15 @@ class Post:
     def _enter(self, message: Connect) -> None:
         self.epoch = message.epoch
         self._deferred.clear()
-        self._mailbox.connect(message.peers)
+        self._connect(message.peers)
         self.send(ENGINE, Connected(epoch=message.epoch))
         if not self._heart.is_alive():
             self._heart.start()
         self._join(message.link)
+
+    def _connect(self, peers: Mapping[str, str]) -> None:
+        self._addresses = peers
+        self._mailbox.connect(peers)
 
     def _join(self, address: str) -> None:
         if self._mailbox.link is not None:

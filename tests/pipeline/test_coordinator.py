@@ -29,8 +29,9 @@ from rayspec.decode.runner import Runner
 from rayspec.decode.selection.base import FixedPlan
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.rows import RowSpan, Runs
-from rayspec.pipeline.messages import Searched, Ship, VarySublayer
-from rayspec.pipeline.post import COORDINATOR
+from rayspec.pipeline.coordinator import measured_stages
+from rayspec.pipeline.messages import Measure, Measured, Searched, Ship, VarySublayer
+from rayspec.pipeline.post import COORDINATOR, Letter
 from rayspec.pipeline.stage_worker import stage_name
 from rayspec.types import Plan, RayspecError
 from tests.engines import TINY_BUDGETS, complete, requests_for, tiny_budgets
@@ -363,6 +364,35 @@ def test_sublayers_are_asked_of_the_stage_that_has_them() -> None:
             if hasattr(op, "sublayer")
         }
         assert asked == {(stage_name(sublayer // 2), sublayer) for sublayer in range(2 * NUM_LAYERS)}
+
+
+def test_machines_are_measured_at_the_same_time_and_the_stages_of_one_after_another() -> None:
+    hosts = {"stage-0": "a", "stage-1": "a", "stage-2": "b", "stage-3": "a"}
+    asked: list[str] = []
+    log: list[tuple[str, ...]] = []
+
+    class Machines:
+        """Each answers what was asked last."""
+
+        epoch = 1
+
+        def host_of(self, name: str) -> str:
+            return hosts[name]
+
+        def send(self, name: str, message: Any) -> None:
+            assert isinstance(message, Measure)
+            asked.append(name)
+            log.append(tuple(asked))
+
+        def receive(self, timeout_s: float) -> Letter:
+            name = asked.pop()
+            return Letter(name, Measured(epoch=1, names=[name], measurements=[], transfer_s=[]), [])
+
+    found = measured_stages(Machines(), list(hosts))  # type: ignore[arg-type]
+    assert [measured.names for measured in found] == [[name] for name in hosts]
+    assert log[1] == ("stage-0", "stage-2")
+    for under_way in log:
+        assert len({hosts[name] for name in under_way}) == len(under_way)
 
 
 def test_whoever_waits_for_a_coordinator_that_ends_is_told() -> None:
