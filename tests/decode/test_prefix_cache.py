@@ -38,7 +38,7 @@ def _fails_now_and_then(stages: LocalStages, rng: random.Random) -> LocalStages:
     start = stages.start
 
     def started(work: Work) -> Future[Result]:
-        if rng.random() < 0.04:
+        if rng.random() < 0.08:
             stages.head.forget()
             for tensor in (*stages.runner.arena.keys.values(), *stages.runner.arena.values.values()):
                 tensor.fill_(float("nan"))
