@@ -159,7 +159,7 @@ def read_piece(piece: Piece, columns: Columns, wanted: AbstractSet[int] | None =
     return _made_of(piece, columns, wanted, _row_of)
 
 
-def see_piece(piece: Piece, columns: Columns) -> Iterator[tuple[int, tuple[str, str] | Row]]:
+def scan_piece(piece: Piece, columns: Columns) -> Iterator[tuple[int, tuple[str, str] | Row]]:
     """Yield the number, and the id and hash, of each row of a piece. A row that cannot be read yields an error row."""
     return _made_of(piece, columns, None, _identity_of)
 

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 import ray
 from ray.exceptions import RayError
 
-from rayspec.batch.documents import Columns, Piece, num_rows_of, see_piece
+from rayspec.batch.documents import Columns, Piece, num_rows_of, scan_piece
 from rayspec.batch.rows import Row
 from rayspec.batch.survey import SEEN_SCHEMA, Seen
 
@@ -98,7 +98,7 @@ def _scanned(found: Sequence[Piece], columns: Columns, takes: Takes, limit: int)
 def _scan(found: Sequence[Piece], first: int, columns: Columns, takes: Takes, limit: int) -> Iterator[pa.Table]:
     """Yield tables of the rows of some pieces, up to `limit` rows. first: the index of the first of these pieces."""
     for index, piece in enumerate(found, start=first):
-        rows = see_piece(piece, columns)
+        rows = scan_piece(piece, columns)
         while some := list(itertools.islice(rows, min(_ROWS_AT_ONCE, limit))):
             limit -= len(some)
             yield _seen(some, index, takes)

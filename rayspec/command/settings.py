@@ -55,10 +55,10 @@ def make_settings(
     sampling parameters.
     """
     options = _read(file) if file is not None else {}
-    wishes = [*map(_of_override, overrides), *_of_flags(flags or {})]
-    _refuse_contradictions(wishes)
-    for wish in wishes:
-        _apply(options, wish)
+    given = [*map(_of_override, overrides), *_of_flags(flags or {})]
+    _refuse_contradictions(given)
+    for one in given:
+        _apply(options, one)
     asked = _group(options, _SAMPLING)
     del options[_SAMPLING]
     if asked.get("n", 1) != 1:
@@ -67,7 +67,7 @@ def make_settings(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Wish:
+class _GivenValue:
     """A value that the command line gives an option. path: the option's groups and name. source: the words given."""
 
     path: tuple[str, ...]
@@ -87,7 +87,7 @@ def _leaves(path: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...]
         yield from _leaves((*path, str(name)), part)
 
 
-def _of_override(override: str) -> _Wish:
+def _of_override(override: str) -> _GivenValue:
     name, equals, text = override.partition("=")
     path = tuple(name.strip().split("."))
     if not equals or not all(path):
@@ -96,13 +96,13 @@ def _of_override(override: str) -> _Wish:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"option 'set' is {override!r}, whose value is not valid YAML: {error}") from error
-    return _Wish(path=path, value=value, source=f"--set {override}")
+    return _GivenValue(path=path, value=value, source=f"--set {override}")
 
 
-def _of_flags(flags: Mapping[str, Any]) -> Iterator[_Wish]:
+def _of_flags(flags: Mapping[str, Any]) -> Iterator[_GivenValue]:
     for name, value in flags.items():
         if value is not None:
-            yield _Wish(path=(*_home(name), name), value=value, source=_as_flag(name, value))
+            yield _GivenValue(path=(*_home(name), name), value=value, source=_as_flag(name, value))
 
 
 def _as_flag(name: str, value: Any) -> str:
@@ -121,23 +121,23 @@ def _home(flag: str) -> tuple[str, ...]:
     return (_SPECULATION,) if flag in SpeculationOptions.model_fields else (_SAMPLING,)
 
 
-def _refuse_contradictions(wishes: Sequence[_Wish]) -> None:
+def _refuse_contradictions(given: Sequence[_GivenValue]) -> None:
     """Check that no option has two different values. Raises ConfigError."""
-    for index, wish in enumerate(wishes):
-        for earlier in wishes[:index]:
-            option = _contradiction(earlier.leaves(), wish)
+    for index, one in enumerate(given):
+        for earlier in given[:index]:
+            option = _contradiction(earlier.leaves(), one)
             if option is not None:
                 raise ConfigError(
-                    f"option {'.'.join(option)!r} is given two values, by {earlier.source} and by {wish.source}: "
+                    f"option {'.'.join(option)!r} is given two values, by {earlier.source} and by {one.source}: "
                     "remove one of them"
                 )
 
 
-def _contradiction(said: Mapping[tuple[str, ...], Any], wish: _Wish) -> tuple[str, ...] | None:
-    """Return the first option in `said` that `wish` changes or drops; None if there is none."""
-    leaves = wish.leaves()
+def _contradiction(said: Mapping[tuple[str, ...], Any], one: _GivenValue) -> tuple[str, ...] | None:
+    """Return the first option in `said` that `one` changes or drops; None if there is none."""
+    leaves = one.leaves()
     for path, value in said.items():
-        is_replaced = path[: len(wish.path)] == wish.path
+        is_replaced = path[: len(one.path)] == one.path
         if leaves[path] != value if path in leaves else is_replaced:
             return path
     return None
@@ -166,8 +166,8 @@ def _read(file: Path) -> dict[str, Any]:
     return content
 
 
-def _apply(options: dict[str, Any], wish: _Wish) -> None:
+def _apply(options: dict[str, Any], one: _GivenValue) -> None:
     target = options
-    for group in wish.path[:-1]:
+    for group in one.path[:-1]:
         target = _group(target, group)
-    target[wish.path[-1]] = wish.value
+    target[one.path[-1]] = one.value

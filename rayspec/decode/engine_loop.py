@@ -139,10 +139,10 @@ class EngineLoop:
     def _arrival(self, request: Request, listener: Listener | None) -> _Arrival:
         request_id = str(next(self._request_ids))
         future: Future[RequestOutput] = Future()
-        future.add_done_callback(partial(self._hear_of_cancelling, request_id))
+        future.add_done_callback(partial(self._on_cancelled, request_id))
         return _Arrival(request.request_id, replace(request, request_id=request_id), future, listener)
 
-    def _hear_of_cancelling(self, request_id: str, future: Future[RequestOutput]) -> None:
+    def _on_cancelled(self, request_id: str, future: Future[RequestOutput]) -> None:
         if future.cancelled():
             self._inbox.put(_Cancelled(request_id))
 

@@ -87,7 +87,7 @@ class PagePool:
         if num_pages - len(table.pages) > self.num_free:
             return False
         while (num_missing := num_pages - len(table.pages)) > 0:
-            hole = self._hole_for(table, num_missing, max(room - len(table.pages), num_missing))
+            hole = self._free_range_for(table, num_missing, max(room - len(table.pages), num_missing))
             self.forget(hole[:num_missing])
             self._use(table, hole[:num_missing])
             self._claim(table, hole[num_missing:])
@@ -121,7 +121,7 @@ class PagePool:
     def forget_all(self) -> None:
         self.forget(list(self._hash_of))
 
-    def _hole_for(self, table: PageTable, num_pages: int, room: int) -> range:
+    def _free_range_for(self, table: PageTable, num_pages: int, room: int) -> range:
         """Return contiguous free pages: up to `room` pages after the table's last page; or unclaimed pages, `room` or a
         half, a quarter, ... of it, but at least `num_pages`; or else the longest free range, even if claimed."""
         self._claim(table, range(0))

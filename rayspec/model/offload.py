@@ -64,28 +64,28 @@ def offload(
     device = parts.device if device is None else device
     chosen = _chosen(parts, sublayers)
     _check(parts, chosen, to, device)
-    cargoes = {sublayer.index: _Cargo.of(parts, sublayer) for sublayer in chosen}
-    largest = max((cargo.num_bytes for cargo in cargoes.values()), default=0)
-    total = sum(cargo.num_bytes for cargo in cargoes.values())
-    num_hosts = 2 if to == "disk" and len(cargoes) > 1 else 1  # read into one while the other is in use
+    layouts = {sublayer.index: _ImageLayout.of(parts, sublayer) for sublayer in chosen}
+    largest = max((layout.num_bytes for layout in layouts.values()), default=0)
+    total = sum(layout.num_bytes for layout in layouts.values())
+    num_hosts = 2 if to == "disk" and len(layouts) > 1 else 1  # read into one while the other is in use
     hosts = [_page_aligned(largest, pinned=device.type == "cuda") for _ in range(num_hosts)]
-    landings = hosts if device.type == "cpu" else [torch.empty(largest, dtype=torch.uint8, device=device)]
+    destinations = hosts if device.type == "cpu" else [torch.empty(largest, dtype=torch.uint8, device=device)]
     store = _DiskStore(folder, total) if to == "disk" else _HostStore()
-    for number, (index, cargo) in enumerate(cargoes.items()):
-        image = hosts[number % len(hosts)][: cargo.num_bytes]
-        for piece in cargo.pieces:
+    for number, (index, layout) in enumerate(layouts.items()):
+        image = hosts[number % len(hosts)][: layout.num_bytes]
+        for piece in layout.pieces:
             piece.view_in(image).copy_(piece.parameter.data)
         store.put(index, image)
     places = {
-        index: landings[number % len(landings)][: cargo.num_bytes]
-        for number, (index, cargo) in enumerate(cargoes.items())
+        index: destinations[number % len(destinations)][: layout.num_bytes]
+        for number, (index, layout) in enumerate(layouts.items())
     }
-    weights = OffloadedWeights(parts.sublayers, store, places, num_bytes=total - largest * len(landings))
-    for index, cargo in cargoes.items():
-        for piece in cargo.pieces:
+    weights = OffloadedWeights(parts.sublayers, store, places, num_bytes=total - largest * len(destinations))
+    for index, layout in layouts.items():
+        for piece in layout.pieces:
             _page_out(piece.parameter.data)
             piece.parameter.data = piece.view_in(places[index])
-        cargo.entrance.register_forward_pre_hook(Fetch(weights, index))
+        layout.entrance.register_forward_pre_hook(Fetch(weights, index))
     _trim_heap()
     return weights
 
@@ -155,8 +155,8 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """A parameter and its byte offset in the image of its sublayer, see `_Cargo`."""
+class _ImagePart:
+    """A parameter and its byte offset in the image of its sublayer, see `_ImageLayout`."""
 
     parameter: nn.Parameter
     offset: int
@@ -171,16 +171,16 @@ class _Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class _Cargo:
+class _ImageLayout:
     """The weights that one sublayer fetches, as one byte image of all its parameters. entrance: the module before which
     they are fetched."""
 
     entrance: nn.Module
-    pieces: tuple[_Piece, ...]
+    pieces: tuple[_ImagePart, ...]
     num_bytes: int
 
     @classmethod
-    def of(cls, parts: Decomposition, sublayer: Sublayer) -> _Cargo:
+    def of(cls, parts: Decomposition, sublayer: Sublayer) -> _ImageLayout:
         elsewhere = _parameters_outside(parts, sublayer)
         modules = _modules(sublayer)
         entrance, pieces, end = modules[-1], [], 0
@@ -191,7 +191,7 @@ class _Cargo:
             for parameter in own:
                 # The offset of a row in its cache line decides the order in which CPU kernels sum it.
                 offset = _round_up(end, _CACHE_LINE) + parameter.data_ptr() % _CACHE_LINE
-                pieces.append(_Piece(parameter, offset))
+                pieces.append(_ImagePart(parameter, offset))
                 end = pieces[-1].end
         return cls(entrance, tuple(pieces), _round_up(end, _PAGE))
 
@@ -202,8 +202,8 @@ class _Store(Protocol):
     def put(self, index: int, image: Tensor) -> None:
         """Keep a copy of `image`, [num_bytes] uint8 in CPU memory."""
 
-    def get(self, index: int, landing: Tensor) -> None:
-        """Copy the image into `landing`, [num_bytes] uint8 on the device that runs the sublayer."""
+    def get(self, index: int, destination: Tensor) -> None:
+        """Copy the image into `destination`, [num_bytes] uint8 on the device that runs the sublayer."""
 
 
 class _HostStore:
@@ -216,8 +216,8 @@ class _HostStore:
     def put(self, index: int, image: Tensor) -> None:
         self._images[index] = torch.empty_like(image, pin_memory=True).copy_(image)
 
-    def get(self, index: int, landing: Tensor) -> None:
-        landing.copy_(self._images[index], non_blocking=True)
+    def get(self, index: int, destination: Tensor) -> None:
+        destination.copy_(self._images[index], non_blocking=True)
 
 
 class _DiskStore:
@@ -255,15 +255,15 @@ class _DiskStore:
         self._images[index] = self._end, image
         self._end += len(content)
 
-    def get(self, index: int, landing: Tensor) -> None:
+    def get(self, index: int, destination: Tensor) -> None:
         if self._ahead is None or self._ahead[0] != index:
             self._read_ahead(index)
         assert self._ahead is not None
         self._ahead[1].result()
         self._ahead = None
         _, image = self._images[index]
-        if landing.device.type != "cpu":
-            landing.copy_(image)  # blocking: another read may overwrite `image`
+        if destination.device.type != "cpu":
+            destination.copy_(image)  # blocking: another read may overwrite `image`
         self._followers[self._latest] = index
         self._latest = index
         follower = self._followers.get(index, index)

@@ -18,7 +18,7 @@ from rayspec.openai.limits import DEFAULT_LIMITS
 from rayspec.openai.models import check_served
 from rayspec.openai.requests import ChatRequest, Request
 from rayspec.openai.responses import ChatCompletion, Completion, Response, Stamp
-from rayspec.openai.tokenizing import Tokenizes, beside_the_loop, check_tokens, prompt_tokens
+from rayspec.openai.tokenizing import Tokenizes, check_tokens, in_thread_if_large, prompt_tokens
 from rayspec.openai.usage import UsageTally
 from rayspec.types import EmptyPromptError, RequestOutput
 
@@ -108,7 +108,7 @@ async def _jobs(request: Request, engine: Tokenizes, served: Sequence[str]) -> l
     check_served(request.model, served)
     DEFAULT_LIMITS.check(request)
     tokenize = partial(request.prompts, partial(prompt_tokens, engine))
-    prompts = await beside_the_loop(tokenize, request.num_characters)
+    prompts = await in_thread_if_large(tokenize, request.num_characters)
     return [_job(token_ids, request, engine) for token_ids in prompts]
 
 

@@ -38,7 +38,7 @@ class Tokenizes(Protocol):
     def tokens(self, prompt: str | Messages) -> list[int]: ...
 
 
-async def beside_the_loop(work: Callable[[], T], size: int) -> T:
+async def in_thread_if_large(work: Callable[[], T], size: int) -> T:
     """Run tokenizing work and return its result. Large work runs in a thread, because megabytes take seconds and would
     block the event loop.
 

@@ -259,7 +259,7 @@ class RayStages:
             case Searched():
                 self._conclude(message)
             case Broken() if message.ended:
-                self._bury(sender, f"{sender} has failed: {message.reason}")
+                self._handle_end(sender, f"{sender} has failed: {message.reason}")
             case Broken():
                 self._recover((), f"{sender} has lost touch: {message.reason}")
 
@@ -324,11 +324,11 @@ class RayStages:
         if listening:
             ends |= {death.name: death.reason for death in self._pulse.deaths()}
         if COORDINATOR in ends:
-            self._bury(COORDINATOR, ends.pop(COORDINATOR))
+            self._handle_end(COORDINATOR, ends.pop(COORDINATOR))
         if ends:
             self._recover(ends, "; ".join(ends.values()))
 
-    def _bury(self, name: str, reason: str) -> None:
+    def _handle_end(self, name: str, reason: str) -> None:
         if name != COORDINATOR:
             self._recover({name}, reason)
         logger.warning("%s; it is replaced, and plans stay as they are until then", reason)
@@ -345,7 +345,7 @@ class RayStages:
             if self.replica.coordinator_ready():
                 self._introduce_coordinator()
         except PlacementError as error:
-            self._bury(COORDINATOR, f"a new coordinator failed: {error}")
+            self._handle_end(COORDINATOR, f"a new coordinator failed: {error}")
 
     def _introduce_coordinator(self) -> None:
         peers = self._peers()

@@ -14,7 +14,7 @@ from rayspec.config import EngineConfig
 from rayspec.decode.engine_loop import EngineDeadError, Listener
 from rayspec.pipeline.pool.pool import EnginePool
 from rayspec.pipeline.pool.recipe import Recipe
-from rayspec.pipeline.retelling import Retelling
+from rayspec.pipeline.resumed_stream import ResumedStream
 from rayspec.planning.latency import LatencyModel
 from rayspec.types import EngineLoad, EngineStats, Request, RequestError, RequestOutput
 
@@ -128,18 +128,18 @@ class _Telling:
 
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
-        self._retelling: Retelling | None = None
+        self._resumed: ResumedStream | None = None
 
     def begin(self) -> Callable[[RequestOutput], None]:
-        self._retelling = Retelling() if self._retelling is None else self._retelling.again()
+        self._resumed = ResumedStream() if self._resumed is None else self._resumed.again()
         return self._hear
 
     def last(self, output: RequestOutput) -> RequestOutput:
-        return output if self._retelling is None else self._retelling.last_part(output)
+        return output if self._resumed is None else self._resumed.last_part(output)
 
     def _hear(self, part: RequestOutput) -> None:
-        assert self._retelling is not None
-        if (new := self._retelling.new_part(part)) is not None:
+        assert self._resumed is not None
+        if (new := self._resumed.new_part(part)) is not None:
             self._listener(new)
 
 

@@ -28,9 +28,9 @@ class ArbiterOptions:
     """half_life: number of rounds, of any way, after which a round counts half; also the most rounds of a trial.
     deviation: standard deviation of the factor of a single round. min_rounds: rounds of a trial before it is judged.
     max_clip: a round counts as at most this many times its way's mean round; longer times are pauses of the machine.
-    loss_share: share of the time that trials may lose. first_rounds, first_share, promised_share: what trials may lose
+    loss_share: share of the time that trials may lose. first_rounds, first_share, saving_share: what trials may lose
     in addition, from the start: the time of first_rounds rounds, but at most a share of all known work. This share is
-    first_share, or promised_share times the share of the time that the way is predicted to save, if that is more.
+    first_share, or saving_share times the share of the time that the way is predicted to save, if that is more.
     """
 
     half_life: float = 32.0
@@ -40,7 +40,7 @@ class ArbiterOptions:
     loss_share: float = 0.0075
     first_rounds: float = 12.0
     first_share: float = 0.005
-    promised_share: float = 0.05
+    saving_share: float = 0.05
 
 
 class Arbiter:
@@ -79,7 +79,7 @@ class Arbiter:
         trial = self._trial
         if trial is None or trial.way not in predicted or trial.was_last:
             return best
-        return trial.way if self._hope(trial.way, predicted) > self._rate(best, predicted) else best
+        return trial.way if self._optimistic_rate(trial.way, predicted) > self._rate(best, predicted) else best
 
     def observe(
         self,
@@ -133,7 +133,7 @@ class Arbiter:
         """Whether any round of the way is on record, however long ago."""
         return self._record(way).num_rounds > 0
 
-    def spare_s(self, predicted: Mapping[Way, float]) -> float:
+    def remaining_loss_s(self, predicted: Mapping[Way, float]) -> float:
         """Return the seconds that the current trial may still lose."""
         return max(self._allowance_s(self.trial or self._home, predicted) - self._all_lost_s, 0.0)
 
@@ -154,7 +154,7 @@ class Arbiter:
         deviation = self._options.deviation / math.sqrt(self._record(way).num_rounds + 1)
         return predicted[way] * self._pace(way) * deviation
 
-    def _hope(self, way: Way, predicted: Mapping[Way, float]) -> float:
+    def _optimistic_rate(self, way: Way, predicted: Mapping[Way, float]) -> float:
         """Return an optimistic rate of a way: the expected rate plus one standard error. The prediction counts as one
         more round."""
         factor = self._record(way).factor(prior_rounds=1) * self._pace(way)
@@ -167,9 +167,9 @@ class Arbiter:
 
     def _challenger(self, predicted: Mapping[Way, float], best: Way) -> Way | None:
         """Return the way with the highest optimistic rate, if that beats `best` and trials may lose more time."""
-        hopes = {way: self._hope(way, predicted) for way in predicted if not self.is_known(way)}
-        way = max(hopes, key=hopes.__getitem__, default=best)
-        if way == best or hopes[way] <= self._rate(best, predicted):
+        rates = {way: self._optimistic_rate(way, predicted) for way in predicted if not self.is_known(way)}
+        way = max(rates, key=rates.__getitem__, default=best)
+        if way == best or rates[way] <= self._rate(best, predicted):
             return None
         return way if self._lost_s < self._allowance_s(way, predicted) else None
 
@@ -211,7 +211,7 @@ class Arbiter:
         first_s = options.first_rounds * home.round_s
         if self._num_outstanding is not None:
             saved = 1 - predicted[self._home] / predicted[way]
-            share = max(options.first_share, options.promised_share * saved)
+            share = max(options.first_share, options.saving_share * saved)
             known_s = self._elapsed_s + self._num_outstanding / self._rate(self._home, predicted)
             first_s = min(first_s, share * known_s)
         return options.loss_share * self._elapsed_s + first_s

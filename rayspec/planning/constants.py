@@ -20,7 +20,7 @@ DETECTS, MISFIRES = 0.6, 0.05
 # Number of committed tokens after which an observation about the text counts half: the next document may differ.
 TEXT_HALF_LIFE = 16.0
 # Speed-up over plain decoding beyond which no plan is expected to beat a round that uses lookup.
-MOST_OF_PLANS = 2.5
+MAX_PLAN_GAIN = 2.5
 
 # The first search is an investment: it may take this share of the time of all outstanding work.
 FIRST_SEARCH_SHARE = 0.1

@@ -31,7 +31,7 @@ _SAVE_AFTER_S = 1.0
 _SAVE_SHARE = 0.01  # of a batch's run time so far: results have few parts, and few lines run again after a loss
 _BUSY_WAIT_S = 1.0
 _LINES_AT_ONCE = 256
-_FEWER = 8  # divides the number of lines at once when lost lines run again
+_RETRY_DIVISOR = 8  # divides the number of lines at once when lost lines run again
 _MOST_LOSSES = 3  # after so many losses of a line that runs alone, the line fails
 _MOST_ERRORS = 100  # reported for an input file
 T = TypeVar("T")
@@ -193,7 +193,7 @@ class BatchRun:
                 for line, error in lost:
                     self._keep(line.result(error.status, error.body))
                 return
-            limit = max(1, min(limit, len(lost)) // _FEWER)
+            limit = max(1, min(limit, len(lost)) // _RETRY_DIVISOR)
             lines = _each([line for line, _ in lost])
 
     async def _answer_each(self, lines: AsyncIterator[BatchLine], limit: int) -> list[tuple[BatchLine, ApiError]]:

@@ -241,9 +241,9 @@ def _add_vllm_routes(app: FastAPI, ingress: Ingress) -> None:
 def _add_operator_routes(app: FastAPI, ingress: Ingress) -> None:
     @app.get("/health", responses=errors(503), summary="Whether every model can serve")
     async def health() -> Response:
-        ailments = await ingress.watch.ailments()
-        if ailments:
-            return error_response(unable(503, "unhealthy", "; ".join(ailments)))
+        problems = await ingress.watch.problems()
+        if problems:
+            return error_response(unable(503, "unhealthy", "; ".join(problems)))
         return JSONResponse({"status": "ok"})
 
     @app.get("/status", responses=answers(EndpointStatus) | errors(401, 500), summary="What each model does")

@@ -141,7 +141,9 @@ METRICS = (
         "Draft tokens that were expected to be accepted when the plan was chosen.",
     ),
     _gauge(
-        "rayspec_plan_predicted_tokens_per_second", "tokens per second", "Speed of one sequence that the plan promised."
+        "rayspec_plan_predicted_tokens_per_second",
+        "tokens per second",
+        "Predicted speed of one sequence with the plan.",
     ),
     _gauge(
         "rayspec_plan_plain_tokens_per_second",

@@ -28,8 +28,8 @@ from rayspec.openai.responses import Response
 from rayspec.openai.tokenizing import (
     DetokenizeRequest,
     TokenizeRequest,
-    beside_the_loop,
     detokenize,
+    in_thread_if_large,
     tokenize,
 )
 from rayspec.serve.heartbeat import Heartbeat
@@ -96,7 +96,7 @@ class ModelServer:
     async def tokenize(self, request: TokenizeRequest | DetokenizeRequest, name: str) -> Reply:
         """Turn text into tokens, or tokens into text."""
         try:
-            return Reply(status=200, body=await beside_the_loop(partial(self._tokenize, request), request.size))
+            return Reply(status=200, body=await in_thread_if_large(partial(self._tokenize, request), request.size))
         except Exception as error:  # noqa: BLE001 - reported to the client, and logged
             return Reply.failed(_failure(error, name))
 

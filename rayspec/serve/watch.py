@@ -98,7 +98,7 @@ class Sightings:
         return not self.looked or any(health in {"unknown", "ready", "recovering"} for health in self.healths)
 
     @property
-    def ailment(self) -> str | None:
+    def problem(self) -> str | None:
         """Names of the problems; None without any. A starting replica is no problem while another is ready."""
         ill = sorted({health for health in self.healths if health not in {"unknown", "starting", "ready"}})
         if ill or "ready" not in self.healths:
@@ -136,15 +136,15 @@ class Watch:
     @property
     def all_well(self) -> bool:
         """Whether no model has a known problem."""
-        return all(sightings.ailment is None for sightings in self.sightings.values())
+        return all(sightings.problem is None for sightings in self.sightings.values())
 
-    async def ailments(self) -> list[str]:
+    async def problems(self) -> list[str]:
         """Return one line per model with a problem. Returns soon, even if replicas are silent."""
         await self.look()
         if self._asked:
             await asyncio.wait(self._asked.values(), timeout=_FRESH_S)
-        found = [(model, sightings.ailment) for model, sightings in self.sightings.items()]
-        return [f"{model}: {ailment}" for model, ailment in found if ailment is not None]
+        found = [(model, sightings.problem) for model, sightings in self.sightings.items()]
+        return [f"{model}: {problem}" for model, problem in found if problem is not None]
 
     async def statuses(self) -> list[dict[str, Any]]:
         """Return the current ModelStatus of each replica that answers within two seconds."""
@@ -206,13 +206,13 @@ class Watch:
     def _tell(self) -> None:
         """Log one line for each model that has a new problem after it was healthy, or that has recovered."""
         for model, sightings in self.sightings.items():
-            if sightings.ailment is None:
+            if sightings.problem is None:
                 if (since_s := self._ill_since_s.get(model)) is not None:
                     logger.warning("model %r: ready after %.1f s", model, self._clock() - since_s)
                 self._ill_since_s[model] = None
             elif self._ill_since_s.get(model, self._clock()) is None:
                 self._ill_since_s[model] = self._clock()
-                logger.warning("model %r: %s", model, sightings.ailment)
+                logger.warning("model %r: %s", model, sightings.problem)
 
 
 async def _status_of(actor: Any) -> dict[str, Any]:

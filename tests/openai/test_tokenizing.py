@@ -15,8 +15,8 @@ from rayspec.openai.requests import ChatRequest, CompletionRequest
 from rayspec.openai.tokenizing import (
     DetokenizeRequest,
     TokenizeRequest,
-    beside_the_loop,
     detokenize,
+    in_thread_if_large,
     prompt_tokens,
     tokenize,
 )
@@ -148,7 +148,8 @@ def test_a_conversation_that_cannot_be_a_prompt_is_told(error: Exception, messag
 def test_only_long_work_goes_beside_the_loop() -> None:
     async def threads() -> tuple[int, int, int]:
         here = threading.get_ident()
-        return here, await beside_the_loop(threading.get_ident, 100), await beside_the_loop(threading.get_ident, 10**6)
+        short, long = [await in_thread_if_large(threading.get_ident, size) for size in (100, 10**6)]
+        return here, short, long
 
     here, short, long = asyncio.run(threads())
     assert short == here != long

@@ -80,8 +80,9 @@ def speed_up(seed: int, gain: float, total: int, acceptance: float = ACCEPTANCE,
         way, seconds, tokens = arbiter.choose(predicted), 1.0, 1
         if way == "plan":
             step_s = (sum(acceptance**k for k in range(NUM_DRAFT_TOKENS + 1)) / gain - 1.0) / NUM_DRAFT_TOKENS
-            longest = max(1, int(arbiter.spare_s(predicted) / step_s)) if arbiter.trial == "plan" else NUM_DRAFT_TOKENS
-            length = min(longest, NUM_DRAFT_TOKENS)
+            length = NUM_DRAFT_TOKENS
+            if arbiter.trial == "plan":
+                length = min(length, max(1, int(arbiter.remaining_loss_s(predicted) / step_s)))
             tokens += int((rng.random(length) < acceptance).cumprod().sum())
             seconds += length * step_s
         seconds *= rng.lognormal(0, 0.05)
@@ -164,10 +165,10 @@ def test_a_trial_that_a_new_plan_ends_has_cost_what_it_lost() -> None:
     steady(arbiter, 1, 1.0)
     assert arbiter.choose(predicted) == arbiter.trial == "plan"
     arbiter.observe("plan", 1, 3.0, predicted=predicted)
-    spare_s = arbiter.spare_s(predicted)
+    remaining_loss_s = arbiter.remaining_loss_s(predicted)
     arbiter.renew("plan")
     assert arbiter.trial is None
-    assert arbiter.spare_s(predicted) == pytest.approx(spare_s)
+    assert arbiter.remaining_loss_s(predicted) == pytest.approx(remaining_loss_s)
 
 
 def test_a_trial_waits_while_another_way_is_clearly_faster() -> None:

@@ -25,12 +25,12 @@ def test_before_anyone_has_looked_requests_are_tried(sightings: Sightings) -> No
     assert sightings.can_serve
     sightings.present([])
     assert not sightings.can_serve
-    assert sightings.ailment == "starting"
+    assert sightings.problem == "starting"
 
 
 def test_replicas_that_were_there_before_are_tried_until_they_have_been_asked(sightings: Sightings) -> None:
     sightings.present(["a"])
-    assert (sightings.can_serve, sightings.ailment) == (True, "starting")
+    assert (sightings.can_serve, sightings.problem) == (True, "starting")
     sightings.gone("a")
     assert not sightings.can_serve
     sightings.present(["a", "b"])
@@ -40,25 +40,25 @@ def test_replicas_that_were_there_before_are_tried_until_they_have_been_asked(si
 def test_a_replica_that_was_there_and_never_answers_is_not_waited_for(sightings: Sightings) -> None:
     sightings.present(["a"])
     silent(sightings, 4)
-    assert (sightings.can_serve, sightings.ailment) == (False, "starting")
+    assert (sightings.can_serve, sightings.problem) == (False, "starting")
 
 
 def test_a_silent_replica_is_ill_first_and_lost_later(sightings: Sightings) -> None:
     sightings.present(["a"])
     sightings.answered("a", READY)
-    assert (sightings.ailment, sightings.lost, sightings.can_serve) == (None, [], True)
+    assert (sightings.problem, sightings.lost, sightings.can_serve) == (None, [], True)
     silent(sightings, 4)
-    assert (sightings.ailment, sightings.lost, sightings.can_serve) == ("no answer", [], False)
+    assert (sightings.problem, sightings.lost, sightings.can_serve) == ("no answer", [], False)
     silent(sightings, 3)
     assert sightings.lost == ["a"]
     sightings.gone("a")
-    assert (sightings.ailment, sightings.lost) == ("starting", [])
+    assert (sightings.problem, sightings.lost) == ("starting", [])
 
 
 def test_a_replica_that_has_never_answered_is_given_time(sightings: Sightings) -> None:
     sightings.present(["a"])
     silent(sightings, 1000)
-    assert (sightings.ailment, sightings.lost) == ("starting", [])
+    assert (sightings.problem, sightings.lost) == ("starting", [])
 
 
 def test_an_answer_ends_the_silence(sightings: Sightings) -> None:
@@ -66,29 +66,29 @@ def test_an_answer_ends_the_silence(sightings: Sightings) -> None:
     for _ in range(10):
         sightings.answered("a", READY)
         silent(sightings, 2.5)
-        assert (sightings.ailment, sightings.lost) == (None, [])
+        assert (sightings.problem, sightings.lost) == (None, [])
 
 
 def test_a_machine_that_slept_makes_no_replica_silent(sightings: Sightings) -> None:
     sightings.present(["a"])
     sightings.answered("a", READY)
     sightings.passed(3600.0)
-    assert (sightings.ailment, sightings.lost) == (None, [])
+    assert (sightings.problem, sightings.lost) == (None, [])
 
 
 def test_one_replica_that_starts_is_no_ailment_beside_one_that_is_ready(sightings: Sightings) -> None:
     sightings.present(["a", "b"])
     sightings.answered("a", READY)
-    assert sightings.ailment is None
+    assert sightings.problem is None
     sightings.answered("b", {"health": "engine dead"})
-    assert (sightings.ailment, sightings.can_serve) == ("engine dead", True)
+    assert (sightings.problem, sightings.can_serve) == ("engine dead", True)
 
 
 def test_an_engine_that_is_stuck_is_lost_and_one_that_recovers_is_not(sightings: Sightings) -> None:
     sightings.present(["a", "b"])
     sightings.answered("a", {"health": "no answer"})
     sightings.answered("b", {"health": "recovering"})
-    assert (sightings.lost, sightings.ailment, sightings.can_serve) == (["a"], "no answer, recovering", True)
+    assert (sightings.lost, sightings.problem, sightings.can_serve) == (["a"], "no answer, recovering", True)
 
 
 def test_who_is_no_longer_there_is_forgotten(sightings: Sightings) -> None:

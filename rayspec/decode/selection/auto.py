@@ -13,7 +13,7 @@ from rayspec.decode.selection.base import BatchState, Search
 from rayspec.decode.selection.knapspec import Candidate, KnapSpec
 from rayspec.decode.selection.trials import Proposed, Taken, Trials
 from rayspec.planning.budget import Trigger
-from rayspec.planning.constants import MOST_OF_PLANS, PRIOR_TOKENS, TEXT_HALF_LIFE
+from rayspec.planning.constants import MAX_PLAN_GAIN, PRIOR_TOKENS, TEXT_HALF_LIFE
 from rayspec.planning.discounted import Discounted
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.lookup import DraftUntilFound, LookupRecord, best_lookup, survival
@@ -65,7 +65,7 @@ class Auto:
         self._trials = Trials(latency, PLAIN, trusted=(LOOKUP, BOTH))
         self._lookup = LookupRecord()
         self._plan_rounds = _PlanRounds()
-        self._open_share = Discounted(TEXT_HALF_LIFE, strength=PRIOR_TOKENS)
+        self._new_text_share = Discounted(TEXT_HALF_LIFE, strength=PRIOR_TOKENS)
         self._num_rounds = self._num_looked_up = 0
 
     @property
@@ -111,7 +111,7 @@ class Auto:
         if taken is None:
             return
         copies = plan.num_lookup_tokens > 0 and self._copies(taken)
-        self._open_share.observe(0.0 if copies else num_tokens / state.batch, num_tokens / state.batch)
+        self._new_text_share.observe(0.0 if copies else num_tokens / state.batch, num_tokens / state.batch)
         if plan.num_lookup_tokens and not result.num_draft_steps:
             return
         own = _of_the_model(result)
@@ -121,7 +121,7 @@ class Auto:
 
     def improve(self, state: BatchState, search: Search) -> PlanRecord | None:
         """Let KnapSpec search, with a budget from the time of those rounds only that a plan could make faster."""
-        record = self._knapspec.improve(state, search, share=self._open_share.value)
+        record = self._knapspec.improve(state, search, share=self._new_text_share.value)
         if record is not None:
             self._trials.arbiter.renew(PLAN)
         return record
@@ -143,7 +143,7 @@ class Auto:
 
     def _copies(self, taken: Taken) -> bool:
         """Whether the round, which used lookup, is expected to be faster than by any plan."""
-        return self._trials.rate(taken, taken.way) > MOST_OF_PLANS * self._trials.rate(taken, PLAIN)
+        return self._trials.rate(taken, taken.way) > MAX_PLAN_GAIN * self._trials.rate(taken, PLAIN)
 
     def _row_s(self, state: BatchState) -> float:
         """Return the seconds of one more row of a sequence in a verify."""

@@ -84,14 +84,14 @@ class Trials:
             return f"{doing}, but trying {self.arbiter.trial}"
         if not self.arbiter.was_tried(way) or self._last is None or way not in self._last.rates:
             return "not drafting: the plan has not been tried yet"
-        gain, promised = self.rate(self._last, way) / self.rate(self._last, self._home), self._promised(way)
-        return f"{doing}: measured x{gain:.2f} of plain decoding, x{promised:.2f} predicted"
+        gain, predicted = self.rate(self._last, way) / self.rate(self._last, self._home), self._predicted_gain(way)
+        return f"{doing}: measured x{gain:.2f} of plain decoding, x{predicted:.2f} predicted"
 
-    def _promised(self, way: Way) -> float:
+    def _predicted_gain(self, way: Way) -> float:
         assert self._last is not None
         return self._last.rates[way] / self._last.rates[self._home]
 
     def _shortened(self, state: BatchState, plan: Plan, rates: Mapping[Way, float]) -> Plan:
         step_s = self._latency.draft_step_s(plan.choices, context=state.context, batch=state.batch)
-        longest = max(1, int(self.arbiter.spare_s(rates) / step_s))
+        longest = max(1, int(self.arbiter.remaining_loss_s(rates) / step_s))
         return replace(plan, num_draft_tokens=longest) if plan.num_draft_tokens > longest else plan

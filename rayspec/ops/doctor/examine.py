@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from rayspec.ops.doctor.findings import Finding, skipped
-from rayspec.ops.doctor.gpus import check_gpus, check_nccl, look_at_gpus
+from rayspec.ops.doctor.gpus import check_gpus, check_nccl, inspect_gpus
 from rayspec.ops.doctor.machine import machine_findings
 
 
@@ -15,7 +15,7 @@ def examine(*, model: str | None = None, address: str | None = None, quick: bool
     address: address of a cluster, in the form of ray.init; None: RAY_ADDRESS. quick: check only this machine, in less
     than three seconds if it has no GPU.
     """
-    gpus = look_at_gpus()
+    gpus = inspect_gpus()
     findings = [*machine_findings(), check_gpus(gpus), check_nccl(gpus)]
     if model is not None:
         # This import loads the hub's client, which other checks need not wait for.

@@ -37,7 +37,7 @@ class Gpus:
     error: str = ""
 
 
-def look_at_gpus(*, hidden_too: bool = False) -> Gpus:
+def inspect_gpus(*, hidden_too: bool = False) -> Gpus:
     """Query the driver and, where there is a GPU, torch. hidden_too: include GPUs that CUDA_VISIBLE_DEVICES hides; Ray
     sets that variable in tasks that reserve no GPU."""
     smi = shutil.which("nvidia-smi")

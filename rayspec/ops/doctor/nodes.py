@@ -10,7 +10,7 @@ import ray
 
 from rayspec.config import EngineConfig
 from rayspec.ops.doctor.findings import Finding
-from rayspec.ops.doctor.gpus import Gpus, look_at_gpus
+from rayspec.ops.doctor.gpus import Gpus, inspect_gpus
 from rayspec.ops.doctor.machine import (
     check_memory,
     check_open_files,
@@ -43,7 +43,7 @@ def describe_node(model: str | None) -> NodeFacts:
     return NodeFacts(
         address=str(ray.util.get_node_ip_address()),  # type: ignore[no-untyped-call]
         versions={"python": platform.python_version()} | {name: installed_version(name) or "-" for name in _PACKAGES},
-        gpus=look_at_gpus(hidden_too=True),
+        gpus=inspect_gpus(hidden_too=True),
         findings=(check_packages(), check_memory(), check_shared_memory(), check_ray_folder(), check_open_files()),
         model=files,
         fingerprint=_fingerprint(files) if files is not None else "",

@@ -110,7 +110,7 @@ class EngineSupervisor:
                 try:
                     result = await engine.handle(item, listen() if listen is not None else None)
                 except EngineDeadError as error:
-                    self._bury(slot, engine, error)
+                    self._handle_end(slot, engine, error)
                     if (judgement := self._dispatch.judgement(number)) is not None:
                         raise judgement from None
                 else:
@@ -213,7 +213,7 @@ class EngineSupervisor:
         answers = await asyncio.gather(*asked, return_exceptions=True)
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
-    def _bury(self, slot: Slot, engine: Engine, error: EngineDeadError) -> None:
+    def _handle_end(self, slot: Slot, engine: Engine, error: EngineDeadError) -> None:
         """Record the death of an engine, once for all its items: only the first call has an effect."""
         if engine is not slot.engine:
             return
@@ -272,7 +272,7 @@ class EngineSupervisor:
         while engine is slot.engine:
             death = await _death_of(engine, silence_s)
             if death is not None:
-                self._bury(slot, engine, death)
+                self._handle_end(slot, engine, death)
             else:
                 await self._sleep(_ASK_EVERY_S)
         if self._failure is None and slot.engine is None and slot.failure is None:
@@ -316,7 +316,7 @@ class EngineSupervisor:
         try:
             await engine.check()
         except EngineDeadError as error:
-            self._bury(slot, engine, error)
+            self._handle_end(slot, engine, error)
 
     def _spent(self, error: Exception) -> EngineDeadError:
         return EngineDeadError(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rayspec.ops.doctor.gpus import Gpus, check_gpus, check_nccl, look_at_gpus
+from rayspec.ops.doctor.gpus import Gpus, check_gpus, check_nccl, inspect_gpus
 
 TWO = Gpus(names=("H100", "H100"), driver="570.1", num_usable=2, torch="2.13.0", cuda="12.8", has_nccl=True)
 
@@ -21,7 +21,7 @@ def with_driver(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> N
 
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="there is a driver here")
 def test_without_a_driver_there_is_no_gpu() -> None:
-    found = look_at_gpus()
+    found = inspect_gpus()
     assert found == Gpus()
     assert check_gpus(found).status == check_nccl(found).status == "skipped"
     assert "no GPU" in check_gpus(found).found
@@ -29,7 +29,7 @@ def test_without_a_driver_there_is_no_gpu() -> None:
 
 def test_torch_is_asked_for_what_the_driver_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_driver(tmp_path, monkeypatch, "echo 'NVIDIA H100 80GB HBM3, 570.86.15'")
-    found = look_at_gpus()
+    found = inspect_gpus()
     assert (found.names, found.driver) == (("NVIDIA H100 80GB HBM3",), "570.86.15")
     assert found.torch.startswith("2.")
     assert not found.error
@@ -40,14 +40,14 @@ def test_torch_is_asked_for_what_the_driver_has(tmp_path: Path, monkeypatch: pyt
 
 def test_a_driver_that_does_not_answer_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_driver(tmp_path, monkeypatch, "echo 'driver/library version mismatch' >&2; exit 9")
-    finding = check_gpus(look_at_gpus())
+    finding = check_gpus(inspect_gpus())
     assert finding.status == "problem"
     assert "driver/library version mismatch" in finding.found
 
 
 def test_a_driver_without_a_gpu_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_driver(tmp_path, monkeypatch, "exit 0")
-    assert check_gpus(look_at_gpus()).status == "skipped"
+    assert check_gpus(inspect_gpus()).status == "skipped"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections import Counter
 from rayspec.types import CompletionOutput, RequestOutput
 
 
-class Retelling:
+class ResumedStream:
     """Counts the tokens and characters of a streaming request that were passed on, by index of the completion."""
 
     def __init__(self) -> None:
@@ -17,9 +17,9 @@ class Retelling:
         self._tokens_heard: Counter[int] = Counter()
         self._characters_heard: Counter[int] = Counter()
 
-    def again(self) -> Retelling:
-        """Return a Retelling for a new run of the stream, from its start and with the same seed."""
-        other = Retelling()
+    def again(self) -> ResumedStream:
+        """Return a ResumedStream for a new run, from the start and with the same seed."""
+        other = ResumedStream()
         other._tokens_given, other._characters_given = self._tokens_given.copy(), self._characters_given.copy()
         return other
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from rayspec.pipeline.retelling import Retelling
+from rayspec.pipeline.resumed_stream import ResumedStream
 from rayspec.types import CompletionOutput, RequestOutput
 
 
@@ -11,7 +11,7 @@ def test_what_was_told_is_not_told_again_in_whatever_pieces_it_comes() -> None:
         )
         return RequestOutput(request_id="r", prompt=None, prompt_token_ids=(), outputs=[one], finished=finished)
 
-    first = Retelling()
+    first = ResumedStream()
     told = [first.new_part(piece("abc")), first.new_part(piece("de"))]
     second = first.again()
     told += [second.new_part(piece("a")), second.new_part(piece("bc")), second.new_part(piece("def"))]
