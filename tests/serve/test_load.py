@@ -49,7 +49,7 @@ def run(options: ServeBenchOptions, llm: rayspec.LLM) -> dict[str, Any]:
 
 @pytest.mark.parametrize("num_requests", [30, pytest.param(400, marks=pytest.mark.exhaustive)])
 def test_a_mixture_of_which_some_leave(demo_endpoint: EndpointProcess, llm: rayspec.LLM, num_requests: int) -> None:
-    result = run(mixed(demo_endpoint, num_requests, cut_share=0.25), llm)
+    result = run(mixed(demo_endpoint, num_requests, cut_share=0.35, longest_wait_s=0.5), llm)
     found = result["results"]
     assert succeeded(result), (found["errors"], found["differing"])
     assert found["endings"]["cut"] > num_requests / 20
