@@ -253,9 +253,10 @@ Reports = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reports:
-    """Of the families that tests of this run look at."""
+    """Of the families that the tests here look at."""
     folder = tmp_path_factory.mktemp("ranks")
-    asked = {item.callspec.params.get("family") for item in request.session.items if hasattr(item, "callspec")}
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    asked = {item.callspec.params.get("family") for item in items}
     build("qwen3", num_key_value_heads=SIZE).save_pretrained(folder / "qwen3")
     build("llama", attention_bias=True, mlp_bias=True).save_pretrained(folder / BIASED)
     names = [name for name in NAMES if name in asked | OF_ALL_RUNS]
