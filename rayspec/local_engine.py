@@ -19,7 +19,6 @@ from rayspec.decode.loading import (
     make_buffers,
     make_graphs,
     make_scheduler,
-    num_spare_slots,
     offload_weights,
     resolve_max_model_len,
     row_counts,
@@ -100,7 +99,7 @@ def _local_engine(
     )
     counts = row_counts(config, parts)
     choices = choices_here(config, parts)
-    arena = make_arena(config, parts, num_slots, num_spare=num_spare_slots(counts), choices=choices)
+    arena = make_arena(config, parts, num_slots, counts=counts, choices=choices)
     buffers = make_buffers(config, parts, arena, max_model_len)
     graphs = make_graphs(config, parts, buffers)
     runner = Runner(parts, arena, device=device, row_counts=counts, buffers=buffers, graphs=graphs, choices=choices)

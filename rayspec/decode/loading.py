@@ -108,16 +108,18 @@ def choices_here(config: EngineConfig, parts: Decomposition) -> tuple[Choice, ..
 
 
 def make_arena(
-    config: EngineConfig, parts: Decomposition, num_slots: int, *, num_spare: int, choices: Collection[Choice]
+    config: EngineConfig, parts: Decomposition, num_slots: int, *, counts: RowCounts | None, choices: Collection[Choice]
 ) -> KVArena:
-    """Make the KV cache. num_spare: extra slots for padding rows. choices: from `choices_here`."""
+    """Make the KV cache, with extra slots for padding rows, which write keys and values too. counts: from `row_counts`.
+    choices: from `choices_here`."""
     return KVArena(
         parts.shapes,
         num_slots,
         dtype=parts.dtype,
         device=resolve_device(config.device),
-        num_spare=num_spare,
+        num_spare=1 if counts is None else counts.least,
         notes_pages=any(keys_of(choice) == "pages" for choice in choices),
+        keeps_finite=counts is not None and counts.longest_chain > 1,
     )
 
 
@@ -188,11 +190,6 @@ def warm_up(config: EngineConfig, graphs: StepGraphs | None) -> None:
     if graphs is not None:
         num_draft_tokens = config.speculation.max_draft_tokens if config.speculation.strategy != "ar" else 0
         graphs.warm_up(decode_and_verify_buckets(config.max_num_seqs, num_draft_tokens))
-
-
-def num_spare_slots(counts: RowCounts | None) -> int:
-    """Return how many extra KV cache slots the padding rows need, which write keys and values too."""
-    return 1 if counts is None else counts.least
 
 
 def resolve_max_model_len(config: EngineConfig, model: PretrainedConfig) -> int:

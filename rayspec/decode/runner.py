@@ -3,7 +3,7 @@ into passes whose row counts do not change the result. With static buffers they 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from rayspec.choices import FULL, SKIP, Choice, Keys
 from rayspec.model.architecture import Decomposition
-from rayspec.model.attention import PackedRows, pack
+from rayspec.model.attention import Division, PackedRows, pack
 from rayspec.model.buckets import bucket_of
 from rayspec.model.graphs import StepGraphs
 from rayspec.model.kv_arena import KVArena
@@ -25,6 +25,7 @@ from rayspec.model.static_step import StaticStep, Step
 from rayspec.model.sublayers import Sublayer, Tap, run
 
 TokenIds: TypeAlias = Sequence[int] | Tensor
+_Piece: TypeAlias = tuple[RowSpan, Sequence[Path]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +42,8 @@ class Batch:
 
 
 class Runner:
-    """The model of this process with its arena. row_counts: limits the rows of decode passes. Each row then attends
-    separately, and its bits do not depend on the plan or on the batch.
+    """The model of this process with its arena. row_counts: limits the rows of decode passes. The bits of a row then do
+    not depend on the plan or on the batch.
 
     buffers: passes that fit run in them, and their launches depend on the bucket only. The hidden states that `run`
     returns are then valid only until the next batch is embedded or run; without the head they are a copy. graphs:
@@ -153,10 +154,13 @@ class Runner:
     def _packed(self, spans: Sequence[RowSpan], counts: RowCounts | None, scores_pages: bool) -> list[PackedRows]:
         make = partial(pack, self.arena, device=self.device, scores_pages=scores_pages)
         if counts is None:
-            return [make(spans, by_run=self.row_counts is None)]
-        single, paths = _row_by_row(spans)
-        chosen = [slice(at, at + counts.most) for at in range(0, len(single), counts.most)]
-        return [make(single[here], pad_to=counts.least, paths=paths[here], by_run=False) for here in chosen]
+            return [make(spans, division="runs" if self.row_counts is None else "places")]
+        pieces = [piece for span in spans for piece in _pieces(span, counts.longest_chain)]
+        division: Division = "blocks" if counts.longest_chain > 1 else "places"
+        return [
+            make([span for span, _ in some], paths=[paths for _, paths in some], pad_to=counts.least, division=division)
+            for some in _passes(pieces, counts.most)
+        ]
 
     def _filling(self, spans: Sequence[RowSpan], token_ids: TokenIds) -> Filling | None:
         """Return the rows for the buffers, or None if they cannot run there."""
@@ -211,16 +215,26 @@ def _choices_by_kind(parts: Decomposition, choices: Sequence[Choice]) -> dict[st
     return found
 
 
-def _row_by_row(spans: Sequence[RowSpan]) -> tuple[list[RowSpan], list[Sequence[Path]]]:
-    """Return each row as a separate span, and its path. The path is empty if the row sees all slots up to its own, as
-    in a chain."""
-    rows: list[RowSpan] = []
-    paths: list[Sequence[Path]] = []
-    for span in spans:
-        rows.extend(RowSpan(span.runs, span.context + row, 1) for row in range(span.num_rows))
-        tree = span.paths()
-        paths.extend([() if path.is_straight else (path,) for path in tree] if tree else [()] * span.num_rows)
-    return rows, paths
+def _pieces(span: RowSpan, longest_chain: int) -> Iterator[_Piece]:
+    """Yield the rows that may share an attention call, with their paths: some rows of a chain, or one row of a tree.
+    There are no paths if each row sees all slots up to its own, as in a chain."""
+    if not span.parents:
+        for at in range(0, span.num_rows, longest_chain):
+            yield RowSpan(span.runs, span.context + at, min(longest_chain, span.num_rows - at)), ()
+    for row, path in enumerate(span.paths()):
+        yield RowSpan(span.runs, span.context + row, 1), () if path.is_straight else (path,)
+
+
+def _passes(pieces: Sequence[_Piece], most: int) -> Iterator[list[_Piece]]:
+    """Divide the pieces among passes of at most `most` rows."""
+    some: list[_Piece] = []
+    for piece in pieces:
+        if sum(span.num_rows for span, _ in (*some, piece)) > most:
+            yield some
+            some = []
+        some.append(piece)
+    if some:
+        yield some
 
 
 def _pad_rows(hidden: Tensor, size: int) -> Tensor:

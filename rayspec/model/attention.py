@@ -17,11 +17,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from rayspec.choices import Keys
@@ -36,6 +36,16 @@ IMPLEMENTATION = "rayspec"
 _MAX_FOLDED_ROWS = 32
 # A run of at least so many slots is read in place. Shorter runs are gathered: this costs less than a call for each run.
 _LONG_RUN = 256
+# With "blocks", a call reads a multiple of so many keys. torch's flash kernel for CPUs then adds up the keys of a row
+# in the same order, whether the row is alone or in a chain (measured in bfloat16; not so with blocks of 16 keys).
+_BLOCK = 64
+# Rows of a chain that share a call at most with "blocks".
+LONGEST_CHAIN = 32
+
+# What may decide how the keys of a row are divided among calls, and thereby how sums round. runs: the runs of its
+# sequence. places: only the number of its keys; a row has the same bits wherever its keys lie. blocks: as places, and
+# rows of a chain share a call, in which each has the bits that it has alone.
+Division: TypeAlias = Literal["runs", "places", "blocks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +162,11 @@ class PackedRows:
 
     positions: [N] int64. slots: [N] int64, where keys and values are written. If `slots` is None, rows write nothing to
     the cache: the rows of a span are alternatives for the position after its context, and each sees the context and
-    itself. paths: by span, the places that each row of a tree sees; empty if the rows see one another causally. by_run:
-    the runs of a sequence may decide how its keys are read, and therefore how sums round. keys: the keys that rows
-    read, within the arena's budget. Rows that see no more keys than the budget, and rows of trees, read all keys that
-    they see. scores_pages: note the pages with most attention of the newest rows, if the arena has `looked_at`.
+    itself. paths: by span, the places that each row of a tree sees; empty if the rows see one another causally.
+    division: see `Division`; with "blocks", a span is a chain of up to LONGEST_CHAIN rows or one row of a tree, and the
+    arena `keeps_finite`. keys: the keys that rows read, within the arena's budget. Rows that see no more keys than the
+    budget, and rows of trees, read all keys that they see. scores_pages: note the pages with most attention of the
+    newest rows, if the arena has `looked_at`.
     """
 
     arena: KVArena
@@ -163,7 +174,7 @@ class PackedRows:
     slots: Tensor | None
     spans: Sequence[RowSpan]
     paths: Sequence[Sequence[Path]]
-    by_run: bool = True
+    division: Division = "runs"
     rope: dict[str, Any] = field(default_factory=dict)
     looks: dict[_LooksKey, _Looks] = field(default_factory=dict)  # shared by layers of the same kind
     keys: Keys = "all"
@@ -207,11 +218,11 @@ def pack(
     device: torch.device,
     pad_to: int = 0,
     paths: Sequence[Sequence[Path]] | None = None,
-    by_run: bool = True,
+    division: Division = "runs",
     scores_pages: bool = False,
 ) -> PackedRows:
-    """Pack rows that extend sequences. by_run, scores_pages: see `PackedRows`. paths: those of `PackedRows`; None takes
-    `RowSpan.paths` of each span.
+    """Pack rows that extend sequences. division, scores_pages: see `PackedRows`. paths: those of `PackedRows`; None
+    takes `RowSpan.paths` of each span.
 
     Padding rows are added up to `pad_to` rows. They attend to nothing and write to the arena's spare slots.
     """
@@ -225,7 +236,7 @@ def pack(
     positions.extend([0] * num_padding)
     slots.extend(range(arena.num_slots, arena.num_slots + num_padding))
     where = torch.tensor([positions, slots], device=device)
-    return PackedRows(arena, where[0], where[1], spans, paths, by_run, scores_pages=scores_pages)
+    return PackedRows(arena, where[0], where[1], spans, paths, division, scores_pages=scores_pages)
 
 
 def pack_branches(arena: KVArena, tokens: Sequence[RowSpan], num_branches: int, positions: Tensor) -> PackedRows:
@@ -299,6 +310,9 @@ class _Attention:
             if not paths and not self._reads_all(span):
                 few.extend((row, span.runs) for row in range(rows.start, rows.stop))
                 continue
+            if self.rows.division == "blocks":
+                looks.whole.extend(self._looks_in_blocks(rows, span, paths))
+                continue
             pieces = self._pieces(span, paths)
             for run in pieces:
                 if self._is_long(run):
@@ -342,8 +356,34 @@ class _Attention:
         context = runs_between(span.runs, 0, span.context)
         if _is_chunk(span, paths):
             return context
-        is_worth_it = self.rows.by_run and any(run.length >= _LONG_RUN for run in context)
+        is_worth_it = self.rows.division == "runs" and any(run.length >= _LONG_RUN for run in context)
         return context[:-1] if is_worth_it else []
+
+    def _looks_in_blocks(self, rows: slice, span: RowSpan, paths: Sequence[Path]) -> list[_Look]:
+        """Return the calls of a chain, or of one row of a tree, in which every row has the bits that it has alone."""
+        end = paths[0].position + 1 if paths else span.end
+        if self._merges and (self.kind.sliding_window is None or end <= self.kind.sliding_window):
+            return [self._look_in_blocks(rows, span, paths, end)]
+        if span.num_rows == 1:
+            return [self._last_look(rows, span, paths, 0)]
+        singles = (RowSpan(span.runs, place, 1) for place in range(span.context, span.end))
+        return [
+            look
+            for row, single in enumerate(singles, rows.start)
+            for look in self._looks_in_blocks(slice(row, row + 1), single, ())
+        ]
+
+    def _look_in_blocks(self, rows: slice, span: RowSpan, paths: Sequence[Path], end: int) -> _Look:
+        """Return the call that reads whole blocks of keys. The mask hides those after each row: the slots of other
+        sequences, or the first slot again."""
+        num_keys = -(-end // _BLOCK) * _BLOCK
+        columns = torch.arange(num_keys, device=self.query.device)
+        mask = self._masked(columns <= columns[end - span.num_rows : end, None])
+        first = span.runs[0].start
+        if not paths and len(span.runs) == 1 and first + num_keys <= self.cached[0].shape[1]:
+            return _Look(rows, slice(first, first + num_keys), mask)
+        slots = self._slots_of_path(span, paths[0]) if paths else self._index(slots_between(span.runs, 0, end))
+        return _Look(rows, pad(slots, (0, num_keys - end), value=first), mask)
 
     def _last_look(self, rows: slice, span: RowSpan, paths: Sequence[Path], num_seen: int) -> _Look:
         """Return the call that reads the rows' own keys and the context after its first `num_seen` places."""
@@ -374,7 +414,7 @@ class _Attention:
         return self.kind.sliding_window is not None and span.end > self.kind.sliding_window
 
     def _is_long(self, run: Run) -> bool:
-        return self.rows.by_run and run.length >= _LONG_RUN
+        return self.rows.division == "runs" and run.length >= _LONG_RUN
 
     def _slots(self, runs: Sequence[Run]) -> slice | Tensor:
         if len(runs) <= 1:

@@ -29,7 +29,7 @@ class KVArena:
 
     keys[layer]: [num_heads, num_slots + num_spare, key_dim]; values[layer] has value_dim instead. Adjacent slots can be
     read as a view, without a copy. Padding rows write to the spare slots. budgets: how many pages drafts with few keys
-    read.
+    read. keeps_finite: store 0 in place of NaN and infinity, because a masked slot with NaN makes a result NaN.
 
     looked_at: int32 [layers, pages, budgets.pages.looked_at], None unless `notes_pages`. The index is a page that a
     sequence is about to write to. The note at this index lists the pages that got most attention of the sequence's
@@ -48,8 +48,10 @@ class KVArena:
         num_spare: int = 0,
         budgets: KeyBudgets | None = None,
         notes_pages: bool = False,
+        keeps_finite: bool = False,
     ) -> None:
         self.num_slots = num_slots
+        self._keeps_finite = keeps_finite
         self.budgets = budgets or KeyBudgets()
         self.place_of_layer = {index: place for place, index in enumerate(layers)}
         self.looked_at: Tensor | None = None
@@ -73,8 +75,8 @@ class KVArena:
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys [num_heads, N, key_dim] and values [num_heads, N, value_dim] in slots [N], int64."""
-        self.keys[layer].index_copy_(1, slots, keys)
-        self.values[layer].index_copy_(1, slots, values)
+        for cached, new in ((self.keys[layer], keys), (self.values[layer], values)):
+            cached.index_copy_(1, slots, new.nan_to_num(0.0, 0.0, 0.0) if self._keeps_finite else new)
 
     def move(self, source: int, destination: int, length: int) -> None:
         """Copy `length` slots. The ranges may overlap."""

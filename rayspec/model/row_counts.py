@@ -1,34 +1,48 @@
-"""The numbers of rows per pass for which the bits of a row do not depend on the number (batch invariance).
+"""The numbers of rows per pass and per attention call for which the bits of a row do not depend on the number (batch
+invariance).
 
-Kernels choose their order of summation by the number of rows. Measured on an AMD EPYC with AVX-512: with the matrices
-of bodies, a row has the same bits for any number of rows in bfloat16, and for two or more in float32. The deterministic
-mode therefore tests the loaded model. It pads passes to one fixed number of rows only if the test finds no range.
+Kernels choose their order of summation by the number of rows. Measured with the matrices of bodies: on an AMD EPYC with
+AVX-512, a row has the same bits for any number of rows in bfloat16, and for two or more in float32; on an Intel Xeon
+with AMX, in bfloat16 for up to 32. The deterministic mode therefore tests the loaded model. It pads passes to one fixed
+number of rows only if the test finds no range.
+Rows of a chain share attention calls only where torch's flash kernel for CPUs gives each the bits that it has alone. On
+the Xeon, it does so in bfloat16 if two or more query heads share a key head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from rayspec.model.architecture import Decomposition
-from rayspec.model.attention import pack
-from rayspec.model.kv_arena import PAGE_SIZE, KVArena
+from rayspec.model.attention import LONGEST_CHAIN, PackedRows, pack
+from rayspec.model.kv_arena import PAGE_SIZE, KVArena, whole_pages
 from rayspec.model.rows import RowSpan, one_run
 from rayspec.model.sublayers import Sublayer
 
-_MOST_ROWS = 64
+# A kernel serves all counts up to a power of two. Two kernels differ in few results, in about one of 20,000, so the
+# largest count that seems to agree with the smaller ones may belong to another kernel.
+_MOST_ROWS = (64, 32, 16, 8)
 _LEAST_ROWS = (1, 2, 4, 8)
+# Random inputs for each test: so many that a pass of 64 rows has `_NUM_TESTED` results, but at most `_MAX_TRIALS`.
+_NUM_TESTED = 2**18
+_MAX_TRIALS = 4
+# The test of chains: their numbers of rows, and the places before them. The kernel reads 512 keys at a time.
+_CHAIN_ROWS = (2, 3, 5, 8, 13, 24, LONGEST_CHAIN)
+_CHAIN_CONTEXTS = (0, 37, 63, 500, 777, 1500)
 
 
 @dataclass(frozen=True, slots=True)
 class RowCounts:
-    """Limits of the number of rows in a pass. Padding fills up to `least` rows; rows above `most` need another pass."""
+    """Limits of the number of rows in a pass. Padding fills up to `least` rows; rows above `most` need another pass.
+    longest_chain: rows of a chain that may share an attention call; 1 if every row attends separately."""
 
     least: int
     most: int
+    longest_chain: int = 1
 
 
 # The rows of an expert depend on the routing: in a mixture of experts, only passes of a single row have a fixed shape.
@@ -47,10 +61,17 @@ def independent_row_counts(parts: Decomposition) -> RowCounts:
     The result holds for this device and this number of threads. The test runs random rows, in every count, through
     each kind of sublayer, and through the head if this process has it.
     """
-    least = max((_least_of_kind(parts, sublayer) for sublayer in _one_of_each_kind(parts)), default=1)
+    agreements = [_agreement_of_kind(parts, sublayer) for sublayer in _one_of_each_kind(parts)]
     if parts.lm_head is not None:
-        least = max(least, _least_of(parts.head(_rows(parts, count)) for count in _counts()))
-    return RowCounts(least, _MOST_ROWS) if least in _LEAST_ROWS else FIXED
+        agreements.append(_agreement(lambda count, trial: parts.head(_rows(parts, count, trial))))
+    for most in _MOST_ROWS:
+        least = max((agreement[most] for agreement in agreements), default=1)
+        allowed = [count for count in _LEAST_ROWS if least <= count <= most]
+        if allowed:
+            can_share = parts.device.type == "cpu" and parts.dtype == torch.bfloat16 and most >= LONGEST_CHAIN
+            shares = can_share and _chains_are_exact(parts, allowed[0])
+            return RowCounts(allowed[0], most, LONGEST_CHAIN if shares else 1)
+    return FIXED
 
 
 def _one_of_each_kind(parts: Decomposition) -> list[Sublayer]:
@@ -70,40 +91,74 @@ def _kernels(sublayer: Sublayer) -> tuple[object, ...]:
     return sublayer.body is None, sizes
 
 
-def _least_of_kind(parts: Decomposition, sublayer: Sublayer) -> int:
-    """Return `_least_of` a sublayer's results. Every row is a sequence of one token."""
-    arena = KVArena(
-        {sublayer.layer: parts.shapes[sublayer.layer]}, _MOST_ROWS * PAGE_SIZE, dtype=parts.dtype, device=parts.device
-    )
+def _agreement_of_kind(parts: Decomposition, sublayer: Sublayer) -> dict[int, int]:
+    """Return the `_agreement` of a sublayer. Every row is a sequence of one token."""
+    arena = _arena(parts, sublayer, _MOST_ROWS[0] * PAGE_SIZE)
 
-    def result(count: int) -> Tensor:
+    def result(count: int, trial: int) -> Tensor:
         spans = [RowSpan(one_run(row * PAGE_SIZE, PAGE_SIZE), 0, 1) for row in range(count)]
-        rows = pack(arena, spans, device=parts.device, by_run=False)
-        hidden = _rows(parts, count)
-        parts.rotate(hidden, rows)
-        return sublayer(hidden, rows)[0]
+        rows = pack(arena, spans, device=parts.device, division="places")
+        return _run(parts, sublayer, rows, trial)
 
-    return _least_of(result(count) for count in _counts())
+    return _agreement(result)
 
 
-def _least_of(results: Iterator[Tensor]) -> int:
-    """Return the smallest count from which on all results agree. results: [count, ...], from the largest count to 1."""
-    widest = next(results)
-    least = len(widest)
-    for result in results:
-        if not torch.equal(result, widest[: len(result)]):
-            break
-        least = len(result)
+def _agreement(result: Callable[[int, int], Tensor]) -> dict[int, int]:
+    """Return, for each of `_MOST_ROWS`, the smallest count from which on all results up to that count agree. result:
+    gives the results of the first `count` rows of a trial, [count, ...]."""
+    least = dict.fromkeys(_MOST_ROWS, 1)
+    first = result(_MOST_ROWS[0], 0)
+    for trial in range(min(_MAX_TRIALS, -(-_NUM_TESTED // first.numel()))):
+        results = [result(count, trial) for count in range(1, _MOST_ROWS[0] + 1)]
+        for most in _MOST_ROWS:
+            widest = results[most - 1]
+            differing = [len(one) for one in results[:most] if not torch.equal(one, widest[: len(one)])]
+            least[most] = max(least[most], 1 + max(differing, default=0))
     return least
 
 
-def _counts() -> range:
-    return range(_MOST_ROWS, 0, -1)
+def _chains_are_exact(parts: Decomposition, least: int) -> bool:
+    """Return whether the rows of a chain have the same bits in shared attention calls as alone, in the tested cases."""
+    return all(
+        _chain_is_exact(parts, sublayer, context, least)
+        for sublayer in _one_of_each_kind(parts)
+        if sublayer.kind == "attention"
+        for context in _CHAIN_CONTEXTS
+    )
 
 
-def _rows(parts: Decomposition, count: int) -> Tensor:
-    """Return the first `count` rows of a fixed random tensor: [1, count, hidden_size]."""
-    generator = torch.Generator().manual_seed(0)
+def _chain_is_exact(parts: Decomposition, sublayer: Sublayer, context: int, least: int) -> bool:
+    num_slots = whole_pages(context + LONGEST_CHAIN)
+    arena = _arena(parts, sublayer, num_slots, num_spare=least)
+    generator = torch.Generator().manual_seed(context)
+    for cached in (arena.keys[sublayer.layer], arena.values[sublayer.layer]):
+        cached.copy_(torch.randn(cached.shape, generator=generator))
+
+    def result(spans: Sequence[RowSpan]) -> Tensor:
+        rows = pack(arena, spans, device=parts.device, pad_to=least, division="blocks")
+        return _run(parts, sublayer, rows, trial=0)
+
+    runs = one_run(0, num_slots)
+    alone = result([RowSpan(runs, context + row, 1) for row in range(LONGEST_CHAIN)])
+    return all(torch.equal(result([RowSpan(runs, context, count)])[:count], alone[:count]) for count in _CHAIN_ROWS)
+
+
+def _arena(parts: Decomposition, sublayer: Sublayer, num_slots: int, num_spare: int = 0) -> KVArena:
+    shapes = {sublayer.layer: parts.shapes[sublayer.layer]}
+    return KVArena(shapes, num_slots, dtype=parts.dtype, device=parts.device, num_spare=num_spare)
+
+
+def _run(parts: Decomposition, sublayer: Sublayer, rows: PackedRows, trial: int) -> Tensor:
+    """Return the results of a sublayer over random states: [N, hidden_size]."""
+    hidden = _rows(parts, len(rows.positions), trial)
+    parts.rotate(hidden, rows)
+    return sublayer(hidden, rows)[0]
+
+
+def _rows(parts: Decomposition, count: int, trial: int) -> Tensor:
+    """Return the first `count` rows of the trial's random tensor: [1, count, hidden_size]. The values are small,
+    because large ones would hide differences in what a sublayer adds to them."""
+    generator = torch.Generator().manual_seed(trial)
     size = parts.config.get_text_config().hidden_size
-    rows = torch.randn(1, _MOST_ROWS, size, generator=generator)[:, :count]
+    rows = torch.randn(1, _MOST_ROWS[0], size, generator=generator)[:, :count] / 32
     return rows.to(parts.device, parts.dtype)

@@ -25,7 +25,6 @@ from rayspec.decode.loading import (
     make_arena,
     make_buffers,
     make_graphs,
-    num_spare_slots,
     offload_weights,
     resolve_max_model_len,
     row_counts,
@@ -272,9 +271,8 @@ class Shard:
     def _make_span(self, num_slots: int, post: Post) -> SpanRunner:
         spec = self._spec
         counts = row_counts(spec.config, self._parts)
-        num_spare = num_spare_slots(counts)
         choices = choices_here(spec.config, self._parts)
-        arena = make_arena(spec.config, self._parts, num_slots, num_spare=num_spare, choices=choices)
+        arena = make_arena(spec.config, self._parts, num_slots, counts=counts, choices=choices)
         runner = self._make_runner(arena, counts, choices)
         if spec.num_ranks == 1 or spec.rank > 0:
             return SpanRunner(runner, num_taps=_num_taps(spec.config))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -66,8 +67,14 @@ def test_the_same_tokens_under_random_plans_and_preemption() -> None:
         assert (engine.stats.num_preemptions > 0) == (kv_cache_tokens < 4096)
 
 
-@pytest.mark.parametrize("family", few_of(["llama", "gemma2", "qwen3_moe", "mixtral"], ["gemma2", "mixtral"]))
-def test_a_loaded_engine_is_deterministic_to_the_bit(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    few_of(
+        list(product(["llama", "gemma2", "qwen3_moe", "mixtral"], ["float32", "bfloat16"])),
+        [("llama", "bfloat16"), ("gemma2", "float32"), ("mixtral", "float32")],
+    ),
+)
+def test_a_loaded_engine_is_deterministic_to_the_bit(family: str, dtype: str) -> None:
     """A mixture of experts too: how many rows an expert sees depends on the company, unless rows run alone."""
     prompts = ragged_prompts([30, 5, 61, 17, 9], seed=2)
     params = SamplingParams(temperature=0, max_tokens=20, logprobs=3)
@@ -76,7 +83,7 @@ def test_a_loaded_engine_is_deterministic_to_the_bit(family: str) -> None:
     for speculation, batch in (({"strategy": "ar"}, 1), (static, 5)):
         config = EngineConfig(
             model=checkpoint(family),
-            dtype="float32",
+            dtype=dtype,
             device="cpu",
             deterministic=True,
             max_num_seqs=batch,

@@ -202,6 +202,16 @@ def test_it_does_preempt_and_replays_what_was_generated() -> None:
     assert world.finished[0] == "0", "the oldest is never preempted"
 
 
+def test_a_preempted_sequence_runs_again_before_those_that_never_ran() -> None:
+    world = _World(Scheduler(128, max_num_seqs=2, max_prefill_tokens=500, lookahead=0), 0, 0)
+    for index in range(4):
+        world.add(_sequence(index, 30, 60))
+    while has_work(world.scheduler):
+        world.step()
+    assert world.num_preemptions > 0
+    assert world.finished == ["0", "1", "2", "3"]
+
+
 def test_pages_are_dealt_side_by_side_and_stay_where_they_are() -> None:
     scheduler = Scheduler(320, max_num_seqs=4, max_prefill_tokens=64, lookahead=8)
     world = _World(scheduler, 8, 0)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rayspec.model import attention
-from rayspec.model.attention import pack, pack_branches, packed_attention
+from rayspec.model.attention import Division, pack, pack_branches, packed_attention
 from rayspec.model.kv_arena import KVArena, LayerShape
 from rayspec.model.rows import Path, RowSpan, Run, Runs, one_run, slots_between
 
@@ -167,11 +167,11 @@ def _scattered(rng: random.Random, shared: Runs, first: int, num_slots: int) -> 
     return [(*shared, *runs[index::4]) for index in range(4)]
 
 
-@pytest.mark.parametrize("by_run", [True, False])
+@pytest.mark.parametrize("division", ["runs", "places"])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_keys_are_found_wherever_they_lie(
-    kv_heads: int, options: dict[str, Any], by_run: bool, monkeypatch: pytest.MonkeyPatch
+    kv_heads: int, options: dict[str, Any], division: Division, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Single rows, a few rows, a chunk and a tree, of sequences that share their first keys."""
     monkeypatch.setattr(attention, "_LONG_RUN", 16)
@@ -187,7 +187,7 @@ def test_keys_are_found_wherever_they_lie(
     ]
     trees: list[list[Path]] = [[], [], [], RowSpan((), 55, 6, (-1, 0, 0, 1, 2, 2)).paths()]
     num_rows = sum(span.num_rows for span in spans)
-    rows = pack(arena, spans, device=CPU, paths=trees, by_run=by_run)
+    rows = pack(arena, spans, device=CPU, paths=trees, division=division)
     query, key, value = (torch.randn(1, heads, num_rows, DIM) for heads in (HEADS, kv_heads, kv_heads))
     output, _ = packed_attention(MODULE, query, key, value, None, packed=rows, **options)
     at = 0
@@ -203,11 +203,13 @@ def test_keys_are_found_wherever_they_lie(
             at += 1
     (looks,) = rows.looks.values()
     if options["sliding_window"] is None and not options["softcap"]:
-        assert any(isinstance(look.rows, Tensor) for look in looks.pieces) == by_run, "shared keys are read once"
+        assert any(isinstance(look.rows, Tensor) for look in looks.pieces) == (division == "runs"), (
+            "shared keys are read once"
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_by_run_false_gives_the_same_bits_wherever_keys_lie(dtype: torch.dtype) -> None:
+def test_by_places_a_row_has_the_same_bits_wherever_its_keys_lie(dtype: torch.dtype) -> None:
     num_slots, results = 1200, []
     every_other = tuple(Run(2 * at, 1) for at in range(560))
     layouts = (one_run(100, 560), (Run(700, 300), Run(0, 16), Run(320, 244)), every_other)
@@ -218,12 +220,58 @@ def test_by_run_false_gives_the_same_bits_wherever_keys_lie(dtype: torch.dtype) 
         arena.write(3, torch.tensor(slots_between(runs, 0, 560)), keys, values)
         parts = []
         for context, count in ((500, 60), (559, 1), (530, 8)):
-            rows = pack(arena, [RowSpan(runs, context, count)], device=CPU, by_run=False)
+            rows = pack(arena, [RowSpan(runs, context, count)], device=CPU, division="places")
             own = (one[:, :, :count] for one in (query, key, value))
             parts.append(packed_attention(MODULE, *own, None, packed=rows)[0])
         results.append(torch.cat(parts, 1))
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_in_blocks_every_row_sees_its_own_keys(kv_heads: int, options: dict[str, Any]) -> None:
+    """Chains, single rows and rows of a tree, of sequences in one run and in several, one at the arena's end."""
+    num_slots = 300
+    arena, rng = _arena(kv_heads, num_slots=num_slots, value_dim=DIM), random.Random(kv_heads)
+    scattered = _scattered(rng, one_run(0, 20), 115, 280)
+    tree = RowSpan((), 40, 6, (-1, 0, 0, 1, 2, 2)).paths()
+    pieces: list[tuple[RowSpan, list[Path]]] = [
+        (RowSpan(one_run(20, 82), 50, 32), []),
+        (RowSpan(one_run(280, 20), 3, 17), []),
+        (RowSpan(scattered[0], 25, 4), []),
+        (RowSpan(one_run(103, 10), 0, 1), []),
+        *((RowSpan(scattered[1], 40 + row, 1), [] if path.is_straight else [path]) for row, path in enumerate(tree)),
+    ]
+    num_rows = sum(span.num_rows for span, _ in pieces)
+    spans, paths = [span for span, _ in pieces], [path for _, path in pieces]
+    rows = pack(arena, spans, device=CPU, paths=paths, division="blocks")
+    query, key, value = (torch.randn(1, heads, num_rows, DIM) for heads in (HEADS, kv_heads, kv_heads))
+    output, _ = packed_attention(MODULE, query, key, value, None, packed=rows, **options)
+    at = 0
+    for span, path in pieces:
+        slots = slots_between(span.runs, 0, span.end)
+        for row in range(span.num_rows):
+            places = [*range(path[0].shared), *path[0].own] if path else range(span.context + row + 1)
+            seen = [slots[place] for place in places]
+            expected = _expected(
+                query[0, :, at], arena.keys[3][:, seen], arena.values[3][:, seen], len(seen) - 1, **options
+            )
+            torch.testing.assert_close(output[0, at], expected, atol=2e-5, rtol=2e-5)
+            at += 1
+
+
+def test_in_blocks_what_is_not_finite_stays_with_its_sequence() -> None:
+    """A block may reach into the slots of another sequence and of rejected drafts."""
+    shapes = {3: LayerShape(2, DIM, DIM)}
+    arena = KVArena(shapes, SLOTS, dtype=torch.float32, device=CPU, keeps_finite=True)
+    bad = torch.full((1, HEADS, 30, DIM), float("nan"))
+    bad[:, :, ::2] = float("inf")
+    for spans in ([RowSpan(one_run(40, 30), 0, 30)], [RowSpan(one_run(0, 40), 0, 30)]):
+        packed_attention(MODULE, bad, bad[:, :2], bad[:, :2], None, packed=pack(arena, spans, device=CPU))
+    rows = pack(arena, [RowSpan(one_run(0, 40), 0, 5)], device=CPU, division="blocks")
+    output, _ = packed_attention(MODULE, *(torch.randn(1, heads, 5, DIM) for heads in (HEADS, 2, 2)), None, packed=rows)
+    assert output.isfinite().all()
 
 
 def test_what_another_sequence_left_behind_is_not_seen() -> None:

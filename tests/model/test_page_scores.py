@@ -119,7 +119,7 @@ def test_rows_one_by_one_leave_the_note_of_the_last() -> None:
     assert single.looked_at is not None
     _attend(pack(together, [RowSpan(runs, 94, 4)], device=CPU, scores_pages=True))
     spans = [RowSpan(runs, 94 + row, 1) for row in range(4)]
-    _attend(pack(single, spans, device=CPU, scores_pages=True, by_run=False))
+    _attend(pack(single, spans, device=CPU, scores_pages=True, division="places"))
     assert torch.equal(together.looked_at, single.looked_at)
 
 

@@ -14,9 +14,13 @@ from rayspec.model.attention import Rows
 from rayspec.model.bodies import fuse
 from rayspec.model.kv_arena import PAGE_SIZE, KVArena
 from rayspec.model.row_counts import FIXED, RowCounts, has_experts, independent_row_counts
-from rayspec.model.rows import RowSpan, one_run
+from rayspec.model.rows import RowSpan, one_run, runs_of_pages
 from tests.exhaustive import few_of
 from tests.families import checkpoint, modules_of, parts_of
+
+# Pages of two sequences: the first adjacent, the second not.
+ALONE = one_run(0, 20 * PAGE_SIZE)
+SCATTERED = runs_of_pages([20, 21, 30, 22, 39, 31, 32, 25, 24, 33, 34, 35, 36, 37, 38, 26, 27, 28, 29, 23], PAGE_SIZE)
 
 
 def _logits(runner: Runner, rows: Sequence[int]) -> Tensor:
@@ -45,6 +49,46 @@ def test_with_the_counts_that_are_found_a_row_has_the_same_bits_in_any_company(f
         assert torch.equal(_logits(runner, rows), alone[rows])
 
 
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    few_of(
+        list(product(["llama", "gemma2", "granite", "smollm3"], ["float32", "bfloat16"])),
+        [("llama", "bfloat16"), ("gemma2", "bfloat16")],
+    ),
+)
+@torch.inference_mode()
+def test_with_the_counts_that_are_found_a_row_has_the_same_bits_alone_in_a_chain_and_in_a_tree(
+    family: str, dtype: str
+) -> None:
+    """One copy of a text is computed token by token, the other in chains and trees, in scattered pages."""
+    parts, device, rng = parts_of(checkpoint(family), dtype), torch.device("cpu"), random.Random(0)
+    counts, num_tokens = independent_row_counts(parts), 150
+    tokens = [rng.randrange(5, 90) for _ in range(num_tokens)]
+    arena = KVArena(
+        parts.shapes, 40 * PAGE_SIZE, dtype=parts.dtype, device=device, num_spare=counts.least, keeps_finite=True
+    )
+    runner = Runner(parts, arena, device=device, row_counts=counts)
+
+    def logits(spans: Sequence[RowSpan], token_ids: Sequence[int]) -> Tensor:
+        batch = runner.batch(spans, token_ids=token_ids)
+        return runner.head(runner.run(batch, runner.embed(batch)))
+
+    alone = torch.cat([logits([RowSpan(ALONE, at, 1)], tokens[at : at + 1]) for at in range(num_tokens)])
+    at = 0
+    while at < num_tokens:
+        num_rows = min(rng.choice([1, 2, 3, 7, 16, 33, 40]), num_tokens - at)
+        wrong = [rng.randrange(5, 90) for _ in range(num_rows)]
+        tree = RowSpan(SCATTERED, at, 2 * num_rows, (*range(-1, num_rows - 1), -1, *range(num_rows, 2 * num_rows - 1)))
+        company = RowSpan(ALONE, 0, 1)
+        found = logits([company, tree], [tokens[0], *tokens[at : at + num_rows], *wrong])
+        assert torch.equal(found[1 : num_rows + 1], alone[at : at + num_rows])
+        flipped = logits([tree, company], [*wrong, *tokens[at : at + num_rows], tokens[0]])
+        assert torch.equal(flipped[num_rows : 2 * num_rows], alone[at : at + num_rows])
+        chain = logits([company, RowSpan(SCATTERED, at, num_rows)], [tokens[0], *tokens[at : at + num_rows]])
+        assert torch.equal(chain[1:], alone[at : at + num_rows])
+        at += num_rows
+
+
 def _counting(least: int) -> object:
     """A body whose result depends on the number of rows below `least`."""
 
@@ -54,7 +98,7 @@ def _counting(least: int) -> object:
     return body
 
 
-@pytest.mark.parametrize(("least", "expected"), [(1, 1), (2, 2), (4, 4), (5, None), (60, None)])
+@pytest.mark.parametrize(("least", "expected"), [(1, 1), (2, 2), (4, 4), (5, 8), (60, None)])
 def test_counts_that_matter_are_found(least: int, expected: int | None) -> None:
     parts = parts_of(checkpoint("llama"))
     bodies = [replace(sublayer, body=_counting(least)) for sublayer in parts.sublayers]  # type: ignore[arg-type]
@@ -62,13 +106,18 @@ def test_counts_that_matter_are_found(least: int, expected: int | None) -> None:
     assert independent_row_counts(changed) == (FIXED if expected is None else RowCounts(expected, 64))
 
 
-def test_a_count_in_the_middle_that_matters_is_found() -> None:
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [(64, RowCounts(1, 32)), (33, RowCounts(1, 32)), (32, RowCounts(1, 16)), (8, FIXED), (7, RowCounts(8, 64))],
+)
+def test_a_count_in_the_middle_that_matters_is_found(count: int, expected: RowCounts) -> None:
     def body(hidden: Tensor, rows: Rows) -> Tensor:
-        return hidden + (hidden.shape[1] == 33)
+        return hidden + (hidden.shape[1] == count)
 
     parts = parts_of(checkpoint("llama"))
-    changed = replace(parts, sublayers=tuple(replace(sublayer, body=body) for sublayer in parts.sublayers))
-    assert independent_row_counts(changed) == FIXED
+    bodies = tuple(replace(sublayer, body=body) for sublayer in parts.sublayers)
+    changed = replace(parts, sublayers=bodies, lm_head=torch.nn.Identity())
+    assert independent_row_counts(changed) == expected
 
 
 def test_experts_are_known() -> None:
