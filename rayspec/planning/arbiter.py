@@ -88,17 +88,20 @@ class Arbiter:
         seconds: float,
         *,
         predicted: Mapping[Way, float],
+        predicted_now: float | None = None,
         num_outstanding: float | None = None,
     ) -> None:
         """Record a finished round: tokens committed over the batch, wall seconds, and the rates predicted for it.
 
+        predicted_now: rate predicted for this round, if the round differs from the usual rounds of the way.
         num_outstanding: tokens still to be generated after the round; None: unknown. Raises ValueError for a negative
         number of tokens, and for times or rates that are not above 0.
         """
-        if num_tokens < 0 or seconds <= 0 or min(predicted.values()) <= 0:
+        rate = predicted[way] if predicted_now is None else predicted_now
+        if num_tokens < 0 or seconds <= 0 or min(rate, *predicted.values()) <= 0:
             raise ValueError(f"{num_tokens} tokens in {seconds} s with {predicted} tokens/s predicted cannot be")
         self.pass_over(seconds, num_outstanding=num_outstanding)
-        expected_s = num_tokens / (predicted[way] * self._pace(way))
+        expected_s = num_tokens / (rate * self._pace(way))
         seconds = self._record(way).add(expected_s, seconds, self._options.max_clip)
         if self._trial is not None:
             self._learn_trial(self._trial, way, num_tokens, seconds, predicted)

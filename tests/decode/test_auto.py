@@ -175,7 +175,7 @@ def test_what_went_on_a_draft_teaches_lookup_and_the_plan_hears_of_its_own(num_a
     there.play([FOUND])
     auto._knapspec.observe = lambda *told: heard.append(told)  # type: ignore[method-assign]
     auto._knapspec.plan = plan
-    auto._knapspec.rate = lambda state: 1e9  # type: ignore[method-assign]
+    auto._knapspec.rate = lambda state, longest=None: 1e9  # type: ignore[method-assign]
     before = auto._lookup.by_class
     state = replace(_batch_state(), proposals=lambda: [NOTHING])
     assert auto.plan(state).num_draft_tokens > 0
@@ -198,7 +198,7 @@ def test_drafts_go_on_by_what_lookup_has_learned() -> None:
     )
     knapspec = there.auto._knapspec
     knapspec.keep_drafting = lambda state, rate: worth  # type: ignore[method-assign]
-    knapspec.rate = lambda state: 1e9  # type: ignore[method-assign]
+    knapspec.rate = lambda state, longest=None: 1e9  # type: ignore[method-assign]
     knapspec.plan = Plan(choices=(SKIP,) * 8, num_draft_tokens=8, source="x")
     state = replace(_batch_state(), proposals=lambda: [NOTHING])
     there.auto.plan(state)

@@ -77,18 +77,27 @@ def speed_up(seed: int, gain: float, total: int, acceptance: float = ACCEPTANCE,
     spent_s = 0.0
     while num_tokens < total:
         predicted = {"plain": 1.0, "plan": promised} if num_rounds >= 4 else {"plain": 1.0}
-        way, seconds, tokens = arbiter.choose(predicted), 1.0, 1
+        way, seconds, tokens, predicted_now = arbiter.choose(predicted), 1.0, 1, None
         if way == "plan":
             step_s = (sum(acceptance**k for k in range(NUM_DRAFT_TOKENS + 1)) / gain - 1.0) / NUM_DRAFT_TOKENS
             length = NUM_DRAFT_TOKENS
             if arbiter.trial == "plan":
                 length = min(length, max(1, int(arbiter.remaining_loss_s(predicted) / step_s)))
+                predicted_now = _predicted(length, acceptance, promised)
             tokens += int((rng.random(length) < acceptance).cumprod().sum())
             seconds += length * step_s
         seconds *= rng.lognormal(0, 0.05)
         num_tokens, num_rounds, spent_s = num_tokens + tokens, num_rounds + 1, spent_s + seconds
-        arbiter.observe(way, tokens, seconds, predicted=predicted, num_outstanding=max(total - num_tokens, 0))
+        left = max(total - num_tokens, 0)
+        arbiter.observe(way, tokens, seconds, predicted=predicted, predicted_now=predicted_now, num_outstanding=left)
     return num_tokens / spent_s
+
+
+def _predicted(length: int, acceptance: float, promised: float) -> float:
+    """Rate of drafts of at most so many tokens, where those of full length make `promised`."""
+    tokens = [sum(acceptance**k for k in range(count + 1)) for count in range(NUM_DRAFT_TOKENS + 1)]
+    step_s = (tokens[-1] / promised - 1.0) / NUM_DRAFT_TOKENS
+    return max(tokens[count] / (1 + count * step_s) for count in range(1, length + 1))
 
 
 @pytest.mark.parametrize("total", few_of([128, 256, 512, 4096], [128, 512]))

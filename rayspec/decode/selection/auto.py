@@ -132,7 +132,11 @@ class Auto:
         plain_rate = batch / self._latency.decode_step_s(context=state.context, batch=batch)
         ways = {PLAIN: Proposed(self._no_draft, plain_rate)}
         if own.drafts:
-            ways[PLAN] = Proposed(own, batch * self._knapspec.rate(state))
+            ways[PLAN] = Proposed(
+                own,
+                batch * self._knapspec.rate(state),
+                shorter=lambda longest: batch * self._knapspec.rate(state, longest),
+            )
         if not self._has_gate and own.drafts:
             return {PLAIN: ways[PLAN]}
         if self._looks_up and any(proposal.token_ids for proposal in state.proposals()):

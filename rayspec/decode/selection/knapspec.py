@@ -91,20 +91,22 @@ class KnapSpec:
         self._reason: str | None = None  # of the search that waits for taps or is under way
         self._under_way: Future[Answer] | None = None
         self._rounds_to_price = 0
-        self._rates: dict[tuple[Choices, int, int], float] = {}  # predicted since the last review
+        # By draft length, predicted since the last review.
+        self._rates: dict[tuple[Choices, int, int], NDArray[np.float64]] = {}
 
     @property
     def wants_taps(self) -> bool:
         return self._reason is not None and self._under_way is None
 
-    def rate(self, state: BatchState) -> float:
-        """Return the tokens per second of one sequence that are predicted for the plan in use."""
+    def rate(self, state: BatchState, longest: int | None = None) -> float:
+        """Return the tokens per second of one sequence that are predicted for the plan in use, with drafts of at most
+        `longest` tokens."""
         candidate = self._in_use
         assert candidate is not None, "there is a plan in use"
         context = state.context // _CONTEXT_GRID * _CONTEXT_GRID
         key = (candidate.choices, context, state.batch)
         if key not in self._rates:
-            rates = tokens_per_time(
+            self._rates[key] = tokens_per_time(
                 [candidate.choices],
                 self.acceptance_of([candidate]),
                 self._latency,
@@ -112,9 +114,8 @@ class KnapSpec:
                 batch=state.batch,
                 max_draft_tokens=self._options.max_draft_tokens,
                 stop_rule=self._stop_rule,
-            )
-            self._rates[key] = float(rates.max())
-        return self._rates[key]
+            )[0]
+        return float(self._rates[key][:longest].max())
 
     def keep_drafting(self, state: BatchState, rate: float) -> DraftWhileWorth | None:
         """Return the rule to draft while the next token is expected to gain more than its time costs; None without one.

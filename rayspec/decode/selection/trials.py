@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from rayspec.decode.selection.base import BatchState
@@ -16,20 +16,23 @@ _MOST_UNDER_WAY = 64
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """A plan for the round, and its predicted tokens per second over the batch."""
+    """A plan for the round, and its predicted tokens per second over the batch. shorter: gives the rate with drafts of
+    at most so many tokens; None: it is not known."""
 
     plan: Plan
     rate: float
+    shorter: Callable[[int], float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
     """The way and plan of a round. plan: as proposed; the round's drafts may be shorter. rates: predicted tokens per
-    second of all ways that were available."""
+    second of all ways that were available. rate: the same of this round; a trial with shorter drafts makes fewer."""
 
     way: Way
     plan: Plan
     rates: Mapping[Way, float]
+    rate: float
 
 
 class Trials:
@@ -46,13 +49,16 @@ class Trials:
     def take(self, state: BatchState, ways: Mapping[Way, Proposed]) -> Plan:
         rates = {way: proposed.rate for way, proposed in ways.items()}
         way = self.arbiter.choose(rates)
-        plan = ways[way].plan
-        self._last = Taken(way, plan, rates)
+        proposed = ways[way]
+        plan, rate = proposed.plan, proposed.rate
+        if way == self.arbiter.trial:
+            plan, rate = self._shortened(state, proposed, rates)
+        self._last = Taken(way, proposed.plan, rates, rate)
         self._under_way.pop(tuple(state.sequence_ids), None)
         self._under_way[tuple(state.sequence_ids)] = self._last
         if len(self._under_way) > _MOST_UNDER_WAY:
             del self._under_way[next(iter(self._under_way))]
-        return self._shortened(state, plan, rates) if way == self.arbiter.trial else plan
+        return plan
 
     def taken(self, state: BatchState) -> Taken | None:
         """Return the choice for the round of these sequences that is under way; None without one."""
@@ -66,7 +72,14 @@ class Trials:
             return None
         num_outstanding = max(state.num_outstanding_tokens - num_tokens, 0)
         if tells:
-            self.arbiter.observe(taken.way, num_tokens, seconds, predicted=taken.rates, num_outstanding=num_outstanding)
+            self.arbiter.observe(
+                taken.way,
+                num_tokens,
+                seconds,
+                predicted=taken.rates,
+                predicted_now=taken.rate,
+                num_outstanding=num_outstanding,
+            )
         else:
             self.arbiter.pass_over(seconds, num_outstanding=num_outstanding)
         return taken
@@ -91,7 +104,12 @@ class Trials:
         assert self._last is not None
         return self._last.rates[way] / self._last.rates[self._home]
 
-    def _shortened(self, state: BatchState, plan: Plan, rates: Mapping[Way, float]) -> Plan:
+    def _shortened(self, state: BatchState, proposed: Proposed, rates: Mapping[Way, float]) -> tuple[Plan, float]:
+        """Return the plan with drafts that the trial can afford, and the rate that is predicted for them."""
+        plan = proposed.plan
         step_s = self._latency.draft_step_s(plan.choices, context=state.context, batch=state.batch)
         longest = max(1, int(self.arbiter.remaining_loss_s(rates) / step_s))
-        return replace(plan, num_draft_tokens=longest) if plan.num_draft_tokens > longest else plan
+        if plan.num_draft_tokens <= longest:
+            return plan, proposed.rate
+        rate = proposed.rate if proposed.shorter is None else proposed.shorter(longest)
+        return replace(plan, num_draft_tokens=longest), rate
