@@ -132,6 +132,23 @@ def test_a_search_must_pay_in_the_rounds_that_lookup_leaves(proposal: Proposal, 
     assert bool(asked) == searches
 
 
+def test_without_lookup_the_first_search_may_count_on_all_the_work() -> None:
+    latency, asked = model(), []
+    there = World(Auto(SpeculationOptions(strategy="knapspec"), latency, looks_up=False), latency, right=0.0)
+    step_s = latency.decode_step_s(context=1024, batch=1)
+    needed_s = there.auto._knapspec._search_cost_s(_batch_state()) / FIRST_SEARCH_SHARE
+    state = replace(_batch_state(), num_outstanding_tokens=round(1.1 * needed_s / step_s))
+
+    def search(question: Question, sequence_id: str | None = None) -> Future[Answer]:
+        asked.append(question)
+        return Future()
+
+    for _ in range(2):
+        there.play([NOTHING])
+        there.auto.improve(state, search)
+    assert asked
+
+
 @pytest.mark.parametrize(("between", "searches"), [(NOTHING, True), (FOUND, False)])
 def test_it_is_tokens_that_lookup_leaves_and_not_rounds(between: Proposal, searches: bool) -> None:
     """Every other round is plain, but makes one token of eighteen: four times the work that a search needs is not

@@ -65,7 +65,8 @@ class Auto:
         self._trials = Trials(latency, PLAIN, trusted=(LOOKUP, BOTH))
         self._lookup = LookupRecord()
         self._plan_rounds = _PlanRounds()
-        self._new_text_share = Discounted(TEXT_HALF_LIFE, strength=PRIOR_TOKENS)
+        # Of the text that no lookup copies faster than any plan could generate it. Without lookup, that is all of it.
+        self._new_text_share = Discounted(TEXT_HALF_LIFE, prior=0.0 if looks_up else 1.0, strength=PRIOR_TOKENS)
         self._num_rounds = self._num_looked_up = 0
 
     @property
