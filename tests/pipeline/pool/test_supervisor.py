@@ -430,9 +430,12 @@ class TestSeveralEngines:
     ALL_DONE: ClassVar = {row: f"done {row}" for row in MANY}
 
     def test_they_share_the_rows_evenly(self) -> None:
-        lab = Lab()
+        async def until_all_have_started(_: int) -> None:
+            while len(lab.engines) < 3:
+                await asyncio.sleep(0)
+
+        lab = Lab(loading=until_all_have_started)
         assert asyncio.run(lab.run(self.MANY, lab.supervisor(num_engines=3, max_items=4))) == self.ALL_DONE
-        assert len(lab.engines) == 3
         assert all(12 <= len(engine.rows) <= 28 for engine in lab.engines)
         assert lab.most_inside == 12
 
