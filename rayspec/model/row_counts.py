@@ -27,7 +27,7 @@ from rayspec.model.sublayers import Sublayer
 # largest count that seems to agree with the smaller ones may belong to another kernel.
 _MOST_ROWS = (64, 32, 16, 8)
 _LEAST_ROWS = (1, 2, 4, 8)
-# Random inputs for each test: so many that a pass of 64 rows has `_NUM_TESTED` results, but at most `_MAX_TRIALS`.
+# Random inputs for each test: so many that passes of 64 rows give `_NUM_TESTED` results, but at most `_MAX_TRIALS`.
 _NUM_TESTED = 2**18
 _MAX_TRIALS = 4
 # The test of chains: their numbers of rows, and the places before them. The kernel reads 512 keys at a time.
@@ -107,13 +107,16 @@ def _agreement(result: Callable[[int, int], Tensor]) -> dict[int, int]:
     """Return, for each of `_MOST_ROWS`, the smallest count from which on all results up to that count agree. result:
     gives the results of the first `count` rows of a trial, [count, ...]."""
     least = dict.fromkeys(_MOST_ROWS, 1)
-    first = result(_MOST_ROWS[0], 0)
-    for trial in range(min(_MAX_TRIALS, -(-_NUM_TESTED // first.numel()))):
+    num_tested = 0
+    for trial in range(_MAX_TRIALS):
         results = [result(count, trial) for count in range(1, _MOST_ROWS[0] + 1)]
         for most in _MOST_ROWS:
             widest = results[most - 1]
             differing = [len(one) for one in results[:most] if not torch.equal(one, widest[: len(one)])]
             least[most] = max(least[most], 1 + max(differing, default=0))
+        num_tested += results[-1].numel()
+        if num_tested >= _NUM_TESTED:
+            break
     return least
 
 

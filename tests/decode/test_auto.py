@@ -17,7 +17,7 @@ from rayspec.decode.profile import measure
 from rayspec.decode.questions import Answer, Question
 from rayspec.decode.rounds import RoundResult
 from rayspec.decode.selection.auto import Auto
-from rayspec.decode.selection.base import BatchState
+from rayspec.decode.selection.base import BatchState, Search
 from rayspec.decode.selection.knapspec import KnapSpec
 from rayspec.planning.acceptance import DraftWhileWorth
 from rayspec.planning.calibration import CalibrationCurve
@@ -83,6 +83,16 @@ def world(right: float, row_factor: float = 1.0) -> World:
     return World(Auto(SpeculationOptions(strategy="auto"), latency), latency, right, row_factor)
 
 
+def _noting(asked: list[Question]) -> Search:
+    """Searches that are noted and never end."""
+
+    def search(question: Question, sequence_id: str | None = None) -> Future[Answer]:
+        asked.append(question)
+        return Future()
+
+    return search
+
+
 def test_text_that_repeats_itself_is_looked_up() -> None:
     there = world(right=0.95)
     for _ in range(60):
@@ -122,13 +132,9 @@ def test_no_proposal_is_knapspecs_business() -> None:
 def test_a_search_must_pay_in_the_rounds_that_lookup_leaves(proposal: Proposal, right: float, searches: bool) -> None:
     there, asked = world(right), []
 
-    def search(question: Question, sequence_id: str | None = None) -> Future[Answer]:
-        asked.append(question)
-        return Future()
-
     for _ in range(40):
         there.play([proposal])
-        there.auto.improve(replace(_batch_state(), num_outstanding_tokens=20_000), search)
+        there.auto.improve(replace(_batch_state(), num_outstanding_tokens=20_000), _noting(asked))
     assert bool(asked) == searches
 
 
@@ -139,13 +145,9 @@ def test_without_lookup_the_first_search_may_count_on_all_the_work() -> None:
     needed_s = there.auto._knapspec._search_cost_s(_batch_state()) / FIRST_SEARCH_SHARE
     state = replace(_batch_state(), num_outstanding_tokens=round(1.1 * needed_s / step_s))
 
-    def search(question: Question, sequence_id: str | None = None) -> Future[Answer]:
-        asked.append(question)
-        return Future()
-
     for _ in range(2):
         there.play([NOTHING])
-        there.auto.improve(state, search)
+        there.auto.improve(state, _noting(asked))
     assert asked
 
 
@@ -158,14 +160,10 @@ def test_it_is_tokens_that_lookup_leaves_and_not_rounds(between: Proposal, searc
     needed_s = there.auto._knapspec._search_cost_s(_batch_state()) / FIRST_SEARCH_SHARE
     state = replace(_batch_state(), num_outstanding_tokens=round(4 * needed_s / step_s))
 
-    def search(question: Question, sequence_id: str | None = None) -> Future[Answer]:
-        asked.append(question)
-        return Future()
-
     for _ in range(20):
         there.play([between])
         there.play([NOTHING])
-        there.auto.improve(state, search)
+        there.auto.improve(state, _noting(asked))
     assert bool(asked) == searches
 
 

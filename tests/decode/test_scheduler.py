@@ -78,6 +78,10 @@ class _World:
             self._commit(sequence, self.rng.randint(1, room))
         return step
 
+    def run(self) -> None:
+        while has_work(self.scheduler):
+            self.step()
+
     def _check_preempted(self, before: list[SequenceState], step: Step) -> None:
         self.num_preemptions += len(step.preempted)
         if step.preempted:
@@ -196,8 +200,7 @@ def test_it_does_preempt_and_replays_what_was_generated() -> None:
     world = _World(Scheduler(128, max_num_seqs=3, max_prefill_tokens=16, lookahead=4), 4, 0)
     for index in range(3):
         world.add(_sequence(index, 15, 30))
-    while has_work(world.scheduler):
-        world.step()
+    world.run()
     assert world.num_preemptions > 0
     assert world.finished[0] == "0", "the oldest is never preempted"
 
@@ -206,8 +209,7 @@ def test_a_preempted_sequence_runs_again_before_those_that_never_ran() -> None:
     world = _World(Scheduler(128, max_num_seqs=2, max_prefill_tokens=500, lookahead=0), 0, 0)
     for index in range(4):
         world.add(_sequence(index, 30, 60))
-    while has_work(world.scheduler):
-        world.step()
+    world.run()
     assert world.num_preemptions > 0
     assert world.finished == ["0", "1", "2", "3"]
 
@@ -227,8 +229,7 @@ def test_who_begins_like_another_computes_the_rest_only() -> None:
     world = _World(Scheduler(400, max_num_seqs=8, max_prefill_tokens=32, lookahead=0), 0, 0)
     for index in range(8):
         world.add(_sequence(index, 105, 3, prompt=[7] * 100 + [index] * 5))
-    while has_work(world.scheduler):
-        world.step()
+    world.run()
     assert world.num_prefilled == 105 + 7 * (105 - 96)
 
 
