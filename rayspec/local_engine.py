@@ -12,6 +12,7 @@ from rayspec.config import EngineConfig
 from rayspec.decode.engine import Engine
 from rayspec.decode.loading import (
     affordable_slots,
+    cache_size,
     choices_here,
     copies_for_drafts,
     load_weights,
@@ -32,7 +33,7 @@ from rayspec.decode.stages import LocalStages, Stages
 from rayspec.decode.whole_model import WholeModelStages
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.bodies import fuse
-from rayspec.model.kv_arena import whole_pages
+from rayspec.model.kv_arena import CacheSize, whole_pages
 from rayspec.model.offload import OffloadedWeights
 from rayspec.model.threads import in_thread_of_its_own
 from rayspec.model.weights import eos_token_ids, load_tokenizer, resolve_device, vocab_size
@@ -95,11 +96,13 @@ def _local_engine(
 ) -> Engine:
     device = resolve_device(config.device)
     num_slots = whole_pages(
-        config.kv_cache_tokens or min(config.max_num_seqs * max_model_len, affordable_slots(parts, device))
+        config.kv_cache_tokens or min(config.max_num_seqs * max_model_len, affordable_slots(config, parts, device))
     )
+    window = max(parts.windows.values(), default=None)
+    size = cache_size(config, num_slots, window)
     counts = row_counts(config, parts)
     choices = choices_here(config, parts)
-    arena = make_arena(config, parts, num_slots, counts=counts, choices=choices)
+    arena = make_arena(config, parts, size, counts=counts, choices=choices)
     buffers = make_buffers(config, parts, arena, max_model_len)
     graphs = make_graphs(config, parts, buffers)
     runner = Runner(parts, arena, device=device, row_counts=counts, buffers=buffers, graphs=graphs, choices=choices)
@@ -121,7 +124,7 @@ def _local_engine(
             kv_cache_tokens=num_slots,
         ),
         stages=stages,
-        scheduler=make_scheduler(config, num_slots),
+        scheduler=make_scheduler(config, size, window=window),
         selector=make_selector(config, runner.end_sublayer, latency, ways=ways_of(parts, choices)),
         vocabulary=vocabulary,
         max_model_len=max_model_len,
@@ -149,7 +152,7 @@ def _plain_engine(
     return Engine(
         config.replace(max_model_len=max_model_len, kv_cache_tokens=num_slots),
         stages=stages,
-        scheduler=make_scheduler(config, num_slots),
+        scheduler=make_scheduler(config, CacheSize(num_slots), window=None),
         selector=FixedPlan(no_draft(stages.num_sublayers, reason)),
         vocabulary=vocabulary,
         max_model_len=max_model_len,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -30,10 +30,11 @@ from rayspec.decode.scheduler import Scheduler
 from rayspec.decode.selection.base import BatchState, FixedPlan, Search, Selector
 from rayspec.decode.stages import LocalStages, Stages
 from rayspec.decode.stopwatch import Stopwatch
+from rayspec.decode.windowed_pages import WindowedPages
 from rayspec.model.architecture import Decomposition
 from rayspec.model.graphs import StepGraphs
 from rayspec.model.key_budgets import KeyBudget, KeyBudgets
-from rayspec.model.kv_arena import KVArena
+from rayspec.model.kv_arena import PAGE_SIZE, KVArena
 from rayspec.model.row_counts import FIXED
 from rayspec.model.static_rows import StepBuffers
 from rayspec.model.static_step import StaticStep
@@ -163,6 +164,29 @@ def step_buffers(parts: Decomposition, arena: KVArena, *, max_places: int) -> St
     )
 
 
+def windowed_pages(
+    windows: Collection[int],
+    num_slots: int,
+    config: EngineConfig,
+    *,
+    max_rows: int,
+    num_cohorts: int = 1,
+    is_forced: bool = False,
+) -> WindowedPages | None:
+    """The pages of a windowed store for layers with these windows, if it is forced or smaller than a store of
+    `num_slots`."""
+    if not windows:
+        return None
+    needed = WindowedPages.num_slots_needed(
+        max(windows),
+        max_num_seqs=config.max_num_seqs,
+        max_rows=max_rows,
+        max_prefill_tokens=config.max_num_batched_tokens,
+        num_cohorts=num_cohorts,
+    )
+    return WindowedPages(needed, max(windows)) if is_forced or needed < num_slots else None
+
+
 def engine_with(
     parts: Decomposition,
     selector: Selector | Plan | None = None,
@@ -178,11 +202,13 @@ def engine_with(
     choices: Sequence[Choice] = (FULL, SKIP),
     is_static: bool = False,
     capture: Callable[[StaticStep], StepGraphs] | None = None,
+    has_windowed_store: bool = False,
     **options: Any,
 ) -> Engine:
     """An engine like `load_engine`'s over parts that are loaded already. No selector: plain decoding. choices: by which
     drafts may run sublayers; those that read few keys have tiny budgets. is_static: passes run in static buffers, and
-    the host looks at drafts every few steps, as on a GPU. capture: makes graphs of these passes."""
+    the host looks at drafts every few steps, as on a GPU. capture: makes graphs of these passes. has_windowed_store:
+    layers with a sliding window have a store of their own, even if it is larger than the other."""
     config = EngineConfig(
         model="test", device="cpu", max_model_len=max_model_len, **({"kv_cache_tokens": 4096} | options)
     )
@@ -195,9 +221,18 @@ def engine_with(
     counts = FIXED if config.deterministic else None
     device, weight = torch.device("cpu"), parts.final_norm.weight
     assert isinstance(weight, torch.Tensor)
+    windowed = windowed_pages(
+        parts.windows.values(),
+        config.kv_cache_tokens,
+        config,
+        max_rows=max_draft_tokens + num_beside,
+        is_forced=has_windowed_store,
+    )
     arena = KVArena(
         parts.shapes,
         config.kv_cache_tokens,
+        num_windowed_slots=windowed.pool.num_pages * PAGE_SIZE if windowed else 0,
+        windowed_layers=parts.windows,
         dtype=weight.dtype,
         device=device,
         num_spare=counts.least if counts else 1,
@@ -220,6 +255,7 @@ def engine_with(
         stages=wrap(stages),
         scheduler=Scheduler(
             config.kv_cache_tokens,
+            windowed=windowed,
             max_num_seqs=config.max_num_seqs,
             max_prefill_tokens=config.max_num_batched_tokens,
             lookahead=max_draft_tokens,
@@ -334,6 +370,8 @@ def streaming(requests: Iterable[Request]) -> list[Request]:
 def require_idle(engine: Engine) -> None:
     scheduler = engine._scheduler
     assert scheduler.num_used_slots == 0
+    if scheduler.windowed is not None:
+        assert scheduler.windowed.pool.num_free == scheduler.windowed.pool.num_pages
     assert not scheduler.waiting
     assert not scheduler.running
     assert engine._cohorts.is_idle

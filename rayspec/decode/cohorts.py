@@ -7,7 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from rayspec.decode.head import Committed, SamplerSpec
@@ -211,8 +211,10 @@ class Cohorts:
         moves: list[Move] = []
         for entry, path in zip(planned.work.entries, result.paths, strict=False):
             if path:
-                slots = slots_between(entry.runs, entry.length - 1, entry.length + max(path))
-                moves.extend(moves_to_path(slots, path))
+                first, end = entry.length - 1, entry.length + max(path)
+                moves.extend(moves_to_path(slots_between(entry.runs, first, end), path))
+                windowed = moves_to_path(slots_between(entry.windowed, first, end), path) if entry.windowed else ()
+                moves.extend(replace(move, in_windowed_store=True) for move in windowed)
         if planned.work.plan.lookahead:
             for sequence, probed in zip(planned.sequences, result.probed, strict=False):
                 if sequence.lookahead is not None:

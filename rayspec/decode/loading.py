@@ -13,12 +13,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rayspec.choices import Choice, Weights, keys_of
 from rayspec.config import EngineConfig
 from rayspec.decode.scheduler import Scheduler
+from rayspec.decode.windowed_pages import WindowedPages
 from rayspec.model.architecture import Decomposition, max_positions
 from rayspec.model.bodies import has_operators
 from rayspec.model.buckets import MAX_TREE_ROWS, decode_and_verify_buckets, padded_rows, padded_sequences
 from rayspec.model.cuda.graphs import CudaDriver, can_switch_nodes
 from rayspec.model.graphs import StepGraphs
-from rayspec.model.kv_arena import KVArena, bytes_per_slot
+from rayspec.model.kv_arena import CacheSize, KVArena, bytes_per_slot
 from rayspec.model.offload import OffloadedWeights, offload
 from rayspec.model.row_counts import FIXED, SINGLE_ROWS, RowCounts, has_experts, independent_row_counts
 from rayspec.model.sizes import quantised_bytes
@@ -107,14 +108,42 @@ def choices_here(config: EngineConfig, parts: Decomposition) -> tuple[Choice, ..
     return tuple(choice for choice in config.speculation.draft_choices if keys_of(choice) in readable)
 
 
+def cache_size(config: EngineConfig, num_slots: int, window: int | None) -> CacheSize:
+    """Return the size of a KV cache of `num_slots` slots. window: the longest sliding window of the model's layers.
+    Layers with a window have a store of their own if that takes less memory."""
+    num_windowed_slots = _num_windowed_slots(config, window) if window else num_slots
+    return CacheSize(num_slots, num_windowed_slots if num_windowed_slots < num_slots else 0)
+
+
+def _num_windowed_slots(config: EngineConfig, window: int) -> int:
+    return WindowedPages.num_slots_needed(
+        window,
+        max_num_seqs=config.max_num_seqs,
+        max_rows=_lookahead(config) + config.speculation.num_branch_tokens,
+        max_prefill_tokens=config.max_num_batched_tokens,
+        num_cohorts=config.parallel.num_cohorts if config.parallel is not None else 1,
+    )
+
+
+def _lookahead(config: EngineConfig) -> int:
+    return config.speculation.max_draft_tokens if config.speculation.strategy != "ar" else 0
+
+
 def make_arena(
-    config: EngineConfig, parts: Decomposition, num_slots: int, *, counts: RowCounts | None, choices: Collection[Choice]
+    config: EngineConfig,
+    parts: Decomposition,
+    size: CacheSize,
+    *,
+    counts: RowCounts | None,
+    choices: Collection[Choice],
 ) -> KVArena:
     """Make the KV cache, with extra slots for padding rows, which write keys and values too. counts: from `row_counts`.
     choices: from `choices_here`."""
     return KVArena(
         parts.shapes,
-        num_slots,
+        size.num_slots,
+        num_windowed_slots=size.num_windowed_slots,
+        windowed_layers=parts.windows,
         dtype=parts.dtype,
         device=resolve_device(config.device),
         num_spare=1 if counts is None else counts.least,
@@ -134,13 +163,14 @@ def row_counts(config: EngineConfig, parts: Decomposition) -> RowCounts | None:
     return FIXED if is_split else independent_row_counts(parts)
 
 
-def make_scheduler(config: EngineConfig, num_slots: int, num_cohorts: int = 1) -> Scheduler:
-    drafts = config.speculation.strategy != "ar"
+def make_scheduler(config: EngineConfig, size: CacheSize, *, window: int | None, num_cohorts: int = 1) -> Scheduler:
+    """Make the scheduler of a KV cache. window: see `cache_size`."""
     return Scheduler(
-        num_slots,
+        size.num_slots,
+        windowed=WindowedPages(size.num_windowed_slots, window) if window and size.num_windowed_slots else None,
         max_num_seqs=config.max_num_seqs,
         max_prefill_tokens=config.max_num_batched_tokens,
-        lookahead=config.speculation.max_draft_tokens if drafts else 0,
+        lookahead=_lookahead(config),
         num_beside=config.speculation.num_branch_tokens,
         chunk_grid=config.max_num_batched_tokens if config.deterministic else None,
         num_cohorts=num_cohorts,
@@ -188,8 +218,7 @@ def make_graphs(config: EngineConfig, parts: Decomposition, buffers: StepBuffers
 def warm_up(config: EngineConfig, graphs: StepGraphs | None) -> None:
     """Capture the graphs that decoding and chain drafts can need. Other graphs are captured when they are needed."""
     if graphs is not None:
-        num_draft_tokens = config.speculation.max_draft_tokens if config.speculation.strategy != "ar" else 0
-        graphs.warm_up(decode_and_verify_buckets(config.max_num_seqs, num_draft_tokens))
+        graphs.warm_up(decode_and_verify_buckets(config.max_num_seqs, _lookahead(config)))
 
 
 def resolve_max_model_len(config: EngineConfig, model: PretrainedConfig) -> int:
@@ -202,12 +231,18 @@ def resolve_max_model_len(config: EngineConfig, model: PretrainedConfig) -> int:
     return config.max_model_len
 
 
-def affordable_slots(parts: Decomposition, device: torch.device) -> int:
+def affordable_slots(config: EngineConfig, parts: Decomposition, device: torch.device) -> int:
     """Return how many tokens' keys and values fit into a share of the memory that is free now. Raises CheckpointError
     for fewer than 16."""
     free = free_bytes(device)
-    slot = bytes_per_slot(list(parts.shapes.values()), parts.dtype)
-    affordable = int(free * _MEMORY_SHARE[device.type] / slot)
+    windowed = bytes_per_slot([parts.shapes[layer] for layer in parts.windows], parts.dtype)
+    others = bytes_per_slot(list(parts.shapes.values()), parts.dtype) - windowed
+    budget = free * _MEMORY_SHARE[device.type]
+    affordable = int(budget / (windowed + others))
+    if windowed:
+        num_windowed_slots = _num_windowed_slots(config, max(parts.windows.values()))
+        if affordable > num_windowed_slots:
+            affordable = int((budget - num_windowed_slots * windowed) / max(others, 1))
     if affordable < 16:
         raise CheckpointError(f"only {free / 2**30:.1f} GiB are free on {device}, too little for a KV cache")
     return affordable

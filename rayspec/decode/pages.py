@@ -15,34 +15,48 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayspec.model.kv_arena import PAGE_SIZE
-from rayspec.model.rows import Runs, joined, runs_of_pages
+from rayspec.model.rows import Runs, joined, one_run, runs_of_pages
 
 PageHash = bytes
 
 
 @dataclass(slots=True, eq=False)
 class PageTable:
-    """The pages of one sequence, in order of position. claimed: free pages after the last page, which other tables
-    avoid while they find enough other pages. num_hashed: how many of the first pages are registered by hash."""
+    """The pages of one sequence, in order of position. num_gone: how many pages before these were released early; in
+    `runs`, slots without meaning stand for them. claimed: free pages after the last page, which other tables avoid
+    while they find enough other pages. num_hashed: how many pages, with those gone, are registered by hash."""
 
     pages: list[int] = field(default_factory=list)
     runs: Runs = ()
+    num_gone: int = 0
     num_hashed: int = 0
     claimed: range = range(0)
 
     @property
+    def end(self) -> int:
+        """Number of pages, with those gone."""
+        return self.num_gone + len(self.pages)
+
+    @property
     def capacity(self) -> int:
         """Number of tokens that the pages can hold."""
-        return len(self.pages) * PAGE_SIZE
+        return self.end * PAGE_SIZE
 
     def extend(self, pages: Iterable[int]) -> None:
         new = list(pages)
         self.pages += new
         self.runs = joined(self.runs, runs_of_pages(new, PAGE_SIZE))
 
+    def drop(self, num_gone: int) -> None:
+        """Remove the pages before page `num_gone`."""
+        del self.pages[: num_gone - self.num_gone]
+        self.num_gone = num_gone
+        gone = one_run(0, num_gone * PAGE_SIZE) if num_gone else ()
+        self.runs = joined(gone, runs_of_pages(self.pages, PAGE_SIZE))
+
     def clear(self) -> None:
         self.pages.clear()
-        self.runs, self.num_hashed = (), 0
+        self.runs, self.num_gone, self.num_hashed = (), 0, 0
 
 
 class PagePool:
@@ -70,24 +84,29 @@ class PagePool:
             pages.append(page)
         return pages
 
+    def has(self, page_hash: PageHash) -> bool:
+        """Return whether `find` would return a page with this hash."""
+        return page_hash in self._page_of
+
     def num_free_without(self, pages: Sequence[int]) -> int:
         """Return how many pages are free once `pages` are in use."""
         return self.num_free - int((self._num_users[pages] == 0).sum()) if pages else self.num_free
 
-    def share(self, table: PageTable, pages: Sequence[int]) -> None:
-        """Make the pages that `find` returned the first pages of an empty table."""
+    def share(self, table: PageTable, pages: Sequence[int], num_gone: int = 0) -> None:
+        """Make the pages that `find` returned the first pages of an empty table, after `num_gone` that it lacks."""
+        table.drop(num_gone)
         self._use(table, pages)
-        table.num_hashed = len(pages)
+        table.num_hashed = table.end
 
     def grow(self, table: PageTable, num_pages: int, room: int) -> bool:
         """Add pages to a table until it has `num_pages`. Return False, and add nothing, if too few pages are free.
 
         New pages follow the table's last page if possible, or else lie where the table can grow to `room` pages.
         """
-        if num_pages - len(table.pages) > self.num_free:
+        if num_pages - table.end > self.num_free:
             return False
-        while (num_missing := num_pages - len(table.pages)) > 0:
-            hole = self._free_range_for(table, num_missing, max(room - len(table.pages), num_missing))
+        while (num_missing := num_pages - table.end) > 0:
+            hole = self._free_range_for(table, num_missing, max(room - table.end, num_missing))
             self.forget(hole[:num_missing])
             self._use(table, hole[:num_missing])
             self._claim(table, hole[num_missing:])
@@ -96,17 +115,18 @@ class PagePool:
     def release(self, table: PageTable) -> None:
         """Release all pages of the table and empty it."""
         self._claim(table, range(0))
-        self._num_releases += 1
-        for page in table.pages:
-            self._num_users[page] -= 1
-            if self._num_users[page] == 0:
-                self.num_free += 1
-                self._released[page] = self._num_releases if page in self._hash_of else 0
+        self._release(table.pages)
         table.clear()
+
+    def release_before(self, table: PageTable, first: int) -> None:
+        """Release the pages of the table before its page `first`, which counts pages that are gone."""
+        if first > table.num_gone:
+            self._release(table.pages[: first - table.num_gone])
+            table.drop(first)
 
     def register(self, table: PageTable, page_hash: PageHash) -> None:
         """Record that the table's next page is full. `find` returns it, unless another page has the same hash."""
-        page = table.pages[table.num_hashed]
+        page = table.pages[table.num_hashed - table.num_gone]
         table.num_hashed += 1
         if page_hash not in self._page_of:
             self._page_of[page_hash], self._hash_of[page] = page, page_hash
@@ -165,6 +185,14 @@ class PagePool:
         self._claimed[table.claimed.start : table.claimed.stop] = False
         self._claimed[pages.start : pages.stop] = True
         table.claimed = pages
+
+    def _release(self, pages: Iterable[int]) -> None:
+        self._num_releases += 1
+        for page in pages:
+            self._num_users[page] -= 1
+            if self._num_users[page] == 0:
+                self.num_free += 1
+                self._released[page] = self._num_releases if page in self._hash_of else 0
 
     def _use(self, table: PageTable, pages: Sequence[int]) -> None:
         for page in pages:

@@ -13,7 +13,7 @@ from rayspec.decode.noise import integers
 from rayspec.decode.plan_search import PlanSearch, TappedToken
 from rayspec.decode.runner import Batch, Runner
 from rayspec.decode.scheduler import Move
-from rayspec.model.rows import RowSpan, Runs
+from rayspec.model.rows import RowSpan
 from rayspec.types import RayspecError
 
 _MAX_ROUNDS_SAVED = 256
@@ -100,20 +100,18 @@ class SpanRunner:
     def move(self, moves: Sequence[Move]) -> None:
         """Copy keys and values in the KV cache."""
         for move in moves:
-            self.runner.arena.move(move.source, move.destination, move.length)
+            self.runner.arena.move(move.source, move.destination, move.length, in_windowed_store=move.in_windowed_store)
 
     def forget(self) -> None:
         """Drop the saved rows of all rounds, and all taps."""
         self._saved.clear()
         self._taps.clear()
 
-    def search(self, tokens: Sequence[TappedToken], places: Sequence[Runs], next_tokens: Tensor | None) -> PlanSearch:
-        """Return the plan search over this span's taps. places: the cache slots of each token's sequence. Raises
-        TapsGoneError."""
+    def search(self, tokens: Sequence[TappedToken], rows: Sequence[RowSpan], next_tokens: Tensor | None) -> PlanSearch:
+        """Return the plan search over this span's taps. rows: the row of each token. Raises TapsGoneError."""
         if any(token not in self._taps for token in tokens):
             raise TapsGoneError("the states of some tapped tokens are not kept any more")
         states = torch.stack([self._taps[token] for token in tokens], 1)
-        rows = [RowSpan(runs, token.position, 1) for runs, token in zip(places, tokens, strict=True)]
         return PlanSearch(self.runner, states, rows, next_tokens)
 
     def _batch(self, work: Pass, rows: Sequence[RowSpan], drawn: Tensor | None) -> Batch:

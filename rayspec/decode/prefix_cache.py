@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 
 from rayspec.decode.pages import PageHash, PagePool, extend_hashes
 from rayspec.decode.sequence import SequenceState
+from rayspec.decode.windowed_pages import WindowedPages
 from rayspec.model.kv_arena import PAGE_SIZE
 
 
 class PrefixCache:
-    """Finds pages of a pool by their tokens.
+    """Finds pages of a pool by their tokens. windowed: the pages of the windowed store, if the cache has one.
 
     chunk_grid: prompts are cut at its multiples, and the bits in a page depend on the chunk that computed it. So only
     whole chunks are shared. enabled: if False, no page is ever found.
     """
 
-    def __init__(self, pool: PagePool, *, enabled: bool, chunk_grid: int | None) -> None:
+    def __init__(
+        self, pool: PagePool, windowed: WindowedPages | None, *, enabled: bool, chunk_grid: int | None
+    ) -> None:
         self._pool = pool
+        self._windowed = windowed
         self._enabled = enabled
         self._chunk_grid = chunk_grid
         self._in_work: dict[PageHash, SequenceState] = {}  # pages that a sequence is about to fill
@@ -26,8 +31,22 @@ class PrefixCache:
     def find(self, sequence: SequenceState) -> list[int]:
         """Return pages that hold the sequence's first tokens. At least one token remains to be computed, because its
         logits give the next token."""
-        pages = self._pool.find(self._hashes(sequence, _num_pages_before_last(sequence)))
-        return pages[: self._num_usable(sequence, len(pages))]
+        hashes = self._hashes(sequence, _num_pages_before_last(sequence))
+        pages = self._pool.find(hashes)
+        num_usable = self._num_usable(sequence, len(pages))
+        while self._windowed is not None and num_usable:
+            in_window = self._windowed.longest_prefix(hashes[:num_usable])
+            if in_window == num_usable:
+                break
+            num_usable = self._num_usable(sequence, in_window)
+        return pages[:num_usable]
+
+    def share(self, sequence: SequenceState, pages: Sequence[int]) -> None:
+        """Make the pages that `find` returned the sequence's first pages."""
+        self._pool.share(sequence.table, pages)
+        if self._windowed is not None:
+            self._windowed.share(sequence.windowed_table, self._hashes(sequence, len(pages)))
+        sequence.num_computed = sequence.table.capacity
 
     def is_in_work(self, sequence: SequenceState) -> bool:
         """Return whether another sequence is filling the first page of this sequence that cannot be found yet."""
@@ -46,6 +65,8 @@ class PrefixCache:
         if num_full > sequence.table.num_hashed:
             for one in self._hashes(sequence, num_full)[sequence.table.num_hashed :]:
                 self._pool.register(sequence.table, one)
+                if self._windowed is not None:
+                    self._windowed.pool.register(sequence.windowed_table, one)
                 self._give_up(sequence, one)
 
     def end(self, sequence: SequenceState) -> None:

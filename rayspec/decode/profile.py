@@ -24,7 +24,7 @@ from rayspec.choices import FULL, SKIP, Choice, choices_of, combined, keys_of, w
 from rayspec.decode.runner import Runner
 from rayspec.model.kv_arena import PAGE_SIZE, KVArena, whole_pages
 from rayspec.model.offload import OffloadedWeights
-from rayspec.model.rows import RowSpan, one_run
+from rayspec.model.rows import RowSpan, one_run, runs_of_pages
 from rayspec.planning.latency import (
     HEAD,
     OVERHEAD,
@@ -188,8 +188,7 @@ def _works(runner: Runner, device: str) -> Iterator[tuple[Measurement, Callable[
     shortest = _shortest(cells)
     for rows, context, batch_size in cells:
         each = rows // batch_size
-        length = whole_pages(context + each)
-        spans = [RowSpan(one_run(at * length, length), context, each) for at in range(batch_size)]
+        spans = [_span(runner.arena, at, context, each) for at in range(batch_size)]
         _note_pages(runner, spans)
         batch, hidden = runner.batch(spans), _random_states(runner, rows)
         for name, ways in runner.choices_by_kind.items():
@@ -210,7 +209,19 @@ def _works(runner: Runner, device: str) -> Iterator[tuple[Measurement, Callable[
             head = Measurement(kind=HEAD, rows=rows, context=0, batch=1, seconds=1, device=device)
             yield head, partial(runner.head, hidden)
     fixed = Measurement(kind=OVERHEAD, rows=1, context=0, batch=1, seconds=1, device=device)
-    yield fixed, partial(runner.batch, [RowSpan(one_run(0, 1), 0, 1)])
+    yield fixed, partial(runner.batch, [_span(runner.arena, 0, 0, 1)])
+
+
+def _span(arena: KVArena, at: int, context: int, num_rows: int) -> RowSpan:
+    """Return the rows of sequence number `at` of a batch of sequences of equal length. In a windowed store, sequences
+    lie one after another and start again at the beginning, because a row reads only the end of its sequence."""
+    length = whole_pages(context + num_rows)
+    span = RowSpan(one_run(at * length, length), context, num_rows)
+    if not arena.windowed_layers:
+        return span
+    num_pages = arena.num_windowed_slots // PAGE_SIZE
+    pages = [(at * length // PAGE_SIZE + page) % num_pages for page in range(length // PAGE_SIZE)]
+    return replace(span, windowed=runs_of_pages(pages, PAGE_SIZE))
 
 
 def _must_be_timed(name: str, choice: Choice, rows: int, context: int, batch: int, *, short_context: int) -> bool:
@@ -248,14 +259,14 @@ def _note_pages(runner: Runner, spans: Sequence[RowSpan]) -> None:
     """Run two rows that end where each span begins, and that begin a page, so that they note the pages to read. Drafts
     that read few pages then read as many as in use."""
     if runner.arena.looked_at is not None and spans[0].context >= PAGE_SIZE:
-        before = [RowSpan(span.runs, span.context - 1, 2) for span in spans]
+        before = [replace(span, context=span.context - 1, num_rows=2) for span in spans]
         runner.run(runner.batch(before, scores_pages=True), _random_states(runner, 2 * len(spans)))
 
 
 def _wake_seconds(runner: Runner, clock: Callable[[], float]) -> float:
     """Return the extra seconds of one row through all sublayers after a pause and with cold caches."""
     batch, hidden, others = (
-        runner.batch([RowSpan(one_run(0, 1), 0, 1)]),
+        runner.batch([_span(runner.arena, 0, 0, 1)]),
         _random_states(runner, 1),
         bytearray(_CACHE_BYTES),
     )

@@ -114,12 +114,18 @@ class RoundPlanner:
     def _search(self, question: Question, sequence_id: str | None = None) -> Future[Answer] | None:
         """Search over the last tapped tokens; None if they are too few. Their sequences must keep their places in the
         KV cache until the search is done."""
-        tokens = [token for token in self.taps.tokens if sequence_id in (None, token.sequence_id)]
+        sequences = {sequence.sequence_id: sequence for sequence in self._scheduler.running}
+        tokens = [
+            token
+            for token in self.taps.tokens
+            if sequence_id in (None, token.sequence_id)
+            and self._scheduler.holds_window(sequences[token.sequence_id], token.position)
+        ]
         if len(tokens) < question.num_tokens:
             return None
-        runs = {s.sequence_id: s.table.runs for s in self._scheduler.running}
         chosen = tokens[-question.num_tokens :]
-        self._searching = self._stages.search(chosen, [runs[token.sequence_id] for token in chosen], question)
+        rows = [sequences[token.sequence_id].rows(token.position, 1) for token in chosen]
+        self._searching = self._stages.search(chosen, rows, question)
         self._searching.add_done_callback(self._count_search)
         return self._searching
 
@@ -160,4 +166,5 @@ class RoundPlanner:
             parents=guess.parents,
             num_probes=guess.num_probes,
             max_tree_tokens=max_tree_tokens,
+            windowed=sequence.windowed_table.runs,
         )

@@ -31,7 +31,6 @@ from rayspec.decode.sampling import Rows
 from rayspec.decode.scheduler import Chunk
 from rayspec.decode.stopwatch import Stopwatch, queued_s, seconds
 from rayspec.decode.verify import verify_coupled
-from rayspec.model.rows import RowSpan
 from rayspec.types import Plan
 
 
@@ -219,7 +218,7 @@ def _verify_pass(work: Round, drafts: Sequence[Draft], owners: Sequence[int]) ->
     tokens = [[entry.last_token, *one.token_ids, *_probes(entry)] for entry, one in pairs]
     parents = [_parents(entry, one) for entry, one in pairs]
     rows = [
-        RowSpan(entry.runs, entry.length - 1, len(each), tree)
+        entry.rows(entry.length - 1, len(each), tree)
         for entry, each, tree in zip(work.entries, tokens, parents, strict=True)
     ]
     chunk_tokens = [token for chunk in work.chunks for token in chunk.token_ids]

@@ -220,9 +220,9 @@ def _pieces(span: RowSpan, longest_chain: int) -> Iterator[_Piece]:
     There are no paths if each row sees all slots up to its own, as in a chain."""
     if not span.parents:
         for at in range(0, span.num_rows, longest_chain):
-            yield RowSpan(span.runs, span.context + at, min(longest_chain, span.num_rows - at)), ()
+            yield span.chain(at, min(longest_chain, span.num_rows - at)), ()
     for row, path in enumerate(span.paths()):
-        yield RowSpan(span.runs, span.context + row, 1), () if path.is_straight else (path,)
+        yield span.chain(row, 1), () if path.is_straight else (path,)
 
 
 def _passes(pieces: Sequence[_Piece], most: int) -> Iterator[list[_Piece]]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from rayspec.decode.pages import PagePool
 from rayspec.decode.prefix_cache import PrefixCache
 from rayspec.decode.sequence import SequenceState
+from rayspec.decode.windowed_pages import WindowedPages
 from rayspec.model.kv_arena import PAGE_SIZE
 from rayspec.model.rows import RowSpan
 
@@ -24,6 +25,7 @@ class Move:
     source: int
     destination: int
     length: int
+    in_windowed_store: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +64,15 @@ class Scheduler:
 
     shares_pages: sequences with a common prefix share the full pages of that prefix. If several such sequences wait,
     one computes the pages and the others wait for it.
+
+    windowed: the pages of the windowed store, if the cache has one.
     """
 
     def __init__(
         self,
         num_slots: int,
         *,
+        windowed: WindowedPages | None = None,
         max_num_seqs: int,
         max_prefill_tokens: int,
         lookahead: int,
@@ -77,6 +82,7 @@ class Scheduler:
         shares_pages: bool = True,
     ) -> None:
         self.pool = PagePool(num_slots // PAGE_SIZE)
+        self.windowed = windowed
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []
         self._max_num_seqs = max_num_seqs
@@ -85,7 +91,7 @@ class Scheduler:
         self._num_beside = num_beside
         self._chunk_grid = chunk_grid
         self._max_cohort_seqs = -(-max_num_seqs // num_cohorts)
-        self._prefixes = PrefixCache(self.pool, enabled=shares_pages, chunk_grid=chunk_grid)
+        self._prefixes = PrefixCache(self.pool, self.windowed, enabled=shares_pages, chunk_grid=chunk_grid)
 
     @property
     def num_slots(self) -> int:
@@ -100,6 +106,10 @@ class Scheduler:
         """Return whether the cache can hold the sequence to its end if no other sequence runs."""
         return sequence.max_total_tokens <= self.num_slots
 
+    def holds_window(self, sequence: SequenceState, position: int) -> bool:
+        """Return whether the cache still has all keys that the sequence's token at this position sees."""
+        return self.windowed is None or self.windowed.holds_window(sequence.windowed_table, position)
+
     def add(self, sequence: SequenceState) -> None:
         self.waiting.append(sequence)
 
@@ -112,6 +122,8 @@ class Scheduler:
             self.waiting.remove(sequence)
         if sequence.error is not None:
             self.pool.forget(sequence.table.pages)
+            if self.windowed is not None:
+                self.windowed.pool.forget(sequence.windowed_table.pages)
         else:
             self._prefixes.register(sequence)
         self._release(sequence)
@@ -144,6 +156,8 @@ class Scheduler:
         for sequence in self.running:
             self._release(sequence)
         self.pool.forget_all()
+        if self.windowed is not None:
+            self.windowed.pool.forget_all()
         self.waiting.extendleft(reversed(self.running))
         self.running.clear()
 
@@ -181,8 +195,7 @@ class Scheduler:
     def _begin(self, sequence: SequenceState, shared: Sequence[int]) -> None:
         self.waiting.remove(sequence)
         self.running.append(sequence)
-        self.pool.share(sequence.table, shared)
-        sequence.num_computed = sequence.table.capacity
+        self._prefixes.share(sequence, shared)
         self._grow(sequence)
         self._prefixes.begin(sequence)
 
@@ -198,6 +211,8 @@ class Scheduler:
                 if step.chunks:
                     return
                 num_tokens = self._on_grid(sequence, num_left)
+            if self.windowed is not None:
+                self.windowed.grow(sequence.windowed_table, sequence.num_computed, sequence.num_computed + num_tokens)
             step.prefill.append(sequence)
             step.chunks.append(_chunk(sequence, num_tokens))
             budget -= num_tokens
@@ -218,7 +233,10 @@ class Scheduler:
 
     def _grow(self, sequence: SequenceState) -> bool:
         room = min(_num_pages(sequence.max_total_tokens + self._num_beside), self.pool.num_pages)
-        return self.pool.grow(sequence.table, self._num_pages_needed(sequence), room)
+        has_grown = self.pool.grow(sequence.table, self._num_pages_needed(sequence), room)
+        if has_grown and sequence.prefilled and self.windowed is not None:
+            self.windowed.grow(sequence.windowed_table, sequence.num_computed, sequence.table.capacity)
+        return has_grown
 
     def _preempt(self, sequence: SequenceState, step: Step) -> None:
         self._release(sequence)
@@ -230,6 +248,8 @@ class Scheduler:
     def _release(self, sequence: SequenceState) -> None:
         self._prefixes.end(sequence)
         self.pool.release(sequence.table)
+        if self.windowed is not None:
+            self.windowed.pool.release(sequence.windowed_table)
         sequence.num_computed = 0
 
 
@@ -260,7 +280,7 @@ def _chunk(sequence: SequenceState, num_tokens: int) -> Chunk:
     first = sequence.num_computed
     return Chunk(
         sequence_id=sequence.sequence_id,
-        rows=RowSpan(sequence.table.runs, first, num_tokens),
+        rows=sequence.rows(first, num_tokens),
         token_ids=sequence.token_ids[first : first + num_tokens],
         sample=first + num_tokens == sequence.num_tokens,
         replay=first >= sequence.num_prompt_tokens,

@@ -13,6 +13,7 @@ from rayspec.decode.drafting.lookahead import Guess, Lookahead
 from rayspec.decode.drafting.lookup import NOTHING, LookupIndex, Proposal
 from rayspec.decode.pages import PageHash, PageTable
 from rayspec.decode.unread import UnreadCompletion
+from rayspec.model.rows import RowSpan
 from rayspec.types import CompletionOutput, FinishReason, Logprob, RayspecError, RequestMetrics
 
 
@@ -103,7 +104,7 @@ class Detokenizer:
 @dataclass(slots=True, kw_only=True, eq=False)
 class SequenceState:
     """A sequence of a request (a request with n > 1 has several) and its progress. num_computed: leading tokens whose
-    keys and values are in the KV cache."""
+    keys and values are in the KV cache. windowed_table: pages in the windowed store, if the cache has one."""
 
     sequence_id: str
     index: int
@@ -118,6 +119,7 @@ class SequenceState:
     num_computed: int = 0
     cohort: int = 0
     table: PageTable = field(default_factory=PageTable)
+    windowed_table: PageTable = field(default_factory=PageTable)
     page_hashes: list[PageHash] = field(default_factory=list)  # of its first pages, as many as were needed
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -149,6 +151,10 @@ class SequenceState:
     @property
     def num_remaining(self) -> int:
         return self.max_total_tokens - self.num_tokens
+
+    def rows(self, first: int, num_rows: int) -> RowSpan:
+        """Return rows of this sequence, a chain from position `first` on."""
+        return RowSpan(self.table.runs, first, num_rows, windowed=self.windowed_table.runs)
 
     def commit(self, token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob]] = ()) -> int:
         """Append tokens up to the first that ends the sequence. Return how many were appended."""

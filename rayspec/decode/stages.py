@@ -19,7 +19,7 @@ from rayspec.decode.rounds import Result, Work, script
 from rayspec.decode.runner import Runner
 from rayspec.decode.scheduler import Move
 from rayspec.decode.stopwatch import Stopwatch
-from rayspec.model.rows import Runs
+from rayspec.model.rows import RowSpan
 from rayspec.types import OutOfMemoryError, RayspecError
 
 T = TypeVar("T")
@@ -71,9 +71,9 @@ class Stages(Protocol):
     def check(self) -> None:
         """Return when all processes of the model have answered. Only allowed while no work is under way."""
 
-    def search(self, tokens: Sequence[TappedToken], places: Sequence[Runs], question: Question) -> Future[Answer]:
-        """Answer a question about tapped tokens. places: the cache slots of their sequences, which must not move until
-        the future is done."""
+    def search(self, tokens: Sequence[TappedToken], rows: Sequence[RowSpan], question: Question) -> Future[Answer]:
+        """Answer a question about tapped tokens. rows: the row of each token. The slots that it sees must keep their
+        content until the future is done."""
 
     def shutdown(self) -> None: ...
 
@@ -147,17 +147,15 @@ class LocalStages:
     def check(self) -> None:
         """Return at once: there is no other process to ask."""
 
-    def search(self, tokens: Sequence[TappedToken], places: Sequence[Runs], question: Question) -> Future[Answer]:
+    def search(self, tokens: Sequence[TappedToken], rows: Sequence[RowSpan], question: Question) -> Future[Answer]:
         started = time.perf_counter()
         return done(
-            lambda: answer(
-                question, self.plan_search(tokens, places), num_sublayers=self.num_sublayers, started=started
-            )
+            lambda: answer(question, self.plan_search(tokens, rows), num_sublayers=self.num_sublayers, started=started)
         )
 
-    def plan_search(self, tokens: Sequence[TappedToken], places: Sequence[Runs]) -> PlanSearch:
+    def plan_search(self, tokens: Sequence[TappedToken], rows: Sequence[RowSpan]) -> PlanSearch:
         """Return the plan search over these tapped tokens. Raises TapsGoneError."""
-        return self.span.search(tokens, places, self.head.next_tokens(tokens))
+        return self.span.search(tokens, rows, self.head.next_tokens(tokens))
 
     def shutdown(self) -> None:
         """Do nothing: there are no processes to end."""

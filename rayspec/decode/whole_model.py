@@ -18,7 +18,7 @@ from rayspec.decode.sampling import Rows, TokenSampler, finite_rows, target_toke
 from rayspec.decode.scheduler import Chunk, Move
 from rayspec.decode.stages import done
 from rayspec.decode.stopwatch import Stopwatch, queued_s, seconds
-from rayspec.model.rows import Runs
+from rayspec.model.rows import RowSpan
 from rayspec.types import Logprob
 
 
@@ -57,7 +57,7 @@ class WholeModelStages:
     def check(self) -> None:
         """Return at once: there is no other process to ask."""
 
-    def search(self, tokens: Sequence[TappedToken], places: Sequence[Runs], question: Question) -> Future[Answer]:
+    def search(self, tokens: Sequence[TappedToken], rows: Sequence[RowSpan], question: Question) -> Future[Answer]:
         raise NotImplementedError("a model that does not split into sublayers has no plans")
 
     def shutdown(self) -> None:

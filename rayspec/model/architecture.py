@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rayspec.model.attention import IMPLEMENTATION, Rows, pack
+from rayspec.model.attention import IMPLEMENTATION, PackedRows, Rows, pack
 from rayspec.model.kv_arena import KVArena, LayerShape
 from rayspec.model.rows import RowSpan, one_run
 from rayspec.model.sublayers import Sublayer, run
@@ -113,9 +114,15 @@ class Decomposition:
         return logits
 
     @property
+    def windows(self) -> dict[int, int]:
+        """The sliding window, in tokens, of each layer that has one."""
+        found = {one.layer: window_of(one.block, self.config) for one in self.sublayers if one.kind == "attention"}
+        return {layer: window for layer, window in found.items() if window is not None}
+
+    @property
     def curve_names(self) -> list[str]:
         """Name of each sublayer's latency curve. Sublayers of one name do the same work, in any span of the model."""
-        return [_cost_name(sublayer) for sublayer in self.sublayers]
+        return [_cost_name(sublayer, self.windows.get(sublayer.layer)) for sublayer in self.sublayers]
 
 
 @torch.inference_mode()
@@ -149,9 +156,20 @@ def decompose(model: PreTrainedModel, *, layers: range | None = None) -> Decompo
     return parts
 
 
-def _cost_name(sublayer: Sublayer) -> str:
-    window = getattr(sublayer.block, "sliding_window", None)
-    return f"{sublayer.kind}:{type(sublayer.block).__name__}" + (f":window{window}" if window else "")
+def _cost_name(sublayer: Sublayer, window: int | None) -> str:
+    is_windowed = sublayer.kind == "attention" and window is not None
+    return f"{sublayer.kind}:{type(sublayer.block).__name__}" + (f":window{window}" if is_windowed else "")
+
+
+def window_of(attention: nn.Module | None, config: PretrainedConfig) -> int | None:
+    """Return the sliding window of an attention block, in tokens; None if it hides nothing. In families whose layers
+    are all alike, it is in the config."""
+    return _hiding(getattr(attention, "sliding_window", getattr(config, "sliding_window", None)), config)
+
+
+def _hiding(window: int | None, config: PretrainedConfig) -> int | None:
+    """Return the window; None if it is as long as any sequence."""
+    return window if window and window < getattr(config, "max_position_embeddings", math.inf) else None
 
 
 def max_positions(config: PretrainedConfig) -> int | None:
@@ -249,21 +267,31 @@ def _check_layers(model: PreTrainedModel, layers: Mapping[int, Any], parts: Deco
     device = parts.device
     arena = KVArena(parts.shapes, _NUM_CHECK_TOKENS, dtype=parts.dtype, device=device)
     hidden = random_hidden(parts)
-    rows = pack(arena, [RowSpan(one_run(0, _NUM_CHECK_TOKENS), 0, _NUM_CHECK_TOKENS)], device=device)
-    parts.rotate(hidden, rows)
     for number in _distinct_layers(layers, model.config):
+        rows = pack(arena, [RowSpan(one_run(0, _NUM_CHECK_TOKENS), 0, _NUM_CHECK_TOKENS)], device=device)
+        parts.rotate(hidden, rows)
         attention, mlp = (sublayer for sublayer in parts.sublayers if sublayer.layer == number)
         with _attention_implementation(model, "eager"):
-            window = getattr(layers[number].self_attn, "sliding_window", None)
             expected = layers[number](
                 hidden_states=hidden,
                 position_embeddings=rows.rope[attention.layer_type],
                 position_ids=rows.positions[None],
-                attention_mask=_causal_mask(hidden, window),
+                attention_mask=_causal_mask(hidden, parts.windows.get(number)),
             )
         with _attention_implementation(model, IMPLEMENTATION):
             actual = run((attention, mlp), hidden, rows)
+        _require_window(rows, parts.windows.get(number), model.config)
         _require_equal(expected, actual, f"{model.config.model_type}: layer {number} is not attention, then MLP")
+
+
+def _require_window(rows: PackedRows, window: int | None, config: PretrainedConfig) -> None:
+    """Require that the layer has passed its window to the attention function. Some families have it in the mask only,
+    which packed attention does not use; pages outside the window would also be given back too early."""
+    (passed,) = rows.windows_seen
+    if _hiding(passed, config) != window:
+        raise UnsupportedModelError(
+            f"{config.model_type}: attention is called with sliding window {passed}, but the config says {window}"
+        )
 
 
 def _check_ends(model: PreTrainedModel, trunk: Any, parts: Decomposition) -> None:

@@ -166,7 +166,7 @@ class PackedRows:
     division: see `Division`; with "blocks", a span is a chain of up to LONGEST_CHAIN rows or one row of a tree, and the
     arena `keeps_finite`. keys: the keys that rows read, within the arena's budget. Rows that see no more keys than the
     budget, and rows of trees, read all keys that they see. scores_pages: note the pages with most attention of the
-    newest rows, if the arena has `looked_at`.
+    newest rows, if the arena has `looked_at`. windowed: the same rows with the slots of the arena's windowed store.
     """
 
     arena: KVArena
@@ -180,11 +180,19 @@ class PackedRows:
     keys: Keys = "all"
     scores_pages: bool = False
     newest: dict[int | None, NewestRows | None] = field(default_factory=dict)  # by sliding window
+    windowed: PackedRows | None = None
+
+    @property
+    def windows_seen(self) -> set[int | None]:
+        """The sliding windows of the layers that have attended to these rows."""
+        return {window for _, window, _, _ in self.looks}
 
     def seeing(self, keys: Keys) -> PackedRows:
         return self if keys == self.keys else replace(self, keys=keys)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
+        if self.windowed is not None and layer in self.arena.windowed_layers:
+            return self.windowed.seeing(self.keys).attend(layer, query, key, value, kind)
         cached = (self.arena.keys[layer], self.arena.values[layer])
         attention = _Attention(rows=self, layer=layer, query=query, own=(key, value), cached=cached, kind=kind)
         if self.slots is None:
@@ -227,22 +235,48 @@ def pack(
     Padding rows are added up to `pad_to` rows. They attend to nothing and write to the arena's spare slots.
     """
     paths = [span.paths() for span in spans] if paths is None else paths
-    positions: list[int] = []
-    slots: list[int] = []
-    for span, tree in zip(spans, paths, strict=True):
-        positions.extend([path.position for path in tree] if tree else range(span.context, span.end))
-        slots.extend(slots_between(span.runs, span.context, span.end))
-    num_padding = max(0, pad_to - len(slots))
-    positions.extend([0] * num_padding)
-    slots.extend(range(arena.num_slots, arena.num_slots + num_padding))
-    where = torch.tensor([positions, slots], device=device)
-    return PackedRows(arena, where[0], where[1], spans, paths, division, scores_pages=scores_pages)
+    positions = [
+        position
+        for span, tree in zip(spans, paths, strict=True)
+        for position in ([path.position for path in tree] if tree else range(span.context, span.end))
+    ]
+    num_padding = max(0, pad_to - len(positions))
+    stores = _in_stores(arena, spans)
+    where = torch.tensor(
+        [
+            [*positions, *[0] * num_padding],
+            *([*_slots_of(rows), *range(spare, spare + num_padding)] for rows, spare in stores),
+        ],
+        device=device,
+    )
+    packs = [
+        PackedRows(arena, where[0], slots, rows, paths, division, scores_pages=scores_pages)
+        for (rows, _), slots in zip(stores, where[1:], strict=True)
+    ]
+    return _with_windowed(packs)
 
 
 def pack_branches(arena: KVArena, tokens: Sequence[RowSpan], num_branches: int, positions: Tensor) -> PackedRows:
     """Pack `num_branches` alternatives for each of `tokens`, which are single rows. positions: [tokens * branches]."""
-    spans = [RowSpan(token.runs, token.context, num_branches) for token in tokens]
-    return PackedRows(arena, positions, None, spans, [()] * len(spans))
+    spans = [token.chain(0, num_branches) for token in tokens]
+    return _with_windowed(
+        [PackedRows(arena, positions, None, rows, [()] * len(rows)) for rows, _ in _in_stores(arena, spans)]
+    )
+
+
+def _in_stores(arena: KVArena, spans: Sequence[RowSpan]) -> list[tuple[Sequence[RowSpan], int]]:
+    """Return, for each store of the arena, the spans with its slots, and its first spare slot."""
+    windowed = [([span.in_windowed_store() for span in spans], arena.num_windowed_slots)]
+    return [(spans, arena.num_slots), *(windowed if arena.windowed_layers else ())]
+
+
+def _slots_of(spans: Sequence[RowSpan]) -> list[int]:
+    return [slot for span in spans for slot in slots_between(span.runs, span.context, span.end)]
+
+
+def _with_windowed(packs: Sequence[PackedRows]) -> PackedRows:
+    """Join the same rows in the stores of the arena."""
+    return replace(packs[0], windowed=packs[1]) if len(packs) > 1 else packs[0]
 
 
 def packed_attention(
@@ -366,7 +400,7 @@ class _Attention:
             return [self._look_in_blocks(rows, span, paths, end)]
         if span.num_rows == 1:
             return [self._last_look(rows, span, paths, 0)]
-        singles = (RowSpan(span.runs, place, 1) for place in range(span.context, span.end))
+        singles = (span.chain(row, 1) for row in range(span.num_rows))
         return [
             look
             for row, single in enumerate(singles, rows.start)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,18 +24,31 @@ class LayerShape:
     value_dim: int
 
 
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """Slots of a KV cache. num_windowed_slots: slots of a second, smaller store for layers with a sliding window. If it
+    is 0, these layers have the slots of the others."""
+
+    num_slots: int
+    num_windowed_slots: int = 0
+
+
 class KVArena:
     """Keys and values of the attention layers of one stage.
 
-    keys[layer]: [num_heads, num_slots + num_spare, key_dim]; values[layer] has value_dim instead. Adjacent slots can be
+    keys[layer]: [num_heads, slots + num_spare, key_dim]; values[layer] has value_dim instead. Adjacent slots can be
     read as a view, without a copy. Padding rows write to the spare slots. budgets: how many pages drafts with few keys
     read. keeps_finite: store 0 in place of NaN and infinity, because a masked slot with NaN makes a result NaN.
+
+    windowed_layers: layers with a sliding window, if they have a store of `num_windowed_slots` slots of their own. This
+    windowed store is smaller than the store of the other layers, because a sequence keeps only the pages in its window.
 
     looked_at: int32 [layers, pages, budgets.pages.looked_at], None unless `notes_pages`. The index is a page that a
     sequence is about to write to. The note at this index lists the pages that got most attention of the sequence's
     newest row, see `page_scores`. They are numbered in the sequence, not in the cache; a negative number is empty.
     Sequences that share pages have separate notes, because they write to different pages. A note takes 4 bytes per
-    number and layer, 64 bytes by default; the keys and values of a page take kilobytes.
+    number and layer, 64 bytes by default; the keys and values of a page take kilobytes. In windowed layers the index is
+    a page of the windowed store.
     """
 
     def __init__(
@@ -43,6 +56,8 @@ class KVArena:
         layers: dict[int, LayerShape],
         num_slots: int,
         *,
+        num_windowed_slots: int = 0,
+        windowed_layers: Collection[int] = (),
         dtype: torch.dtype,
         device: torch.device,
         num_spare: int = 0,
@@ -51,20 +66,24 @@ class KVArena:
         keeps_finite: bool = False,
     ) -> None:
         self.num_slots = num_slots
+        self.num_windowed_slots = num_windowed_slots
+        self.windowed_layers = frozenset(windowed_layers) & layers.keys() if num_windowed_slots else frozenset()
         self._keeps_finite = keeps_finite
         self.budgets = budgets or KeyBudgets()
         self.place_of_layer = {index: place for place, index in enumerate(layers)}
         self.looked_at: Tensor | None = None
         if notes_pages:
-            shape = (len(layers), -(-num_slots // PAGE_SIZE), self.budgets.pages.looked_at)
+            shape = (len(layers), -(-max(num_slots, num_windowed_slots) // PAGE_SIZE), self.budgets.pages.looked_at)
             self.looked_at = torch.full(shape, -1, dtype=torch.int32, device=device)
-        total = num_slots + num_spare
+        sizes = {
+            index: num_spare + (num_windowed_slots if index in self.windowed_layers else num_slots) for index in layers
+        }
         self.keys = {
-            index: torch.zeros(shape.num_heads, total, shape.key_dim, dtype=dtype, device=device)
+            index: torch.zeros(shape.num_heads, sizes[index], shape.key_dim, dtype=dtype, device=device)
             for index, shape in layers.items()
         }
         self.values = {
-            index: torch.zeros(shape.num_heads, total, shape.value_dim, dtype=dtype, device=device)
+            index: torch.zeros(shape.num_heads, sizes[index], shape.value_dim, dtype=dtype, device=device)
             for index, shape in layers.items()
         }
 
@@ -78,10 +97,12 @@ class KVArena:
         for cached, new in ((self.keys[layer], keys), (self.values[layer], values)):
             cached.index_copy_(1, slots, new.nan_to_num(0.0, 0.0, 0.0) if self._keeps_finite else new)
 
-    def move(self, source: int, destination: int, length: int) -> None:
-        """Copy `length` slots. The ranges may overlap."""
-        for tensor in (*self.keys.values(), *self.values.values()):
-            tensor[:, destination : destination + length] = tensor[:, source : source + length].clone()
+    def move(self, source: int, destination: int, length: int, *, in_windowed_store: bool = False) -> None:
+        """Copy `length` slots in the layers of one store. The ranges may overlap."""
+        for layer in self.keys:
+            if (layer in self.windowed_layers) == in_windowed_store:
+                for tensor in (self.keys[layer], self.values[layer]):
+                    tensor[:, destination : destination + length] = tensor[:, source : source + length].clone()
 
 
 def bytes_per_slot(layers: Sequence[LayerShape], dtype: torch.dtype) -> int:

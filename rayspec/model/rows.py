@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
 
@@ -95,12 +95,16 @@ class RowSpan:
     parents: empty if each row follows the row before it; else, by row, the earlier row that it follows. A negative
     parent is a filled position: -1 is the last, -2 the position before, and so on. A row's position is its parent's
     plus 1. A row sees its parent and all that the parent sees.
+
+    windowed: the slots of the same places in the windowed store of the cache, see `KVArena`. Slots of places that the
+    rows' sliding windows hide mean nothing. Empty if the cache has no such store.
     """
 
     runs: Runs
     context: int
     num_rows: int
     parents: tuple[int, ...] = ()
+    windowed: Runs = ()
 
     @property
     def end(self) -> int:
@@ -110,7 +114,15 @@ class RowSpan:
     def rest(self, num_done: int) -> RowSpan:
         """Return the rows after the first `num_done`, which then count as filled."""
         parents = tuple(parent - num_done for parent in self.parents[num_done:])
-        return RowSpan(self.runs, self.context + num_done, self.num_rows - num_done, parents)
+        return replace(self, context=self.context + num_done, num_rows=self.num_rows - num_done, parents=parents)
+
+    def chain(self, first: int, num_rows: int) -> RowSpan:
+        """Return `num_rows` of the rows, from row `first` on, as a chain."""
+        return replace(self, context=self.context + first, num_rows=num_rows, parents=())
+
+    def in_windowed_store(self) -> RowSpan:
+        """Return the same rows with the slots of the windowed store."""
+        return replace(self, runs=self.windowed, windowed=())
 
     def paths(self) -> list[Path]:
         """Return the path of each row, or an empty list for a chain."""

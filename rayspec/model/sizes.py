@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from rayspec.choices import Weights
-from rayspec.model.architecture import LAYOUTS, MLP_NAMES
+from rayspec.model.architecture import LAYOUTS, MLP_NAMES, window_of
 from rayspec.model.bodies import matrices_of
 from rayspec.model.kv_arena import LayerShape, bytes_per_slot
 from rayspec.model.quantised import num_bytes
@@ -64,6 +64,11 @@ class ModelSizes:
     norm_bytes: int
     head_bytes: int
     tied: bool
+
+    @property
+    def window(self) -> int | None:
+        """The longest sliding window of a layer, in tokens; None if no layer has one."""
+        return max((layer.window for layer in self.layers if layer.window), default=None)
 
     @property
     def splits(self) -> bool:
@@ -239,7 +244,7 @@ def _layer_sizes(layer: nn.Module, config: PretrainedConfig, scale: _Scale, dtyp
     return LayerSizes(
         sublayer_bytes=tuple(map(scale.weigh, _sublayer_parameters(layer))),
         kv_bytes_per_token=bytes_per_slot([LayerShape(math.ceil(num_heads / scale.num_ranks), dim, dim)], dtype),
-        window=getattr(attention, "sliding_window", None),
+        window=window_of(attention, config),
     )
 
 

@@ -24,6 +24,8 @@ from rayspec.model.rows import Path, RowSpan, Runs, is_paged, slots_between
 STATIC_KEYS: Final[tuple[Keys, ...]] = ("all", "window")
 # The most copies to the device that may be under way.
 _NUM_STAGED = 4
+# Fields of a pass with an int64 number for each row.
+_NUM_WIDE = 5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,7 +56,7 @@ class StaticRows:
 
     keys: the keys that rows read; if sequences have several rows, these read all keys. window_table: int32 [R, P], the
     pages that single rows read with keys "window". window_contexts: int32 [R], how many places of these pages are
-    before the row.
+    before the row. windowed: the same rows with the slots and pages of the arena's windowed store.
     """
 
     bucket: Bucket
@@ -72,6 +74,7 @@ class StaticRows:
     residual: Tensor
     rope: dict[str, Any] = field(default_factory=dict)
     keys: Keys = "all"
+    windowed: StaticRows | None = None
 
     @property
     def in_place(self) -> bool:
@@ -85,19 +88,26 @@ class StaticRows:
         return self if keys == self.keys else replace(self, keys=keys)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
-        self.arena.write(layer, self.slots, key, value)
-        return self._mixed(layer, query.transpose(0, 1).contiguous(), kind)
+        rows = self._in_store(layer)
+        self.arena.write(layer, rows.slots, key, value)
+        return rows._mixed(layer, query.transpose(0, 1).contiguous(), kind)
 
     def attend_projected(self, heads: Heads, projected: Tensor) -> Tensor:
         norms = _operator_weights(heads)
         if norms is None:
             return self.attend(heads.layer, *heads.split(projected, self.rope), heads.kind)
         cosines, sines = self.rope[heads.layer_type]
+        rows = self._in_store(heads.layer)
         query = rotate_and_write(
-            projected, cosines[0], sines[0], self.slots, self.arena.keys[heads.layer], self.arena.values[heads.layer],
+            projected, cosines[0], sines[0], rows.slots, self.arena.keys[heads.layer], self.arena.values[heads.layer],
             num_heads=heads.num_heads, query_norm=norms.query, key_norm=norms.key, eps=norms.eps,
         )  # fmt: skip
-        return self._mixed(heads.layer, query, heads.kind)
+        return rows._mixed(heads.layer, query, heads.kind)
+
+    def _in_store(self, layer: int) -> StaticRows:
+        """Return the rows with the slots of the layer's store."""
+        is_windowed = self.windowed is not None and layer in self.arena.windowed_layers
+        return self.windowed.seeing(self.keys) if self.windowed is not None and is_windowed else self
 
     def _mixed(self, layer: int, query: Tensor, kind: AttentionKind) -> Tensor:
         """Return the attention of the queries [N, H, D], whose keys and values are already in the cache."""
@@ -154,23 +164,22 @@ class StepBuffers:
         self._max_sequences = max_sequences
         self._sizes = _Sizes(max_rows, max_sequences, arena.budgets.window.num_pages)
         self._numbers = Staging(self._sizes.num_words, device)
-        num_pages = whole_pages(max_places) // PAGE_SIZE
-        self._table = torch.zeros(max_sequences, num_pages, dtype=torch.int32, device=device)
+        self._num_places = whole_pages(max_places)
+        self._table = _PageTable(max_sequences, self._num_places, device)
+        self._windowed_table = _PageTable(max_sequences, self._num_places, device) if arena.windowed_layers else None
         self._residual = torch.zeros(1, max_rows, hidden_size, dtype=dtype, device=device)
-        self._runs: list[Runs] = [()] * max_sequences  # by sequence, as the page table holds them
-        self._pages: list[list[int]] = [[] for _ in range(max_sequences)]  # of these runs
         self._rows: dict[Bucket, StaticRows] = {}
         self._held: Filling | None = None
         self._ropes: dict[str, tuple[Tensor, ...]] = {}  # by layer type, [1, max_rows, rotary] each
 
     def can_hold(self, filling: Filling) -> bool:
         """Return whether the pass fits and every sequence is in whole pages."""
-        bucket, num_places = filling.bucket, self._table.shape[1] * PAGE_SIZE
+        bucket = filling.bucket
         return (
             bucket.num_rows <= self._max_rows
             and bucket.num_sequences <= self._max_sequences
             and not (bucket.is_tree and bucket.max_rows > MAX_TREE_ROWS)
-            and all(span.end <= num_places and is_paged(span.runs, PAGE_SIZE) for span in filling.spans)
+            and all(span.end <= self._num_places and is_paged(span.runs, PAGE_SIZE) for span in filling.spans)
         )
 
     def holds(self, filling: Filling) -> bool:
@@ -186,7 +195,9 @@ class StepBuffers:
         if is_new:
             self._held = None  # until all of it is there
             for sequence, span in enumerate(filling.spans):
-                self._write_pages(sequence, span.runs)
+                self._table.write(sequence, span.runs)
+                if self._windowed_table is not None:
+                    self._windowed_table.write(sequence, span.windowed)
             self._numbers.upload(partial(self._write, filling))
             if isinstance(filling.token_ids, Tensor):
                 self._rows[bucket].tokens[: len(filling.token_ids)].copy_(filling.token_ids)
@@ -213,7 +224,7 @@ class StepBuffers:
     def _views(self, bucket: Bucket) -> StaticRows:
         words = _Words.of(self._numbers.device, self._sizes)
         rows, sequences = slice(bucket.num_rows), slice(bucket.num_sequences)
-        return StaticRows(
+        views = StaticRows(
             bucket=bucket,
             arena=self._arena,
             tokens=words.tokens[rows],
@@ -223,21 +234,33 @@ class StepBuffers:
             shared=words.shared[rows],
             row_starts=words.row_starts[: bucket.num_sequences + 1],
             contexts=words.contexts[sequences],
-            page_table=self._table[sequences],
+            page_table=self._table.device[sequences],
             window_table=words.window_table[sequences],
             window_contexts=words.window_contexts[sequences],
             residual=self._residual[:, rows],
         )
+        if self._windowed_table is None:
+            return views
+        views.windowed = replace(
+            views,
+            slots=words.windowed_slots[rows],
+            page_table=self._windowed_table.device[sequences],
+            window_table=words.windowed_window_table[sequences],
+        )
+        return views
 
     def _write(self, filling: Filling, numbers: Tensor) -> None:
         """Write the integers of the pass to `numbers`, a tensor on the host."""
         numbers.zero_()
         words = _Words.of(numbers, self._sizes)
         words.slots[:] = self._arena.num_slots  # padding rows write to a spare slot
+        words.windowed_slots[:] = self._arena.num_windowed_slots
         end = 0
         for sequence, (span, paths) in enumerate(zip(filling.spans, filling.paths, strict=True)):
             rows, end = slice(end, end + span.num_rows), end + span.num_rows
             words.slots[rows] = torch.tensor(slots_between(span.runs, span.context, span.end))
+            if span.windowed:
+                words.windowed_slots[rows] = torch.tensor(slots_between(span.windowed, span.context, span.end))
             words.contexts[sequence] = span.context
             words.row_starts[sequence + 1] = end
             if filling.bucket.max_rows == 1:
@@ -257,17 +280,32 @@ class StepBuffers:
 
     def _write_window(self, words: _Words, sequence: int, position: int) -> None:
         """Write the pages and the context of a single row at this position, for keys "window"."""
-        budget, pages, own = self._arena.budgets.window, self._pages[sequence], position // PAGE_SIZE
-        is_short = reads_all(budget, position, None)
-        read = pages[: own + 1] if is_short else pages[: budget.sink] + pages[own - budget.newest : own + 1]
-        words.window_table[sequence, : len(read)] = torch.tensor(read, dtype=torch.int32)
-        words.window_contexts[sequence] = (len(read) - 1) * PAGE_SIZE + position % PAGE_SIZE
+        budget, own = self._arena.budgets.window, position // PAGE_SIZE
+        sink, newest = slice(budget.sink), slice(own - budget.newest, own + 1)
+        if reads_all(budget, position, None):
+            sink, newest = slice(0), slice(own + 1)
+        for table, store in ((words.window_table, self._table), (words.windowed_window_table, self._windowed_table)):
+            if store is not None:
+                read = store.pages[sequence][sink] + store.pages[sequence][newest]
+                table[sequence, : len(read)] = torch.tensor(read, dtype=torch.int32)
+                words.window_contexts[sequence] = (len(read) - 1) * PAGE_SIZE + position % PAGE_SIZE
 
-    def _write_pages(self, sequence: int, runs: Runs) -> None:
+
+class _PageTable:
+    """The pages of sequences in one store of the cache, on the host and on the device. device: int32 [sequences,
+    pages]."""
+
+    def __init__(self, max_sequences: int, num_places: int, device: torch.device) -> None:
+        self.device = torch.zeros(max_sequences, num_places // PAGE_SIZE, dtype=torch.int32, device=device)
+        self.pages: list[list[int]] = [[] for _ in range(max_sequences)]
+        self._runs: list[Runs] = [()] * max_sequences
+
+    def write(self, sequence: int, runs: Runs) -> None:
+        """Write the pages of a sequence. Copies them to the device if they have changed."""
         if self._runs[sequence] != runs:
-            pages = [slot // PAGE_SIZE for run in runs for slot in run.slots[::PAGE_SIZE]][: self._table.shape[1]]
-            self._table[sequence, : len(pages)].copy_(torch.tensor(pages, dtype=torch.int32), non_blocking=True)
-            self._runs[sequence], self._pages[sequence] = runs, pages
+            pages = [slot // PAGE_SIZE for run in runs for slot in run.slots[::PAGE_SIZE]][: self.device.shape[1]]
+            self.device[sequence, : len(pages)].copy_(torch.tensor(pages, dtype=torch.int32), non_blocking=True)
+            self._runs[sequence], self.pages[sequence] = runs, pages
 
 
 class Staging:
@@ -302,47 +340,55 @@ class _Sizes:
     @property
     def num_words(self) -> int:
         """Size of the buffer in int64 numbers."""
-        return 4 * self.max_rows + -(-self.narrow_ends[-1] // 2)
+        return _NUM_WIDE * self.max_rows + -(-self.narrow_ends[-1] // 2)
 
     @property
     def narrow_ends(self) -> tuple[int, ...]:
-        """Ends of the int32 fields in order: shared, row_starts, contexts, window_contexts, window_table."""
+        """Ends of the int32 fields in order: shared, row_starts, contexts, window_contexts, window_table,
+        windowed_window_table."""
         rows, sequences = self.max_rows, self.max_sequences
-        counts = (rows, sequences + 1, sequences, sequences, sequences * self.window_pages)
+        table = sequences * self.window_pages
+        counts = (rows, sequences + 1, sequences, sequences, table, table)
         return tuple(itertools.accumulate(counts))
 
 
 @dataclass(frozen=True, slots=True)
 class _Words:
-    """The integers of a pass, as views of one buffer. tokens to bits: int64 [max_rows]; the others are int32."""
+    """The integers of a pass, as views of one buffer. tokens to windowed_slots: int64 [max_rows]; the others are
+    int32."""
 
     tokens: Tensor
     positions: Tensor
     slots: Tensor
     bits: Tensor
+    windowed_slots: Tensor
     shared: Tensor
     row_starts: Tensor
     contexts: Tensor
     window_contexts: Tensor
     window_table: Tensor
+    windowed_window_table: Tensor
 
     @classmethod
     def of(cls, numbers: Tensor, sizes: _Sizes) -> _Words:
-        num_wide, ends = 4 * sizes.max_rows, sizes.narrow_ends
-        wide, narrow = numbers[:num_wide].view(4, sizes.max_rows), numbers[num_wide:].view(torch.int32)
-        shared, row_starts, contexts, window_contexts, window_table = (
+        num_wide, ends = _NUM_WIDE * sizes.max_rows, sizes.narrow_ends
+        wide, narrow = numbers[:num_wide].view(_NUM_WIDE, sizes.max_rows), numbers[num_wide:].view(torch.int32)
+        shared, row_starts, contexts, window_contexts, *tables = (
             narrow[first:end] for first, end in itertools.pairwise((0, *ends))
         )
+        window_table, windowed_window_table = (table.view(sizes.max_sequences, sizes.window_pages) for table in tables)
         return cls(
             tokens=wide[0],
             positions=wide[1],
             slots=wide[2],
             bits=wide[3],
+            windowed_slots=wide[4],
             shared=shared,
             row_starts=row_starts,
             contexts=contexts,
             window_contexts=window_contexts,
-            window_table=window_table.view(sizes.max_sequences, sizes.window_pages),
+            window_table=window_table,
+            windowed_window_table=windowed_window_table,
         )
 
 

@@ -230,7 +230,7 @@ class RemoteSearch:
                 epoch=self._post.epoch,
                 search_id=message.search_id,
                 tokens=message.tokens,
-                places=message.places,
+                rows=message.rows,
             )
             self._post.send(stage_name(stage), seek)
         for _ in self._spans:
@@ -239,7 +239,7 @@ class RemoteSearch:
     def end(self) -> None:
         """Let the shards forget the search."""
         for stage in range(len(self._spans)):
-            seek = Seek(epoch=self._post.epoch, search_id=self._message.search_id, tokens=(), places=())
+            seek = Seek(epoch=self._post.epoch, search_id=self._message.search_id, tokens=(), rows=())
             self._post.send(stage_name(stage), seek)
 
     def start(self) -> RemoteBatch:

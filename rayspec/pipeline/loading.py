@@ -15,7 +15,7 @@ from rayspec.decode.engine import Engine
 from rayspec.decode.loading import allowed_copies, make_scheduler, resolve_max_model_len
 from rayspec.decode.requests import Vocabulary
 from rayspec.model.kv_arena import whole_pages
-from rayspec.model.sizes import model_sizes, quantisation_of, quantised_bytes
+from rayspec.model.sizes import ModelSizes, model_sizes, quantisation_of, quantised_bytes
 from rayspec.model.weights import eos_token_ids, load_config, load_tokenizer, num_layers, vocab_size
 from rayspec.pipeline.placement import gpus_per_shard
 from rayspec.pipeline.ray_stages import RayStages
@@ -44,13 +44,15 @@ def load_pipeline(config: EngineConfig, *, with_tokenizer: bool = True, shard_ty
     tokenizer = load_tokenizer(config) if with_tokenizer else None
     vocabulary = Vocabulary(size=vocab_size(model), eos_token_ids=eos_token_ids(config))
     num_gpus = gpus_per_shard(config, options)
+    sizes = _sizes(config, options, model)
     blueprint = Blueprint(
         config=config,
         options=options,
-        costs=_costs(config, options, model, max_model_len),
+        costs=_costs(config, options, sizes, max_model_len),
         vocab_size=vocabulary.size,
         hidden_size=model.get_text_config().hidden_size,
         num_slots=whole_pages(config.kv_cache_tokens or config.max_num_seqs * max_model_len),
+        window=sizes.window,
         num_gpus=num_gpus,
         shard_type=shard_type,
     )
@@ -61,10 +63,12 @@ def load_pipeline(config: EngineConfig, *, with_tokenizer: bool = True, shard_ty
             dtype=first.dtype,
             device="cuda" if blueprint.num_gpus else "cpu",
             max_model_len=max_model_len,
-            kv_cache_tokens=stages.replica.num_slots,
+            kv_cache_tokens=stages.replica.cache_size.num_slots,
         ),
         stages=stages,
-        scheduler=make_scheduler(config, stages.replica.num_slots, stages.num_cohorts),
+        scheduler=make_scheduler(
+            config, stages.replica.cache_size, window=sizes.window, num_cohorts=stages.num_cohorts
+        ),
         selector=make_selector(config, stages.num_sublayers, latency, ways=stages.ways),
         vocabulary=vocabulary,
         max_model_len=max_model_len,
@@ -138,21 +142,25 @@ def _start(blueprint: Blueprint) -> RayStages:
         raise
 
 
-def _costs(config: EngineConfig, options: ParallelOptions, model: PretrainedConfig, max_model_len: int) -> ModelCosts:
-    """Return the costs of one rank. Time is given as bytes of weights, which decoding reads. Memory includes the KV
-    cache of one full context, and copies of weights for drafts. Offloaded weights count as no memory."""
+def _sizes(config: EngineConfig, options: ParallelOptions, model: PretrainedConfig) -> ModelSizes:
+    """Return the sizes of one rank, with copies of weights for drafts."""
     if num_layers(model) < options.stages:
         raise ConfigError(
             f"option 'stages' is {options.stages}, but the model has {num_layers(model)} layers: a stage needs one"
         )
     dtype = _dtype_of(config, model)
-    sizes = model_sizes(
+    return model_sizes(
         model,
         dtype=dtype,
         quantization=quantisation_of(model, config.quantization_config),
         tensor=options.tensor,
         draft_weights=_draft_weights(config, options, model, dtype),
     )
+
+
+def _costs(config: EngineConfig, options: ParallelOptions, sizes: ModelSizes, max_model_len: int) -> ModelCosts:
+    """Return the costs of one rank. Time is given as bytes of weights, which decoding reads. Memory includes the KV
+    cache of one full context, and copies of weights for drafts. Offloaded weights count as no memory."""
 
     def cost(weight_bytes: int, kv_bytes: int = 0, copy_bytes: int = 0) -> LayerCost:
         resident = 0 if config.offload else weight_bytes
@@ -163,8 +171,7 @@ def _costs(config: EngineConfig, options: ParallelOptions, model: PretrainedConf
     return ModelCosts(
         embedding=embedding,
         layers=tuple(
-            cost(layer.weight_bytes, layer.kv_bytes_per_token * max_model_len, layer.copy_bytes)
-            for layer in sizes.layers
+            cost(layer.weight_bytes, layer.kv_bytes_read(max_model_len), layer.copy_bytes) for layer in sizes.layers
         ),
         head=cost(sizes.last_stage_bytes(options.stages)),
     )

@@ -32,7 +32,7 @@ from rayspec.decode.questions import (
 from rayspec.decode.rounds import Prefill, PrefillResult, Round, RoundResult, Work
 from rayspec.decode.scheduler import Chunk, Move
 from rayspec.errors import TransportError
-from rayspec.model.rows import RowSpan, Runs
+from rayspec.model.rows import RowSpan
 from rayspec.planning.acceptance import DraftWhileWorth
 from rayspec.planning.latency import Measurement
 from rayspec.planning.lookup import DraftUntilFound
@@ -242,11 +242,11 @@ class TimedHops(Message, frozen=True, kw_only=True):
 
 class Search(Message, frozen=True, kw_only=True):
     """Engine to the coordinator: answer a question about tapped tokens. The shards keep a tap of each, which is its
-    hidden states at all sublayer boundaries. places: KV cache slots of each token's sequence."""
+    hidden states at all sublayer boundaries. rows: the row of each token."""
 
     search_id: int
     tokens: Sequence[TappedToken]
-    places: Sequence[Runs]
+    rows: Sequence[RowSpan]
     question: Named[Question]
 
 
@@ -265,7 +265,7 @@ class Seek(Message, frozen=True, kw_only=True):
 
     search_id: int
     tokens: Sequence[TappedToken]
-    places: Sequence[Runs]
+    rows: Sequence[RowSpan]
 
 
 class RunSublayer(msgspec.Struct, frozen=True, tag="run"):

@@ -17,7 +17,7 @@ from rayspec.decode.passes import Pass, SpanRunner
 from rayspec.decode.plan_search import PlanSearch, TappedToken
 from rayspec.decode.runner import Runner
 from rayspec.decode.scheduler import Move
-from rayspec.model.rows import Runs
+from rayspec.model.rows import RowSpan
 from rayspec.pipeline.messages import Follow
 from rayspec.types import RayspecError
 
@@ -54,8 +54,8 @@ class LeadingSpan(SpanRunner):
         self.announce(Follow(epoch=self._epoch(), forget=True))
         super().forget()
 
-    def search(self, tokens: Sequence[TappedToken], places: Sequence[Runs], next_tokens: Tensor | None) -> PlanSearch:
-        found = super().search(tokens, places, next_tokens)
+    def search(self, tokens: Sequence[TappedToken], rows: Sequence[RowSpan], next_tokens: Tensor | None) -> PlanSearch:
+        found = super().search(tokens, rows, next_tokens)
         run, rows = found.run, found.tokens
 
         def announced(sublayer: int, choice: Choice, states: Any) -> Tensor:

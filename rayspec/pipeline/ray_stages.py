@@ -18,7 +18,7 @@ from rayspec.decode.rounds import Prefill, Result, Work
 from rayspec.decode.scheduler import Move
 from rayspec.decode.stages import StageLostError, StagesReplacedError
 from rayspec.errors import TransportError
-from rayspec.model.rows import Runs
+from rayspec.model.rows import RowSpan
 from rayspec.pipeline.collective import Rendezvous
 from rayspec.pipeline.messages import (
     AnyMessage,
@@ -161,14 +161,14 @@ class RayStages:
         """Let every stage move keys and values in its KV cache, and wait until all have done it."""
         self._ask(Moves(epoch=self._epoch, moves=moves), Moved, _MOVE_TIMEOUT_S)
 
-    def search(self, tokens: Sequence[TappedToken], places: Sequence[Runs], question: Question) -> Future[Answer]:
+    def search(self, tokens: Sequence[TappedToken], rows: Sequence[RowSpan], question: Question) -> Future[Answer]:
         future: Future[Answer] = Future()
         if self.replica.coordinator is None:
             future.set_exception(RayspecError("the coordinator is being replaced"))
             return future
         search_id = next(self._search_ids)
         self._searches[search_id] = _Searching(future, time.monotonic() + _SEARCH_TIMEOUT_S)
-        search = Search(epoch=self._epoch, search_id=search_id, tokens=tokens, places=places, question=Named(question))
+        search = Search(epoch=self._epoch, search_id=search_id, tokens=tokens, rows=rows, question=Named(question))
         self._send(COORDINATOR, search)
         return future
 

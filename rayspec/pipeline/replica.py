@@ -11,6 +11,8 @@ from typing import Any
 import ray
 
 from rayspec.config import EngineConfig, ParallelOptions
+from rayspec.decode.loading import cache_size
+from rayspec.model.kv_arena import CacheSize
 from rayspec.pipeline.coordinator import Coordinator, CoordinatorSpec
 from rayspec.pipeline.placement import Bundles, Process, discard, end_of, kill, start_beside, wait_for
 from rayspec.pipeline.post import COORDINATOR
@@ -28,8 +30,8 @@ class Blueprint:
     """Description of a replica to be started.
 
     costs: costs of the model on one rank. They decide the layers of each stage, unless `options.layers` does.
-    num_slots: largest number of KV cache slots; there are fewer if the smallest shard cannot hold as many. shard_type:
-    class of the shards; tests use another one.
+    num_slots: largest number of KV cache slots; there are fewer if the smallest shard cannot hold as many. window: the
+    longest sliding window of a layer. shard_type: class of the shards; tests use another one.
     """
 
     config: EngineConfig
@@ -39,6 +41,7 @@ class Blueprint:
     hidden_size: int
     num_slots: int
     num_gpus: float
+    window: int | None = None
     shard_type: type[Shard] = Shard
 
     @property
@@ -80,7 +83,7 @@ class Replica:
         self.shards: dict[str, Process] = {}
         self.coordinator: Process | None = None
         self.loaded: dict[str, Loaded] = {}
-        self.num_slots = 0
+        self.cache_size = CacheSize(0)
         self.spans: tuple[tuple[int, int], ...] = ()
         self.devices: tuple[Device, ...] = ()
         self._coming: _ComingCoordinator | None = None
@@ -159,7 +162,7 @@ class Replica:
             if not self.spans:
                 self.spans = self._cut(wait_for([one.actor.room.remote() for one in starting], timeout_s))
             self._load(starting, timeout_s)
-            sentinels = [one.actor.serve.remote(self.num_slots) for one in starting]
+            sentinels = [one.actor.serve.remote(self.cache_size) for one in starting]
             addresses = wait_for([one.actor.address.remote() for one in starting], timeout_s)
         except RayspecError:
             for one in starting:
@@ -194,7 +197,8 @@ class Replica:
         for one, loaded in zip(starting, wait_for(references, timeout_s), strict=True):
             self.loaded[one.name] = loaded
         most = min(loaded.num_slots for loaded in self.loaded.values())
-        self.num_slots = self.num_slots or min(self.blueprint.num_slots, most)
+        num_slots = self.cache_size.num_slots or min(self.blueprint.num_slots, most)
+        self.cache_size = cache_size(self.blueprint.config, num_slots, self.blueprint.window)
 
 
 def spans_of(layers: Sequence[range]) -> tuple[tuple[int, int], ...]:

@@ -36,7 +36,7 @@ from rayspec.decode.runner import Runner, ways_of
 from rayspec.errors import TransportError
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.bodies import bytes_of_copies, fuse
-from rayspec.model.kv_arena import KVArena
+from rayspec.model.kv_arena import CacheSize, KVArena
 from rayspec.model.row_counts import RowCounts
 from rayspec.model.threads import in_thread_of_its_own
 from rayspec.model.weights import resolve_device
@@ -188,7 +188,7 @@ class Shard:
         return Loaded(
             device=_device_name(self._device),
             dtype=str(self._parts.dtype).removeprefix("torch."),
-            num_slots=affordable_slots(self._parts, self._device),
+            num_slots=affordable_slots(spec.config, self._parts, self._device),
             weight_bytes=weights + sum(bytes_of_copies(self._parts).values()),
             ways=ways_of(self._parts, choices_here(spec.config, self._parts)),
         )
@@ -197,11 +197,11 @@ class Shard:
         """Wait until `serve` listens, and return its address."""
         return self._address.result()
 
-    def serve(self, num_slots: int) -> None:
+    def serve(self, size: CacheSize) -> None:
         """Serve until the engine sends Stop. Report any error to the engine, then raise it."""
         post = Post(self._spec.name, self._spec.secret, host=node_address(), ranks=self._spec.ranks)
         try:
-            span = self._make_span(num_slots, post)
+            span = self._make_span(size, post)
             worker = self._make_worker(span)
             self._address.set_result(post.address)
             self._serve(post, worker, span)
@@ -268,11 +268,11 @@ class Shard:
         self._busy_s, self._num_passes, self._asked_at = 0.0, 0, now
         return used
 
-    def _make_span(self, num_slots: int, post: Post) -> SpanRunner:
+    def _make_span(self, size: CacheSize, post: Post) -> SpanRunner:
         spec = self._spec
         counts = row_counts(spec.config, self._parts)
         choices = choices_here(spec.config, self._parts)
-        arena = make_arena(spec.config, self._parts, num_slots, counts=counts, choices=choices)
+        arena = make_arena(spec.config, self._parts, size, counts=counts, choices=choices)
         runner = self._make_runner(arena, counts, choices)
         if spec.num_ranks == 1 or spec.rank > 0:
             return SpanRunner(runner, num_taps=_num_taps(spec.config))

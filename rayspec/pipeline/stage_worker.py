@@ -200,7 +200,7 @@ class StageWorker:
     def _seek(self, message: Seek) -> Sought:
         try:
             next_tokens = self._head.next_tokens(message.tokens) if self._head is not None else None
-            search = self._span.search(message.tokens, message.places, next_tokens)
+            search = self._span.search(message.tokens, message.rows, next_tokens)
         except TapsGoneError:
             error = f"{stage_name(self._place.stage)} has no states of some tapped tokens any more"
             return Sought(epoch=message.epoch, search_id=message.search_id, error=error)

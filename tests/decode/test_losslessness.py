@@ -52,7 +52,8 @@ def test_greedy_equals_generate_when_preempted_and_prefilled_in_small_pieces(fam
     parts, known = parts_of(checkpoint(family)), _cases(family)
     short = [index for index, prompt in enumerate(known.prompts) if len(prompt) < 300]
     selector = RandomPlans(99, len(parts.sublayers))
-    engine = engine_with(parts, selector, kv_cache_tokens=300, max_num_seqs=6, max_num_batched_tokens=16)
+    options = {"kv_cache_tokens": 300, "max_num_seqs": 6, "max_num_batched_tokens": 16}
+    engine = engine_with(parts, selector, has_windowed_store=True, **options)
     outputs = complete(engine, [known.prompts[index] for index in short] * 2)
     assert tokens_of(outputs) == [known.expected[index] for index in short] * 2
     assert engine.stats.num_cached_tokens > 0

@@ -68,6 +68,7 @@ def test_texts_do_not_depend_on_it(family: str, seed: int) -> None:
         max_num_seqs=6,
         max_num_batched_tokens=48,
         num_beside=20,
+        has_windowed_store=seed % 2 == 1,
     )
     waiting = list(zip(prompts, params, range(len(prompts)), strict=True))
     found: dict[str, RequestOutput] = {}

@@ -31,6 +31,7 @@ from rayspec.decode.scheduler import Scheduler
 from rayspec.decode.selection.base import BatchState, FixedPlan, Selector
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.bodies import fuse
+from rayspec.model.kv_arena import PAGE_SIZE, CacheSize
 from rayspec.model.weights import load_model
 from rayspec.pipeline import post as post_module
 from rayspec.pipeline import ray_stages as ray_stages_module
@@ -45,7 +46,7 @@ from rayspec.pipeline.transport import Envelope, Secret
 from rayspec.planning.acceptance import DraftWhileWorth
 from rayspec.planning.calibration import CalibrationCurve
 from rayspec.types import no_draft
-from tests.engines import RandomPlans
+from tests.engines import RandomPlans, windowed_pages
 from tests.families import VOCAB_SIZE
 
 SECRET = Secret.generate()
@@ -191,7 +192,7 @@ class LoopShard(Shard):
     """A shard that handles what has come in, and returns."""
 
     def __init__(
-        self, spec: ShardSpec, spans: tuple[tuple[int, int], ...], num_slots: int, quantised: tuple[Weights, ...]
+        self, spec: ShardSpec, spans: tuple[tuple[int, int], ...], size: CacheSize, quantised: tuple[Weights, ...]
     ) -> None:
         super().__init__(spec)
         self._spans = spans
@@ -200,7 +201,7 @@ class LoopShard(Shard):
         first, last = spans[spec.stage]
         self._parts = span_parts(spec.config.model, first // 2, last // 2, quantised)
         self.post = _LoopPost(spec.name, SECRET, host="", ranks=spec.ranks)
-        self.span = self._make_span(num_slots, self.post)
+        self.span = self._make_span(size, self.post)
         self._worker = self._make_worker(self.span)
 
     @property
@@ -260,12 +261,12 @@ class _Blueprint:
 class LoopReplica:
     """`Replica` over a loop."""
 
-    def __init__(self, loop: Loop, blueprint: _Blueprint, spans: tuple[tuple[int, int], ...], num_slots: int) -> None:
+    def __init__(self, loop: Loop, blueprint: _Blueprint, spans: tuple[tuple[int, int], ...], size: CacheSize) -> None:
         self.blueprint = blueprint
         self.spans = spans
         self.secret = SECRET
         self.loop = loop
-        self.num_slots = num_slots
+        self.cache_size = size
         self.shards: dict[str, _Process] = {}
         self.parts: dict[str, LoopShard] = {}
         self.coordinator: _Process | None = None
@@ -335,7 +336,7 @@ class LoopReplica:
                 num_threads=1,
                 secret=SECRET,
             )
-            shard = LoopShard(spec, self.spans, self.num_slots, self.blueprint.quantised)
+            shard = LoopShard(spec, self.spans, self.cache_size, self.blueprint.quantised)
             self._posts.append(shard.post)
             self.parts[spec.name] = shard
             self.shards[spec.name] = _Process(spec.name, shard.post.address)
@@ -422,13 +423,22 @@ def loop_engine(
         if patience == math.inf:
             stack.enter_context(patch.object(ray_stages_module, "_CHECK_EVERY_S", 0.0))
         stack.enter_context(patch.object(ray_stages_module, "time", loop.clock))
-        replica = LoopReplica(loop, _Blueprint(config, config.parallel, quantised), cut(num_stages), kv_cache_tokens)
+        windowed = windowed_pages(
+            span_parts(path, 0, NUM_LAYERS, ()).windows.values(),
+            kv_cache_tokens,
+            config,
+            max_rows=max_draft_tokens + num_beside,
+            num_cohorts=config.parallel.num_cohorts,
+        )
+        size = CacheSize(kv_cache_tokens, windowed.pool.num_pages * PAGE_SIZE if windowed else 0)
+        replica = LoopReplica(loop, _Blueprint(config, config.parallel, quantised), cut(num_stages), size)
         stack.callback(replica.close)
         engine = Engine(
             config,
             stages=LoopStages(replica),
             scheduler=Scheduler(
                 kv_cache_tokens,
+                windowed=windowed,
                 max_num_seqs=config.max_num_seqs,
                 max_prefill_tokens=config.max_num_batched_tokens,
                 lookahead=max_draft_tokens,

@@ -28,7 +28,7 @@ from rayspec.decode.questions import (
 from rayspec.decode.runner import Runner
 from rayspec.decode.selection.base import FixedPlan
 from rayspec.model.kv_arena import KVArena
-from rayspec.model.rows import RowSpan, Runs
+from rayspec.model.rows import RowSpan
 from rayspec.pipeline.coordinator import measured_stages
 from rayspec.pipeline.messages import Measure, Measured, Searched, Ship, VarySublayer
 from rayspec.pipeline.post import COORDINATOR, Letter
@@ -77,10 +77,10 @@ def generate(run: LoopEngine, path: str, lengths: tuple[int, ...] = LENGTHS) -> 
     assert len(run.engine._planner.taps.tokens) >= 6
 
 
-def places(run: LoopEngine, count: int) -> tuple[list[TappedToken], list[int]]:
-    starts = {sequence.sequence_id: sequence.table.runs for sequence in run.engine._scheduler.running}
+def places(run: LoopEngine, count: int) -> tuple[list[TappedToken], list[RowSpan]]:
+    sequences = {sequence.sequence_id: sequence for sequence in run.engine._scheduler.running}
     tokens = run.engine._planner.taps.tokens[-count:]
-    return tokens, [starts[token.sequence_id] for token in tokens]
+    return tokens, [sequences[token.sequence_id].rows(token.position, 1) for token in tokens]
 
 
 def wait_for(run: LoopEngine, *futures: Future[Answer]) -> None:
@@ -98,7 +98,7 @@ def drafts_of(future: Future[Answer]) -> Sequence[FoundDraft]:
 
 
 def answer_here(
-    run: LoopEngine, path: str, tokens: Sequence[TappedToken], places: Sequence[Runs], question: Question
+    run: LoopEngine, path: str, tokens: Sequence[TappedToken], rows: Sequence[RowSpan], question: Question
 ) -> Answer:
     """The same question answered in one process, on the shards' keys, values and taps."""
     parts = parts_of(path, "float32", COPIES)
@@ -126,7 +126,7 @@ def answer_here(
     search = PlanSearch(
         Runner(parts, arena, device=CPU, row_counts=None),
         boundaries,
-        [RowSpan(runs, token.position, 1) for runs, token in zip(places, tokens, strict=True)],
+        rows,
         shards[-1].head.next_tokens(tokens),
     )
     return answer(question, search, num_sublayers=2 * NUM_LAYERS, started=0.0)

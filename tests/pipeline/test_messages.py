@@ -145,12 +145,12 @@ MESSAGES: list[Message] = [
             probed=[[7, 8]],
         ),
     ),
-    Moves(epoch=1, moves=[Move(0, 64, 7)]),
+    Moves(epoch=1, moves=[Move(0, 64, 7), Move(0, 16, 7, in_windowed_store=True)]),
     Search(
         epoch=1,
         search_id=1,
         tokens=[TappedToken("1/a/0", 8)],
-        places=[one_run(64, 1000)],
+        rows=[RowSpan(one_run(64, 1000), 8, 1, windowed=one_run(0, 64))],
         question=Named(QUESTIONS[0]),
     ),
     Searched(epoch=1, search_id=1, version=2, answer=Named(ANSWERS[0])),
@@ -255,7 +255,7 @@ def test_a_round_arrives_with_what_goes_on_its_drafts() -> None:
 
 @pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: type(question).__name__)
 def test_questions_arrive_as_what_they_are(question: Question) -> None:
-    arrived = decode(encode(Search(epoch=1, search_id=1, tokens=[], places=[], question=Named(question))))
+    arrived = decode(encode(Search(epoch=1, search_id=1, tokens=[], rows=[], question=Named(question))))
     assert isinstance(arrived, Search)
     assert arrived.question.value == question
 

@@ -64,7 +64,7 @@ def test_rounds_come_before_prefills_and_those_before_searches() -> None:
     at_once = [ROUND, Forward(epoch=1, work=a_pass(fixed_shape=True)), Moves(epoch=1, moves=[]), Follow(epoch=1)]
     at_once += [Usage(epoch=1), Shipped(epoch=1, search_id=1, batch=1)]
     prefills = [PREFILL, Forward(epoch=1, work=a_pass(fixed_shape=False))]
-    searches = [Seek(epoch=1, search_id=1, tokens=[], places=[]), Expand(epoch=1, search_id=1, operations=[])]
+    searches = [Seek(epoch=1, search_id=1, tokens=[], rows=[]), Expand(epoch=1, search_id=1, operations=[])]
     assert {_patience_s(message) for message in at_once} == {0.0}
     (of_prefills,) = {_patience_s(message) for message in prefills}
     (of_searches,) = {_patience_s(message) for message in searches}
@@ -96,7 +96,7 @@ def test_nobody_waits_for_ever_and_equals_keep_their_order(monkeypatch: pytest.M
     monkeypatch.setattr(shard_module, "time", clock)
     later = Begin.of(1, Round(id=3, entries=[], plan=no_draft(8, "test")), [], [])
     last = Begin.of(1, Round(id=4, entries=[], plan=no_draft(8, "test")), [], [])
-    seek = Seek(epoch=1, search_id=1, tokens=[], places=[])
+    seek = Seek(epoch=1, search_id=1, tokens=[], rows=[])
     letters = [(0.0, seek), (0.0, PREFILL), (0.0, ROUND), (0.0, later), (0.05, last), (0.2, ROUND)]
     one = Shard(spec())
     one._collect(_Letters(clock, letters))  # type: ignore[arg-type]

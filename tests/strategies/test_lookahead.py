@@ -8,6 +8,7 @@ from rayspec.config import EngineConfig, LookaheadOptions, SamplingParams, Specu
 from rayspec.decode.drafting.lookahead import Guess, Lookahead, NgramPool
 from rayspec.decode.loading import make_scheduler
 from rayspec.decode.selection.base import FixedPlan
+from rayspec.model.kv_arena import CacheSize
 from rayspec.strategies.by_name import make_selector
 from rayspec.strategies.lookahead import lookahead_plan
 from rayspec.types import ConfigError
@@ -109,7 +110,7 @@ def test_text_that_repeats_itself_takes_fewer_rounds() -> None:
 
 def test_the_strategy_makes_room_for_its_tree() -> None:
     config = EngineConfig(model=demo.model_path(), speculation=SpeculationOptions(strategy="lookahead", gate=False))
-    assert make_scheduler(config, 1000)._num_beside == 64
+    assert make_scheduler(config, CacheSize(1000), window=None)._num_beside == 64
     plan = make_selector(config, 8, latency_model(4)).plan(state())
     assert plan == PLAN
     assert plan.drafts

@@ -39,7 +39,7 @@ class RoundEntry:
     the model then drafts no tokens. parents: for each looked-up token, the row that it follows; row 0 is the newest
     token, row i + 1 is looked_up[i]. Empty for a chain. num_probes: this many tokens at the end of `looked_up` are no
     draft; the verify only returns the target's likeliest token after each. max_tree_tokens: the most rows in addition
-    to the newest token.
+    to the newest token. windowed: see `RowSpan`.
     """
 
     sequence_id: str
@@ -52,6 +52,11 @@ class RoundEntry:
     parents: Sequence[int] = ()
     num_probes: int = 0
     max_tree_tokens: int = 0
+    windowed: Runs = ()
+
+    def rows(self, first: int, num_rows: int, parents: tuple[int, ...] = ()) -> RowSpan:
+        """Return rows of this sequence from place `first` on; see `RowSpan`."""
+        return RowSpan(self.runs, first, num_rows, parents, self.windowed)
 
     def draft(self) -> Draft:
         """Return the initial draft: the looked-up tokens without probes."""
@@ -122,7 +127,7 @@ def draft_pass(
     return Pass(
         round_id=round_id,
         token_ids=[] if ahead else [tokens[-1] if tokens else entry.last_token for entry, tokens in chosen],
-        rows=[RowSpan(entry.runs, entry.length - 1 + len(tokens) + ahead, 1) for entry, tokens in chosen],
+        rows=[entry.rows(entry.length - 1 + len(tokens) + ahead, 1) for entry, tokens in chosen],
         choices=plan.choices,
         save_at=save_at,
     )

@@ -55,9 +55,11 @@ def attend_rows(
     context = tl.load(contexts + sequence)
     low = split * SPLIT_LENGTH
     high = tl.minimum(context + tl.minimum(first_in_tile + TILE_ROWS, num_own), low + SPLIT_LENGTH)
+    first_seen = 0  # earlier pages may belong to other sequences
     if WINDOW > 0:
         lowest = tl.load(positions + row, mask=live, other=2147483647).to(tl.int32) - WINDOW + 1
-        low = tl.maximum(low, tl.maximum(tl.min(lowest, 0), 0) // TILE_KEYS * TILE_KEYS)
+        first_seen = tl.maximum(tl.min(lowest, 0), 0)
+        low = tl.maximum(low, first_seen // TILE_KEYS * TILE_KEYS)
     if low >= high:
         return
 
@@ -80,7 +82,7 @@ def attend_rows(
     mixed = tl.zeros([TILE_ROWS * GROUP_PADDED, DIM_PADDED], tl.float32)
     for start in tl.range(low, high, TILE_KEYS, num_stages=STAGES):
         place = start + tl.arange(0, TILE_KEYS)
-        filled = place < high
+        filled = (place >= first_seen) & (place < high)
         page = tl.load(page_table + place // PAGE_SIZE, mask=filled, other=0)
         slot = page * PAGE_SIZE + place % PAGE_SIZE
         key = tl.load(
