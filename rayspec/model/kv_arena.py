@@ -32,6 +32,10 @@ class CacheSize:
     num_slots: int
     num_windowed_slots: int = 0
 
+    def slots_of(self, window: int | None) -> int:
+        """Return the slots of a layer with this sliding window."""
+        return self.num_windowed_slots if window and self.num_windowed_slots else self.num_slots
+
 
 class KVArena:
     """Keys and values of the attention layers of one stage.

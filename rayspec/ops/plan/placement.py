@@ -17,7 +17,9 @@ from rich.console import Group
 from rich.table import Table
 from transformers import PretrainedConfig
 
-from rayspec.config import DType
+from rayspec.config import DType, EngineConfig, ParallelOptions
+from rayspec.decode.loading import cache_size
+from rayspec.model.kv_arena import CacheSize
 from rayspec.model.sizes import ModelSizes, model_sizes
 from rayspec.ops.plan.gpus import RESERVED_BYTES, RESERVED_SHARE, Gpu, parse_gpus
 from rayspec.ops.plan.options import PlacementOptions
@@ -218,6 +220,7 @@ def _costs(
     """Return the costs of the model, and the devices. One step reads each weight once, including all experts of a
     mixture, and the KV cache of all sequences. It reads almost nothing of the embedding."""
     bandwidths = [bandwidth for _, bandwidth in groups]
+    size = _cache_size(sizes, len(groups), options)
 
     def cost(weight_bytes: int, *, kv_bytes: int = 0, bytes_read: int) -> LayerCost:
         seconds = tuple(bytes_read / bandwidth for bandwidth in bandwidths)
@@ -226,7 +229,7 @@ def _costs(
     layers = tuple(
         cost(
             layer.weight_bytes + layer.copy_bytes,
-            kv_bytes=layer.kv_bytes_per_token * options.context * options.concurrency,
+            kv_bytes=layer.kv_bytes_per_token * size.slots_of(layer.window),
             bytes_read=layer.weight_bytes + layer.kv_bytes_read(options.context) * options.concurrency,
         )
         for layer in sizes.layers
@@ -234,6 +237,14 @@ def _costs(
     embedding = cost(sizes.embedding_bytes, bytes_read=0)
     head = cost(sizes.last_stage_bytes(len(groups)), bytes_read=sizes.norm_bytes + sizes.head_bytes)
     return ModelCosts(embedding=embedding, layers=layers, head=head), [device for device, _ in groups]
+
+
+def _cache_size(sizes: ModelSizes, num_stages: int, options: PlacementOptions) -> CacheSize:
+    """Return the size of the KV cache that an engine makes for this concurrency."""
+    config = EngineConfig(
+        model="planned", max_num_seqs=options.concurrency, parallel=ParallelOptions(stages=num_stages)
+    )
+    return cache_size(config, options.context * options.concurrency, sizes.window)
 
 
 def _sublayers(layers: range) -> range:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from typing import Any
 
@@ -56,6 +57,18 @@ def _agree(sequences: list[Rows], **options: Any) -> None:
 def test_ragged_rows_see_what_they_should(options: dict[str, Any], parents: tuple[int, ...]) -> None:
     sequences = [random_rows(37, 1), random_rows(100, 7, parents=parents), random_rows(9, 0), random_rows(0, 8)]
     _agree(sequences, **options)
+
+
+@pytest.mark.parametrize("parents", [(), TREE], ids=["chain", "tree"])
+def test_pages_outside_the_window_are_not_read(parents: tuple[int, ...]) -> None:
+    """Other sequences may have written NaN there. The window of the first row begins in the middle of a tile."""
+    batch = lay_out([random_rows(203, 7, parents=parents, dtype=torch.float16)])
+    arguments = (SCALING, 20, 0.0, PAGE_SIZE, *DECODE_OR_VERIFY)
+    expected = launches.attend(*batch.values(), *arguments).run()
+    for page in batch["page_table"][0, : (203 - 20 - 3) // PAGE_SIZE].tolist():
+        for cached in (batch["keys"], batch["values"]):
+            cached[:, page * PAGE_SIZE : (page + 1) * PAGE_SIZE] = math.nan
+    assert torch.equal(launches.attend(*batch.values(), *arguments).run(), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import Gemma3TextConfig, LlamaConfig
 from typer.testing import CliRunner
 
 from rayspec.cli import app
+from rayspec.config import EngineConfig
+from rayspec.decode.loading import cache_size
 from rayspec.model.sizes import quantised_bytes
 from rayspec.ops.plan.gpus import Gpu
 from rayspec.ops.plan.options import PlacementOptions
@@ -59,6 +61,15 @@ def test_70b_in_bfloat16_fits_eight_h100() -> None:
     assert sum(stage.weight_bytes for stage in found.stages) == weights
     assert sum(stage.kv_bytes for stage in found.stages) == kv
     assert not placed(LLAMA_70B, "8xH100-80G", stages=4).fits
+
+
+def test_layers_with_a_window_hold_the_windows_of_all_sequences() -> None:
+    config = Gemma3TextConfig(num_hidden_layers=12, sliding_window=1024, dtype="bfloat16")
+    found = place(config, PlacementOptions(gpus="1xH100-80G", context=32768, concurrency=8))
+    per_token = 2 * config.num_key_value_heads * config.head_dim * 2
+    windowed = cache_size(EngineConfig(model="", max_num_seqs=8), 8 * 32768, 1024).num_windowed_slots
+    assert 8 * 1024 < windowed < 24 * 1024
+    assert found.stages[0].kv_bytes == per_token * (2 * 8 * 32768 + 10 * windowed)
 
 
 def test_copies_for_drafts_take_memory_and_no_time() -> None:
