@@ -67,9 +67,8 @@ def test_sublayers_weigh_what_the_loaded_ones_do(family: str) -> None:
     assert sizes.last_stage_bytes(2) == parts.lm_head.weight.nbytes + parts.final_norm.weight.nbytes
     shapes = [bytes_per_slot([shape], torch.float32) for shape in parts.shapes.values()]
     assert [layer.kv_bytes_per_token for layer in sizes.layers] == shapes
-    assert [layer.window for layer in sizes.layers] == [
-        getattr(s.block, "sliding_window", None) for s in parts.sublayers[::2]
-    ]
+    assert [layer.window for layer in sizes.layers] == [parts.windows.get(number) for number in range(4)]
+    assert sizes.window == FAMILIES[family].get("sliding_window")
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *WHOLE_FAMILIES])
