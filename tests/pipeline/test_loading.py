@@ -9,7 +9,7 @@ import torch
 
 from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.model.sizes import load_config, model_sizes, quantised_bytes
-from rayspec.pipeline.loading import _costs, balanced_cut
+from rayspec.pipeline.loading import _costs, _sizes, balanced_cut
 from rayspec.pipeline.replica import spans_of
 from rayspec.planning.latency import LatencyModel, Measurement
 from rayspec.planning.partition import Device, LayerCost, ModelCosts
@@ -92,7 +92,7 @@ def test_the_head_counts_as_part_of_the_last_stage() -> None:
 def layer_bytes(*, stages: int = 2, tensor: int = 1, **options: Any) -> list[int]:
     model, parallel = checkpoint("qwen3_moe"), ParallelOptions(stages=stages, tensor=tensor)
     config = EngineConfig(model=model, dtype="float32", parallel=parallel, **options)
-    costs = _costs(config, parallel, load_config(model), 128)
+    costs = _costs(config, parallel, _sizes(config, parallel, load_config(model)), 128)
     return [layer.weight_bytes for layer in costs.layers]
 
 
