@@ -41,6 +41,8 @@ from rayspec.model.static_step import StaticStep
 from rayspec.types import Plan, PlanRecord, Request, RequestOutput, no_draft
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
+# Positions behind the newest token whose windows stay, for plan searches.
+NUM_BEHIND = 24
 # Drafts that read few keys do so from the fourth page on.
 TINY_BUDGETS = KeyBudgets(window=KeyBudget(newest=1), pages=KeyBudget(newest=1, looked_at=1))
 ALL_CHOICES = combinations(("skip", "int8", "int4", "window", "pages"))
@@ -179,12 +181,13 @@ def windowed_pages(
         return None
     needed = WindowedPages.num_slots_needed(
         max(windows),
+        NUM_BEHIND,
         max_num_seqs=config.max_num_seqs,
         max_rows=max_rows,
         max_prefill_tokens=config.max_num_batched_tokens,
         num_cohorts=num_cohorts,
     )
-    return WindowedPages(needed, max(windows)) if is_forced or needed < num_slots else None
+    return WindowedPages(needed, max(windows), NUM_BEHIND) if is_forced or needed < num_slots else None
 
 
 def engine_with(

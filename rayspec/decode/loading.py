@@ -31,6 +31,8 @@ from rayspec.types import CheckpointError, ConfigError
 logger = logging.getLogger(__name__)
 
 _DEFAULT_MODEL_LEN = 4096
+# Positions behind the newest token whose windows stay in the cache: 8 rounds of up to 16 tokens, all of them tapped.
+_NUM_BEHIND = 128
 # Share of the memory that is free once the model is loaded. Smaller on a CPU, whose memory others use too.
 _MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.8}
 
@@ -118,6 +120,7 @@ def cache_size(config: EngineConfig, num_slots: int, window: int | None) -> Cach
 def _num_windowed_slots(config: EngineConfig, window: int) -> int:
     return WindowedPages.num_slots_needed(
         window,
+        _NUM_BEHIND,
         max_num_seqs=config.max_num_seqs,
         max_rows=_lookahead(config) + config.speculation.num_branch_tokens,
         max_prefill_tokens=config.max_num_batched_tokens,
@@ -167,7 +170,9 @@ def make_scheduler(config: EngineConfig, size: CacheSize, *, window: int | None,
     """Make the scheduler of a KV cache. window: see `cache_size`."""
     return Scheduler(
         size.num_slots,
-        windowed=WindowedPages(size.num_windowed_slots, window) if window and size.num_windowed_slots else None,
+        windowed=WindowedPages(size.num_windowed_slots, window, _NUM_BEHIND)
+        if window and size.num_windowed_slots
+        else None,
         max_num_seqs=config.max_num_seqs,
         max_prefill_tokens=config.max_num_batched_tokens,
         lookahead=_lookahead(config),

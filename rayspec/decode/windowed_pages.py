@@ -17,21 +17,24 @@ _WINDOWS_EACH = 2
 
 class WindowedPages:
     """Keeps the pages in the sliding window of each sequence. window: the longest sliding window of a layer, in tokens.
+    num_behind: how many positions behind the newest token also keep their windows, for plan searches over tapped
+    tokens.
 
     The pool must have as many slots as `num_slots_needed` returns. It then never runs out of pages.
     """
 
-    def __init__(self, num_slots: int, window: int) -> None:
+    def __init__(self, num_slots: int, window: int, num_behind: int) -> None:
         self.pool = PagePool(num_slots // PAGE_SIZE)
         self._window = window
+        self._num_behind = num_behind
 
     @staticmethod
     def num_slots_needed(
-        window: int, *, max_num_seqs: int, max_rows: int, max_prefill_tokens: int, num_cohorts: int
+        window: int, num_behind: int, *, max_num_seqs: int, max_rows: int, max_prefill_tokens: int, num_cohorts: int
     ) -> int:
         """Return the slots for `max_num_seqs` sequences. max_rows: the most rows that a sequence has in a round.
         max_prefill_tokens: the most prompt tokens that each of `num_cohorts` cohorts may prefill at the same time."""
-        num_pages = _WINDOWS_EACH * max_num_seqs * (2 + -(-(window + max_rows) // PAGE_SIZE))
+        num_pages = _WINDOWS_EACH * max_num_seqs * (2 + -(-(window + num_behind + max_rows) // PAGE_SIZE))
         return (num_pages + num_cohorts * -(-max_prefill_tokens // PAGE_SIZE)) * PAGE_SIZE
 
     def longest_prefix(self, hashes: Sequence[PageHash]) -> int:
@@ -52,8 +55,9 @@ class WindowedPages:
         self.pool.share(table, self.pool.find(hashes[first:]), num_gone=first)
 
     def grow(self, table: PageTable, num_computed: int, num_tokens: int) -> None:
-        """Give back the pages that no row from position `num_computed` on sees, and add pages up to `num_tokens`."""
-        self.pool.release_before(table, self._first_seen(num_computed))
+        """Give back the pages before the windows of all rows from position `num_computed - num_behind` on, and add
+        pages up to `num_tokens`."""
+        self.pool.release_before(table, max(table.num_gone, self._first_seen(num_computed - self._num_behind)))
         num_pages = -(-num_tokens // PAGE_SIZE)
         has_grown = self.pool.grow(table, num_pages, room=num_pages + self._window // PAGE_SIZE)
         assert has_grown, "the pool holds the windows of all sequences"

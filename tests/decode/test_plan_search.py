@@ -16,7 +16,8 @@ from rayspec.config import SamplingParams
 from rayspec.decode.plan_search import PlanSearch
 from rayspec.decode.selection.base import FixedPlan
 from rayspec.model.architecture import Decomposition
-from rayspec.model.rows import slots_between
+from rayspec.model.kv_arena import KVArena
+from rayspec.model.rows import RowSpan, slots_between
 from rayspec.planning.knapsack import Solution, follow, solve
 from rayspec.types import Plan
 from tests.demo_model import demo_parts, demo_prompts
@@ -44,9 +45,16 @@ def _search(
     for _ in range(num_steps):
         engine.step()
     stages: Any = engine.stages
-    starts = {sequence.sequence_id: sequence.table.runs for sequence in engine._scheduler.running}
+    sequences = {sequence.sequence_id: sequence for sequence in engine._scheduler.running}
     tokens = engine._planner.taps.tokens[-6:]
-    return stages.plan_search(tokens, [starts[token.sequence_id] for token in tokens]), stages.runner
+    rows = [sequences[token.sequence_id].rows(token.position, 1) for token in tokens]
+    return stages.plan_search(tokens, rows), stages.runner
+
+
+def _slot(arena: KVArena, row: RowSpan, layer: int) -> int:
+    """The slot that the row is written to in this layer."""
+    runs = row.windowed if layer in arena.windowed_layers else row.runs
+    return slots_between(runs, row.context, row.end)[0]
 
 
 def _branch(search: PlanSearch, keep: tuple[bool, ...]) -> torch.Tensor:
@@ -70,16 +78,16 @@ def test_a_branch_is_what_a_draft_of_one_token_computes(family: str) -> None:
     inputs = search.start()[:, 0]
     with torch.inference_mode():
         for at, row in enumerate(search.tokens):
-            slot = row.runs[0].start + row.context
+            slots = {layer: _slot(runner.arena, row, layer) for layer in runner.arena.keys}
             for keep, state in zip(keeps, states, strict=True):
                 batch = runner.batch([row])
-                saved = {k: v[:, slot].clone() for k, v in runner.arena.keys.items()}
-                values = {k: v[:, slot].clone() for k, v in runner.arena.values.items()}
+                saved = {k: v[:, slots[k]].clone() for k, v in runner.arena.keys.items()}
+                values = {k: v[:, slots[k]].clone() for k, v in runner.arena.values.items()}
                 drafted = runner.run(batch, inputs[at][None, None], choices=choices_of(keep))
                 torch.testing.assert_close(state[at, 0], drafted[0, 0], atol=1e-4, rtol=1e-4)
                 for layer, key in saved.items():
-                    runner.arena.keys[layer][:, slot] = key
-                    runner.arena.values[layer][:, slot] = values[layer]
+                    runner.arena.keys[layer][:, slots[layer]] = key
+                    runner.arena.values[layer][:, slots[layer]] = values[layer]
 
 
 def test_many_branches_at_once_are_the_branches_one_by_one() -> None:

@@ -31,6 +31,7 @@ from rayspec.decode.questions import (
     answer,
 )
 from rayspec.decode.selection.base import FixedPlan
+from rayspec.model.rows import RowSpan
 from rayspec.types import Plan
 from tests.engines import engine_with, random_plan, requests_for
 from tests.families import cases, checkpoint, parts_of, reference
@@ -49,10 +50,10 @@ class _Asked:
 
     engine: Engine
     tokens: list[TappedToken]
-    starts: list[int]
+    rows: list[RowSpan]
 
     def ask(self, question: Question) -> Answer:
-        return self.engine.stages.search(self.tokens, self.starts, question).result()
+        return self.engine.stages.search(self.tokens, self.rows, question).result()
 
     def try_out(self, keeps: Sequence[tuple[bool, ...]]) -> Found:
         found = self.ask(Trial(num_tokens=NUM_TOKENS, patterns=[choices_of(keep) for keep in keeps]))
@@ -62,7 +63,7 @@ class _Asked:
     @property
     def search(self) -> PlanSearch:
         stages: Any = self.engine.stages
-        search: PlanSearch = stages.plan_search(self.tokens, self.starts)
+        search: PlanSearch = stages.plan_search(self.tokens, self.rows)
         return search
 
     def hidden_states(self, path: str) -> list[torch.Tensor]:
@@ -89,9 +90,9 @@ def asked(path: str) -> _Asked:
         engine.add(request)
     for _ in range(4):
         engine.step()
-    starts = {sequence.sequence_id: sequence.table.runs for sequence in engine._scheduler.running}
+    sequences = {sequence.sequence_id: sequence for sequence in engine._scheduler.running}
     tokens = engine._planner.taps.tokens[-NUM_TOKENS:]
-    return _Asked(engine, tokens, [starts[token.sequence_id] for token in tokens])
+    return _Asked(engine, tokens, [sequences[token.sequence_id].rows(token.position, 1) for token in tokens])
 
 
 @torch.inference_mode()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -24,6 +25,10 @@ PATH = checkpoint("llama")
 KNOWN = cases(PATH, (20, 5, 33), 16)
 PLACES = tuple(one_run(start, 50) for start in (100, 0, 50))
 CPU = torch.device("cpu")
+
+
+def _rows(tokens: Sequence[TappedToken]) -> list[RowSpan]:
+    return [RowSpan(PLACES[int(token.sequence_id)], token.position, 1) for token in tokens]
 
 
 def _stages(num_tap_tokens: int = 8) -> LocalStages:
@@ -138,7 +143,7 @@ def test_taps_are_the_targets_states_of_newest_tokens(num_drafted: int) -> None:
     stages = _prefilled()
     _round(stages, _entries((num_drafted,) * 3), _plan(2), num_taps=2)
     tokens = [TappedToken(str(name), len(KNOWN.prompts[name])) for name in range(2)]
-    search = stages.plan_search(tokens, PLACES[:2])
+    search = stages.plan_search(tokens, _rows(tokens))
     states = search.start()
     assert states.shape == (2, 1, 64)
     newest = torch.tensor([KNOWN.expected[name][0] for name in range(2)])
@@ -154,6 +159,7 @@ def test_taps_of_long_ago_are_gone() -> None:
     stages = _prefilled(num_tap_tokens=2)
     _round(stages, _entries((0, 0, 0)), _plan(), num_taps=3)
     kept = [TappedToken(str(name), len(KNOWN.prompts[name])) for name in (1, 2)]
-    assert stages.plan_search(kept, PLACES[1:]).num_tokens == 2
+    assert stages.plan_search(kept, _rows(kept)).num_tokens == 2
     with pytest.raises(TapsGoneError):
-        stages.plan_search([TappedToken("0", len(KNOWN.prompts[0]))], PLACES[:1])
+        gone = [TappedToken("0", len(KNOWN.prompts[0]))]
+        stages.plan_search(gone, _rows(gone))

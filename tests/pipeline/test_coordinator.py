@@ -143,10 +143,10 @@ def test_stages_find_what_one_process_finds(family: str, num_stages: int) -> Non
     path = checkpoint(family)
     with loop_engine(path, num_stages, Tapping(), seed=num_stages, kv_cache_tokens=NUM_SLOTS) as run:
         generate(run, path)
-        tokens, starts = places(run, 6)
-        future = run.engine.stages.search(tokens, starts, knapsack())
+        tokens, rows = places(run, 6)
+        future = run.engine.stages.search(tokens, rows, knapsack())
         wait_for(run, future)
-        expected = answer_here(run, path, tokens, starts, knapsack())
+        expected = answer_here(run, path, tokens, rows, knapsack())
         assert isinstance(expected, Found)
         assert drafts_of(future) == expected.drafts
         assert len(expected.drafts) >= 4
@@ -178,10 +178,10 @@ def test_stages_vary_states_as_one_process_does(num_stages: int) -> None:
         loop_engine(path, num_stages, Tapping(), seed=1, kv_cache_tokens=NUM_SLOTS, quantised=COPIES) as run,
     ):
         generate(run, path, LONG)
-        tokens, starts = places(run, 6)
-        future = run.engine.stages.search(tokens, starts, CHOOSING)
+        tokens, rows = places(run, 6)
+        future = run.engine.stages.search(tokens, rows, CHOOSING)
         wait_for(run, future)
-        expected = answer_here(run, path, tokens, starts, CHOOSING)
+        expected = answer_here(run, path, tokens, rows, CHOOSING)
         assert isinstance(expected, Found)
         found = drafts_of(future)
         assert [draft.choices for draft in found] == [draft.choices for draft in expected.drafts]
@@ -220,12 +220,12 @@ def test_stages_answer_as_one_process_does(question: Question, num_stages: int) 
     path = checkpoint("llama")
     with loop_engine(path, num_stages, Tapping(), seed=num_stages, kv_cache_tokens=NUM_SLOTS) as run:
         generate(run, path)
-        tokens, starts = places(run, 6)
-        future = run.engine.stages.search(tokens, starts, question)
+        tokens, rows = places(run, 6)
+        future = run.engine.stages.search(tokens, rows, question)
         wait_for(run, future)
         answered = future.result()
         assert 0 < answered.seconds < 30
-        assert answered == replace(answer_here(run, path, tokens, starts, question), seconds=answered.seconds)
+        assert answered == replace(answer_here(run, path, tokens, rows, question), seconds=answered.seconds)
         run.engine.stages.wait()
         for shard in run.replica.parts.values():
             assert shard._worker._seeking is None
@@ -286,8 +286,8 @@ def test_a_search_that_comes_while_another_is_under_way_has_its_turn() -> None:
     path = checkpoint("llama")
     with loop_engine(path, 3, Tapping(), kv_cache_tokens=NUM_SLOTS) as run:
         generate(run, path)
-        tokens, starts = places(run, 6)
-        futures = [run.engine.stages.search(tokens, starts, knapsack()) for _ in range(3)]
+        tokens, rows = places(run, 6)
+        futures = [run.engine.stages.search(tokens, rows, knapsack()) for _ in range(3)]
         wait_for(run, *futures)
         assert drafts_of(futures[0]) == drafts_of(futures[1]) == drafts_of(futures[2])
         versions = [message.version for _, message in run.loop.delivered if isinstance(message, Searched)]
@@ -298,10 +298,10 @@ def test_a_cancelled_search_does_no_harm() -> None:
     path = checkpoint("llama")
     with loop_engine(path, 2, Tapping(), kv_cache_tokens=NUM_SLOTS) as run:
         generate(run, path)
-        tokens, starts = places(run, 6)
-        first = run.engine.stages.search(tokens, starts, knapsack())
+        tokens, rows = places(run, 6)
+        first = run.engine.stages.search(tokens, rows, knapsack())
         first.cancel()
-        second = run.engine.stages.search(tokens, starts, knapsack())
+        second = run.engine.stages.search(tokens, rows, knapsack())
         wait_for(run, second)
         assert drafts_of(second)
         assert first.cancelled()
@@ -311,9 +311,9 @@ def test_a_search_over_tokens_that_nobody_remembers_fails_and_the_next_does_not(
     path = checkpoint("llama")
     with loop_engine(path, 3, Tapping(), kv_cache_tokens=NUM_SLOTS) as run:
         generate(run, path)
-        tokens, starts = places(run, 6)
-        lost = run.engine.stages.search([TappedToken("nobody", 3)] * 6, starts, knapsack())
-        again = run.engine.stages.search(tokens, starts, knapsack())
+        tokens, rows = places(run, 6)
+        lost = run.engine.stages.search([TappedToken("nobody", 3)] * 6, rows, knapsack())
+        again = run.engine.stages.search(tokens, rows, knapsack())
         wait_for(run, lost, again)
         with pytest.raises(RayspecError, match="has no states of some tapped tokens"):
             lost.result()
@@ -324,16 +324,16 @@ def test_a_search_fails_at_once_when_the_coordinator_dies_and_works_with_the_nex
     path = checkpoint("llama")
     with loop_engine(path, 2, Tapping(), kv_cache_tokens=NUM_SLOTS) as run:
         generate(run, path)
-        tokens, starts = places(run, 6)
+        tokens, rows = places(run, 6)
         run.replica.kill(COORDINATOR)
-        lost = run.engine.stages.search(tokens, starts, knapsack())
+        lost = run.engine.stages.search(tokens, rows, knapsack())
         run.engine.stages._check()
         with pytest.raises(RayspecError, match="coordinator was killed"):
             lost.result(timeout=0)
         with pytest.raises(RayspecError, match="being replaced"):
-            run.engine.stages.search(tokens, starts, knapsack()).result(timeout=0)
+            run.engine.stages.search(tokens, rows, knapsack()).result(timeout=0)
         run.engine.stages.wait()
-        again = run.engine.stages.search(tokens, starts, knapsack())
+        again = run.engine.stages.search(tokens, rows, knapsack())
         wait_for(run, again)
         assert drafts_of(again)
 
