@@ -19,8 +19,6 @@ from xdist.scheduler import LoadScopeScheduling
 # Triton asks for it when it is imported, which torch does by itself: kernels run in the interpreter.
 os.environ["TRITON_INTERPRET"] = "1"
 
-from rayspec.pipeline.session import ray_session
-
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for matrices this small a second thread only gets in the way
 # The same few examples in every run; `make test-all` asks for many, other ones each time.
@@ -165,5 +163,8 @@ def ray_environment(ray_folder: Path) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def ray_cluster(ray_environment: None) -> Iterator[None]:
     """One private Ray for all tests that need one in this process."""
+    # Imported here, so that the tests of engines in one process run where Ray is not installed.
+    from rayspec.pipeline.session import ray_session  # noqa: PLC0415
+
     with ray_session():
         yield

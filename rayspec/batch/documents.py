@@ -258,9 +258,10 @@ def _parse_line(line: bytes, source: str) -> _Fields:
         return text
     try:
         row = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+        is_unicode = b"\\u" not in line or _is_unicode(row)
+    except (ValueError, RecursionError) as error:  # a whole number of more than 4300 digits is a ValueError
         return MalformedRowError(f"{source}: not valid JSON: {error}")
-    if b"\\u" in line and not _is_unicode(row):
+    if not is_unicode:
         return MalformedRowError(f"{source}: holds half of a surrogate pair, which is no character")
     if not isinstance(row, dict):
         return MalformedRowError(f"{source}: a row must be a JSON object, not {type(row).__name__}")
@@ -311,7 +312,7 @@ def _rows_per_read(group: Any) -> int:
 def _parquet_rows(batch: pa.RecordBatch, numbers: Sequence[int], piece: Piece) -> Sequence[_Fields]:
     try:
         return batch.to_pylist()  # type: ignore[no-any-return]
-    except UnicodeDecodeError:
+    except (ValueError, OverflowError):
         return [_parquet_row(batch, index, piece.source(number)) for index, number in enumerate(numbers)]
 
 
@@ -320,6 +321,8 @@ def _parquet_row(batch: pa.RecordBatch, index: int, source: str) -> _Fields:
         return {name: batch.column(name)[index].as_py() for name in batch.schema.names}
     except UnicodeDecodeError as error:
         return NotUtf8Error(f"{source}: not UTF-8 at byte {error.start}: {error.reason}; write the file again")
+    except (ValueError, OverflowError) as error:
+        return InvalidValueError(f"{source}: a value cannot be read ({error}); text and ids must be text")
 
 
 def pieces(file: InputFile, num_bytes: int) -> Iterator[Piece]:

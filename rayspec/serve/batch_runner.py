@@ -163,14 +163,16 @@ class BatchRun:
     async def _progress(self) -> None:
         """Run lines until all are answered, the batch is cancelled, or its completion window ends."""
         await asyncio.to_thread(self._read_results)
-        work = asyncio.create_task(self._answer_all())
-        others = [asyncio.create_task(self._stop_asked()), asyncio.create_task(self._keep_saving())]
+        has_ended = asyncio.Event()
+        work, stop = asyncio.create_task(self._answer_all()), asyncio.create_task(self._stop_asked())
+        saving = asyncio.create_task(self._keep_saving(has_ended))
         try:
-            await asyncio.wait([work, *others], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([work, stop, saving], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await _end([work, *others])
-            await self._save_results()
-        for task in (work, *others):
+            await _end([work, stop])
+            has_ended.set()
+            await saving
+        for task in (work, stop):
             if not task.cancelled():
                 task.result()
         await self._save(status="finalizing", finalizing_at=self._now())
@@ -234,11 +236,16 @@ class BatchRun:
         completed, failed = self._counts.completed + (not result.failed), self._counts.failed + result.failed
         self._counts = replace(self._counts, completed=completed, failed=failed)
 
-    async def _keep_saving(self) -> None:
+    async def _keep_saving(self, has_ended: asyncio.Event) -> None:
+        """Save new results until the work has ended, and then the last results. Do not cancel this: a cancelled write
+        goes on in its thread, and may end after later writes."""
         start_s = time.monotonic()
-        while True:
-            await asyncio.sleep(max(_SAVE_AFTER_S, _SAVE_SHARE * (time.monotonic() - start_s)))
+        while not has_ended.is_set():
+            pause_s = max(_SAVE_AFTER_S, _SAVE_SHARE * (time.monotonic() - start_s))
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(has_ended.wait(), pause_s)
             await self._save_results()
+        await self._save_results()
 
     async def _save_results(self) -> None:
         """Save new results first, then the counts: the next runner counts results and ignores the saved counts."""

@@ -91,6 +91,7 @@ def test_a_bad_line_is_one_bad_row(tmp_path: Path) -> None:
         {"id": None, "text": "an id is made up"},
         {"id": [1], "text": "a list is no id"},
         b'{"id": "surrogate", "text": "\\ud800"}',
+        b'{"id": "number", "text": "fine", "other": ' + b"9" * 5000 + b"}",
         {"id": "good", "text": "again"},
         {"id": "last", "text": "fine"},
     )
@@ -106,9 +107,20 @@ def test_a_bad_line_is_one_bad_row(tmp_path: Path) -> None:
         "an id is made up",
         "invalid_value",
         "malformed_row",
+        "malformed_row",
         "duplicate_id",
         "fine",
     ]
+
+
+def test_a_row_that_is_nested_too_deeply_is_one_bad_row(tmp_path: Path) -> None:
+    """At some depths a row can just be parsed, but not be encoded again, as is done for rows with escapes."""
+    depths = range(100, 1100)
+    deep = [b'{"text": "\\u0041", "other": ' + b"[" * depth + b"]" * depth + b"}" for depth in depths]
+    path = write_lines(tmp_path / "a.jsonl", *deep, {"text": "fine"})
+    outcomes = [outcome(d) for d in read(path)]
+    assert set(outcomes) == {"A", "malformed_row", "fine"}
+    assert outcomes == [*sorted(outcomes[:-1], key=["A", "malformed_row"].index), "fine"]
 
 
 def test_an_error_names_place_and_remedy(tmp_path: Path) -> None:
@@ -161,6 +173,15 @@ def test_parquet_text_that_is_not_utf8_is_one_bad_row(tmp_path: Path) -> None:
     text = pa.array([b"good", b"caf\xe9", b"fine"]).cast(pa.string(), safe=False)
     pq.write_table(pa.table({"text": text}), tmp_path / "a.parquet")
     assert [outcome(d) for d in read(tmp_path / "a.parquet")] == ["good", "not_utf8", "fine"]
+
+
+@pytest.mark.parametrize("name", ["id", "text"])
+def test_parquet_values_beyond_pythons_types_are_one_bad_row(tmp_path: Path, name: str) -> None:
+    texts = pa.array(["a", "b", "c"])
+    columns = {"id": texts, "text": texts, name: pa.array([None, 2**31 - 1, None], pa.date32())}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    expected = ["a", "invalid_value", "c"] if name == "id" else ["invalid_value"] * 3
+    assert [outcome(d) for d in read(tmp_path / "a.parquet")] == expected
 
 
 def test_parquet_text_may_be_large_or_dictionary_coded(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -219,3 +220,30 @@ def test_a_store_that_fails_loses_no_line(store: BatchStore, monkeypatch: pytest
     asyncio.run(run_of(store, batch).run())
     batch = store.batch(batch.id)
     assert sorted(rows_of(store, batch.output_file_id) + rows_of(store, batch.error_file_id)) == sorted(NAMES[:20])
+
+
+def test_results_that_are_written_slowly_are_not_lost_when_the_lines_end(
+    store: BatchStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last line is answered while results of earlier lines are still being written."""
+    batch = new_batch(store, NAMES[:4])
+    add_results, is_writing = BatchStore.add_results, threading.Event()
+
+    def slow_at_first(*args: Any) -> None:
+        if not is_writing.is_set():
+            is_writing.set()
+            time.sleep(0.5)
+        add_results(*args)
+
+    async def last_during_write(line: BatchLine) -> BatchResult:
+        while line.custom_id == NAMES[3] and not is_writing.is_set():
+            await asyncio.sleep(0.01)
+        return await answered(line)
+
+    monkeypatch.setattr(BatchStore, "add_results", slow_at_first)
+    monkeypatch.setattr("rayspec.serve.batch_runner._SAVE_AFTER_S", 0.01)
+    asyncio.run(run_of(store, batch, last_during_write).run())
+    batch = store.batch(batch.id)
+    assert batch.status == "completed"
+    assert rows_of(store, batch.output_file_id) == NAMES[1:4]
+    assert rows_of(store, batch.error_file_id) == NAMES[:1]
