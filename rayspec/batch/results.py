@@ -65,7 +65,7 @@ class ParquetEncoder(RowEncoder):
     def __init__(self, file: IO[bytes], text_column: str) -> None:
         super().__init__(file, text_column)
         self._schema = parquet_schema(text_column)
-        self._writer = pq.ParquetWriter(file, self._schema)
+        self._writer = pq.ParquetWriter(file, self._schema, write_page_checksum=True)
         self._rows: list[dict[str, Any]] = []
 
     def write(self, row: Row) -> None:
@@ -136,9 +136,10 @@ def read_table(
         if file_format == "jsonl":
             table = pa.Table.from_pylist(list(_read_jsonl(file)), schema=schema)
         else:
-            with pq.ParquetFile(file) as content:
+            with pq.ParquetFile(file, page_checksum_verification=True) as content:
                 present = [name for name in wanted if name in content.schema_arrow.names]
                 table = content.read(columns=present)
+                _check_count(content, len(table))
         _check_ids(table)
         return pa.table({name: _column(table, schema.field(name)) for name in wanted})
     except (pa.ArrowException, ValueError, KeyError, TypeError) as error:
@@ -160,7 +161,7 @@ def _column(table: pa.Table, field: pa.Field) -> pa.ChunkedArray:
 
 def write_tables(file: IO[bytes], tables: Iterable[pa.Table], *, text_column: str) -> None:
     """Write tables of read_table as the whole content of an open Parquet file."""
-    with pq.ParquetWriter(file, parquet_schema(text_column)) as writer:
+    with pq.ParquetWriter(file, parquet_schema(text_column), write_page_checksum=True) as writer:
         waiting: list[pa.Table] = []
         num_bytes = 0
         for table in tables:
@@ -184,10 +185,18 @@ def _read_jsonl(file: IO[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def _read_parquet(file: IO[bytes], left_out: Collection[str]) -> Iterator[dict[str, Any]]:
-    with pq.ParquetFile(file) as content:
-        names = [name for name in content.schema_arrow.names if name not in left_out]
+    with pq.ParquetFile(file, page_checksum_verification=True) as content:
+        names, num_rows = [name for name in content.schema_arrow.names if name not in left_out], 0
         for batch in content.iter_batches(batch_size=_ROWS_PER_GROUP, columns=names):
+            num_rows += len(batch)
             yield from batch.to_pylist()
+        _check_count(content, num_rows)
+
+
+def _check_count(content: pq.ParquetFile, num_rows: int) -> None:
+    """Check the number of rows that were read. Checksums of pages do not cover the headers of pages."""
+    if num_rows != content.metadata.num_rows:
+        raise ValueError(f"{num_rows} rows instead of {content.metadata.num_rows}")
 
 
 _FORMATS: dict[str, FileFormat] = {".jsonl": "jsonl", ".parquet": "parquet"}

@@ -161,6 +161,25 @@ def test_a_damaged_file_is_an_error(file_format: str, content: bytes) -> None:
         list(read_rows(io.BytesIO(content), text_column="summary", file_format=file_format))
 
 
+@pytest.mark.parametrize("text", ["The agency paid the fee in May.", "fee " * 300])
+def test_a_flipped_bit_in_parquet_rows_changes_no_row_in_silence(text: str) -> None:
+    rows, file = [Row(id=f"row {number}", text=f"{number} {text}") for number in range(3)], io.BytesIO()
+    write_rows(file, rows, text_column="summary", file_format="parquet")
+    content = file.getvalue()
+    length_of_footer = int.from_bytes(content[-8:-4], "little")
+    num_damaged = 0
+    for place in range(4, len(content) - 8 - length_of_footer):
+        damaged = bytearray(content)
+        damaged[place] ^= 1
+        try:
+            found = list(read_rows(io.BytesIO(damaged), text_column="summary", file_format="parquet"))
+        except (DamagedRowsError, OSError):
+            num_damaged += 1
+        else:
+            assert found == rows, place
+    assert num_damaged > 0
+
+
 def test_an_output_becomes_a_row() -> None:
     output = RequestOutput(
         request_id="7",
