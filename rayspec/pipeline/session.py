@@ -17,7 +17,7 @@ import ray
 from ray._private import utils as ray_utils
 from ray._private import worker as ray_worker
 
-from rayspec.types import RayspecError
+from rayspec.types import ConfigError, RayspecError
 
 _MIN_LOCAL_CPUS = 4  # a reservation count, not cores: reading, clients and engine must all fit a small machine
 _WATCH_EVERY_S = 0.5
@@ -43,7 +43,8 @@ def ray_session() -> Iterator[None]:
     A private cluster gets a token of its own, so that nobody else on the machine can use it and no token is left in the
     home folder. Ray reads the token once, so it stays in this process's environment.
     SIGTERM and Ctrl-C take effect after Ray has started. The earlier handlers are then in force; Ray's handler for
-    SIGTERM only if there was none. In the main thread, the loss of a private cluster raises ClusterLostError.
+    SIGTERM only if there was none. In the main thread, the loss of a private cluster raises ClusterLostError. Raises
+    ConfigError if there is no Ray at RAY_ADDRESS.
     """
     if ray.is_initialized():
         yield
@@ -51,7 +52,7 @@ def ray_session() -> Iterator[None]:
     try:
         with _signals_wait():
             if "RAY_ADDRESS" in os.environ:
-                ray.init(logging_level=logging.WARNING)
+                _attach(os.environ["RAY_ADDRESS"])
             else:
                 _start_private()
         with _watching():
@@ -62,6 +63,16 @@ def ray_session() -> Iterator[None]:
         for process in orphans:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
+
+
+def _attach(address: str) -> None:
+    try:
+        ray.init(logging_level=logging.WARNING)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"RAY_ADDRESS is {address!r}, and Ray cannot be used there ({error}): correct it, or unset it to start Ray "
+            "on this machine"
+        ) from error
 
 
 def _start_private() -> None:

@@ -155,3 +155,11 @@ def test_handlers_are_those_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
     with _handler_of_ray() as handlers:
         session.ray_utils.set_sigterm_handler(repr)
     assert handlers == [repr]
+
+
+@pytest.mark.parametrize("address", ["auto", "nonsense://x"])
+def test_an_address_without_a_ray_is_named(address: str, tmp_path: Path) -> None:
+    script = "from rayspec.pipeline.session import ray_session\nwith ray_session(): pass"
+    environment = {**os.environ, "RAY_ADDRESS": address, "RAY_TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert f"ConfigError: RAY_ADDRESS is '{address}', and Ray cannot be used there" in done.stderr
