@@ -104,12 +104,14 @@ def is_plain_or_share(module: object) -> TypeGuard[nn.Linear]:
 
 
 def has_blocked_layout(weight: Tensor) -> bool:
-    """Return whether oneDNN's layout is faster for this weight, on the processors where it was measured."""
+    """Return whether oneDNN's layout is faster for this weight, on the processors where it was measured. In bfloat16
+    the layout exists only on processors with AVX-512 or AVX-NE-CONVERT."""
     return (
         weight.device.type == "cpu"
         and weight.dtype in (torch.float32, torch.bfloat16)
         and platform.machine() in ("x86_64", "AMD64")
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        and (weight.dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
     )
 
 
