@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +8,12 @@ import pytest
 from rayspec import demo
 from rayspec.choices import SKIP
 from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
-from rayspec.decode.engine import Engine
-from rayspec.decode.profile import measure
-from rayspec.decode.runner import Runner
 from rayspec.decode.selection.auto import Auto
 from rayspec.local_engine import load_engine
 from rayspec.planning.latency import LatencyModel
 from tests.decode.selecting import latency_model
 from tests.demo_model import EOS, demo_parts, demo_prompts
-from tests.engines import complete, engine_with, tokens_of
+from tests.engines import RowClock, complete, engine_with, tokens_of
 from tests.exhaustive import few_of
 from tests.families import checkpoint, greedy, parts_of, ragged_prompts
 
@@ -28,11 +24,6 @@ LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 def demo_latency() -> LatencyModel:
     """Made up, because a profile that was measured on a busy machine may promise no gain."""
     return latency_model(16, sublayer_s=1e-3, row_s=1e-5, round_s=1e-3)
-
-
-def _latency(engine: Engine) -> LatencyModel:
-    runner: Runner = engine.stages.runner  # type: ignore[attr-defined]
-    return measure(runner)
 
 
 def _knapspec(latency: LatencyModel, **options: Any) -> Auto:
@@ -69,9 +60,8 @@ def test_on_the_demo_model_it_finds_plans_that_draft_and_changes_no_token(
 
 def test_on_random_weights_it_ends_up_not_drafting_and_says_so() -> None:
     parts = parts_of(checkpoint("qwen2"))
-    engine = engine_with(parts, max_num_seqs=2)
-    selector = _knapspec(_latency(engine))
-    engine = engine_with(parts, selector, max_draft_tokens=16, max_num_seqs=2)
+    selector, clock = _knapspec(latency_model(4, sublayer_s=1e-3, row_s=1e-5, round_s=1e-3)), RowClock()
+    engine = engine_with(parts, selector, max_draft_tokens=16, max_num_seqs=2, wrap=clock.count, clock=clock)
     prompts = ragged_prompts([40, 60], seed=1)
     outputs = complete(engine, prompts, LONG)
     assert tokens_of(outputs) == tokens_of(complete(engine_with(parts), prompts, LONG))
@@ -83,17 +73,9 @@ def test_on_random_weights_it_ends_up_not_drafting_and_says_so() -> None:
 
 
 def test_a_plan_that_only_looked_good_is_dropped(demo_latency: LatencyModel) -> None:
-    """Predictions say that sublayers take all the time; in truth drafting is made slow."""
-
-    class _SlowDrafts(Auto):
-        def keep_drafting(self, state: Any) -> Any:
-            rule = super().keep_drafting(state)
-            if rule is not None:
-                time.sleep(0.05)
-            return rule
-
-    options = SpeculationOptions(optimise_share=1.0, knapsack={"num_tap_tokens": 6})
-    engine = engine_with(demo_parts(), _SlowDrafts(options, demo_latency, looks_up=False), max_draft_tokens=16)
+    """Predictions say that sublayers take all the time; in truth rows do, so no draft pays."""
+    clock = RowClock()
+    engine = engine_with(demo_parts(), _knapspec(demo_latency), max_draft_tokens=16, wrap=clock.count, clock=clock)
     output = complete(engine, demo_prompts(1, 10), SamplingParams(temperature=0, max_tokens=150, ignore_eos=True))[0]
     stats = engine.stats
     assert output.error is None
@@ -121,6 +103,6 @@ def test_a_loaded_engine_measures_searches_and_drafts(tmp_path: Path) -> None:
         speculation={"strategy": "knapspec", "gate": False, "optimise_share": 0.5},  # type: ignore[arg-type]
     )
     prompts = demo_prompts(2, 12)
-    outputs = complete(load_engine(config), prompts, SamplingParams(temperature=0, max_tokens=100))
-    assert tokens_of(outputs) == greedy(demo.model_path(), prompts, 100, eos=(EOS,))
+    outputs = complete(load_engine(config), prompts, SamplingParams(temperature=0, max_tokens=40))
+    assert tokens_of(outputs) == greedy(demo.model_path(), prompts, 40, eos=(EOS,))
     assert list(tmp_path.glob("latency-*.json"))
