@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +33,29 @@ def row(number: int, text: str = "a text") -> Row:
     return Row(id=f"r{number}", text=f"{text} {number}", finish_reason="stop", input_hash="0f")
 
 
-def write_parts(folder: Path, num_parts: int = NUM_PARTS, *, tidy: bool = False, **options: Any) -> list[Row]:
-    """One part a row; the last row is done twice."""
-    parts, rows = opened(folder, **options), [row(number) for number in range(num_parts - 1)]
-    for each in [*rows, row(num_parts - 2, "another text")]:
+@cache
+def _written(num_parts: int, **options: Any) -> tempfile.TemporaryDirectory[str]:
+    written = tempfile.TemporaryDirectory(prefix="rayspec-parts-")
+    append_parts(Path(written.name), num_parts, **options)
+    return written
+
+
+def write_parts(folder: Path, num_parts: int = NUM_PARTS, **options: Any) -> list[Row]:
+    """One part a row; the last row is done twice. The parts are written once for all tests, and copied."""
+    shutil.copytree(_written(num_parts, **options).name, folder, dirs_exist_ok=True)
+    return counting_rows(num_parts)
+
+
+def append_parts(folder: Path, num_parts: int, *, tidy: bool = False, **options: Any) -> None:
+    parts = opened(folder, **options)
+    for each in [*map(row, range(num_parts - 1)), row(num_parts - 2, "another text")]:
         parts.append([each], "0a1b2c3d")
         if tidy:
             parts.tidy()
-    return [*rows[:-1], row(num_parts - 2, "another text")]
+
+
+def counting_rows(num_parts: int) -> list[Row]:
+    return [*map(row, range(num_parts - 2)), row(num_parts - 2, "another text")]
 
 
 def names_of(folder: Path) -> list[str]:
@@ -50,7 +68,8 @@ def file_format(request: pytest.FixtureRequest) -> str:
 
 
 def test_small_parts_are_joined_as_they_come_and_rows_stay_the_same(tmp_path: Path, file_format: str) -> None:
-    rows = write_parts(tmp_path, tidy=True, file_format=file_format)
+    append_parts(tmp_path, NUM_PARTS, tidy=True, file_format=file_format)
+    rows = counting_rows(NUM_PARTS)
     assert len(names_of(tmp_path)) < NUM_PARTS / 2
     parts = opened(tmp_path, file_format=file_format)
     assert list(parts.rows()) == rows
@@ -85,7 +104,7 @@ def test_a_large_part_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert list(opened(tmp_path).rows()) == rows
     joined = names_of(tmp_path)
     assert [pq.read_metadata(tmp_path / name).num_rows for name in joined] == [40, 40, 40, 10]
-    write_parts(tmp_path, 100)
+    append_parts(tmp_path, 100)
     opened(tmp_path)
     assert names_of(tmp_path)[:3] == joined[:3]
 
@@ -157,15 +176,15 @@ def test_parts_that_a_killed_driver_has_joined_and_not_deleted_change_nothing(
 
 _WRITER = """
 import sys
-from pathlib import Path
 from rayspec.batch import parts as module
-from tests.batch.test_parts import opened, row
+from rayspec.batch.rows import Row
+from rayspec.command.locations import Location
 module._NUM_SMALL, module._ROWS_OF_LARGE, module._MIN_UNINDEXED_ROWS = 4, 32, 4
-parts = opened(Path(sys.argv[1]), file_format=sys.argv[2])
+parts = module.Parts(Location.parse(sys.argv[1]), text_column="text", file_format=sys.argv[2], may_join=True)
 done = set(parts.index.done["id"].to_pylist())
-for number in range(400):
+for number in range(240):
     if f"r{number}" not in done:
-        parts.append([row(number)], "0a1b2c3d")
+        parts.append([Row(id=f"r{number}", text=f"a text {number}", finish_reason="stop", input_hash="0f")], "0a1b2c3d")
         print(number, flush=True)
         parts.tidy()
 """
@@ -178,7 +197,7 @@ def test_a_driver_that_is_killed_while_it_joins_loses_nothing(tmp_path: Path, fi
         command = [sys.executable, "-c", _WRITER, str(tmp_path), file_format]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
             assert writer.stdout is not None
-            num_lines = chance.randrange(50, 150)
+            num_lines = chance.randrange(30, 120)
             for line in writer.stdout:
                 reported.add(f"r{line.strip()}")
                 num_lines -= 1
@@ -190,5 +209,5 @@ def test_a_driver_that_is_killed_while_it_joins_loses_nothing(tmp_path: Path, fi
         assert reported <= set(opened(tmp_path, file_format=file_format).index.done["id"].to_pylist())
     assert num_killed >= 2
     rows = list(opened(tmp_path, file_format=file_format).rows())
-    assert sorted(int(each.id[1:]) for each in rows) == list(range(400))
+    assert sorted(int(each.id[1:]) for each in rows) == list(range(240))
     assert all(each.text == f"a text {each.id[1:]}" for each in rows)
