@@ -20,6 +20,10 @@ from xdist.scheduler import LoadScopeScheduling
 os.environ["TRITON_INTERPRET"] = "1"
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+    # The processes of the tests import torch, transformers and Ray again and again. Compiling those takes most of the
+    # time of a start, so what is compiled is kept, here instead of beside the sources.
+    os.environ.setdefault("PYTHONPYCACHEPREFIX", str(Path(__file__).parent.parent / ".pytest_cache" / "compiled"))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for matrices this small a second thread only gets in the way
 # The same few examples in every run; `make test-all` asks for many, other ones each time.
 hypothesis.settings.register_profile("few", max_examples=25, deadline=None, derandomize=True, database=None)
