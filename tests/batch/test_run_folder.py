@@ -473,11 +473,11 @@ with RunFolder.open(location, identity={}, overwrite=False, text_column="text", 
 def test_a_driver_that_is_killed_again_and_again_loses_nothing_that_was_committed(
     tmp_path: Path, file_format: str
 ) -> None:
-    chance, num_rows, reported, num_killed = random.Random(file_format), 480, set(), 0
+    chance, num_rows, reported, num_killed = random.Random(file_format), 240, set(), 0
     for _ in range(30):
         command = [sys.executable, "-c", _WRITER, str(tmp_path), file_format, str(num_rows)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
-            num_lines = chance.randrange(1, 80)  # a kill falls anywhere in what follows so many commits
+            num_lines = chance.randrange(1, 40)  # a kill falls anywhere in what follows so many commits
             for line in writer.stdout:
                 reported.add(line.strip())
                 num_lines -= 1
