@@ -208,6 +208,6 @@ def test_the_command_writes_the_document(tmp_path: Path, known: None) -> None:
     assert (tmp_path / "paper.json").exists()
 
 
-def test_the_document_is_the_command_s() -> None:
+def test_the_document_is_the_command_s(known: None) -> None:
     document = Path(__file__).parents[3] / "docs" / "benchmarks" / "papers.md"
     assert document.read_text(encoding="utf-8") == run_paper() + "\n"
