@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -83,15 +82,17 @@ def test_a_row_that_fails_cannot_be_measured() -> None:
         timed(lambda: [ROW, failed])
 
 
-def test_a_sample_is_of_all_rows_from_the_start_to_the_last() -> None:
+def test_a_sample_is_of_all_rows_from_the_start_to_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     def rows() -> Iterator[Row]:
         yield ROW
-        time.sleep(0.05)
+        now_s[0] += 5.0
         yield replace(ROW, id="b")
 
+    now_s = [7.0]
+    monkeypatch.setattr("rayspec.bench.data.time.perf_counter", lambda: now_s[0])
     sample = timed(rows)
     assert (sample.num_tokens, sample.texts) == (6, {"a": "text", "b": "text"})
-    assert sample.first_row_s < 0.05 <= sample.seconds
+    assert (sample.first_row_s, sample.seconds) == (0.0, 5.0)
 
 
 @pytest.mark.ray
