@@ -3,7 +3,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import pytest
 
@@ -13,7 +12,6 @@ from rayspec.config import SamplingParams, SpeculationOptions
 from rayspec.decode.drafting.lookup import NOTHING, Proposal
 from rayspec.decode.drafting.skip_draft import Draft
 from rayspec.decode.head import Committed
-from rayspec.decode.profile import measure
 from rayspec.decode.questions import Answer, Question
 from rayspec.decode.rounds import RoundResult
 from rayspec.decode.selection.auto import Auto
@@ -25,6 +23,7 @@ from rayspec.planning.constants import FIRST_SEARCH_SHARE
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.lookup import SINGLE, DraftUntilFound, match_class
 from rayspec.types import Plan
+from tests.decode.selecting import latency_model
 from tests.demo_model import EOS, demo_parts, demo_prompts
 from tests.engines import complete, engine_with, tokens_of
 from tests.exhaustive import few_of
@@ -242,16 +241,14 @@ def _batch_state() -> BatchState:
 
 @pytest.mark.parametrize("batch", few_of([1, 4], [4]))
 def test_on_the_demo_model_it_drafts_both_ways_and_changes_no_token(batch: int) -> None:
-    runner: Any = engine_with(demo_parts()).stages.runner  # type: ignore[attr-defined]
+    latency = latency_model(16, sublayer_s=1e-3, row_s=1e-5, round_s=1e-3)
     options = SpeculationOptions(
         strategy="auto", gate=False, optimise_share=1.0, knapsack={"num_tap_tokens": 6}  # type: ignore[arg-type]
     )  # fmt: skip
-    engine = engine_with(
-        demo_parts(), Auto(options, measure(runner)), max_draft_tokens=16, eos=(EOS,), max_num_seqs=batch
-    )
+    engine = engine_with(demo_parts(), Auto(options, latency), max_draft_tokens=16, eos=(EOS,), max_num_seqs=batch)
     prompts = demo_prompts(4, 12)
-    outputs = complete(engine, prompts, SamplingParams(temperature=0, max_tokens=80))
-    assert tokens_of(outputs) == greedy(demo.model_path(), prompts, 80, eos=(EOS,))
+    outputs = complete(engine, prompts, SamplingParams(temperature=0, max_tokens=60))
+    assert tokens_of(outputs) == greedy(demo.model_path(), prompts, 60, eos=(EOS,))
     assert "; 0% of the rounds" not in engine.stats.gate_reason
     assert engine.stats.num_accepted_tokens > 100
 
