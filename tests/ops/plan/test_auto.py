@@ -30,7 +30,7 @@ def config(**options: Any) -> EngineConfig:
 
 @pytest.mark.parametrize(
     ("model", "gpus", "count"),
-    [(SMALL, "4xH100", 1), (LLAMA_8B, "8xH100", 1), (LLAMA_70B, "8xH100", 2), (LLAMA_70B, "4xH200", 1)],
+    [(SMALL, "4xH100", 1), (LLAMA_8B, "4xH100", 1), (LLAMA_70B, "4xH100", 2), (LLAMA_70B, "4xH200", 1)],
 )
 def test_the_layout_is_the_planners(model: LlamaConfig, gpus: str, count: int) -> None:
     chosen = laid_out(config(), model, nodes(gpus, count))
