@@ -74,9 +74,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 # Between them these three have every trait: tied weights, windows and softcaps with norms on both sides, experts. The
 # others have one scenario each, unless all tests are asked for.
-_IN_EVERY_SCENARIO = ("llama", "gemma2", "qwen3_moe")
+IN_EVERY_SCENARIO = ("llama", "gemma2", "qwen3_moe")
 MATRIX = [
-    pytest.param(family, marks=() if family in _IN_EVERY_SCENARIO else (pytest.mark.exhaustive,)) for family in FAMILIES
+    pytest.param(family, marks=() if family in IN_EVERY_SCENARIO else (pytest.mark.exhaustive,)) for family in FAMILIES
 ]
 # Families whose layers are not attention, then MLP, in a way that can be skipped: they decode plainly.
 WHOLE_FAMILIES: dict[str, dict[str, Any]] = {
