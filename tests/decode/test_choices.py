@@ -236,7 +236,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SAMPLING)
+@pytest.mark.parametrize("name", few_of(SAMPLING, ["penalties", "many"]))
 def test_with_a_seed_the_text_does_not_depend_on_the_choices(name: str) -> None:
     parts, prompts = parts_with_copies("qwen2"), known_cases("qwen2").prompts[-4:]
     params = [SamplingParams(max_tokens=20, seed=1000 + index, **SAMPLING[name]) for index in range(len(prompts))]
@@ -269,7 +269,7 @@ def test_sampled_text_has_the_targets_distribution_under_rejection(choice: Choic
     `test_distribution`."""
     parts, path, length = parts_with_copies("llama"), checkpoint("llama"), 4
     (prompt,) = ragged_prompts([100], seed=4)
-    params = SamplingParams(temperature=1.5, top_k=3, n=500, max_tokens=length, seed=11)
+    params = SamplingParams(temperature=1.5, top_k=3, n=300, max_tokens=length, seed=11)
     ways = ways_of(parts)
     choices = tuple(nearest(choice, each) if index > 1 else FULL for index, each in enumerate(ways))
     engine = engine_with(
@@ -284,7 +284,7 @@ def test_sampled_text_has_the_targets_distribution_under_rejection(choice: Choic
         outputs = complete(engine, [prompt] * 3, [params.replace(seed=seed) for seed in range(3)])
     counts = Counter(tuple(one.token_ids) for output in outputs for one in output.outputs)
     expected = _joint(path, prompt, params, length)
-    assert counts.total() == 1500
+    assert counts.total() == 900
     assert set(counts) <= set(expected)
     observed = torch.tensor([counts[text] for text in expected])
     assert excess(observed, torch.tensor(list(expected.values()))) < 1
@@ -313,7 +313,7 @@ def test_completions_that_share_pages_have_notes_of_their_own() -> None:
     """All begin with the same seven pages, and write to the same places of other ones."""
     parts = parts_with_copies("llama")
     prompts = [known_cases("llama").prompts[-1], known_cases("llama").prompts[-1][:80]]
-    params = [SamplingParams(temperature=1.0, n=5, seed=seed, max_tokens=60) for seed in (3, 4)]
+    params = [SamplingParams(temperature=1.0, n=5, seed=seed, max_tokens=30) for seed in (3, 4)]
     plan = Plan(choices=("int4+pages", "int4") * 4, num_draft_tokens=5, source="pages")
     plain = complete(engine_with(parts, enable_prefix_caching=False), prompts, params)
     with counted_reads() as reads:
