@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from rayspec.choices import FULL, Choices, num_leading_full
 from rayspec.planning.calibration import CalibrationCurve
-from rayspec.planning.constants import CAUTION, PRIOR_TOKENS
+from rayspec.planning.constants import PRIOR_TOKENS
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.stopping import NEVER, StopRule, expected_draft
 
@@ -35,38 +35,14 @@ def expected_tokens(acceptance: ArrayLike, num_draft_tokens: ArrayLike) -> Float
     return np.asarray(np.where(a == 1, terms, total))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
-    """Acceptance of some candidates as Beta distributions: `alpha` accepted and `beta` rejected tokens, prior included.
+def shrink(matches: float, total: float, prior: float) -> float:
+    """Estimate acceptance from `matches` of `total` tokens that agreed. `prior` counts as PRIOR_TOKENS more tokens.
 
-    Decide by `lower`, not by `mean`. The candidate with the highest mean is often the one that its few tokens
-    overestimate most. A bad draft costs more than a missed good one. `Correction` learns the remaining error.
+    Raises ValueError unless 0 <= matches <= total and 0 <= prior <= 1.
     """
-
-    alpha: Floats
-    beta: Floats
-
-    @property
-    def mean(self) -> Floats:
-        return self.alpha / (self.alpha + self.beta)
-
-    @property
-    def deviation(self) -> Floats:
-        return np.sqrt(self.mean * (1 - self.mean) / (self.alpha + self.beta + 1))
-
-    def lower(self) -> Floats:
-        return np.clip(self.mean - CAUTION * self.deviation, 0.0, 1.0)
-
-
-def shrink(matches: ArrayLike, total: ArrayLike, prior: ArrayLike, strength: float = PRIOR_TOKENS) -> Estimate:
-    """Estimate acceptance from `matches` of `total` tokens that agreed. `prior` counts as `strength` more tokens.
-
-    Raises ValueError unless 0 <= matches <= total, 0 <= prior <= 1 and strength > 0.
-    """
-    agreed, seen, expected = np.broadcast_arrays(*(np.asarray(value, float) for value in (matches, total, prior)))
-    if strength <= 0 or not ((agreed >= 0) & (agreed <= seen) & (expected >= 0) & (expected <= 1)).all():
-        raise ValueError("need 0 <= matches <= total, 0 <= prior <= 1 and strength > 0")
-    return Estimate(alpha=agreed + strength * expected, beta=seen - agreed + strength * (1 - expected))
+    if not (0 <= matches <= total and 0 <= prior <= 1):
+        raise ValueError("need 0 <= matches <= total and 0 <= prior <= 1")
+    return (matches + PRIOR_TOKENS * prior) / (total + PRIOR_TOKENS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +74,8 @@ def best_choice(
 ) -> Decision:
     """Return the candidate and draft length with the most `tokens_per_time`; no draft without a gain above `min_gain`.
 
-    patterns: the choices of each candidate. `acceptance` [num_candidates] should be `Estimate.lower`, corrected by
-    observations in use. A candidate that runs all sublayers in full equals plain decoding and is never chosen.
+    patterns: the choices of each candidate. acceptance: [num_candidates], best corrected by observations in use. A
+    candidate that runs all sublayers in full equals plain decoding and is never chosen.
     """
     plain_tpt = 1.0 / latency.decode_step_s(context=context, batch=batch)
     plain = Decision(candidate=None, num_draft_tokens=0, tpt=plain_tpt, plain_tpt=plain_tpt)

@@ -5,7 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rayspec.planning.constants import COOLDOWN_TOKENS, MAX_PATIENCE_TOKENS, MAX_RATIO, NUM_ERRORS, TOKENS_HALF_LIFE
+from rayspec.planning.constants import (
+    COOLDOWN_TOKENS,
+    FIRST_SEARCH_SHARE,
+    MAX_PATIENCE_TOKENS,
+    MAX_RATIO,
+    NUM_ERRORS,
+    TOKENS_HALF_LIFE,
+)
 from rayspec.planning.discounted import Discounted
 
 
@@ -29,6 +36,11 @@ class Budget:
         come early, while a better plan still pays back.
         """
         return self._spent_s + predicted_cost_s <= self._share * (elapsed_s + expected_remaining_s)
+
+    def may_invest(self, predicted_cost_s: float, *, saving_s: float) -> bool:
+        """Whether the first search may cost so much, beyond its share: up to FIRST_SEARCH_SHARE of the time that its
+        plan is expected to save. With a share of 0 there are no searches."""
+        return self._spent_s == 0 < self._share and predicted_cost_s <= FIRST_SEARCH_SHARE * saving_s
 
     def spend(self, seconds: float) -> None:
         if seconds < 0:
@@ -74,8 +86,6 @@ class Trigger:
     def observe(self, *, num_tokens: float, num_accepted: int = 0, num_tested: int = 0) -> None:
         """Record a round. num_tokens: committed per sequence. num_accepted, num_tested: draft tokens over the batch; a
         token is tested if no token before it in its draft was rejected."""
-        if not 0 <= num_accepted <= num_tested:
-            raise ValueError(f"{num_accepted} of {num_tested} tokens accepted cannot be")
         self._acceptance.observe(num_accepted, num_tested)
         self._num_tokens += num_tokens
 

@@ -31,7 +31,8 @@ class Correction:
     def observe(self, estimated: float, *, num_accepted: int, num_tested: int) -> None:
         """Record tested tokens of a plan. estimated: its acceptance before correction. Raises ValueError unless
         0 <= num_accepted <= num_tested."""
-        _check_counts(num_accepted, num_tested)
+        if not 0 <= num_accepted <= num_tested:
+            raise ValueError(f"{num_accepted} of {num_tested} tokens accepted cannot be")
         self._accepted.observe(num_accepted, num_tested)
         self._expected.observe(num_tested * estimated, num_tested)
 
@@ -90,20 +91,11 @@ class Calibration:
         for excess, total, count in zip(self._excess, sums.tolist(), counts.tolist(), strict=True):
             excess.observe(total, count)
 
-    def acceptance(self, confidence: ArrayLike) -> Floats:
-        """Return the acceptance at each confidence, as `CalibrationCurve` does; at first, the confidence itself."""
-        return self.curve.acceptance(confidence)
-
     @property
     def curve(self) -> CalibrationCurve:
-        """The correction learned so far."""
+        """The correction learned so far; at first, acceptance equals confidence."""
         middles = (self._edges[1:] + self._edges[:-1]) / 2
         return CalibrationCurve(tuple(middles.tolist()), tuple(excess.value for excess in self._excess))
-
-
-def _check_counts(num_accepted: int, num_tested: int) -> None:
-    if not 0 <= num_accepted <= num_tested:
-        raise ValueError(f"{num_accepted} of {num_tested} tokens accepted cannot be")
 
 
 def _logit(probability: float) -> float:

@@ -9,8 +9,6 @@ from __future__ import annotations
 TOKENS_HALF_LIFE = 512.0
 # Weight of a prior expectation of acceptance, in tested tokens.
 PRIOR_TOKENS = 8.0
-# Standard deviations by which an estimate of acceptance is lowered: the best of many is overestimated most.
-CAUTION = 0.5
 # Logits added to estimates before any draft was in use: first plans on the demo model were estimated at 0.93 and
 # reached 0.75, because the search computes its drafts from the target's own keys.
 FIRST_OFFSET = -1.0
@@ -22,7 +20,7 @@ TEXT_HALF_LIFE = 16.0
 # Speed-up over plain decoding beyond which no plan is expected to beat a round that uses lookup.
 MAX_PLAN_GAIN = 2.5
 
-# The first search is an investment: it may take this share of the time of all outstanding work.
+# The first search is an investment: it may take this share of the time that its plan is expected to save.
 FIRST_SEARCH_SHARE = 0.1
 # Rounds between two checks whether another known candidate is better now, or a search is due.
 ROUNDS_TO_REVIEW = 16

@@ -52,9 +52,9 @@ class PassCosts:
         visited = np.asarray([choice != SKIP for choice in choices])
         return self._cost((choices, rows), seconds, visited=visited, head_rows=rows)
 
-    def verify(self, *, rows: int, batch: int, prefix: int = 0) -> PassCost:
+    def verify(self, *, rows: int, batch: int, prefix: int = 0, head_rows: int | None = None) -> PassCost:
         """Return the cost of a verify: all sublayers and the head over `rows` rows. The sublayers before `prefix` run
-        only one row per sequence."""
+        only one row per sequence. head_rows: rows of the head, if they are others."""
 
         def seconds(context: float) -> Floats:
             found = self._latency.sublayers_s(rows=rows, context=context, batch=batch)
@@ -62,20 +62,14 @@ class PassCosts:
                 found[:prefix] = self._latency.sublayers_s(rows=batch, context=context, batch=batch)[:prefix]
             return found
 
-        return self._cost((rows, batch, prefix), seconds, visited=self._all, head_rows=rows)
+        num_sampled = rows if head_rows is None else head_rows
+        visited = np.ones(len(self._stages), bool)
+        return self._cost((rows, batch, prefix, num_sampled), seconds, visited=visited, head_rows=num_sampled)
 
     def prefill(self, *, rows: int, batch: int, num_sampled: int) -> PassCost:
         """Return the cost of all sublayers over `rows` prompt tokens, and of the head for the `num_sampled` prompts
         that end in this pass."""
-
-        def seconds(context: float) -> Floats:
-            return self._latency.sublayers_s(rows=rows, context=context, batch=batch)
-
-        return self._cost(("prefill", rows, batch, num_sampled), seconds, visited=self._all, head_rows=num_sampled)
-
-    @property
-    def _all(self) -> Flags:
-        return np.ones(len(self._stages), bool)
+        return self.verify(rows=rows, batch=batch, head_rows=num_sampled)
 
     def _cost(
         self, shape: tuple[object, ...], seconds: Callable[[float], Floats], *, visited: Flags, head_rows: int

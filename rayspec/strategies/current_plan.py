@@ -79,4 +79,4 @@ class CurrentPlan:
 def estimated_acceptance(draft: FoundDraft, num_tokens: int) -> float:
     """Estimate a draft's acceptance by the share of the tapped tokens on which it agreed, with its similarity as the
     prior."""
-    return float(shrink(draft.num_agreed, num_tokens, min(max(draft.similarity, 0.0), 1.0)).mean)
+    return shrink(draft.num_agreed, num_tokens, min(max(draft.similarity, 0.0), 1.0))

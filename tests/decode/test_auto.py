@@ -16,7 +16,7 @@ from rayspec.decode.questions import Answer, Question
 from rayspec.decode.rounds import RoundResult
 from rayspec.decode.selection.auto import Auto
 from rayspec.decode.selection.base import BatchState, Search
-from rayspec.decode.selection.knapspec import KnapSpec
+from rayspec.decode.selection.knapspec import KnapSpec, smaller
 from rayspec.planning.acceptance import DraftWhileWorth
 from rayspec.planning.calibration import CalibrationCurve
 from rayspec.planning.constants import FIRST_SEARCH_SHARE
@@ -140,9 +140,7 @@ def test_a_search_must_pay_in_the_rounds_that_lookup_leaves(proposal: Proposal, 
 def test_without_lookup_the_first_search_may_count_on_all_the_work() -> None:
     latency, asked = model(), []
     there = World(Auto(SpeculationOptions(strategy="knapspec"), latency, looks_up=False), latency, right=0.0)
-    step_s = latency.decode_step_s(context=1024, batch=1)
-    needed_s = there.auto._knapspec._search_cost_s(_batch_state()) / FIRST_SEARCH_SHARE
-    state = replace(_batch_state(), num_outstanding_tokens=round(1.1 * needed_s / step_s))
+    state = replace(_batch_state(), num_outstanding_tokens=round(1.1 * _tokens_for_a_search(there)))
 
     for _ in range(2):
         there.play([NOTHING])
@@ -155,9 +153,7 @@ def test_it_is_tokens_that_lookup_leaves_and_not_rounds(between: Proposal, searc
     """Every other round is plain, but makes one token of eighteen: four times the work that a search needs is not
     enough."""
     there, asked = world(right=1.0), []
-    step_s = there.latency.decode_step_s(context=1024, batch=1)
-    needed_s = there.auto._knapspec._search_cost_s(_batch_state()) / FIRST_SEARCH_SHARE
-    state = replace(_batch_state(), num_outstanding_tokens=round(4 * needed_s / step_s))
+    state = replace(_batch_state(), num_outstanding_tokens=round(4 * _tokens_for_a_search(there)))
 
     for _ in range(20):
         there.play([between])
@@ -233,6 +229,15 @@ def test_rounds_of_several_cohorts_may_be_under_way() -> None:
         there.auto.observe(state, plan, result, len(tokens), 0.01)
     assert there.auto._trials.taken(states[0]) is None
     there.auto.observe(states[0], plans[0], result, 1, 0.01)
+
+
+def _tokens_for_a_search(there: World) -> float:
+    """Tokens of plain decoding for which a first search is just worth its time."""
+    knapspec, state = there.auto._knapspec, _batch_state()
+    question = knapspec.question(state)
+    gain = knapspec._gain_to_expect(state, question)
+    needed_s = knapspec._search_cost_s(smaller(question), 1024) / (FIRST_SEARCH_SHARE * (1 - 1 / gain))
+    return needed_s / there.latency.decode_step_s(context=1024, batch=1)
 
 
 def _batch_state() -> BatchState:

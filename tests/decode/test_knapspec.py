@@ -1,17 +1,21 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rayspec import demo
-from rayspec.choices import SKIP
+from rayspec.choices import FULL, SKIP
 from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
 from rayspec.decode.selection.auto import Auto
+from rayspec.decode.selection.knapspec import KnapSpec, fastest_draft
 from rayspec.local_engine import load_engine
+from rayspec.planning.constants import FIRST_SEARCH_SHARE
 from rayspec.planning.latency import LatencyModel
 from tests.decode.selecting import latency_model
+from tests.decode.selecting import state as batch_state
 from tests.demo_model import EOS, demo_parts, demo_prompts
 from tests.engines import RowClock, complete, engine_with, tokens_of
 from tests.exhaustive import few_of
@@ -106,3 +110,28 @@ def test_a_loaded_engine_measures_searches_and_drafts(tmp_path: Path) -> None:
     outputs = complete(load_engine(config), prompts, SamplingParams(temperature=0, max_tokens=40))
     assert tokens_of(outputs) == greedy(demo.model_path(), prompts, 40, eos=(EOS,))
     assert list(tmp_path.glob("latency-*.json"))
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "transfer_s", "asked"),
+    [(60, 0.0, None), (128, 0.0, (4, 8)), (512, 0.0, (8, 16)), (20, 0.02, (4, 8))],
+    ids=["too little to save", "a smaller search", "a whole search", "weights on disk: much to save"],
+)
+def test_the_first_search_costs_a_small_share_of_what_a_plan_may_save(
+    num_tokens: int, transfer_s: float, asked: tuple[int, int] | None
+) -> None:
+    """Of the 32 sublayers, twelve are fetched. 128 rows take ten times as long as one."""
+    latency = latency_model(16, sublayer_s=1e-3, row_s=7e-5)
+    latency = replace(latency, transfer_s=tuple(transfer_s * (8 <= index < 20) for index in range(32)))
+    strategy, state = KnapSpec(SpeculationOptions(), latency), batch_state()
+    question = strategy._affordable(replace(state, num_outstanding_tokens=num_tokens, elapsed_s=0.0), 1.0)
+    assert (question and (question.num_tokens, question.max_states)) == asked
+    if question is not None:
+        plain_s = num_tokens * latency.decode_step_s(context=state.context, batch=1)
+        assert strategy._search_cost_s(question, state.context) < FIRST_SEARCH_SHARE * plain_s
+
+
+def test_the_fastest_draft_skips_what_is_slowest_as_far_as_it_may() -> None:
+    savings = [{SKIP: 1}, {SKIP: 5}, {"int4": 2}, {SKIP: 3, "int4": 2}]
+    assert fastest_draft(savings, 8) == (FULL, SKIP, FULL, SKIP)
+    assert fastest_draft(savings, 6) == (SKIP, SKIP, FULL, FULL)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from rayspec.planning.budget import Budget, Trigger
+from rayspec.planning.constants import FIRST_SEARCH_SHARE
 
 
 def test_budget_is_never_exceeded() -> None:
@@ -24,6 +25,15 @@ def test_budget_may_be_spent_ahead_and_may_be_nothing() -> None:
     assert not Budget(0.0).allows(1e-9, elapsed_s=1e9)
     with pytest.raises(ValueError):
         Budget(1.5)
+
+
+def test_only_the_first_search_may_count_on_what_its_plan_saves() -> None:
+    budget = Budget(0.02)
+    assert budget.may_invest(1.0, saving_s=1.01 / FIRST_SEARCH_SHARE)
+    assert not budget.may_invest(1.0, saving_s=0.99 / FIRST_SEARCH_SHARE)
+    assert not Budget(0.0).may_invest(1e-9, saving_s=1e9)
+    budget.spend(1.0)
+    assert not budget.may_invest(1e-9, saving_s=1e9)
 
 
 def made(**changes: object) -> Trigger:

@@ -11,7 +11,7 @@ from rayspec.decode.drafting.skip_draft import KeepDrafting
 from rayspec.decode.rounds import RoundResult
 from rayspec.decode.selection.base import BatchState, Search
 from rayspec.decode.selection.knapspec import Candidate, KnapSpec
-from rayspec.decode.selection.trials import Proposed, Taken, Trials
+from rayspec.decode.selection.trials import Proposed, Trials
 from rayspec.planning.budget import Trigger
 from rayspec.planning.constants import MAX_PLAN_GAIN, PRIOR_TOKENS, TEXT_HALF_LIFE
 from rayspec.planning.discounted import Discounted
@@ -98,7 +98,7 @@ class Auto:
             ngram=self._ngram,
             shortest=SHORTEST_MATCH,
             by_class=self._lookup.by_class,
-            min_survival=best * self._row_s(state),
+            min_survival=best * worth.row_s,
             drafting_gain=rate / plain_rate,
         )
 
@@ -111,7 +111,9 @@ class Auto:
         self._num_looked_up += any(len(one.token_ids) > one.num_drafted for one in result.drafts)
         if taken is None:
             return
-        copies = plan.num_lookup_tokens > 0 and self._copies(taken)
+        # A round copies if lookup is expected to be faster than any plan.
+        rate, plain_rate = (self._trials.rate(taken, way) for way in (taken.way, PLAIN))
+        copies = plan.num_lookup_tokens > 0 and rate > MAX_PLAN_GAIN * plain_rate
         self._new_text_share.observe(0.0 if copies else num_tokens / state.batch, num_tokens / state.batch)
         if plan.num_lookup_tokens and not result.num_draft_steps:
             return
@@ -145,14 +147,6 @@ class Auto:
             if own.drafts and self._trials.arbiter.is_known(PLAN):
                 ways[BOTH] = self._looked_up(state, own)
         return ways
-
-    def _copies(self, taken: Taken) -> bool:
-        """Whether the round, which used lookup, is expected to be faster than by any plan."""
-        return self._trials.rate(taken, taken.way) > MAX_PLAN_GAIN * self._trials.rate(taken, PLAIN)
-
-    def _row_s(self, state: BatchState) -> float:
-        """Return the seconds of one more row of a sequence in a verify."""
-        return self._latency.row_s(context=state.context, batch=state.batch)
 
     def _learn_lookup(self, state: BatchState, result: RoundResult) -> None:
         """Learn from the proposals before the round, and from the looked-up tokens that completed drafts."""

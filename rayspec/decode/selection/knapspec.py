@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rayspec.choices import SKIP, Choice, Choices, combined, keys_of, nearest, num_leading_full, weights_of
+from rayspec.choices import FULL, SKIP, Choice, Choices, combined, keys_of, nearest, num_leading_full, weights_of
 from rayspec.config import SpeculationOptions
 from rayspec.decode.questions import Answer, Found, Knapsack
 from rayspec.decode.rounds import RoundResult
@@ -22,7 +22,6 @@ from rayspec.planning.calibration import Calibration, Correction
 from rayspec.planning.constants import (
     FEW_KEYS_COST,
     FIRST_OFFSET,
-    FIRST_SEARCH_SHARE,
     ROUNDS_TO_REVIEW,
     TOKENS_HALF_LIFE,
 )
@@ -52,9 +51,8 @@ class Candidate:
 
     @property
     def estimate(self) -> float:
-        """Low estimate of acceptance by the tapped tokens alone, with the similarity as the prior."""
-        by_taps = shrink(self.num_agreed, self.num_tapped, min(max(self.similarity, 0.0), 1.0))
-        return float(by_taps.lower())
+        """Estimate of acceptance by the tapped tokens alone, with the similarity as the prior."""
+        return shrink(self.num_agreed, self.num_tapped, min(max(self.similarity, 0.0), 1.0))
 
 
 class KnapSpec:
@@ -88,7 +86,8 @@ class KnapSpec:
         self._correction = Correction(prior_offset=FIRST_OFFSET)
         self._calibration = Calibration()
         self._stops = StopRecord()
-        self._reason: str | None = None  # of the search that waits for taps or is under way
+        self._question: Knapsack | None = None  # of the search that waits for taps or is under way
+        self._reason = ""  # of this search
         self._under_way: Future[Answer] | None = None
         self._rounds_to_price = 0
         # By draft length, predicted since the last review.
@@ -96,7 +95,7 @@ class KnapSpec:
 
     @property
     def wants_taps(self) -> bool:
-        return self._reason is not None and self._under_way is None
+        return self._question is not None and self._under_way is None
 
     def rate(self, state: BatchState, longest: int | None = None) -> float:
         """Return the tokens per second of one sequence that are predicted for the plan in use, with drafts of at most
@@ -153,27 +152,26 @@ class KnapSpec:
         share: share of the time in rounds that a plan could make faster; the budget counts only this time.
         """
         if self._under_way is None:
-            known = self._reason is not None
-            self._reason = self._affordable_reason(state, share)
-            if known and self._reason is not None:
-                self._under_way = search(self.question(state))
+            known = self._question is not None
+            self._consider_search(state, share)
+            if known and self._question is not None:
+                self._under_way = search(self._question)
         if self._under_way is not None and self._under_way.done():
             return self._conclude(state, self._under_way)
         if self._rounds_to_review <= 0 and self._candidates:
             return self._review(state)
         return None
 
-    def _affordable_reason(self, state: BatchState, share: float) -> str | None:
-        """Return why a search is due, if the budget allows one; else None. An answer stays for ROUNDS_TO_REVIEW rounds,
-        because predicting the cost of a search takes a good part of a small model's step."""
+    def _consider_search(self, state: BatchState, share: float) -> None:
+        """Set the question of a search that is due and affordable. It stays for ROUNDS_TO_REVIEW rounds, because
+        predicting the cost of a search takes a good part of a small model's step."""
         self._rounds_to_price -= 1
         if self._rounds_to_price > 0:
-            return self._reason
-        reason = self._trigger.reason(context=state.context, batch=state.batch)
-        if reason is None:
-            return None
-        self._rounds_to_price = ROUNDS_TO_REVIEW
-        return reason if self._affordable(state, share) else None
+            return
+        self._question, reason = None, self._trigger.reason(context=state.context, batch=state.batch)
+        if reason is not None:
+            self._rounds_to_price = ROUNDS_TO_REVIEW
+            self._reason, self._question = reason, self._affordable(state, share)
 
     @property
     def _stop_rule(self) -> StopRule:
@@ -210,27 +208,44 @@ class KnapSpec:
         candidates, which is then the prior for its own observations."""
         corrected = self._correction.apply([candidate.estimate for candidate in candidates])
         return [
-            float(shrink(one.used.total, one.used.weight, float(prior)).mean)
+            shrink(one.used.total, one.used.weight, float(prior))
             for one, prior in zip(candidates, corrected, strict=True)
         ]
 
-    def _affordable(self, state: BatchState, share: float) -> bool:
-        step_s = self._latency.decode_step_s(context=state.context, batch=state.batch)
-        remaining_s = share * state.num_outstanding_tokens * step_s / state.batch
-        cost_s = self._search_cost_s(state)
-        if (
-            self._budget.spent_s == 0
-            and self._options.optimise_share > 0
-            and cost_s <= FIRST_SEARCH_SHARE * remaining_s
-        ):
-            return True
-        return self._budget.allows(cost_s, elapsed_s=share * state.elapsed_s, expected_remaining_s=remaining_s)
+    def _affordable(self, state: BatchState, share: float) -> Knapsack | None:
+        """Return the question of a search that the budget allows; None if it allows none.
 
-    def _search_cost_s(self, state: BatchState) -> float:
+        The budget counts the time of the outstanding work without a draft. If all of it, not only `share`, is too
+        little for the whole first search, the first search may be a smaller one.
+        """
+        question = self.question(state)
+        for one in (question, smaller(question)):
+            if self._allows(one, state, share):
+                return one
+            if self._budget.spent_s or self._allows(one, state, 1.0):
+                return None
+        return None
+
+    def _allows(self, question: Knapsack, state: BatchState, share: float) -> bool:
+        """Return whether the budget allows a search, if it counts this share of the time."""
+        step_s = self._latency.decode_step_s(context=state.context, batch=state.batch)
+        work_s = share * state.num_outstanding_tokens * step_s / state.batch
+        cost_s = self._search_cost_s(question, state.context)
+        if self._budget.allows(cost_s, elapsed_s=share * state.elapsed_s, expected_remaining_s=work_s):
+            return True
+        return self._budget.may_invest(cost_s, saving_s=work_s * (1 - 1 / self._gain_to_expect(state, question)))
+
+    def _gain_to_expect(self, state: BatchState, question: Knapsack) -> float:
+        """Return the predicted gain of the fastest draft that a search may find, if it agrees with the target on all
+        tapped tokens. The prior of its acceptance is one half."""
+        drafts = [fastest_draft(question.savings, question.max_saved), *question.also]
+        acceptance = shrink(question.num_tokens, question.num_tokens, 0.5)
+        return self._best(state, drafts, [acceptance] * len(drafts)).predicted_gain
+
+    def _search_cost_s(self, question: Knapsack, context: float) -> float:
         """Return the predicted seconds of a search: the states that run in full, and the tapped tokens by every other
         choice and by every pattern that is always tried."""
-        question = self.question(state)
-        num_tokens, context = question.num_tokens, state.context
+        num_tokens = question.num_tokens
         num_states = count_rows(question.savings, max_saved=question.max_saved, max_states=question.max_states)
         seconds = partial(self._latency.sublayer_s, context=context, batch=num_tokens)
         pass_seconds = partial(self._latency.sublayers_s, rows=num_tokens, context=context, batch=num_tokens)
@@ -259,14 +274,11 @@ class KnapSpec:
     def _max_saved(self, state: BatchState, savings: Sequence[Mapping[Choice, int]]) -> int:
         """Return the most units that a draft may save: all weight transfers and `max_skipped_share` of the compute."""
         total = sum(each.get(SKIP, 0) for each in savings)
-        total_s = float(self._seconds(state).sum())
+        seconds = self._latency.sublayers_s(rows=state.batch, context=state.context, batch=state.batch)
+        total_s = float(seconds.sum())
         computing_share = 1 - sum(self._latency.transfer_s) / total_s
         least_share = computing_share * (1 - self._options.knapsack.max_skipped_share)
         return total - int(total * least_share)
-
-    def _seconds(self, state: BatchState) -> NDArray[np.float64]:
-        """Return [num_sublayers]: seconds of each sublayer in full, in a draft step."""
-        return self._latency.sublayers_s(rows=state.batch, context=state.context, batch=state.batch)
 
     def question(self, state: BatchState) -> Knapsack:
         """Return the question of a search."""
@@ -286,16 +298,16 @@ class KnapSpec:
         self._under_way = None
         if search.cancelled():
             return None
-        reason, self._reason = self._reason or "", None
+        self._question = None
         if (error := search.exception()) is not None:
             logger.warning("a plan search failed, the plan stays: %s", error)
             self._planned(state, changed=False)
             return None
         found = search.result()
         assert isinstance(found, Found)
-        return self._take(state, found, reason)
+        return self._take(state, found)
 
-    def _take(self, state: BatchState, found: Found, reason: str) -> PlanRecord:
+    def _take(self, state: BatchState, found: Found) -> PlanRecord:
         """Replace the known candidates by those of the search, keep the one in use, and choose the best."""
         previous = self._in_use
         self._candidates = [
@@ -307,24 +319,28 @@ class KnapSpec:
         if previous is not None and all(one.choices != previous.choices for one in self._candidates):
             self._candidates.append(previous)
         self._budget.spend(found.seconds)
-        return self._decide(state, reason, found.seconds)
+        return self._decide(state, self._reason, found.seconds)
 
     def _review(self, state: BatchState) -> PlanRecord | None:
         """Switch to another known candidate or draft length if it is predicted to be better now. Return a record only
         for another candidate."""
         self._rounds_to_review = ROUNDS_TO_REVIEW
         self._rates.clear()
-        choice = self._best(state)
+        choice = self._best_known(state)
         in_use = self._choice.candidate if self._choice else None
         if choice.candidate == in_use:
             self._choice = choice
             return None
         return self._decide(state, "what was observed favours another candidate", 0.0)
 
-    def _best(self, state: BatchState) -> Decision:
+    def _best_known(self, state: BatchState) -> Decision:
+        drafts = [candidate.choices for candidate in self._candidates]
+        return self._best(state, drafts, self.acceptance_of(self._candidates))
+
+    def _best(self, state: BatchState, drafts: Sequence[Choices], acceptance: Sequence[float]) -> Decision:
         return best_choice(
-            [candidate.choices for candidate in self._candidates],
-            self.acceptance_of(self._candidates),
+            drafts,
+            acceptance,
             self._latency,
             context=state.context,
             batch=state.batch,
@@ -335,7 +351,7 @@ class KnapSpec:
     def _decide(self, state: BatchState, reason: str, spent_s: float) -> PlanRecord:
         before = self.plan.choices if self.plan.drafts else None
         self._rates.clear()
-        self._choice = choice = self._best(state)
+        self._choice = choice = self._best_known(state)
         candidate = self._in_use
         expected = self.acceptance_of([candidate])[0] if candidate else 0.0
         if candidate is None:
@@ -385,3 +401,19 @@ def uniform_patterns(savings: Sequence[Mapping[Choice, int]]) -> list[Choices]:
     ways = dict.fromkeys(choice for each in savings for choice in each if choice != SKIP)
     patterns = dict.fromkeys(tuple(nearest(choice, each) for each in savings) for choice in ways)
     return [choices for choices in patterns if num_leading_full(choices) < len(choices)]
+
+
+def fastest_draft(savings: Sequence[Mapping[Choice, int]], max_saved: int) -> Choices:
+    """Return the draft that skips the slowest sublayers, as many as fit into `max_saved`, and runs the others in
+    full."""
+    choices, left = [FULL] * len(savings), max_saved
+    for index in sorted(range(len(savings)), key=lambda index: -savings[index].get(SKIP, 0)):
+        saved = savings[index].get(SKIP, 0)
+        if 0 < saved <= left:
+            choices[index], left = SKIP, left - saved
+    return tuple(choices)
+
+
+def smaller(question: Knapsack) -> Knapsack:
+    """Return the question with half of the tokens and half of the states, so about a quarter of the work."""
+    return replace(question, num_tokens=-(-question.num_tokens // 2), max_states=max(question.max_states // 2, 2))

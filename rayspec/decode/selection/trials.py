@@ -97,18 +97,16 @@ class Trials:
             return f"{doing}, but trying {self.arbiter.trial}"
         if not self.arbiter.was_tried(way) or self._last is None or way not in self._last.rates:
             return "not drafting: the plan has not been tried yet"
-        gain, predicted = self.rate(self._last, way) / self.rate(self._last, self._home), self._predicted_gain(way)
+        gain = self.rate(self._last, way) / self.rate(self._last, self._home)
+        predicted = self._last.rates[way] / self._last.rates[self._home]
         return f"{doing}: measured x{gain:.2f} of plain decoding, x{predicted:.2f} predicted"
-
-    def _predicted_gain(self, way: Way) -> float:
-        assert self._last is not None
-        return self._last.rates[way] / self._last.rates[self._home]
 
     def _shortened(self, state: BatchState, proposed: Proposed, rates: Mapping[Way, float]) -> tuple[Plan, float]:
         """Return the plan with drafts that the trial can afford, and the rate that is predicted for them."""
-        plan = proposed.plan
-        step_s = self._latency.draft_step_s(plan.choices, context=state.context, batch=state.batch)
-        longest = max(1, int(self.arbiter.remaining_loss_s(rates) / step_s))
+        plan, context, batch = proposed.plan, state.context, state.batch
+        step_s = self._latency.draft_step_s(plan.choices, context=context, batch=batch)
+        row_s = self._latency.row_s(context=context, batch=batch) * batch * max(plan.tree_widths, default=1)
+        longest = max(1, int(self.arbiter.remaining_loss_s(rates) / (step_s + row_s)))
         if plan.num_draft_tokens <= longest:
             return plan, proposed.rate
         rate = proposed.rate if proposed.shorter is None else proposed.shorter(longest)
