@@ -122,7 +122,8 @@ class Decomposition:
     @property
     def curve_names(self) -> list[str]:
         """Name of each sublayer's latency curve. Sublayers of one name do the same work, in any span of the model."""
-        return [_cost_name(sublayer, self.windows.get(sublayer.layer)) for sublayer in self.sublayers]
+        windows = self.windows
+        return [_cost_name(sublayer, windows.get(sublayer.layer)) for sublayer in self.sublayers]
 
 
 @torch.inference_mode()

@@ -40,7 +40,8 @@ class Budget:
     def may_invest(self, predicted_cost_s: float, *, saving_s: float) -> bool:
         """Whether the first search may cost so much, beyond its share: up to FIRST_SEARCH_SHARE of the time that its
         plan is expected to save. With a share of 0 there are no searches."""
-        return self._spent_s == 0 < self._share and predicted_cost_s <= FIRST_SEARCH_SHARE * saving_s
+        is_first = self._spent_s == 0 and self._share > 0
+        return is_first and predicted_cost_s <= FIRST_SEARCH_SHARE * saving_s
 
     def spend(self, seconds: float) -> None:
         if seconds < 0:

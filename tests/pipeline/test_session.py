@@ -157,8 +157,8 @@ def test_handlers_are_those_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
     assert handlers == [repr]
 
 
-@pytest.mark.parametrize("address", ["auto", "nonsense://x"])
-def test_an_address_without_a_ray_is_named(address: str, tmp_path: Path) -> None:
+def test_an_address_without_a_ray_is_named(tmp_path: Path) -> None:
+    address = "nonsense://x"
     script = "from rayspec.pipeline.session import ray_session\nwith ray_session(): pass"
     environment = {**os.environ, "RAY_ADDRESS": address, "RAY_TMPDIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)

@@ -110,9 +110,17 @@ def prepare(
     max_places: int = 0,
     capture: Capture | None = None,
 ) -> Prepared:
-    """Make a runner and an arena. max_rows: if not 0, passes of at most `max_rows` rows run in static buffers. capture:
-    makes graphs of these passes."""
-    arena = KVArena(parts.shapes, num_slots, dtype=parts.dtype, device=parts.device, num_spare=1)
+    """Make a runner and an arena, in which layers with a sliding window have a store of their own. max_rows: if not 0,
+    passes of at most `max_rows` rows run in static buffers. capture: makes graphs of these passes."""
+    arena = KVArena(
+        parts.shapes,
+        num_slots,
+        num_windowed_slots=num_slots,
+        windowed_layers=parts.windows,
+        dtype=parts.dtype,
+        device=parts.device,
+        num_spare=1,
+    )
     buffers = None
     if max_rows:
         buffers = StepBuffers(

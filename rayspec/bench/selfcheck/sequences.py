@@ -16,6 +16,7 @@ from rayspec.model.rows import RowSpan, Runs, runs_of_pages
 
 NUM_SEQUENCES = 4
 _PAGES_EACH = 16
+_WINDOWED_SHIFT = 3  # pages by which sequences are shifted in the windowed store
 NUM_SLOTS = NUM_SEQUENCES * _PAGES_EACH * PAGE_SIZE
 MAX_PLACES = _PAGES_EACH * PAGE_SIZE
 MAX_ROWS = padded_rows(NUM_SEQUENCES * MAX_PLACES)
@@ -36,7 +37,13 @@ class PassShape:
     def spans(self) -> list[RowSpan]:
         each = enumerate(zip(self.contexts, self.num_rows, strict=True))
         return [
-            RowSpan(_runs(index, self.first_page), context, num_rows, self.parents)
+            RowSpan(
+                _runs(index, self.first_page),
+                context,
+                num_rows,
+                self.parents,
+                windowed=_runs(index, self.first_page + _WINDOWED_SHIFT),
+            )
             for index, (context, num_rows) in each
             if num_rows
         ]
