@@ -7,6 +7,7 @@ earlier sequence shares those pages. Free pages keep their content until reuse; 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -61,10 +62,12 @@ class PageTable:
 
 class PagePool:
     """Allocates `num_pages` pages. A page is free or is used by one or more sequences. `find` may still return a free
-    page."""
+    page. spares_content: a table grows into adjacent pages only if `find` cannot return them or the table has claimed
+    them. Tables that go forward through the pool would else overwrite whatever lies there."""
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, *, spares_content: bool = False) -> None:
         self.num_pages = num_pages
+        self._spares_content = spares_content
         self.num_free = num_pages
         self._num_users: NDArray[np.int64] = np.zeros(num_pages, np.int64)
         self._claimed: NDArray[np.bool_] = np.zeros(num_pages, np.bool_)
@@ -144,10 +147,11 @@ class PagePool:
     def _free_range_for(self, table: PageTable, num_pages: int, room: int) -> range:
         """Return contiguous free pages: up to `room` pages after the table's last page; or unclaimed pages, `room` or a
         half, a quarter, ... of it, but at least `num_pages`; or else the longest free range, even if claimed."""
+        own = table.claimed
         self._claim(table, range(0))
         free = self._num_users == 0
-        if table.pages and (behind := self._hole_at(table.pages[-1] + 1, free)):
-            return behind[:room]
+        if table.pages and (behind := self._may_overwrite(self._hole_at(table.pages[-1] + 1, free)[:room], own)):
+            return behind
         while room >= num_pages:
             if (hole := self._oldest(free & ~self._claimed, room)) is not None:
                 return hole
@@ -160,6 +164,13 @@ class PagePool:
             return range(0)
         taken = np.flatnonzero(~free[page + 1 :] | self._claimed[page + 1 :])
         return range(page, page + 1 + int(taken[0]) if len(taken) else self.num_pages)
+
+    def _may_overwrite(self, pages: range, own: range) -> range:
+        """Return the leading pages that a table with the claim `own` may grow into."""
+        if not self._spares_content:
+            return pages
+        num_allowed = sum(1 for _ in itertools.takewhile(lambda page: page in own or not self._released[page], pages))
+        return pages[:num_allowed]
 
     def _oldest(self, allowed: NDArray[np.bool_], num_pages: int) -> range | None:
         """Return `num_pages` contiguous allowed pages that are empty, or else those whose newest content is oldest.

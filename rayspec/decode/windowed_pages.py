@@ -24,7 +24,7 @@ class WindowedPages:
     """
 
     def __init__(self, num_slots: int, window: int, num_behind: int) -> None:
-        self.pool = PagePool(num_slots // PAGE_SIZE)
+        self.pool = PagePool(num_slots // PAGE_SIZE, spares_content=True)
         self._window = window
         self._num_behind = num_behind
 
