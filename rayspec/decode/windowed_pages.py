@@ -57,7 +57,7 @@ class WindowedPages:
     def grow(self, table: PageTable, num_computed: int, num_tokens: int) -> None:
         """Give back the pages before the windows of all rows from position `num_computed - num_behind` on, and add
         pages up to `num_tokens`."""
-        self.pool.release_before(table, max(table.num_gone, self._first_seen(num_computed - self._num_behind)))
+        self.pool.release_before(table, self._first_seen(num_computed - self._num_behind))
         num_pages = -(-num_tokens // PAGE_SIZE)
         has_grown = self.pool.grow(table, num_pages, room=num_pages + self._window // PAGE_SIZE)
         assert has_grown, "the pool holds the windows of all sequences"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from concurrent.futures import Future
 from itertools import product
 
@@ -12,9 +11,9 @@ import pytest
 from rayspec.config import SamplingParams
 from rayspec.decode.rounds import Result, Work
 from rayspec.decode.scheduler import Scheduler
-from rayspec.decode.sequence import SequenceState
 from rayspec.decode.stages import LocalStages, StagesReplacedError
 from rayspec.types import Request, RequestOutput
+from tests.decode.scheduling import commit, sequence_of
 from tests.demo_model import demo_parts, demo_prompts
 from tests.engines import GREEDY, RandomPlans, complete, engine_with, require_idle, tokens_of
 from tests.exhaustive import few_of
@@ -147,7 +146,7 @@ def test_no_page_is_lost(num_requests: int) -> None:
     left, num_preempted = num_requests, 0
     while left or scheduler.waiting or scheduler.running:
         if left and len(scheduler.waiting) < 4:
-            scheduler.add(_sequence(left, rng.choice(texts)[: rng.randint(1, 100)], rng.randint(1, 60)))
+            scheduler.add(sequence_of(left, rng.choice(texts)[: rng.randint(1, 100)], rng.randint(1, 60)))
             left -= 1
         if scheduler.running and rng.random() < 0.05:
             scheduler.remove(rng.choice([*scheduler.running, *scheduler.waiting]))
@@ -155,37 +154,15 @@ def test_no_page_is_lost(num_requests: int) -> None:
         num_preempted += len(step.preempted)
         for sequence, chunk in zip(step.prefill, step.chunks, strict=True):
             sequence.num_computed += chunk.rows.num_rows
-            _commit(scheduler, sequence, [rng.randint(0, 1)] if chunk.sample else [])
+            commit(scheduler, sequence, [rng.randint(0, 1)] if chunk.sample else [])
         for sequence in step.decode:
-            _commit(scheduler, sequence, [rng.randint(0, 1) for _ in range(rng.randint(1, 5))])
+            commit(scheduler, sequence, [rng.randint(0, 1) for _ in range(rng.randint(1, 5))])
     pool = scheduler.pool
     assert num_preempted > num_requests // 50
     assert pool.num_free == pool.num_pages
     assert not pool._num_users.any()
     assert not pool._claimed.any()
     assert sorted(pool._hash_of) == sorted(pool._page_of.values()) == pool._released.nonzero()[0].tolist()
-
-
-def _sequence(number: int, prompt: Sequence[int], max_tokens: int) -> SequenceState:
-    return SequenceState(
-        sequence_id=str(number),
-        index=0,
-        params=SamplingParams(max_tokens=max_tokens),
-        seed=0,
-        token_ids=list(prompt),
-        num_prompt_tokens=len(prompt),
-        max_total_tokens=len(prompt) + max_tokens,
-        eos_token_ids=(),
-        detokenizer=None,
-    )
-
-
-def _commit(scheduler: Scheduler, sequence: SequenceState, token_ids: Sequence[int]) -> None:
-    if token_ids:
-        sequence.commit(token_ids[: sequence.num_remaining])
-        sequence.num_computed = sequence.num_tokens - 1
-    if sequence.finished:
-        scheduler.remove(sequence)
 
 
 def _tokens(output: RequestOutput) -> list[tuple[int, ...]]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from rayspec.config import EngineConfig, SamplingParams
+from rayspec.config import EngineConfig
 from rayspec.decode.loading import affordable_slots, cache_size
 from rayspec.decode.pages import PageTable, extend_hashes
 from rayspec.decode.scheduler import Scheduler
@@ -15,6 +15,7 @@ from rayspec.decode.sequence import SequenceState
 from rayspec.decode.windowed_pages import WindowedPages
 from rayspec.model.kv_arena import PAGE_SIZE
 from rayspec.model.rows import RowSpan, slots_between
+from tests.decode.scheduling import commit, sequence_of
 from tests.engines import GREEDY, NUM_BEHIND, RandomPlans, complete, engine_with, tokens_of
 from tests.exhaustive import few_of
 from tests.families import WINDOW, cases, checkpoint, parts_of
@@ -64,7 +65,7 @@ def test_every_row_finds_its_window(window: int, seed: int) -> None:
     while left or scheduler.waiting or scheduler.running:
         if left and len(scheduler.waiting) < 4:
             prompt = rng.choice(texts)[: rng.randint(1, 300)]
-            scheduler.add(_sequence(left, [*prompt, *[left] * rng.randint(0, 20)], rng.randint(1, 60)))
+            scheduler.add(sequence_of(left, [*prompt, *[left] * rng.randint(0, 20)], rng.randint(1, 60)))
             left -= 1
         if scheduler.running and rng.random() < 0.05:
             scheduler.remove(rng.choice([*scheduler.running, *scheduler.waiting]))
@@ -74,14 +75,14 @@ def test_every_row_finds_its_window(window: int, seed: int) -> None:
         for sequence, chunk in zip(step.prefill, step.chunks, strict=True):
             store.write(sequence, chunk.rows, sequence.token_ids)
             sequence.num_computed += chunk.rows.num_rows
-            _commit(scheduler, sequence, [rng.randint(0, 9)] if chunk.sample else [])
+            commit(scheduler, sequence, [rng.randint(0, 9)] if chunk.sample else [])
         for sequence in step.decode:
             num_rows = min(1 + LOOKAHEAD, sequence.num_remaining)
             drafted = [rng.randint(10, 19) for _ in range(num_rows + NUM_BESIDE)]  # all but the first may be wrong
             rows = sequence.rows(sequence.num_tokens - 1, num_rows)
             store.write(sequence, rows, sequence.token_ids + drafted)
             accepted = rng.randint(0, num_rows - 1)
-            _commit(scheduler, sequence, [*drafted[:accepted], rng.randint(0, 9)])
+            commit(scheduler, sequence, [*drafted[:accepted], rng.randint(0, 9)])
     assert num_cached > 1000
     assert num_preempted > 0
     assert pages.pool.num_free == pages.pool.num_pages
@@ -156,25 +157,3 @@ def test_free_memory_holds_more_tokens_where_layers_have_windows(monkeypatch: py
     assert affordable_slots(config, parts, parts.device) == (2**20 - windowed * 512) // 512
     monkeypatch.setattr("rayspec.decode.loading.free_bytes", lambda device: 4 * 2**16)
     assert affordable_slots(config, parts, parts.device) == 2**16 // 1024, "one store for all layers"
-
-
-def _sequence(number: int, prompt: Sequence[int], max_tokens: int) -> SequenceState:
-    return SequenceState(
-        sequence_id=str(number),
-        index=0,
-        params=SamplingParams(max_tokens=max_tokens),
-        seed=0,
-        token_ids=list(prompt),
-        num_prompt_tokens=len(prompt),
-        max_total_tokens=len(prompt) + max_tokens,
-        eos_token_ids=(),
-        detokenizer=None,
-    )
-
-
-def _commit(scheduler: Scheduler, sequence: SequenceState, token_ids: Sequence[int]) -> None:
-    if token_ids:
-        sequence.commit(token_ids[: sequence.num_remaining])
-        sequence.num_computed = sequence.num_tokens - 1
-    if sequence.finished:
-        scheduler.remove(sequence)
