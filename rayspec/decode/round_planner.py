@@ -18,6 +18,7 @@ from rayspec.decode.selection.base import BatchState, Selector
 from rayspec.decode.sequence import SequenceState
 from rayspec.decode.stages import Stages
 from rayspec.decode.taps import TapLog
+from rayspec.planning.answer_length import AnswerLength
 from rayspec.types import EngineStats, Plan
 
 _MAX_PLAN_RECORDS = 1024
@@ -55,6 +56,7 @@ class RoundPlanner:
         self._scheduler = scheduler
         self._stats = stats
         self._clock = clock
+        self._answer_length = AnswerLength()
         self._searching: Future[Answer] | None = None
         self._searched_s = 0.0  # seconds of searches that are not yet in the statistics
 
@@ -79,6 +81,8 @@ class RoundPlanner:
         """Log the taps of a finished round, and tell the selector its result. num_tokens: number of committed tokens.
         The selector learns nothing from a round with chunks, because the round's own time is then unknown."""
         self.taps.add(planned.work.taps)
+        num_ends = sum(sequence.finish_reason == "stop" for sequence in planned.sequences)
+        self._answer_length.observe(num_tokens=num_tokens, num_ends=num_ends)
         for sequence in planned.sequences:
             if sequence.finished:
                 self.taps.drop(sequence.sequence_id)
@@ -134,7 +138,10 @@ class RoundPlanner:
             self._searched_s += search.result().seconds
 
     def _batch_state(self, sequences: Sequence[SequenceState]) -> BatchState:
-        outstanding = sum(s.num_remaining for s in (*self._scheduler.running, *self._scheduler.waiting))
+        outstanding = sum(
+            self._answer_length.expected(sequence.num_remaining)
+            for sequence in (*self._scheduler.running, *self._scheduler.waiting)
+        )
         return BatchState(
             context=sum(sequence.num_tokens for sequence in sequences) // len(sequences),
             batch=len(sequences),

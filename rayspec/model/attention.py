@@ -7,7 +7,8 @@ ancestors, but no row of another branch.
 If the keys of a sequence are one run of slots, attention reads them in place. If they are several runs, or if rows of a
 prompt chunk attend to an earlier context, there is one call for each long run and one for the gathered short runs. The
 results are merged by the log-sum-exp of their scores. A run that several sequences share is read once for all of them.
-If results cannot be merged, the keys are gathered into one tensor.
+If results cannot be merged, or if a sliding window hides keys from rows of a chunk, the keys that lie in several runs
+are gathered into one tensor.
 
 Rows of a draft may read few keys. These are gathered, and one call computes the attention of all such rows.
 """
@@ -29,7 +30,7 @@ from rayspec.model.few_keys import FewPages, few_pages, page_tables, reads_all
 from rayspec.model.kv_arena import PAGE_SIZE, KVArena
 from rayspec.model.norms import Norm
 from rayspec.model.page_scores import NewestRows, newest_rows, note_pages
-from rayspec.model.rows import Path, RowSpan, Run, Runs, runs_between, slots_between
+from rayspec.model.rows import Path, RowSpan, Run, Runs, joined, runs_between, slots_between
 
 IMPLEMENTATION = "rayspec"
 # Up to this number of rows, query heads that share a key head are folded into rows: keys are read once, not per head.
@@ -384,14 +385,27 @@ class _Attention:
         return notes[:, own]
 
     def _pieces(self, span: RowSpan, paths: Sequence[Path]) -> list[Run]:
-        """Return the leading runs of the context that have attention calls of their own. All rows see all of them."""
-        if not self._merges or self._is_windowed(span) or any(path.shared < span.context for path in paths):
+        """Return the leading runs of the places from `_first_for_all` to the end of the context that have attention
+        calls of their own. All rows see all of them."""
+        if not self._merges or any(path.shared < span.context for path in paths):
             return []
-        context = runs_between(span.runs, 0, span.context)
+        first = self._first_for_all(span, paths)
+        context = runs_between(span.runs, first, span.context)
         if _is_chunk(span, paths):
-            return context
-        is_worth_it = self.rows.division == "runs" and any(run.length >= _LONG_RUN for run in context)
-        return context[:-1] if is_worth_it else []
+            return [] if self._is_windowed(span) else context
+        is_scattered = len(context) > 1 and any(self._is_long(run) for run in context)
+        is_last_alone = self._first_for_any(span, paths) < first
+        return context[: None if is_last_alone else -1] if is_scattered else []
+
+    def _first_for_any(self, span: RowSpan, paths: Sequence[Path]) -> int:
+        """Return the first place that the sliding window shows to any row."""
+        lowest = min(path.position for path in paths) if paths else span.context
+        return max(0, lowest + 1 - self.kind.sliding_window) if self.kind.sliding_window else 0
+
+    def _first_for_all(self, span: RowSpan, paths: Sequence[Path]) -> int:
+        """Return the first place that the sliding window shows to all rows."""
+        highest = max(path.position for path in paths) if paths else span.end - 1
+        return max(0, highest + 1 - self.kind.sliding_window) if self.kind.sliding_window else 0
 
     def _looks_in_blocks(self, rows: slice, span: RowSpan, paths: Sequence[Path]) -> list[_Look]:
         """Return the calls of a chain, or of one row of a tree, in which every row has the bits that it has alone."""
@@ -420,7 +434,7 @@ class _Attention:
         return _Look(rows, pad(slots, (0, num_keys - end), value=first), mask)
 
     def _last_look(self, rows: slice, span: RowSpan, paths: Sequence[Path], num_seen: int) -> _Look:
-        """Return the call that reads the rows' own keys and the context after its first `num_seen` places."""
+        """Return the call that reads all keys that the rows see, but not the first `num_seen` that all of them see."""
         if (
             num_seen == span.context
             and _is_chunk(span, paths)
@@ -428,12 +442,17 @@ class _Attention:
             and not self.kind.softcap
         ):
             return _Look(rows, None, causal=True)
-        if paths and span.num_rows == 1:
+        if paths and span.num_rows == 1 and not num_seen:
             return _Look(rows, self._slots_of_path(span, paths[0]))
-        lowest = min(path.position for path in paths) if paths else span.context
-        first = max(num_seen, lowest + 1 - self.kind.sliding_window if self.kind.sliding_window else 0)
-        slots = self._slots(runs_between(span.runs, first, span.end))
-        return _Look(rows, slots, self._mask(span, paths, first) if span.num_rows > 1 else None)
+        first, begin = self._first_for_any(span, paths), self._first_for_all(span, paths)
+        hidden_from_some = runs_between(span.runs, first, begin)
+        rest = runs_between(span.runs, begin + num_seen, span.end)
+        slots = self._slots(joined(tuple(hidden_from_some), tuple(rest)))
+        if span.num_rows == 1:
+            return _Look(rows, slots)
+        columns = torch.arange(first, span.end, device=self.query.device)
+        columns = torch.cat([columns[: begin - first], columns[begin + num_seen - first :]])
+        return _Look(rows, slots, self._mask(span, paths, columns))
 
     @property
     def _merges(self) -> bool:
@@ -471,12 +490,10 @@ class _Attention:
     def _index(self, numbers: Sequence[int]) -> Tensor:
         return torch.tensor(numbers, device=self.query.device)
 
-    def _mask(self, span: RowSpan, paths: Sequence[Path], first: int) -> Tensor:
-        """Return the mask over the places from `first` on, as `_Look` has it. A boolean mask would cost a conversion in
-        every layer."""
-        device = self.query.device
-        rows = torch.arange(span.context, span.end, device=device)[:, None]
-        columns = torch.arange(first, span.end, device=device)
+    def _mask(self, span: RowSpan, paths: Sequence[Path], columns: Tensor) -> Tensor:
+        """Return the mask over these places, as `_Look` has it; the last are the rows' own. A boolean mask would cost a
+        conversion in every layer."""
+        rows = torch.arange(span.context, span.end, device=columns.device)[:, None]
         if paths:
             seen = _seen_in_tree(paths, columns, self.kind.sliding_window)
         else:
@@ -624,9 +641,10 @@ def _softcapped(
 
 
 def _seen_in_tree(paths: Sequence[Path], columns: Tensor, sliding_window: int | None) -> Tensor:
-    """Return which of the places `columns` each row sees: bool [num_rows, len(columns)]. A sliding window counts
-    positions. They equal the numbers of the places only in the shared part of a path."""
-    device, first = columns.device, int(columns[0])
+    """Return which of the places `columns` each row sees: bool [num_rows, len(columns)]. The last columns are the
+    places of all rows. A sliding window counts positions. They equal the numbers of the places only in the shared part
+    of a path."""
+    device, first = columns.device, int(columns[-1]) + 1 - len(columns)
     lowest = [path.position + 1 - sliding_window if sliding_window else 0 for path in paths]
     bounds = torch.tensor([[path.shared for path in paths], lowest], device=device)[:, :, None]
     seen = (columns < bounds[0]) & (columns >= bounds[1])

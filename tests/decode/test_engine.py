@@ -328,3 +328,36 @@ def test_a_request_of_many_is_done_when_all_are() -> None:
     assert all(len(one.token_ids) == 9 for one in output.outputs)
     assert len({tuple(one.token_ids) for one in output.outputs}) == 5
     assert engine.stats.num_generated_tokens == 45
+
+
+class _Outstanding(RandomPlans):
+    """Keeps the outstanding work that each round was told."""
+
+    def __init__(self) -> None:
+        super().__init__(0, len(PARTS.sublayers), max_draft_tokens=0)
+        self.outstanding: list[float] = []
+
+    def plan(self, state: BatchState) -> Plan:
+        self.outstanding.append(state.num_outstanding_tokens)
+        return super().plan(state)
+
+
+def test_answers_that_end_early_make_the_outstanding_work_less() -> None:
+    selector = _Outstanding()
+    engine = engine_with(PARTS, selector, max_num_seqs=1)
+    prompt, expected = KNOWN.prompts[0], KNOWN.expected[0]
+    stop = GREEDY.model_copy(update={"max_tokens": 100, "stop_token_ids": (expected[5],)})
+    first, second = complete(engine, [prompt] * 2, stop)
+    assert len(first.outputs[0].token_ids) == len(second.outputs[0].token_ids) <= 6
+    assert selector.outstanding[0] == 99 + 100
+    assert selector.outstanding[-1] < 10
+
+
+def test_answers_that_reach_their_limit_leave_the_outstanding_work_exact() -> None:
+    selector = _Outstanding()
+    complete(
+        engine_with(PARTS, selector, max_num_seqs=1),
+        [KNOWN.prompts[0]] * 2,
+        GREEDY.model_copy(update={"max_tokens": 4}),
+    )
+    assert selector.outstanding == [3 + 4, 2 + 4, 1 + 4, 3, 2, 1]

@@ -16,9 +16,11 @@ from rayspec.model.rows import Path, RowSpan, Run, Runs, one_run, slots_between
 CPU = torch.device("cpu")
 HEADS, DIM, VALUE_DIM, SLOTS = 4, 8, 6, 96
 MODULE: Any = SimpleNamespace(layer_idx=3)
+# The context, the number of rows and the parents of two trees.
+TREES = ((55, 6, (-1, 0, 0, 1, 2, 2)), (60, 1, (-1,)))
 OPTIONS = [
     pytest.param({"sliding_window": window, "softcap": softcap, "scaling": scaling}, id=f"{window}-{softcap}-{scaling}")
-    for window in (None, 1, 5, 64)
+    for window in (None, 1, 5, 40)
     for softcap in (None, 2.0)
     for scaling in (None, 0.7)
 ]
@@ -173,7 +175,7 @@ def _scattered(rng: random.Random, shared: Runs, first: int, num_slots: int) -> 
 def test_keys_are_found_wherever_they_lie(
     kv_heads: int, options: dict[str, Any], division: Division, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Single rows, a few rows, a chunk and a tree, of sequences that share their first keys."""
+    """Single rows, a few rows, a chunk, a tree and a row of a tree, of sequences that share their first keys."""
     monkeypatch.setattr(attention, "_LONG_RUN", 16)
     num_slots = 600
     arena, rng = _arena(kv_heads, num_slots=num_slots, value_dim=DIM), random.Random(kv_heads)
@@ -184,8 +186,9 @@ def test_keys_are_found_wherever_they_lie(
         RowSpan(places[1], 60, 5),
         RowSpan(places[2], 70, 40),
         RowSpan(places[3], 55, 6),
+        RowSpan(places[0], 60, 1),
     ]
-    trees: list[list[Path]] = [[], [], [], RowSpan((), 55, 6, (-1, 0, 0, 1, 2, 2)).paths()]
+    trees: list[list[Path]] = [[], [], [], *(RowSpan((), *tree).paths() for tree in TREES)]
     num_rows = sum(span.num_rows for span in spans)
     rows = pack(arena, spans, device=CPU, paths=trees, division=division)
     query, key, value = (torch.randn(1, heads, num_rows, DIM) for heads in (HEADS, kv_heads, kv_heads))
@@ -205,6 +208,10 @@ def test_keys_are_found_wherever_they_lie(
     if options["sliding_window"] is None and not options["softcap"]:
         assert any(isinstance(look.rows, Tensor) for look in looks.pieces) == (division == "runs"), (
             "shared keys are read once"
+        )
+    if options["sliding_window"] == 40 and not options["softcap"]:
+        assert any(isinstance(look.slots, slice) for look in looks.pieces) == (division == "runs"), (
+            "long runs of a window are read in place"
         )
 
 

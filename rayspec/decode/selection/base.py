@@ -18,13 +18,14 @@ from rayspec.types import Plan, PlanRecord, no_draft
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchState:
     """The batch that a plan is chosen for. context: mean number of tokens that a sequence holds. elapsed_s: engine time
-    so far. num_outstanding_tokens: the most tokens still to generate for running and waiting requests. sequence_ids:
-    the sequences of the batch; an id is constant. proposals: function that looks up tokens for each sequence."""
+    so far. num_outstanding_tokens: expected number of tokens still to generate for running and waiting requests.
+    sequence_ids: the sequences of the batch; an id is constant. proposals: function that looks up tokens for each
+    sequence."""
 
     context: int
     batch: int
     elapsed_s: float
-    num_outstanding_tokens: int
+    num_outstanding_tokens: float
     sequence_ids: Sequence[str] = ()
     proposals: Callable[[], Sequence[Proposal]] = tuple
 
