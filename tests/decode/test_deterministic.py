@@ -70,7 +70,7 @@ def test_the_same_tokens_under_random_plans_and_preemption() -> None:
     ("family", "dtype"),
     few_of(
         list(product(["llama", "gemma2", "qwen3_moe", "mixtral"], ["float32", "bfloat16"])),
-        [("llama", "bfloat16"), ("gemma2", "float32"), ("mixtral", "float32")],
+        [("llama", "bfloat16"), ("mixtral", "float32")],
     ),
 )
 def test_a_loaded_engine_is_deterministic_to_the_bit(family: str, dtype: str) -> None:

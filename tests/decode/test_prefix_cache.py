@@ -50,7 +50,7 @@ def _fails_now_and_then(stages: LocalStages, rng: random.Random) -> LocalStages:
 
 @pytest.mark.parametrize(
     ("family", "seed"),
-    few_of(list(product(["llama", "gemma2", "mistral", "qwen3_moe"], range(12))), [("llama", 0), ("gemma2", 1)]),
+    few_of(list(product(["llama", "gemma2", "mistral", "qwen3_moe"], range(12))), [("gemma2", 1)]),
 )
 def test_texts_do_not_depend_on_it(family: str, seed: int) -> None:
     """With random plans and trees, while sequences are preempted, aborted and replayed, and pages pushed out."""

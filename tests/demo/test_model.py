@@ -40,7 +40,6 @@ def test_the_checkpoint_names_no_path_and_is_complete() -> None:
     ("domain", "size", "num_tasks", "least_share"),
     [
         ("summary", 15, 2, 0.9),
-        ("question", 30, 6, 0.4),
         ("ledger", 12, 2, 0.9),
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)

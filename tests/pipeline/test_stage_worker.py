@@ -240,7 +240,7 @@ def test_out_of_memory_in_a_stage_fails_only_its_victims(when: str, stage: int) 
 
 
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=1.0, seed=5, max_tokens=24, n=2, logprobs=2)])
-@pytest.mark.parametrize("seed", few_of(range(6), [1, 2]))
+@pytest.mark.parametrize("seed", few_of(range(6), [1]))
 def test_whoever_dies_at_whatever_moment_nothing_is_lost_or_doubled(seed: int, params: SamplingParams) -> None:
     prompts = known_cases().prompts
     expected = complete(engine_with(parts_of(checkpoint("llama"))), prompts, params)

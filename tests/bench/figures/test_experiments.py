@@ -219,6 +219,7 @@ def test_drafts_get_shorter_with_the_threshold(llm: rayspec.LLM, prompts: list[l
     assert found.thresholds.best in settings
 
 
+@pytest.mark.exhaustive
 def test_searches_are_as_many_as_the_schedule_lets(llm: rayspec.LLM, prompts: list[list[int]]) -> None:
     # A round commits 7 tokens at most, so these are 18 rounds or more: enough for a second review after 16.
     found = run_intervals(llm, prompts[:1], intervals=(500, 2), shares=(1.0, 0.0), max_tokens=64)
