@@ -9,12 +9,13 @@ import pytest
 from rayspec import demo
 from rayspec.choices import FULL, SKIP
 from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
+from rayspec.decode.questions import Found, FoundDraft
 from rayspec.decode.selection.auto import Auto
 from rayspec.decode.selection.knapspec import KnapSpec, fastest_draft
 from rayspec.local_engine import load_engine
-from rayspec.planning.constants import FIRST_SEARCH_SHARE
+from rayspec.planning.constants import FIRST_SEARCH_SHARE, ROUNDS_TO_REVIEW
 from rayspec.planning.latency import LatencyModel
-from tests.decode.selecting import latency_model
+from tests.decode.selecting import Asker, latency_model
 from tests.decode.selecting import state as batch_state
 from tests.demo_model import EOS, demo_parts, demo_prompts
 from tests.engines import RowClock, complete, engine_with, tokens_of
@@ -129,6 +130,18 @@ def test_the_first_search_costs_a_small_share_of_what_a_plan_may_save(
     if question is not None:
         plain_s = num_tokens * latency.decode_step_s(context=state.context, batch=1)
         assert strategy._search_cost_s(question, state.context) < FIRST_SEARCH_SHARE * plain_s
+
+
+def test_a_whole_search_follows_a_smaller_one_once_the_budget_allows_it() -> None:
+    latency = latency_model(16, sublayer_s=1e-3, row_s=7e-5)
+    latency = replace(latency, transfer_s=tuple(0.02 * (8 <= index < 20) for index in range(32)))
+    strategy, draft = KnapSpec(SpeculationOptions(), latency), (FULL,) * 31 + (SKIP,)
+    asker = Asker(lambda question: Found([FoundDraft(draft, 0.9, 3, 0.9, 0.5)], question.num_tokens, 0.25))
+    early = replace(batch_state(), num_outstanding_tokens=20, elapsed_s=0.0)
+    for state, num_tokens_asked in ((early, [4]), (replace(early, elapsed_s=1000.0), [4, 8])):
+        for _ in range(3 * ROUNDS_TO_REVIEW):
+            strategy.improve(state, asker)
+        assert [question.num_tokens for question in asker.asked] == num_tokens_asked
 
 
 def test_the_fastest_draft_skips_what_is_slowest_as_far_as_it_may() -> None:

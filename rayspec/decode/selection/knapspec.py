@@ -88,6 +88,7 @@ class KnapSpec:
         self._stops = StopRecord()
         self._question: Knapsack | None = None  # of the search that waits for taps or is under way
         self._reason = ""  # of this search
+        self._is_provisional = False  # the known candidates are those of a smaller search
         self._under_way: Future[Answer] | None = None
         self._rounds_to_price = 0
         # By draft length, predicted since the last review.
@@ -169,6 +170,8 @@ class KnapSpec:
         if self._rounds_to_price > 0:
             return
         self._question, reason = None, self._trigger.reason(context=state.context, batch=state.batch)
+        if reason is None and self._is_provisional:
+            reason = "the first search was a smaller one"
         if reason is not None:
             self._rounds_to_price = ROUNDS_TO_REVIEW
             self._reason, self._question = reason, self._affordable(state, share)
@@ -216,7 +219,7 @@ class KnapSpec:
         """Return the question of a search that the budget allows; None if it allows none.
 
         The budget counts the time of the outstanding work without a draft. If all of it, not only `share`, is too
-        little for the whole first search, the first search may be a smaller one.
+        little for the whole first search, the first search may be a smaller one. A whole search follows if it can.
         """
         question = self.question(state)
         for one in (question, smaller(question)):
@@ -319,6 +322,7 @@ class KnapSpec:
         if previous is not None and all(one.choices != previous.choices for one in self._candidates):
             self._candidates.append(previous)
         self._budget.spend(found.seconds)
+        self._is_provisional = found.num_tokens < self._options.knapsack.num_tap_tokens
         return self._decide(state, self._reason, found.seconds)
 
     def _review(self, state: BatchState) -> PlanRecord | None:
