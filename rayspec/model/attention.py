@@ -35,8 +35,9 @@ from rayspec.model.rows import Path, RowSpan, Run, Runs, joined, runs_between, s
 IMPLEMENTATION = "rayspec"
 # Up to this number of rows, query heads that share a key head are folded into rows: keys are read once, not per head.
 _MAX_FOLDED_ROWS = 32
-# A run of at least so many slots is read in place. Shorter runs are gathered: this costs less than a call for each run.
-_LONG_RUN = 256
+# A run whose keys take at least so many bytes is read in place. Shorter runs are gathered: this costs less than a call
+# for each run.
+_LONG_RUN_BYTES = 2**20
 # With "blocks", a call reads a multiple of so many keys. torch's flash kernel for CPUs then adds up the keys of a row
 # in the same order, whether the row is alone or in a chain (measured in bfloat16; not so with blocks of 16 keys).
 _BLOCK = 64
@@ -467,7 +468,9 @@ class _Attention:
         return self.kind.sliding_window is not None and span.end > self.kind.sliding_window
 
     def _is_long(self, run: Run) -> bool:
-        return self.rows.division == "runs" and run.length >= _LONG_RUN
+        num_heads, _, size = self.own[0].shape
+        num_bytes = run.length * num_heads * size * self.own[0].element_size()
+        return self.rows.division == "runs" and num_bytes >= _LONG_RUN_BYTES
 
     def _slots(self, runs: Sequence[Run]) -> slice | Tensor:
         if len(runs) <= 1:

@@ -12,6 +12,7 @@ from rayspec.config import SamplingParams
 from rayspec.decode.rounds import Result, Work
 from rayspec.decode.scheduler import Scheduler
 from rayspec.decode.stages import LocalStages, StagesReplacedError
+from rayspec.model import attention
 from rayspec.types import Request, RequestOutput
 from tests.decode.scheduling import commit, sequence_of
 from tests.demo_model import demo_parts, demo_prompts
@@ -50,10 +51,12 @@ def _fails_now_and_then(stages: LocalStages, rng: random.Random) -> LocalStages:
 
 @pytest.mark.parametrize(
     ("family", "seed"),
-    few_of(list(product(["llama", "gemma2", "mistral", "qwen3_moe"], range(12))), [("gemma2", 1)]),
+    few_of(list(product(["llama", "gemma2", "mistral", "qwen3_moe"], range(12))), [("llama", 0), ("mistral", 1)]),
 )
-def test_texts_do_not_depend_on_it(family: str, seed: int) -> None:
-    """With random plans and trees, while sequences are preempted, aborted and replayed, and pages pushed out."""
+def test_texts_do_not_depend_on_it(family: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With random plans and trees, while sequences are preempted, aborted and replayed, and pages pushed out. All runs
+    are read in place, though they are short."""
+    monkeypatch.setattr(attention, "_LONG_RUN_BYTES", 1)
     parts, rng = parts_of(checkpoint(family)), random.Random(seed)
     prompts = _prompts(rng, 18)
     params = [rng.choice([GREEDY, SEEDED, SEEDED.replace(n=3)]) for _ in prompts]

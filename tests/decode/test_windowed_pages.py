@@ -13,6 +13,7 @@ from rayspec.decode.pages import PageTable, extend_hashes
 from rayspec.decode.scheduler import Scheduler
 from rayspec.decode.sequence import SequenceState
 from rayspec.decode.windowed_pages import WindowedPages
+from rayspec.model import attention
 from rayspec.model.kv_arena import PAGE_SIZE
 from rayspec.model.rows import RowSpan, slots_between
 from tests.decode.scheduling import commit, sequence_of
@@ -113,7 +114,11 @@ def test_pages_outside_the_window_are_given_back_and_found_until_they_are_reused
 
 @pytest.mark.parametrize("family", few_of(["gemma2", "gemma3_text", "mistral", "phi3", "mixtral"], ["gemma3_text"]))
 @pytest.mark.parametrize("way", ["plain", "static", "deterministic"])
-def test_long_texts_equal_generate_in_a_store_of_few_pages(family: str, way: str) -> None:
+def test_long_texts_equal_generate_in_a_store_of_few_pages(
+    family: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All runs of windows are read in place, though they are short."""
+    monkeypatch.setattr(attention, "_LONG_RUN_BYTES", 1)
     parts = parts_of(checkpoint(family))
     known = cases(checkpoint(family), (600, 40, 333, 90), 120)
     engine = engine_with(

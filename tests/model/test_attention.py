@@ -176,7 +176,7 @@ def test_keys_are_found_wherever_they_lie(
     kv_heads: int, options: dict[str, Any], division: Division, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Single rows, a few rows, a chunk, a tree and a row of a tree, of sequences that share their first keys."""
-    monkeypatch.setattr(attention, "_LONG_RUN", 16)
+    monkeypatch.setattr(attention, "_LONG_RUN_BYTES", 16 * kv_heads * DIM * 4)
     num_slots = 600
     arena, rng = _arena(kv_heads, num_slots=num_slots, value_dim=DIM), random.Random(kv_heads)
     shared = (Run(96, 24), Run(40, 3), Run(0, 20))
