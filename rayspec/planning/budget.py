@@ -38,10 +38,9 @@ class Budget:
         return self._spent_s + predicted_cost_s <= self._share * (elapsed_s + expected_remaining_s)
 
     def may_invest(self, predicted_cost_s: float, *, saving_s: float) -> bool:
-        """Whether the first search may cost so much, beyond its share: up to FIRST_SEARCH_SHARE of the time that its
-        plan is expected to save. With a share of 0 there are no searches."""
-        is_first = self._spent_s == 0 and self._share > 0
-        return is_first and predicted_cost_s <= FIRST_SEARCH_SHARE * saving_s
+        """Whether the first searches may cost so much together, beyond their share: up to FIRST_SEARCH_SHARE of the
+        time that their plan is expected to save. With a share of 0 there are no searches."""
+        return self._share > 0 and self._spent_s + predicted_cost_s <= FIRST_SEARCH_SHARE * saving_s
 
     def spend(self, seconds: float) -> None:
         if seconds < 0:

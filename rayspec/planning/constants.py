@@ -21,7 +21,7 @@ TEXT_HALF_LIFE = 16.0
 MAX_PLAN_GAIN = 2.5
 
 # The first search is an investment: it may take this share of the time that its plan is expected to save.
-FIRST_SEARCH_SHARE = 0.1
+FIRST_SEARCH_SHARE = 0.2
 # Number of answers that ended by themselves, after which an earlier one counts half in the expected length of answers.
 ANSWERS_HALF_LIFE = 8.0
 # Rounds between two checks whether another known candidate is better now, or a search is due.

@@ -115,7 +115,7 @@ def test_a_loaded_engine_measures_searches_and_drafts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("num_tokens", "transfer_s", "asked"),
-    [(60, 0.0, None), (128, 0.0, (4, 8)), (512, 0.0, (8, 16)), (20, 0.02, (4, 8))],
+    [(30, 0.0, None), (64, 0.0, (4, 8)), (256, 0.0, (8, 16)), (10, 0.02, (4, 8))],
     ids=["too little to save", "a smaller search", "a whole search", "weights on disk: much to save"],
 )
 def test_the_first_search_costs_a_small_share_of_what_a_plan_may_save(
@@ -132,13 +132,15 @@ def test_the_first_search_costs_a_small_share_of_what_a_plan_may_save(
         assert strategy._search_cost_s(question, state.context) < FIRST_SEARCH_SHARE * plain_s
 
 
-def test_a_whole_search_follows_a_smaller_one_once_the_budget_allows_it() -> None:
+@pytest.mark.parametrize("more", ["time", "work"])
+def test_a_whole_search_follows_a_smaller_one_once_the_budget_allows_it(more: str) -> None:
     latency = latency_model(16, sublayer_s=1e-3, row_s=7e-5)
     latency = replace(latency, transfer_s=tuple(0.02 * (8 <= index < 20) for index in range(32)))
     strategy, draft = KnapSpec(SpeculationOptions(), latency), (FULL,) * 31 + (SKIP,)
     asker = Asker(lambda question: Found([FoundDraft(draft, 0.9, 3, 0.9, 0.5)], question.num_tokens, 0.25))
-    early = replace(batch_state(), num_outstanding_tokens=20, elapsed_s=0.0)
-    for state, num_tokens_asked in ((early, [4]), (replace(early, elapsed_s=1000.0), [4, 8])):
+    early = replace(batch_state(), num_outstanding_tokens=10, elapsed_s=0.0)
+    later = {"time": replace(early, elapsed_s=1000.0), "work": replace(early, num_outstanding_tokens=1000)}[more]
+    for state, num_tokens_asked in ((early, [4]), (later, [4, 8])):
         for _ in range(3 * ROUNDS_TO_REVIEW):
             strategy.improve(state, asker)
         assert [question.num_tokens for question in asker.asked] == num_tokens_asked

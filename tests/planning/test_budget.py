@@ -27,13 +27,13 @@ def test_budget_may_be_spent_ahead_and_may_be_nothing() -> None:
         Budget(1.5)
 
 
-def test_only_the_first_search_may_count_on_what_its_plan_saves() -> None:
+def test_the_first_searches_together_may_take_a_share_of_what_their_plan_saves() -> None:
     budget = Budget(0.02)
-    assert budget.may_invest(1.0, saving_s=1.01 / FIRST_SEARCH_SHARE)
-    assert not budget.may_invest(1.0, saving_s=0.99 / FIRST_SEARCH_SHARE)
+    for spent_s in (0.0, 2.0):
+        budget.spend(spent_s)
+        assert budget.may_invest(1.0, saving_s=1.01 * (spent_s + 1.0) / FIRST_SEARCH_SHARE)
+        assert not budget.may_invest(1.0, saving_s=0.99 * (spent_s + 1.0) / FIRST_SEARCH_SHARE)
     assert not Budget(0.0).may_invest(1e-9, saving_s=1e9)
-    budget.spend(1.0)
-    assert not budget.may_invest(1e-9, saving_s=1e9)
 
 
 def made(**changes: object) -> Trigger:

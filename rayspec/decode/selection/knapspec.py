@@ -219,7 +219,8 @@ class KnapSpec:
         """Return the question of a search that the budget allows; None if it allows none.
 
         The budget counts the time of the outstanding work without a draft. If all of it, not only `share`, is too
-        little for the whole first search, the first search may be a smaller one. A whole search follows if it can.
+        little for the whole first search, the first search may be a smaller one. A whole search follows if it can, as
+        a part of the same investment.
         """
         question = self.question(state)
         for one in (question, smaller(question)):
@@ -236,6 +237,8 @@ class KnapSpec:
         cost_s = self._search_cost_s(question, state.context)
         if self._budget.allows(cost_s, elapsed_s=share * state.elapsed_s, expected_remaining_s=work_s):
             return True
+        if self._budget.spent_s and not self._is_provisional:
+            return False
         return self._budget.may_invest(cost_s, saving_s=work_s * (1 - 1 / self._gain_to_expect(state, question)))
 
     def _gain_to_expect(self, state: BatchState, question: Knapsack) -> float:
