@@ -52,11 +52,6 @@ class Row:
         """Whether the row would be the same if it were done again."""
         return self.error_kind not in TRANSIENT_KINDS and self.finish_reason != "abort"
 
-    @property
-    def is_from_engine(self) -> bool:
-        """Whether the row was given to an engine and its result is final."""
-        return self.input_hash is not None and self.is_final
-
     def without_input(self) -> Row:
         return replace(self, document=None, messages=None)
 

@@ -254,11 +254,6 @@ class RunFolder:
     def manifest(self) -> Manifest:
         return self._manifest
 
-    @property
-    def num_sessions(self) -> int:
-        """Number of drivers that have worked on this folder, including the present driver."""
-        return len(self._manifest.sessions)
-
     def redo(self, row_ids: pa.Array) -> None:
         """Mark rows to be done again."""
         if len(row_ids):

@@ -30,6 +30,12 @@ _LOST = (
 )
 
 
+class ClusterStartError(RayspecError):
+    """Ray could not start on this machine."""
+
+    kind = "cluster_start"
+
+
 class ClusterLostError(RayspecError):
     """The private cluster of a session has lost its control process and cannot go on."""
 
@@ -44,7 +50,7 @@ def ray_session() -> Iterator[None]:
     home folder. Ray reads the token once, so it stays in this process's environment.
     SIGTERM and Ctrl-C take effect after Ray has started. The earlier handlers are then in force; Ray's handler for
     SIGTERM only if there was none. In the main thread, the loss of a private cluster raises ClusterLostError. Raises
-    ConfigError if there is no Ray at RAY_ADDRESS.
+    ConfigError if there is no Ray at RAY_ADDRESS, and ClusterStartError if Ray cannot start here.
     """
     if ray.is_initialized():
         yield
@@ -78,12 +84,18 @@ def _attach(address: str) -> None:
 def _start_private() -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))
-    ray.init(
-        address="local",
-        num_cpus=max(_MIN_LOCAL_CPUS, os.cpu_count() or 1),
-        include_dashboard=False,
-        logging_level=logging.ERROR,
-    )
+    try:
+        ray.init(
+            address="local",
+            num_cpus=max(_MIN_LOCAL_CPUS, os.cpu_count() or 1),
+            include_dashboard=False,
+            logging_level=logging.ERROR,
+        )
+    except Exception as error:  # Ray raises this very class if its processes are too slow
+        raise ClusterStartError(
+            f"Ray could not start on this machine ({error}): remove the cause, or try again when the machine has less "
+            "to do"
+        ) from error
 
 
 @contextmanager

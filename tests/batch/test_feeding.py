@@ -95,7 +95,7 @@ def test_reading_begins_before_the_first_row_is_taken() -> None:
 
 def test_a_row_that_kills_engines_is_final_and_the_others_go_on() -> None:
     results = completed(documents("a", "deadly", *"b" * 40))
-    assert (results["r1"].error_kind, results["r1"].is_from_engine, len(results)) == ("engine_killed", True, 42)
+    assert (results["r1"].error_kind, results["r1"].is_final, len(results)) == ("engine_killed", True, 42)
     assert (results["r1"].source, results["r1"].document) == ("s1", None)
 
 

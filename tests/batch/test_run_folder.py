@@ -115,7 +115,7 @@ def test_a_job_goes_on_where_it_was(tmp_path: Path, file_format: str) -> None:
         assert len(folder.done) == 32
     assert manifest_of(tmp_path)["status"] == "interrupted"
     with open_folder(tmp_path, file_format=file_format) as folder:
-        assert (len(folder.done), folder.num_sessions) == (40, 2)
+        assert (len(folder.done), len(folder.manifest.sessions)) == (40, 2)
         assert done_ids(folder) == {str(number) for number in range(40)}
         assert manifest_of(tmp_path)["status"] == "running"
         folder.add(done("40"))
@@ -336,7 +336,7 @@ def test_overwriting_removes_what_a_job_left_and_nothing_else(tmp_path: Path) ->
     for name in ("report.md", "precious.txt", "rows/mine.parquet"):
         (tmp_path / name).touch()
     with open_folder(tmp_path, identity={"model": "other"}, overwrite=True, report_files=["report.md"]) as folder:
-        assert (len(folder.done), folder.num_sessions) == (0, 1)
+        assert (len(folder.done), len(folder.manifest.sessions)) == (0, 1)
     assert parts_of(tmp_path) == ["mine.parquet"]
     assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "manifest.json", "precious.txt", "rows"]
 

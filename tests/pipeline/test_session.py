@@ -157,9 +157,23 @@ def test_handlers_are_those_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
     assert handlers == [repr]
 
 
+def errors_of_a_session(**environment: str) -> str:
+    script = "from rayspec.pipeline.session import ray_session\nwith ray_session(): pass"
+    environment = {**os.environ, **environment}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    return done.stderr
+
+
 def test_an_address_without_a_ray_is_named(tmp_path: Path) -> None:
     address = "nonsense://x"
-    script = "from rayspec.pipeline.session import ray_session\nwith ray_session(): pass"
-    environment = {**os.environ, "RAY_ADDRESS": address, "RAY_TMPDIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
-    assert f"ConfigError: RAY_ADDRESS is '{address}', and Ray cannot be used there" in done.stderr
+    found = errors_of_a_session(RAY_ADDRESS=address, RAY_TMPDIR=str(tmp_path))
+    assert f"ConfigError: RAY_ADDRESS is '{address}', and Ray cannot be used there" in found
+
+
+def test_a_ray_that_cannot_start_is_an_error_and_leaves_no_processes(tmp_path: Path) -> None:
+    folder = tmp_path / ("x" * 100)  # too long for the paths of Ray's sockets
+    folder.mkdir()
+    found = errors_of_a_session(RAY_TMPDIR=str(folder))
+    assert "ClusterStartError: Ray could not start on this machine (" in found
+    assert str(folder) in found
+    require_none_below(folder)
