@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
     # time of a start, so what is compiled is kept, here instead of beside the sources.
     os.environ.setdefault("PYTHONPYCACHEPREFIX", str(Path(__file__).parent.parent / ".pytest_cache" / "compiled"))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for matrices this small a second thread only gets in the way
+# Shells start background processes with SIGINT ignored, and children inherit that; some tests send SIGINT.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # The same few examples in every run; `make test-all` asks for many, other ones each time.
 hypothesis.settings.register_profile("few", max_examples=25, deadline=None, derandomize=True, database=None)
 hypothesis.settings.register_profile("many", max_examples=200, deadline=None)

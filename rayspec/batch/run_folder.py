@@ -238,12 +238,14 @@ class RunFolder:
     @property
     def done(self) -> pa.Table:
         """Table of `id` and `input_hash` of the committed rows that an engine has done. It grows with every commit."""
-        return self._index.done
+        with self._guard:
+            return self._index.done
 
     @property
     def counts(self) -> RowCounts:
         """Counts of the committed rows that are final."""
-        return self._index.summary()
+        with self._guard:
+            return self._index.summary()
 
     @property
     def is_merged(self) -> bool:
@@ -257,8 +259,9 @@ class RunFolder:
     def redo(self, row_ids: pa.Array) -> None:
         """Mark rows to be done again."""
         if len(row_ids):
-            self._index.reopen(row_ids)
-            self._is_merged = False
+            with self._guard:
+                self._index.reopen(row_ids)
+                self._is_merged = False
 
     def add(self, row: Row) -> None:
         """Add a row. Raises OutputError if rows cannot be committed; they are then committed with the next rows."""
@@ -292,8 +295,8 @@ class RunFolder:
         counts, extra: further content of the manifest. The job is complete unless some rows are to be done again.
         Raises OutputError.
         """
-        self.commit()
-        with self._naming_output():
+        with self._guard, self._naming_output():
+            self.commit()
             if not self._is_merged and len(self._index) < _MAX_MERGED_ROWS:
                 with self._merged.writing() as file:
                     self._parts.write_counting(file)

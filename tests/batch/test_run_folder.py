@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,22 @@ def test_rows_are_committed_some_time_after_the_first(tmp_path: Path) -> None:
         assert timers.seconds == [5.0, 5.0]
         folder.commit()
         assert not timers.due
+
+
+def test_what_is_done_can_be_read_while_another_thread_commits(tmp_path: Path) -> None:
+    with open_folder(tmp_path, file_format="jsonl") as folder, ThreadPoolExecutor() as pool:
+
+        def commit_all() -> None:
+            for number in range(300):
+                folder.add(done(str(number)))
+                folder.commit()
+
+        writing, seen = pool.submit(commit_all), 0
+        while not writing.done():
+            before, seen = seen, len(folder.done)
+            assert before <= seen <= folder.counts.total
+        writing.result()
+        assert len(folder.done) == 300
 
 
 def test_a_real_timer_commits_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
