@@ -286,7 +286,8 @@ class RunFolder:
             self._parts.tidy()
 
     def rows(self, *, with_text: bool = True) -> Iterator[Row]:
-        """Yield the committed rows that count (see RowIndex). Raises DamagedOutputError."""
+        """Yield the committed rows that count (see RowIndex). No rows may be added meanwhile: small parts are joined.
+        Raises DamagedOutputError."""
         return self._parts.rows(with_text=with_text)
 
     def finish(self, counts: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
