@@ -36,6 +36,7 @@ _CHOOSING = ("knapspec", "auto", "self-sd", "knn-ssd")
 Verification = Literal["coupled", "rejection"]
 DataPlane = Literal["auto", "frames", "collective"]
 CudaGraphs = Literal["auto", "sublayers", "plans", "off"]
+CudaKernels = Literal["auto", "off"]
 Placement = Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"]
 
 
@@ -455,6 +456,7 @@ class EngineConfig(Options):
     kv_cache_tokens: int | None = Field(None, ge=16, description="tokens the KV cache holds; None: from free memory")
     enable_prefix_caching: bool = Field(True, description="sequences that begin alike share keys and values")
     deterministic: bool = Field(False, description="fixed kernel shapes: same tokens in bf16 whatever the batch")
+    cuda_kernels: CudaKernels = Field("auto", description="Triton kernels on a GPU where they work; off: plain PyTorch")
     cuda_graphs: CudaGraphs = Field(
         "auto",
         description="on a GPU, launches captured once and replayed: a graph for each sublayer; or, with plans, a graph "
@@ -487,6 +489,8 @@ class EngineConfig(Options):
         if self.cuda_graphs in ("auto", "off"):
             return self
         obstacle = "'deterministic'" if self.deterministic else None
+        if self.cuda_kernels == "off":
+            obstacle = "'cuda_kernels' 'off'"
         if self.parallel is not None and self.parallel.tensor > 1:
             obstacle = f"'tensor' {self.parallel.tensor}"
         if obstacle is not None:

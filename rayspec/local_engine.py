@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -15,6 +14,7 @@ from rayspec.decode.loading import (
     cache_size,
     choices_here,
     copies_for_drafts,
+    has_kernels,
     load_weights,
     make_arena,
     make_buffers,
@@ -35,7 +35,7 @@ from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.bodies import fuse
 from rayspec.model.kv_arena import CacheSize, whole_pages
 from rayspec.model.offload import OffloadedWeights
-from rayspec.model.threads import in_thread_of_its_own
+from rayspec.model.threads import in_thread_of_its_own, on_device
 from rayspec.model.weights import eos_token_ids, load_tokenizer, resolve_device, vocab_size
 from rayspec.strategies.by_name import make_selector, needs_latency
 from rayspec.types import ConfigError, UnsupportedModelError, no_draft
@@ -51,7 +51,12 @@ def load_engine(config: EngineConfig, *, with_tokenizer: bool = True) -> Engine:
     """
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    return in_thread_of_its_own(partial(_load, config, with_tokenizer))
+
+    def load() -> Engine:
+        with on_device(resolve_device(config.device)):
+            return _load(config, with_tokenizer)
+
+    return in_thread_of_its_own(load)
 
 
 def _load(config: EngineConfig, with_tokenizer: bool) -> Engine:
@@ -65,7 +70,12 @@ def _load(config: EngineConfig, with_tokenizer: bool) -> Engine:
         return _plain_engine(config, model, str(error), vocabulary, max_model_len, tokenizer)
     offloaded = offload_weights(config, model, parts)
     copies = copies_for_drafts(config, parts)
-    parts = fuse(parts, apart_from=offloaded.sublayers if offloaded else (), quantised=copies)
+    parts = fuse(
+        parts,
+        apart_from=offloaded.sublayers if offloaded else (),
+        use_operators=has_kernels(config, parts.device),
+        quantised=copies,
+    )
     return _local_engine(config, parts, vocabulary, max_model_len, tokenizer, offloaded)
 
 

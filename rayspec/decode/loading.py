@@ -15,9 +15,9 @@ from rayspec.config import EngineConfig
 from rayspec.decode.scheduler import Scheduler
 from rayspec.decode.windowed_pages import WindowedPages
 from rayspec.model.architecture import Decomposition, max_positions
-from rayspec.model.bodies import has_operators
 from rayspec.model.buckets import MAX_TREE_ROWS, decode_and_verify_buckets, padded_rows, padded_sequences
 from rayspec.model.cuda.graphs import CudaDriver, can_switch_nodes
+from rayspec.model.cuda.trial import has_operators
 from rayspec.model.graphs import StepGraphs
 from rayspec.model.kv_arena import CacheSize, KVArena, bytes_per_slot
 from rayspec.model.offload import OffloadedWeights, offload
@@ -76,6 +76,11 @@ def least_needed(parts: Decomposition, share: float) -> list[int]:
     return sorted(chosen)
 
 
+def has_kernels(config: EngineConfig, device: torch.device) -> bool:
+    """Return whether this engine runs the operators `rayspec::*` with Triton kernels."""
+    return config.cuda_kernels == "auto" and has_operators(device)
+
+
 def copies_for_drafts(config: EngineConfig, parts: Decomposition) -> list[Weights]:
     """Return the quantised copies that drafts want and `extra_weight_bytes` allows, the smallest first. On a GPU,
     copies need the operators `rayspec::*`."""
@@ -84,7 +89,7 @@ def copies_for_drafts(config: EngineConfig, parts: Decomposition) -> list[Weight
     by_weights = {
         weights: sum(quantised_bytes(parts.config, weights, dtype=parts.dtype, tensor=num_ranks)[first : last + 1])
         for weights in config.speculation.draft_weights
-        if parts.device.type == "cpu" or has_operators(parts.device)
+        if parts.device.type == "cpu" or has_kernels(config, parts.device)
     }
     return allowed_copies(by_weights, config.speculation.extra_weight_bytes)
 
@@ -200,7 +205,7 @@ def make_buffers(config: EngineConfig, parts: Decomposition, arena: KVArena, max
 
 
 def _has_buffers(config: EngineConfig, parts: Decomposition) -> bool:
-    return has_operators(parts.device) and not config.deterministic
+    return not config.deterministic and has_kernels(config, parts.device)
 
 
 def make_graphs(config: EngineConfig, parts: Decomposition, buffers: StepBuffers | None) -> StepGraphs | None:
@@ -211,7 +216,9 @@ def make_graphs(config: EngineConfig, parts: Decomposition, buffers: StepBuffers
     if way == "off" or (way == "auto" and (buffers is None or is_split)):
         return None
     if buffers is None:
-        raise ConfigError(f"option 'cuda_graphs' is {way!r}, which needs a CUDA device and triton: leave it at auto")
+        raise ConfigError(
+            f"option 'cuda_graphs' is {way!r}, which needs a GPU that runs Triton kernels: leave it at auto"
+        )
     if way == "plans" and not can_switch_nodes():
         raise ConfigError(
             "option 'cuda_graphs' is 'plans', which needs torch 2.11 or later and cuda-bindings: install them (pip "

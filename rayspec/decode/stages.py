@@ -20,6 +20,7 @@ from rayspec.decode.runner import Runner
 from rayspec.decode.scheduler import Move
 from rayspec.decode.stopwatch import Stopwatch
 from rayspec.model.rows import RowSpan
+from rayspec.model.threads import on_device
 from rayspec.types import OutOfMemoryError, RayspecError
 
 T = TypeVar("T")
@@ -136,10 +137,12 @@ class LocalStages:
         self.head.close(sequence_id)
 
     def move(self, moves: Sequence[Move]) -> None:
-        self.span.move(moves)
+        with on_device(self.runner.device):
+            self.span.move(moves)
 
     def start(self, work: Work) -> Future[Result]:
-        return done(lambda: self._run(work))
+        with on_device(self.runner.device):
+            return done(lambda: self._run(work))
 
     def wait(self) -> None:
         """Return at once: `start` has already done the work."""
@@ -149,9 +152,12 @@ class LocalStages:
 
     def search(self, tokens: Sequence[TappedToken], rows: Sequence[RowSpan], question: Question) -> Future[Answer]:
         started = time.perf_counter()
-        return done(
-            lambda: answer(question, self.plan_search(tokens, rows), num_sublayers=self.num_sublayers, started=started)
-        )
+        with on_device(self.runner.device):
+            return done(
+                lambda: answer(
+                    question, self.plan_search(tokens, rows), num_sublayers=self.num_sublayers, started=started
+                )
+            )
 
     def plan_search(self, tokens: Sequence[TappedToken], rows: Sequence[RowSpan]) -> PlanSearch:
         """Return the plan search over these tapped tokens. Raises TapsGoneError."""

@@ -10,7 +10,6 @@ For drafts, a sublayer may have more bodies of the same kind, whose matrices are
 from __future__ import annotations
 
 import copy
-import importlib.util
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
@@ -25,6 +24,7 @@ from rayspec.choices import Keys, Weights
 from rayspec.model.architecture import Decomposition, random_hidden, rounding_tolerance
 from rayspec.model.attention import AttentionKind, Heads, Rows, pack
 from rayspec.model.cuda.operations import gated
+from rayspec.model.cuda.trial import has_operators
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.matrices import LinearMap, Matrix, empty_linears, has_blocked_layout, is_plain, is_plain_or_share
 from rayspec.model.norms import Norm, as_operator
@@ -156,11 +156,6 @@ def bytes_of_copies(parts: Decomposition) -> dict[Weights, int]:
             num_bytes = sum(each.num_bytes for each in matrices if isinstance(each, LinearMap))
             sizes[weights] = sizes.get(weights, 0) + num_bytes
     return sizes
-
-
-def has_operators(device: torch.device) -> bool:
-    """Return whether the device runs the operators `rayspec::*` with Triton kernels."""
-    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 class _Workshop:

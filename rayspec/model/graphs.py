@@ -63,7 +63,7 @@ class GraphDriver(Protocol):
     def capture(self, groups: Sequence[Work]) -> CapturedGraph:
         """Record the launches of each group without running them.
 
-        Raises RuntimeError for an operation that a graph cannot hold.
+        Raises an error, often a RuntimeError, for an operation that a graph cannot hold.
         """
 
     def release(self, graphs: Collection[CapturedGraph]) -> None:
@@ -263,7 +263,7 @@ class StepGraphs:
             graph = _Graph(stretch, self._driver.capture(works), set(stretch))
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001 - Triton, CUDA and libraries raise errors of many types
             self._give_up(stretch, error)
             for part in stretch if len(stretch) > 1 else ():
                 self._stretches.append((part,))
@@ -271,11 +271,14 @@ class StepGraphs:
             return
         self._graphs[rows.bucket].of.update(dict.fromkeys(stretch, graph))
 
-    def _give_up(self, stretch: tuple[Part, ...], error: RuntimeError) -> None:
+    def _give_up(self, stretch: tuple[Part, ...], error: Exception) -> None:
         self._stretches.remove(stretch)
         remedy = "they are captured one by one" if len(stretch) > 1 else "it is launched eagerly from now on"
-        reason = str(error).partition("\n")[0]
-        logger.warning("no CUDA graph of %s: %s; %s", ", ".join(map(_name, stretch)), reason, remedy)
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        logger.warning(
+            "no CUDA graph of %s: %s; %s (cuda_kernels='off' avoids GPU kernels and graphs)",
+            ", ".join(map(_name, stretch)), reason, remedy,
+        )  # fmt: skip
 
     def _make_room(self) -> None:
         while self._graphs and (len(self._graphs) >= self._limits.max_buckets or self._is_too_much()):

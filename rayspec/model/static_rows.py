@@ -222,7 +222,7 @@ class StepBuffers:
         return self._rows[self._held.bucket].residual
 
     def _views(self, bucket: Bucket) -> StaticRows:
-        words = _Words.of(self._numbers.device, self._sizes)
+        words = _Words.of(self._numbers.buffer, self._sizes)
         rows, sequences = slice(bucket.num_rows), slice(bucket.num_sequences)
         views = StaticRows(
             bucket=bucket,
@@ -312,7 +312,8 @@ class Staging:
     """A device buffer, int64 [n], that the host fills from page-locked memory without waiting for the copy."""
 
     def __init__(self, num_words: int, device: torch.device) -> None:
-        self.device = torch.zeros(num_words, dtype=torch.int64, device=device)
+        self.buffer = torch.zeros(num_words, dtype=torch.int64, device=device)
+        self._device = device
         self._is_cuda = device.type == "cuda"
         self._hosts = [torch.zeros(num_words, dtype=torch.int64, pin_memory=self._is_cuda) for _ in range(_NUM_STAGED)]
         self._copied = [torch.cuda.Event() for _ in self._hosts] if self._is_cuda else []  # type: ignore[no-untyped-call]
@@ -324,9 +325,9 @@ class Staging:
         if self._is_cuda:
             self._copied[self._turn].synchronize()  # that copy has usually ended long ago
         write(self._hosts[self._turn])
-        self.device.copy_(self._hosts[self._turn], non_blocking=True)
+        self.buffer.copy_(self._hosts[self._turn], non_blocking=True)
         if self._is_cuda:
-            self._copied[self._turn].record()
+            self._copied[self._turn].record(torch.cuda.current_stream(self._device))
 
 
 @dataclass(frozen=True, slots=True)

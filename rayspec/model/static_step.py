@@ -48,7 +48,13 @@ class StaticStep:
 
     def rotate(self, rows: StaticRows) -> None:
         """Compute the rotary embedding of the rows' positions and write it to the buffers."""
-        self.parts.rotate(rows.residual, rows)
+        before = dict(rows.rope)
+        try:
+            self.parts.rotate(rows.residual, rows)
+        except BaseException:  # a capture that fails has computed some types in memory that others use later
+            rows.rope.clear()
+            rows.rope.update(before)
+            raise
         self.buffers.keep_rope(rows)
 
     def embed(self, rows: StaticRows) -> None:

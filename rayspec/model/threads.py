@@ -1,13 +1,24 @@
-"""Threads of torch's operators on a CPU."""
+"""Threads that run torch's operators: their helpers on a CPU, their device on a GPU."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
+import torch
+
 T = TypeVar("T")
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU this thread's current device, where Triton launches its kernels. Does nothing for a CPU.
+
+    Without it, a thread launches on cuda:0, also for tensors of cuda:1.
+    """
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def in_thread_of_its_own(work: Callable[[], T]) -> T:

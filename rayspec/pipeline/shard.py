@@ -21,6 +21,7 @@ from rayspec.decode.loading import (
     choices_here,
     copies_for_drafts,
     free_bytes,
+    has_kernels,
     load_weights,
     make_arena,
     make_buffers,
@@ -184,7 +185,12 @@ class Shard:
             self._parts = split_tensor_parallel(model, self._parts, group)
         weights = sum(p.nbytes for p in model.parameters() if p.device.type != "meta")
         apart_from = self._offloaded.sublayers if self._offloaded else ()
-        self._parts = fuse(self._parts, apart_from=apart_from, quantised=copies_for_drafts(spec.config, self._parts))
+        self._parts = fuse(
+            self._parts,
+            apart_from=apart_from,
+            use_operators=has_kernels(spec.config, self._parts.device),
+            quantised=copies_for_drafts(spec.config, self._parts),
+        )
         return Loaded(
             device=_device_name(self._device),
             dtype=str(self._parts.dtype).removeprefix("torch."),

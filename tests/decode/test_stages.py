@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,13 +13,14 @@ from rayspec.decode.drafting.skip_draft import RoundEntry
 from rayspec.decode.head import SamplerSpec
 from rayspec.decode.passes import TapsGoneError
 from rayspec.decode.plan_search import TappedToken
+from rayspec.decode.questions import Cosine
 from rayspec.decode.rounds import Prefill, Round
 from rayspec.decode.runner import Runner
 from rayspec.decode.scheduler import Chunk
 from rayspec.decode.stages import LocalStages
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.rows import RowSpan, one_run
-from rayspec.types import Plan
+from rayspec.types import Plan, no_draft
 from tests.families import VOCAB_SIZE, cases, checkpoint, parts_of
 
 PATH = checkpoint("llama")
@@ -163,3 +165,32 @@ def test_taps_of_long_ago_are_gone() -> None:
     with pytest.raises(TapsGoneError):
         gone = [TappedToken("0", len(KNOWN.prompts[0]))]
         stages.plan_search(gone, _rows(gone))
+
+
+def test_passes_searches_and_moves_run_on_the_engine_s_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the thread's current device, and an engine of cuda:1 is used from any thread."""
+    current: list[torch.device] = []
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    stages = _prefilled()
+    monkeypatch.setattr("rayspec.decode.stages.on_device", on)
+    for owner, name in ((stages.span, "run"), (stages.span, "move"), (stages.span, "search")):
+        monkeypatch.setattr(owner, name, _requiring(getattr(owner, name), current))
+    _round(stages, _entries(), no_draft(stages.num_sublayers, "test"), num_taps=1)
+    stages.move([])
+    token = TappedToken("0", len(KNOWN.prompts[0]))
+    stages.search([token], _rows([token]), Cosine(num_tokens=1)).result()
+    assert not current
+
+
+def _requiring(method: Callable[..., Any], current: Sequence[torch.device]) -> Callable[..., Any]:
+    def run(*args: Any, **options: Any) -> Any:
+        assert list(current) == [CPU]
+        return method(*args, **options)
+
+    return run

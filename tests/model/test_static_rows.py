@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from rayspec.model.buckets import bucket_of
 from rayspec.model.key_budgets import KeyBudget, KeyBudgets
 from rayspec.model.kv_arena import PAGE_SIZE, KVArena, LayerShape
 from rayspec.model.rows import RowSpan, Runs, one_run, runs_of_pages, slots_between
-from rayspec.model.static_rows import Filling, StepBuffers
+from rayspec.model.static_rows import Filling, Staging, StepBuffers
 
 NUM_SLOTS = 256
 TREE = (-1, 0, -3, 1)
@@ -168,3 +169,19 @@ def test_pages_that_were_looked_at_are_not_for_these_rows() -> None:
     assert rows.seeing("all") is rows
     with pytest.raises(NotImplementedError, match="use 'all' or 'window'"):
         rows.seeing("pages")
+
+
+def test_the_end_of_a_copy_is_noted_on_the_stream_of_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not on the current stream of cuda:0, whose work may have ended long before."""
+    zeros, events = torch.zeros, [MagicMock() for _ in range(4)]
+    left = iter(events)
+    monkeypatch.setattr(torch, "zeros", lambda *size, device=None, pin_memory=False, dtype: zeros(*size, dtype=dtype))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: next(left))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    staging = Staging(3, torch.device("cuda:1"))
+    for _ in range(5):
+        staging.upload(lambda numbers: numbers.fill_(1))
+    assert staging.buffer.tolist() == [1, 1, 1]
+    assert [[given.args for given in event.record.call_args_list] for event in events] == [
+        [("stream of cuda:1",)] * number for number in (1, 2, 1, 1)
+    ]

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from rayspec.bench.selfcheck.options import SelfcheckOptions
 from rayspec.bench.selfcheck.outcome import Outcome, Table, judged, not_here
-from rayspec.model.bodies import has_operators
 from rayspec.model.cuda import operations
+from rayspec.model.cuda.trial import has_operators
 
 # Relative to the largest number of the result: rounding errors of one operation.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}

@@ -15,8 +15,9 @@ from rayspec.bench.selfcheck.outcome import Outcome, Table, measured
 from rayspec.bench.selfcheck.timing import fastest_seconds
 from rayspec.choices import Choice, choices_of
 from rayspec.model.architecture import Decomposition, decompose
-from rayspec.model.bodies import fuse, has_operators
+from rayspec.model.bodies import fuse
 from rayspec.model.buckets import padded_rows
+from rayspec.model.cuda.trial import has_operators
 from rayspec.model.kv_arena import bytes_per_slot, whole_pages
 from rayspec.model.rows import RowSpan, one_run
 

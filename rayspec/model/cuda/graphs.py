@@ -85,8 +85,7 @@ class CudaDriver:
         return SwitchedGraph(runtime, graph.raw_cuda_graph_exec(), found, replay=graph.replay)
 
     def _record(self, graph: torch.cuda.CUDAGraph, work: Work) -> None:
-        """Capture `work` in `graph`. After a failure, the memory pool stays in capture mode and refers to the graph.
-        The graph is then kept alive, and later captures use a new pool."""
+        """Capture `work` in `graph`. After a failure, the graph is kept alive, since torch may still refer to it."""
         try:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
@@ -98,8 +97,16 @@ class CudaDriver:
             graph.capture_end()
         except BaseException:
             self._broken.append(graph)
-            self._pool = torch.cuda.graph_pool_handle()
+            self._end_allocation()
             raise
+
+    def _end_allocation(self) -> None:
+        """Take torch's allocator out of capture mode after a failed capture. Otherwise it never frees cached memory
+        again, and `torch.cuda.empty_cache` fails. Newer versions of torch do this themselves: then this call raises."""
+        index = torch.cuda.current_device()
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(index, self._pool)
+            torch._C._cuda_releasePool(index, self._pool)
 
 
 class _WholeGraph:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import count
 from typing import Any
-from unittest.mock import MagicMock, create_autospec
+from unittest.mock import MagicMock, call, create_autospec
 
 import pytest
 import torch
@@ -141,8 +141,16 @@ def test_groups_are_nodes_of_one_graph(recorded: list[MagicMock], monkeypatch: p
     assert sorted(api.switched) == [(("exec", 3), 2, 0), (("exec", 3), 5, 0)]
 
 
-def test_after_a_failed_capture_others_use_another_pool(recorded: list[MagicMock]) -> None:
-    driver = CudaDriver(torch.device("cuda"))
+@pytest.mark.parametrize("torch_does_it", [False, True])
+def test_a_failed_capture_gives_the_allocator_back(
+    recorded: list[MagicMock], monkeypatch: pytest.MonkeyPatch, torch_does_it: bool
+) -> None:
+    ended = MagicMock(side_effect=RuntimeError("not currently recording") if torch_does_it else None)
+    released = MagicMock()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", ended, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", released, raising=False)
+    driver = CudaDriver(torch.device("cuda:1"))
 
     def fails() -> None:
         recorded[0].capture_end.side_effect = RuntimeError("a previous error")
@@ -151,5 +159,7 @@ def test_after_a_failed_capture_others_use_another_pool(recorded: list[MagicMock
     with pytest.raises(RuntimeError, match="the host must not wait"):
         driver.capture([fails])
     driver.capture([lambda: None])
-    assert [graph.capture_begin.call_args.kwargs["pool"] for graph in recorded] == [(0, 0), (0, 1)]
+    assert [graph.capture_begin.call_args.kwargs["pool"] for graph in recorded] == [(0, 0), (0, 0)]
     assert driver.bytes_held() == 100
+    ended.assert_called_once_with(1, (0, 0))
+    assert released.call_args_list == ([] if torch_does_it else [call(1, (0, 0))])

@@ -49,6 +49,11 @@ def test_a_planted_fault_is_found(tmp_path: Path, old: str, new: str, rule: str)
     assert rule in lint(path).stdout
 
 
+def test_the_image_has_what_triton_compiles_its_driver_with() -> None:
+    installed = [word for line in instructions("RUN") if "apt-get install" in line for word in line.split()]
+    assert {"gcc", "libc6-dev"} <= set(installed)
+
+
 def test_what_it_copies_is_there_and_in_the_context() -> None:
     ignored = (FOLDER / "Dockerfile.dockerignore").read_text(encoding="utf-8").splitlines()
     sources = [
