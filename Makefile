@@ -46,7 +46,7 @@ bench: setup ## decoding speed on the widened demo model, against transformers g
 	  --strategies knapspec,auto --max-tokens 128 --num-prompts 4 --batch 1 --repeats 3 --output $(BENCH_OUT)
 
 figures: setup ## KnapSpec's experiments on the widened demo model, with what `rayspec bench` found if BENCH names it
-	$(BIN)/rayspec figures --model demo --widen 8 --dtype bfloat16 --threads 2 --output $(FIGURES_OUT) \
+	$(BIN)/python -m benchmarks figures --model demo --widen 8 --dtype bfloat16 --threads 2 --output $(FIGURES_OUT) \
 	  $(if $(BENCH),--bench $(BENCH))
 
 k8s: setup ## render the manifests of k8s/overlays

@@ -7,9 +7,10 @@ import os
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 import rayspec
 from rayspec.batch.document_task import SUMMARY_SAMPLING, PromptBuilder, fitting_prompt_tokens, summary_prompt
@@ -31,8 +32,23 @@ from rayspec.ops.k8s.command import app as k8s_app
 from rayspec.ops.latency_table import latency_table, stage_table
 from rayspec.types import ConfigError
 
+# Commands that have left the package, and what runs them in a checkout of the project.
+_MOVED = {f"bench-{name}": f"python -m benchmarks {name}" for name in ("data", "feed", "pipeline", "serve")}
+_MOVED["figures"] = "python -m benchmarks figures"
+
+
+class _Commands(TyperGroup):
+    """The commands. One that has moved is an error that says where it is."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] in _MOVED:
+            ctx.fail(f"command '{args[0]}' is not in the package any more: run `{_MOVED[args[0]]}` in a checkout")
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
     name="rayspec",
+    cls=_Commands,
     help="Lossless, training-free speed-up of Hugging Face causal LMs: the model drafts for itself.",
     no_args_is_help=True,
     add_completion=False,

@@ -212,3 +212,10 @@ def test_ctrl_c_leaves_the_rows_so_far(tmp_path: Path) -> None:
     assert len(rows) > 3
     assert all(row["num_output_tokens"] == 4 for row in rows.values())
     assert not partial.exists()
+
+
+@pytest.mark.parametrize("name", ["bench-serve", "figures"])
+def test_a_command_that_has_left_the_package_says_where_it_is(name: str) -> None:
+    result = CliRunner().invoke(app, [name, "--model", "demo"])
+    assert result.exit_code == 2
+    assert f"python -m benchmarks {name.removeprefix('bench-')}" in result.stderr

@@ -11,7 +11,7 @@ import typer
 
 from rayspec.bench.workloads import WorkloadOptions
 from rayspec.command.options import Asked
-from rayspec.config import EngineConfig
+from rayspec.config import DType, EngineConfig
 from rayspec.types import ConfigError
 
 Input = Annotated[str, typer.Option("--input", help="a file of documents, or 'demo' for the bundled ones")]
@@ -54,6 +54,13 @@ Json = Annotated[Path | None, typer.Option(help="file to write the numbers to")]
 OutputFolder = Annotated[
     Path | None, typer.Option("--output", "-o", help="folder for results.json and results.md, renewed as it goes")
 ]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
+TimedType = Annotated[
+    DType, typer.Option(help="of what is timed; logits are compared in float32, too", show_choices=False)
+]
+NumThreads = Annotated[int | None, typer.Option(min=1, help="torch CPU threads")]
+Quick = Annotated[bool, typer.Option("--quick", help="fewer models, sizes and repeats")]
+OutFolder = Annotated[Path | None, typer.Option(help="folder for selfcheck.md and selfcheck.json")]
 
 _Number = TypeVar("_Number", int, float)
 

@@ -12,6 +12,7 @@ import typer.main
 from ray.scripts.scripts import cli as ray_cli
 from ray.serve.scripts import cli as serve_cli
 
+import benchmarks.__main__
 import jobs.generate
 import jobs.openai_batch
 import jobs.summarize
@@ -27,6 +28,7 @@ JOBS: dict[str, Any] = {
     "measure": RAYSPEC.commands["profile"],
     "tune": RAYSPEC.commands["tune"],
 }
+BENCHMARKS: Any = typer.main.get_command(benchmarks.__main__.app)
 PROGRAMS = ("ray", "rayspec", "serve", "python")
 _BLOCK = re.compile(r"^```([a-z]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"`([^`\n]+)`")
@@ -52,7 +54,7 @@ def inline_commands(document: str) -> list[list[str]]:
 
 def options() -> set[str]:
     """All that rayspec, its jobs and Ray know."""
-    return {name for group in (RAYSPEC, RAY, *JOBS.values()) for name in _options(group)}
+    return {name for group in (RAYSPEC, RAY, BENCHMARKS, *JOBS.values()) for name in _options(group)}
 
 
 def _options(command: Any) -> Iterator[str]:
@@ -87,6 +89,9 @@ def parse_program(program: str, arguments: Sequence[str]) -> None:
     """Raises what click and typer raise."""
     if program != "python":
         parse({"ray": RAY, "rayspec": RAYSPEC, "serve": serve_cli}[program], arguments)
+        return
+    if list(arguments[:2]) == ["-m", "benchmarks"]:
+        parse(BENCHMARKS, arguments[2:])
         return
     script = re.fullmatch(r"(?:jobs/)?(\w+)\.py", arguments[0])
     if script is None or script[1] not in JOBS:

@@ -19,7 +19,7 @@ from tests.serve.test_dashboard import exported
 
 DOCUMENTS = ("README.md", "cluster/README.md", "docs/operations.md", "docs/security.md", "docs/troubleshooting.md")
 TROUBLES = "docs/troubleshooting.md"
-SOURCES = [path for folder in ("rayspec", "jobs") for path in sorted((ROOT / folder).rglob("*.py"))]
+SOURCES = [path for folder in ("rayspec", "jobs", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
 _KEYS_OF_OTHERS = {"error_kind", "auth_token", "min_workers", "max_workers"}  # of outputs and of Ray
 _KIND_ROW = re.compile(r"^\| ((?:`[a-z0-9_]+`(?:, )?)+) \|", re.MULTILINE)
 
@@ -82,7 +82,7 @@ def test_commands_can_be_given(document: str) -> None:
         "RAY_ADDRESS=auto rayspec serve --prt 8000",
         "python jobs/summarise.py --model demo",
         "serve deploy app.yaml --force",
-        "rayspec bench-serve --num-requests many",
+        "python -m benchmarks serve --num-requests many",
     ],
 )
 def test_a_command_that_cannot_be_given_is_found(command: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rayspec.bench.selfcheck.launches import Launch, LaunchRecorder, first_difference
+from benchmarks.device.launches import Launch, LaunchRecorder, first_difference
 from rayspec.choices import FULL, SKIP, Choices, Weights, choices_of
 from rayspec.config import SamplingParams
 from rayspec.decode.runner import Batch, Runner

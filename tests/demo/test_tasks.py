@@ -8,7 +8,7 @@ import pytest
 from rayspec.demo import DOMAINS, Task, sample_tasks
 from rayspec.demo.corpus import WORDS
 from rayspec.demo.tasks import generate_task
-from rayspec.demo.tokenizer import load_tokenizer
+from tools.demo_model.tokenizer import load_tokenizer
 
 
 @pytest.mark.parametrize("domain", DOMAINS)

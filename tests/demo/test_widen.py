@@ -21,9 +21,9 @@ from transformers import (
 )
 
 from rayspec.demo import model_path, sample_tasks
-from rayspec.demo.evaluate import complete
-from rayspec.demo.tokenizer import load_tokenizer
 from rayspec.demo.widen import widen
+from tools.demo_model.evaluate import complete
+from tools.demo_model.tokenizer import load_tokenizer
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 64,

@@ -26,8 +26,8 @@ from unittest.mock import patch
 import aiohttp
 import psutil
 
+from benchmarks.serve_client import Ask, send
 from rayspec.async_engine import AsyncEngine
-from rayspec.bench.serve_client import Ask, send
 from rayspec.config import SamplingParams
 from tests.serve.paced_engine import PacedModelServer, paced_llm
 

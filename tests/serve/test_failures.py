@@ -13,9 +13,9 @@ import httpx2
 import pytest
 
 import rayspec
-from rayspec.bench.serve import ServeBenchOptions, differing, run_load
-from rayspec.bench.serve_client import Answer, Ask
-from rayspec.bench.serve_mix import Mix
+from benchmarks.serve import ServeBenchOptions, differing, run_load
+from benchmarks.serve_client import Answer, Ask
+from benchmarks.serve_mix import Mix
 from tests.freezing import freeze
 from tests.serve.endpoint_process import ENGINE, TWO_STAGES, EndpointProcess, serving, wait_until
 

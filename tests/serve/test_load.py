@@ -17,8 +17,8 @@ import httpx2
 import pytest
 
 import rayspec
-from rayspec.bench.serve import ServeBenchOptions, run_serve_bench, succeeded
-from rayspec.bench.serve_mix import Mix
+from benchmarks.serve import ServeBenchOptions, run_serve_bench, succeeded
+from benchmarks.serve_mix import Mix
 from tests.serve.endpoint_process import ENGINE, PAGE, EndpointProcess, serving, session_pids, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]

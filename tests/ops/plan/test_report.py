@@ -12,8 +12,8 @@ import pytest
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
+from benchmarks.pipeline import parse_cases, run_pipeline_bench
 from rayspec.bench.options import BenchOptions
-from rayspec.bench.pipeline import parse_cases, run_pipeline_bench
 from rayspec.bench.run import model_folder
 from rayspec.bench.workloads import WorkloadOptions
 from rayspec.cli import app

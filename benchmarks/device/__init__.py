@@ -1,0 +1,1 @@
+"""What a step launches, reads and costs on a device: `python -m benchmarks.device`."""

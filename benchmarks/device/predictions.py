@@ -1,0 +1,87 @@
+"""The page of predicted step times, docs/gpu_predictions.md: `python -m benchmarks.device.predictions`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from benchmarks.device.counting import step_ledger
+from benchmarks.device.ledger import Assumptions, StepLedger, host_seconds, replayed_seconds
+from rayspec.bench.markdown import markdown_table
+from rayspec.planning.roofline import ACCELERATORS, SHAPES
+
+# Models by name, with the number of GPUs that share every matrix.
+_MODELS = {"Llama-3.1-8B": 1, "Qwen3-14B": 1, "Llama-3.1-70B": 8}
+_BATCHES = (1, 8, 64)
+_CONTEXTS = (1024, 8192, 32768, 131072)
+_MEMORY_BYTES = {"H100": 80e9, "H200": 141e9}
+
+_HEAD = """\
+# Predicted step times on H100 and H200
+
+**No GPU has run this.** The numbers follow from a count and from assumptions; nothing here is measured. `rayspec
+selfcheck` on a GPU measures what these numbers predict.
+
+`python -m benchmarks.device.predictions` prints this page.
+
+Counted: the kernels and the bytes of a plain decoding step, one token for each sequence, from token ids to logits. The
+count runs the fused bodies with rayspec's operators in static buffers, in bfloat16, on tensors without storage.
+Attention counts as two kernels. Bytes are what each kernel reads and writes, and the keys and values of all earlier
+tokens.
+
+Assumed:
+
+- Kernels reach {share:.0%} of the memory's peak bandwidth (H100 3.35 TB/s, H200 4.8 TB/s).
+- A replayed graph needs {replayed:.1f} µs a kernel. These gaps are in the columns of the GPUs.
+- A launch from Python takes {eager:.0f} µs. The host works ahead of the GPU: without graphs a step takes the longer of
+  "host, ms" and the GPU's column. A Triton kernel takes longer to launch from Python than torch's own kernels do, so
+  graphs may gain more than the table shows.
+- Arithmetic hides behind reading: up to about 190 rows on an H100, 130 on an H200.
+- Choosing the token, packing the rows and the rest of the engine cost nothing. The true step is longer.
+- Llama-3.1-70B runs on 8 GPUs by tensor parallelism: each GPU has an eighth of every matrix and of the key heads.
+  Kernels, GB and memory are of each GPU. Two sums over all GPUs a layer take {reduce:.0f} µs each.
+- Qwen3-14B reads contexts of more than 40,960 tokens only with a rescaled rotary embedding.
+
+A dash: weights, keys and values need more than the memory (H100 80 GB, H200 141 GB).
+"""
+
+
+def predictions_page() -> str:
+    """Return the page in Markdown."""
+    assumed = Assumptions()
+    head = _HEAD.format(
+        share=assumed.share_of_peak,
+        replayed=assumed.replayed_s * 1e6,
+        eager=assumed.eager_s * 1e6,
+        reduce=assumed.all_reduce_s * 1e6,
+    )
+    columns = [f"{name}, {unit}" for name in _MEMORY_BYTES for unit in ("ms", "tokens/s")]
+    headings = ["model", "batch", "context", "kernels", "host, ms", "GB", *columns]
+    return f"{head}\n{markdown_table(headings, _rows(assumed), num_left=1)}\n"
+
+
+def _rows(assumed: Assumptions) -> Iterator[list[str]]:
+    for name, num_ranks in _MODELS.items():
+        shown = f"{name}, {num_ranks} GPUs" if num_ranks > 1 else name
+        for batch in _BATCHES:
+            ledger = step_ledger(SHAPES[name], batch, num_ranks=num_ranks)
+            for context in _CONTEXTS:
+                yield [
+                    shown,
+                    str(batch),
+                    f"{context // 1024}K",
+                    f"{ledger.num_kernels:,}",
+                    f"{host_seconds(ledger, assumed) * 1e3:.1f}",
+                    f"{ledger.bytes_with(context) / 1e9:.1f}",
+                    *(cell for gpu in _MEMORY_BYTES for cell in _cells(ledger, context, gpu, assumed)),
+                ]
+
+
+def _cells(ledger: StepLedger, context: int, gpu: str, assumed: Assumptions) -> list[str]:
+    if not ledger.fits(context, _MEMORY_BYTES[gpu]):
+        return ["-"] * 2
+    seconds = replayed_seconds(ledger, context, ACCELERATORS[gpu], assumed)
+    return [f"{seconds * 1e3:.1f}", f"{ledger.batch / seconds:,.0f}"]
+
+
+if __name__ == "__main__":
+    print(predictions_page(), end="")

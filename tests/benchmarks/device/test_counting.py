@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.device.counting import meta_layer, share_of, step_ledger
+from benchmarks.device.launches import Launch, num_kernels
+from benchmarks.device.predictions import predictions_page
+from benchmarks.device.static_launches import launches_of
+from rayspec.bench.selfcheck.models import random_model, split
+from rayspec.bench.selfcheck.parity import prepare_parts
+from rayspec.bench.selfcheck.sequences import PassShape
+from rayspec.choices import FULL, SKIP, choices_of
+from rayspec.planning.roofline import SHAPES, ModelShape
+
+ROOT = Path(__file__).parent.parent.parent.parent
+LLAMA = SHAPES["Llama-3.1-8B"]
+
+
+@pytest.mark.parametrize(("family", "name", "num_kv_heads"), [("llama", "Llama", 2), ("qwen3", "Qwen3", 1)])
+def test_bodies_without_numbers_launch_what_those_of_fuse_do(family: str, name: str, num_kv_heads: int) -> None:
+    shape = ModelShape(
+        name=name, num_layers=1, hidden_size=64, mlp_size=96, num_heads=4, num_kv_heads=num_kv_heads, head_dim=16,
+        vocab_size=199, tied=True,
+    )  # fmt: skip
+    fused = prepare_parts(split(random_model(family, torch.bfloat16, torch.device("cpu")), "operators"), is_static=True)
+    by_hand = prepare_parts(meta_layer(shape, torch.device("cpu")), is_static=True)
+    state = PassShape(name="", contexts=(5, 9), num_rows=(1, 1))
+    first_layer = choices_of([index < 2 for index in range(8)])
+    streams = launches_of(fused, state, first_layer), launches_of(by_hand, state)
+    described = [[(launch.name, _shapes(launch)) for launch in each] for each in streams]
+    assert described[0] == described[1]
+
+
+@pytest.mark.parametrize("name", ["Llama-3.1-8B", "Qwen3-14B"])
+def test_a_step_reads_every_weight_once(name: str) -> None:
+    shape = SHAPES[name]
+    weights = 2 * (shape.num_parameters - shape.head_parameters)  # the embedding gives one row
+    assert 1 <= step_ledger(shape, 1).num_bytes / weights < 1.01
+    assert step_ledger(shape, 1).kv_bytes_per_place == shape.num_layers * shape.kv_bytes_per_token
+
+
+def test_kernels_do_not_depend_on_the_batch() -> None:
+    alone, together = step_ledger(LLAMA, 1), step_ledger(LLAMA, 8)
+    assert alone.num_kernels == together.num_kernels <= 12 * LLAMA.num_layers
+    assert alone.num_all_reduces == 0
+
+
+def test_ranks_share_all_but_norms() -> None:
+    large = SHAPES["Llama-3.1-70B"]
+    one, eight = step_ledger(large, 1), step_ledger(large, 1, num_ranks=8)
+    assert 7.8 < one.num_bytes / eight.num_bytes <= 8
+    assert one.kv_bytes_per_place == 8 * eight.kv_bytes_per_place
+    assert eight.num_all_reduces == 2 * large.num_layers
+    assert share_of(large, 8).num_kv_heads == 1
+
+
+def test_kernels_of_an_operator_layer() -> None:
+    fused = prepare_parts(split(random_model("llama", torch.float32, torch.device("cpu")), "operators"), is_static=True)
+    state = PassShape(name="", contexts=(5,), num_rows=(1,))
+    ends, all_four = (num_kernels(launches_of(fused, state, (choice,) * 8)) for choice in (SKIP, FULL))
+    assert (all_four - ends) / 4 == 10
+
+
+def test_the_page_of_predictions_is_what_the_module_prints() -> None:
+    page = (ROOT / "docs" / "gpu_predictions.md").read_text(encoding="utf-8")
+    assert page == predictions_page(), "print it again: python -m benchmarks.device.predictions"
+    assert "No GPU has run this" in page
+
+
+def _shapes(launch: Launch) -> list[object]:
+    """Of its tensors. Places and numbers are of the model."""
+    return [argument[0] for argument in launch.arguments if isinstance(argument, tuple)]

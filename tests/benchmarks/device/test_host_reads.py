@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.device import host_reads
+from benchmarks.device.host_reads import ReadCounter, check_host_reads
+from rayspec.bench.selfcheck.options import SelfcheckOptions
+from rayspec.decode import head
+
+CPU = torch.device("cpu")
+
+
+def test_every_way_to_read_counts_once() -> None:
+    numbers, mask = torch.ones(3), torch.tensor([True, False, True])
+    with ReadCounter(CPU) as counter:
+        numbers.tolist()
+        numbers[0].item()
+        bool(numbers[0])
+        int(numbers[0])
+        numbers[mask]
+        numbers.numpy()
+        numbers.nonzero()
+        numbers[1:].add_(1).sum()
+    expected = ("tolist", "item", "__bool__", "__int__", "__getitem__", "numpy", "nonzero")
+    assert counter.counts == dict.fromkeys(expected, 1)
+
+
+def test_tensors_elsewhere_do_not_count() -> None:
+    with ReadCounter(torch.device("cuda")) as counter:
+        torch.ones(3).tolist()
+        torch.ones(3).to("cpu")
+    assert not counter.counts
+
+
+def test_rounds_of_the_bundled_model() -> None:
+    outcome = check_host_reads(SelfcheckOptions(device="cpu"))
+    assert outcome.status == "passed", outcome.found
+    plain, drafting = outcome.numbers
+    assert plain["num_draft_steps"] == 0
+    assert drafting["num_draft_steps"] > 0
+    assert 0 < plain["num_reads"] < drafting["num_reads"]
+
+
+def test_one_read_more_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = head.Head.commit
+
+    def asking(self: head.Head, logits: torch.Tensor, *arguments: object) -> object:
+        logits[0, 0].item()
+        return commit(self, logits, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(head.Head, "commit", asking)
+    assert host_reads.check_host_reads(SelfcheckOptions(device="cpu")).status == "failed"

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.device.launches import Launch, LaunchRecorder, first_difference, host_operations, num_kernels
+from rayspec.model.cuda.operations import gated
+
+
+def recorded(work: object, *arguments: object) -> list[Launch]:
+    with torch.no_grad(), LaunchRecorder() as recorder:
+        work(*arguments)  # type: ignore[operator]
+    return recorder.launches
+
+
+def names(work: object, *arguments: object) -> list[str]:
+    return [launch.name for launch in recorded(work, *arguments)]
+
+
+def test_views_and_allocations_are_no_launches() -> None:
+    numbers = torch.randn(4, 6)
+    assert names(lambda: (numbers[1:], numbers.view(6, 4), numbers.T, numbers.chunk(2, -1), numbers.contiguous())) == []
+    assert names(lambda: (torch.empty(3), torch.empty_like(numbers), numbers.new_empty(2))) == []
+
+
+def test_what_computes_or_copies_is_one() -> None:
+    numbers = torch.randn(4, 6)
+    assert names(lambda: numbers + 1) == ["aten::add"]
+    assert names(numbers.T.contiguous) == ["aten::clone"]
+    assert names(lambda: numbers.add_(1)) == ["aten::add_"]
+    assert names(lambda: torch.nn.functional.linear(numbers, numbers)) == ["aten::mm"]
+
+
+def test_an_operator_counts_once_whatever_its_cpu_version_calls() -> None:
+    assert names(lambda: gated(torch.ones(2, 8), "silu")) == ["aten::ones", "rayspec::gated"]
+
+
+def test_attention_is_two_kernels() -> None:
+    assert num_kernels([Launch("rayspec::attend", ()), Launch("aten::mm", ())]) == 3
+
+
+@pytest.mark.parametrize(
+    ("read", "name"),
+    [
+        (lambda numbers: numbers.sum().item(), "aten::_local_scalar_dense"),
+        (lambda numbers: bool(numbers.sum() > 0), "aten::is_nonzero"),
+        (lambda numbers: numbers.nonzero(), "aten::nonzero"),
+        (lambda numbers: numbers + torch.tensor([1.0, 2.0]), "aten::lift_fresh"),
+    ],
+)
+def test_numbers_between_host_and_device_are_told(read: object, name: str) -> None:
+    found = host_operations(recorded(read, torch.ones(2)))
+    assert name in found or found == ["aten::_local_scalar_dense"]
+
+
+def test_streams_differ_by_shape_offset_number_and_place() -> None:
+    first, second = torch.randn(4, 4), torch.randn(4, 4)
+
+    def add(to: torch.Tensor, number: float) -> list[Launch]:
+        return recorded(lambda: to + number)
+
+    assert first_difference(add(first, 1.0), add(first, 1.0)) is None
+    for other in (add(first, 2.0), add(first[1:], 1.0), add(first[:3], 1.0), add(first.T, 1.0), add(second, 1.0), []):
+        assert first_difference(add(first, 1.0), other) is not None
+
+
+def test_what_a_stream_makes_itself_may_lie_anywhere() -> None:
+    numbers, held = torch.randn(64), []
+
+    def work() -> None:
+        held.append(numbers + 1)  # so that the next one lies elsewhere
+        held[-1].mul_(2)
+
+    assert first_difference(recorded(work), recorded(work)) is None

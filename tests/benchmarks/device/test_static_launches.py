@@ -1,0 +1,106 @@
+"""The check must find what a captured graph would get wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.device.static_launches import MAX_KERNELS_A_LAYER, PAIRS, Pair, check_static_launches, compare
+from rayspec.bench.selfcheck.models import Prepared, random_model, split
+from rayspec.bench.selfcheck.options import SelfcheckOptions
+from rayspec.bench.selfcheck.parity import prepare_parts
+from rayspec.model.attention import Rows
+from rayspec.model.sublayers import Body
+
+CPU = torch.device("cpu")
+
+
+def prepared(wrap: object = None, *, is_static: bool = True) -> Prepared:
+    """wrap: makes another body of the first sublayer's."""
+    parts = split(random_model("llama", torch.float32, CPU), "operators")
+    if wrap is not None:
+        first, *others = parts.sublayers
+        parts = replace(parts, sublayers=(replace(first, body=wrap(first.body)), *others))  # type: ignore[operator]
+    return prepare_parts(parts, is_static=is_static)
+
+
+def test_passes_in_static_buffers_launch_the_same() -> None:
+    outcome = check_static_launches(SelfcheckOptions(device="cpu"))
+    assert outcome.status == "passed", outcome.found
+    kernels = {one["kernels_a_layer"] for one in outcome.numbers if one["model"] == "llama"}
+    assert max(kernels) <= MAX_KERNELS_A_LAYER
+    assert len(outcome.numbers) == 3 * len(PAIRS)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
+def test_passes_that_pack_their_own_rows_do_not(pair: Pair) -> None:
+    found = compare(prepared(is_static=False), pair, model="llama")
+    assert found.difference is not None
+    assert not found.is_good
+
+
+def by_number_of_rows(body: Body) -> Body:
+    """A number that depends on the contexts, read without torch's knowledge."""
+
+    def run(hidden: Tensor, rows: Rows) -> Tensor:
+        return body(hidden, rows).mul_(1 + 1e-9 * rows.contexts.numpy()[0])  # type: ignore[attr-defined]
+
+    return run
+
+
+def by_positions(body: Body) -> Body:
+    """A shape that depends on the contexts."""
+
+    def run(hidden: Tensor, rows: Rows) -> Tensor:
+        hidden.add_(torch.zeros(int(rows.positions.numpy().max()), hidden.shape[-1]).sum(0))
+        return body(hidden, rows)
+
+    return run
+
+
+def in_a_new_buffer(body: Body) -> Body:
+    """What is made outside of the step lies elsewhere the next time."""
+    held: list[Tensor] = []
+
+    def run(hidden: Tensor, rows: Rows) -> Tensor:
+        held.append(torch.frombuffer(bytearray(4 * hidden.shape[-1]), dtype=torch.float32))
+        return body(hidden, rows).add_(held[-1])
+
+    return run
+
+
+@pytest.mark.parametrize("wrap", [by_number_of_rows, by_positions, in_a_new_buffer])
+def test_a_step_that_depends_on_data_is_found(wrap: object) -> None:
+    found = compare(prepared(wrap), PAIRS[0], model="llama")
+    assert found.difference is not None
+    assert not found.is_good
+
+
+def test_a_step_that_asks_the_device_is_found_even_if_the_answer_is_the_same() -> None:
+    def asking(body: Body) -> Body:
+        def run(hidden: Tensor, rows: Rows) -> Tensor:
+            assert not bool(hidden.isnan().any())
+            return body(hidden, rows)
+
+        return run
+
+    found = compare(prepared(asking), PAIRS[0], model="llama")
+    assert found.host_operations
+    assert not found.is_good
+
+
+def test_too_many_kernels_are_found() -> None:
+    def slow(body: Body) -> Body:
+        def run(hidden: Tensor, rows: Rows) -> Tensor:
+            for _ in range(4 * MAX_KERNELS_A_LAYER):
+                hidden.add_(0.0)
+            return body(hidden, rows)
+
+        return run
+
+    found = compare(prepared(slow), PAIRS[0], model="llama")
+    assert found.difference is None
+    assert not found.is_good

@@ -1,0 +1,254 @@
+"""The experiments, with real runs of the bundled model. Times are real and decide nothing here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rayspec
+from benchmarks.figures.runs import Gain, Spread, TimedSelector, gain_of, latency_of, local_engine, take_turns, write
+from benchmarks.figures.skips import every, run_skips
+from benchmarks.figures.sweeps import run_intervals, run_thresholds
+from benchmarks.figures.tpt import Estimates, context_of, estimate_plans, predict, run_tpt
+from rayspec.choices import FULL, SKIP, Choices, choices_of
+from rayspec.decode.selection.base import BatchState, FixedPlan
+from rayspec.decode.selection.knapspec import Candidate, KnapSpec
+from rayspec.types import ConfigError, EngineStats, Plan, PromptTooLongError, no_draft
+from tests.demo_model import demo_prompts
+from tests.engines import require_idle
+
+NUM_SUBLAYERS = 32
+EARLY = choices_of([index < 16 for index in range(NUM_SUBLAYERS)])
+MOST = choices_of([index != 9 for index in range(NUM_SUBLAYERS)])
+ALL = (FULL,) * NUM_SUBLAYERS
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[rayspec.LLM]:
+    options: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "max_num_seqs": 1, "max_model_len": 1024}
+    options["enable_prefix_caching"] = False
+    with rayspec.LLM("demo", speculation={"strategy": "knapspec", "max_draft_tokens": 6}, **options) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return demo_prompts(2, 5)
+
+
+def fixed(choices: Choices, length: int = 4) -> TimedSelector:
+    return TimedSelector(FixedPlan(Plan(choices=choices, num_draft_tokens=length, source="test")))
+
+
+def given(*patterns: Choices, num_agreed: int = 12) -> Estimates:
+    candidates = tuple(Candidate(choices, similarity=0.9, num_agreed=num_agreed, num_tapped=16) for choices in patterns)
+    return Estimates(candidates=candidates, origins=dict.fromkeys(patterns, "random"))
+
+
+def test_contenders_take_turns_and_write_the_same(llm: rayspec.LLM, prompts: list[list[int]]) -> None:
+    engine, seen = local_engine(llm), []
+    before = engine._planner.selector
+    contenders = {"plain": fixed(ALL, 0), "all": fixed(ALL), "early": fixed(EARLY), "most": fixed(MOST)}
+    for name, contender in contenders.items():
+        real = contender.plan
+
+        def plan(at: BatchState, name: str = name, real: Any = real) -> Plan:
+            seen.append((name, at.context))
+            return real(at)  # type: ignore[no-any-return]
+
+        contender.plan = plan  # type: ignore[method-assign]
+    found = take_turns(llm, contenders, prompts, max_tokens=10, seed=1)
+    runs = [name for index, (name, _) in enumerate(seen) if index == 0 or seen[index - 1][0] != name]
+    assert sorted(runs[:4]) == sorted(contenders), "all write after the first prompt before any goes on"
+    assert len(runs) in (7, 8)
+    assert engine._planner.selector is before
+    require_idle(engine)
+    for name, (first, second) in found.items():
+        assert first.num_tokens == second.num_tokens == 9
+        assert first.seconds > 0
+        assert name == "plain" or first.num_drafted >= first.num_tested >= first.num_accepted > 0
+    assert found["plain"][0].num_rounds == 9
+    assert found["plain"][0].num_drafted == 0
+    for one in found["all"]:
+        assert one.num_accepted == one.num_tested == one.num_drafted
+        assert one.num_rounds == 2
+
+
+def test_prefill_is_no_part_of_a_stretch(llm: rayspec.LLM) -> None:
+    engine = local_engine(llm)
+    total_s, prefill_s = engine.stats.total_s, engine.stats.prefill_s
+    passage = write(llm, fixed(ALL, 0), demo_prompts(1, 40)[0], max_tokens=2)
+    assert passage.seconds == pytest.approx(engine.stats.total_s - total_s - (engine.stats.prefill_s - prefill_s))
+    assert passage.seconds < engine.stats.prefill_s - prefill_s
+    assert passage.tokens_per_s == pytest.approx(1 / passage.seconds)
+
+
+def test_a_contender_knows_its_own_time_only() -> None:
+    class Spy(FixedPlan):
+        elapsed: list[float]
+
+        def plan(self, state: BatchState) -> Plan:
+            self.elapsed.append(state.elapsed_s)
+            return super().plan(state)
+
+    spy = Spy(no_draft(2, "test"))
+    spy.elapsed = []
+    contender, stats = TimedSelector(spy), EngineStats(total_s=100.0)
+    for start, end in ((100.0, 103.0), (150.0, 151.0), (151.0, 152.0)):
+        stats.total_s = start
+        with contender.taking_its_turn(stats):
+            for now in (start, end):
+                contender.plan(BatchState(context=1, batch=1, elapsed_s=now, num_outstanding_tokens=1))
+            stats.total_s = end
+    assert spy.elapsed == pytest.approx([0.0, 3.0, 3.0, 4.0, 4.0, 5.0])
+
+
+def test_what_a_prompt_fails_with_is_raised(llm: rayspec.LLM) -> None:
+    with pytest.raises(PromptTooLongError):
+        write(llm, fixed(EARLY), [5] * 2000, max_tokens=4)
+    require_idle(local_engine(llm))
+
+
+def test_plans_are_estimated_on_tokens_that_the_search_did_not_see(llm: rayspec.LLM, prompts: list[list[int]]) -> None:
+    found = estimate_plans(llm, prompts, num_plans=9, max_tokens=33)
+    assert len(found.candidates) == 9
+    assert tuple(found.origins) == tuple(one.choices for one in found.candidates)
+    assert set(found.origins.values()) == {"knapsack", "early exit", "random"}
+    # Each prompt's 32 rounds tap 32 tokens; 8 of the first prompt went into the search. The last ones are not asked.
+    num_tapped = found.candidates[0].num_tapped
+    assert num_tapped in (40, 48)
+    for one in found.candidates:
+        assert one.choices.count(FULL) < len(one.choices)
+        assert one.num_tapped == num_tapped
+        assert 0 <= one.num_agreed <= num_tapped
+    light = min(found.candidates, key=lambda one: one.choices.count(SKIP))
+    heavy = max(found.candidates, key=lambda one: one.choices.count(SKIP))
+    assert light.estimate > heavy.estimate
+    again = estimate_plans(llm, prompts, num_plans=9, max_tokens=33)
+    assert again.origins == found.origins
+    assert again.candidates == found.candidates
+
+
+def test_without_text_there_are_no_estimates(llm: rayspec.LLM, prompts: list[list[int]]) -> None:
+    with pytest.raises(ConfigError, match="'max_tokens' is 5"):
+        estimate_plans(llm, prompts, num_plans=4, max_tokens=5)
+
+
+def test_predictions_are_eq_4_of_what_knapspec_expects(llm: rayspec.LLM) -> None:
+    latency, estimates = latency_of(llm), given(EARLY, MOST)
+    prediction = predict(llm, estimates.candidates, context=200, max_draft_tokens=5)
+    expected = KnapSpec(llm.config.speculation, latency).acceptance_of(estimates.candidates)
+    assert prediction.acceptance == pytest.approx(expected)
+    for index, prefix in enumerate((16, 9)):
+        a, choices = expected[index], estimates.candidates[index].choices
+        for length in (1, 3, 5):
+            seconds = (
+                length * latency.draft_step_s(choices, context=200, batch=1)
+                + latency.verify_s(rows=length + 1, context=200, batch=1, from_sublayer=prefix, leading_rows=1)
+                + latency.round_s
+            )
+            tokens = sum(a**power for power in range(length + 1))
+            assert prediction.tpt[index, length - 1] == pytest.approx(tokens / seconds, rel=1e-6)
+
+
+def test_every_plan_runs_at_every_length(llm: rayspec.LLM, prompts: list[list[int]]) -> None:
+    estimates = given(EARLY, ALL, MOST)
+    found = run_tpt(llm, estimates, prompts, draft_lengths=(2, 5), max_tokens=14)
+    assert found.context == context_of(prompts, 14) == round(np.mean([len(prompt) for prompt in prompts])) + 7
+    assert [(point.choices, point.num_draft_tokens) for point in found.points] == [
+        (choices, length) for choices in (EARLY, ALL, MOST) for length in (2, 5)
+    ]
+    assert found.num_tapped_tokens == 16
+    assert found.plain_tpt == pytest.approx(1 / latency_of(llm).decode_step_s(context=found.context, batch=1))
+    prediction = predict(llm, estimates.candidates, context=found.context, max_draft_tokens=5)
+    for index, point in enumerate(found.points):
+        assert point.predicted_tpt == pytest.approx(prediction.tpt[index // 2, point.num_draft_tokens - 1])
+        assert point.estimated_acceptance == pytest.approx(prediction.acceptance[index // 2])
+        assert len(point.measured_by_prompt) == 2
+        assert point.measured_tpt == pytest.approx(np.median(point.measured_by_prompt))
+        assert point.tpt_as_accepted > point.predicted_tpt or point.observed_acceptance < point.estimated_acceptance
+    assert [point.observed_acceptance for point in found.points[2:4]] == [1.0, 1.0]
+    assert found.points[0].observed_acceptance < 1.0
+
+
+def test_plans_in_use_are_counted_by_context(llm: rayspec.LLM) -> None:
+    def prompts_of(context: int) -> list[list[int]]:
+        return [prompt[:context] for prompt in demo_prompts(1, 40)]
+
+    found = run_skips(llm, prompts_of, contexts=(100, 300), interval=8, max_tokens=60)
+    assert [one.context for one in found.by_context] == [100, 300]
+    for one in found.by_context:
+        assert one.num_plain_tokens >= 8, "the first search needs its tapped tokens"
+        assert 0 < one.num_plain_tokens + sum(plan.num_tokens for plan in one.plans) <= 59
+    drafted = [one for one in found.by_context if one.plans]
+    assert drafted, "the demo model drafts for itself"
+    for one in drafted:
+        assert 0 <= (one.attention_skipped or 0) <= 1
+        assert all(plan.choices.count(FULL) < len(plan.choices) for plan in one.plans)
+    assert found.by_context[1].attention_s > found.by_context[0].attention_s
+    assert found.by_context[1].mlp_s == found.by_context[0].mlp_s
+
+
+def test_a_free_knapspec_searches_at_its_interval(llm: rayspec.LLM) -> None:
+    trigger = every(40)
+    assert trigger.reason(context=10, batch=1) == "no plan yet"
+    for _ in range(3):
+        trigger.planned(changed=False, context=10, batch=1)
+        trigger.observe(num_tokens=39)
+        assert trigger.reason(context=1000, batch=1) is None
+        trigger.observe(num_tokens=1)
+        assert trigger.reason(context=10, batch=1) is not None
+
+
+def test_drafts_get_shorter_with_the_threshold(llm: rayspec.LLM, prompts: list[list[int]]) -> None:
+    found = run_thresholds(llm, given(EARLY, MOST, num_agreed=16), prompts, thresholds=(1.0, 0.0, 0.6), max_tokens=30)
+    settings = found.thresholds.settings
+    assert found.choices == EARLY, "with equal acceptance the plan that skips more has the higher predicted TPT"
+    assert [one.value for one in settings] == [0.0, 0.6, 1.0]
+    lengths = [one.mean_draft_length for one in settings]
+    assert 5 < lengths[0] <= 6
+    assert lengths[0] > lengths[1] > lengths[2]
+    assert 0.9 < lengths[2] < 1.2, "a token of probability 1 is not below the threshold"
+    assert (settings[2].acceptance or 0) >= (settings[0].acceptance or 0)
+    assert {one.num_searches for one in (*settings, found.thresholds.own)} == {0}
+    assert found.thresholds.own.value is None
+    assert found.thresholds.own.mean_draft_length > 0
+    assert found.thresholds.best in settings
+
+
+@pytest.mark.exhaustive
+def test_searches_are_as_many_as_the_schedule_lets(llm: rayspec.LLM, prompts: list[list[int]]) -> None:
+    # A round commits 7 tokens at most, so these are 18 rounds or more: enough for a second review after 16.
+    found = run_intervals(llm, prompts[:1], intervals=(500, 2), shares=(1.0, 0.0), max_tokens=64)
+    often, rarely = found.intervals.settings
+    none, any_ = found.shares.settings
+    assert (often.value, rarely.value, none.value, any_.value) == (2, 500, 0.0, 1.0)
+    assert often.num_searches > rarely.num_searches == 1
+    assert often.search_share > rarely.search_share > 0
+    assert (none.num_searches, none.search_share, none.acceptance) == (0, pytest.approx(0, abs=1e-3), None)
+    assert any_.num_searches >= 1
+    assert found.shares.own is found.intervals.own
+    assert found.plain.least <= found.plain.median <= found.plain.most
+
+
+def test_speed_ups_are_of_the_same_prompt(llm: rayspec.LLM, prompts: list[list[int]]) -> None:
+    passages = take_turns(llm, {"a": fixed(ALL, 0), "b": fixed(MOST)}, prompts, max_tokens=12)
+    ratios = [b.tokens_per_s / a.tokens_per_s for a, b in zip(passages["a"], passages["b"], strict=True)]
+    found = gain_of(passages["b"], passages["a"])
+    assert (found.least, found.most) == (min(ratios), max(ratios))
+    seconds = {name: sum(one.seconds for one in each) for name, each in passages.items()}
+    assert found.overall == pytest.approx(seconds["a"] / seconds["b"])
+    assert str(Gain(overall=1.5, least=1.0, most=1.75)) == "1.50 (1.00 to 1.75)"
+    assert str(Spread.of([3.0, 1.0, 2.0])) == "2.00 (1.00 to 3.00)"
+
+
+def test_an_engine_that_was_not_measured_has_no_figures() -> None:
+    options: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "max_model_len": 256}
+    with (
+        rayspec.LLM("demo", speculation={"strategy": "ar"}, **options) as one,
+        pytest.raises(ConfigError, match="does not draft for itself"),
+    ):
+        latency_of(one)

@@ -1,0 +1,138 @@
+"""`python -m benchmarks figures` as a user runs it, on the bundled model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from benchmarks.__main__ import app
+from benchmarks.figures.run import FigureOptions
+from rayspec.config import EngineConfig
+from rayspec.types import ConfigError
+from tests.benchmarks.figures.test_bench import WORKLOADS
+
+MODEL = ("--model", "demo", "--dtype", "float32", "--threads", "1")
+SMALL = (
+    *(
+        "--context",
+        "150",
+        "--contexts",
+        "120,200",
+        "--max-tokens",
+        "24",
+        "--num-prompts",
+        "1",
+        "--num-plans",
+        "4",
+        "--domains",
+        "summary,ledger",
+    ),
+    *("--draft-lengths", "3", "--thresholds", "0.9,0.2", "--intervals", "4", "--shares", "0.5"),
+)
+OPTIONS = FigureOptions(
+    engine=EngineConfig(model="demo"),
+    output=Path("out"),
+    bench=None,
+    only=(),
+    widen=1,
+    domains=("summary",),
+    context=100,
+    contexts=(100,),
+    max_tokens=16,
+    num_prompts=1,
+    num_plans=4,
+    draft_lengths=(3,),
+    thresholds=(0.5,),
+    intervals=(8,),
+    shares=(0.02,),
+    seed=0,
+)
+
+
+def test_one_command_makes_all_figures(tmp_path: Path) -> None:
+    bench, out = tmp_path / "results.json", tmp_path / "new" / "out"
+    bench.write_text(json.dumps({"workloads": WORKLOADS}), encoding="utf-8")
+    result = CliRunner().invoke(app, ["figures", *MODEL, *SMALL, "--output", str(out), "--bench", str(bench)])
+    assert result.exit_code == 0, result.output
+    assert str(out / "figures.md") in result.output
+    pictures = {path.name for path in out.iterdir()} - {"figures.md", "figures.json"}
+    assert pictures == {
+        "speedup-by-context.png",
+        "speedup-by-mix.png",
+        "tpt-throughput.png",
+        "skip-ratio-by-context.png",
+        "skip-distribution.png",
+        "threshold-sweep.png",
+        "interval-sweep.png",
+    }
+    text = (out / "figures.md").read_text(encoding="utf-8")
+    for name in pictures:
+        assert f"]({name})" in text
+        with Image.open(out / name) as image:
+            assert image.width == 1600
+            assert image.height > 600
+    numbers = json.loads((out / "figures.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
+    assert list(numbers["figures"]) == ["speedup", "tpt", "skips", "thresholds", "intervals"]
+    assert numbers["options"]["draft_lengths"] == [3]
+    assert numbers["environment"]["threads"] == 1
+    assert len(numbers["figures"]["tpt"]["points"]) == 4
+    assert set(numbers["figures"]["tpt"]["correlations"]) >= {"tpt", "acceptance"}
+    assert [one["value"] for one in numbers["figures"]["thresholds"]["thresholds"]["settings"]] == [0.2, 0.9]
+    contexts = [one["context"] for one in numbers["figures"]["skips"]["by_context"]]
+    assert contexts[0] <= 120 < contexts[1] <= 200
+
+
+def test_figures_of_a_bench_need_no_model(tmp_path: Path) -> None:
+    bench = tmp_path / "results.json"
+    bench.write_text(json.dumps({"workloads": WORKLOADS[:1]}), encoding="utf-8")
+    arguments = ["--model", "absent", "--only", "speedup", "--output", str(tmp_path / "out"), "--bench", str(bench)]
+    result = CliRunner().invoke(app, ["figures", *arguments])
+    assert result.exit_code == 0, result.output
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "figures.md",
+        "figures.json",
+        "speedup-by-context.png",
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"only": ("tpt", "tps")}, "'only' is tpt, tps: choose of speedup, tpt"),
+        ({"only": ("speedup",)}, "needs option 'bench'"),
+        ({"domains": ("summary", "poems")}, "'domains' is 'summary, poems': choose of summary"),
+        ({"domains": ()}, "'domains'"),
+        ({"engine": EngineConfig(model="demo", parallel={"stages": 2})}, "'parallel' is set"),  # type: ignore[arg-type]
+        ({"contexts": ()}, "'contexts'"),
+        ({"contexts": (512, 1)}, "'contexts' is '512, 1': give numbers from 2 on"),
+        ({"draft_lengths": (3, 17)}, "'draft_lengths' is '3, 17': give numbers from 1 to 16"),
+        ({"draft_lengths": (0,)}, "'draft_lengths'"),
+        ({"thresholds": (0.5, 1.5)}, "'thresholds' is '0.5, 1.5': give numbers from 0 to 1"),
+        ({"intervals": (0, 8)}, "'intervals'"),
+        ({"shares": (-0.1,)}, "'shares'"),
+    ],
+)
+def test_options_that_cannot_be(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(OPTIONS, **changes)
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--contexts", "many"), ("--thresholds", "2"), ("--only", "all"), ("--bench", "absent.json")]
+)
+def test_usage_errors_end_the_command_before_anything_is_loaded(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(app, ["figures", "--model", "absent", "--output", str(tmp_path / "out"), *arguments])
+    assert result.exit_code == 2, result.output
+    assert arguments[0].removeprefix("--") in result.output
+
+
+def test_what_is_drawn_without_a_bench() -> None:
+    assert OPTIONS.wanted == ("tpt", "skips", "thresholds", "intervals")
+    assert dataclasses.replace(OPTIONS, bench=Path("x")).wanted[0] == "speedup"
+    assert dataclasses.replace(OPTIONS, only=("skips",)).wanted == ("skips",)

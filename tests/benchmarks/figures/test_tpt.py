@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from benchmarks.figures.runs import Spread
+from benchmarks.figures.skips import (
+    ContextSkips,
+    PlanUse,
+    attention_outweighs_from,
+    share_skipped,
+    skip_frequency,
+)
+from benchmarks.figures.tpt import PlanPoint, TptExperiment, pearson, plan_spread, spearman
+from rayspec.choices import FULL, SKIP, choices_of
+from rayspec.planning.latency import Curve, LatencyModel
+
+VALUES = st.lists(st.integers(-3, 3), min_size=3, max_size=20)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_correlations_are_those_of_scipy(data: st.DataObject) -> None:
+    first = data.draw(VALUES)
+    second = data.draw(st.lists(st.floats(-5, 5, width=16), min_size=len(first), max_size=len(first)))
+    for ours, theirs in ((pearson, stats.pearsonr), (spearman, stats.spearmanr)):
+        found = ours(first, second)
+        if len(set(first)) == 1 or len(set(second)) == 1:
+            assert math.isnan(found)
+        else:
+            assert found == pytest.approx(theirs(first, second).statistic, abs=1e-6)
+
+
+def test_correlations_of_nothing() -> None:
+    assert math.isnan(pearson([], []))
+    assert math.isnan(spearman([1.0], [2.0]))
+    assert spearman([1, 2, 3], [1, 10, 100]) == pytest.approx(1)
+    assert pearson([1, 2, 3], [1, 10, 100]) < 0.95
+
+
+def point(predicted: float, measured: tuple[float, ...], **changes: float) -> PlanPoint:
+    values = {"estimated_acceptance": 0.5, "observed_acceptance": 0.6, "tpt_as_accepted": predicted} | changes
+    return PlanPoint(
+        choices=(FULL, SKIP),
+        origin="random",
+        num_draft_tokens=3,
+        predicted_tpt=predicted,
+        measured_tpt=float(np.median(measured)),
+        measured_by_prompt=measured,
+        **values,
+    )
+
+
+def test_what_an_experiment_correlates() -> None:
+    points = (
+        point(10, (1, 3), estimated_acceptance=0.9, tpt_as_accepted=9),
+        point(20, (6, 2), estimated_acceptance=0.1, tpt_as_accepted=21),
+        point(30, (5, 7), estimated_acceptance=0.8, tpt_as_accepted=24),
+    )
+    spread = Spread(median=1, least=1, most=1)
+    found = TptExperiment(context=9, num_tapped_tokens=8, plain_tpt=1, plain=spread, points=points)
+    measured = [2, 4, 6]
+    assert found.correlations() == pytest.approx(
+        {
+            "tpt": 1.0,
+            "tpt_ranks": 1.0,
+            "acceptance": np.corrcoef([0.9, 0.1, 0.8], measured)[0, 1],
+            "acceptance_ranks": -0.5,
+            "tpt_of_sound": 1.0,
+            "acceptance_of_sound": -1.0,
+            "tpt_as_accepted": np.corrcoef([9, 21, 24], measured)[0, 1],
+            "between_prompts": np.corrcoef([1, 6, 5], [3, 2, 7])[0, 1],
+        }
+    )
+    alone = dataclasses.replace(found, points=points[:1])
+    assert set(alone.correlations().values()) == {None}
+    assert found.median_ratio == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("num_plans", [1, 5, 12])
+@pytest.mark.parametrize("num_found", [0, 1, 20])
+def test_a_spread_of_plans(num_plans: int, num_found: int) -> None:
+    found = [choices_of([index >= skipped for index in range(24)]) for skipped in range(1, num_found + 1)]
+    spread = plan_spread(found, 24, num_plans, random.Random(0))
+    assert len(spread) == num_plans
+    origins = list(spread.values())
+    assert origins.count("knapsack") == min(num_found, max(1, num_plans // 2))
+    assert all(len(choices) == 24 and SKIP in choices for choices in spread)
+    if num_found == 20 and num_plans > 1:
+        assert found[0] in spread
+        assert num_plans < 4 or found[-1] in spread
+    if num_plans == 12:
+        exits = [choices for choices, origin in spread.items() if origin == "early exit"]
+        assert exits == [(FULL,) * num_full + (SKIP,) * (24 - num_full) for num_full in (12, 18, 20)]
+    assert spread == plan_spread(found, 24, num_plans, random.Random(0))
+
+
+def latency(attention_s: float, mlp_s: float, kv_s: float) -> LatencyModel:
+    return LatencyModel(
+        sublayers=("attention", "mlp") * 2,
+        curves={
+            "attention": Curve(rows=(1,), base_s=(attention_s,), kv_s=kv_s),
+            "mlp": Curve(rows=(1,), base_s=(mlp_s,)),
+            "head": Curve(rows=(1,), base_s=(1.0,)),
+        },
+        head="head",
+        stages=(0,) * 4,
+        transfer_s=(0.0,) * 4,
+    )
+
+
+def test_where_attention_outweighs_mlp() -> None:
+    assert attention_outweighs_from(latency(1.0, 3.0, 0.01)) == pytest.approx(200)
+    assert attention_outweighs_from(latency(3.0, 1.0, 0.01)) == 0
+    assert attention_outweighs_from(latency(1.0, 3.0, 0.0)) is None
+
+
+def test_shares_are_weighted_by_tokens() -> None:
+    plans = (
+        PlanUse(choices=(SKIP, FULL, FULL, FULL), num_tokens=30),
+        PlanUse(choices=(FULL, SKIP, SKIP, FULL), num_tokens=10),
+    )
+    assert skip_frequency(plans).tolist() == pytest.approx([0.75, 0.25, 0.25, 0.0])
+    one = ContextSkips(context=9, plans=plans, num_plain_tokens=4, attention_s=1.0, mlp_s=1.0)
+    assert one.attention_skipped == pytest.approx(0.5)
+    assert one.mlp_skipped == pytest.approx(0.125)
+    assert share_skipped((), slice(0, None, 2)) is None

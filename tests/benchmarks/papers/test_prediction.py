@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from benchmarks.papers.prediction import (
+    best_length,
+    cost_if_all_accepted,
+    draft_cost,
+    needed_acceptance,
+    needed_cost,
+    oracle_gain,
+    relative_gain,
+    relative_latency,
+)
+from rayspec.choices import FULL, SKIP
+from rayspec.planning.latency import Curve, LatencyModel
+from rayspec.planning.roofline import ACCELERATORS, SHAPES, ideal_latency, reference_latency
+from rayspec.planning.stopping import StopRule
+
+ACCEPTANCES = (0.80, 0.85, 0.90, 0.93, 0.95, 0.97)
+GAINS = {  # worked out apart from S = (1 - a^(g+1)) / (1 - a) / (g c + 1), c = 1 - skipped: best S, and its g
+    0.3: ((1.06, 1), (1.09, 1), (1.13, 2), (1.16, 2), (1.20, 3), (1.24, 4)),
+    0.4: ((1.12, 1), (1.17, 2), (1.23, 2), (1.29, 3), (1.33, 4), (1.39, 5)),
+    0.5: ((1.22, 2), (1.29, 2), (1.38, 3), (1.45, 4), (1.51, 5), (1.60, 7)),
+    0.6: ((1.36, 2), (1.45, 3), (1.58, 4), (1.68, 5), (1.77, 6), (1.90, 8)),
+    0.7: ((1.55, 3), (1.69, 4), (1.87, 5), (2.03, 6), (2.18, 8), (2.37, 11)),
+}
+
+
+@pytest.mark.parametrize("skipped", GAINS)
+def test_the_best_gain_for_a_cost_and_its_length(skipped: float) -> None:
+    for acceptance, (gain, length) in zip(ACCEPTANCES, GAINS[skipped], strict=True):
+        decision = best_length(relative_latency(1 - skipped), (FULL, SKIP), acceptance, context=0, max_draft_tokens=18)
+        assert decision.predicted_gain == pytest.approx(gain, abs=0.01)
+        assert decision.num_draft_tokens == length
+
+
+def test_a_loss_is_told_too() -> None:
+    assert relative_gain(0.9, 0.1, max_draft_tokens=4) == pytest.approx(1.1 / 1.9)
+
+
+def test_a_verify_runs_every_sublayer_on_every_row() -> None:
+    """Also those that the draft has run, as the papers' code does: here a row takes 1, half of it in each sublayer."""
+    curves = {"half": Curve(rows=(1,), base_s=(0.5,)), "head": Curve(rows=(1,), base_s=(0.0,))}
+    latency = LatencyModel(sublayers=("half", "half"), curves=curves, head="head", stages=(0, 0), transfer_s=(0.0, 0.0))
+    decision = best_length(latency, (FULL, SKIP), 0.5, context=0, max_draft_tokens=1)
+    assert decision.predicted_gain == pytest.approx(1.5 / (0.5 + 2.0))
+
+
+def test_only_the_cost_matters_while_a_verify_costs_a_plain_step() -> None:
+    """So a need can be solved for without the latency model."""
+    shape, context = SHAPES["Llama-3.1-8B"], 12_800
+    choices = (FULL, FULL, SKIP, SKIP) * (shape.num_layers // 2)
+    for latency in (
+        ideal_latency(shape, ACCELERATORS["H100"]),
+        reference_latency(shape, ACCELERATORS["A100"], context=context),
+    ):
+        cost = draft_cost(latency, choices, context=context)
+        decision = best_length(latency, choices, 0.9, context=context, max_draft_tokens=18)
+        assert decision.predicted_gain == pytest.approx(relative_gain(cost, 0.9, max_draft_tokens=18))
+        assert 0.5 < cost < 0.6  # half of the layers, and the head
+
+
+@pytest.mark.parametrize("cost", [0.0, 0.1, 0.51, 0.99])
+def test_a_draft_breaks_even_where_acceptance_equals_cost(cost: float) -> None:
+    gain_at = partial(relative_gain, cost, max_draft_tokens=18)
+    assert needed_acceptance(1.0, gain_at) == pytest.approx(cost, abs=1e-5)
+    assert gain_at(cost + 0.005) > 1
+    assert cost == 0 or gain_at(cost - 0.005) < 1
+
+
+@pytest.mark.parametrize(("acceptance", "cost"), [(0.6, 0.2), (0.944, 0.51), (0.99, 0.7), (0.9, 0.95)])
+def test_what_a_gain_needs_is_what_gave_it(acceptance: float, cost: float) -> None:
+    gain = relative_gain(cost, acceptance, max_draft_tokens=18)
+    assert needed_cost(gain, acceptance, max_draft_tokens=18) == pytest.approx(cost, abs=1e-5)
+    found = needed_acceptance(gain, partial(relative_gain, cost, max_draft_tokens=18))
+    assert found == pytest.approx(acceptance, abs=1e-5)
+
+
+def test_needs_that_nothing_meets() -> None:
+    assert needed_acceptance(2.0, partial(relative_gain, 0.5, max_draft_tokens=18)) is None  # below 1 / c only
+    assert needed_acceptance(0.1, partial(relative_gain, 0.5, max_draft_tokens=18)) == 0
+    assert needed_cost(3.0, 0.5, max_draft_tokens=18) is None  # not even a free draft
+    assert needed_cost(0.4, 0.0, max_draft_tokens=18) is None  # a draft dearer than the model itself
+    with pytest.raises(ValueError, match="cost is 1"):
+        relative_latency(1)
+
+
+def test_the_cost_if_everything_is_accepted() -> None:
+    cost = cost_if_all_accepted(1.93, 17)
+    assert cost == pytest.approx(0.4898, abs=1e-4)
+    assert relative_gain(cost, 1.0, max_draft_tokens=17) == pytest.approx(1.93)
+    assert cost_if_all_accepted(4.0, 2) is None
+
+
+def test_the_bound_is_what_a_perfect_rule_comes_near() -> None:
+    """With no rule at all the gain is below it; with one that ends each draft after the token to be rejected, above
+    that, and still below by what those tokens cost."""
+    for cost, acceptance in ((0.5, 0.9), (0.3, 0.8), (0.7, 0.97)):
+        bound = oracle_gain(cost, acceptance)
+        plain = relative_gain(cost, acceptance, max_draft_tokens=400)
+        ended = relative_gain(cost, acceptance, max_draft_tokens=400, stop_rule=StopRule(detects=1.0))
+        assert plain < ended < bound
+        assert ended == pytest.approx(1 / (acceptance * cost + 1 - acceptance + (1 - acceptance) * cost), rel=1e-3)
+    assert oracle_gain(0.5, 1.0) == 2

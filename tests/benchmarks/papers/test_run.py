@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.__main__ import app
+from benchmarks.papers.prediction import relative_gain
+from benchmarks.papers.published import Published, published
+from benchmarks.papers.rows import PaperRow, keep_layers, predict_papers
+from benchmarks.papers.run import paper_json, paper_markdown, run_paper
+from benchmarks.papers.sentences import explain, paragraph, span
+from rayspec.choices import FULL, SKIP
+
+
+@pytest.fixture(scope="module")
+def rows() -> tuple[PaperRow, ...]:
+    return predict_papers()
+
+
+@pytest.fixture
+def known(rows: tuple[PaperRow, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command has the predictions that are made already."""
+    monkeypatch.setattr("benchmarks.papers.run.predict_papers", lambda: rows)
+
+
+def row_of(rows: tuple[PaperRow, ...], model: str, task: str, method: str = "knapspec") -> PaperRow:
+    key = (method, model, task)
+    (found,) = [row for row in rows if (row.published.method, row.published.model, row.published.task) == key]
+    return found
+
+
+def invented(**changes: object) -> Published:
+    """One of the real rows, with other figures."""
+    (found,) = [
+        row for row in published() if (row.model, row.task, row.speedup) == ("Llama-3.1-70B", "GovReport", 1.47)
+    ]
+    return replace(found, **changes)  # type: ignore[arg-type]
+
+
+def test_predictions_by_hand(rows: tuple[PaperRow, ...]) -> None:
+    """A 70B draft keeps 40 of 80 layers and the head: c = (40 * 1.711 + 2.101 + KV) / (80 * 1.711 + 2.101 + KV) GB."""
+    row = row_of(rows, "Llama-3.1-70B", "GovReport")
+    layer_gb = 2 * (2 * 8192 * 128 * 72 + 3 * 8192 * 28672) / 1e9 + 4096 * 12_800 / 1e9
+    head_gb = 2 * 8192 * 128256 / 1e9
+    cost = (40 * layer_gb + head_gb) / (80 * layer_gb + head_gb)
+    assert row.ideal is not None
+    assert row.ideal.cost == pytest.approx(cost)
+    gain = max((1 - 0.944 ** (g + 1)) / (1 - 0.944) / (g * cost + 1) for g in range(1, 19))
+    assert row.ideal.gain == pytest.approx(gain)
+    assert row.ideal.residual == pytest.approx(1.47 / gain - 1)
+    assert row.ideal.oracle == pytest.approx(1 / (0.944 * cost + 0.056))
+    drafted = row.ideal.drafted_per_round
+    assert drafted is not None
+    assert (1 + 0.944 * drafted) / (1 + cost * drafted) == pytest.approx(1.47)
+
+
+def test_the_reference_path_costs_its_draft_more(rows: tuple[PaperRow, ...]) -> None:
+    for row in rows:
+        if row.published.model in ("Llama-3.1-70B", "Llama-3.1-8B") and row.ideal is not None:
+            assert row.reference is not None
+            assert row.reference.cost > row.ideal.cost
+            assert (row.reference_step_ms or 0) > (row.ideal_step_ms or 0)
+    assert all(row.reference is None for row in rows if row.published.paper != "KnapSpec")
+
+
+def test_what_is_needed_gives_what_was_published(rows: tuple[PaperRow, ...]) -> None:
+    count = 0
+    for row in rows:
+        longest = row.published.max_draft_tokens or 18
+        for each in row.predictions:
+            if each.needed_acceptance is not None:
+                count += 1
+                found = relative_gain(each.cost, each.needed_acceptance, max_draft_tokens=longest)
+                assert found == pytest.approx(row.published.speedup, abs=1e-4)
+        if row.needed_cost is not None:
+            found = relative_gain(row.needed_cost, row.published.acceptance or 0, max_draft_tokens=longest)
+            assert found == pytest.approx(row.published.speedup, abs=1e-4)
+        if row.most_cost is not None and row.most_cost < 1:
+            assert relative_gain(row.most_cost, 1.0, max_draft_tokens=longest) == pytest.approx(row.published.speedup)
+    assert count > 50
+
+
+def test_what_is_skipped_is_published_or_the_budget_or_unknown(rows: tuple[PaperRow, ...]) -> None:
+    assert row_of(rows, "Llama-3.1-70B", "PG19").skip_ratio == 0.5
+    assert row_of(rows, "Llama-3.1-70B", "GovReport", "clasp").skip_ratio == 0.25
+    unknown = row_of(rows, "Llama-3.1-70B", "GovReport", "del")
+    assert (unknown.skip_ratio, unknown.predictions, unknown.most_cost is not None) == (None, (), True)
+
+
+def test_where_nothing_is_accepted_no_cost_of_a_step_follows(rows: tuple[PaperRow, ...]) -> None:
+    """Only what all steps of a draft cost together: how many there are is not known to be the best number."""
+    (row,) = [row for row in rows if row.published.acceptance == 0]
+    assert row.needed_cost is None
+
+
+def test_a_model_without_a_shape_has_the_share_that_is_kept_for_its_cost(rows: tuple[PaperRow, ...]) -> None:
+    (row,) = [row for row in rows if row.published.group == "CLaSp" and row.published.end == "from"]
+    assert row.ideal is not None
+    assert row.ideal.cost == pytest.approx(0.5)
+    lookup = next(row for row in rows if row.published.method == "lookup")
+    assert lookup.ideal is not None
+    assert lookup.ideal.cost == 0
+
+
+def test_an_acceptance_is_never_made_up(rows: tuple[PaperRow, ...]) -> None:
+    for row in rows:
+        if row.published.acceptance is None:
+            assert [each.gain for each in row.predictions] == [None] * len(row.predictions)
+            assert row.needed_cost is None
+
+
+def test_the_authors_own_estimate_gives_a_cost(rows: tuple[PaperRow, ...]) -> None:
+    row = row_of(rows, "Llama-3.1-70B", "GovReport")
+    assert row.tpt_cost == pytest.approx((18 / 1.93 - 1) / 17)
+    assert row.at_tpt_cost is not None
+    assert row.at_tpt_cost.gain == pytest.approx(1.51, abs=0.01)
+
+
+def test_keep_layers_are_whole_and_spread() -> None:
+    assert keep_layers(4, 0.5) == (SKIP, SKIP, FULL, FULL) * 2
+    assert keep_layers(80, 0.45).count(FULL) == 72
+    assert keep_layers(3, 1.0) == (FULL,) * 6
+    assert keep_layers(3, 0.0) == (SKIP,) * 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"speedup": 1.47}, "the published acceptance and 50 % of the time skipped explain it"),
+        ({"speedup": 1.90}, r"it exceeds the bound 1/\(ac \+ 1 - a\) = 1.87: more is skipped than assumed"),
+        ({"speedup": 1.70}, "drafts that end well, which may reach 1.87, or c = 0.41 explain it"),
+        ({"speedup": 1.20}, r"it needs c = 0.6\d .*or an acceptance of 0.79 / 0.81 in place of 0.944"),
+        ({"acceptance": None}, "They need an acceptance of 0.94 to 0.95 at c = 0.51 to 0.52"),
+        ({"acceptance": None, "speedup": 2.5}, "One figure is beyond any acceptance at the assumed c"),
+        ({"acceptance": None, "method": "del"}, "Of 1 nothing is known .* at most 0.66 of a plain one"),
+        ({"acceptance": None, "speedup": 0.8, "method": "del"}, "One figure is below 1, .* 0.25 plain steps a round"),
+        ({"expected_speedup": 1.617}, "expected 10 % more than they measured"),
+    ],
+)
+def test_the_sentence_says_what_the_numbers_do(changes: dict[str, object], expected: str) -> None:
+    sentence = explain(predict_papers([invented(**changes)])).replace("\n", " ")
+    assert re.search(expected, sentence), sentence
+
+
+def test_a_figure_that_nothing_explains_is_told_so() -> None:
+    text = paper_markdown(predict_papers([invented(acceptance=None, speedup=2.5)]))
+    assert "| none does / none does |" in text
+
+
+def test_markdown_has_every_figure_once(rows: tuple[PaperRow, ...]) -> None:
+    text = paper_markdown(rows)
+    tables = [line.split("|") for line in text.splitlines() if line.startswith("|")]
+    assert {len(cells) for cells in tables} <= {8, 11, 12}  # each row as wide as its headings
+    needs = text.split("## What each figure needs")[1].split("## KnapSpec's own estimate")[0]
+    figures = [line for line in needs.splitlines() if line.startswith("|") and "---" not in line]
+    assert len(figures) == len(rows) + len({row.published.group for row in rows})
+    for row in rows:
+        assert row.published.source in text
+    assert "None" not in text
+    assert "nan" not in text
+
+
+def test_paragraphs_are_wrapped_and_spans_have_one_end_or_two() -> None:
+    assert max(map(len, paragraph("word " * 100).splitlines())) <= 118
+    assert (span([0.5, None, 0.7]), span([0.5, 0.5001]), span([None])) == ("0.50 to 0.70", "0.50", "-")
+
+
+def test_json_holds_the_rows_and_what_was_assumed(tmp_path: Path, rows: tuple[PaperRow, ...], known: None) -> None:
+    target = tmp_path / "deep" / "paper.json"
+    text = run_paper(target)
+    assert text.startswith(paper_markdown(rows))
+    assert "## Choices on large models" in text
+    found = json.loads(target.read_text())
+    assert found == json.loads(json.dumps(paper_json(rows)))
+    assert len(found["rows"]) == len(published())
+    assert found["rows"][0]["published"]["arxiv"] == "2602.20217"
+    assert found["assumed"]["accelerator"] == "A100"
+
+
+_WITH_A_FEW_ROWS = """
+import sys
+from benchmarks.papers.run import paper_markdown, predict_papers
+from benchmarks.papers.published import published
+paper_markdown(predict_papers(published()[:3]))
+print("torch" in sys.modules)
+"""
+
+
+def test_it_needs_no_torch() -> None:
+    """It takes a second because nothing that runs a model is loaded."""
+    done = subprocess.run(
+        [sys.executable, "-c", _WITH_A_FEW_ROWS], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "False"
+
+
+def test_the_command_writes_the_document(tmp_path: Path, known: None) -> None:
+    result = CliRunner().invoke(app, ["papers", "--json", str(tmp_path / "paper.json")])
+    assert result.exit_code == 0
+    assert result.stdout == run_paper() + "\n"
+    assert (tmp_path / "paper.json").exists()
+
+
+def test_the_document_is_the_command_s(known: None) -> None:
+    document = Path(__file__).parents[3] / "docs" / "benchmarks" / "papers.md"
+    assert document.read_text(encoding="utf-8") == run_paper() + "\n"

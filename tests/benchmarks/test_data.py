@@ -1,0 +1,114 @@
+"""What Ray Data costs: the arithmetic on made-up samples, and a small measurement that runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.__main__ import app
+from benchmarks.data import BARE, RAY_DATA, DataSample, data_markdown, data_rows, run_data_bench, timed
+from rayspec.batch.rows import Row
+from rayspec.bench.options import BenchOptions
+from rayspec.bench.workloads import WorkloadOptions
+from rayspec.config import EngineConfig
+from rayspec.types import ConfigError
+
+
+def sample(seconds: float, first_row_s: float, texts: str) -> DataSample:
+    by_id = {str(number): text for number, text in enumerate(texts)}
+    return DataSample(seconds=seconds, first_row_s=first_row_s, num_tokens=100, texts=by_id)
+
+
+SAMPLES = {
+    BARE: [sample(1.0, 0.1, "ab"), sample(2.0, 0.2, "ab"), sample(4.0, 0.3, "ab")],
+    RAY_DATA: [sample(2.0, 1.0, "ab"), sample(2.0, 3.0, "ax"), sample(5.0, 1.5, "ab")],
+}
+
+
+def test_ratios_are_of_the_same_repeat() -> None:
+    bare, through = data_rows(SAMPLES)
+    assert (bare.tokens_per_s, bare.ratio, bare.min_ratio, bare.max_ratio) == (50, 1, 1, 1)
+    assert (through.min_tokens_per_s, through.tokens_per_s, through.max_tokens_per_s) == (20, 50, 50)
+    assert (through.min_ratio, through.ratio, through.max_ratio) == (0.5, 0.8, 1)
+    assert (through.seconds, through.first_row_s) == (2.0, 1.5)
+
+
+def test_texts_that_differ_or_are_missing_are_counted() -> None:
+    assert [(row.identical, row.total) for row in data_rows(SAMPLES)] == [(6, 6), (5, 6)]
+    lost = {BARE: SAMPLES[BARE][:1], RAY_DATA: [sample(1.0, 0.1, "a")]}
+    assert [(row.identical, row.total) for row in data_rows(lost)] == [(2, 2), (1, 2)]
+
+
+ROW = Row(id="a", text="text", num_output_tokens=3)
+
+
+def options(*, input_: str = "demo", **changes: Any) -> BenchOptions:
+    values = {
+        "engine": EngineConfig(model="demo", dtype="float32", device="cpu", num_threads=1),
+        "workloads": WorkloadOptions(inputs=(input_,), contexts=(150,), num_prompts=12),
+        "strategies": ("ar",),
+        "max_tokens": 4,
+        "batch": 4,
+        "repeats": 1,
+        "widen": 1,
+    }
+    return BenchOptions(**(values | changes))
+
+
+@pytest.mark.ray
+@pytest.mark.exhaustive
+def test_a_real_one_is_measured(ray_cluster: None) -> None:
+    said: list[str] = []
+    result = json.loads(json.dumps(run_data_bench(options(), said.append)))
+    bare, through = result["results"]
+    assert (bare["way"], through["way"]) == (BARE, RAY_DATA)
+    for row in (bare, through):
+        assert (row["identical"], row["total"]) == (12, 12)
+        assert 0 < row["first_row_s"] < row["seconds"]
+    assert 0.1 < through["ratio"] < 2
+    assert len(said) == 1 + 2 * 2
+    assert data_markdown(result).count("12 of 12") == 2
+
+
+def test_a_row_that_fails_cannot_be_measured() -> None:
+    failed = replace(ROW, error="it is gone", error_kind="engine")
+    with pytest.raises(ConfigError, match="row 'a' failed, and only rows that succeed can be measured: it is gone"):
+        timed(lambda: [ROW, failed])
+
+
+def test_a_sample_is_of_all_rows_from_the_start_to_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rows() -> Iterator[Row]:
+        yield ROW
+        now_s[0] += 5.0
+        yield replace(ROW, id="b")
+
+    now_s = [7.0]
+    monkeypatch.setattr("benchmarks.data.time.perf_counter", lambda: now_s[0])
+    sample = timed(rows)
+    assert (sample.num_tokens, sample.texts) == (6, {"a": "text", "b": "text"})
+    assert (sample.first_row_s, sample.seconds) == (0.0, 5.0)
+
+
+@pytest.mark.ray
+@pytest.mark.exhaustive
+def test_documents_that_cannot_be_read_end_the_measurement(ray_cluster: None, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n', encoding="utf-8")
+    with pytest.raises(Exception, match="there is nothing to work on"):
+        run_data_bench(options(input_=str(tmp_path / "a.jsonl")), lambda line: None)
+
+
+def test_one_strategy_at_a_time() -> None:
+    with pytest.raises(ConfigError, match="one at a time"):
+        run_data_bench(options(strategies=("ar", "knapspec")), lambda line: None)
+
+
+def test_the_command_refuses_what_it_cannot_do() -> None:
+    result = CliRunner().invoke(app, ["data", "--model", "demo", "--strategies", "knapspac,ar"])
+    assert result.exit_code == 2
+    assert "option 'strategies' is 'knapspac,ar'" in result.stderr

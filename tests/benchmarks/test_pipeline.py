@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.__main__ import app
+from benchmarks.pipeline import (
+    case_config,
+    num_prefilled,
+    num_prompts_for,
+    parse_cases,
+    run_pipeline_bench,
+)
+from benchmarks.pipeline_result import Case, HopTimes, PipelineRun, TimedPart, pipeline_markdown, pipeline_rows
+from rayspec.bench.options import BenchOptions
+from rayspec.bench.workloads import WorkloadOptions
+from rayspec.config import EngineConfig, SamplingParams
+from rayspec.types import ConfigError, EngineStats
+from tests.engines import RandomPlans, engine_with, requests_for
+from tests.families import checkpoint, parts_of, ragged_prompts
+
+
+def options(*, num_prompts: int = 2, **changes: Any) -> BenchOptions:
+    values = {
+        "engine": EngineConfig(model="demo", dtype="float32", device="cpu"),
+        "workloads": WorkloadOptions(inputs=("demo",), contexts=(150,), num_prompts=num_prompts),
+        "strategies": ("ar",),
+        "max_tokens": 24,
+        "batch": 1,
+        "repeats": 1,
+        "widen": 1,
+    }
+    return BenchOptions(**(values | changes))
+
+
+def part(seconds: float, tokens: str, *, rounds: float = 10, **changes: Any) -> TimedPart:
+    return TimedPart(
+        seconds=seconds, num_tokens=100, num_rounds=rounds, token_ids=tuple((ord(one),) for one in tokens), **changes
+    )
+
+
+TWO = Case(stages=2, cohorts=3)
+RUNS = [
+    PipelineRun(case=None, strategy="ar", samples=(part(2.0, "ab"),)),
+    PipelineRun(
+        case=TWO,
+        strategy="ar",
+        layers=(3, 5),
+        samples=(
+            part(1.0, "ab", busy_s=(0.2, 0.5), num_passes=(12, 18)),
+            part(3.0, "ac", busy_s=(0.2, 1.5), num_passes=(12, 18)),
+        ),
+    ),
+    PipelineRun(case=None, strategy="ar", samples=(part(4.0, "ab"),)),
+]
+HOPS = [
+    HopTimes(case="2x3", link=link, p50_s=p50_s, p99_s=0.5, num_samples=9) for link, p50_s in (("x", 0.01), ("y", 0.03))
+]
+
+
+def test_cases_are_stages_by_cohorts() -> None:
+    assert parse_cases("1x1, 2x4,1x1") == (Case(stages=1, cohorts=1), Case(stages=2, cohorts=4))
+    assert parse_cases("12x10")[0].name == "12x10"
+
+
+@pytest.mark.parametrize("text", ["", "2", "2x", "0x1", "2x0", "2x-1", "2x1x1", "1x1,two"])
+def test_what_is_no_case_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"option 'cases' is .*2x4"):
+        parse_cases(text)
+
+
+def test_prompts_fill_every_cohort_of_every_case() -> None:
+    assert num_prompts_for(parse_cases("1x1,2x4,3x6"), batch=2) == 24
+    assert num_prompts_for(parse_cases("2x3"), batch=1) == 3
+
+
+def test_a_case_has_room_for_all_its_cohorts_and_one_thread_a_shard() -> None:
+    config = case_config(options(batch=2), "folder", "ar", Case(stages=2, cohorts=3))
+    assert config.parallel is not None
+    assert (config.parallel.stages, config.parallel.num_cohorts) == (2, 3)
+    assert (config.max_num_seqs, config.num_threads, config.max_model_len) == (6, 1, 174)
+    assert config.kv_cache_tokens == 6 * (174 + 16)
+    assert case_config(options(batch=2), "folder", "ar", None).parallel is None
+
+
+def test_a_round_s_time_is_split_into_stages_hops_and_the_rest() -> None:
+    one, two = pipeline_rows(RUNS, HOPS)
+    assert (one.case, one.round_ms, one.rest_ms) == ("one process", pytest.approx(300), None)
+    assert two.case == "2x3"
+    assert two.round_ms == pytest.approx(600)  # 20 rounds in 4 s, while two other cohorts have theirs
+    assert two.busy_ms == pytest.approx((20, 100))
+    assert two.num_hops == pytest.approx(2)  # 60 passes, of which 20 came from the engine
+    assert two.hops_ms == pytest.approx(40)
+    assert two.rest_ms == pytest.approx(440)
+    assert two.idle_shares == pytest.approx((0.9, 0.5))
+    assert two.passes == pytest.approx((1.2, 1.8))
+    assert two.layers == (3, 5)
+
+
+def test_the_model_in_one_process_is_measured_before_and_after() -> None:
+    one, two = pipeline_rows(RUNS, HOPS)
+    assert (one.min_tokens_per_s, one.tokens_per_s, one.max_tokens_per_s) == (25, 37.5, 50)
+    assert (two.min_tokens_per_s, two.max_tokens_per_s) == (pytest.approx(100 / 3), 100)
+    assert two.speedup == pytest.approx((100 + 100 / 3) / 2 / 37.5)
+
+
+def test_outputs_that_differ_are_counted_and_said() -> None:
+    rows = pipeline_rows(RUNS, HOPS)
+    assert [(row.identical, row.total) for row in rows] == [(4, 4), (3, 4)]
+    assert "ONLY 7 of 8 outputs" in pipeline_markdown(_result(RUNS))
+    assert "all 4 of 4 outputs" in pipeline_markdown(_result([RUNS[0], RUNS[2]]))
+
+
+def test_a_single_shard_has_no_hops() -> None:
+    assert part(1.0, "a", busy_s=(0.5,), num_passes=(30,)).num_hops == 0
+
+
+def test_tables_are_markdown() -> None:
+    lines = pipeline_markdown(_result(RUNS)).splitlines()
+    tables = [line for line in lines if line.startswith("|")]
+    assert len({line.count("|") for line in tables[:4]}) == 1
+    assert any(
+        line.startswith("| 2x3 | ar | 3 / 5 | 1.2 / 1.8 | 20.00 / 100.00 | 2.0 | 40.00 | 440.00") for line in lines
+    )
+    assert "| 2x3 | x | 10000 | 500000 | 9 |" in lines
+
+
+def _result(runs: list[PipelineRun]) -> dict[str, Any]:
+    return {
+        "environment": {"hardware": "a machine", "commit": "c"},
+        "options": {
+            "engine": {"model": "m", "dtype": "float32"},
+            "widen": 2,
+            "batch": 1,
+            "repeats": 3,
+            "max_tokens": 9,
+        },
+        "prompt_tokens": [100, 90],
+        "hop_bytes": 16384,
+        "hops": [{name: getattr(one, name) for name in one.__slots__} for one in HOPS],
+        "results": [{name: getattr(row, name) for name in row.__slots__} for row in pipeline_rows(runs, HOPS)],
+    }
+
+
+@pytest.mark.parametrize("drafting", [False, True])
+def test_prompts_read_are_counted_while_others_decode(drafting: bool) -> None:
+    """In chunks of 16 tokens the first requests decode, with or without drafts, long before the last is read."""
+    selector = RandomPlans(1, 8) if drafting else None
+    engine = engine_with(parts_of(checkpoint("llama")), selector, max_num_batched_tokens=16)
+    before = EngineStats()
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    requests = requests_for(ragged_prompts([5, 30, 60, 90]), params)
+    for request in requests:
+        engine.add(request)
+    while engine.has_unfinished:
+        assert num_prefilled(before, engine.stats) == _num_begun(engine)
+        engine.step()
+    assert num_prefilled(before, engine.stats) == len(requests)
+
+
+def _num_begun(engine: Any) -> int:
+    done = 4 - engine.num_unfinished
+    live = [sequence for one in engine._requests._live.values() for sequence in one.sequences]
+    return done + sum(sequence.metrics.first_token_s is not None for sequence in live)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.ray
+def test_a_real_pipeline_is_measured(ray_cluster: None) -> None:
+    said: list[str] = []
+    result = run_pipeline_bench(options(), [Case(stages=2, cohorts=2)], said.append)
+    assert json.loads(json.dumps(result))["options"]["cases"] == ["2x2"]
+    one, two = result["results"]
+    assert (one["case"], two["case"]) == ("one process", "2x2")
+    assert (one["identical"], two["identical"]) == (one["total"], two["total"]) == (4, 2)
+    assert sum(two["layers"]) == 16
+    assert two["passes"] == pytest.approx((1, 1), abs=0.2)  # plain decoding; what is in flight at the ends counts half
+    assert two["num_hops"] == pytest.approx(1, abs=0.4)
+    assert all(0 < share < 1 for share in two["idle_shares"])
+    assert two["tokens_per_s"] > 0
+    assert [one["link"] for one in result["hops"]] == ["0 and 1", "1 and 0"]
+    assert all(1e-5 < one["p50_s"] <= one["p99_s"] < 0.1 for one in result["hops"])
+
+
+@pytest.mark.ray
+def test_too_few_tokens_to_measure_are_refused(ray_cluster: None) -> None:
+    with pytest.raises(ConfigError, match="option 'max_tokens' is 2"):
+        run_pipeline_bench(options(max_tokens=2, num_prompts=12, batch=12), [], lambda line: None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "remedy"), [(["--cases", "two"], "1x1,2x1,2x4"), (["--strategies", "knapspac"], "'knapspec'")]
+)
+def test_the_command_refuses_what_it_cannot_do(flags: list[str], remedy: str) -> None:
+    result = CliRunner().invoke(app, ["pipeline", "--model", "demo", *flags])
+    assert result.exit_code == 2
+    assert remedy in result.stderr

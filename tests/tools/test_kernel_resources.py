@@ -1,0 +1,99 @@
+"""The kernels compiled for GPUs, in processes without Triton's interpreter. No GPU is needed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# One process for all: torch and Triton take seconds to import. A line of "--" begins the next test's.
+QUESTIONS = """
+from tools import kernel_resources as r
+for shape, bucket, architecture in ((r.LLAMA_8B, r.VERIFY, 90), (r.GEMMA, r.CHUNK, 100), (r.QWEN3_14B, r.TREE, 80)):
+    print(r.table(r.rows([shape], [bucket], [architecture])))
+print("--")
+for num_rows, architecture in ((8, 90), (64, 80), (64, 100)):
+    for launch in r.product_launches(r.LLAMA_8B, num_rows):
+        needs = r.compile_launch(launch, architecture)
+        print(needs.registers, needs.stack, needs.shared)
+print("--")
+for shape in r.SHAPES:
+    decode, verify = (r.attend_launches(shape, bucket)[0] for bucket in (r.DECODE, r.VERIFY))
+    print(r.code_of(decode) == r.code_of(verify), r.code_of(decode) == r.code_of(r.attend_launches(shape, r.TREE)[0]))
+print("--")
+_, rotate, _ = r.row_launches(r.QWEN3_14B)
+ptx = r.compile_launch(rotate, 90).ptx
+print(ptx.count("cvt.rn.bf16"), ptx.count("fma."))
+"""
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty folder for what Triton compiles."""
+    return tmp_path_factory.mktemp("triton")
+
+
+@pytest.fixture(scope="module")
+def answers(cache: Path) -> list[list[str]]:
+    """Lines for each of the questions."""
+    return [lines.splitlines() for lines in "\n".join(_python(cache, "-c", QUESTIONS)).split("\n--\n")]
+
+
+def _python(cache: Path, *arguments: str) -> list[str]:
+    """The lines that a fresh Python prints."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(cache)
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment, cwd=ROOT)
+    return done.stdout.splitlines()
+
+
+def _spills(table: list[str]) -> list[str]:
+    """Rows of a table whose kernels use the stack, or more shared memory than small GPUs have."""
+    return [line for line in table[2:] for need in _needs(line) if need[0] > 255 or need[1] > 0 or need[2] > 99]
+
+
+def _needs(line: str) -> list[list[int]]:
+    """Registers, stack and shared memory for each GPU."""
+    return [[int(number) for number in cell.split(",")] for cell in line.strip("|").split("|")[4:]]
+
+
+def test_kernels_compile_and_do_not_spill(answers: list[list[str]]) -> None:
+    lines = answers[0]
+    assert len(lines) == 2 + 5 + 2 + 4 + 2 + 5, "five kernels; a chunk has no splits to merge"
+    for first, end in ((0, 7), (7, 13), (13, 20)):
+        assert not _spills(lines[first:end])
+
+
+def test_products_with_quantised_matrices_compile_and_do_not_spill(answers: list[list[str]]) -> None:
+    needs = [[int(number) for number in line.split()] for line in answers[1]]
+    assert len(needs) == 6
+    assert all(registers <= 255 and stack == 0 and shared <= 99 * 1024 for registers, stack, shared in needs), needs
+
+
+@pytest.mark.exhaustive
+def test_the_table_of_the_documentation_is_what_the_compiler_says(cache: Path) -> None:
+    text = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    if f"triton {metadata.version('triton')}" not in text:
+        pytest.skip("the table is of another version of triton")
+    table = _python(cache, "-m", "tools.kernel_resources")
+    assert not _spills(table)
+    assert "\n".join(table) in text, "run `python -m tools.kernel_resources` and put its table there"
+
+
+def test_decode_and_verify_run_the_same_code(answers: list[list[str]]) -> None:
+    assert answers[2] == ["True False"] * 5
+
+
+def test_bfloat16_is_rounded_to_nearest_and_products_are_rounded_before_their_sum(
+    answers: list[list[str]],
+) -> None:
+    """The interpreter cannot show it."""
+    rounded, fused = map(int, answers[3][0].split())
+    assert rounded > 0
+    assert fused == 0

@@ -1,0 +1,1 @@
+"""Programs that make files of the project. They are not part of the package."""
