@@ -12,7 +12,6 @@ from typing import Any
 
 from markdown_it import MarkdownIt
 
-from rayspec.batch.plots import plot_plans
 from rayspec.batch.rows import Row
 from rayspec.batch.tally import Tally
 from rayspec.choices import described
@@ -74,6 +73,8 @@ class RunReport:
 
     def write(self, folder: Path, *, stats: EngineStats, config: Mapping[str, Any], title: str) -> Path:
         """Write the report into `folder`, which must exist. Return the path of `report.md`."""
+        from rayspec.batch.plots import plot_plans  # noqa: PLC0415 - brings matplotlib
+
         plot_plans(stats, folder / PLOT_NAME, title=f"{title}: the drafts' plans")
         parts = [f"# {title}", *self._summary(stats, config), *self._errors(), *self._documents(), *_plans(stats)]
         path = folder / "report.md"
