@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, RayServeException
+from starlette.requests import ClientDisconnect, Request
 
 from rayspec.openai.encoding import END_OF_EVENTS, event
 from rayspec.openai.errors import ApiError
@@ -41,6 +42,25 @@ class Deadline:
         if isinstance(error, asyncio.TimeoutError):
             return timed_out(self._timeout_s or 0.0)
         return INTERNAL if isinstance(error, RayTaskError) else GONE
+
+
+async def while_connected(request: Request, work: Awaitable[T]) -> T:
+    """Return the result of the work. If the client hangs up, cancel the work and raise ClientDisconnect. The HTTP server
+    only tells that a client has left; it cancels nothing."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_hung_up(request))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientDisconnect
+    finally:
+        working.cancel()
+        leaving.cancel()
+
+
+async def _hung_up(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 async def call(response: Any, timeout_s: float | None) -> Reply:

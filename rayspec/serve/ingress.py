@@ -36,7 +36,7 @@ from rayspec.serve.admission import Admission, AdmissionControl, Cors, Entry, er
 from rayspec.serve.batch_routes import BatchDesk, add_batch_routes
 from rayspec.serve.batch_runner import BatchSettings
 from rayspec.serve.bodies import read_body
-from rayspec.serve.calls import Relay, call, fetch
+from rayspec.serve.calls import Relay, call, fetch, while_connected
 from rayspec.serve.description import answers, describe, errors, generation
 from rayspec.serve.replies import BUSY, INTERNAL, OVERRUN, STARTING, Refused, Reply, invalid, unable
 from rayspec.serve.scrape import CONTENT_TYPE, scrape
@@ -114,17 +114,18 @@ class Ingress:
         with ExitStack() as held:
             held.enter_context(self._admissions[asked.model].admit(asked.num_sequences))
             if not asked.stream:
-                return response_of(await call(model.respond.remote(asked, name), timeout_s))
+                return response_of(await while_connected(request, call(model.respond.remote(asked, name), timeout_s)))
             relay = Relay(model.options(stream=True).stream.remote(asked, name), timeout_s)
             held.callback(relay.close)
-            reply = await relay.begin()
+            reply = await while_connected(request, relay.begin())
             return _EventStream(relay, reply.body, held.pop_all()) if reply.ok else response_of(reply)
 
     async def tokenize(self, request: Request, kind: type[TokenizeRequest | DetokenizeRequest]) -> Response:
         """Answer a request to tokenize or detokenize. Raises RequestError and Refused."""
         asked = kind.parse(await self.json(request))
         model = self._ready_model(asked.model or next(iter(self._models)))
-        return response_of(await call(model.tokenize.remote(asked, _name_of(request)), self.settings.request_timeout_s))
+        work = call(model.tokenize.remote(asked, _name_of(request)), self.settings.request_timeout_s)
+        return response_of(await while_connected(request, work))
 
     async def card(self, model: str) -> ModelCard | ApiError:
         """Return the card of a model. Raises RequestError for a model that is not served, and Refused."""

@@ -118,6 +118,12 @@ class LLMConfig(Options):
                     f"name it as model_loading_config.{instead}"
                 )
         engine = self.engine  # raises ConfigError now, not when the model loads
+        if engine.parallel is not None and engine.parallel.replicas > 1:
+            count = engine.parallel.replicas
+            raise ValueError(
+                f"option 'engine_kwargs.parallel.replicas' is {count}: Serve starts the replicas of an endpoint; "
+                f"remove the option, and set deployment_config.num_replicas to {count}"
+            )
         if self.accelerator_type is not None and engine.parallel is not None:
             raise ValueError(
                 f"option 'accelerator_type' is {self.accelerator_type!r}: shards do not look at it; remove it, or "
@@ -142,8 +148,7 @@ class LLMConfig(Options):
     @property
     def num_places(self) -> int:
         """Number of sequences that one replica decodes at once. All cohorts of an engine share its `max_num_seqs`."""
-        engine = self.engine
-        return engine.max_num_seqs * (engine.parallel.replicas if engine.parallel is not None else 1)
+        return self.engine.max_num_seqs
 
     @property
     def max_ongoing_requests(self) -> int:

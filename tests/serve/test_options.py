@@ -43,8 +43,6 @@ def test_the_names_of_ray_serve_llm_are_understood() -> None:
 def test_cohorts_share_the_sequences_of_an_engine() -> None:
     staged = options(model(engine_kwargs={"max_num_seqs": 16, "parallel": {"stages": 16}})).llm_configs[0]
     assert (staged.num_places, staged.max_ongoing_requests, staged.max_admitted) == (16, 32, 48)
-    copied = options(model(engine_kwargs={"max_num_seqs": 3, "parallel": {"stages": 2, "replicas": 2}}))
-    assert copied.llm_configs[0].num_places == 6
     asked = model(deployment_config={"max_ongoing_requests": 7})
     assert options(asked).llm_configs[0].max_ongoing_requests == 7
 
@@ -107,6 +105,10 @@ def test_a_model_may_be_a_file(tmp_path: Path) -> None:
         (
             {"llm_configs": [model(engine_kwargs={"parallel": {"stages": 2}}, accelerator_type="H100")]},
             ["accelerator_type", "parallel"],
+        ),
+        (
+            {"llm_configs": [model(engine_kwargs={"parallel": {"stages": 2, "replicas": 3}})]},
+            ["engine_kwargs.parallel.replicas", "is 3", "deployment_config.num_replicas to 3"],
         ),
         (
             {"llm_configs": [model(deployment_config={"num_replicas": 2, "autoscaling_config": {}})]},

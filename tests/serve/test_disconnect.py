@@ -1,0 +1,127 @@
+"""Clients that hang up in the middle of a request, at the HTTP server of `rayspec serve`: real sockets, without Serve's
+proxy."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import httpx2
+import pytest
+
+from rayspec.openai.errors import ApiError
+from rayspec.serve.access import ApiKeys
+from rayspec.serve.front import http_server
+from rayspec.serve.ingress import Ingress, IngressSettings, ModelSettings, build_app
+from rayspec.serve.replies import Reply
+from tests.serve.endpoint_process import EndpointProcess, wait_until
+
+FREE_S = 1.0
+LONG = {"model": "demo", "prompt": "The", "max_tokens": 2000, "ignore_eos": True}
+
+
+def raw(path: str, body: dict[str, Any]) -> bytes:
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(content)}"
+    return head.encode() + b"\r\n\r\n" + content
+
+
+class EndlessModel:
+    """Has the interface of Serve's handle. Its calls never answer, and end when they are cancelled."""
+
+    app_name, deployment_name = "app", "model"
+
+    def __init__(self) -> None:
+        self.begun, self.cancelled = threading.Semaphore(0), threading.Semaphore(0)
+        self.respond = self.stream = self.tokenize = self
+
+    def options(self, **_: Any) -> EndlessModel:
+        return self
+
+    def running_replicas_populated(self) -> bool:
+        return False
+
+    def remote(self, *_: Any) -> EndlessCall:
+        self.begun.release()
+        return EndlessCall(self)
+
+
+class EndlessCall:
+    """The response of a call of EndlessModel."""
+
+    def __init__(self, model: EndlessModel) -> None:
+        self._model = model
+
+    def __await__(self) -> Generator[Any, None, Reply | ApiError]:
+        return asyncio.Event().wait().__await__()  # type: ignore[return-value]
+
+    async def __anext__(self) -> Any:
+        await self
+
+    def cancel(self) -> None:
+        self._model.cancelled.release()
+
+
+@pytest.fixture
+def endless() -> Iterator[tuple[Ingress, EndlessModel, tuple[str, int]]]:
+    model = EndlessModel()
+    settings = IngressSettings(
+        keys=ApiKeys.of(()),
+        models={"demo": ModelSettings(max_admitted=1, scales_to_zero=True)},
+        hosts=frozenset(),
+        cors=(),
+        max_requests=9,
+        max_request_bytes=9999,
+        body_timeout_s=9,
+        request_timeout_s=None,
+        replica_timeout_s=60,
+        batches=None,
+        max_batch_file_bytes=0,
+    )
+    ingress = Ingress(settings, {"demo": model})
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        with http_server(build_app(ingress), listener, header_timeout_s=9):
+            yield ingress, model, listener.getsockname()
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        raw("/v1/completions", LONG),
+        raw("/v1/completions", LONG | {"stream": True}),
+        raw("/v1/chat/completions", {"model": "demo", "messages": [{"role": "user", "content": "a"}]}),
+        raw("/tokenize", {"model": "demo", "prompt": "The"}),
+    ],
+    ids=["whole", "stream", "chat", "tokenize"],
+)
+def test_who_hangs_up_before_the_answer_begins_frees_the_place(
+    endless: tuple[Ingress, EndlessModel, tuple[str, int]], request_bytes: bytes
+) -> None:
+    ingress, model, address = endless
+    with socket.create_connection(address, timeout=10) as connection:
+        connection.sendall(request_bytes)
+        assert model.begun.acquire(timeout=10)
+        assert ingress.entry.num_under_way == 1
+    assert model.cancelled.acquire(timeout=5)
+    wait_until(lambda: ingress.entry.num_under_way == 0, FREE_S)
+    with socket.create_connection(address, timeout=10) as connection:  # the model admits one at a time
+        connection.sendall(request_bytes)
+        assert model.begun.acquire(timeout=10)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_nothing_is_decoded_for_a_client_that_has_left(demo_endpoint: EndpointProcess) -> None:
+    address = httpx2.URL(demo_endpoint.url)
+    with socket.create_connection((address.host, address.port or 0), timeout=10) as connection:
+        connection.sendall(raw("/v1/completions", LONG))
+        wait_until(lambda: not demo_endpoint.is_idle(), 30)
+    before = demo_endpoint.num_generated()
+    assert wait_until(demo_endpoint.is_idle, 30) < 2 * FREE_S  # with the time of the questions
+    assert demo_endpoint.num_generated() - before < LONG["max_tokens"] / 2
