@@ -13,6 +13,7 @@ from rayspec.config import SamplingParams
 from rayspec.decode.chat import conversation_tokens
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.decode.pieces import PieceQueue
+from rayspec.decode.progress import Progress
 from rayspec.pipeline.ray_stages import RayStages, StageUse
 from rayspec.pipeline.replicas import Replicas
 from rayspec.types import ConfigError, EngineLoad, EngineStats, Request, RequestOutput
@@ -43,6 +44,11 @@ class AsyncEngine:
     @property
     def load(self) -> EngineLoad:
         return self.llm.engine.load
+
+    @property
+    def progress(self) -> Progress:
+        """Whether the thread that runs the engine is stuck."""
+        return self.llm.engine.progress
 
     @property
     def is_recovering(self) -> bool:

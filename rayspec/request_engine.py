@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from rayspec.config import EngineConfig
 from rayspec.decode.engine import Engine
 from rayspec.decode.engine_loop import EngineDeadError, EngineLoop
+from rayspec.decode.progress import Progress
 from rayspec.decode.stages import StageLostError
 from rayspec.local_engine import load_engine
 from rayspec.pipeline.loading import load_pipeline
@@ -50,6 +51,10 @@ class RequestEngine:
     @property
     def load(self) -> EngineLoad:
         return self._engine.load
+
+    @property
+    def progress(self) -> Progress:
+        return self._engine.progress
 
     @property
     def death(self) -> EngineDeadError | None:

@@ -11,6 +11,7 @@ from rayspec.batch.rows import Row
 from rayspec.command.loading import load_llm
 from rayspec.command.settings import Settings
 from rayspec.config import EngineConfig
+from rayspec.decode.progress import Progress
 from rayspec.pipeline.pool.recipe import Beginning, Tell
 from rayspec.types import EngineLoad, EngineStats, RayspecError
 
@@ -79,6 +80,10 @@ class RowEngine:
     @property
     def load(self) -> EngineLoad:
         return self._engine.load
+
+    @property
+    def progress(self) -> Progress:
+        return self._engine.progress
 
     @property
     def death(self) -> RayspecError | None:

@@ -12,7 +12,7 @@ from functools import partial
 
 from rayspec.decode.head import Committed, SamplerSpec
 from rayspec.decode.round_planner import PlannedRound, RoundPlanner
-from rayspec.decode.rounds import Prefill, PrefillResult, Result, RoundResult, Work
+from rayspec.decode.rounds import Prefill, PrefillResult, Result, RoundResult, Work, num_rows
 from rayspec.decode.scheduler import Chunk, Move, Scheduler, Step, moves_to_path
 from rayspec.decode.sequence import SequenceState
 from rayspec.decode.stages import StageLostError, Stages
@@ -172,7 +172,7 @@ class Cohorts:
         share_s = started.share_s or 0.0
         if isinstance(result, PrefillResult):
             self._commit_chunks(sequences, work.chunks, result.committed)
-            self._pace.observe(share_s, num_chunk_rows=_num_rows(work.chunks), has_round=False)
+            self._pace.observe(share_s, num_chunk_rows=num_rows(work.chunks), has_round=False)
         self._stats.prefill_s += share_s
 
     def _commit_chunks(
@@ -190,7 +190,7 @@ class Cohorts:
         result = self._result(started.future, prefilled or sequences[-1:])
         if not isinstance(result, RoundResult):
             return
-        self._pace.observe(started.share_s or 0.0, num_chunk_rows=_num_rows(chunks), has_round=True)
+        self._pace.observe(started.share_s or 0.0, num_chunk_rows=num_rows(chunks), has_round=True)
         self._commit_chunks(prefilled, chunks, result.prefilled)
         num_tokens = 0
         for sequence, committed, drafted, num_accepted in zip(
@@ -284,7 +284,3 @@ class Cohorts:
     def _release(self, sequence: SequenceState) -> None:
         self._scheduler.remove(sequence)
         self._stages.close(sequence.sequence_id)
-
-
-def _num_rows(chunks: Sequence[Chunk]) -> int:
-    return sum(chunk.rows.num_rows for chunk in chunks)

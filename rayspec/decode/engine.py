@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rayspec.config import EngineConfig
 from rayspec.decode.cohorts import Cohorts
+from rayspec.decode.progress import Progress
 from rayspec.decode.requests import Requests, Vocabulary
 from rayspec.decode.round_planner import RoundPlanner
 from rayspec.decode.scheduler import Scheduler
@@ -96,6 +97,11 @@ class Engine:
             kv_used_tokens=scheduler.num_used_slots,
             kv_total_tokens=scheduler.num_slots,
         )
+
+    @property
+    def progress(self) -> Progress:
+        """Whether the thread that runs the engine is stuck."""
+        return self.stages.progress
 
     @property
     def num_wanted(self) -> int:

@@ -41,6 +41,10 @@ class Prefill:
     id: int
     chunks: Sequence[Chunk]
 
+    @property
+    def num_rows(self) -> int:
+        return num_rows(self.chunks)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
@@ -60,6 +64,12 @@ class Round:
         """Sublayer before which the draft's states are saved, so that the verify does not compute them again; 0 saves
         nothing. With taps nothing is saved, because taps need those states too."""
         return 0 if self.num_taps else self.plan.prefix
+
+    @property
+    def num_rows(self) -> int:
+        """Most rows that the passes of the round compute in all."""
+        own = sum(1 + len(entry.looked_up) + 2 * entry.max_draft_tokens for entry in self.entries)
+        return own + num_rows(self.chunks)
 
     @property
     def taps(self) -> list[TappedToken]:
@@ -95,6 +105,10 @@ class RoundResult:
     queued_s: float = 0.0
     prefilled: Sequence[Committed | None] = ()
     prefill_s: float = 0.0
+
+
+def num_rows(chunks: Sequence[Chunk]) -> int:
+    return sum(chunk.rows.num_rows for chunk in chunks)
 
 
 Work: TypeAlias = Prefill | Round

@@ -14,6 +14,7 @@ from rayspec.config import Verification
 from rayspec.decode.head import Head, SamplerSpec
 from rayspec.decode.passes import SpanRunner, TapsGoneError
 from rayspec.decode.plan_search import PlanSearch, TappedToken
+from rayspec.decode.progress import Progress
 from rayspec.decode.questions import Answer, Question, answer
 from rayspec.decode.rounds import Result, Work, script
 from rayspec.decode.runner import Runner
@@ -48,6 +49,10 @@ class Stages(Protocol):
     Any call may raise StagesReplacedError, or StageLostError if the model is lost for good. A future fails with the
     error of its work. After OutOfMemoryError the work has changed nothing.
     """
+
+    @property
+    def progress(self) -> Progress:
+        """The tasks that the caller's thread runs in these calls. Other processes judge their own tasks."""
 
     @property
     def num_sublayers(self) -> int: ...
@@ -115,6 +120,7 @@ class LocalStages:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.runner = runner
+        self.progress = Progress()
         self._stopwatch = Stopwatch.of(runner.device, clock)
         self.span = SpanRunner(runner, num_taps=num_tap_tokens)
         self.head = Head(
@@ -141,7 +147,7 @@ class LocalStages:
             self.span.move(moves)
 
     def start(self, work: Work) -> Future[Result]:
-        with on_device(self.runner.device):
+        with self.progress.of(type(work).__name__, work.num_rows), on_device(self.runner.device):
             return done(lambda: self._run(work))
 
     def wait(self) -> None:
@@ -151,12 +157,10 @@ class LocalStages:
         """Return at once: there is no other process to ask."""
 
     def search(self, tokens: Sequence[TappedToken], rows: Sequence[RowSpan], question: Question) -> Future[Answer]:
-        started = time.perf_counter()
-        with on_device(self.runner.device):
+        started, num_sublayers = time.perf_counter(), self.num_sublayers
+        with self.progress.of("search"), on_device(self.runner.device):
             return done(
-                lambda: answer(
-                    question, self.plan_search(tokens, rows), num_sublayers=self.num_sublayers, started=started
-                )
+                lambda: answer(question, self.plan_search(tokens, rows), num_sublayers=num_sublayers, started=started)
             )
 
     def plan_search(self, tokens: Sequence[TappedToken], rows: Sequence[RowSpan]) -> PlanSearch:

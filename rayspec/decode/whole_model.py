@@ -12,6 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 from rayspec.decode.drafting.skip_draft import Draft
 from rayspec.decode.head import Committed, SamplerSpec
 from rayspec.decode.plan_search import TappedToken
+from rayspec.decode.progress import Progress
 from rayspec.decode.questions import Answer, Question
 from rayspec.decode.rounds import Prefill, PrefillResult, Result, Round, RoundResult, Work
 from rayspec.decode.sampling import Rows, TokenSampler, finite_rows, target_tokens, top_logprobs
@@ -26,6 +27,7 @@ class WholeModelStages:
     """`Stages` that run an undivided model, one sequence at a time. Each sequence has its own cache."""
 
     def __init__(self, model: PreTrainedModel, *, vocab_size: int) -> None:
+        self.progress = Progress()
         self._model = model
         self._vocab_size = vocab_size
         self._stopwatch = Stopwatch.of(model.device)
@@ -49,7 +51,8 @@ class WholeModelStages:
         """Do nothing: the caches are not in an arena."""
 
     def start(self, work: Work) -> Future[Result]:
-        return done(lambda: self._prefill(work) if isinstance(work, Prefill) else self._round(work))
+        with self.progress.of(type(work).__name__, work.num_rows):
+            return done(lambda: self._prefill(work) if isinstance(work, Prefill) else self._round(work))
 
     def wait(self) -> None:
         """Return at once: `start` has already done the work."""

@@ -169,10 +169,10 @@ class Ping(Message, frozen=True, kw_only=True):
 
 
 class Beat(Message, frozen=True, kw_only=True):
-    """Shards and coordinator to the engine, while they hear from it or are busy: this process is alive. busy_s: seconds
-    spent on the present task. worked_s: seconds spent on all tasks since the process started."""
+    """Shards and coordinator to the engine, while they hear from it or are busy: this process is alive. problem: why
+    its present task is stuck; empty if it is not. worked_s: seconds spent on all tasks since the process started."""
 
-    busy_s: float
+    problem: str
     worked_s: float
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from rayspec.decode.progress import Progress
 from rayspec.errors import TransportError
 from rayspec.pipeline.collective import TensorLink
 from rayspec.pipeline.messages import (
@@ -60,17 +61,19 @@ class Ranks:
 
 
 class Post:
-    """Mailbox of a shard or the coordinator, for the thread that made it only. The heartbeat has its own thread."""
+    """Mailbox of a shard or the coordinator, for the thread that made it only. The heartbeat has its own thread.
+
+    progress: the tasks of the thread, which the heartbeat judges.
+    """
 
     def __init__(self, name: str, secret: Secret, *, host: str, ranks: Ranks | None = None) -> None:
         """ranks: of a stage that sends tensors to later stages by torch.distributed, if Connect names a link."""
         self.epoch = 0
+        self.progress = Progress()
         self._host = host
         self._ranks = ranks
         self._mailbox = Mailbox(name, secret, host=host)
         self._heard_at = time.monotonic()
-        self._busy_since: float | None = None
-        self._worked_s = 0.0
         self._addresses: Mapping[str, str] = {}
         self._deferred: deque[Letter] = deque()
         self._closed = threading.Event()
@@ -118,12 +121,6 @@ class Post:
         """Remove and return the letter that was deferred first; None if there is none."""
         return self._deferred.popleft() if self._deferred else None
 
-    def busy(self, since: float | None) -> None:
-        """Tell the heartbeat since when (monotonic clock) a task runs, or (None) that it is done."""
-        if since is None and self._busy_since is not None:
-            self._worked_s += time.monotonic() - self._busy_since
-        self._busy_since = since
-
     def close(self) -> None:
         self._closed.set()
         if self._heart.is_alive():
@@ -163,11 +160,10 @@ class Post:
 
     def _beat(self) -> None:
         while not self._closed.wait(BEAT_EVERY_S):
-            since = self._busy_since
-            if since is None and time.monotonic() - self._heard_at > _QUIET_AFTER_S:
+            problem = self.progress.problem() or ""
+            if not self.progress.is_busy and time.monotonic() - self._heard_at > _QUIET_AFTER_S:
                 continue
-            busy_s = 0.0 if since is None else time.monotonic() - since
-            beat = Beat(epoch=self.epoch, busy_s=busy_s, worked_s=self._worked_s + busy_s)
+            beat = Beat(epoch=self.epoch, problem=problem, worked_s=self.progress.worked_s)
             try:
                 self._mailbox.sender(ENGINE).send(encode(beat))
             except TransportError:

@@ -13,6 +13,7 @@ from typing import NoReturn
 from rayspec.choices import Choice
 from rayspec.decode.head import SamplerSpec
 from rayspec.decode.plan_search import TappedToken
+from rayspec.decode.progress import Progress
 from rayspec.decode.questions import Answer, Question
 from rayspec.decode.rounds import Prefill, Result, Work
 from rayspec.decode.scheduler import Move
@@ -96,6 +97,7 @@ class RayStages:
     def __init__(self, replica: Replica) -> None:
         options = replica.blueprint.options
         self.num_cohorts = options.num_cohorts
+        self.progress = Progress()
         self.replica = replica
         self._mailbox = Mailbox(ENGINE, replica.secret, host=node_address())
         self._epoch = 0
@@ -243,7 +245,7 @@ class RayStages:
             if envelope is None or message is None:
                 return None
             if message.epoch == self._epoch:
-                self._pulse.hear(envelope.sender, message.busy_s if isinstance(message, Beat) else 0.0)
+                self._pulse.hear(envelope.sender, message.problem if isinstance(message, Beat) else "")
                 if isinstance(message, Beat):
                     self._worked_s[envelope.sender] = message.worked_s
                 return envelope.sender, message

@@ -6,8 +6,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-# A process that is busy with one task for longer than this is stuck.
-STUCK_AFTER_S = 300.0
 # Between two calls of `deaths`, at most this share of the timeout counts as silence.
 _SHARE_OF_A_LOOK = 0.25
 _WINDOW_S = 600.0
@@ -33,21 +31,22 @@ class Pulse:
         self._clock = clock
         self._looked_at = clock()
         self._heard_at: dict[str, float] = {}
-        self._stuck: dict[str, float] = {}
+        self._problems: dict[str, str] = {}
 
     def watch(self, names: Iterable[str]) -> None:
         """Expect heartbeats of these processes from now on, and of no others."""
         self._looked_at = self._clock()
         self._heard_at = dict.fromkeys(names, self._looked_at)
-        self._stuck.clear()
+        self._problems.clear()
 
-    def hear(self, name: str, busy_s: float = 0.0) -> None:
+    def hear(self, name: str, problem: str = "") -> None:
+        """problem: why the process says that it is stuck; empty if it is not."""
         if name in self._heard_at:
             self._heard_at[name] = self._clock()
-            self._stuck[name] = busy_s
+            self._problems[name] = problem
 
     def deaths(self) -> list[Death]:
-        """Return the processes that are silent for too long, or busy with one task for too long."""
+        """Return the processes that are silent for too long or stuck."""
         self._forgive_own_absence()
         now = self._clock()
         silent = [
@@ -55,11 +54,7 @@ class Pulse:
             for name, at in self._heard_at.items()
             if now - at > self._timeout_s
         ]
-        stuck = [
-            Death(name, f"{name} has been busy with one thing for {busy_s:.0f} s")
-            for name, busy_s in self._stuck.items()
-            if busy_s > STUCK_AFTER_S
-        ]
+        stuck = [Death(name, f"{name} {problem}") for name, problem in self._problems.items() if problem]
         return silent + stuck
 
     def _forgive_own_absence(self) -> None:

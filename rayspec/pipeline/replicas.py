@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rayspec.config import EngineConfig
 from rayspec.decode.engine_loop import EngineDeadError, Listener
+from rayspec.decode.progress import Progress
 from rayspec.pipeline.pool.pool import EnginePool
 from rayspec.pipeline.pool.recipe import Recipe
 from rayspec.pipeline.resumed_stream import ResumedStream
@@ -39,6 +40,7 @@ class Replicas:
         """Wait until one replica is up; the others follow. recipe: its items are requests. Raises EngineDeadError, and
         the error of a replica that fails to load."""
         self.tokenizer = tokenizer
+        self.progress = Progress()  # without tasks: the supervisor asks each replica for its own
         options = recipe.engine.parallel
         self._num_replicas = options.replicas if options is not None else 1
         self._parallel = options

@@ -245,18 +245,17 @@ class Shard:
 
     def _work(self, post: Post, worker: StageWorker, span: SpanRunner, letter: Letter) -> None:
         started = time.monotonic()
-        post.busy(started)
-        match letter.message:
-            case Follow():
-                follow(span, letter.message, lambda: measurements(span.runner))
-            case Usage():
-                post.send(ENGINE, self._usage(post.epoch))
-            case message:
-                if isinstance(message, Measure) and isinstance(span, LeadingSpan):
-                    span.announce(Follow(epoch=post.epoch, measure=True))
-                for outgoing in worker.handle(message, letter.tensors):
-                    self._send(post, outgoing.peer, outgoing.message, outgoing.tensors)
-        post.busy(None)
+        with post.progress.of(type(letter.message).__name__, _size(letter.message)):
+            match letter.message:
+                case Follow():
+                    follow(span, letter.message, lambda: measurements(span.runner))
+                case Usage():
+                    post.send(ENGINE, self._usage(post.epoch))
+                case message:
+                    if isinstance(message, Measure) and isinstance(span, LeadingSpan):
+                        span.announce(Follow(epoch=post.epoch, measure=True))
+                    for outgoing in worker.handle(message, letter.tensors):
+                        self._send(post, outgoing.peer, outgoing.message, outgoing.tensors)
         if isinstance(letter.message, Begin | Forward | Follow):
             self._num_passes += 1
         self._busy_s += time.monotonic() - started
@@ -337,6 +336,14 @@ def _patience_s(message: Message) -> float:
     if is_prefill or (isinstance(message, Forward) and not message.work.fixed_shape):
         return _PREFILL_PATIENCE_S
     return 0.0
+
+
+def _size(message: Message) -> int | None:
+    """Return the rows of a pass. Return None for other tasks: how long they take does not follow from earlier ones."""
+    if isinstance(message, Begin):
+        return message.work.num_rows
+    work = message.work if isinstance(message, Forward | Follow) else None
+    return sum(span.num_rows for span in work.rows) if work is not None else None
 
 
 def _num_taps(config: EngineConfig) -> int:

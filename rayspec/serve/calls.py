@@ -45,8 +45,8 @@ class Deadline:
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
-    """Return the result of the work. If the client hangs up, cancel the work and raise ClientDisconnect. The HTTP server
-    only tells that a client has left; it cancels nothing."""
+    """Return the result of the work. If the client hangs up, cancel the work and raise ClientDisconnect. The HTTP
+    server only tells that a client has left; it cancels nothing."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_hung_up(request))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)

@@ -41,7 +41,7 @@ from rayspec.serve.description import answers, describe, errors, generation
 from rayspec.serve.replies import BUSY, INTERNAL, OVERRUN, STARTING, Refused, Reply, invalid, unable
 from rayspec.serve.scrape import CONTENT_TYPE, scrape
 from rayspec.serve.status import EndpointStatus
-from rayspec.serve.watch import Watch, Watched
+from rayspec.serve.watch import Watch
 from rayspec.types import RequestError
 
 _WEB = Path(__file__).parent / "web"
@@ -90,11 +90,7 @@ class Ingress:
         self._admissions = {
             model: Admission(settings.models[model].max_admitted, refusal=BUSY) for model in self._models
         }
-        watched = [
-            Watched(model=model, app=handle.app_name, deployment=handle.deployment_name)
-            for model, handle in self._models.items()
-        ]
-        self.watch = Watch(watched, replica_timeout_s=settings.replica_timeout_s)
+        self.watch = Watch(self._models, replica_timeout_s=settings.replica_timeout_s)
         posts = Admission(settings.max_requests, refusal=OVERRUN)
         self.desk = BatchDesk(
             settings.batches.store() if settings.batches is not None else None,

@@ -17,6 +17,7 @@ import ray
 from rayspec.async_engine import AsyncEngine
 from rayspec.command.loading import load_llm
 from rayspec.command.plain_values import plain_values
+from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.model.weights import load_config, num_layers
 from rayspec.openai.answer import respond, stream
 from rayspec.openai.batch import BatchLine, BatchResult, answer
@@ -32,17 +33,18 @@ from rayspec.openai.tokenizing import (
     in_thread_if_large,
     tokenize,
 )
-from rayspec.serve.heartbeat import Heartbeat
+from rayspec.pipeline.stopped import Place
 from rayspec.serve.metered import MeteredEngine
 from rayspec.serve.metrics import EngineMetrics, keep_updated
 from rayspec.serve.options import LLMConfig
 from rayspec.serve.precedence import Precedence
 from rayspec.serve.recent import RecentRates
 from rayspec.serve.replies import INTERNAL, Reply
-from rayspec.serve.status import EngineHealth, ModelStatus
+from rayspec.serve.status import EngineHealth, ModelStatus, ReplicaReport
 from rayspec.types import RayspecError, RequestError
 
 _SAMPLE_EVERY_S = 0.5
+_PING_EVERY_S = 0.5
 _FROM_RAY_DATA = {"request_id", "idx_in_batch"}
 
 _logger = logging.getLogger(__name__)
@@ -51,8 +53,8 @@ _logger = logging.getLogger(__name__)
 class ModelServer:
     """Loads the model on creation, in a running event loop. Replies contain the errors of requests.
 
-    engine_timeout_s: an engine that is silent for longer has the health "no answer". Raises ConfigError,
-    CheckpointError, and with shards PlacementError.
+    engine_timeout_s: the `least_s` of `Progress.problem`. Raises ConfigError, CheckpointError, and with shards
+    PlacementError.
     """
 
     def __init__(self, config: LLMConfig, *, engine_timeout_s: float) -> None:
@@ -73,11 +75,13 @@ class ModelServer:
             self._engine = AsyncEngine(llm)
         self._num_sublayers = 2 * num_layers(load_config(self._engine.llm.config))
         self._precedence = Precedence(config.num_places)
-        self._heartbeat = Heartbeat(self._engine.ping)
+        self._place = Place.here()
+        self._failure: RayspecError | None = None
+        self._problem: str | None = None
         self._rates = RecentRates()
         self._created = int(time.time())
         self._keep(self._sample())
-        self._keep(self._heartbeat.keep())
+        self._keep(self._ping())
 
     async def respond(self, request: Request, name: str) -> Reply:
         """Return the whole answer. name: end of its id."""
@@ -127,18 +131,19 @@ class ModelServer:
         yield await self._row("/v1/completions", row)
 
     async def check_health(self) -> None:
-        """Check the engine for Serve, which ends the replica after several errors in a row. Raises EngineDeadError,
-        StageLostError, or TimeoutError when the engine does not answer in time. A wait for the replacement of lost
-        shards is no timeout, because the requests continue afterwards."""
-        if self._heartbeat.failure is not None:
-            raise self._heartbeat.failure
-        if self._health == "no answer":
-            raise TimeoutError(f"the engine has not answered for {self._heartbeat.silent_s:.0f} s")
+        """Check the engine for Serve, which ends the replica after several errors in a row. Raises StageLostError, and
+        EngineDeadError also for an engine that is stuck. While lost shards are being replaced, nothing is wrong:
+        the requests continue afterwards."""
+        if self._failure is not None:
+            raise self._failure
+        if self._problem is not None:
+            raise EngineDeadError(f"the engine {self._problem}")
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Return the ModelStatus at once. Serve runs only methods of this name and `check_health` without a wait behind
+        """Return a ReplicaReport at once. Serve runs only methods of this name and `check_health` without a wait behind
         other requests, see `watch.py`."""
-        return asdict(ModelStatus.of(self._served[0], self._engine, self._rates, self._num_sublayers, self._health))
+        status = ModelStatus.of(self._served[0], self._engine, self._rates, self._num_sublayers, self._health)
+        return asdict(ReplicaReport(status=status, place=self._place, problem=self._problem))
 
     def __del__(self) -> None:
         """Stop the engine. Serve calls this when the requests under way have ended, or their time is up."""
@@ -151,9 +156,9 @@ class ModelServer:
     def _health(self) -> EngineHealth:
         if self._engine.is_recovering:
             return "recovering"
-        if self._heartbeat.failure is not None:
+        if self._failure is not None:
             return "engine dead"
-        return "no answer" if self._heartbeat.silent_s > self._engine_timeout_s else "ready"
+        return "stuck" if self._problem is not None else "ready"
 
     async def _respond(self, request: Request, name: str) -> Response:
         return await respond(request, self._engine, self._served, name=name, created=int(time.time()))
@@ -174,9 +179,22 @@ class ModelServer:
     def _keep(self, work: Any) -> None:
         self._tasks.append(asyncio.get_running_loop().create_task(work))
 
+    async def _ping(self) -> None:
+        """Let the engine answer again and again. An idle pipeline then asks its stages, so a lost stage is noticed
+        before the next request."""
+        while True:
+            try:
+                await self._engine.ping()
+            except RayspecError as error:
+                self._failure = error
+            else:
+                self._failure = None
+            await asyncio.sleep(_PING_EVERY_S)
+
     async def _sample(self) -> None:
         while True:
             self._rates.add(self._engine.stats, time.monotonic())
+            self._problem = self._engine.progress.problem(self._engine_timeout_s)
             await asyncio.sleep(_SAMPLE_EVERY_S)
 
 

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Literal
 
 import rayspec
 from rayspec.choices import Choice
+from rayspec.pipeline.stopped import Place
 from rayspec.serve.recent import RecentRates
 from rayspec.types import PlanRecord
 
 if TYPE_CHECKING:
     from rayspec.async_engine import AsyncEngine
 
-EngineHealth = Literal["ready", "recovering", "engine dead", "no answer"]
-"""recovering: lost shards are being replaced, and requests wait. no answer: the engine's loop does not answer pings."""
+EngineHealth = Literal["ready", "recovering", "engine dead", "stuck"]
+"""recovering: lost shards are being replaced, and requests wait. stuck: see `decode/progress.py`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +87,15 @@ class ModelStatus:
             health=health,
             version=rayspec.__version__,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaReport:
+    """A replica's answer to the watch. place: where its process runs. problem: why its engine is stuck, None if not."""
+
+    status: ModelStatus
+    place: Place
+    problem: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import ray
 from ray.exceptions import RayError
-from ray.util import list_named_actors
 
+from rayspec.pipeline.stopped import Place, ProcessStoppedError, answer_of
+from rayspec.serve.reached import replicas_of
 from rayspec.serve.status import EngineHealth
 
 logger = logging.getLogger(__name__)
@@ -28,31 +29,52 @@ _FRESH_S = 0.5
 _SILENT_S = 3.0  # a step of the engine can block a replica's interpreter for a while
 _NAMESPACE = "serve"
 
-Health = Literal["unknown", "starting"] | EngineHealth
+Health = Literal["unknown", "starting", "no answer"] | EngineHealth
 
 
 @dataclass(slots=True)
 class _Sighting:
-    """A replica. status: newest ModelStatus, None before the first. was_there: it was there at the first look."""
+    """A replica to which requests go. report: its newest ReplicaReport, None before the first. has_ended: its actor has
+    ended. is_stopped: its node says that its process is stopped."""
 
     silent_s: float = 0.0
-    status: dict[str, Any] | None = None
-    was_there: bool = False
+    report: dict[str, Any] | None = None
+    has_ended: bool = False
+    is_stopped: bool = False
 
     @property
     def health(self) -> Health:
-        if self.status is None:
-            return "unknown" if self.was_there and self.silent_s <= _SILENT_S else "starting"
-        known: EngineHealth = self.status["health"]
-        return "no answer" if self.silent_s > _SILENT_S else known
+        if self.has_ended:
+            return "starting"
+        if self.silent_s > _SILENT_S:
+            return "no answer"
+        if self.report is None:
+            return "unknown"
+        known: EngineHealth = self.report["status"]["health"]
+        return known
+
+    @property
+    def place(self) -> Place | None:
+        return None if self.report is None else Place(**self.report["place"])
+
+    def fault(self, timeout_s: float) -> str | None:
+        """Return why the replica must be killed; None if it need not."""
+        if self.has_ended:
+            return None
+        if self.is_stopped:
+            return "its process is stopped (SIGSTOP)"
+        if self.silent_s > timeout_s:
+            return f"its process has not answered for {self.silent_s:.0f} s (replica_timeout_s)"
+        problem = self.report["problem"] if self.report is not None else None
+        return f"its engine {problem} (engine_timeout_s)" if problem is not None else None
 
 
 @dataclass(slots=True)
 class Sightings:
     """The known state of a model's replicas, by name.
 
-    timeout_s: a replica that has answered before and is then silent for longer is lost. A replica whose engine does not
-    answer is lost too. Silence counts only while the watch runs, so that a machine's sleep does not count.
+    timeout_s: a replica that is silent for longer is lost. A replica that is stopped, or whose engine is stuck, is lost
+    at once. Silence counts only while the watch runs, so that a machine's sleep does not count.
     """
 
     timeout_s: float
@@ -60,18 +82,23 @@ class Sightings:
     looked: bool = False
 
     def present(self, names: Collection[str]) -> None:
-        """Set the replicas that exist now."""
-        self.replicas = {name: self.replicas.get(name, _Sighting(was_there=not self.looked)) for name in names}
+        """Set the replicas to which requests go now."""
+        self.replicas = {name: self.replicas.get(name, _Sighting()) for name in names}
         self.looked = True
 
-    def answered(self, name: str, status: dict[str, Any]) -> None:
+    def answered(self, name: str, report: dict[str, Any]) -> None:
         if name in self.replicas:
-            self.replicas[name] = _Sighting(status=status)
+            self.replicas[name] = _Sighting(report=report)
 
     def gone(self, name: str) -> None:
-        """Forget a replica's status: its process has ended, or it is not ready yet."""
+        """Record that a replica's process has ended."""
         if name in self.replicas:
-            self.replicas[name] = _Sighting()
+            self.replicas[name] = _Sighting(has_ended=True)
+
+    def stopped(self, name: str) -> None:
+        """Record that a replica's process is stopped."""
+        if name in self.replicas:
+            self.replicas[name].is_stopped = True
 
     def passed(self, seconds: float) -> None:
         """Add to the silence of all replicas. A later call of `answered` resets the silence of its replica."""
@@ -79,13 +106,10 @@ class Sightings:
             sighting.silent_s += min(seconds, 2 * PERIOD_S)
 
     @property
-    def lost(self) -> list[str]:
-        """Names of the replicas to kill."""
-        return [
-            name
-            for name, one in self.replicas.items()
-            if one.status is not None and (one.silent_s > self.timeout_s or one.status["health"] == "no answer")
-        ]
+    def lost(self) -> dict[str, str]:
+        """The replicas to kill, each with the reason."""
+        faults = {name: one.fault(self.timeout_s) for name, one in self.replicas.items()}
+        return {name: fault for name, fault in faults.items() if fault is not None}
 
     @property
     def healths(self) -> list[Health]:
@@ -106,30 +130,17 @@ class Sightings:
         return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Watched:
-    """A model's deployment. app: name of its application."""
-
-    model: str
-    app: str
-    deployment: str
-
-    @property
-    def prefix(self) -> str:
-        """Prefix of the actor names of the replicas."""
-        return f"SERVE_REPLICA::{self.app}#{self.deployment}#"
-
-
 class Watch:
-    """Watches the replicas of all models. replica_timeout_s: `timeout_s` of Sightings."""
+    """Watches the replicas of all models. models: Serve's handles, by model. replica_timeout_s: `timeout_s` of
+    Sightings."""
 
     def __init__(
-        self, models: Iterable[Watched], *, replica_timeout_s: float, clock: Callable[[], float] = time.monotonic
+        self, models: Mapping[str, Any], *, replica_timeout_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._models = tuple(models)
+        self._models = dict(models)
         self._clock = clock
-        self.sightings: Mapping[str, Sightings] = {one.model: Sightings(replica_timeout_s) for one in self._models}
-        self._actors: Mapping[str, Any] = {}
+        self.sightings: Mapping[str, Sightings] = {model: Sightings(replica_timeout_s) for model in self._models}
+        self._actors: dict[str, dict[str, Any]] = {model: {} for model in self._models}
         self._asked: dict[str, asyncio.Task[None]] = {}
         self._ill_since_s: dict[str, float | None] = {}  # None: healthy. Without models that were never healthy
 
@@ -149,9 +160,10 @@ class Watch:
     async def statuses(self) -> list[dict[str, Any]]:
         """Return the current ModelStatus of each replica that answers within two seconds."""
         await self._find()
-        asked = [asyncio.wait_for(_status_of(actor), _STATUS_TIMEOUT_S) for _, actor in sorted(self._actors.items())]
+        actors = [actor for model in self._models for _, actor in sorted(self._actors[model].items())]
+        asked = [asyncio.wait_for(_report_of(actor), _STATUS_TIMEOUT_S) for actor in actors]
         answers = await asyncio.gather(*asked, return_exceptions=True)
-        return [answer for answer in answers if isinstance(answer, dict) and answer]
+        return [answer["status"] for answer in answers if isinstance(answer, dict)]
 
     async def keep(self) -> None:
         """Look at the replicas again and again until cancelled."""
@@ -166,42 +178,40 @@ class Watch:
                 sightings.passed(self._clock() - start_s)
 
     async def look(self) -> None:
-        """Ask each replica without a pending question for its status, and kill lost replicas."""
+        """Ask each replica without a pending question for its report, and kill lost replicas."""
         await self._find()
-        for watched in self._models:
-            names = [name for name in self._actors if name.startswith(watched.prefix)]
-            sightings = self.sightings[watched.model]
-            sightings.present(names)
-            for name in names:
+        for model, actors in self._actors.items():
+            sightings = self.sightings[model]
+            if actors or self._models[model].running_replicas_populated():
+                sightings.present(actors)
+            for name, actor in actors.items():
                 if name not in self._asked:
-                    self._asked[name] = asyncio.create_task(self._ask(name, self._actors[name], sightings))
-            for name in sightings.lost:
-                self._replace(watched, name)
+                    self._asked[name] = asyncio.create_task(self._ask(name, actor, sightings))
+            for name, reason in sightings.lost.items():
+                logger.warning("model %r: a replica is killed, because %s; another starts", model, reason)
+                sightings.gone(name)
+                ray.kill(actors[name], no_restart=True)
         self._tell()
 
     async def _find(self) -> None:
-        prefixes = tuple(one.prefix for one in self._models)
-        self._actors = await asyncio.to_thread(_replica_actors, prefixes, self._actors)
+        """Find the actors of the replicas to which requests go now."""
+        for model, handle in self._models.items():
+            if not handle.is_initialized:
+                handle.options()  # from now on Serve tells the handle about replicas
+            names = sorted(replicas_of(handle.app_name, handle.deployment_name))
+            known = self._actors[model]
+            found = {name: known.get(name) or await asyncio.to_thread(_actor, name) for name in names}
+            self._actors[model] = {name: actor for name, actor in found.items() if actor is not None}
 
     async def _ask(self, name: str, actor: Any, sightings: Sightings) -> None:
         try:
-            status = await _status_of(actor)
+            sightings.answered(name, await answer_of(sightings.replicas[name].place, _report_of(actor)))
         except RayError:
-            status = {}
+            sightings.gone(name)
+        except ProcessStoppedError:
+            sightings.stopped(name)
         finally:
             self._asked.pop(name, None)
-        if status:
-            sightings.answered(name, status)
-        else:
-            sightings.gone(name)
-
-    def _replace(self, watched: Watched, name: str) -> None:
-        sightings = self.sightings[watched.model]
-        silent_s = sightings.replicas[name].silent_s
-        what = f"its process is silent for {silent_s:.0f} s" if silent_s > _SILENT_S else "its engine is stuck"
-        logger.warning("model %r: a replica is killed, because %s; another starts", watched.model, what)
-        sightings.gone(name)
-        ray.kill(self._actors[name], no_restart=True)
 
     def _tell(self) -> None:
         """Log one line for each model that has a new problem after it was healthy, or that has recovered."""
@@ -215,17 +225,10 @@ class Watch:
                 logger.warning("model %r: %s", model, sightings.problem)
 
 
-async def _status_of(actor: Any) -> dict[str, Any]:
-    """Return the status of a replica; empty before the replica is ready. Raises RayError."""
-    status: dict[str, Any] = await actor.record_routing_stats.remote()
-    return status
-
-
-def _replica_actors(prefixes: tuple[str, ...], known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return actors by name, for names with these prefixes. known: actors that were found before."""
-    names = [one["name"] for one in list_named_actors(all_namespaces=True) if one["namespace"] == _NAMESPACE]
-    found = [(name, known.get(name) or _actor(name)) for name in sorted(names) if name.startswith(prefixes)]
-    return {name: actor for name, actor in found if actor is not None}
+async def _report_of(actor: Any) -> dict[str, Any]:
+    """Return the ReplicaReport of a replica. Raises RayError."""
+    report: dict[str, Any] = await actor.record_routing_stats.remote()
+    return report
 
 
 def _actor(name: str) -> Any:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from rayspec.pipeline.recovery import STUCK_AFTER_S, Pulse, Restarts
+from rayspec.pipeline.recovery import Pulse, Restarts
 
 
 class Clock:
@@ -74,22 +74,22 @@ def test_only_who_is_watched_is_missed_and_watching_starts_anew() -> None:
     pulse = Pulse(10.0, clock)
     pulse.watch(["a"])
     assert dead_after(10, clock, pulse) == []
-    pulse.hear("stranger", busy_s=2 * STUCK_AFTER_S)
+    pulse.hear("stranger", "is stuck")
     pulse.watch(["b"])
     assert dead_after(10, clock, pulse) == []
     assert dead_after(1, clock, pulse) == ["b"]
 
 
-def test_who_is_busy_with_one_thing_for_too_long_is_stuck() -> None:
+def test_who_says_that_it_is_stuck_is_dead() -> None:
     clock = Clock()
     pulse = Pulse(10.0, clock)
     pulse.watch(["a", "b"])
-    pulse.hear("a", busy_s=STUCK_AFTER_S + 1)
-    pulse.hear("b", busy_s=STUCK_AFTER_S - 1)
-    assert dead(pulse) == ["a"]
+    pulse.hear("a", "is stuck")
+    pulse.hear("b")
+    assert [(death.name, death.reason) for death in pulse.deaths()] == [("a", "a is stuck")]
     pulse.hear("a")
     assert dead(pulse) == []
-    pulse.hear("a", busy_s=STUCK_AFTER_S + 1)
+    pulse.hear("a", "is stuck")
     pulse.watch(["a", "b"])
     assert dead(pulse) == []
 

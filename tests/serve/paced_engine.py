@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 import rayspec
 from rayspec.config import EngineConfig
+from rayspec.decode.progress import Progress
 from rayspec.decode.requests import LiveRequest, Requests, Vocabulary
 from rayspec.decode.unread import UnreadOutput
 from rayspec.local_engine import load_tokenizer
@@ -37,6 +38,7 @@ class PacedEngine:
     def __init__(self, config: EngineConfig, tokens_per_s: float | None = TOKENS_PER_S) -> None:
         self.config = config
         self.stats = EngineStats()
+        self.progress = Progress()
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(config)
         text = "The quick brown fox jumps over the lazy dog while the agency spends forty million dollars on roads. "
         self._tokens: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -26,7 +26,9 @@ LONG = {"model": "demo", "prompt": "The", "max_tokens": 2000, "ignore_eos": True
 
 def raw(path: str, body: dict[str, Any]) -> bytes:
     content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(content)}"
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(content)}"
+    )
     return head.encode() + b"\r\n\r\n" + content
 
 
@@ -34,6 +36,7 @@ class EndlessModel:
     """Has the interface of Serve's handle. Its calls never answer, and end when they are cancelled."""
 
     app_name, deployment_name = "app", "model"
+    is_initialized = True
 
     def __init__(self) -> None:
         self.begun, self.cancelled = threading.Semaphore(0), threading.Semaphore(0)

@@ -118,10 +118,6 @@ def test_a_model_may_be_a_file(tmp_path: Path) -> None:
             {"llm_configs": [model(deployment_config={"autoscaling_config": {"min_replicas": 3, "max_replicas": 2}})]},
             ["min_replicas (3)", "max_replicas (2)"],
         ),
-        (
-            {"llm_configs": [model(deployment_config={"health_check_timeout_s": 9})], "engine_timeout_s": 10},
-            ["health_check_timeout_s", "engine_timeout_s (10.0)"],
-        ),
         ({"llm_configs": ["absent.yaml"]}, ["absent.yaml", "cannot be read"]),
         ({"llm_configs": [model()], "cors": ["app.example"]}, ["'cors'", "'app.example'", "https://app.example"]),
         ({"llm_configs": [model()], "cors": ["https://app.example/path"]}, ["'cors'", "an origin"]),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from rayspec.config import EngineConfig
+from rayspec.decode.progress import Progress
 from rayspec.types import EngineLoad, EngineStats, RayspecError
 
 Tell = Callable[[Any], None]
@@ -27,6 +28,10 @@ class LoadedEngine(Protocol):
 
     @property
     def load(self) -> EngineLoad: ...
+
+    @property
+    def progress(self) -> Progress:
+        """Whether the thread that runs the engine is stuck."""
 
     @property
     def death(self) -> RayspecError | None:

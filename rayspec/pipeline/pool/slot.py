@@ -21,7 +21,8 @@ class Engine(Protocol):
     async def check(self) -> None: ...
 
     async def answer(self) -> None:
-        """Wait until the engine's process answers, regardless of what the engine is doing."""
+        """Wait until the engine's process answers, regardless of what the engine is doing. Raises EngineDeadError also
+        if the process is stopped or the engine is stuck."""
 
     async def stats(self) -> EngineStats: ...
 

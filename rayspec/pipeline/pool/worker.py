@@ -21,6 +21,7 @@ from rayspec.pipeline.placement import PlacementError, gpus_per_shard, remove_or
 from rayspec.pipeline.pool.calls import BatchedCalls, Call, CalledHere, Outcome
 from rayspec.pipeline.pool.recipe import LoadedEngine, Recipe, Tell
 from rayspec.pipeline.pool.supervisor import EngineSupervisor, NodeLostError
+from rayspec.pipeline.stopped import Place, ProcessStoppedError, answer_of
 from rayspec.types import EngineLoad, EngineStats, RayspecError
 
 _MAX_CONCURRENT_CALLS = 64
@@ -69,12 +70,16 @@ class EngineWorker:
             raise death
         await self._loaded.ping()
 
+    async def answer(self) -> None:
+        """Return at once. Raises EngineDeadError if the engine is stuck."""
+        if (problem := self._loaded.progress.problem()) is not None:
+            raise EngineDeadError(f"the engine {problem}")
+
     async def process_id(self) -> int:
         return os.getpid()
 
-    async def node_id(self) -> str:
-        """Return Ray's id of the actor's node, for `is_node_alive`."""
-        return str(ray.get_runtime_context().get_node_id())
+    async def place(self) -> Place:
+        return Place.here()
 
     async def stop(self) -> None:
         await asyncio.to_thread(self._loaded.stop)
@@ -97,13 +102,13 @@ class RemoteEngine:
         self._config = config_of_one(recipe.engine)
         self._actor = start_worker(recipe)
         self._calls = BatchedCalls(self._actor, self._death)
-        self._node_id: str | None = None
+        self._place: Place | None = None
         options = recipe.engine.parallel
         self._start_timeout_s = options.start_timeout_s if options is not None else None
 
     async def load(self) -> Any:
         try:
-            self._node_id = await asyncio.wait_for(answer(self._actor.node_id.remote()), self._start_timeout_s)
+            self._place = await asyncio.wait_for(answer(self._actor.place.remote()), self._start_timeout_s)
         except asyncio.TimeoutError:
             raise PlacementError(
                 f"no place for an engine within {self._start_timeout_s:.0f} s: add nodes, or lower cpus_per_shard, "
@@ -120,7 +125,10 @@ class RemoteEngine:
         await self._answer(self._actor.ping.remote())
 
     async def answer(self) -> None:
-        await self._answer(self._actor.process_id.remote())
+        try:
+            await answer_of(self._place, self._answer(self._actor.answer.remote()))
+        except ProcessStoppedError as error:
+            raise EngineDeadError(f"the engine cannot go on: {error}") from None
 
     async def stats(self) -> EngineStats:
         stats: EngineStats = await self._answer(self._actor.stats.remote())
@@ -154,7 +162,7 @@ class RemoteEngine:
         """Convert Ray's error about the actor's end: NodeLostError if no item can be to blame, else EngineDeadError."""
         reason = str(error).splitlines()[0]
         message = f"the engine's process has ended: {reason} Was it killed, or out of memory?"
-        is_node_lost = self._node_id is not None and not is_node_alive(self._node_id)
+        is_node_lost = self._place is not None and not is_node_alive(self._place.node_id)
         is_preempted = isinstance(error, RayActorError) and error.preempted
         return NodeLostError(message) if is_node_lost or is_preempted else EngineDeadError(message)
 

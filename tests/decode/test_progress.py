@@ -1,0 +1,170 @@
+"""Which threads are stuck: fake clocks for the limits, real threads for what the clocks of the system say."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from rayspec.decode.progress import Progress
+
+
+class Lab:
+    """A progress whose clocks are set by hand."""
+
+    def __init__(self) -> None:
+        self.now_s = self.cpu_s = 0.0
+        self.progress = Progress(lambda: self.now_s, lambda: lambda: self.cpu_s)
+
+    def pass_of(self, seconds: float, *, kind: str = "round", size: int = 1) -> None:
+        with self.progress.of(kind, size):
+            self.now_s += seconds
+
+    def watched(self, seconds: float, cpu_share: float, *, every_s: float = 1.0) -> str | None:
+        """What the judge finds at last."""
+        found = None
+        for _ in range(round(seconds / every_s)):
+            self.now_s += every_s
+            self.cpu_s += cpu_share * every_s
+            found = self.progress.problem()
+        return found
+
+
+@pytest.fixture
+def lab() -> Lab:
+    return Lab()
+
+
+def test_a_thread_without_a_task_is_never_stuck(lab: Lab) -> None:
+    lab.pass_of(1)
+    assert lab.watched(1000, 0.0) is None
+    assert not lab.progress.is_busy
+
+
+@pytest.mark.parametrize("cpu_share", [0.0, 1.0], ids=["deadlocked", "spinning"])
+def test_a_pass_is_stuck_after_a_minute_and_twenty_times_its_expectation(lab: Lab, cpu_share: float) -> None:
+    lab.pass_of(0.4)
+    with lab.progress.of("round", 1):
+        assert lab.watched(58, cpu_share) is None
+        found = lab.watched(4, cpu_share)
+    assert found == "has not finished a pass for 62 s, and the pass was expected to take 0.4 s"
+    lab.pass_of(10, kind="prefill")
+    with lab.progress.of("prefill", 1):
+        assert lab.watched(198, cpu_share) is None
+        assert lab.watched(4, cpu_share) is not None
+
+
+def test_a_busy_machine_makes_nobody_stuck(lab: Lab) -> None:
+    """The thread gets a twentieth of a core: the pass takes twenty minutes, and is at work all the while."""
+    lab.pass_of(0.4)
+    with lab.progress.of("round", 1):
+        assert lab.watched(1190, 0.05) is None
+        assert lab.watched(20, 0.05) is not None, "a minute of CPU time is enough for a pass of 0.4 s"
+
+
+def test_a_thread_that_used_cpu_time_and_then_stops_is_stuck(lab: Lab) -> None:
+    lab.pass_of(0.4)
+    with lab.progress.of("round", 1):
+        assert lab.watched(50, 0.5) is None
+        assert lab.watched(58, 0.0) is None
+        assert lab.watched(4, 0.0) is not None
+
+
+def test_the_first_of_a_kind_and_a_search_may_take_as_long_as_they_work(lab: Lab) -> None:
+    for kind, size in (("round", 1), ("search", None), ("search", None)):
+        with lab.progress.of(kind, size):
+            assert lab.watched(5000, 0.1) is None
+            assert lab.watched(1190, 0.0) is None
+            found = lab.watched(20, 0.0)
+        assert found is not None
+        assert "used no CPU time" in found
+
+
+def test_a_process_that_was_stopped_and_goes_on_is_not_stuck(lab: Lab) -> None:
+    lab.pass_of(0.4)
+    with lab.progress.of("round", 1):
+        assert lab.watched(3600, 0.0, every_s=3600.0) is None
+        assert lab.watched(50, 0.0) is None
+
+
+def test_larger_passes_may_take_longer_and_smaller_ones_as_long(lab: Lab) -> None:
+    lab.pass_of(2, kind="prefill", size=64)
+    with lab.progress.of("prefill", 2048):
+        assert lab.watched(1278, 1.0) is None
+        assert lab.watched(4, 1.0) is not None
+    lab.pass_of(2, kind="round", size=2048)
+    with lab.progress.of("round", 16):
+        assert lab.watched(58, 1.0) is None
+        assert lab.watched(4, 1.0) is not None
+
+
+def test_one_slow_pass_is_forgotten_in_time(lab: Lab) -> None:
+    lab.pass_of(100)
+    for _ in range(60):
+        lab.pass_of(0.4)
+    with lab.progress.of("round", 1):
+        assert lab.watched(62, 0.0) is not None
+
+
+def test_worked_seconds(lab: Lab) -> None:
+    lab.pass_of(3)
+    with pytest.raises(ValueError, match="over"), lab.progress.of("round", 1):
+        lab.now_s += 2
+        assert (lab.progress.is_busy, lab.progress.worked_s) == (True, 5)
+        raise ValueError("over")
+    assert (lab.progress.is_busy, lab.progress.worked_s) == (False, 5)
+
+
+@contextmanager
+def at_work(progress: Progress, work: Callable[[], object]) -> Iterator[None]:
+    """A thread whose second pass does this work."""
+
+    def run() -> None:
+        with progress.of("round", 1):
+            pass
+        with progress.of("round", 1):
+            begun.set()
+            work()
+
+    begun = threading.Event()
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert begun.wait(10)
+    yield
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def judged(progress: Progress, seconds: float, least_s: float) -> bool:
+    end_s = time.monotonic() + seconds
+    while time.monotonic() < end_s:
+        if progress.problem(least_s) is not None:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_a_real_thread_that_waits_for_a_lock_is_stuck() -> None:
+    progress, lock = Progress(), threading.Lock()
+    lock.acquire()
+    with at_work(progress, lock.acquire):
+        assert judged(progress, 20, least_s=0.3)
+        lock.release()
+    assert not judged(progress, 0.5, least_s=0.3)
+
+
+def test_a_real_thread_that_spins_is_stuck_by_its_cpu_time_and_not_before() -> None:
+    progress, stop = Progress(), threading.Event()
+
+    def spin() -> None:
+        while not stop.is_set():
+            pass
+
+    with at_work(progress, spin):
+        started_s = time.process_time()
+        assert judged(progress, 60, least_s=0.5)
+        assert time.process_time() - started_s >= 0.5
+        stop.set()
