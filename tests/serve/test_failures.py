@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 
 import httpx2
 import pytest
@@ -133,10 +136,18 @@ class TestShards:
         assert_serves(staged, llm)
 
 
-def post(endpoint: EndpointProcess) -> httpx2.Response:
-    """A short request."""
-    body = {"model": "demo", "prompt": "The", "max_tokens": 2}
-    return httpx2.post(f"{endpoint.url}/v1/completions", json=body, timeout=60)
+def post(endpoint: EndpointProcess, max_tokens: int = 2) -> httpx2.Response:
+    body = {"model": "demo", "prompt": "The", "max_tokens": max_tokens, "ignore_eos": True}
+    return httpx2.post(f"{endpoint.url}/v1/completions", json=body, timeout=300)
+
+
+@contextmanager
+def busy_loop() -> Iterator[None]:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+        try:
+            yield
+        finally:
+            process.kill()
 
 
 def until_served(endpoint: EndpointProcess) -> float:
@@ -194,6 +205,21 @@ class TestReplicas:
         wait_until(lambda: simple.health() == 200, BACK_S)
         wait_until(lambda: replica not in simple.pids(REPLICA), 30)
         assert_serves(simple, llm)
+
+    @pytest.mark.exhaustive
+    def test_a_busy_machine_kills_nobody(self, simple: EndpointProcess) -> None:
+        assert post(simple).status_code == 200
+        replicas = simple.pids(REPLICA)
+        with ExitStack() as stack:
+            for _ in range(2 * (os.cpu_count() or 1)):
+                stack.enter_context(busy_loop())
+            for number in range(20):
+                took_s = -time.monotonic()
+                assert post(simple, 200).status_code == 200
+                took_s += time.monotonic()
+                print(f"request {number}: {took_s:.1f} s, load {os.getloadavg()[0]:.1f}")
+        assert simple.pids(REPLICA) == replicas
+        assert "is killed" not in simple.errors.read_text(encoding="utf-8")
 
     @pytest.mark.exhaustive
     def test_two_in_a_row(self, simple: EndpointProcess, llm: rayspec.LLM) -> None:

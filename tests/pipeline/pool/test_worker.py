@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -17,8 +21,11 @@ from rayspec.batch.rows import Row
 from rayspec.command.settings import make_settings
 from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.decode.engine_loop import EngineDeadError
-from rayspec.pipeline.pool.worker import RemoteEngine, config_of_one, cpus_of_replica, cpus_to_reserve
+from rayspec.decode.progress import Progress
+from rayspec.pipeline import stopped
+from rayspec.pipeline.pool.worker import EngineWorker, RemoteEngine, config_of_one, cpus_of_replica, cpus_to_reserve
 from rayspec.types import CheckpointError
+from tests.freezing import freeze
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -65,6 +72,64 @@ def test_an_engine_completes_rows_as_an_llm_does_until_it_ends() -> None:
     assert [row.text for row in rows[:5]] == expected
     assert [row.error_kind for row in rows[5:]] == ["prompt_too_long", None]
     assert rows[6].text == expected[0]
+
+
+def test_a_stopped_process_is_a_dead_engine_and_a_silent_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        engine = RemoteEngine(RowRecipe(task(strategy="ar")))
+        try:
+            await engine.load()
+            process_id = await engine.process_id()
+            freeze(process_id)
+            started_s = time.monotonic()
+            with pytest.raises(EngineDeadError, match=r"its process is stopped \(SIGSTOP\)"):
+                await engine.answer()
+            assert time.monotonic() - started_s < 5
+            os.kill(process_id, signal.SIGCONT)
+            await engine.answer()
+        finally:
+            engine.end()
+
+    monkeypatch.setattr(stopped, "_DOUBT_AFTER_S", 0.5)
+    asyncio.run(run())
+
+
+def test_a_node_is_asked_about_processes_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = stopped.Place.here()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        place = stopped.Place(node_id=here.node_id, process_id=process.pid)
+        monkeypatch.setattr(stopped.Place, "here", lambda: stopped.Place(node_id="another", process_id=1))
+        assert not asyncio.run(stopped.is_stopped(place))
+        freeze(process.pid)
+        assert asyncio.run(stopped.is_stopped(place))
+        process.kill()
+    assert not asyncio.run(stopped.is_stopped(place))
+    assert not asyncio.run(stopped.is_stopped(stopped.Place(node_id="ab" * 28, process_id=1))), "no such node"
+
+
+def test_an_engine_whose_pass_never_ends_says_so_while_its_process_answers() -> None:
+    async def run() -> None:
+        worker = EngineWorker(recipe, recipe.engine)
+        await worker.load()
+        stages = worker._loaded._engine.llm.engine.stages  # type: ignore[attr-defined]
+        stages.progress = Progress(clock=lambda: 60 * time.monotonic())
+        assert worker._calls is not None
+        await worker._loaded.handle(document, lambda _: None)
+        await worker.answer()
+        going_on, run_pass = threading.Event(), stages._run
+        stages._run = lambda work: going_on.wait() and run_pass(work)
+        rows = asyncio.ensure_future(worker._loaded.handle(document, lambda _: None))
+        with pytest.raises(EngineDeadError, match=r"has not finished a pass for \d+ s, and .* expected to take"):
+            while True:
+                await asyncio.sleep(0.02)
+                await worker.answer()
+        going_on.set()
+        assert (await rows).error_kind is None
+        await worker.answer()
+        await worker.stop()
+
+    recipe, document = RowRecipe(task(strategy="ar")), input_row("a", source="a", text="A text.")
+    asyncio.run(run())
 
 
 def test_a_model_that_cannot_be_loaded_is_our_own_error() -> None:

@@ -1,0 +1,60 @@
+"""A replica on a real Ray whose engine gets stuck in a pass."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from rayspec.decode.engine_loop import EngineDeadError
+from rayspec.openai.requests import CompletionRequest
+from rayspec.serve.model_server import ModelServer
+from rayspec.serve.options import LLMConfig
+from rayspec.serve.replies import Reply
+from tests.serve.endpoint_process import ENGINE
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+
+ENGINE_TIMEOUT_S = 1.0
+PATIENCE_S = 60.0
+
+
+async def report_with(server: ModelServer, health: str) -> dict[str, Any]:
+    for _ in range(round(PATIENCE_S / 0.1)):
+        report = await server.record_routing_stats()
+        if report["status"]["health"] == health:
+            return report
+        await asyncio.sleep(0.1)
+    raise AssertionError(f"never {health}")
+
+
+def test_a_pass_that_never_ends_is_told_and_one_that_ends_late_is_forgotten() -> None:
+    config = LLMConfig(
+        model_loading_config={"model_id": "demo"},
+        engine_kwargs={**ENGINE, "speculation": {"strategy": "ar"}},
+        log_engine_metrics=False,
+    )
+    request = CompletionRequest.parse({"model": "demo", "prompt": "The", "max_tokens": 8, "ignore_eos": True})
+
+    async def scenario() -> None:
+        server = ModelServer(config, engine_timeout_s=ENGINE_TIMEOUT_S)
+        assert (await server.respond(request, "first")).ok
+        stages: Any = server._engine.llm.engine.stages  # type: ignore[union-attr]
+        going_on, run_pass = threading.Event(), stages._run
+        stages._run = lambda work: going_on.wait() and run_pass(work)
+        late: asyncio.Future[Reply] = asyncio.ensure_future(server.respond(request, "late"))
+        report = await report_with(server, "stuck")
+        assert "has not finished a pass for" in report["problem"]
+        assert "was expected to take 0.0" in report["problem"]
+        with pytest.raises(EngineDeadError, match="the engine has not finished a pass"):
+            await server.check_health()
+        going_on.set()
+        assert (await late).ok
+        report = await report_with(server, "ready")
+        assert report["problem"] is None
+        await server.check_health()
+        server.__del__()
+
+    asyncio.run(scenario())
