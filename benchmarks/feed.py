@@ -24,6 +24,7 @@ from rayspec.bench.markdown import markdown_table
 from rayspec.command.environment import describe_environment
 from rayspec.command.settings import Settings
 from rayspec.config import EngineConfig, ParallelOptions, SamplingParams
+from rayspec.decode.progress import Progress
 from rayspec.pipeline.pool.recipe import Beginning, Tell
 from rayspec.pipeline.session import ray_session
 from rayspec.types import EngineLoad, EngineStats
@@ -106,6 +107,7 @@ class WaitingEngine:
     death = None
 
     def __init__(self, options: FeedOptions) -> None:
+        self.progress = Progress()
         self._row_s = options.row_s
         self._text = "done " * options.output_words
         self._room = asyncio.Semaphore(options.max_num_seqs)

@@ -14,7 +14,7 @@ _MARGIN = 20.0
 _UNPREDICTED_S = 1200.0
 _IDLE_SHARE = 0.01
 _LONGEST_LOOK_S = 2.5  # if the judge looks later than that, the whole process was not running
-_DECAY = 0.9
+_DECAY = 0.5
 
 CpuClock = Callable[[], float]
 

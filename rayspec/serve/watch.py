@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 PERIOD_S = 0.5
 _STATUS_TIMEOUT_S = 2.0
 _FRESH_S = 0.5
-_SILENT_S = 3.0  # a step of the engine can block a replica's interpreter for a while
+_SILENT_S = 6.0  # with 15 busy processes on two cores, an answer took up to 4.3 s
 _NAMESPACE = "serve"
 
 Health = Literal["unknown", "starting", "no answer"] | EngineHealth

@@ -103,7 +103,7 @@ def test_larger_passes_may_take_longer_and_smaller_ones_as_long(lab: Lab) -> Non
 
 def test_one_slow_pass_is_forgotten_in_time(lab: Lab) -> None:
     lab.pass_of(100)
-    for _ in range(60):
+    for _ in range(10):
         lab.pass_of(0.4)
     with lab.progress.of("round", 1):
         assert lab.watched(62, 0.0) is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from rayspec.decode.progress import Progress
 from rayspec.errors import TransportError
 from rayspec.pipeline import post as post_module
 from rayspec.pipeline.messages import (
@@ -199,6 +201,23 @@ def test_who_is_busy_beats_though_it_hears_nothing(office: Office) -> None:
     while office.engine.receive(0.0) is not None:
         pass
     assert office.heard(Beat, 0.1) is None
+
+
+def test_who_is_stuck_says_so_until_it_goes_on(office: Office) -> None:
+    office.a.progress = Progress(clock=lambda: 60 * time.monotonic())
+    with office.a.progress.of("Forward", 1):
+        pass
+    with office.a.progress.of("Forward", 1):
+        deadline = time.monotonic() + PATIENCE_S
+        while (heard := office.heard(Beat)) is None or not heard[1].problem:
+            assert time.monotonic() < deadline
+    assert re.match(r"has not finished a pass for \d+ s, and the pass was expected to take ", heard[1].problem)
+    while office.heard(Beat, 0.1) is not None:
+        pass
+    office.send("a", Ping(epoch=1))
+    assert office.a.receive(0.1) is None
+    sender, beat = office.heard(Beat)
+    assert (sender, beat.problem) == ("a", "")
 
 
 def test_closing_ends_the_heartbeat(office: Office) -> None:

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 REPLICA = "ray::ServeReplica:rayspec:Model"
 CLEAN = {"engine_dead", "starting", "stage_lost", "timeout"}
 BACK_S = 90.0  # on a machine that does other things too
-BAD_S = 5.0  # until /health says so
+BAD_S = 8.0  # until /health says so
 
 
 @pytest.fixture(scope="module")

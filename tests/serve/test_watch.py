@@ -43,9 +43,11 @@ def test_a_silent_replica_is_ill_first_and_lost_later(sightings: Sightings, has_
     if has_answered:
         sightings.answered("a", report())
         assert (sightings.problem, sightings.lost, sightings.can_serve) == (None, {}, True)
-    silent(sightings, 4)
+    silent(sightings, 5)
+    assert sightings.can_serve
+    silent(sightings, 2)
     assert (sightings.problem, sightings.lost, sightings.can_serve) == ("no answer", {}, False)
-    silent(sightings, 57)
+    silent(sightings, 54)
     assert sightings.lost == {"a": "its process has not answered for 61 s (replica_timeout_s)"}
     sightings.gone("a")
     assert (sightings.problem, sightings.lost) == ("starting", {})
