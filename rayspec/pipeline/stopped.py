@@ -75,7 +75,8 @@ def is_stopped_here(process_id: int) -> bool:
         stats = [(task / "stat").read_text() for task in Path(f"/proc/{process_id}/task").iterdir()]
     except OSError:  # a thread has just ended
         return False
-    return all(stat.rpartition(")")[2].split()[0] in "TZX" for stat in stats)
+    states = {stat.rpartition(")")[2].split()[0] for stat in stats}
+    return "T" in states and states <= {"T", "X", "Z"}
 
 
 @ray.remote(num_cpus=0, max_retries=0)

@@ -186,7 +186,8 @@ class Watch:
                 sightings.present(actors)
             for name, actor in actors.items():
                 if name not in self._asked:
-                    self._asked[name] = asyncio.create_task(self._ask(name, actor, sightings))
+                    place = sightings.replicas[name].place
+                    self._asked[name] = asyncio.create_task(self._ask(name, actor, place, sightings))
             for name, reason in sightings.lost.items():
                 logger.warning("model %r: a replica is killed, because %s; another starts", model, reason)
                 sightings.gone(name)
@@ -203,9 +204,9 @@ class Watch:
             found = {name: known.get(name) or await asyncio.to_thread(_actor, name) for name in names}
             self._actors[model] = {name: actor for name, actor in found.items() if actor is not None}
 
-    async def _ask(self, name: str, actor: Any, sightings: Sightings) -> None:
+    async def _ask(self, name: str, actor: Any, place: Place | None, sightings: Sightings) -> None:
         try:
-            sightings.answered(name, await answer_of(sightings.replicas[name].place, _report_of(actor)))
+            sightings.answered(name, await answer_of(place, _report_of(actor)))
         except RayError:
             sightings.gone(name)
         except ProcessStoppedError:
