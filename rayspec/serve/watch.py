@@ -59,8 +59,6 @@ class _Sighting:
 
     def fault(self, timeout_s: float) -> str | None:
         """Return why the replica must be killed; None if it need not."""
-        if self.has_ended:
-            return None
         if self.is_stopped:
             return "its process is stopped (SIGSTOP)"
         if self.silent_s > timeout_s:

@@ -53,6 +53,15 @@ def test_a_silent_replica_is_ill_first_and_lost_later(sightings: Sightings, has_
     assert (sightings.problem, sightings.lost) == ("starting", {})
 
 
+def test_one_that_failed_to_answer_and_then_is_silent_is_lost(sightings: Sightings) -> None:
+    sightings.present(["a"])
+    sightings.gone("a")
+    silent(sightings, 59)
+    assert sightings.lost == {}
+    silent(sightings, 2)
+    assert list(sightings.lost) == ["a"]
+
+
 def test_a_stopped_replica_is_lost_at_once(sightings: Sightings) -> None:
     sightings.present(["a"])
     sightings.answered("a", report())
