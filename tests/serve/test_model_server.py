@@ -53,8 +53,8 @@ def test_a_pass_that_never_ends_is_told_and_one_that_ends_late_is_forgotten() ->
             await asyncio.sleep(0.1)
         assert first.result().ok
         stages._run = run_pass
-        for _ in range(2):
-            assert (await server.respond(request_of(64), "quick")).ok
+        for _ in range(6):
+            assert (await server.respond(request_of(8), "quick")).ok
         stages._run = lambda work: going_on.wait() and run_pass(work)
         late: asyncio.Future[Reply] = asyncio.ensure_future(server.respond(request_of(8), "late"))
         report = await report_with(server, "stuck")
