@@ -132,8 +132,9 @@ def _offline(llm: rayspec.LLM, asks: Sequence[Ask]) -> list[dict[int, Choice]]:
         request = ENDPOINTS[ask.path].parse(dict(ask.body))
         (token_ids,) = request.prompts(partial(_tokens, llm))
         prompts.append({"prompt_token_ids": token_ids})
-        params.append(request.sampling_params(len(token_ids), llm.engine.max_model_len))
-    return [_choices(output) for output in llm.generate(prompts, params)]
+        engine = llm.engine
+        params.append(request.sampling_params(len(token_ids), engine.max_model_len, engine.defaults.max_new_tokens))
+    return [_choices(output) for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
 def _tokens(llm: rayspec.LLM, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:

@@ -34,6 +34,11 @@ class AsyncEngine:
         return self.llm.engine.max_model_len
 
     @property
+    def max_new_tokens(self) -> int | None:
+        """The checkpoint's length of an output for which nobody states one; None: it states none."""
+        return self.llm.engine.defaults.max_new_tokens
+
+    @property
     def has_chat(self) -> bool:
         return bool(self.tokenizer.chat_template)
 

@@ -35,6 +35,7 @@ Strategy = Literal[
 _CHOOSING = ("knapspec", "auto", "self-sd", "knn-ssd")
 Verification = Literal["coupled", "rejection"]
 DataPlane = Literal["auto", "frames", "collective"]
+OfCheckpoint = Literal["auto", "none"]
 CudaGraphs = Literal["auto", "sublayers", "plans", "off"]
 CudaKernels = Literal["auto", "off"]
 Placement = Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"]
@@ -79,37 +80,44 @@ def _integers(value: Any) -> list[int]:
     return [one for one in several if isinstance(one, int)]
 
 
+_UNSET = "unset: the checkpoint's, else "
+
+
 class SamplingParams(Options):
     """How one request is sampled. Names, defaults and limits are vLLM's.
 
-    temperature 0 (or below 1e-5) is greedy. `seed` None draws a fresh seed; with a seed the text is a pure function of
-    (model, prompt, parameters). `logprobs` k returns the chosen token and the k most likely ones.
+    None is unset: the checkpoint's generation_config.json decides, and vLLM's neutral value if the file says nothing.
+    So greedy decoding equals `generate(do_sample=False)` of the checkpoint as it is.
+
+    temperature 0 (or below 1e-5) is greedy. `max_tokens` None: as many as the context has room for. `seed` None draws a
+    fresh seed; with a seed the text is a pure function of (model, prompt, parameters). `logprobs` k returns the chosen
+    token and the k most likely ones.
     """
 
     n: int = Field(1, ge=1, le=1024)
     presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
-    repetition_penalty: float = Field(1.0, gt=0.0)
-    temperature: float = Field(1.0, ge=0.0, le=2.0)
-    top_p: float = Field(1.0, gt=0.0, le=1.0)
-    top_k: int = Field(0, ge=-1)
-    min_p: float = Field(0.0, ge=0.0, le=1.0)
+    repetition_penalty: float | None = Field(None, gt=0.0, description=f"{_UNSET}1")
+    temperature: float | None = Field(None, ge=0.0, description=f"0: greedy; {_UNSET}1")
+    top_p: float | None = Field(None, gt=0.0, le=1.0, description=f"{_UNSET}1")
+    top_k: int | None = Field(None, ge=-1, description=f"{_UNSET}0, which is all tokens")
+    min_p: float | None = Field(None, ge=0.0, le=1.0, description=f"{_UNSET}0")
     seed: int | None = None
-    stop: tuple[str, ...] = ()
+    stop: tuple[str, ...] | None = Field(None, description=f"texts that end the output; {_UNSET}none")
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    max_tokens: int = Field(16, ge=1)
-    min_tokens: int = Field(0, ge=0)
+    max_tokens: int | None = Field(16, ge=1)
+    min_tokens: int | None = Field(None, ge=0, description=f"{_UNSET}0")
     logprobs: int | None = Field(None, ge=0, le=20)
     logit_bias: dict[int, float] = Field(default_factory=dict)
     skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
+    include_stop_str_in_output: bool = Field(False, description="keep the text of the stop string or token")
 
     @field_validator("stop", mode="before")
     @classmethod
     def _one_stop_or_many(cls, stop: Any) -> Any:
         if stop is None or isinstance(stop, str):
-            return () if stop is None else (stop,)
+            return stop if stop is None else (stop,)
         if isinstance(stop, Mapping) or not isinstance(stop, Iterable):
             raise ValueError("give a text or a list of texts")  # noqa: TRY004 - as pydantic wants it
         return tuple(stop)
@@ -122,9 +130,9 @@ class SamplingParams(Options):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if "" in self.stop:
+        if "" in (self.stop or ()):
             raise ValueError("option 'stop' holds an empty string: leave it out")
-        if self.min_tokens > self.max_tokens:
+        if self.min_tokens is not None and self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens}): lower it")
         if any(not -100 <= bias <= 100 for bias in self.logit_bias.values()):
             raise ValueError("option 'logit_bias' must lie between -100 and 100")
@@ -133,14 +141,6 @@ class SamplingParams(Options):
             if too_large:
                 raise ValueError(f"option {name!r} is {too_large[0]}: it must fit 64 bits")
         return self
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature < 1e-5
-
-    @property
-    def has_penalties(self) -> bool:
-        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
 
 class KnapsackOptions(Options):
@@ -450,6 +450,9 @@ class EngineConfig(Options):
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, ...")
     num_threads: int | None = Field(None, ge=1, description="torch CPU threads; None leaves torch's own choice")
     quantization_config: dict[str, Any] | None = None
+    generation_config: OfCheckpoint = Field(
+        "auto", description="sampling defaults and rules of the checkpoint's generation_config.json; none: ignore them"
+    )
     max_model_len: int | None = Field(None, ge=2, description="prompt and output tokens; None: the model's own")
     max_num_seqs: int = Field(8, ge=1, description="sequences decoded at once")
     max_num_batched_tokens: int = Field(1024, ge=16, description="prompt tokens run between two decode rounds")

@@ -1,4 +1,4 @@
-"""The Python interface, modelled on vLLM's: `LLM(...).generate(prompts, params)`."""
+"""The Python interface, modelled on vLLM's: `LLM(...).generate(prompts, sampling_params)`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import queue
 import reprlib
 import threading
 import weakref
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import Self
 
@@ -34,6 +35,18 @@ if TYPE_CHECKING:
 
 Prompt = str | Mapping[str, Any]
 Message = Mapping[str, Any]
+ProgressBar = Callable[..., Any]  # has the parameters of tqdm
+_UNSUPPORTED: Mapping[str, Any] = {  # arguments of vLLM's methods, with the values that ask for nothing
+    "lora_request": None,
+    "priority": None,
+    "tokenization_kwargs": None,
+    "chat_template": None,
+    "chat_template_content_format": "auto",
+    "chat_template_kwargs": None,
+    "continue_final_message": False,
+    "tools": None,
+    "mm_processor_kwargs": None,
+}
 
 
 class LLM:
@@ -84,37 +97,64 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | ProgressBar = True,
+        **unsupported: Any,
     ) -> list[RequestOutput]:
         """Complete prompts: texts, or {"prompt_token_ids": [...]}. Outputs come in the order of the prompts.
+
+        sampling_params: one for all prompts or one for each; None: the checkpoint's, see `default_sampling_params`.
+        use_tqdm: show a progress bar if standard error is a terminal; or a callable that makes the bar, as tqdm does.
+        unsupported: other arguments of vLLM, which are refused by name unless they ask for nothing.
 
         A prompt that cannot be completed yields an output with `error` set; the others are not affected. Raises
         ConfigError for other misuse, and EngineDeadError if `shutdown` is called meanwhile.
         """
+        _refuse(unsupported)
         many = _prompts_of(prompts)
-        each = _params_of(params, len(many))
-        return self._complete([self._request(prompt, one) for prompt, one in zip(many, each, strict=True)])
+        each = self._params_of(sampling_params, len(many))
+        asked = [self._request(prompt, one) for prompt, one in zip(many, each, strict=True)]
+        return self._complete(asked, use_tqdm)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | ProgressBar = True,
+        *,
+        add_generation_prompt: bool = True,
+        **unsupported: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, through the tokenizer's chat template.
 
-        Errors are as in `generate`. Raises ConfigError when the tokenizer has no chat template.
+        add_generation_prompt: whether the prompt ends with the beginning of an answer. Other arguments and errors are
+        as in `generate`. Raises ConfigError when the tokenizer has no chat template.
         """
+        _refuse(unsupported)
         many = _conversations_of(messages)
-        each = _params_of(params, len(many))
-        return self._complete([self._chat_request(one, its) for one, its in zip(many, each, strict=True)])
+        each = self._params_of(sampling_params, len(many))
+        asked = [self._chat_request(one, its, add_generation_prompt) for one, its in zip(many, each, strict=True)]
+        return self._complete(asked, use_tqdm)
 
-    def chat_tokens(self, messages: Sequence[Message]) -> list[int]:
+    @property
+    def default_sampling_params(self) -> SamplingParams:
+        """The parameters of a call that gives none: the checkpoint's, its `max_new_tokens` included."""
+        max_new_tokens = self.engine.defaults.max_new_tokens
+        return SamplingParams() if max_new_tokens is None else SamplingParams(max_tokens=max_new_tokens)
+
+    def chat_tokens(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
         """Return the prompt tokens of a conversation. Raises InvalidMessagesError, and ConfigError if the tokenizer has
         no chat template."""
         if not self.tokenizer.chat_template:
             raise ConfigError(f"the tokenizer of {self.config.model!r} has no chat template: use generate()")
         assert self.engine.tokenizer is not None
-        return conversation_tokens(messages, self.engine.tokenizer, self.tokenizer.get_chat_template())
+        return conversation_tokens(
+            messages,
+            self.engine.tokenizer,
+            self.tokenizer.get_chat_template(),
+            add_generation_prompt=add_generation_prompt,
+        )
 
     def stream(self, requests: Iterable[Request]) -> Generator[RequestOutput, None, None]:
         """Run requests and yield each output when it finishes. No more requests are taken than keep the engine busy.
@@ -164,6 +204,23 @@ class LLM:
     ) -> None:
         self.shutdown()
 
+    def _params_of(self, params: Any, count: int) -> list[SamplingParams]:
+        if params is None:
+            params = self.default_sampling_params
+        if isinstance(params, SamplingParams):
+            return [params] * count
+        several = isinstance(params, Iterable) and not isinstance(params, str | bytes | Mapping)
+        each = list(params) if several else [params]
+        for one in each:
+            if not isinstance(one, SamplingParams):
+                raise ConfigError(
+                    f"sampling_params has {reprlib.repr(one)}: give SamplingParams(...), or a list with one for each "
+                    "prompt"
+                )
+        if len(each) != count:
+            raise ConfigError(f"{len(each)} sampling params for {count} prompts: give one, or one for each")
+        return each
+
     def _request(self, prompt: Any, params: SamplingParams) -> Request:
         """Make a request from any value. The engine refuses a value that is no prompt."""
         name = f"request-{next(self._request_numbers)}"
@@ -171,18 +228,27 @@ class LLM:
             return Request(request_id=name, params=params, **prompt)
         return Request(request_id=name, params=params, prompt=prompt)
 
-    def _chat_request(self, messages: Sequence[Message], params: SamplingParams) -> Request | RequestOutput:
+    def _chat_request(
+        self, messages: Sequence[Message], params: SamplingParams, add_generation_prompt: bool
+    ) -> Request | RequestOutput:
         """Make the request for a conversation, or a failed output if the conversation is invalid."""
         try:
-            return self._request({"prompt_token_ids": self.chat_tokens(messages)}, params)
+            token_ids = self.chat_tokens(messages, add_generation_prompt=add_generation_prompt)
+            return self._request({"prompt_token_ids": token_ids}, params)
         except RequestError as error:
             return RequestOutput.refused(self._request(None, params), error)
 
-    def _complete(self, asked: Sequence[Request | RequestOutput]) -> list[RequestOutput]:
+    def _complete(self, asked: Sequence[Request | RequestOutput], use_tqdm: bool | ProgressBar) -> list[RequestOutput]:
         """Run the requests and return all outputs in the order of `asked`."""
         outputs = {one.request_id: one for one in asked if isinstance(one, RequestOutput)}
-        with closing(self.stream(one for one in asked if isinstance(one, Request))) as stream:
-            outputs |= {output.request_id: output for output in stream}
+        bar = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=None if use_tqdm else True)
+        with (
+            closing(self.stream(one for one in asked if isinstance(one, Request))) as stream,
+            bar(total=len(asked), initial=len(outputs), desc="Processed prompts", unit="prompt") as shown,
+        ):
+            for output in stream:
+                outputs[output.request_id] = output
+                shown.update(1)
         return [outputs[one.request_id] for one in asked]
 
     def _run(self, source: Iterator[Request]) -> Generator[RequestOutput, None, None]:
@@ -292,17 +358,12 @@ def _conversations_of(messages: Any) -> list[Any]:
     return [many] if many and isinstance(many[0], Mapping) else many
 
 
-def _params_of(params: Any, count: int) -> list[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    each = list(params) if isinstance(params, Iterable) and not isinstance(params, str | bytes | Mapping) else [params]
-    for one in each:
-        if not isinstance(one, SamplingParams):
-            raise ConfigError(
-                f"params has {reprlib.repr(one)}: give SamplingParams(...), or a list with one for each prompt"
-            )
-    if len(each) != count:
-        raise ConfigError(f"{len(each)} sampling params for {count} prompts: give one, or one for each")
-    return each
+def _refuse(arguments: Mapping[str, Any]) -> None:
+    """Raise ConfigError for unknown arguments, and for those of vLLM's that ask for what is not supported."""
+    for name, value in arguments.items():
+        if name == "params":
+            raise ConfigError("argument 'params' is called 'sampling_params', as in vLLM: rename it")
+        if name not in _UNSUPPORTED:
+            raise ConfigError(f"unknown argument {name!r}: leave it out")
+        if value != _UNSUPPORTED[name]:
+            raise ConfigError(f"argument {name!r} is {reprlib.repr(value)}, which is not supported: leave it out")

@@ -33,10 +33,11 @@ from rayspec.decode.stages import LocalStages, Stages
 from rayspec.decode.whole_model import WholeModelStages
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.bodies import fuse
+from rayspec.model.generation_config import eos_token_ids, generation_defaults
 from rayspec.model.kv_arena import CacheSize, whole_pages
 from rayspec.model.offload import OffloadedWeights
 from rayspec.model.threads import in_thread_of_its_own, on_device
-from rayspec.model.weights import eos_token_ids, load_tokenizer, resolve_device, vocab_size
+from rayspec.model.weights import load_tokenizer, resolve_device, vocab_size
 from rayspec.strategies.by_name import make_selector, needs_latency
 from rayspec.types import ConfigError, UnsupportedModelError, no_draft
 
@@ -60,10 +61,11 @@ def load_engine(config: EngineConfig, *, with_tokenizer: bool = True) -> Engine:
 
 
 def _load(config: EngineConfig, with_tokenizer: bool) -> Engine:
+    defaults = generation_defaults(config)
     tokenizer = load_tokenizer(config) if with_tokenizer else None
     model = load_weights(config)
     max_model_len = resolve_max_model_len(config, model.config)
-    vocabulary = Vocabulary(size=vocab_size(model.config), eos_token_ids=eos_token_ids(config))
+    vocabulary = Vocabulary(size=vocab_size(model.config), eos_token_ids=eos_token_ids(config), defaults=defaults)
     try:
         parts = decompose(model)
     except UnsupportedModelError as error:

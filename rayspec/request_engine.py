@@ -42,7 +42,12 @@ class RequestEngine:
     @property
     def facts(self) -> ReplicaFacts:
         engine = self._engine
-        return ReplicaFacts(config=engine.config, max_model_len=engine.max_model_len, latency=engine.latency)
+        return ReplicaFacts(
+            config=engine.config,
+            max_model_len=engine.max_model_len,
+            defaults=engine.defaults,
+            latency=engine.latency,
+        )
 
     @property
     def stats(self) -> EngineStats:

@@ -31,6 +31,7 @@ from rayspec.decode.selection.base import BatchState, FixedPlan, Search, Selecto
 from rayspec.decode.stages import LocalStages, Stages
 from rayspec.decode.stopwatch import Stopwatch
 from rayspec.decode.windowed_pages import WindowedPages
+from rayspec.generation import GenerationDefaults
 from rayspec.model.architecture import Decomposition
 from rayspec.model.graphs import StepGraphs
 from rayspec.model.key_budgets import KeyBudget, KeyBudgets
@@ -196,6 +197,7 @@ def engine_with(
     *,
     wrap: Callable[[LocalStages], Stages] = lambda stages: stages,
     eos: Sequence[int] = (),
+    defaults: GenerationDefaults | None = None,
     max_model_len: int = 1024,
     tokenizer: Any = None,
     verification: str = "coupled",
@@ -267,7 +269,7 @@ def engine_with(
             shares_pages=config.enable_prefix_caching,
         ),
         selector=selector,
-        vocabulary=Vocabulary(size=vocab_size, eos_token_ids=tuple(eos)),
+        vocabulary=Vocabulary(size=vocab_size, eos_token_ids=tuple(eos), defaults=defaults or GenerationDefaults()),
         max_model_len=max_model_len,
         tokenizer=tokenizer,
         clock=clock,

@@ -6,6 +6,7 @@ import pytest
 
 from rayspec.choices import FULL, SKIP
 from rayspec.config import EngineConfig, KnapsackOptions, SamplingParams, SpeculationOptions
+from rayspec.generation import DecodingParams
 from rayspec.types import ConfigError
 
 
@@ -138,7 +139,7 @@ def test_what_is_dumped_is_read_back() -> None:
 
 
 def test_sampling_defaults_are_those_of_vllm() -> None:
-    params = SamplingParams()
+    params = DecodingParams()
     assert (params.n, params.temperature, params.top_p, params.top_k, params.min_p) == (1, 1.0, 1.0, 0, 0.0)
     assert (params.max_tokens, params.min_tokens, params.seed, params.stop) == (16, 0, None, ())
     assert not params.greedy
@@ -147,14 +148,13 @@ def test_sampling_defaults_are_those_of_vllm() -> None:
 
 @pytest.mark.parametrize("temperature", [0, 0.0, 1e-6])
 def test_a_temperature_of_almost_zero_is_greedy(temperature: float) -> None:
-    assert SamplingParams(temperature=temperature).greedy
+    assert DecodingParams(temperature=temperature).greedy
 
 
 @pytest.mark.parametrize(
     "options",
     [
         {"temperature": -0.1},
-        {"temperature": 2.1},
         {"top_p": 0.0},
         {"top_p": 1.1},
         {"top_k": -2},

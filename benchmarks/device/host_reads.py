@@ -18,12 +18,12 @@ from rayspec.bench.selfcheck.outcome import Outcome, Table, judged
 from rayspec.bench.selfcheck.parity import prepare_model
 from rayspec.bench.selfcheck.sequences import PassShape
 from rayspec.choices import choices_of
-from rayspec.config import SamplingParams
 from rayspec.decode.drafting.skip_draft import RoundEntry
 from rayspec.decode.head import SamplerSpec
 from rayspec.decode.rounds import Prefill, PrefillResult, Round, Work
 from rayspec.decode.scheduler import Chunk
 from rayspec.decode.stages import LocalStages
+from rayspec.generation import DecodingParams
 from rayspec.types import Plan, no_draft
 
 # Reads allowed in a plain round. A drafting round may have as many for its verify, and more for each draft step.
@@ -139,7 +139,7 @@ def _prefilled(stages: LocalStages, prompts: PassShape, vocab_size: int, num_dra
         stages.open(
             SamplerSpec(
                 sequence_id=str(index),
-                params=SamplingParams(temperature=0.0),
+                params=DecodingParams(temperature=0.0),
                 seed=0,
                 prompt_token_ids=own,
                 output_token_ids=(),

@@ -131,7 +131,7 @@ def write(llm: rayspec.LLM, contender: TimedSelector, prompt: Prompt, *, max_tok
     before, num_tested = copy.copy(engine.stats), contender.num_tested
     with selecting(engine, contender), contender.taking_its_turn(engine.stats):
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-        (output,) = llm.generate([{"prompt_token_ids": list(prompt)}], params)
+        (output,) = llm.generate([{"prompt_token_ids": list(prompt)}], params, use_tqdm=False)
     if output.error is not None:
         raise output.error
     now = engine.stats

@@ -32,8 +32,9 @@ def summary_prompt(model: str) -> str:
 
 
 def fitting_prompt_tokens(max_model_len: int, params: SamplingParams) -> int:
-    """Return the largest number of prompt tokens that leaves room for a whole output."""
-    return max(1, max_model_len - params.max_tokens)
+    """Return the largest number of prompt tokens that leaves room for a whole output; for one token, if the output may
+    fill the context."""
+    return max(1, max_model_len - (params.max_tokens or 1))
 
 
 class Tokenizes(Protocol):

@@ -301,8 +301,11 @@ class LongDocuments:
         self._engine = engine
         self._tokenizer, self._tokens = tokenizer, tokens
         self._params, self._templates, self._options = params, templates, options
-        self._budgets = options.level_output_tokens or (params.max_tokens,)
-        self._max_prompt_tokens = engine.max_model_len - max(*self._budgets, params.max_tokens)
+        if params.max_tokens is None:
+            raise ConfigError("option 'max_tokens' is null, which leaves no room for parts of documents: give a number")
+        self._max_tokens = params.max_tokens
+        self._budgets = options.level_output_tokens or (self._max_tokens,)
+        self._max_prompt_tokens = engine.max_model_len - max(*self._budgets, self._max_tokens)
         self._between_tokens = self._num_tokens(_BETWEEN)
         self._chunk_tokens = self._checked_chunk_tokens()
 
@@ -386,9 +389,10 @@ class LongDocuments:
 
     def _params_of(self, part: _Part) -> SamplingParams:
         whole = self._params
-        budget = whole.max_tokens if part.final else self._budget(part.level)
+        budget = self._max_tokens if part.final else self._budget(part.level)
         seed = None if whole.seed is None else part_seed(whole.seed, part.level, part.index)
-        return whole.replace(max_tokens=budget, min_tokens=min(whole.min_tokens, budget), seed=seed)
+        min_tokens = None if whole.min_tokens is None else min(whole.min_tokens, budget)
+        return whole.replace(max_tokens=budget, min_tokens=min_tokens, seed=seed)
 
     def _budget(self, level: int) -> int:
         """Return the number of output tokens for an answer of this level that is not the final answer."""

@@ -15,7 +15,16 @@ from rayspec.types import ConfigError
 _SAMPLING = "sampling"
 _SPECULATION = "speculation"
 _PARALLEL = "parallel"
-_DECIDING = ("model", "tokenizer", "revision", "dtype", "quantization_config", "max_model_len", "deterministic")
+_DECIDING = (
+    "model",
+    "tokenizer",
+    "revision",
+    "generation_config",
+    "dtype",
+    "quantization_config",
+    "max_model_len",
+    "deterministic",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

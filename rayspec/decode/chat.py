@@ -14,9 +14,14 @@ from rayspec.types import InvalidMessagesError, Role, role_for_template
 
 
 def conversation_tokens(
-    messages: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, template: str
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    template: str,
+    *,
+    add_generation_prompt: bool = True,
 ) -> list[int]:
-    """Return the tokens of the conversation, followed by those that begin an answer. Raises InvalidMessagesError."""
+    """Return the tokens of the conversation, followed by those that begin an answer unless `add_generation_prompt` is
+    false. Raises InvalidMessagesError."""
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
         raise InvalidMessagesError(
             f"the conversation is {reprlib.repr(messages)}: give a list of {{'role': 'user', 'content': 'text'}}"
@@ -24,7 +29,7 @@ def conversation_tokens(
     conversation = [_for_template(message) for message in messages]
     try:
         encoded: Any = tokenizer.apply_chat_template(
-            conversation, chat_template=template, add_generation_prompt=True, return_dict=True
+            conversation, chat_template=template, add_generation_prompt=add_generation_prompt, return_dict=True
         )
     except (TemplateError, TypeError, ValueError) as error:  # a template is a user's program and may raise any of these
         raise InvalidMessagesError(f"the messages cannot be made a prompt: {error}") from error

@@ -17,6 +17,7 @@ from rayspec.decode.scheduler import Scheduler
 from rayspec.decode.selection.base import Selector
 from rayspec.decode.stages import StageLostError, Stages, StagesReplacedError
 from rayspec.decode.unread import UnreadOutput
+from rayspec.generation import GenerationDefaults
 from rayspec.planning.latency import LatencyModel
 from rayspec.types import EngineLoad, EngineStats, Request, RequestOutput
 
@@ -70,6 +71,11 @@ class Engine:
             clock=clock,
             may_mix=not config.deterministic,
         )
+
+    @property
+    def defaults(self) -> GenerationDefaults:
+        """The checkpoint's defaults of sampling parameters."""
+        return self.vocabulary.defaults
 
     def replace_selector(self, selector: Selector) -> Selector:
         """Set the selector that chooses plans from now on, and return the previous selector. Only allowed while no

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rayspec.config import SamplingParams, Verification
+from rayspec.config import Verification
 from rayspec.decode.drafting.lookup import LookupIndex
 from rayspec.decode.noise import integers
 from rayspec.decode.passes import TapsGoneError
 from rayspec.decode.plan_search import TappedToken
 from rayspec.decode.sampling import Rows, TokenSampler, top_logprobs
 from rayspec.decode.verify import Verdict, verify_coupled, verify_rejection
+from rayspec.generation import DecodingParams
 from rayspec.types import Logprob
 
 
@@ -24,7 +25,7 @@ class SamplerSpec:
     """The data of a sequence that the head needs: its sampling parameters, seed, and committed tokens."""
 
     sequence_id: str
-    params: SamplingParams
+    params: DecodingParams
     seed: int
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]

@@ -1,7 +1,8 @@
 """Process raw logits by the sampling parameters. Each operation runs once, over the rows of all sequences that need it.
 
-Parameters apply in vLLM's order, in float32: logit_bias, min_tokens; repetition, frequency and presence penalties;
-(greedy stops here); temperature; min_p; top-k; top-p. A forbidden token is -inf; each row keeps at least one token.
+Parameters apply in float32, in the order of vLLM and of transformers' `generate`: biases; forbidden tokens; repetition,
+frequency and presence penalties; forced tokens; (greedy stops here); temperature; min_p; top-k; top-p. A forbidden
+token is -inf; each row keeps at least one token.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rayspec.config import SamplingParams
+from rayspec.decode.continuations import Continuations, NgramsOfText
 from rayspec.decode.noise import integers
+from rayspec.generation import DecodingParams
 from rayspec.types import InvalidTokenError
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -23,29 +25,45 @@ _SHORTLISTS = (128, 2048)  # how many tokens top-p sorts first, before it sorts 
 
 
 class History:
-    """A sequence's sampling parameters, and the data of its prompt and output that they need. Tensors are on `device`.
+    """A sequence's parameters, and the data of its prompt and output that they need. Tensors are on `device`.
 
-    stops: EOS and stop tokens; those outside the vocabulary can never be generated and are ignored. Raises
-    InvalidTokenError when `logit_bias` or, where a penalty has to count it, a token lies outside the vocabulary.
+    token_ids: prompt and output. eos_token_ids, and tokens in the checkpoint's rules: those outside the vocabulary can
+    never be generated and are ignored. Raises InvalidTokenError when `logit_bias` or, where a penalty has to count it,
+    a token lies outside the vocabulary.
     """
 
     def __init__(
         self,
-        params: SamplingParams,
+        params: DecodingParams,
         *,
         prompt_token_ids: Sequence[int],
-        stops: Collection[int],
+        eos_token_ids: Collection[int],
         vocab_size: int,
         device: torch.device,
     ) -> None:
         self.params = params
         self.vocab_size = vocab_size
         self.device = device
-        self.num_output_tokens = 0
+        self.token_ids = list(prompt_token_ids)
+        self.num_prompt_tokens = len(prompt_token_ids)
         check_tokens("logit_bias", params.logit_bias, vocab_size)
         self.bias_ids = integers(list(params.logit_bias), device)
         self.biases = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32).to(device)
-        self.stops = integers(sorted(token for token in stops if 0 <= token < vocab_size), device)
+        self.biased = Continuations(each for each in params.sequence_bias if 0 <= each[0][-1] < vocab_size)
+        self.stops = self._tokens({*params.stop_token_ids, *eos_token_ids} if params.min_tokens else ())
+        bad_words = [words for words in params.bad_words_ids if words not in {(token,) for token in eos_token_ids}]
+        self.suppressed = self._tokens({*params.suppress_tokens, *(words[0] for words in bad_words if len(words) == 1)})
+        self.suppressed_at_begin = self._tokens(params.begin_suppress_tokens)
+        self.bad_words = Continuations((each, 0.0) for each in bad_words if len(each) > 1 and each[-1] < vocab_size)
+        self.ngrams = NgramsOfText(params.no_repeat_ngram_size)
+        self.forced: dict[int, Tensor] = {}  # by the number of output tokens before
+        if params.forced_bos_token_id is not None and self.num_prompt_tokens == 1:
+            self.forced[0] = self._tokens([params.forced_bos_token_id])
+        self._begin = len(self.forced)  # output token from which on the text is the model's
+        if params.forced_eos_token_id:
+            self.forced[params.max_tokens - 1] = self._tokens(params.forced_eos_token_id)
+        if self.ngrams:
+            self.ngrams.extend(self.token_ids, len(self.token_ids))
         if params.has_penalties:
             check_tokens("prompt_token_ids", prompt_token_ids, vocab_size)
             self.is_in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
@@ -53,9 +71,12 @@ class History:
             self.counts = torch.zeros(vocab_size, dtype=torch.float32, device=device)
             self.uncounted: list[int] = []  # output tokens that are not in `counts` yet
 
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
     def commit(self, token_ids: Sequence[int]) -> None:
-        """Append tokens to the output."""
-        self.num_output_tokens += len(token_ids)
+        """Append tokens to the output. Raises InvalidTokenError as the constructor does, and changes nothing then."""
         if self.params.has_penalties:
             check_tokens("token_ids", token_ids, self.vocab_size)
             self.uncounted.extend(token_ids)
@@ -63,10 +84,62 @@ class History:
                 tokens = integers(self.uncounted, self.device)
                 self.counts.index_add_(0, tokens, torch.ones_like(tokens, dtype=torch.float32))
                 self.uncounted = []
+        self.token_ids.extend(token_ids)
+        if self.ngrams:
+            self.ngrams.extend(self.token_ids, len(token_ids))
 
-    def holds_back(self, num_before: int) -> bool:
-        """Return whether `min_tokens` still forbids EOS and stop tokens after `num_before` more tokens."""
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether the values of the tokens before a row matter, and not only their number."""
+        return self.params.has_penalties or bool(self.biased or self.bad_words or self.ngrams)
+
+    @property
+    def is_neutral(self) -> bool:
+        """Whether nothing changes the logits of the next row or of a later row, sampling apart."""
+        fixed = len(self.bias_ids) or self.forced or self.reads_tokens
+        return not fixed and not self.has_biases and not self.forbids(0)
+
+    @property
+    def has_biases(self) -> bool:
+        return len(self.bias_ids) > 0 or bool(self.biased)
+
+    def biases_after(self, before: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return biased tokens and their biases in the row after these tokens."""
+        found = self.biased.after(self.token_ids, before)
+        tokens = integers([token for token, _ in found], self.device)
+        biases = torch.tensor([bias for _, bias in found], dtype=torch.float32).to(self.device)
+        return torch.cat((self.bias_ids, tokens)), torch.cat((self.biases, biases))
+
+    def forbids(self, num_before: int) -> bool:
+        """Return whether tokens may be forbidden in the row after `num_before` more tokens."""
+        found = bool(self.ngrams or self.bad_words) or len(self.suppressed) > 0
+        return found or self._holds_back(num_before) or self._begins(num_before)
+
+    def forbidden_after(self, before: Sequence[int]) -> Tensor:
+        """Return the tokens that are forbidden in the row after these tokens."""
+        repeated = self.ngrams.after(self.token_ids, before)
+        bad = {token for token, _ in self.bad_words.after(self.token_ids, before)}
+        parts = [self.suppressed, self._tokens(repeated | bad)]
+        if self._holds_back(len(before)):
+            parts.append(self.stops)
+        if self._begins(len(before)):
+            parts.append(self.suppressed_at_begin)
+        return torch.cat(parts)
+
+    def forced_after(self, num_before: int) -> Tensor | None:
+        """Return the tokens of which one must come after `num_before` more tokens; None for any."""
+        tokens = self.forced.get(self.num_output_tokens + num_before)
+        return None if tokens is None or not len(tokens) else tokens
+
+    def _holds_back(self, num_before: int) -> bool:
+        """Return whether `min_tokens` still forbids EOS and stop tokens."""
         return self.num_output_tokens + num_before < self.params.min_tokens and len(self.stops) > 0
+
+    def _begins(self, num_before: int) -> bool:
+        return self.num_output_tokens + num_before == self._begin and len(self.suppressed_at_begin) > 0
+
+    def _tokens(self, token_ids: Collection[int]) -> Tensor:
+        return integers(sorted(token for token in token_ids if 0 <= token < self.vocab_size), self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +152,7 @@ class LogitRow:
     before: Sequence[int]
 
     @property
-    def params(self) -> SamplingParams:
+    def params(self) -> DecodingParams:
         return self.history.params
 
 
@@ -120,13 +193,13 @@ def _apply(change: _Change, scores: Tensor, rows: Sequence[LogitRow]) -> None:
 
 
 def _add_biases(scores: Tensor, rows: Sequence[LogitRow]) -> None:
-    where = _joined([row.history.bias_ids for row in rows])
-    scores.index_put_(where, torch.cat([row.history.biases for row in rows]), accumulate=True)
+    tokens, biases = zip(*(row.history.biases_after(row.before) for row in rows), strict=True)
+    scores.index_put_(_joined(tokens), torch.cat(biases), accumulate=True)
 
 
-def _hold_back_stops(scores: Tensor, rows: Sequence[LogitRow]) -> None:
-    """Forbid EOS and stop tokens, except in rows that have no other token."""
-    where = _joined([row.history.stops for row in rows])
+def _forbid(scores: Tensor, rows: Sequence[LogitRow]) -> None:
+    """Forbid tokens, except in rows that have no other token."""
+    where = _joined([row.history.forbidden_after(row.before) for row in rows])
     masked = scores.index_put(where, scores.new_tensor(-math.inf))
     nothing_left = masked.amax(1, keepdim=True) == -math.inf
     scores.copy_(torch.where(nothing_left, scores, masked))
@@ -154,6 +227,11 @@ def _counts(rows: Sequence[LogitRow]) -> Tensor:
     owners = [index for index, each in enumerate(tokens) for _ in each]
     where = integers([*owners, *flat], counts.device).view(2, -1)
     return counts.index_put_((where[0], where[1]), counts.new_ones(()), accumulate=True)
+
+
+def _force(scores: Tensor, rows: Sequence[LogitRow]) -> None:
+    tokens = [row.history.forced_after(len(row.before)) for row in rows]
+    scores.fill_(-math.inf).index_put_(_joined([each for each in tokens if each is not None]), scores.new_tensor(0.0))
 
 
 def _scale(scores: Tensor, rows: Sequence[LogitRow]) -> None:
@@ -212,9 +290,10 @@ def _ranked(scores: Tensor, num_ranked: int) -> tuple[Tensor, Tensor]:
 
 
 _CHANGES: Sequence[tuple[Callable[[LogitRow], bool], _Change]] = (
-    (lambda row: bool(row.params.logit_bias), _add_biases),
-    (lambda row: row.history.holds_back(len(row.before)), _hold_back_stops),
+    (lambda row: row.history.has_biases, _add_biases),
+    (lambda row: row.history.forbids(len(row.before)), _forbid),
     (lambda row: row.params.has_penalties, _penalise),
+    (lambda row: row.history.forced_after(len(row.before)) is not None, _force),
     (lambda row: not row.params.greedy, _scale),
     (lambda row: not row.params.greedy and row.params.min_p > 0, _cut_to_min_p),
     (lambda row: not row.params.greedy and 0 < row.params.top_k < row.history.vocab_size, _cut_to_top_k),

@@ -14,6 +14,7 @@ from rayspec.decode.admission import admitted_tokens
 from rayspec.decode.sequence import Detokenizer, SequenceState
 from rayspec.decode.token_texts import TokenTexts
 from rayspec.decode.unread import UnreadCompletion, UnreadOutput
+from rayspec.generation import GenerationDefaults
 from rayspec.types import CompletionOutput, OutOfMemoryError, Request, RequestError, RequestMetrics, RequestOutput
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15
@@ -21,10 +22,11 @@ _SEED_STRIDE = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """The properties of the model's tokens that the engine needs."""
+    """The properties of the model's tokens that the engine needs. defaults: of sampling parameters."""
 
     size: int
     eos_token_ids: tuple[int, ...]
+    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
 
 
 @dataclass(slots=True)
@@ -136,7 +138,10 @@ class Requests:
         return replace(output, logprobs=rows)
 
     def _new_sequence(self, live: LiveRequest, index: int) -> SequenceState:
-        params = live.request.params
+        num_prompt_tokens = len(live.prompt_token_ids)
+        params = self._vocabulary.defaults.completed(
+            live.request.params, num_prompt_tokens=num_prompt_tokens, max_model_len=self._max_model_len
+        )
         seed = secrets.randbits(63) if params.seed is None else params.seed
         sequence = SequenceState(
             sequence_id=f"{next(self._sequence_ids)}/{live.request.request_id}/{index}",
@@ -144,8 +149,8 @@ class Requests:
             params=params,
             seed=_signed(seed + index * _SEED_STRIDE),
             token_ids=list(live.prompt_token_ids),
-            num_prompt_tokens=len(live.prompt_token_ids),
-            max_total_tokens=min(len(live.prompt_token_ids) + params.max_tokens, self._max_model_len),
+            num_prompt_tokens=num_prompt_tokens,
+            max_total_tokens=num_prompt_tokens + params.max_tokens,
             eos_token_ids=self._vocabulary.eos_token_ids,
             detokenizer=Detokenizer(self._tokenizer, params) if self._tokenizer else None,
             streams=live.request.stream,

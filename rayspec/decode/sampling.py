@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rayspec.config import SamplingParams, Verification
+from rayspec.config import Verification
 from rayspec.decode.noise import Stream, integers, noisy
 from rayspec.decode.processing import History, LogitRow, check_tokens, process
+from rayspec.generation import DecodingParams
 from rayspec.types import Logprob
 
 
@@ -27,7 +28,7 @@ class TokenSampler:
 
     def __init__(
         self,
-        params: SamplingParams,
+        params: DecodingParams,
         *,
         seed: int,
         prompt_token_ids: Sequence[int],
@@ -39,16 +40,19 @@ class TokenSampler:
         self.params = params
         self.seed = seed
         self.vocab_size = vocab_size
-        self.num_prompt_tokens = len(prompt_token_ids)
-        self.token_ids = list(prompt_token_ids)  # the output follows
         self.history = History(
             params,
             prompt_token_ids=prompt_token_ids,
-            stops={*params.stop_token_ids, *eos_token_ids} if params.min_tokens else (),
+            eos_token_ids=eos_token_ids,
             vocab_size=vocab_size,
             device=torch.device(device),
         )
         self.commit(output_token_ids)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Committed tokens: prompt and output."""
+        return self.history.token_ids
 
     @property
     def num_output_tokens(self) -> int:
@@ -65,20 +69,19 @@ class TokenSampler:
 
     @property
     def is_argmax(self) -> bool:
-        """Whether the next token is the argmax of the raw logits, without `process`. May change once `min_tokens` are
-        generated."""
-        return self.greedy and not (self.params.has_penalties or self.params.logit_bias or self.history.holds_back(0))
+        """Whether this and all later tokens are the argmax of the raw logits, without `process`. May become true once
+        `min_tokens` are generated."""
+        return self.greedy and self.history.is_neutral
 
     @property
     def reads_history(self) -> bool:
         """Whether `process` reads the values of `pending`. If not, the right number of placeholders suffices, so draft
         tokens may stay on the device."""
-        return self.params.has_penalties
+        return self.history.reads_tokens
 
     def commit(self, token_ids: Sequence[int]) -> None:
         """Append tokens to the output. Raises InvalidTokenError as the constructor does."""
         self.history.commit(token_ids)
-        self.token_ids.extend(token_ids)
 
     def process(self, logits: Tensor, pending: Sequence[int], *, first: int = 0) -> Tensor:
         """Return the logits that this sequence samples from, a new float32 [m, V]; see `processing.process`.

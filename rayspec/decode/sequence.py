@@ -3,32 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
-from rayspec.config import LookaheadOptions, SamplingParams
+from rayspec.config import LookaheadOptions
 from rayspec.decode.drafting.lookahead import Guess, Lookahead
 from rayspec.decode.drafting.lookup import NOTHING, LookupIndex, Proposal
 from rayspec.decode.pages import PageHash, PageTable
+from rayspec.decode.token_texts import byte_of
 from rayspec.decode.unread import UnreadCompletion
+from rayspec.generation import DecodingParams
 from rayspec.model.rows import RowSpan
 from rayspec.types import CompletionOutput, FinishReason, Logprob, RayspecError, RequestMetrics
 
 
 class Detokenizer:
-    """Decodes a growing list of tokens without splitting UTF-8 characters, and detects stop strings.
+    """Decodes a growing list of tokens, and detects stop strings. What `take` has returned is the beginning of the text
+    wherever the output ends. So it never splits a character, nor a run of byte tokens, as sentencepiece has them: if
+    one of their bytes fits no character, the whole run becomes replacement characters.
 
     Only the engine's thread calls `push`, `text` and `take`. The functions that `text` and `take` return may be called
     on another thread; those of `take` must be called in order.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, params: SamplingParams) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, params: DecodingParams) -> None:
         self._tokenizer = tokenizer
         self._params = params
         self._token_ids: list[int] = []
-        self._text = ""
+        self._text = ""  # does not change any more
+        self._tail = ""  # text of whole characters after it, if no later token changes it
+        self._bytes = bytearray()  # after the tail: byte tokens that are no whole character yet
         self._num_grown = 0  # tokens that `_grow` has processed
         self._num_shown = 0  # tokens whose text is in _text
         self._window = 0  # first token that is decoded again, because spaces depend on the tokens before
@@ -39,14 +46,15 @@ class Detokenizer:
         self._token_ids.append(token_id)
         if not self._params.stop:
             return None
-        length = len(self._text)
+        length = len(self._text) + len(self._tail)
         self._grow()
-        starts = [(self._text.find(stop, max(0, length - len(stop) + 1)), stop) for stop in self._params.stop]
+        text = self._text + self._tail
+        starts = [(text.find(stop, max(0, length - len(stop) + 1)), stop) for stop in self._params.stop]
         found = [(position, stop) for position, stop in starts if position >= 0]
-        if not found or not may_stop or len(self._text) == length:
+        if not found or not may_stop or len(text) == length:
             return None
         position, stop = min(found)
-        self._text = self._text[: position + (len(stop) if self._params.include_stop_str_in_output else 0)]
+        self._text = text[: position + (len(stop) if self._params.include_stop_str_in_output else 0)]
         return stop
 
     def text(self, *, stopped: bool, finished: bool) -> Callable[[], str]:
@@ -57,8 +65,8 @@ class Detokenizer:
         return partial(self._whole, len(self._token_ids), finished=finished)
 
     def take(self, *, stopped: bool, finished: bool) -> Callable[[], str]:
-        """Return a function that decodes the new text since the last call, without an end that may be an incomplete
-        character or the beginning of a stop string."""
+        """Return a function that decodes the new text since the last call, without an end that later tokens may change
+        and without one that may be the beginning of a stop string."""
         if finished:
             return partial(self._take, self.text(stopped=stopped, finished=True))
         if self._params.stop:
@@ -80,12 +88,22 @@ class Detokenizer:
         return self._text
 
     def _grow(self) -> None:
-        """Decode one more token into the text."""
+        """Decode one more token into the text, or into its tail if a later token may still change what it says."""
+        piece = self._tokenizer.convert_ids_to_tokens(self._token_ids[self._num_grown])
+        byte = byte_of(piece) if isinstance(piece, str) else None
         self._num_grown += 1
+        if byte is not None:
+            self._bytes.append(byte)
+            with suppress(UnicodeDecodeError):
+                self._tail += self._bytes.decode()
+                self._bytes.clear()
+            return
         shown = self._decode(self._token_ids[self._window : self._num_shown])
         grown = self._decode(self._token_ids[self._window : self._num_grown])
-        if len(grown) > len(shown) and not grown.endswith("\N{REPLACEMENT CHARACTER}"):
-            self._text += grown[len(shown) :]
+        new = grown[len(shown) :]
+        if len(new) > len(self._tail) and not new.endswith("\N{REPLACEMENT CHARACTER}"):
+            self._text, self._tail = self._text + new, ""
+            self._bytes.clear()
             self._window, self._num_shown = self._num_shown, self._num_grown
 
     def _num_pending(self) -> int:
@@ -108,7 +126,7 @@ class SequenceState:
 
     sequence_id: str
     index: int
-    params: SamplingParams
+    params: DecodingParams
     seed: int
     token_ids: list[int]
     num_prompt_tokens: int
@@ -169,12 +187,16 @@ class SequenceState:
 
     def _check_end(self, token_id: int) -> None:
         enough = self.num_tokens - self.num_prompt_tokens >= self.params.min_tokens
-        stop_string = self.detokenizer.push(token_id, may_stop=enough) if self.detokenizer else None
-        if enough and not self.params.ignore_eos and token_id in self.eos_token_ids:
+        is_eos = enough and not self.params.ignore_eos and token_id in self.eos_token_ids
+        is_stop = enough and token_id in self.params.stop_token_ids
+        stop_string = None
+        if self.detokenizer and (self.params.include_stop_str_in_output or not (is_eos or is_stop)):
+            stop_string = self.detokenizer.push(token_id, may_stop=enough)
+        if is_eos:
             self.finish_reason = "stop"
-        elif enough and token_id in self.params.stop_token_ids:
+        elif is_stop:
             self.finish_reason, self.stop_reason = "stop", token_id
-        elif enough and stop_string is not None:
+        elif stop_string is not None:
             self.finish_reason, self.stop_reason = "stop", stop_string
         elif self.num_remaining <= 0:
             self.finish_reason = "length"

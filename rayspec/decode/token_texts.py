@@ -79,14 +79,19 @@ def _text_of_bytes(content: list[int]) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
 
 
+def byte_of(piece: str) -> int | None:
+    """Return the byte that a vocabulary entry of sentencepiece stands for, as "<0xE4>"; None for other entries."""
+    found = re.fullmatch(r"<0x([0-9A-F]{2})>", piece)
+    return int(found[1], 16) if found else None
+
+
 def _bytes_of_piece(piece: str) -> list[int] | None:
-    """Return the bytes of a vocabulary entry, or None. An entry is "<0xE4>" in sentencepiece; in GPT-2's encoding each
-    character stands for a byte."""
-    fallback = re.fullmatch(r"<0x([0-9A-F]{2})>", piece)
-    if fallback:
-        return [int(fallback[1], 16)]
+    """Return the bytes of a vocabulary entry, or None. In GPT-2's encoding each character stands for a byte."""
+    byte = byte_of(piece)
+    if byte is not None:
+        return [byte]
     # Imported here, because the endpoint's ingress imports this module but never calls this function.
     from transformers.convert_slow_tokenizer import bytes_to_unicode  # noqa: PLC0415
 
-    byte_of = {character: byte for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
-    return [byte_of[character] for character in piece] if set(piece) <= set(byte_of) else None
+    of_character = {character: byte for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
+    return [of_character[character] for character in piece] if set(piece) <= set(of_character) else None

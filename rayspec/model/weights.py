@@ -17,7 +17,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -32,7 +31,7 @@ _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _CONFIGS = ("config.json", "generation_config.json")  # the second is optional
 # Errors of transformers, huggingface_hub and safetensors for missing or damaged files.
-_LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError)
+LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -54,7 +53,7 @@ def load_config(config: EngineConfig) -> PretrainedConfig:
         loaded: PretrainedConfig = AutoConfig.from_pretrained(
             config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
-    except (*_LOADING_ERRORS, TypeError, AttributeError) as error:  # the last two for JSON with unexpected types
+    except (*LOADING_ERRORS, TypeError, AttributeError) as error:  # the last two for JSON with unexpected types
         raise CheckpointError(f"config of model {config.model!r} could not be read: {error}") from error
     return loaded
 
@@ -67,20 +66,6 @@ def num_layers(config: PretrainedConfig) -> int:
 def vocab_size(config: PretrainedConfig) -> int:
     """Return the number of logits per token: the rows of the LM head, padding rows included."""
     return int(config.get_text_config(decoder=True).vocab_size)
-
-
-def eos_token_ids(config: EngineConfig) -> tuple[int, ...]:
-    """Return the tokens that end a text, from generation_config.json or else from config.json.
-
-    Raises CheckpointError.
-    """
-    of_model = getattr(load_config(config).get_text_config(decoder=True), "eos_token_id", None)
-    try:
-        eos = GenerationConfig.from_pretrained(config.model, revision=config.revision or "main").eos_token_id
-    except OSError:  # mostly a missing file, which is allowed; transformers ignores a broken one, too
-        eos = None
-    eos = of_model if eos is None else eos
-    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
 
 
 def load_model(config: EngineConfig, *, layers: range | None = None) -> PreTrainedModel:
@@ -107,7 +92,7 @@ def load_model(config: EngineConfig, *, layers: range | None = None) -> PreTrain
         options |= {"quantization_config": config.quantization_config, "device_map": {"": device}}
     try:
         model, info = _load_whole(config, options) if layers is None else _load_span(config, layers, options)
-    except _LOADING_ERRORS as error:
+    except LOADING_ERRORS as error:
         raise CheckpointError(f"model {config.model!r} could not be loaded: {error}") from error
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         names = sorted(str(name) for name in info.get(problem) or ())

@@ -116,7 +116,8 @@ def _job(token_ids: Sequence[int], request: Request, engine: Tokenizes) -> _Job:
     if not token_ids:
         raise EmptyPromptError("the prompt has zero tokens: give it some text")
     check_tokens(token_ids, engine.tokenizer)
-    return _Job(token_ids=token_ids, params=request.sampling_params(len(token_ids), engine.max_model_len))
+    params = request.sampling_params(len(token_ids), engine.max_model_len, engine.max_new_tokens)
+    return _Job(token_ids=token_ids, params=params)
 
 
 def _stamp(request: Request, name: str, created: int, served: Sequence[str]) -> Stamp:

@@ -70,7 +70,8 @@ class StreamOptions(StrictBody):
 
 
 class GenerationRequest(StrictBody):
-    """The parameters of both endpoints. A parameter that is None has its default; see SamplingParams for limits.
+    """The parameters of both endpoints. A parameter that is None has its default, which is the checkpoint's if it has
+    one; see SamplingParams for limits.
 
     return_spec_decode_metrics: an extra of rayspec; the response then has `metrics` of drafting in addition to `usage`.
     """
@@ -146,16 +147,20 @@ class GenerationRequest(StrictBody):
 
     @abstractmethod
     def num_output_tokens(self, room: int) -> int:
-        """Return the most tokens to generate. room: number of tokens that the context has left."""
+        """Return the most tokens to generate. room: the number for a request that may fill the context."""
 
     @abstractmethod
     def prompts(self, tokenize: Tokenize) -> list[list[int]]:
         """Return the token ids of each prompt."""
 
-    def sampling_params(self, num_prompt_tokens: int, max_model_len: int) -> SamplingParams:
-        """Return the parameters for a prompt of that many tokens. Raises PromptTooLongError if prompt and output
-        together exceed the context, as OpenAI does, and InvalidRequestError for a value that SamplingParams refuses."""
-        num_output_tokens = self.num_output_tokens(max(1, max_model_len - num_prompt_tokens))
+    def sampling_params(
+        self, num_prompt_tokens: int, max_model_len: int, max_new_tokens: int | None = None
+    ) -> SamplingParams:
+        """Return the parameters for a prompt of that many tokens. max_new_tokens: the checkpoint's default. Raises
+        PromptTooLongError if prompt and output together exceed the context, as OpenAI does, and InvalidRequestError for
+        a value that SamplingParams refuses."""
+        room = max(1, max_model_len - num_prompt_tokens)
+        num_output_tokens = self.num_output_tokens(min(room, max_new_tokens or room))
         if num_prompt_tokens + num_output_tokens > max_model_len:
             raise PromptTooLongError(
                 f"This model's maximum context length is {max_model_len} tokens. However, you requested "
@@ -175,8 +180,8 @@ def _first_named(fields: Mapping[str, Any], message: str) -> str | None:
 
 
 class ChatRequest(GenerationRequest):
-    """The body of /v1/chat/completions. Without a limit the answer may fill the context. If both are given,
-    `max_completion_tokens`, OpenAI's newer name, takes precedence over `max_tokens`, as in vLLM."""
+    """The body of /v1/chat/completions. Without a limit, its own or the checkpoint's, the answer may fill the context.
+    If both are given, `max_completion_tokens`, OpenAI's newer name, takes precedence over `max_tokens`, as in vLLM."""
 
     refused: ClassVar[Refusals] = {
         "audio": (),

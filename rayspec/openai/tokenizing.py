@@ -35,6 +35,9 @@ class Tokenizes(Protocol):
     @property
     def max_model_len(self) -> int: ...
 
+    @property
+    def max_new_tokens(self) -> int | None: ...
+
     def tokens(self, prompt: str | Messages) -> list[int]: ...
 
 

@@ -14,9 +14,10 @@ from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.decode.engine import Engine
 from rayspec.decode.loading import allowed_copies, make_scheduler, resolve_max_model_len
 from rayspec.decode.requests import Vocabulary
+from rayspec.model.generation_config import eos_token_ids, generation_defaults
 from rayspec.model.kv_arena import whole_pages
 from rayspec.model.sizes import ModelSizes, model_sizes, quantisation_of, quantised_bytes
-from rayspec.model.weights import eos_token_ids, load_config, load_tokenizer, num_layers, vocab_size
+from rayspec.model.weights import load_config, load_tokenizer, num_layers, vocab_size
 from rayspec.pipeline.placement import gpus_per_shard
 from rayspec.pipeline.ray_stages import RayStages
 from rayspec.pipeline.replica import Blueprint, Replica
@@ -42,7 +43,9 @@ def load_pipeline(config: EngineConfig, *, with_tokenizer: bool = True, shard_ty
     model = load_config(config)
     max_model_len = resolve_max_model_len(config, model)
     tokenizer = load_tokenizer(config) if with_tokenizer else None
-    vocabulary = Vocabulary(size=vocab_size(model), eos_token_ids=eos_token_ids(config))
+    vocabulary = Vocabulary(
+        size=vocab_size(model), eos_token_ids=eos_token_ids(config), defaults=generation_defaults(config)
+    )
     num_gpus = gpus_per_shard(config, options)
     sizes = _sizes(config, options, model)
     blueprint = Blueprint(

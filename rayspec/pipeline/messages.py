@@ -12,7 +12,6 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import msgspec
 
 from rayspec.choices import FULL, Choice
-from rayspec.config import SamplingParams
 from rayspec.decode.drafting.skip_draft import RoundEntry
 from rayspec.decode.head import SamplerSpec
 from rayspec.decode.passes import Pass
@@ -32,6 +31,7 @@ from rayspec.decode.questions import (
 from rayspec.decode.rounds import Prefill, PrefillResult, Round, RoundResult, Work
 from rayspec.decode.scheduler import Chunk, Move
 from rayspec.errors import TransportError
+from rayspec.generation import DecodingParams
 from rayspec.model.rows import RowSpan
 from rayspec.planning.acceptance import DraftWhileWorth
 from rayspec.planning.latency import Measurement
@@ -388,15 +388,15 @@ _NAMED: dict[str, Any] = {kind.__name__: kind for kind in (*_RULES, *_QUESTIONS,
 
 def _to_wire(value: Any) -> Any:
     """Encode a value of a type that msgspec does not know."""
-    if isinstance(value, SamplingParams):
+    if isinstance(value, DecodingParams):
         return value.model_dump(exclude_defaults=True)
     assert isinstance(value, Named)
     return type(value.value).__name__, value.value
 
 
 def _from_wire(kind: type, value: Any) -> Any:
-    if kind is SamplingParams:
-        return SamplingParams(**value)
+    if kind is DecodingParams:
+        return DecodingParams(**value)
     name, fields = value
     if name not in _NAMED:
         raise ValueError(f"there is no {name!r}")

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from rayspec.config import EngineConfig
 from rayspec.decode.engine_loop import EngineDeadError, Listener
 from rayspec.decode.progress import Progress
+from rayspec.generation import GenerationDefaults
 from rayspec.pipeline.pool.pool import EnginePool
 from rayspec.pipeline.pool.recipe import Recipe
 from rayspec.pipeline.resumed_stream import ResumedStream
@@ -26,6 +27,7 @@ class ReplicaFacts:
 
     config: EngineConfig
     max_model_len: int
+    defaults: GenerationDefaults
     latency: LatencyModel | None
 
 
@@ -64,6 +66,10 @@ class Replicas:
     @property
     def max_model_len(self) -> int:
         return self._facts.max_model_len
+
+    @property
+    def defaults(self) -> GenerationDefaults:
+        return self._facts.defaults
 
     @property
     def stats(self) -> EngineStats:

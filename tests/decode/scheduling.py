@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rayspec.config import SamplingParams
 from rayspec.decode.scheduler import Scheduler
 from rayspec.decode.sequence import SequenceState
+from rayspec.generation import DecodingParams
 
 
 def sequence_of(number: int, prompt: Sequence[int], max_tokens: int) -> SequenceState:
     return SequenceState(
         sequence_id=str(number),
         index=0,
-        params=SamplingParams(max_tokens=max_tokens),
+        params=DecodingParams(max_tokens=max_tokens),
         seed=0,
         token_ids=list(prompt),
         num_prompt_tokens=len(prompt),

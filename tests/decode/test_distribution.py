@@ -16,14 +16,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from rayspec.config import SamplingParams
 from rayspec.decode import verify
 from rayspec.decode.noise import Stream, gumbel, uniform
 from rayspec.decode.sampling import Rows, TokenSampler, draft_tokens, target_tokens
 from rayspec.decode.verify import RejectionBatch, decide, verify_coupled, verify_rejection
+from rayspec.generation import DecodingParams
 from tests.exhaustive import few_of
 
-EVERYTHING = SamplingParams(
+EVERYTHING = DecodingParams(
     temperature=0.9,
     top_p=0.95,
     top_k=5,
@@ -34,7 +34,7 @@ EVERYTHING = SamplingParams(
     logit_bias={1: 0.7},
     min_tokens=2,
 )
-MILD = SamplingParams(temperature=0.8, top_p=0.97, top_k=14, min_p=0.002, logit_bias={3: 1.0})
+MILD = DecodingParams(temperature=0.8, top_p=0.97, top_k=14, min_p=0.002, logit_bias={3: 1.0})
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def sampler_of(params: SamplingParams, vocab_size: int, seed: int = 0) -> TokenSampler:
+def sampler_of(params: DecodingParams, vocab_size: int, seed: int = 0) -> TokenSampler:
     return TokenSampler(params, seed=seed, prompt_token_ids=(), eos_token_ids=(0,), vocab_size=vocab_size, device="cpu")
 
 
@@ -233,7 +233,7 @@ def test_narrow_flags_dishonest_drafts(
 )
 def test_wide(monkeypatch: pytest.MonkeyPatch, kind: str, plant: Callable[..., None]) -> None:
     raw, after = random_logits(1000, 5), random_logits(1000, 6)
-    sampler = sampler_of(SamplingParams(temperature=0.9, top_p=0.99, min_p=1e-4), 1000)
+    sampler = sampler_of(DecodingParams(temperature=0.9, top_p=0.99, min_p=1e-4), 1000)
     draft = -raw if kind == "opposite" else raw + random_logits(1000, 7, 0.5)
     target, after, draft = (sampler.process(row[None], [])[0] for row in (raw, after, draft))
     plant(monkeypatch)
@@ -253,14 +253,14 @@ class Toy:
     """A target and a draft over VOCAB tokens, as tables over every history of up to NUM_TOKENS + LONGEST tokens:
     raw logits of a second-order Markov chain, and what a sampler's parameters make of them."""
 
-    params: SamplingParams
+    params: DecodingParams
     raw_target: Tensor
     raw_draft: Tensor
     target: Tensor
     draft: Tensor
 
     @classmethod
-    def make(cls, params: SamplingParams) -> Toy:
+    def make(cls, params: DecodingParams) -> Toy:
         sampler = sampler_of(params, VOCAB)
         raw: list[tuple[Tensor, Tensor]] = []
         processed: list[list[Tensor]] = []
@@ -385,7 +385,7 @@ def joint_excess(toy: Toy, tokens: Tensor) -> float:
 
 @pytest.fixture(scope="module", params=["plain", "everything"])
 def toy(request: pytest.FixtureRequest) -> Toy:
-    return Toy.make(EVERYTHING if request.param == "everything" else SamplingParams())
+    return Toy.make(EVERYTHING if request.param == "everything" else DecodingParams())
 
 
 @pytest.mark.parametrize("rule", [reject, couple])

@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rayspec.config import SamplingParams, Verification
+from rayspec.config import Verification
 from rayspec.decode import processing
 from rayspec.decode.noise import Stream, gumbel
 from rayspec.decode.sampling import Rows, TokenSampler, draft_tokens, processed_logits, target_tokens
+from rayspec.generation import DecodingParams
 
 EOS = (0, 7, 10**6)
 
 
-def processed_alone(params: SamplingParams, logits: Tensor, prompt: Sequence[int], output: Sequence[int]) -> Tensor:
+def processed_alone(params: DecodingParams, logits: Tensor, prompt: Sequence[int], output: Sequence[int]) -> Tensor:
     """One row, [V], by plain operations: full sorts, counts from nothing."""
     scores = logits.to(torch.float32, copy=True)
     for token, bias in params.logit_bias.items():
@@ -46,7 +47,7 @@ def processed_alone(params: SamplingParams, logits: Tensor, prompt: Sequence[int
     return scores
 
 
-def penalised_alone(params: SamplingParams, scores: Tensor, prompt: Sequence[int], output: Sequence[int]) -> Tensor:
+def penalised_alone(params: DecodingParams, scores: Tensor, prompt: Sequence[int], output: Sequence[int]) -> Tensor:
     counts = torch.tensor(list(output), dtype=torch.int64).bincount(minlength=len(scores)).float()
     repeated = counts > 0
     repeated[list(prompt)] = True
@@ -57,11 +58,11 @@ def penalised_alone(params: SamplingParams, scores: Tensor, prompt: Sequence[int
     return scores - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
 
 
-def any_params(chance: random.Random, vocab_size: int) -> SamplingParams:
+def any_params(chance: random.Random, vocab_size: int) -> DecodingParams:
     def sometimes(value: float, otherwise: float) -> float:
         return value if chance.random() < 0.5 else otherwise
 
-    return SamplingParams(
+    return DecodingParams(
         temperature=sometimes(chance.uniform(0.1, 2), chance.choice([0.0, 1.0])),
         top_p=sometimes(chance.choice([chance.random() + 1e-9, 0.95, 1e-9]), 1.0),
         top_k=int(sometimes(chance.choice([1, 5, vocab_size, 2 * vocab_size]), 0)),
@@ -151,7 +152,7 @@ def test_top_p_with_ties_at_the_end_of_the_shortlist() -> None:
         logits = torch.full((1, 6 * size), -9.0)
         logits[0, torch.randperm(6 * size)[:num_equal]] = 1.0
         logits[0, torch.randperm(6 * size)[:num_best]] = 4.0
-        params = SamplingParams(top_p=top_p)
+        params = DecodingParams(top_p=top_p)
         sampler = TokenSampler(params, seed=1, prompt_token_ids=(), eos_token_ids=(), vocab_size=6 * size, device="cpu")
         assert torch.equal(sampler.process(logits, [])[0], processed_alone(params, logits[0], (), ()))
 
@@ -167,7 +168,7 @@ class _CountsCalls(TorchDispatchMode):
 
 
 def test_the_number_of_torch_calls_does_not_grow_with_the_number_of_sequences() -> None:
-    params = SamplingParams(
+    params = DecodingParams(
         temperature=0.8, top_p=0.95, top_k=40, min_p=0.01, presence_penalty=0.3, min_tokens=9, logit_bias={4: 1.0}
     )
     counts = []

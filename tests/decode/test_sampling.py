@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rayspec.config import SamplingParams, Verification
+from rayspec.config import Verification
 from rayspec.decode.noise import Stream, gumbel
 from rayspec.decode.sampling import Rows, TokenSampler, draft_tokens, finite_rows, target_tokens, top_logprobs
+from rayspec.generation import DecodingParams
 from rayspec.types import InvalidTokenError, Logprob
 
 V = 40
@@ -19,22 +20,22 @@ PROMPT = (3, 3, 5, 39)
 EOS = (0, 7, 4000)
 
 PARAMS = {
-    "plain": SamplingParams(),
-    "greedy": SamplingParams(temperature=0.0),
-    "temperature": SamplingParams(temperature=0.4),
-    "bias": SamplingParams(logit_bias={2: 5.0, 9: -100.0}),
-    "min_tokens": SamplingParams(min_tokens=4, stop_token_ids=(11, 999)),
-    "greedy_min_tokens": SamplingParams(temperature=0.0, min_tokens=4, stop_token_ids=(11,)),
-    "presence": SamplingParams(presence_penalty=1.5),
-    "frequency": SamplingParams(frequency_penalty=-0.7),
-    "repetition": SamplingParams(repetition_penalty=1.7),
-    "greedy_penalties": SamplingParams(temperature=0.0, repetition_penalty=0.5, frequency_penalty=0.3),
-    "top_k": SamplingParams(top_k=5),
-    "top_k_off": SamplingParams(top_k=-1),
-    "top_k_all": SamplingParams(top_k=1000),
-    "top_p": SamplingParams(top_p=0.6),
-    "min_p": SamplingParams(min_p=0.2),
-    "all": SamplingParams(
+    "plain": DecodingParams(),
+    "greedy": DecodingParams(temperature=0.0),
+    "temperature": DecodingParams(temperature=0.4),
+    "bias": DecodingParams(logit_bias={2: 5.0, 9: -100.0}),
+    "min_tokens": DecodingParams(min_tokens=4, stop_token_ids=(11, 999)),
+    "greedy_min_tokens": DecodingParams(temperature=0.0, min_tokens=4, stop_token_ids=(11,)),
+    "presence": DecodingParams(presence_penalty=1.5),
+    "frequency": DecodingParams(frequency_penalty=-0.7),
+    "repetition": DecodingParams(repetition_penalty=1.7),
+    "greedy_penalties": DecodingParams(temperature=0.0, repetition_penalty=0.5, frequency_penalty=0.3),
+    "top_k": DecodingParams(top_k=5),
+    "top_k_off": DecodingParams(top_k=-1),
+    "top_k_all": DecodingParams(top_k=1000),
+    "top_p": DecodingParams(top_p=0.6),
+    "min_p": DecodingParams(min_p=0.2),
+    "all": DecodingParams(
         temperature=0.8,
         top_p=0.8,
         top_k=12,
@@ -51,7 +52,7 @@ any_params = pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS.keys(
 
 
 def sampler_of(
-    params: SamplingParams, output: Sequence[int] = (), *, seed: int = 1, vocab_size: int = V
+    params: DecodingParams, output: Sequence[int] = (), *, seed: int = 1, vocab_size: int = V
 ) -> TokenSampler:
     return TokenSampler(
         params,
@@ -68,7 +69,7 @@ def random_logits(rows: int, seed: int = 0, vocab_size: int = V) -> Tensor:
     return 3 * torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed))
 
 
-def reference(params: SamplingParams, logits: Sequence[float], output: Sequence[int]) -> list[float]:
+def reference(params: DecodingParams, logits: Sequence[float], output: Sequence[int]) -> list[float]:
     x = list(logits)
     for token, bias in params.logit_bias.items():
         x[token] += bias
@@ -85,7 +86,7 @@ def reference(params: SamplingParams, logits: Sequence[float], output: Sequence[
     return x if params.greedy else reference_truncated(params, [value / params.temperature for value in x])
 
 
-def reference_truncated(params: SamplingParams, x: list[float]) -> list[float]:
+def reference_truncated(params: DecodingParams, x: list[float]) -> list[float]:
     def probabilities() -> list[float]:
         weights = [math.exp(value - max(x)) for value in x]
         return [weight / sum(weights) for weight in weights]
@@ -104,7 +105,7 @@ def reference_truncated(params: SamplingParams, x: list[float]) -> list[float]:
 
 @any_params
 @pytest.mark.parametrize("output", [[], [3], [1, 1, 2, 8, 1, 39]], ids=["none", "one", "six"])
-def test_process_equals_the_reference(params: SamplingParams, output: list[int]) -> None:
+def test_process_equals_the_reference(params: DecodingParams, output: list[int]) -> None:
     logits = random_logits(30)
     for row in logits:
         got = sampler_of(params, output).process(row[None], [])[0]
@@ -116,7 +117,7 @@ def test_process_equals_the_reference(params: SamplingParams, output: list[int])
 
 
 @any_params
-def test_pending_history_equals_sequential_application(params: SamplingParams) -> None:
+def test_pending_history_equals_sequential_application(params: DecodingParams) -> None:
     output, pending, logits = [8, 1], [1, 7, 1, 3], random_logits(5)
     speculative = sampler_of(params, output)
     packed = speculative.process(logits, pending)
@@ -133,7 +134,7 @@ def test_pending_history_equals_sequential_application(params: SamplingParams) -
 
 
 @any_params
-def test_values_of_pending_matter_only_where_it_says_so(params: SamplingParams) -> None:
+def test_values_of_pending_matter_only_where_it_says_so(params: DecodingParams) -> None:
     sampler, logits = sampler_of(params), random_logits(4)
     same = torch.equal(sampler.process(logits, [9, 9, 9]), sampler.process(logits, [1, 2, 3]))
     assert same != sampler.reads_history
@@ -141,7 +142,7 @@ def test_values_of_pending_matter_only_where_it_says_so(params: SamplingParams) 
 
 @any_params
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_process_leaves_its_argument_alone_and_computes_in_float32(params: SamplingParams, dtype: torch.dtype) -> None:
+def test_process_leaves_its_argument_alone_and_computes_in_float32(params: DecodingParams, dtype: torch.dtype) -> None:
     logits = random_logits(3).to(dtype)
     before = logits.clone()
     got = sampler_of(params).process(logits, [1, 2])
@@ -152,16 +153,16 @@ def test_process_leaves_its_argument_alone_and_computes_in_float32(params: Sampl
 @pytest.mark.parametrize(
     "params",
     [
-        SamplingParams(min_tokens=5, stop_token_ids=tuple(range(V))),
-        SamplingParams(temperature=0, min_tokens=5, stop_token_ids=tuple(range(V))),
-        SamplingParams(repetition_penalty=1e300, presence_penalty=2.0),
-        SamplingParams(repetition_penalty=1e-300, frequency_penalty=2.0),
-        SamplingParams(temperature=1e-5, logit_bias=dict.fromkeys(range(V), -100.0)),
-        SamplingParams(top_p=1e-12, top_k=1, min_p=1.0),
+        DecodingParams(min_tokens=5, stop_token_ids=tuple(range(V))),
+        DecodingParams(temperature=0, min_tokens=5, stop_token_ids=tuple(range(V))),
+        DecodingParams(repetition_penalty=1e300, presence_penalty=2.0),
+        DecodingParams(repetition_penalty=1e-300, frequency_penalty=2.0),
+        DecodingParams(temperature=1e-5, logit_bias=dict.fromkeys(range(V), -100.0)),
+        DecodingParams(top_p=1e-12, top_k=1, min_p=1.0),
     ],
 )
 @pytest.mark.parametrize("scale", [1.0, 0.0, 1e38])
-def test_something_is_always_left(params: SamplingParams, scale: float) -> None:
+def test_something_is_always_left(params: DecodingParams, scale: float) -> None:
     logits = (random_logits(4) / 12 * scale).clamp(-3e38, 3e38)
     logits[1, 1:] = -math.inf
     got = sampler_of(params, [0, 1, 2]).process(logits, list(range(4)))
@@ -171,14 +172,14 @@ def test_something_is_always_left(params: SamplingParams, scale: float) -> None:
 
 def test_ties() -> None:
     logits = torch.zeros(1, V)
-    assert sampler_of(SamplingParams(top_k=3)).process(logits, []).isfinite().sum() == V
-    kept = sampler_of(SamplingParams(top_p=0.19)).process(logits, [])[0].isfinite().nonzero().flatten()
+    assert sampler_of(DecodingParams(top_k=3)).process(logits, []).isfinite().sum() == V
+    kept = sampler_of(DecodingParams(top_p=0.19)).process(logits, [])[0].isfinite().nonzero().flatten()
     assert kept.tolist() == list(range(8))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @any_params
-def test_broken_rows_are_detected_and_do_not_crash_or_touch_others(params: SamplingParams, value: float) -> None:
+def test_broken_rows_are_detected_and_do_not_crash_or_touch_others(params: DecodingParams, value: float) -> None:
     logits = random_logits(3)
     broken = logits.clone()
     broken[1, 4:] = value
@@ -297,7 +298,7 @@ def test_top_logprobs() -> None:
 
 def test_errors_name_what_is_wrong() -> None:
     with pytest.raises(InvalidTokenError, match="logit_bias holds token 40: give tokens from 0 to 39"):
-        sampler_of(SamplingParams(logit_bias={40: 1.0}))
+        sampler_of(DecodingParams(logit_bias={40: 1.0}))
     sampler = sampler_of(PARAMS["repetition"])
     with pytest.raises(InvalidTokenError, match="token_ids holds token -1"):
         sampler.commit([-1])
@@ -314,7 +315,7 @@ def test_ranked_are_the_tokens_nearest_to_being_drawn(verification: Verification
     """Under the coupled rule without those before it the next one would be drawn; nothing is ranked unless asked."""
     torch.manual_seed(3)
     logits = torch.randn(20, V)
-    params = [SamplingParams(temperature=index % 2) for index in range(20)]
+    params = [DecodingParams(temperature=index % 2) for index in range(20)]
     rows = [Rows(sampler_of(one, seed=index), index, ()) for index, one in enumerate(params)]
     assert draft_tokens(logits, rows, verification).ranked is None
     ranked = draft_tokens(logits, rows, verification, num_ranked=3).ranked

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayspec.config import SamplingParams
 from rayspec.decode.scheduler import Scheduler, Step
 from rayspec.decode.sequence import SequenceState
+from rayspec.generation import DecodingParams
 from rayspec.model.kv_arena import PAGE_SIZE
 from rayspec.model.rows import slots_between
 from rayspec.types import NonFiniteLogitsError, RequestMetrics
@@ -19,7 +19,7 @@ def _sequence(name: int, num_prompt: int, max_tokens: int, prompt: Sequence[int]
     return SequenceState(
         sequence_id=str(name),
         index=0,
-        params=SamplingParams(max_tokens=max_tokens),
+        params=DecodingParams(max_tokens=max_tokens),
         seed=0,
         token_ids=list(prompt or [name] * num_prompt),
         num_prompt_tokens=num_prompt,

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from rayspec import demo
-from rayspec.config import SamplingParams
 from rayspec.decode.sequence import Detokenizer, SequenceState
+from rayspec.generation import DecodingParams
 from rayspec.types import CompletionOutput, Logprob, RequestError
 
 EOS = 1
@@ -27,7 +27,7 @@ def _encode(text: str) -> list[int]:
 
 
 def _sequence(with_text: bool = True, max_model_len: int = 1000, **params: Any) -> SequenceState:
-    options = SamplingParams(**({"max_tokens": 500} | params))
+    options = DecodingParams(**({"max_tokens": 500} | params))
     prompt = _encode("A prompt.")
     return SequenceState(
         sequence_id="a/0",

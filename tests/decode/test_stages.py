@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from rayspec.choices import FULL, choices_of
-from rayspec.config import SamplingParams
 from rayspec.decode.drafting.skip_draft import RoundEntry
 from rayspec.decode.head import SamplerSpec
 from rayspec.decode.passes import TapsGoneError
@@ -18,6 +17,7 @@ from rayspec.decode.rounds import Prefill, Round
 from rayspec.decode.runner import Runner
 from rayspec.decode.scheduler import Chunk
 from rayspec.decode.stages import LocalStages
+from rayspec.generation import DecodingParams
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.rows import RowSpan, one_run
 from rayspec.types import Plan, no_draft
@@ -41,7 +41,7 @@ def _stages(num_tap_tokens: int = 8) -> LocalStages:
         stages.open(
             SamplerSpec(
                 sequence_id=str(name),
-                params=SamplingParams(temperature=0, max_tokens=16),
+                params=DecodingParams(temperature=0, max_tokens=16),
                 seed=0,
                 prompt_token_ids=prompt,
                 output_token_ids=(),

@@ -10,20 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from rayspec.config import SamplingParams, Verification
+from rayspec.config import Verification
 from rayspec.decode import verify
 from rayspec.decode.noise import Stream, gumbel, uniform
 from rayspec.decode.sampling import Rows, TokenSampler, draft_tokens
 from rayspec.decode.verify import Verdict, verify_coupled, verify_rejection
+from rayspec.generation import DecodingParams
 from rayspec.types import InvalidTokenError
 
 V = 12
 NUM_TOKENS = 24
 PROMPT = (4, 0, 4)
 
-SAMPLED = SamplingParams()
-GREEDY = SamplingParams(temperature=0.0)
-EVERYTHING = SamplingParams(
+SAMPLED = DecodingParams()
+GREEDY = DecodingParams(temperature=0.0)
+EVERYTHING = DecodingParams(
     temperature=0.9,
     top_p=0.9,
     top_k=8,
@@ -59,11 +60,11 @@ def model_logits(history: Sequence[int], pending: Sequence[int]) -> Tensor:
     return torch.stack([toy([*history, *pending[:j]]) for j in range(len(pending) + 1)])
 
 
-def sampler_of(params: SamplingParams, seed: int = 1) -> TokenSampler:
+def sampler_of(params: DecodingParams, seed: int = 1) -> TokenSampler:
     return TokenSampler(params, seed=seed, prompt_token_ids=PROMPT, eos_token_ids=(1,), vocab_size=V, device="cpu")
 
 
-def plain_text(params: SamplingParams, seed: int) -> list[int]:
+def plain_text(params: DecodingParams, seed: int) -> list[int]:
     sampler, history = sampler_of(params, seed), list(PROMPT)
     while sampler.num_output_tokens < NUM_TOKENS:
         history.append(int(sampler.choose(toy(history)[None])))
@@ -91,7 +92,7 @@ def mostly_right(sampler: TokenSampler, history: Sequence[int], chance: random.R
 
 @any_params
 @pytest.mark.parametrize("drafter", [at_random, always_right, always_wrong, mostly_right])
-def test_coupled_text_is_the_plain_text_whatever_is_drafted(params: SamplingParams, drafter: Drafter) -> None:
+def test_coupled_text_is_the_plain_text_whatever_is_drafted(params: DecodingParams, drafter: Drafter) -> None:
     chance, seeds = random.Random(5), [1, -7, 2**63 - 1]
     samplers = [sampler_of(params, seed) for seed in seeds]
     texts: list[list[int]] = [[] for _ in seeds]
@@ -134,7 +135,7 @@ def toy_tree(
 @any_params
 @pytest.mark.parametrize("verification", ["coupled", "looked up"])
 @pytest.mark.parametrize("drafter", [at_random, always_wrong, mostly_right])
-def test_of_a_tree_the_longest_right_path_stands(params: SamplingParams, drafter: Drafter, verification: str) -> None:
+def test_of_a_tree_the_longest_right_path_stands(params: DecodingParams, drafter: Drafter, verification: str) -> None:
     """Looked up, under the rejection rule, beside a sampled draft: compared in the same way."""
     chance, seeds = random.Random(6), [1, 9]
     samplers, companion = [sampler_of(params, seed) for seed in seeds], sampler_of(SAMPLED, 99)
@@ -182,7 +183,7 @@ def test_of_a_tree_that_was_sampled_the_spine_counts() -> None:
 
 @any_params
 @pytest.mark.parametrize("verification", ["coupled", "rejection"])
-def test_an_empty_draft_is_plain_decoding(params: SamplingParams, verification: Verification) -> None:
+def test_an_empty_draft_is_plain_decoding(params: DecodingParams, verification: Verification) -> None:
     samplers = [sampler_of(params, seed) for seed in range(5)]
     companion = sampler_of(SAMPLED, 99)  # with a draft, so that the batch takes the general path
     texts: list[list[int]] = [[] for _ in samplers]

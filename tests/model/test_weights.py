@@ -12,8 +12,8 @@ from transformers import AutoConfig
 
 from rayspec import demo
 from rayspec.config import EngineConfig
+from rayspec.model.generation_config import eos_token_ids
 from rayspec.model.weights import (
-    eos_token_ids,
     load_config,
     load_model,
     load_tokenizer,

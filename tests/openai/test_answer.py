@@ -330,6 +330,7 @@ class ScriptedStreams:
 
     tokenizer = demo_tokenizer()
     max_model_len = CONTEXT
+    max_new_tokens = None
 
     def __init__(self, outcomes: dict[int, RayspecError]) -> None:
         self.outcomes = outcomes

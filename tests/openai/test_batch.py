@@ -145,6 +145,7 @@ class ScriptedEngine:
 
     tokenizer = demo_tokenizer()
     max_model_len = CONTEXT
+    max_new_tokens = None
 
     def __init__(self, outcomes: Mapping[tuple[int, ...], RayspecError | str] | None = None) -> None:
         self.outcomes = outcomes or {}

@@ -35,6 +35,7 @@ class DemoTokens:
     """The bundled model's tokenizer and template, without the model."""
 
     max_model_len = 77
+    max_new_tokens = None
     tokenizer = demo_tokenizer()
 
     def tokens(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:

@@ -29,6 +29,7 @@ from rayspec.decode.requests import Vocabulary
 from rayspec.decode.rounds import Result, Round, Work
 from rayspec.decode.scheduler import Scheduler
 from rayspec.decode.selection.base import BatchState, FixedPlan, Selector
+from rayspec.generation import GenerationDefaults
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.bodies import fuse
 from rayspec.model.kv_arena import PAGE_SIZE, CacheSize
@@ -393,6 +394,7 @@ def loop_engine(
     *,
     seed: int = 0,
     eos: Sequence[int] = (),
+    defaults: GenerationDefaults | None = None,
     verification: str = "coupled",
     max_draft_tokens: int = 6,
     num_beside: int = 0,
@@ -446,7 +448,7 @@ def loop_engine(
                 num_cohorts=config.parallel.num_cohorts,
             ),
             selector=selector or FixedPlan(no_draft(2 * NUM_LAYERS, "ar")),
-            vocabulary=Vocabulary(size=VOCAB_SIZE, eos_token_ids=tuple(eos)),
+            vocabulary=Vocabulary(size=VOCAB_SIZE, eos_token_ids=tuple(eos), defaults=defaults or GenerationDefaults()),
             max_model_len=1024,
         )
         yield LoopEngine(engine, replica, loop)

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from rayspec.choices import FULL, SKIP
-from rayspec.config import SamplingParams
 from rayspec.decode.drafting.skip_draft import Draft, RoundEntry
 from rayspec.decode.head import Committed, SamplerSpec
 from rayspec.decode.passes import Merge, Pass
@@ -32,6 +31,7 @@ from rayspec.decode.questions import (
 from rayspec.decode.rounds import Prefill, PrefillResult, Round, RoundResult
 from rayspec.decode.scheduler import Chunk, Move
 from rayspec.errors import TransportError
+from rayspec.generation import DecodingParams
 from rayspec.model.rows import RowSpan, one_run
 from rayspec.pipeline.messages import (
     Agreement,
@@ -209,7 +209,7 @@ def test_an_opening_travels_with_the_first_work(
     stop: list[str],
     logprobs: int | None,
 ) -> None:
-    params = SamplingParams(
+    params = DecodingParams(
         temperature=temperature, logit_bias=logit_bias, stop=tuple(stop), logprobs=logprobs, seed=seed
     )
     spec = SamplerSpec(

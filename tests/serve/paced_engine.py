@@ -33,6 +33,7 @@ class PacedEngine:
     round. tokens_per_s: ticks per second; None: as many as there can be."""
 
     max_model_len = _MAX_MODEL_LEN
+    max_new_tokens = None
     stages = None
 
     def __init__(self, config: EngineConfig, tokens_per_s: float | None = TOKENS_PER_S) -> None:
