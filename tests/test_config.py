@@ -184,8 +184,8 @@ def test_min_tokens_beyond_max_tokens_is_refused() -> None:
         SamplingParams(min_tokens=5, max_tokens=4)
 
 
-@pytest.mark.parametrize(("given", "kept"), [(None, ()), ("end", ("end",)), (["a", "b"], ("a", "b"))])
-def test_stop_is_one_string_or_many(given: Any, kept: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("given", "kept"), [(None, None), ([], ()), ("end", ("end",)), (["a", "b"], ("a", "b"))])
+def test_stop_is_one_string_or_many(given: Any, kept: tuple[str, ...] | None) -> None:
     assert SamplingParams(stop=given).stop == kept
 
 

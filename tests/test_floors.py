@@ -26,7 +26,7 @@ class Floor:
     only: frozenset[str] | None = field(default=None)
 
 
-BASEMENT = frozenset({"rayspec.choices", "rayspec.config", "rayspec.errors", "rayspec.types"})
+BASEMENT = frozenset({"rayspec.choices", "rayspec.config", "rayspec.errors", "rayspec.generation", "rayspec.types"})
 PLANNING = BASEMENT | {"rayspec.planning"}
 MODEL = PLANNING | {"rayspec.model"}
 DECODE = MODEL | {"rayspec.decode"}
@@ -49,6 +49,7 @@ FLOORS = (
     Floor(name="rayspec.choices", below=frozenset(), only=frozenset()),
     Floor(name="rayspec.types", below=BASEMENT, only=frozenset()),
     Floor(name="rayspec.config", below=BASEMENT, only=frozenset({"pydantic", "typing_extensions"})),
+    Floor(name="rayspec.generation", below=BASEMENT, only=frozenset({"pydantic"})),
     Floor(name="rayspec.planning", below=PLANNING, only=frozenset({"numpy", "typing_extensions"})),
     Floor(name="rayspec.model", below=MODEL, without=NO_RAY),
     Floor(name="rayspec.decode", below=DECODE, without=NO_RAY),
@@ -79,7 +80,9 @@ FLOORS = (
 )
 # Floors that one box of the picture in docs/architecture.md shows together; every other floor has a box of its own.
 BOXES = {
-    "config, types, choices, errors": ("rayspec.config", "rayspec.types", "rayspec.choices", "rayspec.errors"),
+    "config, generation, types, choices, errors": (
+        *("rayspec.config", "rayspec.generation", "rayspec.types", "rayspec.choices", "rayspec.errors"),
+    ),
     "Python API": ("rayspec", "rayspec.llm", "rayspec.local_engine", "rayspec.request_engine", "rayspec.async_engine"),
     "planner": ("rayspec.ops.plan",),
     "cli, jobs": ("rayspec.cli", "rayspec.data", "jobs"),

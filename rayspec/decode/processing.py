@@ -103,28 +103,25 @@ class History:
     def has_biases(self) -> bool:
         return len(self.bias_ids) > 0 or bool(self.biased)
 
-    def biases_after(self, before: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return biased tokens and their biases in the row after these tokens."""
-        found = self.biased.after(self.token_ids, before)
-        tokens = integers([token for token, _ in found], self.device)
-        biases = torch.tensor([bias for _, bias in found], dtype=torch.float32).to(self.device)
-        return torch.cat((self.bias_ids, tokens)), torch.cat((self.biases, biases))
-
     def forbids(self, num_before: int) -> bool:
         """Return whether tokens may be forbidden in the row after `num_before` more tokens."""
         found = bool(self.ngrams or self.bad_words) or len(self.suppressed) > 0
         return found or self._holds_back(num_before) or self._begins(num_before)
 
-    def forbidden_after(self, before: Sequence[int]) -> Tensor:
-        """Return the tokens that are forbidden in the row after these tokens."""
+    def always_forbidden(self, num_before: int) -> list[Tensor]:
+        """Return the tokens that are forbidden after `num_before` more tokens, whichever they are."""
+        parts = [self.suppressed]
+        if self._holds_back(num_before):
+            parts.append(self.stops)
+        if self._begins(num_before):
+            parts.append(self.suppressed_at_begin)
+        return parts
+
+    def forbidden_after(self, before: Sequence[int]) -> list[int]:
+        """Return the tokens that are forbidden because of the tokens before them."""
         repeated = self.ngrams.after(self.token_ids, before)
         bad = {token for token, _ in self.bad_words.after(self.token_ids, before)}
-        parts = [self.suppressed, self._tokens(repeated | bad)]
-        if self._holds_back(len(before)):
-            parts.append(self.stops)
-        if self._begins(len(before)):
-            parts.append(self.suppressed_at_begin)
-        return torch.cat(parts)
+        return [token for token in repeated | bad if 0 <= token < self.vocab_size]
 
     def forced_after(self, num_before: int) -> Tensor | None:
         """Return the tokens of which one must come after `num_before` more tokens; None for any."""
@@ -193,13 +190,23 @@ def _apply(change: _Change, scores: Tensor, rows: Sequence[LogitRow]) -> None:
 
 
 def _add_biases(scores: Tensor, rows: Sequence[LogitRow]) -> None:
-    tokens, biases = zip(*(row.history.biases_after(row.before) for row in rows), strict=True)
-    scores.index_put_(_joined(tokens), torch.cat(biases), accumulate=True)
+    found = [row.history.biased.after(row.history.token_ids, row.before) for row in rows]
+    where = _places(
+        [(at, row.history.bias_ids) for at, row in enumerate(rows)],
+        [(at, token) for at, each in enumerate(found) for token, _ in each],
+        scores.device,
+    )
+    more = torch.tensor([bias for each in found for _, bias in each], dtype=torch.float32).to(scores.device)
+    scores.index_put_(where, torch.cat([*(row.history.biases for row in rows), more]), accumulate=True)
 
 
 def _forbid(scores: Tensor, rows: Sequence[LogitRow]) -> None:
     """Forbid tokens, except in rows that have no other token."""
-    where = _joined([row.history.forbidden_after(row.before) for row in rows])
+    where = _places(
+        [(at, part) for at, row in enumerate(rows) for part in row.history.always_forbidden(len(row.before))],
+        [(at, token) for at, row in enumerate(rows) for token in row.history.forbidden_after(row.before)],
+        scores.device,
+    )
     masked = scores.index_put(where, scores.new_tensor(-math.inf))
     nothing_left = masked.amax(1, keepdim=True) == -math.inf
     scores.copy_(torch.where(nothing_left, scores, masked))
@@ -230,8 +237,9 @@ def _counts(rows: Sequence[LogitRow]) -> Tensor:
 
 
 def _force(scores: Tensor, rows: Sequence[LogitRow]) -> None:
-    tokens = [row.history.forced_after(len(row.before)) for row in rows]
-    scores.fill_(-math.inf).index_put_(_joined([each for each in tokens if each is not None]), scores.new_tensor(0.0))
+    forced = [(at, row.history.forced_after(len(row.before))) for at, row in enumerate(rows)]
+    where = _places([(at, tokens) for at, tokens in forced if tokens is not None], (), scores.device)
+    scores.fill_(-math.inf).index_put_(where, scores.new_tensor(0.0))
 
 
 def _scale(scores: Tensor, rows: Sequence[LogitRow]) -> None:
@@ -306,9 +314,12 @@ def _column(values: Sequence[float], like: Tensor, dtype: torch.dtype = torch.fl
     return torch.tensor(values, dtype=dtype).unsqueeze(1).to(like.device, non_blocking=True)
 
 
-def _joined(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the part number of every element of the parts, and the concatenated elements."""
-    joined = torch.cat(list(parts))
-    lengths = integers([len(part) for part in parts], joined.device)
-    owners = torch.arange(len(parts), device=joined.device)
-    return owners.repeat_interleave(lengths, output_size=len(joined)), joined
+def _places(
+    parts: Sequence[tuple[int, Tensor]], single: Sequence[tuple[int, int]], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return row and column of every token. parts: a row and its tokens; single: a row and one token."""
+    columns = torch.cat([*(tokens for _, tokens in parts), integers([token for _, token in single], device)])
+    owners = [at for at, _ in (*parts, *single)]
+    lengths = [*(len(tokens) for _, tokens in parts), *(1 for _ in single)]
+    both = integers([*owners, *lengths], device).view(2, -1)
+    return both[0].repeat_interleave(both[1], output_size=len(columns)), columns

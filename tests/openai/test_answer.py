@@ -224,7 +224,7 @@ def test_what_drafting_did_is_told_when_asked_for(engine: AsyncEngine) -> None:
     [
         ({"model": "other"}, 404, "model_not_found"),
         ({"n": 129}, 400, "invalid_value"),
-        ({"temperature": 5}, 400, "invalid_value"),
+        ({"top_p": 5}, 400, "invalid_value"),
         ({"prompt": ["x"] * 1025}, 400, "invalid_value"),
         ({"prompt": [[5], []]}, 400, "empty_prompt"),
         ({"prompt": ["x", ""]}, 400, "empty_prompt"),

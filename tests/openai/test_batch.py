@@ -211,7 +211,7 @@ def test_a_chat_is_answered_and_told_as_openai_does() -> None:
     ("line", "status", "code"),
     [
         (request(model="other"), 404, "model_not_found"),
-        (request(temperature=5), 400, "invalid_value"),
+        (request(top_p=5), 400, "invalid_value"),
         (request(stream=True), 400, "unsupported_value"),
         (request(messages=[]), 400, "unknown_parameter"),
         (request(prompt=["x", "long " * CONTEXT]), 400, "context_length_exceeded"),

@@ -107,7 +107,7 @@ def test_the_output_must_fit_the_context() -> None:
         (CHAT, {"tools": [{"type": "function"}]}, "tools", "unsupported_parameter", "not supported"),
         (CHAT, {"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter", "not supp"),
         (CHAT, {"reasoning_effort": "high"}, "reasoning_effort", "unsupported_parameter", "not supported"),
-        (CHAT, {"temperature": 2.5}, "temperature", "invalid_value", "2.5"),
+        (CHAT, {"temperature": -0.5}, "temperature", "invalid_value", "-0.5"),
         (CHAT, {"temperature": "0.5"}, "temperature", "invalid_value", "number"),
         (CHAT, {"temperature": True}, "temperature", "invalid_value", "number"),
         (CHAT, {"temperature": math.inf}, "temperature", "invalid_value", "finite"),
