@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import time
 from functools import cache
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rayspec import demo
 from rayspec.decode.sequence import Detokenizer, SequenceState
@@ -26,7 +28,21 @@ def _encode(text: str) -> list[int]:
     return tokens
 
 
-def _sequence(with_text: bool = True, max_model_len: int = 1000, **params: Any) -> SequenceState:
+@cache
+def _byte_fallback() -> Any:
+    """A tokenizer as sentencepiece makes them: bytes for what is not in the vocabulary, spaces as a sign, and the first
+    space is not text."""
+    pieces = [*(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁the", "a", "é", "東", "▁�", "ab", "<s>", "</s>"]
+    tokenizer = Tokenizer(models.BPE({piece: at for at, piece in enumerate(pieces)}, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+def _sequence(
+    with_text: bool = True, max_model_len: int = 1000, tokenizer: Any = None, eos: int = EOS, **params: Any
+) -> SequenceState:
     options = DecodingParams(**({"max_tokens": 500} | params))
     prompt = _encode("A prompt.")
     return SequenceState(
@@ -37,8 +53,8 @@ def _sequence(with_text: bool = True, max_model_len: int = 1000, **params: Any) 
         token_ids=list(prompt),
         num_prompt_tokens=len(prompt),
         max_total_tokens=min(len(prompt) + options.max_tokens, max_model_len),
-        eos_token_ids=(EOS,),
-        detokenizer=Detokenizer(_tokenizer(), options) if with_text else None,
+        eos_token_ids=(eos,),
+        detokenizer=Detokenizer(tokenizer or _tokenizer(), options) if with_text else None,
     )
 
 
@@ -222,6 +238,66 @@ def test_what_streams_adds_up_to_the_output(text: str, data: st.DataObject) -> N
     assert [one.finish_reason for one in told] == [None] * (len(told) - 1) + [output.finish_reason]
     assert told[-1].stop_reason == output.stop_reason
     assert told[-1].cumulative_logprob == output.cumulative_logprob
+
+
+BYTES = [*range(256, 265), *"東京 €\n".encode(), 0xE6, 0x9D, 0x80, 0x20]
+
+
+@pytest.mark.parametrize("name", ["bytes", "byte-level"])
+@given(st.data())
+def test_the_stream_is_what_the_whole_text_says_wherever_it_ends(name: str, data: st.DataObject) -> None:
+    tokenizer, known = (_byte_fallback(), BYTES) if name == "bytes" else (_tokenizer(), [*_encode(EMOJI), 0, 2])
+    tokens = data.draw(st.lists(st.sampled_from(known), min_size=1, max_size=20))
+    pieces = data.draw(st.lists(st.integers(1, 3), min_size=len(tokens), max_size=len(tokens)))
+    skip_special_tokens = data.draw(st.booleans())
+    # The second stop string never comes; that there is one changes when tokens are decoded.
+    for stop in ((), ("never there",)):
+        options = {"tokenizer": tokenizer, "eos": -1, "stop": stop, "skip_special_tokens": skip_special_tokens}
+        sequence, told = _streamed(tokens, pieces, **options)
+        whole = tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+        assert "".join(one.text for one in told) == sequence.output().read().text == whole
+
+
+def test_a_stop_string_of_byte_tokens_ends_the_text_at_its_last_byte() -> None:
+    tokens = [257, *"\n東京".encode(), 258, 258]
+    for stop, num_tokens, text in (("\n", 2, "the"), ("京", 8, "the\n東"), ("東京", 8, "the\n"), ("京a", 9, "the\n東")):
+        sequence = _sequence(tokenizer=_byte_fallback(), eos=-1, stop=[stop])
+        assert sequence.commit(tokens) == num_tokens
+        assert sequence.output().read().text == text
+
+
+def test_a_long_run_of_byte_tokens_costs_no_more_than_its_length() -> None:
+    for stop in ((), ("end",)):
+        sequence = _sequence(tokenizer=_byte_fallback(), eos=-1, stop=stop, max_tokens=20_000, max_model_len=30_000)
+        started = time.thread_time()
+        for _ in range(10_000):
+            sequence.commit([ord("\n")])
+            new = sequence.take_new_output()
+            assert new is not None
+            new.read()
+        assert time.thread_time() - started < 2.0
+
+
+@pytest.mark.parametrize("stop", [(), ("never there",)])
+@pytest.mark.parametrize("include", [False, True])
+def test_the_text_of_the_token_that_ends_a_sequence_is_dropped_unless_asked_for(
+    stop: tuple[str, ...], include: bool
+) -> None:
+    words, (end,) = _encode("some words"), _encode("!")
+    for params in ({"stop_token_ids": [end]}, {"eos": end}):
+        options = {"stop": stop, "include_stop_str_in_output": include} | params
+        for pieces in ([1] * 20, [20]):
+            sequence, told = _streamed([*words, end, *words], pieces, **options)
+            output = sequence.output().read()
+            assert output.token_ids == (*words, end)
+            assert "".join(one.text for one in told) == output.text == "some words" + "!" * include
+
+
+def test_a_token_that_would_complete_a_stop_string_ends_the_sequence_as_a_token() -> None:
+    words, (end,) = _encode("some words"), _encode("!")
+    sequence = _sequence(stop=["words!"], stop_token_ids=[end])
+    sequence.commit([*words, end])
+    assert (sequence.stop_reason, sequence.output().read().text) == (end, "some words")
 
 
 def test_text_comes_as_soon_as_it_is_certain() -> None:
