@@ -100,9 +100,11 @@ class Detokenizer:
             return
         shown = self._decode(self._token_ids[self._window : self._num_shown])
         grown = self._decode(self._token_ids[self._window : self._num_grown])
-        new = grown[len(shown) :]
-        if len(new) > len(self._tail) and not new.endswith("\N{REPLACEMENT CHARACTER}"):
-            self._text, self._tail = self._text + new, ""
+        is_skipped = bool(self._tail or self._bytes) and grown == self._decode(
+            self._token_ids[self._window : self._num_grown - 1]
+        )  # such a token does not end a run of byte tokens
+        if len(grown) > len(shown) and not is_skipped and not grown.endswith("\N{REPLACEMENT CHARACTER}"):
+            self._text, self._tail = self._text + grown[len(shown) :], ""
             self._bytes.clear()
             self._window, self._num_shown = self._num_shown, self._num_grown
 
