@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
 import re
 import signal
@@ -15,6 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+from tqdm import tqdm
+from transformers import GenerationConfig
 
 from rayspec import LLM, SamplingParams, demo
 from rayspec.decode.engine_loop import EngineDeadError
@@ -49,6 +52,68 @@ def llm() -> Iterator[LLM]:
 def _messages(count: int) -> list[list[dict[str, str]]]:
     documents = demo.sample_documents(count, num_sentences=6, seed=21)
     return [[{"role": "user", "content": document.text}] for document in documents]
+
+
+def test_arguments_have_the_names_and_places_of_vllm(llm: LLM) -> None:
+    conversation = _messages(1)[0]
+    (expected,) = _tokens(llm.generate("Report", SHORT))
+    assert _tokens(llm.generate(prompts="Report", sampling_params=SHORT, use_tqdm=False, lora_request=None)) == [
+        expected
+    ]
+    (answer,) = llm.chat(conversation, SHORT)
+    again = llm.chat(
+        messages=conversation, sampling_params=SHORT, use_tqdm=False, add_generation_prompt=True, tools=None
+    )
+    assert _tokens([answer]) == _tokens(again) == _tokens(llm.chat(conversation, SHORT, False))
+    (without,) = llm.chat(conversation, SHORT, add_generation_prompt=False)
+    prompt = llm.tokenizer.apply_chat_template(conversation, add_generation_prompt=False, return_dict=True)["input_ids"]
+    assert list(without.prompt_token_ids) == prompt != list(answer.prompt_token_ids)
+
+
+def test_a_progress_bar_may_be_the_callers_own(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    bars: list[tqdm[Any]] = []
+
+    def bar(**options: Any) -> tqdm[Any]:
+        bars.append(tqdm(file=io.StringIO(), **options))
+        return bars[0]
+
+    llm.generate(["one", "", "three"], SHORT, use_tqdm=bar)
+    assert [(bar.n, bar.total) for bar in bars] == [(3, 3)]
+    llm.generate(["one"], SHORT)
+    assert capsys.readouterr() == ("", "")  # no terminal
+
+
+def test_no_limit_of_tokens_is_the_end_of_the_context(llm: LLM) -> None:
+    prompt = {"prompt_token_ids": [30] * 1000}
+    (output,) = llm.generate(prompt, GREEDY.replace(max_tokens=None, ignore_eos=True))
+    assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (24, "length")
+
+
+def test_temperatures_have_no_upper_limit(llm: LLM) -> None:
+    hot, warm = (SHORT.replace(temperature=temperature, seed=1) for temperature in (50.0, 0.01))
+    assert _tokens(llm.generate("Report", hot)) != _tokens(llm.generate("Report", warm))
+
+
+@pytest.mark.parametrize("speculation", [{"strategy": "ar"}, STATIC | {"skip": [1, 4]}, {"strategy": "auto"}])
+def test_a_checkpoint_is_run_with_its_generation_config(speculation: dict[str, Any], tmp_path: Path) -> None:
+    model = build("llama")
+    model.generation_config = GenerationConfig(
+        pad_token_id=0, repetition_penalty=1.3, no_repeat_ngram_size=4, max_new_tokens=30, suppress_tokens=[17, 40]
+    )
+    model.save_pretrained(tmp_path)
+    prompt = [5, 9, 7] * 5
+    options: dict[str, Any] = OPTIONS | {"tokenizer": demo.tokenizer_path(), "speculation": speculation}
+    mask = torch.ones(1, len(prompt), dtype=torch.int64)
+    expected = model.generate(torch.tensor([prompt]), attention_mask=mask, do_sample=False)[0, len(prompt) :].tolist()
+    with LLM(str(tmp_path), **options) as one:
+        asked = {"prompt_token_ids": prompt}
+        greedy_params = one.default_sampling_params.replace(temperature=0)
+        assert list(one.generate(asked, greedy_params)[0].outputs[0].token_ids) == expected
+        assert [len(output.outputs[0].token_ids) for output in one.generate(asked)] == [30]
+        assert one.config.generation_config == "auto"
+    with LLM(str(tmp_path), generation_config="none", **options) as one:
+        assert one.default_sampling_params == SamplingParams()
+        assert list(one.generate(asked, greedy_params)[0].outputs[0].token_ids) != expected
 
 
 def test_chat_answers_as_generate_of_transformers_does(llm: LLM) -> None:
@@ -437,6 +502,9 @@ def test_messages_mean_what_they_mean_at_the_endpoint(llm: LLM) -> None:
         (lambda llm: llm.generate(None), "prompts is None: give a text"),
         (lambda llm: llm.generate(b"text"), "prompts is b'text': give a text"),
         (lambda llm: llm.generate("a", {"max_tokens": 5}), r"params has {'max_tokens': 5}: give SamplingParams\("),
+        (lambda llm: llm.generate("a", params=SHORT), "argument 'params' is called 'sampling_params', as in vLLM"),
+        (lambda llm: llm.chat(_messages(1)[0], tools=[{}]), r"argument 'tools' is \[\{\}\], which is not supported"),
+        (lambda llm: llm.generate("a", lora_reqest=None), "unknown argument 'lora_reqest'"),
         (lambda llm: llm.generate("a", 5), r"params has 5: give SamplingParams\("),
         (lambda llm: llm.generate(["a", "b"], [GREEDY, None]), r"params has None: give SamplingParams\("),
         (lambda llm: llm.chat("hi"), "messages is 'hi': give a list"),
