@@ -140,7 +140,7 @@ def test_limit_stops_early(run: Run, tmp_path: Path) -> None:
         (["-o", "out.jsonl", *FAST, "--strategy", "knapspac"], "did you mean 'knapspec'?"),
         (["-o", "out.jsonl", *FAST, "--set", "speculation.gat=1"], "unknown option 'gat'; did you mean 'gate'?"),
         (["-o", "out.jsonl", *FAST, "--max-num-seqs", "0"], "error: option 'max_num_seqs' is 0"),
-        (["-o", "out.jsonl", *FAST, "--temperature", "9"], "error: option 'temperature' is 9.0"),
+        (["-o", "out.jsonl", *FAST, "--temperature", "-9"], "error: option 'temperature' is -9.0"),
         (["-o", "out.jsonl", *PLAIN, "--prompt", "Sum up"], "error: option 'prompt' is 'Sum up': it must hold {text}"),
         (["-o", "out.jsonl", *PLAIN, "--max-model-len", "99999"], "error: option 'max_model_len' is 99999"),
         (["-o", "out.jsonl", *FAST, "--modle", "x"], "No such option: --modle"),
