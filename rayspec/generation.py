@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from pydantic import Field
 
 from rayspec.config import SamplingParams
 
-TokenSequence = tuple[int, ...]
+TokenSequence = Annotated[tuple[int, ...], Field(min_length=1)]
 
 
 class DecodingParams(SamplingParams):
@@ -34,7 +35,7 @@ class DecodingParams(SamplingParams):
     bad_words_ids: tuple[TokenSequence, ...] = ()
     sequence_bias: tuple[tuple[TokenSequence, float], ...] = ()
     forced_bos_token_id: int | None = None
-    forced_eos_token_id: TokenSequence = ()
+    forced_eos_token_id: tuple[int, ...] = ()
 
     @property
     def greedy(self) -> bool:
