@@ -196,7 +196,7 @@ def _add_biases(scores: Tensor, rows: Sequence[LogitRow]) -> None:
         [(at, token) for at, each in enumerate(found) for token, _ in each],
         scores.device,
     )
-    more = torch.tensor([bias for each in found for _, bias in each], dtype=torch.float32).to(scores.device)
+    more = _column([bias for each in found for _, bias in each], scores).squeeze(1)
     scores.index_put_(where, torch.cat([*(row.history.biases for row in rows), more]), accumulate=True)
 
 
