@@ -455,6 +455,13 @@ def test_options_that_cannot_work_are_refused_at_once(options: dict[str, Any], c
         long_documents(RecordingEngine(), **options)
 
 
+def test_parts_need_a_number_of_output_tokens() -> None:
+    endless = GREEDY.replace(max_tokens=None)
+    with pytest.raises(ConfigError, match=r"'max_tokens' is null.*give a number"):
+        long_documents(RecordingEngine(), params=endless, mode="map-reduce")
+    long_documents(RecordingEngine(), params=endless, mode="truncate")
+
+
 def test_parts_need_a_tokenizer_that_knows_where_its_tokens_are() -> None:
     class Slow:
         is_fast, chat_template = False, None

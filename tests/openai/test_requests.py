@@ -87,6 +87,13 @@ def test_of_both_limits_the_newer_name_counts() -> None:
     assert params_of(CHAT | {"max_tokens": 3, "max_completion_tokens": 7}).max_tokens == 7
 
 
+def test_a_chat_without_a_limit_has_the_checkpoints() -> None:
+    for default, expected in ((None, 90), (70, 70), (200, 90)):
+        assert ChatRequest.parse(CHAT).sampling_params(10, 100, default).max_tokens == expected
+        assert ChatRequest.parse(CHAT | {"max_tokens": 80}).sampling_params(10, 100, default).max_tokens == 80
+    assert CompletionRequest.parse(TEXT).sampling_params(10, 100, 70).max_tokens == 16
+
+
 def test_the_output_must_fit_the_context() -> None:
     assert params_of(CHAT | {"max_tokens": 90}).max_tokens == 90
     assert params_of(TEXT, prompt=95).max_tokens == 5
