@@ -26,7 +26,7 @@ def admitted_tokens(
     if len(token_ids) >= max_model_len:
         raise PromptTooLongError(
             f"the prompt has {len(token_ids)} tokens, max_model_len is {max_model_len} with the output: "
-            "shorten or split it, or raise max_model_len"
+            "shorten or split it, or raise max_model_len if it is below the model's own limit"
         )
     foreign = [token for token in token_ids if not 0 <= token < vocab_size]
     if foreign:

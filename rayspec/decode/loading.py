@@ -14,7 +14,7 @@ from rayspec.choices import Choice, Weights, keys_of
 from rayspec.config import EngineConfig
 from rayspec.decode.scheduler import Scheduler
 from rayspec.decode.windowed_pages import WindowedPages
-from rayspec.model.architecture import Decomposition, max_positions
+from rayspec.model.architecture import Decomposition, max_positions, why_context_ends
 from rayspec.model.buckets import MAX_TREE_ROWS, decode_and_verify_buckets, padded_rows, padded_sequences
 from rayspec.model.cuda.graphs import CudaDriver, can_switch_nodes
 from rayspec.model.cuda.trial import has_operators
@@ -24,7 +24,7 @@ from rayspec.model.offload import OffloadedWeights, offload
 from rayspec.model.row_counts import FIXED, SINGLE_ROWS, RowCounts, has_experts, independent_row_counts
 from rayspec.model.sizes import quantised_bytes
 from rayspec.model.static_rows import STATIC_KEYS, StepBuffers
-from rayspec.model.static_step import StaticStep
+from rayspec.model.static_step import StaticStep, require_same_attention
 from rayspec.model.weights import load_model, num_layers, resolve_device
 from rayspec.types import CheckpointError, ConfigError
 
@@ -189,10 +189,16 @@ def make_scheduler(config: EngineConfig, size: CacheSize, *, window: int | None,
 
 
 def make_buffers(config: EngineConfig, parts: Decomposition, arena: KVArena, max_model_len: int) -> StepBuffers | None:
-    """Make buffers for passes with static shapes. Return None if the device lacks the operators for them, and in
-    deterministic mode, which has its own shapes."""
+    """Make buffers for passes with static shapes. Return None if the device lacks the operators for them, if a check
+    shows that they compute something else (with a warning), and in deterministic mode, which has its own shapes."""
     if not _has_buffers(config, parts):
         return None
+    if config.parallel is None or config.parallel.tensor == 1:  # ranks would have to decide together
+        try:
+            require_same_attention(parts)
+        except ValueError as error:
+            logger.warning("passes have no static buffers, and so no CUDA graphs: %s", error)
+            return None
     return StepBuffers(
         arena,
         max_rows=padded_rows(config.max_num_batched_tokens + config.max_num_seqs * (MAX_TREE_ROWS + 1)),
@@ -205,7 +211,9 @@ def make_buffers(config: EngineConfig, parts: Decomposition, arena: KVArena, max
 
 
 def _has_buffers(config: EngineConfig, parts: Decomposition) -> bool:
-    return not config.deterministic and has_kernels(config, parts.device)
+    """The operators for attention need keys and values of one size."""
+    has_one_size = all(shape.key_dim == shape.value_dim for shape in parts.shapes.values())
+    return not config.deterministic and has_one_size and has_kernels(config, parts.device)
 
 
 def make_graphs(config: EngineConfig, parts: Decomposition, buffers: StepBuffers | None) -> StepGraphs | None:
@@ -234,12 +242,15 @@ def warm_up(config: EngineConfig, graphs: StepGraphs | None) -> None:
 
 
 def resolve_max_model_len(config: EngineConfig, model: PretrainedConfig) -> int:
-    """Return `config.max_model_len`, or by default the model's own limit. Raises ConfigError above that limit."""
+    """Return `config.max_model_len`, or by default the model's own limit. Raises ConfigError above that limit. Logs a
+    limit that is below the model's `max_position_embeddings`."""
     limit = max_positions(model)
     if config.max_model_len is None:
+        if limit is not None and limit < getattr(model, "max_position_embeddings", limit):
+            logger.warning("max_model_len is %d: %s", limit, why_context_ends(model))
         return limit or _DEFAULT_MODEL_LEN
     if limit is not None and config.max_model_len > limit:
-        raise ConfigError(f"option 'max_model_len' is {config.max_model_len}, the model ends at {limit}: lower it")
+        raise ConfigError(f"option 'max_model_len' is {config.max_model_len}, {why_context_ends(model)}: lower it")
     return config.max_model_len
 
 

@@ -20,6 +20,7 @@ from rayspec.decode.rounds import Result, Work, script
 from rayspec.decode.runner import Runner
 from rayspec.decode.scheduler import Move
 from rayspec.decode.stopwatch import Stopwatch
+from rayspec.model.load_check import lack_of_memory
 from rayspec.model.rows import RowSpan
 from rayspec.model.threads import on_device
 from rayspec.types import OutOfMemoryError, RayspecError
@@ -99,9 +100,9 @@ def done(work: Callable[[], T]) -> Future[T]:
 
 def out_of_memory(error: RuntimeError) -> OutOfMemoryError:
     """Return `error` as an OutOfMemoryError. Raise `error` again if it is not about memory."""
-    if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+    reason = lack_of_memory(error)
+    if reason is None:
         raise error
-    reason = str(error).splitlines()[0]
     return OutOfMemoryError(f"{reason}: lower max_num_batched_tokens, max_num_seqs or kv_cache_tokens")
 
 

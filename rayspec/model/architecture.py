@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rayspec.model.attention import IMPLEMENTATION, PackedRows, Rows, pack
-from rayspec.model.kv_arena import KVArena, LayerShape
-from rayspec.model.rows import RowSpan, one_run
+from rayspec.model.attention import IMPLEMENTATION, PackedRows, Rows
+from rayspec.model.kv_arena import LayerShape
+from rayspec.model.load_check import (
+    LONGEST_MASK,
+    CheckRows,
+    CheckSequence,
+    RecordedCalls,
+    TransformersLayers,
+    boundaries,
+    lack_of_memory,
+    likeness,
+    require_finite,
+    sequences,
+)
 from rayspec.model.sublayers import Sublayer, run
 from rayspec.types import CheckpointError, UnsupportedModelError
 
 _NUM_CHECK_TOKENS = 10
+_LEAST_SCALE = 1e-6
 _RESCALED_ROPE = ("dynamic", "longrope")
 MLP_NAMES = ("mlp", "block_sparse_moe", "feed_forward")
 
@@ -142,14 +154,21 @@ def decompose(model: PreTrainedModel, *, layers: range | None = None) -> Decompo
         trunk, all_layers = trunk_and_layers(model)
         own = {number: all_layers[number] for number in (range(len(all_layers)) if layers is None else layers)}
         layout = _matching_layout(next(iter(own.values())), config)
-        parts = _assemble(model, trunk, own, layout)
-        _check_layers(model, own, parts)
+        numbers = _distinct_layers(own, config)
+        parts = _with_shapes(model, _assemble(model, trunk, own, layout), numbers)
+        _check_layers(model, trunk, parts, list(numbers))
+        _check_masks(model, trunk, parts, list(numbers))
         _check_ends(model, trunk, parts)
     except UnsupportedModelError:
         config._attn_implementation = before
         raise
     except (AttributeError, TypeError, KeyError, RuntimeError, ValueError) as error:
         config._attn_implementation = before
+        if (shortage := lack_of_memory(error)) is not None:
+            raise CheckpointError(
+                f"too little memory is left to check the loaded model ({shortage}): free memory, or set option 'dtype' "
+                "or 'offload'"
+            ) from error
         raise UnsupportedModelError(
             f"{config.model_type}: the decoder does not run sublayer by sublayer: {error}"
         ) from error
@@ -175,13 +194,29 @@ def _hiding(window: int | None, config: PretrainedConfig) -> int | None:
 
 def max_positions(config: PretrainedConfig) -> int | None:
     """Return the longest context whose rotary embedding is independent of the rest of the batch; None if unknown."""
+    changes = rope_change(config)
+    return changes[1] if changes else getattr(config, "max_position_embeddings", None)
+
+
+def rope_change(config: PretrainedConfig) -> tuple[str, int] | None:
+    """Return the type of a rotary embedding that changes with the length of the batch, and the length up to which it
+    does not; None for other embeddings."""
     rope = getattr(config, "rope_parameters", None) or {}
     for parameters in rope.values() if all(isinstance(v, dict) for v in rope.values()) else [rope]:
         if isinstance(parameters, dict) and parameters.get("rope_type") in _RESCALED_ROPE:
             original = parameters.get("original_max_position_embeddings")
             limit: int = original or getattr(config, "original_max_position_embeddings", config.max_position_embeddings)
-            return limit
-    return getattr(config, "max_position_embeddings", None)
+            return parameters["rope_type"], limit
+    return None
+
+
+def why_context_ends(config: PretrainedConfig) -> str:
+    """Say in words why `max_positions` is the longest context."""
+    change = rope_change(config)
+    if change is None:
+        return f"the model ends at {max_positions(config)}"
+    kind, limit = change
+    return f"beyond {limit} tokens the model's rotary embedding ({kind}) changes with the length of the whole batch"
 
 
 def _require_croppable_attention(config: PretrainedConfig) -> None:
@@ -207,15 +242,6 @@ def trunk_and_layers(model: PreTrainedModel) -> tuple[Any, nn.ModuleList]:
             f"{model.config.model_type}: no list of decoder layers with a rotary embedding and a final norm"
         )
     return trunk, layers
-
-
-def _layer_shapes(layers: Iterable[Any], config: PretrainedConfig) -> dict[int, LayerShape]:
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    shapes = {}
-    for layer in layers:
-        dim = int(layer.self_attn.head_dim)
-        shapes[int(layer.self_attn.layer_idx)] = LayerShape(heads, dim, dim)
-    return shapes
 
 
 def _matching_layout(layer: nn.Module, config: PretrainedConfig) -> NormLayout:
@@ -259,30 +285,82 @@ def _assemble(model: PreTrainedModel, trunk: Any, layers: Mapping[int, Any], lay
         lm_head=model.get_output_embeddings() if is_last else None,  # type: ignore[no-untyped-call]
         logit_scale=float(getattr(config, "logit_scale", 1.0)) / float(getattr(config, "logits_scaling", 1.0)),
         logit_softcap=getattr(config, "final_logit_softcapping", None),
-        shapes=_layer_shapes(layers.values(), config),
+        shapes={},
     )
 
 
-def _check_layers(model: PreTrainedModel, layers: Mapping[int, Any], parts: Decomposition) -> None:
-    """Require that each kind of layer equals its two sublayers, attention included, on random hidden states."""
-    device = parts.device
-    arena = KVArena(parts.shapes, _NUM_CHECK_TOKENS, dtype=parts.dtype, device=device)
+def _with_shapes(model: PreTrainedModel, parts: Decomposition, numbers: Mapping[int, Sequence[int]]) -> Decomposition:
+    """Return the parts with the shapes of keys and values that the layers pass to their attention calls. numbers: see
+    `_distinct_layers`."""
     hidden = random_hidden(parts)
-    for number in _distinct_layers(layers, model.config):
-        rows = pack(arena, [RowSpan(one_run(0, _NUM_CHECK_TOKENS), 0, _NUM_CHECK_TOKENS)], device=device)
+    shapes: dict[int, LayerShape] = {}
+    for number, alike in numbers.items():
+        rows = RecordedCalls(torch.arange(hidden.shape[1], device=parts.device))
         parts.rotate(hidden, rows)
-        attention, mlp = (sublayer for sublayer in parts.sublayers if sublayer.layer == number)
-        with _attention_implementation(model, "eager"):
-            expected = layers[number](
-                hidden_states=hidden,
-                position_embeddings=rows.rope[attention.layer_type],
-                position_ids=rows.positions[None],
-                attention_mask=_causal_mask(hidden, parts.windows.get(number)),
-            )
         with _attention_implementation(model, IMPLEMENTATION):
-            actual = run((attention, mlp), hidden, rows)
-        _require_window(rows, parts.windows.get(number), model.config)
-        _require_equal(expected, actual, f"{model.config.model_type}: layer {number} is not attention, then MLP")
+            run([one for one in parts.sublayers if one.layer == number and one.kind == "attention"], hidden, rows)
+        sizes = {(call.key_dim, call.value_dim) for call in rows.calls}
+        if len(sizes) != 1:
+            raise UnsupportedModelError(
+                f"{model.config.model_type}: layer {number} calls attention with {len(sizes)} sizes of heads, not one"
+            )
+        shape = LayerShape(sum(call.num_heads for call in rows.calls), *sizes.pop())
+        shapes |= dict.fromkeys(alike, shape)
+    return replace(parts, shapes={number: shapes[number] for number in sorted(shapes)})
+
+
+def _check_layers(model: PreTrainedModel, trunk: Any, parts: Decomposition, numbers: Sequence[int]) -> None:
+    """Require that each of these layers is its two sublayers, one after the other, in all rows of a check.
+
+    The MLP gets the states that the layer itself has after attention, in calls of the same shape: a router of experts
+    would turn a difference in rounding into another expert.
+    """
+    rows = check_rows(parts, with_chunks=True)
+    pairs = {number: [one for one in parts.sublayers if one.layer == number] for number in numbers}
+    between = {number: mlp.block if mlp.pre_norm is None else mlp.pre_norm for number, (_, mlp) in pairs.items()}
+    with _attention_implementation(model, "eager"):
+        entering, found = TransformersLayers(trunk, numbers).states(rows, between)
+    inputs = rows.in_passes(entering)
+    for number, (attention, mlp) in pairs.items():
+        message = f"{model.config.model_type}: layer {number} is not attention, then MLP"
+        for each in rows.passes:
+            each.looks.clear()  # they tell the windows of this layer
+        with _attention_implementation(model, IMPLEMENTATION):
+            actual = rows.outputs(number, attention, hidden=inputs)
+        _require_window(rows.passes[0], parts.windows.get(number), model.config)
+        _require_equal(torch.cat(rows.in_passes(found[number].after_attention), 1), actual, message)
+        for before, after in found[number].mlp_calls:
+            _require_equal(after, mlp(before.flatten(0, 1)[None], rows.passes[0]).view_as(after), message)
+
+
+def _check_masks(model: PreTrainedModel, trunk: Any, parts: Decomposition, numbers: Sequence[int]) -> None:
+    """Require that transformers' masks hide no other keys than packed attention does, around every length that the
+    config names."""
+    lengths = boundaries(model.config, max_positions(model.config))
+    layers = TransformersLayers(trunk, numbers)
+    for length in lengths:
+        context = max(0, min(length - _NUM_CHECK_TOKENS // 2, lengths[-1] - _NUM_CHECK_TOKENS))
+        if context > LONGEST_MASK:
+            break
+        hidden = random_hidden(parts)
+        with _attention_implementation(model, "eager"):
+            masks = layers.mask(context, hidden)
+        for number, mask in masks.items():
+            if mask is None or not _hides(mask, context, parts.windows.get(number)):
+                raise UnsupportedModelError(
+                    f"{model.config.model_type}: from token {context} on, the mask of layer {number} hides other keys "
+                    f"than the layer's sliding window, which is {parts.windows.get(number)}"
+                )
+
+
+def _hides(mask: Tensor, context: int, window: int | None) -> bool:
+    """Return whether the mask, as `TransformersLayers.mask` has it, shows the keys of the window and no other key."""
+    num_rows, num_keys = mask.shape
+    rows = torch.arange(context, context + num_rows, device=mask.device)[:, None]
+    keys = torch.arange(context + num_rows - num_keys, context + num_rows, device=mask.device)
+    lowest = rows - window if window else torch.full_like(rows, -1)
+    is_complete = bool((lowest + 1).clamp(min=0).min() >= keys[0])
+    return is_complete and torch.equal(mask, (keys <= rows) & (keys > lowest))
 
 
 def _require_window(rows: PackedRows, window: int | None, config: PretrainedConfig) -> None:
@@ -328,32 +406,38 @@ def random_hidden(parts: Decomposition) -> Tensor:
     return hidden.to(parts.device, parts.dtype)
 
 
-def _distinct_layers(layers: Mapping[int, Any], config: PretrainedConfig) -> list[int]:
+def check_rows(parts: Decomposition, *, with_chunks: bool, dtype: torch.dtype | None = None) -> CheckRows:
+    """Return the rows on which computations of the parts' sublayers are compared. with_chunks: see `sequences`. dtype:
+    of the rows, by default that of the parts."""
+    lengths = boundaries(parts.config, max_positions(parts.config))
+    return rows_of(parts, sequences(lengths, with_chunks=with_chunks), dtype=dtype)
+
+
+def rows_of(parts: Decomposition, chosen: Sequence[CheckSequence], *, dtype: torch.dtype | None = None) -> CheckRows:
+    """Return the rows of these sequences in a cache of the parts' layers."""
+    return CheckRows(
+        chosen,
+        parts.shapes,
+        parts.rotate,
+        hidden_size=parts.config.hidden_size,
+        dtype=dtype or parts.dtype,
+        device=parts.device,
+    )
+
+
+def _distinct_layers(layers: Mapping[int, Any], config: PretrainedConfig) -> dict[int, list[int]]:
+    """Return the first layer of each kind, with all layers of the kind: they differ in their weights only."""
     types: Sequence[str] | None = getattr(config, "layer_types", None)
-    first: dict[tuple[Any, ...], int] = {}
+    kinds: dict[tuple[Any, ...], list[int]] = {}
     for number, layer in layers.items():
-        parts = tuple(type(module).__name__ for module in layer.children())
-        first.setdefault((type(layer), types[number] if types else "", parts), number)
-    return list(first.values())
-
-
-def _causal_mask(hidden: Tensor, window: int | None) -> Tensor:
-    """Return the mask [1, 1, N, N]: 0 where a token sees a key, and the dtype's minimum elsewhere."""
-    positions = torch.arange(hidden.shape[1], device=hidden.device)
-    seen = positions[None] <= positions[:, None]
-    if window:
-        seen &= positions[None] > positions[:, None] - window
-    mask = torch.zeros(seen.shape, dtype=hidden.dtype, device=hidden.device)
-    return mask.masked_fill(~seen, torch.finfo(hidden.dtype).min)[None, None]
+        kinds.setdefault((types[number] if types else "", likeness(layer)), []).append(number)
+    return {alike[0]: alike for alike in kinds.values()}
 
 
 def _require_equal(expected: Tensor, actual: Tensor, message: str) -> None:
-    if not bool(expected.isfinite().all()):
-        raise CheckpointError(
-            f"the model computes NaN or infinity on plain input in {expected.dtype}: "
-            "its weights are damaged, or overflow; try bfloat16 or float32"
-        )
-    scale = expected.float().abs().max().clamp(min=1.0)
+    """Raise UnsupportedModelError if the results differ by more than rounding."""
+    require_finite(expected)
+    scale = expected.float().abs().max().clamp(min=_LEAST_SCALE)
     difference = float((expected.float() - actual.float()).abs().max() / scale)
     if not difference <= rounding_tolerance(expected.dtype):
         raise UnsupportedModelError(f"{message} (largest difference {difference:.1e}): speculation is off for it")

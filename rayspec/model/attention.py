@@ -150,12 +150,28 @@ class Rows(Protocol):
     def seeing(self, keys: Keys) -> Rows:
         """Return the same rows, but reading only these keys. They write the same keys and values as before."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
-        """Write keys [H_kv, N, D] and values [H_kv, N, D_v] of the rows to the cache. Return the attention of the
-        queries [H, N, D] over the keys that each row sees: [N, H, D_v]."""
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind, *, first_head: int = 0
+    ) -> Tensor:
+        """Write keys [H_kv, N, D] and values [H_kv, N, D_v] of the rows to the cache, as the layer's key heads from
+        `first_head` on. Return the attention of the queries [H, N, D] over the keys that each row sees: [N, H, D_v]."""
 
     def attend_projected(self, heads: Heads, projected: Tensor) -> Tensor:
         """Split and rotate projected queries, keys and values, [N, (H + 2 * H_kv) * D], then do as `attend`."""
+
+
+@dataclass(slots=True)
+class AttentionCalls:
+    """The attention calls of one forward of an attention block. Each call has key heads of its own in the layer's
+    store, because a block may call attention several times with different keys or values (DiffLlama)."""
+
+    rows: Rows
+    first_head: int = 0
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
+        """Do as `Rows.attend`, with the key heads after those of the earlier calls."""
+        first, self.first_head = self.first_head, self.first_head + len(key)
+        return self.rows.attend(layer, query, key, value, kind, first_head=first)
 
 
 @dataclass(slots=True)
@@ -192,16 +208,18 @@ class PackedRows:
     def seeing(self, keys: Keys) -> PackedRows:
         return self if keys == self.keys else replace(self, keys=keys)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind, *, first_head: int = 0
+    ) -> Tensor:
         if self.windowed is not None and layer in self.arena.windowed_layers:
-            return self.windowed.seeing(self.keys).attend(layer, query, key, value, kind)
-        cached = (self.arena.keys[layer], self.arena.values[layer])
+            return self.windowed.seeing(self.keys).attend(layer, query, key, value, kind, first_head=first_head)
+        cached = self.arena.heads(layer, first_head, len(key))
         attention = _Attention(rows=self, layer=layer, query=query, own=(key, value), cached=cached, kind=kind)
         if self.slots is None:
             return attention.of_branches()
-        self.arena.write(layer, self.slots, key, value)
-        if self.scores_pages and self.arena.looked_at is not None:
-            self._note_pages(layer, query, kind)
+        self.arena.write(layer, self.slots, key, value, first_head=first_head)
+        if self.scores_pages and self.arena.looked_at is not None and first_head == 0:
+            self._note_pages(layer, query, cached[0], kind)
         return attention.of_rows()
 
     def attend_projected(self, heads: Heads, projected: Tensor) -> Tensor:
@@ -211,14 +229,14 @@ class PackedRows:
     def in_place(self) -> bool:
         return False
 
-    def _note_pages(self, layer: int, query: Tensor, kind: AttentionKind) -> None:
+    def _note_pages(self, layer: int, query: Tensor, keys: Tensor, kind: AttentionKind) -> None:
         window = kind.sliding_window
         if window not in self.newest:
             budget = self.arena.budgets.pages
             self.newest[window] = newest_rows(budget, self.spans, self.paths, window, query.device)
         newest = self.newest[window]
         if newest is not None:
-            note_pages(self.arena, layer, newest, query, scaling=kind.scaling, softcap=kind.softcap)
+            note_pages(self.arena, layer, newest, query, keys, scaling=kind.scaling, softcap=kind.softcap)
 
 
 def pack(
@@ -288,7 +306,7 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    packed: Rows,
+    packed: AttentionCalls,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,

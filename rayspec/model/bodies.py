@@ -13,7 +13,7 @@ import copy
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -21,22 +21,20 @@ import torch
 from torch import Tensor, nn
 
 from rayspec.choices import Keys, Weights
-from rayspec.model.architecture import Decomposition, random_hidden, rounding_tolerance
-from rayspec.model.attention import AttentionKind, Heads, Rows, pack
+from rayspec.model.architecture import Decomposition, check_rows, rounding_tolerance, rows_of
+from rayspec.model.attention import AttentionKind, Heads, Rows
 from rayspec.model.cuda.operations import gated
 from rayspec.model.cuda.trial import has_operators
-from rayspec.model.kv_arena import KVArena
+from rayspec.model.load_check import CheckRows, CheckSequence, lack_of_memory, likeness
 from rayspec.model.matrices import LinearMap, Matrix, empty_linears, has_blocked_layout, is_plain, is_plain_or_share
 from rayspec.model.norms import Norm, as_operator
 from rayspec.model.offload import Fetch
 from rayspec.model.quantised import QUANTISED
-from rayspec.model.rows import RowSpan, one_run
 from rayspec.model.sublayers import Body, Sublayer
 
 logger = logging.getLogger(__name__)
 
-# Checks scale the residual down, so that it hides no error. A block's output stays large: its input is normalised.
-_CHECK_SCALE = 1e-2
+_NUM_MLP_ROWS = 10
 _QUERY_KEY_VALUE = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
 _GATE_UP = (("gate_proj", "up_proj"), ("gate_up_proj",))
 _FIRST = {"attention": _QUERY_KEY_VALUE, "mlp": _GATE_UP}
@@ -131,8 +129,7 @@ def fuse(
         shop.resident(sublayer) if sublayer.index in apart_from else shop.fused(sublayer)
         for sublayer in parts.sublayers
     )
-    num_fused = sum(sublayer.body is not None for sublayer in sublayers)
-    logger.info("%d of %d sublayers have a fused body", num_fused, len(sublayers))
+    shop.report(len(sublayers))
     return replace(parts, sublayers=sublayers, lm_head=shop.head(parts), final_norm=shop.final_norm(parts))
 
 
@@ -143,7 +140,8 @@ def matrices_of(block: nn.Module, kind: Literal["attention", "mlp"]) -> tuple[li
     """
     names = next((each for each in _FIRST[kind] if all(hasattr(block, name) for name in each)), None)
     if names is None:
-        raise AttributeError(f"{type(block).__name__} has none of {_FIRST[kind]}")
+        known = " or ".join(" + ".join(each) for each in _FIRST[kind])
+        raise AttributeError(f"no {known}")
     return [getattr(block, name) for name in names], getattr(block, _LAST[kind])
 
 
@@ -158,48 +156,134 @@ def bytes_of_copies(parts: Decomposition) -> dict[Weights, int]:
     return sizes
 
 
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """One sublayer, and the rows on which its bodies are compared with its modules. kinds: by attention call of the
+    block, its parameters."""
+
+    layer: int
+    rows: CheckRows
+    expected: Tensor
+    kinds: Sequence[AttentionKind]
+
+    @classmethod
+    def of(cls, sublayer: Sublayer, rows: CheckRows) -> _Trial:
+        noting = [_NotingRows(each) for each in rows.passes]
+        expected = rows.outputs(sublayer.layer, sublayer, passes=noting)
+        return cls(sublayer.layer, rows, rows.branch(expected), noting[0].kinds)
+
+    def branch(self, body: Body) -> Tensor:
+        """Return the term that a body adds to the residual: float32 [1, N, hidden_size]."""
+        return self.rows.branch(self.rows.outputs(self.layer, body))
+
+    def require(self, body: Body) -> None:
+        """Raise ValueError if the body computes something else than the modules."""
+        difference = float((self.expected - self.branch(body)).abs().max() / self.expected.abs().max())
+        if not difference <= rounding_tolerance(self.rows.hidden[0].dtype):
+            raise ValueError(f"the fused computation differs by {difference:.1e} of the largest output")
+
+    def require_near(self, copied: Body, largest_error: float) -> None:
+        """Raise ValueError if the error of a quantised copy is larger, as a share of the norm of the output."""
+        error = float((self.branch(copied) - self.expected).norm() / self.expected.norm())
+        if not error <= largest_error:
+            raise ValueError(f"its error is {error:.3f} of the output")
+
+
 class _Workshop:
-    """Makes bodies and checks each on random hidden states, whose rows have no earlier context in the KV cache."""
+    """Makes bodies and checks each on the rows of a load check.
+
+    An attention block that is the first of its kind is checked with long chunks, the others with short ones. In a
+    narrower type than float32, rounding could hide a fault, so the first block of a kind is also checked in float32.
+    What an MLP computes does not depend on positions, so it has one pass of a few rows.
+    """
 
     def __init__(self, parts: Decomposition, use_operators: bool, quantised: Collection[Weights]) -> None:
         self._use_operators = use_operators
         self._quantised = quantised
-        self._hidden = random_hidden(parts) * _CHECK_SCALE
-        num_rows = self._hidden.shape[1]
-        arena = KVArena(parts.shapes, num_rows, dtype=parts.dtype, device=parts.device)
-        span = RowSpan(one_run(0, num_rows), 0, num_rows)
         self._shapes = parts.shapes
-        self._rows = _NotingRows(pack(arena, [span], device=parts.device))
-        parts.rotate(self._hidden, self._rows)
+        self._long, self._short = (check_rows(parts, with_chunks=each) for each in (True, False))
+        self._exact = (
+            self._long if parts.dtype == torch.float32 else check_rows(parts, with_chunks=True, dtype=torch.float32)
+        )
+        self._plain = rows_of(parts, [CheckSequence(0, (_NUM_MLP_ROWS,))])
+        self._seen: set[tuple[Any, ...]] = set()  # kinds of attention
+        self._faults: dict[tuple[Any, ...], ValueError | None] = {}  # of each kind of attention, in float32
+        self._failed: dict[str, dict[tuple[str, type[Exception]], tuple[str, list[int]]]] = {}
 
     def fused(self, sublayer: Sublayer) -> Sublayer:
-        expected = self._branch(sublayer)
+        trial = self._trial(sublayer)
         try:
-            body, linears = self._body(sublayer)
-            if self._computes(expected, body):
-                copies = self._copies(sublayer, body, linears, expected)
-                empty_linears(linears)
-                return replace(sublayer, body=body, quantised=copies)
+            body, linears = self._body(sublayer, trial)
+            trial.require(body)
+            self._require_exact(sublayer)
         except _MISFITS as misfit:
-            logger.debug("sublayer %d runs by its modules: %s", sublayer.index, misfit)
-        self._block_linears(sublayer, expected)
+            self._note("run by transformers' modules, which is slower", sublayer, misfit)
+        else:
+            copies = self._copies(sublayer, body, linears, trial)
+            empty_linears(linears)
+            return replace(sublayer, body=body, quantised=copies)
+        self._block_linears(sublayer, trial)
         return sublayer
 
     def resident(self, sublayer: Sublayer) -> Sublayer:
         """Return an offloaded sublayer with quantised copies, which stay on the device."""
         if not self._quantised:
             return sublayer
-        expected = self._branch(sublayer)  # This fetches the weights. They stay until another sublayer runs.
+        trial = self._trial(sublayer)  # This fetches the weights. They stay until another sublayer runs.
         try:
             twin = _twin_of(sublayer)
-            body, linears = self._body(twin)
-            if self._computes(expected, body):
-                copies = self._copies(twin, body, linears, expected)
-                empty_linears(linears)
-                return replace(sublayer, quantised=copies)
+            body, linears = self._body(twin, trial)
+            trial.require(body)
         except _MISFITS as misfit:
-            logger.debug("offloaded sublayer %d gets no copies: %s", sublayer.index, misfit)
-        return sublayer
+            self._note("have no copies for drafts", sublayer, misfit)
+            return sublayer
+        copies = self._copies(twin, body, linears, trial)
+        empty_linears(linears)
+        return replace(sublayer, quantised=copies)
+
+    def report(self, num_sublayers: int) -> None:
+        """Log a warning for each thing that some sublayers lack, with the reasons."""
+        for effect, causes in self._failed.items():
+            numbers = {number for _, found in causes.values() for number in found}
+            reasons = "; ".join(f"{len(found)} {block} ({why})" for (block, _), (why, found) in causes.items())
+            logger.warning("%d of %d sublayers %s: %s", len(numbers), num_sublayers, effect, reasons)
+
+    def _note(self, effect: str, sublayer: Sublayer, misfit: Exception) -> None:
+        """Note what a sublayer lacks. Of sublayers with the same block and the same kind of error, the first's error is
+        reported."""
+        cause = (type(sublayer.block).__name__, type(misfit))
+        why, found = lack_of_memory(misfit) or str(misfit), list[int]()
+        self._failed.setdefault(effect, {}).setdefault(cause, (why, found))[1].append(sublayer.index)
+
+    def _trial(self, sublayer: Sublayer) -> _Trial:
+        if sublayer.kind == "mlp":
+            return _Trial.of(sublayer, self._plain)
+        kind = _kind_of(sublayer)
+        is_first = kind not in self._seen
+        self._seen.add(kind)
+        return _Trial.of(sublayer, self._long if is_first else self._short)
+
+    def _require_exact(self, sublayer: Sublayer) -> None:
+        """Raise ValueError if a fused body of this kind of attention differs from the modules in float32."""
+        if sublayer.kind == "mlp":
+            return
+        kind = _kind_of(sublayer)
+        if kind not in self._faults:
+            self._faults[kind] = self._fault_in_float32(sublayer)
+        fault = self._faults[kind]
+        if fault is not None:
+            raise fault
+
+    def _fault_in_float32(self, sublayer: Sublayer) -> ValueError | None:
+        if self._exact is self._long:
+            return None
+        twin = _in_float32(_twin_of(sublayer))
+        trial = _Trial.of(twin, self._exact)
+        try:
+            trial.require(self._body(twin, trial)[0])
+        except ValueError as fault:
+            return fault
+        return None
 
     def head(self, parts: Decomposition) -> nn.Module | None:
         """Return the LM head in the faster layout, if it has one. A tied head stays: the embedding needs its rows."""
@@ -216,20 +300,17 @@ class _Workshop:
         return as_operator(norm) if self._use_operators and norm is not None else norm
 
     def _copies(
-        self, sublayer: Sublayer, body: FusedBody, linears: Sequence[nn.Linear], expected: Tensor
+        self, sublayer: Sublayer, body: FusedBody, linears: Sequence[nn.Linear], trial: _Trial
     ) -> dict[Weights, Body]:
         copies: dict[Weights, Body] = {}
         for weights in self._quantised:
             try:
                 made = self._copy(weights, body, linears)
-            except _MISFITS as misfit:
-                logger.debug("sublayer %d has no %s copy: %s", sublayer.index, weights, misfit)
-                continue
-            error = float((self._branch(made) - expected).norm() / expected.norm())
-            if error <= _LARGEST_ERROR[weights]:
-                copies[weights] = made
+                trial.require_near(made, _LARGEST_ERROR[weights])
+            except _MISFITS as misfit:  # noqa: PERF203 - two types of weights
+                self._note(f"have no {weights} copy for drafts", sublayer, misfit)
             else:
-                logger.debug("sublayer %d has no %s copy: its error is %.3f", sublayer.index, weights, error)
+                copies[weights] = made
         return copies
 
     def _copy(self, weights: Weights, body: FusedBody, linears: Sequence[nn.Linear]) -> FusedBody:
@@ -240,15 +321,16 @@ class _Workshop:
             return body.with_matrices(make(linears), last)
         return body.with_matrices(make(linears[:-1]), make(linears[-1:]))
 
-    def _body(self, sublayer: Sublayer) -> tuple[FusedBody, Sequence[nn.Linear]]:
+    def _body(self, sublayer: Sublayer, trial: _Trial) -> tuple[FusedBody, Sequence[nn.Linear]]:
         """Return a body and the linear layers whose weights it holds. Raises one of `_MISFITS` for another layout."""
-        return self._mlp(sublayer) if sublayer.kind == "mlp" else self._attention(sublayer)
+        return self._mlp(sublayer) if sublayer.kind == "mlp" else self._attention(sublayer, trial.kinds)
 
-    def _attention(self, sublayer: Sublayer) -> tuple[FusedBody, Sequence[nn.Linear]]:
+    def _attention(self, sublayer: Sublayer, kinds: Sequence[AttentionKind]) -> tuple[FusedBody, Sequence[nn.Linear]]:
         block: Any = sublayer.block
         linears, last = matrices_of(block, "attention")
         _require_plain(block, linears)
-        assert self._rows.kind is not None, "the modules have attended"
+        if len(kinds) != 1:
+            raise TypeError(f"{len(kinds)} attention calls, not one")
         projections, num_kv_heads = self._matrix(linears), self._shapes[sublayer.layer].num_heads
         has_norms = getattr(block, "q_norm", None) is not None
         heads = Heads(
@@ -258,7 +340,7 @@ class _Workshop:
             num_kv_heads=num_kv_heads,
             head_dim=block.head_dim,
             norms=(self._norm(block.q_norm), self._norm(block.k_norm)) if has_norms else None,
-            kind=self._rows.kind,
+            kind=kinds[0],
         )
         body = AttentionBody(
             sublayer=sublayer,
@@ -286,19 +368,19 @@ class _Workshop:
         )
         return body, [*linears, *filter(is_plain, [last])]
 
-    def _block_linears(self, sublayer: Sublayer, expected: Tensor) -> None:
+    def _block_linears(self, sublayer: Sublayer, trial: _Trial) -> None:
         """Give the block's linear layers the device's faster layout, if the block's result stays equal."""
         found = [each for each in _plain_linears(sublayer.block) if self._may_block(each[2])]
         try:
             for owner, name, linear in found:
                 setattr(owner, name, self._matrix([linear]))
-            if self._computes(expected, sublayer):
-                empty_linears([linear for _, _, linear in found])
-                return
+            trial.require(sublayer)
         except _MISFITS as misfit:
             logger.debug("sublayer %d keeps its linear layers: %s", sublayer.index, misfit)
-        for owner, name, linear in found:
-            setattr(owner, name, linear)
+            for owner, name, linear in found:
+                setattr(owner, name, linear)
+        else:
+            empty_linears([linear for _, _, linear in found])
 
     def _matrix(self, linears: Sequence[nn.Linear]) -> Matrix:
         return Matrix(linears, blocked=self._may_block(linears[0]))
@@ -315,21 +397,13 @@ class _Workshop:
             return _unchanged
         return as_operator(norm) if self._use_operators else norm
 
-    def _branch(self, body: Body) -> Tensor:
-        """Return the term that a body adds to the residual: float32 [1, N, hidden_size]."""
-        return body(self._hidden, self._rows).float() - self._hidden.float()
-
-    def _computes(self, expected: Tensor, body: Body) -> bool:
-        tolerance = rounding_tolerance(self._hidden.dtype)
-        return bool((expected - self._branch(body)).abs().max() <= tolerance * expected.abs().max())
-
 
 @dataclass(slots=True)
 class _NotingRows:
-    """Rows that record the `AttentionKind` with which a module calls them."""
+    """Rows that record the `AttentionKind` of each call of a module."""
 
     rows: Rows
-    kind: AttentionKind | None = None
+    kinds: list[AttentionKind] = field(default_factory=list)
 
     @property
     def in_place(self) -> bool:
@@ -346,9 +420,11 @@ class _NotingRows:
     def seeing(self, keys: Keys) -> _NotingRows:
         return self
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
-        self.kind = kind
-        return self.rows.attend(layer, query, key, value, kind)
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind, *, first_head: int = 0
+    ) -> Tensor:
+        self.kinds.append(kind)
+        return self.rows.attend(layer, query, key, value, kind, first_head=first_head)
 
     def attend_projected(self, heads: Heads, projected: Tensor) -> Tensor:
         return self.rows.attend_projected(heads, projected)
@@ -361,7 +437,7 @@ def _require_plain(block: nn.Module, linears: Sequence[nn.Linear]) -> None:
 
 
 def _twin_of(sublayer: Sublayer) -> Sublayer:
-    """Return the sublayer with copies of its modules, whose parameters are their own and are never fetched."""
+    """Return the sublayer with copies of its modules, whose tensors are their own and are never fetched."""
     return replace(
         sublayer,
         block=_twin(sublayer.block),
@@ -370,8 +446,22 @@ def _twin_of(sublayer: Sublayer) -> Sublayer:
     )
 
 
+def _in_float32(twin: Sublayer) -> Sublayer:
+    for module in (twin.block, twin.pre_norm, twin.post_norm):
+        if module is not None:
+            module.float()
+    return twin
+
+
+def _kind_of(sublayer: Sublayer) -> tuple[Any, ...]:
+    """Return what attention sublayers have in common that differ in their weights only."""
+    norms = (likeness(norm) for norm in (sublayer.pre_norm, sublayer.post_norm) if norm is not None)
+    return (sublayer.layer_type, likeness(sublayer.block), *norms)
+
+
 def _twin(module: nn.Module) -> nn.Module:
     twin = copy.copy(module)
+    twin._buffers = {name: None if buffer is None else buffer.clone() for name, buffer in module._buffers.items()}
     twin._forward_pre_hooks = OrderedDict(
         (key, hook) for key, hook in module._forward_pre_hooks.items() if not isinstance(hook, Fetch)
     )

@@ -17,7 +17,8 @@ PAGE_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Shape of the keys and values of one attention layer for one token."""
+    """Shape of the keys and values of one attention layer for one token. num_heads: the key heads of all attention
+    calls of the layer, one call after another."""
 
     num_heads: int
     key_dim: int
@@ -96,9 +97,14 @@ class KVArena:
         """Keys that rows can choose to read in this arena."""
         return ("all", "window") if self.looked_at is None else ("all", "window", "pages")
 
-    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store keys [num_heads, N, key_dim] and values [num_heads, N, value_dim] in slots [N], int64."""
-        for cached, new in ((self.keys[layer], keys), (self.values[layer], values)):
+    def heads(self, layer: int, first_head: int, num_heads: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values of these heads of the layer, as views."""
+        heads = slice(first_head, first_head + num_heads)
+        return self.keys[layer][heads], self.values[layer][heads]
+
+    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor, *, first_head: int = 0) -> None:
+        """Store keys [H, N, key_dim] and values [H, N, value_dim] in slots [N], int64, as H heads from `first_head`."""
+        for cached, new in zip(self.heads(layer, first_head, len(keys)), (keys, values), strict=True):
             cached.index_copy_(1, slots, new.nan_to_num(0.0, 0.0, 0.0) if self._keeps_finite else new)
 
     def move(self, source: int, destination: int, length: int, *, in_windowed_store: bool = False) -> None:

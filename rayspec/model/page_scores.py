@@ -80,13 +80,20 @@ def newest_rows(
 
 
 def note_pages(
-    arena: KVArena, layer: int, newest: NewestRows, query: Tensor, *, scaling: float, softcap: float | None
+    arena: KVArena,
+    layer: int,
+    newest: NewestRows,
+    query: Tensor,
+    keys: Tensor,
+    *,
+    scaling: float,
+    softcap: float | None,
 ) -> None:
-    """Score the pages, and store the best in `arena.looked_at`. query: [H, N, D], all rows of the batch; their keys are
-    already in the cache."""
+    """Score the pages, and store the best in `arena.looked_at`. query: [H, N, D], all rows of the batch. keys: the
+    layer's keys in the cache, [H_kv, slots, D]; those of the rows are already there."""
     assert arena.looked_at is not None, "an arena with room for notes"
     budget = arena.budgets.pages
-    masses = page_masses(arena.keys[layer], newest, query, scaling=scaling, softcap=softcap)
+    masses = page_masses(keys, newest, query, scaling=scaling, softcap=softcap)
     numbers = torch.arange(newest.num_pages, device=masses.device)
     is_older = (numbers >= budget.sink) & (numbers <= newest.own[:, None] - budget.newest)
     best = masses.where(is_older, 0.0).topk(budget.looked_at)

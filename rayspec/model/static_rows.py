@@ -87,10 +87,13 @@ class StaticRows:
             raise NotImplementedError(f"attention over pages on the device cannot read keys={keys!r}; use {allowed}")
         return self if keys == self.keys else replace(self, keys=keys)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind, *, first_head: int = 0
+    ) -> Tensor:
         rows = self._in_store(layer)
-        self.arena.write(layer, rows.slots, key, value)
-        return rows._mixed(layer, query.transpose(0, 1).contiguous(), kind)
+        self.arena.write(layer, rows.slots, key, value, first_head=first_head)
+        cached = self.arena.heads(layer, first_head, len(key))
+        return rows._mixed(cached, query.transpose(0, 1).contiguous(), kind)
 
     def attend_projected(self, heads: Heads, projected: Tensor) -> Tensor:
         norms = _operator_weights(heads)
@@ -102,21 +105,22 @@ class StaticRows:
             projected, cosines[0], sines[0], rows.slots, self.arena.keys[heads.layer], self.arena.values[heads.layer],
             num_heads=heads.num_heads, query_norm=norms.query, key_norm=norms.key, eps=norms.eps,
         )  # fmt: skip
-        return rows._mixed(heads.layer, query, heads.kind)
+        return rows._mixed((self.arena.keys[heads.layer], self.arena.values[heads.layer]), query, heads.kind)
 
     def _in_store(self, layer: int) -> StaticRows:
         """Return the rows with the slots of the layer's store."""
         is_windowed = self.windowed is not None and layer in self.arena.windowed_layers
         return self.windowed.seeing(self.keys) if self.windowed is not None and is_windowed else self
 
-    def _mixed(self, layer: int, query: Tensor, kind: AttentionKind) -> Tensor:
-        """Return the attention of the queries [N, H, D], whose keys and values are already in the cache."""
+    def _mixed(self, cached: tuple[Tensor, Tensor], query: Tensor, kind: AttentionKind) -> Tensor:
+        """Return the attention of the queries [N, H, D]. cached: keys and values of all slots, those of the rows
+        included."""
         if self.keys == "window" and self._reads_window(kind):
-            return self._mixed_in_window(layer, query, kind)
+            return self._mixed_in_window(cached, query, kind)
         is_tree = self.bucket.is_tree
         return attend(
-            query, self.arena.keys[layer], self.arena.values[layer], self.page_table, self.row_starts, self.contexts,
-            self.positions, self.shared if is_tree else None, self.bits if is_tree else None,
+            query, *cached, self.page_table, self.row_starts, self.contexts, self.positions,
+            self.shared if is_tree else None, self.bits if is_tree else None,
             scaling=kind.scaling, window=kind.sliding_window or 0, softcap=kind.softcap or 0.0, page_size=PAGE_SIZE,
             max_rows=self.bucket.max_rows, max_context=self.page_table.shape[1] * PAGE_SIZE,
         )  # fmt: skip
@@ -125,14 +129,14 @@ class StaticRows:
         is_narrow = kind.sliding_window is not None and kind.sliding_window <= self._window_places
         return self.bucket.max_rows == 1 and not self.bucket.is_tree and not is_narrow
 
-    def _mixed_in_window(self, layer: int, query: Tensor, kind: AttentionKind) -> Tensor:
+    def _mixed_in_window(self, cached: tuple[Tensor, Tensor], query: Tensor, kind: AttentionKind) -> Tensor:
         """Return the attention of single rows over the pages of `window_table`. The row's place in these pages replaces
         its position. If the layer has a sliding window, rows see the newest pages only: the sink may be outside it."""
         places = self.window_contexts[: len(query)]
         window = self.arena.budgets.window.newest * PAGE_SIZE + 1 if kind.sliding_window else 0
         return attend(
-            query, self.arena.keys[layer], self.arena.values[layer], self.window_table, self.row_starts,
-            self.window_contexts, places, None, None, scaling=kind.scaling, window=window, softcap=kind.softcap or 0.0,
+            query, *cached, self.window_table, self.row_starts, self.window_contexts,
+            places, None, None, scaling=kind.scaling, window=window, softcap=kind.softcap or 0.0,
             page_size=PAGE_SIZE, max_rows=1, max_context=self._window_places,
         )  # fmt: skip
 

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 from torch import Tensor, nn
 
 from rayspec.choices import FULL, SKIP, Choice, Weights, keys_of, weights_of
-from rayspec.model.attention import Rows
+from rayspec.model.attention import AttentionCalls, Rows
 
 # A callback that `run` calls with a sublayer's index and the hidden states after it. The "tap" of a token is its hidden
 # states at all sublayer boundaries.
@@ -52,7 +52,7 @@ class Sublayer:
                 position_embeddings=rows.rope[self.layer_type],
                 position_ids=rows.positions[None],
                 attention_mask=None,
-                packed=rows,
+                packed=AttentionCalls(rows),
             )
         else:
             branch = self.block(branch)

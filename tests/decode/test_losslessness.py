@@ -15,7 +15,17 @@ from rayspec.types import Plan
 from tests.demo_model import EOS, demo_parts, demo_prompts, demo_tokenizer
 from tests.engines import GREEDY, RandomPlans, complete, engine_with, random_plan, requests_for, tokens_of
 from tests.exhaustive import few_of
-from tests.families import FAMILIES, IN_EVERY_SCENARIO, MATRIX, Cases, cases, checkpoint, greedy, parts_of
+from tests.families import (
+    FAMILIES,
+    HARD_FAMILIES,
+    IN_EVERY_SCENARIO,
+    MATRIX,
+    Cases,
+    cases,
+    checkpoint,
+    greedy,
+    parts_of,
+)
 
 LENGTHS = (1, 300, 37, 3, 150, 12, 70)
 MAX_TOKENS = 16
@@ -33,10 +43,12 @@ SCENARIOS = few_of(
         for family in FAMILIES
         for verification in ("coupled", "rejection")
         for batches in ((BATCHES,) if family in IN_EVERY_SCENARIO else (BATCHES[:-1], BATCHES[-1:]))
-    ],
+    ]
+    + [(family, "coupled", BATCHES[1:]) for family in HARD_FAMILIES],
     [
         *product(IN_EVERY_SCENARIO, ("coupled", "rejection"), (BATCHES,)),
         *((family, "coupled", BATCHES[-1:]) for family in FAMILIES),
+        *((family, "coupled", BATCHES[1:]) for family in HARD_FAMILIES),
     ],
 )
 

@@ -13,14 +13,15 @@ from torch import Tensor
 
 from benchmarks.device.launches import Launch, LaunchRecorder, first_difference
 from rayspec.choices import FULL, SKIP, Choices, Weights, choices_of
-from rayspec.config import SamplingParams
+from rayspec.config import EngineConfig, SamplingParams
+from rayspec.decode.loading import make_buffers
 from rayspec.decode.runner import Batch, Runner
 from rayspec.decode.stages import LocalStages
 from rayspec.model.architecture import Decomposition
 from rayspec.model.bodies import fuse
 from rayspec.model.kv_arena import PAGE_SIZE, KVArena
 from rayspec.model.rows import RowSpan, Runs, runs_of_pages
-from rayspec.model.static_rows import Filling
+from rayspec.model.static_rows import Filling, StaticRows
 from rayspec.types import Plan
 from tests.engines import GREEDY, RandomPlans, complete, engine_with, requests_for, step_buffers, tokens_of
 from tests.exhaustive import few_of
@@ -215,3 +216,22 @@ def test_the_host_looks_once_a_round_and_once_for_three_drafted_tokens(
     engine.step()
     assert engine.stats.num_rounds == before + 4
     assert looks.num == expected
+
+
+def test_buffers_whose_attention_is_wrong_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The second sequence reads the first's pages."""
+    parts, config = operator_parts_of(checkpoint("gemma2")), EngineConfig(model="any")
+    arena = KVArena(parts.shapes, 64, dtype=torch.float32, device=CPU, num_spare=1)
+    monkeypatch.setattr("rayspec.decode.loading.has_operators", lambda device: True)
+    assert make_buffers(config, parts, arena, 64) is not None
+    assert not caplog.messages
+    mixed = StaticRows._mixed
+
+    def wrong(rows: StaticRows, *args: Any) -> torch.Tensor:
+        return mixed(replace(rows, page_table=rows.page_table[:1].expand_as(rows.page_table)), *args)
+
+    monkeypatch.setattr(StaticRows, "_mixed", wrong)
+    assert make_buffers(config, parts, arena, 64) is None
+    assert "passes have no static buffers, and so no CUDA graphs: attention of layer 0 differs" in caplog.text

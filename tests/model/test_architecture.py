@@ -6,10 +6,12 @@ import pytest
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
+from rayspec.config import EngineConfig
+from rayspec.decode.loading import resolve_max_model_len
 from rayspec.model import architecture
 from rayspec.model.architecture import NormLayout, decompose, max_positions
 from rayspec.model.attention import IMPLEMENTATION
-from rayspec.types import UnsupportedModelError
+from rayspec.types import ConfigError, UnsupportedModelError
 from tests.families import FAMILIES, WHOLE_FAMILIES, build, checkpoint, modules_of
 
 
@@ -155,3 +157,22 @@ def test_the_context_ends_where_the_rotary_embedding_would_be_rescaled(
     sizes = {"max_position_embeddings": 2048, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
     config = AutoConfig.for_model(family, **(sizes | changes))
     assert max_positions(config) == expected
+
+
+def test_a_context_beyond_the_rope_is_refused_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+    rope = {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
+        "original_max_position_embeddings": 256,
+    }  # fmt: skip
+    model = AutoConfig.for_model(
+        "phi3",
+        max_position_embeddings=2048,
+        original_max_position_embeddings=256,
+        hidden_size=64,
+        num_attention_heads=4,
+        rope_parameters=rope,
+    )
+    assert resolve_max_model_len(EngineConfig(model="any"), model) == 256
+    assert "max_model_len is 256: beyond 256 tokens the model's rotary embedding (longrope) changes" in caplog.text
+    with pytest.raises(ConfigError, match=r"'max_model_len' is 300, beyond 256 tokens .* \(longrope\) .*: lower it"):
+        resolve_max_model_len(EngineConfig(model="any", max_model_len=300), model)

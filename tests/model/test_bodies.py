@@ -196,11 +196,12 @@ def test_a_copy_that_is_far_off_is_left_out(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(sublayer.body is not None and list(sublayer.quantised) == ["int8"] for sublayer in fused.sublayers)
 
 
-def test_a_copy_that_cannot_be_made_is_left_out() -> None:
+def test_a_copy_that_cannot_be_made_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     """No group of columns fits 72."""
     fused = fuse(decompose(build("llama", intermediate_size=72)), quantised=["int8", "int4"])
     left = [list(sublayer.quantised) for sublayer in fused.sublayers[:2]]
     assert left == [["int8", "int4"], ["int8"]]
+    assert "4 of 8 sublayers have no int4 copy for drafts: 4 LlamaMLP (" in caplog.text
 
 
 def test_bytes_of_copies_are_summed() -> None:

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from rayspec import demo
 from rayspec.config import SpeculationOptions
-from rayspec.model.architecture import max_positions
+from rayspec.model.architecture import max_positions, why_context_ends
 from rayspec.model.sizes import load_config, model_sizes
 from rayspec.ops.k8s.options import RenderOptions
 from rayspec.ops.plan.choice import place_best
@@ -102,7 +102,7 @@ def plan_cluster(options: RenderOptions) -> ClusterPlan:
     )
     limit = max_positions(config)
     if limit is not None and options.context > limit:
-        raise ConfigError(f"option 'context' is {options.context}, the model ends at {limit}: lower it")
+        raise ConfigError(f"option 'context' is {options.context}, {why_context_ends(config)}: lower it")
     placement = _placed(config, options)
     _check_fit(placement, options)
     num_copies = options.replicas or placement.num_copies
