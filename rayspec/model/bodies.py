@@ -9,26 +9,24 @@ For drafts, a sublayer may have more bodies of the same kind, whose matrices are
 
 from __future__ import annotations
 
-import copy
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from rayspec.choices import Keys, Weights
-from rayspec.model.architecture import Decomposition, check_rows, rounding_tolerance, rows_of
+from rayspec.choices import Weights
+from rayspec.model.architecture import Decomposition, check_rows, rows_of
 from rayspec.model.attention import AttentionKind, Heads, Rows
+from rayspec.model.body_trial import Trial, in_float32, kind_of, twin_of
 from rayspec.model.cuda.operations import gated
 from rayspec.model.cuda.trial import has_operators
-from rayspec.model.load_check import CheckRows, CheckSequence, lack_of_memory, likeness
+from rayspec.model.load_check import CheckSequence, lack_of_memory
 from rayspec.model.matrices import LinearMap, Matrix, empty_linears, has_blocked_layout, is_plain, is_plain_or_share
 from rayspec.model.norms import Norm, as_operator
-from rayspec.model.offload import Fetch
 from rayspec.model.quantised import QUANTISED
 from rayspec.model.sublayers import Body, Sublayer
 
@@ -156,39 +154,6 @@ def bytes_of_copies(parts: Decomposition) -> dict[Weights, int]:
     return sizes
 
 
-@dataclass(frozen=True, slots=True)
-class _Trial:
-    """One sublayer, and the rows on which its bodies are compared with its modules. kinds: by attention call of the
-    block, its parameters."""
-
-    layer: int
-    rows: CheckRows
-    expected: Tensor
-    kinds: Sequence[AttentionKind]
-
-    @classmethod
-    def of(cls, sublayer: Sublayer, rows: CheckRows) -> _Trial:
-        noting = [_NotingRows(each) for each in rows.passes]
-        expected = rows.outputs(sublayer.layer, sublayer, passes=noting)
-        return cls(sublayer.layer, rows, rows.branch(expected), noting[0].kinds)
-
-    def branch(self, body: Body) -> Tensor:
-        """Return the term that a body adds to the residual: float32 [1, N, hidden_size]."""
-        return self.rows.branch(self.rows.outputs(self.layer, body))
-
-    def require(self, body: Body) -> None:
-        """Raise ValueError if the body computes something else than the modules."""
-        difference = float((self.expected - self.branch(body)).abs().max() / self.expected.abs().max())
-        if not difference <= rounding_tolerance(self.rows.hidden[0].dtype):
-            raise ValueError(f"the fused computation differs by {difference:.1e} of the largest output")
-
-    def require_near(self, copied: Body, largest_error: float) -> None:
-        """Raise ValueError if the error of a quantised copy is larger, as a share of the norm of the output."""
-        error = float((self.branch(copied) - self.expected).norm() / self.expected.norm())
-        if not error <= largest_error:
-            raise ValueError(f"its error is {error:.3f} of the output")
-
-
 class _Workshop:
     """Makes bodies and checks each on the rows of a load check.
 
@@ -231,7 +196,7 @@ class _Workshop:
             return sublayer
         trial = self._trial(sublayer)  # This fetches the weights. They stay until another sublayer runs.
         try:
-            twin = _twin_of(sublayer)
+            twin = twin_of(sublayer)
             body, linears = self._body(twin, trial)
             trial.require(body)
         except _MISFITS as misfit:
@@ -255,30 +220,30 @@ class _Workshop:
         why, found = lack_of_memory(misfit) or str(misfit), list[int]()
         self._failed.setdefault(effect, {}).setdefault(cause, (why, found))[1].append(sublayer.index)
 
-    def _trial(self, sublayer: Sublayer) -> _Trial:
+    def _trial(self, sublayer: Sublayer) -> Trial:
         if sublayer.kind == "mlp":
-            return _Trial.of(sublayer, self._plain)
-        kind = _kind_of(sublayer)
+            return Trial.of(sublayer, self._plain)
+        kind = kind_of(sublayer)
         is_first = kind not in self._seen
         self._seen.add(kind)
-        return _Trial.of(sublayer, self._long if is_first else self._short)
+        return Trial.of(sublayer, self._long if is_first else self._short)
 
     def _require_exact(self, sublayer: Sublayer) -> None:
         """Raise ValueError if a fused body of this kind of attention differs from the modules in float32."""
         if sublayer.kind == "mlp":
             return
-        kind = _kind_of(sublayer)
+        kind = kind_of(sublayer)
         if kind not in self._faults:
-            self._faults[kind] = self._fault_in_float32(sublayer)
+            self._faults[kind] = self._faultin_float32(sublayer)
         fault = self._faults[kind]
         if fault is not None:
             raise fault
 
-    def _fault_in_float32(self, sublayer: Sublayer) -> ValueError | None:
+    def _faultin_float32(self, sublayer: Sublayer) -> ValueError | None:
         if self._exact is self._long:
             return None
-        twin = _in_float32(_twin_of(sublayer))
-        trial = _Trial.of(twin, self._exact)
+        twin = in_float32(twin_of(sublayer))
+        trial = Trial.of(twin, self._exact)
         try:
             trial.require(self._body(twin, trial)[0])
         except ValueError as fault:
@@ -300,7 +265,7 @@ class _Workshop:
         return as_operator(norm) if self._use_operators and norm is not None else norm
 
     def _copies(
-        self, sublayer: Sublayer, body: FusedBody, linears: Sequence[nn.Linear], trial: _Trial
+        self, sublayer: Sublayer, body: FusedBody, linears: Sequence[nn.Linear], trial: Trial
     ) -> dict[Weights, Body]:
         copies: dict[Weights, Body] = {}
         for weights in self._quantised:
@@ -321,7 +286,7 @@ class _Workshop:
             return body.with_matrices(make(linears), last)
         return body.with_matrices(make(linears[:-1]), make(linears[-1:]))
 
-    def _body(self, sublayer: Sublayer, trial: _Trial) -> tuple[FusedBody, Sequence[nn.Linear]]:
+    def _body(self, sublayer: Sublayer, trial: Trial) -> tuple[FusedBody, Sequence[nn.Linear]]:
         """Return a body and the linear layers whose weights it holds. Raises one of `_MISFITS` for another layout."""
         return self._mlp(sublayer) if sublayer.kind == "mlp" else self._attention(sublayer, trial.kinds)
 
@@ -368,7 +333,7 @@ class _Workshop:
         )
         return body, [*linears, *filter(is_plain, [last])]
 
-    def _block_linears(self, sublayer: Sublayer, trial: _Trial) -> None:
+    def _block_linears(self, sublayer: Sublayer, trial: Trial) -> None:
         """Give the block's linear layers the device's faster layout, if the block's result stays equal."""
         found = [each for each in _plain_linears(sublayer.block) if self._may_block(each[2])]
         try:
@@ -398,79 +363,10 @@ class _Workshop:
         return as_operator(norm) if self._use_operators else norm
 
 
-@dataclass(slots=True)
-class _NotingRows:
-    """Rows that record the `AttentionKind` of each call of a module."""
-
-    rows: Rows
-    kinds: list[AttentionKind] = field(default_factory=list)
-
-    @property
-    def in_place(self) -> bool:
-        return False
-
-    @property
-    def positions(self) -> Tensor:
-        return self.rows.positions
-
-    @property
-    def rope(self) -> dict[str, Any]:
-        return self.rows.rope
-
-    def seeing(self, keys: Keys) -> _NotingRows:
-        return self
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind, *, first_head: int = 0
-    ) -> Tensor:
-        self.kinds.append(kind)
-        return self.rows.attend(layer, query, key, value, kind, first_head=first_head)
-
-    def attend_projected(self, heads: Heads, projected: Tensor) -> Tensor:
-        return self.rows.attend_projected(heads, projected)
-
-
 def _require_plain(block: nn.Module, linears: Sequence[nn.Linear]) -> None:
     """Refuse, by TypeError, matrices on which hooks, a quantizer or a fetch act. A rank's share is allowed."""
     if block._forward_hooks or block._forward_pre_hooks or not all(map(is_plain_or_share, linears)):
         raise TypeError(f"{type(block).__name__} is more than its matrices")
-
-
-def _twin_of(sublayer: Sublayer) -> Sublayer:
-    """Return the sublayer with copies of its modules, whose tensors are their own and are never fetched."""
-    return replace(
-        sublayer,
-        block=_twin(sublayer.block),
-        pre_norm=None if sublayer.pre_norm is None else _twin(sublayer.pre_norm),
-        post_norm=None if sublayer.post_norm is None else _twin(sublayer.post_norm),
-    )
-
-
-def _in_float32(twin: Sublayer) -> Sublayer:
-    for module in (twin.block, twin.pre_norm, twin.post_norm):
-        if module is not None:
-            module.float()
-    return twin
-
-
-def _kind_of(sublayer: Sublayer) -> tuple[Any, ...]:
-    """Return what attention sublayers have in common that differ in their weights only."""
-    norms = (likeness(norm) for norm in (sublayer.pre_norm, sublayer.post_norm) if norm is not None)
-    return (sublayer.layer_type, likeness(sublayer.block), *norms)
-
-
-def _twin(module: nn.Module) -> nn.Module:
-    twin = copy.copy(module)
-    twin._buffers = {name: None if buffer is None else buffer.clone() for name, buffer in module._buffers.items()}
-    twin._forward_pre_hooks = OrderedDict(
-        (key, hook) for key, hook in module._forward_pre_hooks.items() if not isinstance(hook, Fetch)
-    )
-    twin._parameters = {
-        name: None if weight is None else nn.Parameter(weight.data.clone(), requires_grad=False)
-        for name, weight in module._parameters.items()
-    }
-    twin._modules = {name: None if child is None else _twin(child) for name, child in module._modules.items()}
-    return twin
 
 
 def _plain_linears(block: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
