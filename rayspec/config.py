@@ -389,7 +389,8 @@ class ParallelOptions(Options):
     layers: number of decoder layers of each stage; None divides the layers by time and memory.
     cohorts: batches of sequences under way at the same time, so that stages do not wait for one another.
     labels: labels that the nodes of shards must have, as {"ray.io/accelerator-type": "H100"}. topology: how Ray places
-    stages with respect to a label of nodes, as {"ray.io/gpu-domain": "STRICT_PACK"}; it replaces `placement`.
+    stages with respect to a label of nodes, as {"ray.io/gpu-domain": "STRICT_PACK"}; it replaces `placement`, which is
+    PACK if neither is given.
     """
 
     stages: int = Field(1, ge=1, description="pipeline stages the model is cut into")
@@ -397,7 +398,7 @@ class ParallelOptions(Options):
     replicas: int = Field(1, ge=1, description="copies of the whole model")
     layers: tuple[int, ...] | None = Field(None, description="decoder layers of each stage; None: by time and memory")
     cohorts: int | None = Field(None, ge=1, description="batches under way at once; None: 2 a stage, 1 for one stage")
-    placement: Placement = Field("PACK", description="how Ray places a replica's shards on nodes")
+    placement: Placement | None = Field(None, description="how Ray places a replica's shards on nodes; None: PACK")
     labels: dict[str, str] = Field(default_factory=dict)
     topology: dict[str, Placement] | None = None
     cpus_per_shard: float = Field(1.0, ge=0.0, description="Ray CPUs reserved for a shard, and its torch threads")
@@ -417,7 +418,7 @@ class ParallelOptions(Options):
 
     @model_validator(mode="after")
     def _one_strategy(self) -> Self:
-        if self.topology and "placement" in self.model_fields_set:
+        if self.topology and self.placement is not None:
             raise ValueError(f"option 'placement' is {self.placement!r} beside 'topology': give one of them")
         return self
 

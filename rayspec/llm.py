@@ -303,7 +303,8 @@ def _config_of(model: str, options: Mapping[str, Any]) -> EngineConfig:
     # Imported here, because only "auto" needs the planner.
     from rayspec.ops.plan.auto import with_layout  # noqa: PLC0415
 
-    return with_layout(EngineConfig(model=model, **{**options, "parallel": None}))
+    config = EngineConfig(model=model, **{**options, "parallel": None})
+    return with_layout(config, keep_max_num_seqs="max_num_seqs" in options)
 
 
 def _replicas(config: EngineConfig) -> Replicas:

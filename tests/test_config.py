@@ -132,12 +132,6 @@ def test_replace_validates_again_and_leaves_the_original() -> None:
         before.replace(max_num_seqs=-1)
 
 
-def test_what_is_dumped_is_read_back() -> None:
-    options = config(dtype="bfloat16", speculation={"strategy": "static", "skip": [2, 5]}, kv_cache_tokens=512)
-    assert EngineConfig(**options.model_dump(mode="json")) == options
-    assert EngineConfig(**options.model_dump(exclude_unset=True)) == options
-
-
 def test_sampling_defaults_are_those_of_vllm() -> None:
     params = DecodingParams()
     assert (params.n, params.temperature, params.top_p, params.top_k, params.min_p) == (1, 1.0, 1.0, 0, 0.0)

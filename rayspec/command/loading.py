@@ -9,7 +9,7 @@ from rayspec.config import EngineConfig
 def load_llm(config: EngineConfig) -> rayspec.LLM:
     """Load a model. Raises ConfigError and CheckpointError. Slow: torch and transformers are imported here."""
     hide_progress_bars()
-    return rayspec.LLM(**config.model_dump(exclude_unset=True))
+    return rayspec.LLM(**config.model_dump())
 
 
 def hide_progress_bars() -> None:

@@ -55,9 +55,10 @@ class Bundles:
         if not bundle:
             raise ConfigError("options 'cpus_per_shard' and 'gpus_per_shard' are both 0: reserve something for a shard")
         remove_orphaned_groups()
+        placement = None if options.topology else options.placement or "PACK"
         self._group: PlacementGroup = placement_group(
             [bundle] * options.stages,
-            strategy=None if options.topology else options.placement,
+            strategy=placement,
             bundle_label_selector=[options.labels] * options.stages if options.labels else None,
             topology_strategy=options.topology,
             name=f"{_GROUP_PREFIX}{_own_name()}:{secrets.token_hex(8)}",
@@ -68,7 +69,7 @@ class Bundles:
             free = ", ".join(f"{available.get(name, 0):g} {name}" for name in bundle)
             raise PlacementError(
                 f"no place for {options.stages} stages of {bundle}, each on one node{_with_labels(options.labels)}, "
-                f"placed {options.topology or options.placement}, within {timeout_s:.0f} s (free: {free}): add nodes, "
+                f"placed {options.topology or placement}, within {timeout_s:.0f} s (free: {free}): add nodes, "
                 "lower tensor, cpus_per_shard or gpus_per_shard, or choose another placement or other labels"
             )
 

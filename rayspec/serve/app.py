@@ -55,7 +55,8 @@ def bind(options: ServeOptions) -> serve.Application:
     """Return the application of the whole endpoint. Raises ConfigError."""
     models = bind_models(options)
     hosts = frozenset(options.allowed_hosts) if options.allowed_hosts is not None else frozenset({ANY})
-    settings = ingress_settings(options, hosts, num_ingresses=options.ingress_deployment_config.num_replicas)
+    num_ingresses = options.ingress_deployment_config.num_replicas or 1
+    settings = ingress_settings(options, hosts, num_ingresses=num_ingresses)
     return _ingress_deployment(options).bind(settings, models, bind_runner(options, models))
 
 
@@ -159,7 +160,6 @@ def _serves_own(options: DeploymentOptions, actor: dict[str, Any]) -> dict[str, 
     chosen = options.model_dump(exclude=_NOT_SERVES_OWN, exclude_none=True)
     chosen["ray_actor_options"] = actor | options.ray_actor_options.model_dump(exclude_none=True)
     if options.autoscaling_config is not None:
-        del chosen["num_replicas"]
         chosen["autoscaling_config"] = _autoscaling(options)
     return chosen
 

@@ -55,5 +55,5 @@ def _llm_config(asked: Asked, model_id: str | None) -> dict[str, object]:
             "model_source": engine.model,
             "tokenizer_source": engine.tokenizer,
         },
-        "engine_kwargs": engine.model_dump(exclude_unset=True, exclude=_IN_LOADING),
+        "engine_kwargs": engine.model_dump(exclude_defaults=True, exclude=_IN_LOADING),
     }

@@ -55,13 +55,14 @@ class RayActorOptions(Options):
 class DeploymentOptions(Options):
     """A Serve deployment, with Serve's names. Serve itself ignores unknown names; here they raise ConfigError.
 
-    max_ongoing_requests: most requests of one replica; None: twice the sequences that its engine decodes at once, so
-    that new sequences are always ready. max_queued_requests: most requests that wait for a replica; None: the sequences
-    that all replicas decode at once. Further requests get 429. health_check_timeout_s: None: replica_timeout_s.
-    graceful_shutdown_timeout_s: time for requests under way before a replica ends.
+    num_replicas: None: 1, or as autoscaling_config says. max_ongoing_requests: most requests of one replica; None:
+    twice the sequences that its engine decodes at once, so that new sequences are always ready. max_queued_requests:
+    most requests that wait for a replica; None: the sequences that all replicas decode at once. Further requests get
+    429. health_check_timeout_s: None: replica_timeout_s. graceful_shutdown_timeout_s: time for requests under way
+    before a replica ends.
     """
 
-    num_replicas: int = Field(1, ge=1)
+    num_replicas: int | None = Field(None, ge=1)
     autoscaling_config: AutoscalingOptions | None = None
     max_ongoing_requests: int | None = Field(None, ge=1)
     max_queued_requests: int | None = Field(None, ge=-1, description="-1: no limit")
@@ -76,7 +77,7 @@ class DeploymentOptions(Options):
 
     @model_validator(mode="after")
     def _one_way_to_scale(self) -> Self:
-        if self.autoscaling_config is not None and "num_replicas" in self.model_fields_set:
+        if self.autoscaling_config is not None and self.num_replicas is not None:
             raise ValueError("options 'num_replicas' and 'autoscaling_config' exclude each other: remove one")
         return self
 
@@ -157,7 +158,7 @@ class LLMConfig(Options):
     def num_replicas(self) -> int:
         """Largest possible number of replicas."""
         scaling = self.deployment_config.autoscaling_config
-        return (scaling.max_replicas or 1) if scaling is not None else self.deployment_config.num_replicas
+        return (scaling.max_replicas or 1) if scaling is not None else self.deployment_config.num_replicas or 1
 
     @property
     def max_admitted(self) -> int | None:

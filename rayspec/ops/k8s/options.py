@@ -130,7 +130,8 @@ class RenderOptions(Options):
         if len(self.name) > most:
             raise ValueError(f"option 'name' is {self.name!r}: KubeRay takes {most} characters here, shorten it")
         for name, kinds in _WHERE.items():
-            if name in self.model_fields_set and getattr(self, name) is not None and self.kind not in kinds:
+            is_given = getattr(self, name) != type(self).model_fields[name].default
+            if is_given and self.kind not in kinds:
                 raise ValueError(f"option {name!r} is of a {' or a '.join(kinds)}, not of a {self.kind}: remove it")
         if self.kind == "job" and self.output is None:
             raise ValueError("option 'output' is missing: name a folder that outlives the job, as s3://BUCKET/FOLDER")

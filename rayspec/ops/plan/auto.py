@@ -20,29 +20,32 @@ from rayspec.types import ConfigError
 logger = logging.getLogger(__name__)
 
 
-def with_layout(config: EngineConfig) -> EngineConfig:
+def with_layout(config: EngineConfig, *, keep_max_num_seqs: bool) -> EngineConfig:
     """Return the config with `parallel` set for the GPUs of the Ray cluster or, without a cluster, of this machine.
 
-    Without GPUs, and where the device is not CUDA, the config stays unchanged, and the model runs in this process.
-    Raises ConfigError.
+    keep_max_num_seqs: see `laid_out`. Without GPUs, and where the device is not CUDA, the config stays unchanged, and
+    the model runs in this process. Raises ConfigError.
     """
     nodes = found_gpus() if config.device in ("auto", "cuda") else ()
-    return laid_out(config, load_config(config), nodes) if nodes else config
+    if not nodes:
+        return config
+    return laid_out(config, load_config(config), nodes, keep_max_num_seqs=keep_max_num_seqs)
 
 
-def laid_out(config: EngineConfig, model: PretrainedConfig, nodes: Sequence[Sequence[Gpu]]) -> EngineConfig:
-    """Return the config with the best layout. nodes: the GPUs of each node with GPUs. Unless the user sets
-    `max_num_seqs`, it follows from the default concurrency of `rayspec plan`, halved until the model fits. Raises
-    ConfigError where the model does not fit."""
-    is_named = "max_num_seqs" in config.model_fields_set
-    most = config.max_num_seqs if is_named else PlanOptions.model_fields["concurrency"].default
-    fewest = most if is_named else 1
+def laid_out(
+    config: EngineConfig, model: PretrainedConfig, nodes: Sequence[Sequence[Gpu]], *, keep_max_num_seqs: bool
+) -> EngineConfig:
+    """Return the config with the best layout. nodes: the GPUs of each node with GPUs. keep_max_num_seqs: whether the
+    user has chosen `max_num_seqs`; if not, it follows from the default concurrency of `rayspec plan`, halved until the
+    model fits. Raises ConfigError where the model does not fit."""
+    most = config.max_num_seqs if keep_max_num_seqs else PlanOptions.model_fields["concurrency"].default
+    fewest = most if keep_max_num_seqs else 1
     for concurrency in (most >> power for power in range((most // fewest).bit_length())):
         options = plan_options(config, model, nodes, concurrency)
         best = rank_layouts(model, options).best
         if best.fits:
             logger.info("on %s: %s", options.gpus, best.title)
-            sequences = config.max_num_seqs if is_named else best.groups[0].concurrency
+            sequences = config.max_num_seqs if keep_max_num_seqs else best.groups[0].concurrency
             return config.replace(parallel=_parallel(best), max_model_len=options.context, max_num_seqs=sequences)
     raise ConfigError(
         f"option 'parallel' is 'auto': {best.missing_bytes / 2**30:.1f} GiB are missing on {options.gpus}, even with "

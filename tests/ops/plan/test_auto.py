@@ -33,7 +33,7 @@ def config(**options: Any) -> EngineConfig:
     [(SMALL, "4xH100", 1), (LLAMA_8B, "4xH100", 1), (LLAMA_70B, "4xH100", 2), (LLAMA_70B, "4xH200", 1)],
 )
 def test_the_layout_is_the_planners(model: LlamaConfig, gpus: str, count: int) -> None:
-    chosen = laid_out(config(), model, nodes(gpus, count))
+    chosen = laid_out(config(), model, nodes(gpus, count), keep_max_num_seqs=False)
     spec = f"{count}x{gpus}"
     best = rank_layouts(model, PlanOptions(gpus=spec)).best
     assert chosen.parallel == ParallelOptions(stages=best.stages, tensor=best.tensor, replicas=best.replicas)
@@ -41,30 +41,30 @@ def test_the_layout_is_the_planners(model: LlamaConfig, gpus: str, count: int) -
 
 
 def test_one_gpu_needs_no_other_process() -> None:
-    chosen = laid_out(config(max_model_len=2048), LLAMA_8B, nodes("1xH100"))
+    chosen = laid_out(config(max_model_len=2048), LLAMA_8B, nodes("1xH100"), keep_max_num_seqs=False)
     assert (chosen.parallel, chosen.max_num_seqs) == (None, 32)
 
 
 def test_where_memory_is_short_fewer_sequences_run_at_once() -> None:
-    chosen = laid_out(config(), LLAMA_8B, nodes("1xH100"))
+    chosen = laid_out(config(), LLAMA_8B, nodes("1xH100"), keep_max_num_seqs=False)
     assert (chosen.parallel, chosen.max_num_seqs, chosen.max_model_len) == (None, 16, 16384)
 
 
 def test_what_the_user_named_stays() -> None:
-    chosen = laid_out(config(max_num_seqs=4, max_model_len=2048), LLAMA_8B, nodes("2xH100"))
+    chosen = laid_out(config(max_num_seqs=4, max_model_len=2048), LLAMA_8B, nodes("2xH100"), keep_max_num_seqs=True)
     assert (chosen.max_num_seqs, chosen.max_model_len) == (4, 2048)
 
 
 def test_quantised_layers_are_not_cut_into_ranks() -> None:
     int8 = {"quant_method": "torchao", "quant_type": {"default": "int8"}}
-    chosen = laid_out(config(quantization_config=int8), LLAMA_70B, nodes("8xH100"))
+    chosen = laid_out(config(quantization_config=int8), LLAMA_70B, nodes("8xH100"), keep_max_num_seqs=False)
     assert chosen.parallel is not None
     assert chosen.parallel.tensor == 1
 
 
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"'parallel' is 'auto': [\d.]+ GiB are missing on 1xH100-80G, even with"):
-        laid_out(config(), LLAMA_70B, nodes("1xH100"))
+        laid_out(config(), LLAMA_70B, nodes("1xH100"), keep_max_num_seqs=False)
 
 
 def test_without_gpus_the_model_is_in_this_process() -> None:
