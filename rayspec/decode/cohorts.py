@@ -179,7 +179,7 @@ class Cohorts:
         self, sequences: Sequence[SequenceState], chunks: Sequence[Chunk], committed: Sequence[Committed | None]
     ) -> None:
         for sequence, chunk, one in zip(sequences, chunks, committed, strict=True):
-            sequence.num_computed += chunk.rows.num_rows
+            sequence.note_computed(sequence.num_computed + chunk.rows.num_rows)
             self._stats.num_prefilled_tokens += chunk.rows.num_rows
             if one is not None:
                 self._commit(sequence, one)
@@ -265,6 +265,8 @@ class Cohorts:
             lengths[num_accepted] = lengths.get(num_accepted, 0) + 1
 
     def _open(self, sequence: SequenceState) -> None:
+        if sequence.lookup is None:
+            sequence.lookup = self._planner.lookup_index()
         self._stages.open(
             SamplerSpec(
                 sequence_id=sequence.sequence_id,
@@ -273,6 +275,7 @@ class Cohorts:
                 prompt_token_ids=sequence.token_ids[: sequence.num_prompt_tokens],
                 output_token_ids=sequence.output_token_ids,
                 eos_token_ids=tuple(sequence.eos_token_ids),
+                lookup=sequence.lookup,
             )
         )
 

@@ -22,7 +22,9 @@ from rayspec.types import Logprob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerSpec:
-    """The data of a sequence that the head needs: its sampling parameters, seed, and committed tokens."""
+    """The data of a sequence that the head needs: its sampling parameters, seed, and committed tokens. lookup: the
+    index of its text, which the head shares with the engine if both are in one process; None if nothing is looked up.
+    """
 
     sequence_id: str
     params: DecodingParams
@@ -30,6 +32,7 @@ class SamplerSpec:
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
     eos_token_ids: Sequence[int]
+    lookup: LookupIndex | None = None
 
     def sampler(self, vocab_size: int, device: torch.device) -> TokenSampler:
         return TokenSampler(
@@ -81,12 +84,13 @@ class Head:
         self._device = device
         self._num_taps = num_taps
         self._samplers: dict[str, TokenSampler] = {}
-        self._lookups: dict[str, LookupIndex] = {}  # created at the first lookup
+        self._lookups: dict[str, LookupIndex] = {}
         self._next_tokens: dict[TappedToken, Tensor] = {}
 
     def open(self, spec: SamplerSpec) -> None:
         self._samplers[spec.sequence_id] = spec.sampler(self._vocab_size, self._device)
-        self._lookups.pop(spec.sequence_id, None)
+        if spec.lookup is not None:
+            self._lookups[spec.sequence_id] = spec.lookup
 
     def close(self, sequence_id: str) -> None:
         del self._samplers[sequence_id]
@@ -101,13 +105,16 @@ class Head:
     def sampler(self, sequence_id: str) -> TokenSampler:
         return self._samplers[sequence_id]
 
-    def lookup(self, sequence_id: str, ngram: int, shortest: int) -> LookupIndex:
-        """Return the lookup index of the sequence's committed tokens, up to date. `ngram` and `shortest` count only in
-        the first call, which creates the index."""
-        if sequence_id not in self._lookups:
-            self._lookups[sequence_id] = LookupIndex(ngram, shortest)
-        self._lookups[sequence_id].extend_to(self._samplers[sequence_id].token_ids)
-        return self._lookups[sequence_id]
+    def note_computed(self, sequence_id: str, num_tokens: int) -> None:
+        """Index this many leading tokens of the sequence for lookups, if there are any: they have been prefilled."""
+        if sequence_id in self._lookups:
+            self._lookups[sequence_id].extend_to(self._samplers[sequence_id].token_ids, num_tokens)
+
+    def lookup(self, sequence_id: str) -> LookupIndex:
+        """Return the lookup index of the sequence's committed tokens, up to date."""
+        index = self._lookups[sequence_id]
+        index.extend_to(self._samplers[sequence_id].token_ids)
+        return index
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

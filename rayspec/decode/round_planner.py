@@ -9,7 +9,7 @@ from functools import cache, partial
 
 from rayspec.config import SpeculationOptions
 from rayspec.decode.drafting.lookahead import Guess
-from rayspec.decode.drafting.lookup import NOTHING, Proposal, shortest_match
+from rayspec.decode.drafting.lookup import NOTHING, LookupIndex, Proposal, lookup_index
 from rayspec.decode.drafting.skip_draft import RoundEntry
 from rayspec.decode.questions import Answer, Question
 from rayspec.decode.rounds import Round, RoundResult
@@ -102,6 +102,10 @@ class RoundPlanner:
             self._searched_s = 0.0
         self._stats.gate_reason = self.selector.gate_reason
 
+    def lookup_index(self) -> LookupIndex | None:
+        """Return an index for a new sequence; None if nothing is looked up."""
+        return lookup_index(self._options)
+
     def forget(self, sequence: SequenceState) -> None:
         """Drop the sequence's taps and cancel the search, because the sequence leaves its place in the KV cache."""
         self.taps.drop(sequence.sequence_id)
@@ -152,9 +156,7 @@ class RoundPlanner:
         )
 
     def _proposals(self, sequences: Sequence[SequenceState]) -> list[Proposal]:
-        options = self._options
-        shortest = shortest_match(options)
-        return [sequence.proposal(options.lookup_ngram, options.max_draft_tokens, shortest) for sequence in sequences]
+        return [sequence.proposal(self._options.max_draft_tokens) for sequence in sequences]
 
     def _entry(self, sequence: SequenceState, proposal: Proposal, num_looked_up: int, plan: Plan) -> RoundEntry:
         num_free = sequence.table.capacity - sequence.num_tokens

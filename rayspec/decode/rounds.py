@@ -148,7 +148,10 @@ def _last_rows(chunks: Sequence[Chunk], first: int) -> list[int]:
 
 
 def _chosen(head: Head, chunks: Sequence[Chunk], logits: Tensor) -> list[Committed | None]:
-    """Choose and commit the token after each chunk that samples. logits: one row for each of these chunks."""
+    """Choose and commit the token after each chunk that samples. logits: one row for each of these chunks. On a GPU,
+    the host indexes the chunks while the device still computes."""
+    for chunk in chunks:
+        head.note_computed(chunk.sequence_id, chunk.rows.end)
     sampling = [chunk for chunk in chunks if chunk.sample]
     if not sampling:
         return [None] * len(chunks)

@@ -147,7 +147,7 @@ class SequenceState:
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     num_taken: int = 0  # output tokens of a streaming request that `take_new_output` has returned
     taken_end: bool = False
-    lookup: LookupIndex | None = None  # created at the first lookup
+    lookup: LookupIndex | None = None  # None if nothing is looked up
     lookahead: Lookahead | None = None  # created at the first guess
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
@@ -203,14 +203,19 @@ class SequenceState:
         elif self.num_remaining <= 0:
             self.finish_reason = "length"
 
-    def proposal(self, ngram: int, num_tokens: int, shortest: int | None = None) -> Proposal:
+    def note_computed(self, num_tokens: int) -> None:
+        """Note that keys and values of this many leading tokens are in the KV cache, and index them for lookups."""
+        self.num_computed = num_tokens
+        if self.lookup is not None:
+            self.lookup.extend_to(self.token_ids, self.num_computed)
+
+    def proposal(self, num_tokens: int) -> Proposal:
         """Return tokens that may come next, looked up in the sequence's own text; at most one fewer than the sequence
-        may still have. ngram, shortest: see `LookupIndex`; only the first call uses them."""
+        may still have. Nothing without an index."""
         if self.lookup is None:
-            self.lookup = LookupIndex(ngram, shortest)
+            return NOTHING
         self.lookup.extend_to(self.token_ids)
-        num_tokens = min(num_tokens, self.num_remaining - 1)
-        return self.lookup.propose(num_tokens) if num_tokens > 0 else NOTHING
+        return self.lookup.propose(min(num_tokens, self.num_remaining - 1))
 
     def guess(self, options: LookaheadOptions, max_tokens: int) -> Guess:
         """Return a tree of tokens that may come next, from the sequence's Jacobi window, and that window. The tree's

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import msgspec
 
 from rayspec.choices import FULL, Choice
+from rayspec.decode.drafting.lookup import LookupIndex
 from rayspec.decode.drafting.skip_draft import RoundEntry
 from rayspec.decode.head import SamplerSpec
 from rayspec.decode.passes import Pass
@@ -390,6 +391,8 @@ def _to_wire(value: Any) -> Any:
     """Encode a value of a type that msgspec does not know."""
     if isinstance(value, DecodingParams):
         return value.model_dump(exclude_defaults=True)
+    if isinstance(value, LookupIndex):  # the other process makes its own, from the sequence's tokens
+        return value.ngram, value.shortest
     assert isinstance(value, Named)
     return type(value.value).__name__, value.value
 
@@ -397,6 +400,8 @@ def _to_wire(value: Any) -> Any:
 def _from_wire(kind: type, value: Any) -> Any:
     if kind is DecodingParams:
         return DecodingParams(**value)
+    if kind is LookupIndex:
+        return LookupIndex(*value)
     name, fields = value
     if name not in _NAMED:
         raise ValueError(f"there is no {name!r}")

@@ -104,14 +104,12 @@ def best_lookup(
 class DraftUntilFound:
     """A serializable rule for drafts that may continue with looked-up tokens. It can be sent where drafts are made.
 
-    worth: whether the model drafts one more token if no looked-up tokens are taken. ngram: tokens that must match, or
-    `shortest` if no match is that long. by_class: see `LookupRecord`. min_survival: the probability above which a
-    looked-up token is worth its row in the verify. drafting_gain: speed of drafting over that of plain decoding.
+    worth: whether the model drafts one more token if no looked-up tokens are taken. by_class: see `LookupRecord`.
+    min_survival: the probability above which a looked-up token is worth its row in the verify. drafting_gain: speed of
+    drafting over that of plain decoding.
     """
 
     worth: DraftWhileWorth
-    ngram: int
-    shortest: int
     by_class: tuple[float, ...]
     min_survival: float
     drafting_gain: float

@@ -12,8 +12,9 @@ from rayspec.config import SamplingParams
 from rayspec.decode.drafting.skip_draft import Draft
 from rayspec.decode.rounds import RoundResult
 from rayspec.decode.selection.base import BatchState
+from rayspec.decode.stages import LocalStages
 from rayspec.planning.lookup import DraftUntilFound, LookupRecord
-from rayspec.types import Plan
+from rayspec.types import Plan, Request
 from tests.demo_model import EOS, demo_parts, demo_prompts
 from tests.engines import complete, engine_with, tokens_of
 from tests.exhaustive import few_of
@@ -38,8 +39,6 @@ class LookingUp(TravellingPlans):
             return draft_while
         return DraftUntilFound(
             worth=draft_while,
-            ngram=2,
-            shortest=1,
             by_class=(1.0,) * len(LookupRecord().by_class),
             min_survival=0.3 * self._rng.random(),
             drafting_gain=1.0,
@@ -75,6 +74,21 @@ def test_greedy_equals_generate_when_preempted_and_in_fixed_shapes(options: dict
     engine = engine_with(parts, selector, max_num_seqs=5, **options)
     assert tokens_of(complete(engine, known.prompts, SamplingParams(temperature=0, max_tokens=40))) == known.expected
     selector.require_used()
+
+
+def test_engine_and_head_share_an_index_made_while_the_prompt_is_read() -> None:
+    parts, prompt = parts_of(checkpoint("llama")), [index % 50 + 3 for index in range(100)]
+    engine = engine_with(parts, LookingUp(4, len(parts.sublayers)), max_num_batched_tokens=32)
+    engine.add(Request(request_id="a", prompt_token_ids=prompt, params=SamplingParams(temperature=0, max_tokens=40)))
+    (sequence,) = engine._cohorts._sequences()
+    assert sequence.lookup is not None
+    assert isinstance(engine.stages, LocalStages)
+    num_indexed = []
+    for _ in range(4):
+        engine.step()
+        num_indexed.append(sequence.lookup.num_tokens)
+    assert num_indexed == [32, 64, 96, 100]
+    assert engine.stages.head.lookup(sequence.sequence_id) is sequence.lookup
 
 
 def test_in_two_stages_the_last_one_looks_up() -> None:

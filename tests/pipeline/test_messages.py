@@ -245,7 +245,7 @@ def test_a_round_arrives_with_a_threshold_as_its_rule() -> None:
 
 def test_a_round_arrives_with_what_goes_on_its_drafts() -> None:
     rule = DraftUntilFound(
-        worth=RULE, ngram=3, shortest=1, by_class=(0.5, 0.9), min_survival=0.1, drafting_gain=1.5
+        worth=RULE, by_class=(0.5, 0.9), min_survival=0.1, drafting_gain=1.5
     )  # fmt: skip
     arrived = decode(encode(Begin.of(1, replace(ROUND, keep_drafting=rule), [], [])))
     assert isinstance(arrived, Begin)

@@ -9,14 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rayspec.config import SpeculationOptions
 from rayspec.planning.lookup import AMBIGUOUS, SINGLE, UNANIMOUS, match_class
 
 _MAX_PLACES = 8  # the latest occurrences of an n-gram, which are compared
 _LONGEST_MATCH = 32  # tokens that are compared at most
 _COMPARABLE = 0.5  # share of the longest match that other places must match to count as support
+_MAX_UNSORTED = 4096
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 # Tokens that must match in `auto`, which learns the acceptance for each length of match.
-SHORTEST_MATCH = 1
+_SHORTEST_MATCH = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,28 +37,33 @@ NOTHING = Proposal()
 
 
 class LookupIndex:
-    """The ends of each n-gram in a growing text. The cost per token does not depend on the length of the text.
+    """The ends of each n-gram in a growing text.
 
     ngram: tokens that must match. shortest: tokens that suffice if no match is that long.
     """
 
     def __init__(self, ngram: int, shortest: int | None = None) -> None:
+        self.ngram, self.shortest = ngram, shortest
         self._token_ids: list[int] = []
-        self._num_indexed = 0
-        lengths = range(ngram, (shortest or ngram) - 1, -1)
-        # For each length of n-grams, the longest first: n-gram -> positions after its end.
-        self._ends: dict[int, dict[tuple[int, ...], list[int]]] = {length: {} for length in lengths}
+        self._ends = [_Ends(length) for length in range(ngram, (shortest or ngram) - 1, -1)]  # the longest first
 
-    def extend_to(self, token_ids: Sequence[int]) -> None:
-        """Extend the text. token_ids: the whole text so far, which begins with the text of the previous call."""
+    @property
+    def num_tokens(self) -> int:
+        """Length of the text."""
+        return len(self._token_ids)
+
+    def extend_to(self, token_ids: Sequence[int], num_tokens: int | None = None) -> None:
+        """Extend the text to the first `num_tokens` of `token_ids`, by default to all. Each text begins with the text
+        of the previous call. A text that is no longer than that changes nothing."""
         text = self._token_ids
-        text.extend(token_ids[len(text) :])
-        for length, ends_of in self._ends.items():
-            for end in range(max(self._num_indexed, length), len(text)):
-                ends = ends_of.setdefault(tuple(text[end - length : end]), [])
-                ends.append(end)
-                del ends[:-_MAX_PLACES]
-        self._num_indexed = len(text)
+        num_before = len(text)
+        text.extend(token_ids[num_before:num_tokens])
+        if len(text) == num_before:
+            return
+        first = max(0, num_before - self.ngram)
+        tokens = np.array(text[first:-1], np.uint64)  # a proposal needs a token after the n-gram
+        for ends in self._ends:
+            ends.extend(tokens[max(0, num_before - ends.length) - first :])
 
     def propose(self, num_tokens: int, drafted: Sequence[int] = ()) -> Proposal:
         """Propose at most `num_tokens` tokens from the place with the longest match; of equal matches, from the latest.
@@ -68,17 +78,19 @@ class LookupIndex:
             del self._token_ids[num_committed:]
 
     def _proposed(self, num_tokens: int) -> Proposal:
-        text = self._token_ids
-        if num_tokens > 0:
-            for length, ends_of in self._ends.items():
-                if places := ends_of.get(tuple(text[len(text) - length :])):
-                    found = sorted((self._matched(place, length), place) for place in places)
-                    num_matched, end = found.pop()
-                    others = [place for count, place in found if count >= _COMPARABLE * num_matched]
-                    token_ids = self._continued(end, num_tokens)
-                    supports = self._supports(token_ids, others)
-                    match_classes = [match_class(num_matched + at, support) for at, support in enumerate(supports)]
-                    return Proposal(tuple(token_ids), tuple(match_classes))
+        if num_tokens <= 0:
+            return NOTHING
+        for ends in self._ends:
+            places = ends.of(self._token_ids[-ends.length :])
+            found = sorted((self._matched(place, ends.length), place) for place in places)
+            if found and found[-1][0] >= ends.length:
+                num_matched, end = found.pop()
+                needed = max(ends.length, _COMPARABLE * num_matched)
+                others = [place for count, place in found if count >= needed]
+                token_ids = self._continued(end, num_tokens)
+                supports = self._supports(token_ids, others)
+                match_classes = [match_class(num_matched + at, support) for at, support in enumerate(supports)]
+                return Proposal(tuple(token_ids), tuple(match_classes))
         return NOTHING
 
     def _supports(self, token_ids: Sequence[int], others: Sequence[int]) -> list[int]:
@@ -91,13 +103,14 @@ class LookupIndex:
             others = same
         return supports
 
-    def _matched(self, end: int, length: int) -> int:
-        """Return how many tokens before `end` equal the newest tokens of the text, at least `length`."""
-        text = self._token_ids
-        longest = min(end, _LONGEST_MATCH)
-        while length < longest and text[end - 1 - length] == text[-1 - length]:
-            length += 1
-        return length
+    def _matched(self, end: int, ngram: int) -> int:
+        """Return how many tokens before `end` equal the newest tokens of the text. Stop counting at `_LONGEST_MATCH`
+        or, if that is more, at the length of the n-gram."""
+        text, num_matched = self._token_ids, 0
+        longest = min(end, max(ngram, _LONGEST_MATCH))
+        while num_matched < longest and text[end - 1 - num_matched] == text[-1 - num_matched]:
+            num_matched += 1
+        return num_matched
 
     def _continued(self, end: int, num_tokens: int) -> list[int]:
         """Return the tokens that follow `end`. At the end of the text, continue periodically from `end` again."""
@@ -105,6 +118,54 @@ class LookupIndex:
         return [text[end + index % period] for index in range(num_tokens)]
 
 
-def shortest_match(options: SpeculationOptions) -> int | None:
-    """Return the number of tokens that suffice if `lookup_ngram` tokens do not match; None: fewer do not suffice."""
-    return SHORTEST_MATCH if options.strategy == "auto" else None
+class _Ends:
+    """The ends of the n-grams of one length, found by hash. Different n-grams may have the same hash.
+
+    Sorted hashes find an n-gram of any text in a few comparisons and take 12 bytes a token. The newest hashes are
+    compared one by one, until there are enough of them to be sorted in.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self._hashes = np.empty(0, np.uint64)  # sorted; equal hashes stand in the order of the text
+        self._starts = np.empty(0, np.int32)  # of the n-grams with these hashes
+        self._newest = np.empty(0, np.uint64)  # hashes of the n-grams that follow, in the order of the text
+
+    def extend(self, tokens: NDArray[np.uint64]) -> None:
+        """Add the n-grams of `tokens`, which begin with the first n-gram that is not yet here."""
+        if len(tokens) < self.length:
+            return
+        self._newest = np.concatenate((self._newest, _hashes(tokens, self.length)))
+        if len(self._newest) > _MAX_UNSORTED:
+            order = np.argsort(self._newest, kind="stable")
+            at = np.searchsorted(self._hashes, self._newest[order], side="right")
+            self._starts = np.insert(self._starts, at, order + len(self._starts))
+            self._hashes = np.insert(self._hashes, at, self._newest[order])
+            self._newest = np.empty(0, np.uint64)
+
+    def of(self, ngram: Sequence[int]) -> list[int]:
+        """Return where the latest n-grams with the hash of this one end, at most `_MAX_PLACES`."""
+        if len(ngram) < self.length:
+            return []
+        (wanted,) = _hashes(np.array(ngram, np.uint64), self.length)
+        newest = np.flatnonzero(self._newest == wanted)[-_MAX_PLACES:] + len(self._starts)
+        last = int(np.searchsorted(self._hashes, wanted, side="right"))
+        older = slice(max(0, last - _MAX_PLACES + len(newest)), last)
+        starts = [*self._starts[older][self._hashes[older] == wanted].tolist(), *newest.tolist()]
+        return [start + self.length for start in starts]
+
+
+def _hashes(tokens: NDArray[np.uint64], length: int) -> NDArray[np.uint64]:
+    """Return the hash of each n-gram of this length."""
+    num_ngrams = len(tokens) - length + 1
+    hashes = tokens[:num_ngrams]
+    for at in range(1, length):
+        hashes = hashes * _MULTIPLIER + tokens[at : at + num_ngrams]
+    return hashes
+
+
+def lookup_index(options: SpeculationOptions) -> LookupIndex | None:
+    """Return the index of a new sequence; None for a strategy that looks nothing up."""
+    if options.strategy not in ("auto", "lookup"):
+        return None
+    return LookupIndex(options.lookup_ngram, _SHORTEST_MATCH if options.strategy == "auto" else None)

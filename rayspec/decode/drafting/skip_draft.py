@@ -264,7 +264,7 @@ def _look_up(
     for index in active:
         entry, one = entries[index], drafts[index]
         num_left = entry.max_draft_tokens - len(one.token_ids)
-        found = head.lookup(entry.sequence_id, rule.ngram, rule.shortest).propose(num_left, one.token_ids)
+        found = head.lookup(entry.sequence_id).propose(num_left, one.token_ids)
         num_taken = rule.num_looked_up(one.confidences, found.match_classes)
         if num_taken:
             one.token_ids.extend(found.token_ids[:num_taken])

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rayspec.config import SpeculationOptions
-from rayspec.decode.drafting.lookup import SHORTEST_MATCH
 from rayspec.decode.drafting.skip_draft import KeepDrafting
 from rayspec.decode.rounds import RoundResult
 from rayspec.decode.selection.base import BatchState, Search
@@ -60,7 +59,6 @@ class Auto:
         self._looks_up = looks_up
         self._no_draft = no_draft(len(latency.sublayers), "no draft")
         self._has_gate = options.gate
-        self._ngram = options.lookup_ngram
         self._latency = latency
         self._trials = Trials(latency, PLAIN, trusted=(LOOKUP, BOTH))
         self._lookup = LookupRecord()
@@ -95,8 +93,6 @@ class Auto:
         best = max(self._trials.rate(taken, way) for way in taken.rates)
         return DraftUntilFound(
             worth=worth,
-            ngram=self._ngram,
-            shortest=SHORTEST_MATCH,
             by_class=self._lookup.by_class,
             min_survival=best * worth.row_s,
             drafting_gain=rate / plain_rate,
