@@ -13,9 +13,8 @@ from typing import Protocol
 from rayspec.batch.documents import DuplicateCheck
 from rayspec.batch.rows import Row
 from rayspec.decode.engine_loop import EngineDeadError
-from rayspec.pipeline.pool.quarantine import EngineKilledError
 from rayspec.pipeline.pool.supervisor import DrainingError
-from rayspec.types import RayspecError
+from rayspec.types import RayspecError, RequestError
 
 _JOIN_S = 10.0
 
@@ -115,7 +114,7 @@ def _outcome(row: Row, done: Future[Row]) -> Row:
     a row nor an engine caused."""
     try:
         return done.result()
-    except (EngineKilledError, DrainingError) as error:
+    except (RequestError, DrainingError) as error:
         return row.failed(error)
     except (RayspecError, CancelledError) as error:
         return row.failed(EngineDeadError(str(error)))

@@ -89,6 +89,9 @@ class PlanSearch:
     def gather(self, batches: Sequence[Any], index: NDArray[np.int64]) -> Tensor:
         return torch.cat(list(batches), 1)[:, torch.from_numpy(np.asarray(index)).to(self._runner.device)]
 
+    def keep(self, batches: Sequence[Any]) -> None:
+        """Do nothing: a tensor is freed with its last reference."""
+
     @torch.inference_mode()
     def agreement(self, states: Any) -> Agreement:
         """Return the agreement of each state with the target, [S]. Requires the head in this process."""

@@ -233,3 +233,6 @@ class _Layers:
 
     def gather(self, batches: Sequence[Any], index: NDArray[np.int64]) -> Any:
         return self._tapped.gather(batches, index)
+
+    def keep(self, batches: Sequence[Any]) -> None:
+        self._tapped.keep(batches)

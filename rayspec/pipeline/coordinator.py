@@ -9,11 +9,10 @@ from __future__ import annotations
 import itertools
 import os
 import time
-import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -131,11 +130,12 @@ class Coordinator:
             search.begin()
             num_sublayers = self._spec.spans[-1][1]
             answer = questions.answer(message.question.value, search, num_sublayers=num_sublayers, started=started)
-            search.end()
         except SearchFailedError as error:
             return Searched(
                 epoch=post.epoch, search_id=message.search_id, version=self._num_answers, answer=None, reason=str(error)
             )
+        finally:
+            search.end()
         self._num_answers += 1
         return Searched(epoch=post.epoch, search_id=message.search_id, version=self._num_answers, answer=Named(answer))
 
@@ -195,18 +195,11 @@ def _await(post: Post, kind: type[M], timeout_s: float) -> Any:
 
 @dataclass(eq=False)
 class RemoteBatch:
-    """A batch of states that a stage keeps under a number. When this object is deleted, the stage drops the states."""
+    """A batch of states that a stage keeps under a number until the search drops it."""
 
     stage: int
     number: int
     num_states: int
-
-
-@dataclass(slots=True)
-class _Pending:
-    """Operations that have not been sent to a stage yet."""
-
-    operations: list[Operation] = field(default_factory=list)
 
 
 class RemoteSearch:
@@ -218,8 +211,9 @@ class RemoteSearch:
         self._post = post
         self._message = message
         self._spans = spans
-        self._pending = [_Pending() for _ in spans]
+        self._pending: list[list[Operation]] = [[] for _ in spans]  # operations that a stage has not been sent yet
         self._num_batches = 1
+        self._kept: dict[int, RemoteBatch] = {}
         self._stage_of = [stage for stage, (first, last) in enumerate(spans) for _ in range(first, last)]
 
     def begin(self) -> None:
@@ -237,26 +231,26 @@ class RemoteSearch:
             self._answer()
 
     def end(self) -> None:
-        """Let the shards forget the search."""
+        """Let the shards forget the search and its states."""
         for stage in range(len(self._spans)):
-            seek = Seek(epoch=self._post.epoch, search_id=self._message.search_id, tokens=(), rows=())
-            self._post.send(stage_name(stage), seek)
+            self._post.send(stage_name(stage), forgotten(self._post.epoch))
 
     def start(self) -> RemoteBatch:
-        return RemoteBatch(0, 0, 1)  # kept to the end of the search, which may start from it again
+        """Return a copy of the first state, because the search may start again."""
+        return self.gather([RemoteBatch(0, 0, 1)], np.zeros(1, np.int64))
 
     def run(self, sublayer: int, choice: Choice, states: Any) -> RemoteBatch:
         stage = self._stage_of[sublayer]
         here = self._brought(states, stage)
         result = self._new(stage, here.num_states)
-        self._pending[stage].operations.append(RunSublayer(sublayer, choice, here.number, result.number))
+        self._pending[stage].append(RunSublayer(sublayer, choice, here.number, result.number))
         return result
 
     def vary(self, sublayer: int, choice: Choice, states: Any) -> RemoteBatch:
         stage = self._stage_of[sublayer]
         here = self._brought(states, stage)
         result = self._new(stage, here.num_states)
-        self._pending[stage].operations.append(VarySublayer(sublayer, choice, here.number, result.number))
+        self._pending[stage].append(VarySublayer(sublayer, choice, here.number, result.number))
         return result
 
     def gather(self, batches: Sequence[Any], index: NDArray[np.int64]) -> RemoteBatch:
@@ -264,48 +258,53 @@ class RemoteSearch:
         here = [self._brought(batch, stage) for batch in batches]
         result = self._new(stage, len(index))
         operation = Gather([batch.number for batch in here], np.asarray(index).tolist(), result.number)
-        self._pending[stage].operations.append(operation)
+        self._pending[stage].append(operation)
         return result
+
+    def keep(self, batches: Sequence[Any]) -> None:
+        for number in self._kept.keys() - {batch.number for batch in batches}:
+            batch = self._kept.pop(number)
+            self._pending[batch.stage].append(Drop(number))
 
     def similarity(self, sublayer: int, states: Any) -> NDArray[np.float64]:
         stage = self._stage_of[sublayer]
         here = self._brought(states, stage)
-        self._pending[stage].operations.append(Similarity(sublayer, here.number))
+        self._pending[stage].append(Similarity(sublayer, here.number))
         return np.asarray(self._flush(stage))
 
     def agreement(self, states: Any) -> questions.Agreement:
         stage = len(self._spans) - 1
         here = self._brought(states, stage)
-        self._pending[stage].operations.append(Agreement(here.number))
+        self._pending[stage].append(Agreement(here.number))
         num_agreed, confidence, missed = np.asarray(self._flush(stage)).reshape(3, here.num_states)
         return questions.Agreement(len(self._message.tokens), num_agreed.astype(np.int64), confidence, missed)
 
     def cosines(self) -> list[float]:
         cosines: list[float] = []
         for stage, pending in enumerate(self._pending):
-            pending.operations.append(TargetCosines())
+            pending.append(TargetCosines())
             cosines.extend(self._flush(stage))
         return cosines
 
     def feature(self) -> Sequence[float]:
-        self._pending[-1].operations.append(TargetFeature())
+        self._pending[-1].append(TargetFeature())
         return self._flush(len(self._spans) - 1)
 
     def _brought(self, batch: RemoteBatch, stage: int) -> RemoteBatch:
         """Move a batch to a stage, directly from shard to shard, unless it is there already. Return the batch."""
         if batch.stage == stage:
             return batch
-        self._pending[batch.stage].operations.append(Ship(batch.number, stage_name(stage)))
+        self._pending[batch.stage] += [Ship(batch.number, stage_name(stage)), Drop(batch.number)]
         self._flush(batch.stage)
         batch.stage = stage
         return batch
 
     def _flush(self, stage: int) -> Sequence[float]:
-        pending, self._pending[stage] = self._pending[stage], _Pending()
+        operations, self._pending[stage] = self._pending[stage], []
         expand = Expand(
             epoch=self._post.epoch,
             search_id=self._message.search_id,
-            operations=pending.operations,
+            operations=operations,
         )
         self._post.send(stage_name(stage), expand)
         return self._answer().values
@@ -323,14 +322,10 @@ class RemoteSearch:
 
     def _new(self, stage: int, num_states: int) -> RemoteBatch:
         self._num_batches += 1
-        return self._track(RemoteBatch(stage, self._num_batches, num_states))
-
-    def _track(self, batch: RemoteBatch) -> RemoteBatch:
-        weakref.finalize(batch, _drop, self._pending, batch.number)
+        batch = self._kept[self._num_batches] = RemoteBatch(stage, self._num_batches, num_states)
         return batch
 
 
-def _drop(pending: list[_Pending], number: int) -> None:
-    """Queue a Drop of the batch for every stage; stages that never had it ignore the Drop."""
-    for each in pending:
-        each.operations.append(Drop(number))
+def forgotten(epoch: int) -> Seek:
+    """Return the message by which a shard forgets the search under way, if there is one."""
+    return Seek(epoch=epoch, search_id=0, tokens=(), rows=())

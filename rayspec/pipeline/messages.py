@@ -315,7 +315,7 @@ class TargetFeature(msgspec.Struct, frozen=True, tag="feature"):
 
 
 class Drop(msgspec.Struct, frozen=True, tag="drop"):
-    """Forget a batch that is not needed any more. A stage that does not have the batch ignores this."""
+    """Forget a batch that is not needed any more."""
 
     source: int
 

@@ -21,6 +21,7 @@ from rayspec.decode.stages import StageLostError, StagesReplacedError
 from rayspec.errors import TransportError
 from rayspec.model.rows import RowSpan
 from rayspec.pipeline.collective import Rendezvous
+from rayspec.pipeline.coordinator import forgotten
 from rayspec.pipeline.messages import (
     AnyMessage,
     Beat,
@@ -335,6 +336,8 @@ class RayStages:
             self._recover({name}, reason)
         logger.warning("%s; it is replaced, and plans stay as they are until then", reason)
         self._fail_searches(reason)
+        for shard in self.replica.shards:
+            self._send(shard, forgotten(self._epoch))
         if self._coordinator_restarts.next_delay_s() is None:
             logger.warning("it has been replaced too often: plans stay as they are for good")
             self.replica.end_coordinator()

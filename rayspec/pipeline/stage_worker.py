@@ -244,7 +244,7 @@ def _apply(operation: Operation, seeking: _Seeking) -> list[float]:
         case TargetFeature():
             return search.feature()
         case Drop():
-            batches.pop(operation.source, None)
+            del batches[operation.source]
     return []
 
 

@@ -49,6 +49,9 @@ class Expansion(Protocol):
     def gather(self, batches: Sequence[Any], index: Ints) -> Any:
         """Return the rows `index` of the concatenation of `batches`."""
 
+    def keep(self, batches: Sequence[Any]) -> None:
+        """Say that no other batch is used any more, so that their memory can be freed. `start` can be called again."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pattern:
@@ -293,7 +296,9 @@ def _advance(
     chosen = pruning.choose(saved, similarity)
     codes = row.codes[source[chosen]]
     codes[:, sublayer] = menu.codes[option[chosen]]
-    return _Row(_take([merged], chosen, expansion), saved[chosen], similarity[chosen], codes), num_rows
+    batch = _take([merged], chosen, expansion)
+    expansion.keep([batch.states])
+    return _Row(batch, saved[chosen], similarity[chosen], codes), num_rows
 
 
 def _grow_cheaply(
@@ -309,16 +314,17 @@ def _grow_cheaply(
             continue
         states = _take([ran], np.searchsorted(running, rows), expansion).states
         grown.append(_Batch(states if choice == FULL else expansion.vary(sublayer, choice, states), len(rows)))
+        expansion.keep([one.states for one in (batch, ran, *grown)])
     return _with_skipped(grown, batch, parents, expansion), len(running)
 
 
 def _grow(sublayer: int, batch: _Batch, parents: Mapping[Choice, Ints], expansion: Expansion) -> _Batch:
     """Return the states after each choice: for each, its rows `parents` of the batch. `skip` comes last."""
-    ran = [
-        _Batch(expansion.run(sublayer, choice, _take([batch], rows, expansion).states), len(rows))
-        for choice, rows in parents.items()
-        if choice != SKIP and len(rows)
-    ]
+    ran: list[_Batch] = []
+    for choice, rows in parents.items():
+        if choice != SKIP and len(rows):
+            ran.append(_Batch(expansion.run(sublayer, choice, _take([batch], rows, expansion).states), len(rows)))
+            expansion.keep([one.states for one in (batch, *ran)])
     return _with_skipped(ran, batch, parents, expansion)
 
 
@@ -326,7 +332,9 @@ def _with_skipped(ran: Sequence[_Batch], batch: _Batch, parents: Mapping[Choice,
     """Return the states that ran, followed by the rows of the batch that skip the sublayer."""
     num_ran = sum(each.size for each in ran)
     index = np.append(np.arange(num_ran), num_ran + parents.get(SKIP, np.zeros(0, np.int64)))
-    return _take([*ran, batch], index, expansion)
+    merged = _take([*ran, batch], index, expansion)
+    expansion.keep([merged.states])
+    return merged
 
 
 def _take(batches: Sequence[_Batch], index: Ints, expansion: Expansion) -> _Batch:

@@ -16,7 +16,7 @@ from rayspec.batch.rows import Row
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.pipeline.pool.quarantine import EngineKilledError
 from rayspec.pipeline.pool.supervisor import DrainingError
-from rayspec.types import ConfigError
+from rayspec.types import ConfigError, RequestError
 
 
 class Pool:
@@ -42,6 +42,8 @@ class Pool:
         match row.document:
             case "deadly":
                 raise EngineKilledError("engines died of this row")
+            case "unsendable":
+                raise RequestError("the item cannot be sent")
             case "late":
                 raise DrainingError("the job was told to end")
             case "lost":
@@ -93,9 +95,10 @@ def test_reading_begins_before_the_first_row_is_taken() -> None:
         assert len(list(results)) == 2
 
 
-def test_a_row_that_kills_engines_is_final_and_the_others_go_on() -> None:
-    results = completed(documents("a", "deadly", *"b" * 40))
-    assert (results["r1"].error_kind, results["r1"].is_final, len(results)) == ("engine_killed", True, 42)
+@pytest.mark.parametrize(("word", "kind"), [("deadly", "engine_killed"), ("unsendable", "request")])
+def test_a_row_that_is_at_fault_is_final_and_the_others_go_on(word: str, kind: str) -> None:
+    results = completed(documents("a", word, *"b" * 40))
+    assert (results["r1"].error_kind, results["r1"].is_final, len(results)) == (kind, True, 42)
     assert (results["r1"].source, results["r1"].document) == ("s1", None)
 
 

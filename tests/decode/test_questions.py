@@ -197,6 +197,9 @@ class _Additive:
     def gather(self, batches: Sequence[Any], index: NDArray[np.int64]) -> Any:
         return np.concatenate(batches)[index]
 
+    def keep(self, batches: Sequence[Any]) -> None:
+        pass
+
     def agreement(self, states: Any) -> Agreement:
         nothing = np.zeros(len(states))
         return Agreement(1, nothing.astype(np.int64), nothing, nothing)

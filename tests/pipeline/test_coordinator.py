@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -29,8 +30,8 @@ from rayspec.decode.runner import Runner
 from rayspec.decode.selection.base import FixedPlan
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.rows import RowSpan
-from rayspec.pipeline.coordinator import measured_stages
-from rayspec.pipeline.messages import Measure, Measured, Searched, Ship, VarySublayer
+from rayspec.pipeline.coordinator import RemoteBatch, RemoteSearch, measured_stages
+from rayspec.pipeline.messages import Measure, Measured, Searched, Seek, Ship, VarySublayer, encode
 from rayspec.pipeline.post import COORDINATOR, Letter
 from rayspec.pipeline.stage_worker import stage_name
 from rayspec.types import Plan, RayspecError
@@ -261,8 +262,19 @@ def test_a_trial_leaves_no_states_behind_on_its_way_through_a_stage() -> None:
 
 
 def test_states_travel_once_a_stage_and_are_dropped_when_nobody_needs_them() -> None:
+    """By messages of the search: nobody's references keep them, such as those of a traceback."""
     path = checkpoint("llama")
-    with loop_engine(path, 3, Tapping(), kv_cache_tokens=NUM_SLOTS) as run:
+    held: list[RemoteBatch] = []
+    new = RemoteSearch._new
+
+    def holding(search: RemoteSearch, stage: int, num_states: int) -> RemoteBatch:
+        held.append(new(search, stage, num_states))
+        return held[-1]
+
+    with (
+        loop_engine(path, 3, Tapping(), kv_cache_tokens=NUM_SLOTS) as run,
+        patch.object(RemoteSearch, "_new", holding),
+    ):
         generate(run, path)
         run.loop.delivered.clear()
         most = 0
@@ -280,6 +292,42 @@ def test_states_travel_once_a_stage_and_are_dropped_when_nobody_needs_them() -> 
         shipped = [op for _, m in run.loop.delivered for op in getattr(m, "operations", ()) if isinstance(op, Ship)]
         assert [op.peer for op in shipped] == ["stage-1", "stage-2"]
         assert 0 < most <= 4
+        assert len(held) > 20
+
+
+def seeking(run: LoopEngine) -> list[bool]:
+    return [shard._worker._seeking is not None for shard in run.replica.parts.values()]
+
+
+def test_a_search_that_fails_leaves_no_states_behind() -> None:
+    path = checkpoint("llama")
+    with loop_engine(path, 3, Tapping(), kv_cache_tokens=NUM_SLOTS) as run:
+        generate(run, path)
+        tokens, rows = places(run, 6)
+        run.replica.parts["stage-1"].span._taps.clear()
+        lost = run.engine.stages.search(tokens, rows, knapsack())
+        wait_for(run, lost)
+        with pytest.raises(RayspecError, match="stage-1 has no states of some tapped tokens"):
+            lost.result()
+        run.engine.stages.wait()
+        assert seeking(run) == [False] * 3
+
+
+def test_a_search_whose_coordinator_dies_leaves_no_states_behind() -> None:
+    path = checkpoint("llama")
+    with loop_engine(path, 2, Tapping(), kv_cache_tokens=NUM_SLOTS) as run:
+        generate(run, path)
+        tokens, rows = places(run, 6)
+        seek = Seek(epoch=run.engine.stages._epoch, search_id=7, tokens=tokens, rows=rows)
+        for shard in run.replica.shards:
+            run.loop.put(COORDINATOR, shard, encode(seek), [])
+        run.engine.stages.wait()
+        assert seeking(run) == [True] * 2
+        run.replica.kill(COORDINATOR)
+        run.engine.stages._checked_at = 0.0
+        run.engine.stages.wait()
+        run.engine.stages.wait()
+        assert seeking(run) == [False] * 2
 
 
 def test_a_search_that_comes_while_another_is_under_way_has_its_turn() -> None:

@@ -50,6 +50,9 @@ class Additive:
     def gather(self, batches: Sequence[Any], index: Any) -> Any:
         return np.concatenate(batches)[index]
 
+    def keep(self, batches: Sequence[Any]) -> None:
+        pass
+
 
 def skips(weights: Sequence[int]) -> Savings:
     return [{SKIP: weight} for weight in weights]
@@ -297,6 +300,9 @@ class Residual:
     def gather(self, batches: Sequence[Any], index: Any) -> Any:
         return np.concatenate(batches)[index]
 
+    def keep(self, batches: Sequence[Any]) -> None:
+        pass
+
 
 @pytest.mark.parametrize("seed", range(8))
 def test_on_a_network_whose_damages_do_not_add_up_it_is_nearly_as_good_as_brute_force(seed: int) -> None:
@@ -400,6 +406,9 @@ class _Histories:
     def gather(self, batches: Any, index: Any) -> Any:
         joined = [state for batch in batches for state in batch]
         return [joined[row] for row in index]
+
+    def keep(self, batches: Sequence[Any]) -> None:
+        pass
 
 
 @pytest.mark.parametrize("seed", range(30))

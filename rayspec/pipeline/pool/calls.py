@@ -2,12 +2,13 @@
 
 A call of an actor costs both processes about a millisecond, whatever its size. Here one message carries all items that
 were handed in meanwhile, and one stream returns the outcomes of all items in the order in which they are ready.
+
+Each item and each result is pickled by itself, so one that cannot be pickled or restored is an error of its own call.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import pickle
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -15,30 +16,31 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ray.exceptions import RayError
+from ray import cloudpickle
+from ray.exceptions import RayActorError, RayError
 
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.pipeline.pool.recipe import Tell
-from rayspec.types import RayspecError
+from rayspec.types import RayspecError, RequestError
 
 _LINGER_S = 0.003  # outcomes that are ready within this time are sent together
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """An item to be handled. number: unique among the calls of one caller."""
+    """An item to be handled, pickled. number: unique among the calls of one caller."""
 
     number: int
-    item: Any
+    item: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """New output of a call: a part of the result, or finally (`is_last`) the whole result or the error."""
+    """New output of a call, pickled: a part of the result, or finally (`is_last`) the whole result or the error."""
 
     number: int
-    value: Any = None
-    error: Exception | None = None
+    value: bytes
+    is_error: bool = False
     is_last: bool = True
 
 
@@ -71,12 +73,13 @@ class CalledHere:
 
     async def _run(self, call: Call, loop: asyncio.AbstractEventLoop) -> None:
         def tell(part: Any) -> None:
-            loop.call_soon_threadsafe(self._ready.put_nowait, Outcome(call.number, part, is_last=False))
+            loop.call_soon_threadsafe(self._ready.put_nowait, _outcome(call.number, part, is_last=False))
 
         try:
-            self._ready.put_nowait(Outcome(call.number, await self._handle(call.item, tell)))
+            item = _restored(call.item, "the item")
+            self._ready.put_nowait(_outcome(call.number, await self._handle(item, tell)))
         except Exception as error:  # noqa: BLE001 - the caller's to judge
-            self._ready.put_nowait(Outcome(call.number, error=_fit_to_travel(error)))
+            self._ready.put_nowait(Outcome(call.number, _pickled_error(error), is_error=True))
         finally:
             del self._tasks[call.number]
 
@@ -99,22 +102,25 @@ class BatchedCalls:
         self._numbers = itertools.count()
         self._waiting: dict[int, _Waiting] = {}
         self._unsent: list[Call] = []
+        self._sending: set[asyncio.Task[None]] = set()
         self._reader: asyncio.Task[None] | None = None
         self._end: Exception | None = None
 
     async def __call__(self, item: Any, tell: Tell | None = None) -> Any:
         """Return the result for an item. tell: takes the parts of the result. Raises the error of the actor's handler,
-        or the error from `on_end` when the actor has ended. Cancelling the wait cancels the call."""
+        the error from `on_end` when the actor has ended, and RequestError if the item or the result cannot be sent.
+        Cancelling the wait cancels the call."""
         loop = asyncio.get_running_loop()
         if self._end is not None:
             raise self._end
         if self._reader is None:
             self._reader = loop.create_task(self._read())
+        packed = _pickled(item, "the item")
         number = next(self._numbers)
         waiting = self._waiting[number] = _Waiting(loop.create_future(), tell)
         if not self._unsent:
             loop.call_soon(self._send)
-        self._unsent.append(Call(number, item))
+        self._unsent.append(Call(number, packed))
         try:
             return await waiting.future
         except asyncio.CancelledError:
@@ -131,7 +137,29 @@ class BatchedCalls:
 
     def _send(self) -> None:
         calls, self._unsent = self._unsent, []
-        self._actor.take.remote(calls)
+        try:
+            reference = self._actor.take.remote(calls)
+        except RayError as error:  # such as a full object store
+            self._refuse(calls, error)
+            return
+        sending = asyncio.get_running_loop().create_task(self._arrive(calls, reference))
+        self._sending.add(sending)
+        sending.add_done_callback(self._sending.discard)
+
+    async def _arrive(self, calls: Sequence[Call], reference: Any) -> None:
+        """Wait until the actor has the calls."""
+        try:
+            await reference
+        except RayActorError:
+            return  # the reader learns of the actor's end too, and reports it
+        except RayError as error:
+            self._refuse(calls, error)
+
+    def _refuse(self, calls: Sequence[Call], error: RayError) -> None:
+        for call in calls:
+            waiting = self._waiting.get(call.number)
+            if waiting is not None and not waiting.future.done():
+                waiting.future.set_exception(RequestError(f"the item cannot be sent to the engine: {error}"))
 
     async def _read(self) -> None:
         try:
@@ -151,18 +179,47 @@ class BatchedCalls:
         waiting = self._waiting.get(outcome.number)
         if waiting is None or waiting.future.done():
             return
-        if not outcome.is_last:
-            if waiting.tell is not None:
-                waiting.tell(outcome.value)
-        elif outcome.error is not None:
-            waiting.future.set_exception(outcome.error)
-        else:
-            waiting.future.set_result(outcome.value)
+        try:
+            value = _restored(outcome.value, "the result")
+        except RequestError as error:
+            waiting.future.set_exception(error)
+            return
+        if outcome.is_error:
+            waiting.future.set_exception(value)
+        elif outcome.is_last:
+            waiting.future.set_result(value)
+        elif waiting.tell is not None:
+            waiting.tell(value)
 
 
-def _fit_to_travel(error: Exception) -> Exception:
-    """Return the error, or a RayspecError with its text if it cannot be pickled and restored."""
-    with contextlib.suppress(Exception):
-        if type(pickle.loads(pickle.dumps(error))) is type(error):  # noqa: S301 - our own bytes
-            return error
-    return RayspecError(f"{type(error).__name__}: {error}")
+def _outcome(number: int, value: Any, *, is_last: bool = True) -> Outcome:
+    """Return the outcome with this value, or with an error if the value cannot be pickled."""
+    try:
+        return Outcome(number, _pickled(value, "the result"), is_last=is_last)
+    except RequestError as error:
+        return Outcome(number, _pickled_error(error), is_error=True)
+
+
+def _pickled(value: Any, name: str) -> bytes:
+    try:
+        return cloudpickle.dumps(value)  # type: ignore[no-any-return]
+    except Exception as error:  # pickling runs the value's own code
+        raise RequestError(f"{name} cannot be sent: {type(error).__name__}: {error}") from error
+
+
+def _restored(value: bytes, name: str) -> Any:
+    try:
+        return cloudpickle.loads(value)
+    except Exception as error:  # so does restoring it
+        raise RequestError(f"{name} cannot be restored where it arrived: {type(error).__name__}: {error}") from error
+
+
+def _pickled_error(error: Exception) -> bytes:
+    """Return the error pickled, or a RayspecError with its text if it cannot be pickled and restored."""
+    try:
+        packed = pickle.dumps(error)
+        if type(pickle.loads(packed)) is type(error):  # noqa: S301 - our own bytes
+            return packed
+    except Exception:  # noqa: BLE001, S110 - its text is sent instead
+        pass
+    return pickle.dumps(RayspecError(f"{type(error).__name__}: {error}"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import ray
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.pipeline.pool.calls import BatchedCalls, Call, CalledHere, Outcome
 from rayspec.pipeline.pool.recipe import Tell
-from rayspec.types import ConfigError, RayspecError
+from rayspec.types import ConfigError, RayspecError, RequestError
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -22,6 +23,22 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 class UnloadableError(Exception):
     def __init__(self, one: int, two: int) -> None:
         super().__init__(f"{one} and {two}")
+
+
+class Brittle:
+    """Cannot be restored in the processes `where`: "here" is the one that made it, "there" any other."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (self.where, os.getpid())
+
+
+def _restored(where: str, pid: int) -> Brittle:
+    if (pid == os.getpid()) == (where == "here"):
+        raise ImportError(f"no module {where}")
+    return Brittle(where)
 
 
 class Worker:
@@ -46,8 +63,15 @@ class Worker:
     async def seen(self) -> tuple[list[int], list[str]]:
         return self._batches, self._cancelled
 
-    async def _handle(self, item: str, tell: Tell) -> str:
-        match item.split():
+    async def _handle(self, item: Any, tell: Tell) -> Any:
+        match str(item).split():
+            case ["return", "lock"]:
+                return threading.Lock()
+            case ["return", "brittle"]:
+                return Brittle("there")
+            case ["tell", "lock"]:
+                tell(threading.Lock())
+                await asyncio.sleep(1000)
             case ["fail", "ours"]:
                 raise ConfigError("option 'a' is 1")
             case ["fail", "foreign"]:
@@ -98,6 +122,22 @@ def test_errors_are_the_callers_own_and_parts_come_in_order() -> None:
         assert (told, parts) == ("done tell 20", list(range(20)))
         assert (type(ours), str(ours)) == (ConfigError, "option 'a' is 1")
         assert (type(foreign), str(foreign)) == (RayspecError, "UnloadableError: 1 and 2")
+
+    with_worker(run)
+
+
+def test_what_cannot_travel_is_an_error_of_its_own_call() -> None:
+    """Items and results that cannot be pickled, or cannot be restored on the other side, among others that can."""
+
+    async def run(actor: Any, calls: BatchedCalls) -> None:
+        items = [threading.Lock(), Brittle("there"), "return lock", "return brittle", "tell lock", "well"]
+        *errors, well = await asyncio.gather(*map(calls, items), return_exceptions=True)
+        assert well == "done well"
+        assert [type(error) for error in errors] == [RequestError] * 5
+        for error, what in zip(errors, ["the item", "the item", *["the result"] * 3], strict=True):
+            assert str(error).startswith(f"{what} cannot be ")
+        assert [("no module there" in str(error)) for error in errors] == [False, True, False, True, False]
+        assert await calls("later") == "done later"
 
     with_worker(run)
 
