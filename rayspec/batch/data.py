@@ -90,6 +90,17 @@ def dataset_of(rows: Sequence[Row]) -> ray.data.Dataset:
     return ray.data.from_items([asdict(row) for row in rows], override_num_blocks=num_blocks)
 
 
+def patient(dataset: ray.data.Dataset) -> ray.data.Dataset:
+    """Return the dataset, to be run without a limit for the time between two steps of its execution.
+
+    Ray Data ends an execution without a step for 30 minutes, although nothing is wrong: rows wait in the object store
+    while engines load, or while they take hours for a block of long documents. The given dataset is not changed.
+    """
+    own = ray.data.Dataset.copy(dataset, _deep_copy=True)
+    own.context.execution_no_progress_timeout_s = -1
+    return own
+
+
 def quieten() -> None:
     """Switch off Ray Data's progress bars and log lines below ERROR, which share the terminal with ours."""
     logging.getLogger("ray.data").setLevel(logging.ERROR)
@@ -119,8 +130,9 @@ def reader_threads() -> list[threading.Thread]:
 
 
 def rows_of(dataset: ray.data.Dataset) -> Generator[Row]:
-    """Run the dataset and yield its rows, block by block. Closing the generator ends the run."""
-    with closing(iter(dataset.iter_batches(batch_size=None, batch_format="pyarrow"))) as batches:  # type: ignore[type-var]
+    """Run the dataset and yield its rows, block by block. Closing the generator ends the run. The caller may take any
+    time for a row."""
+    with closing(iter(patient(dataset).iter_batches(batch_size=None, batch_format="pyarrow"))) as batches:  # type: ignore[type-var]
         batch: Any
         for batch in batches:
             yield from (Row(**fields) for fields in batch.to_pylist())

@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 from ray.exceptions import RayActorError, RayError
 from typing_extensions import Self
 
+from rayspec.batch.data import patient
 from rayspec.batch.row_engine import Handler, RowRecipe, RowTask
 from rayspec.command.plain_values import plain_values
 from rayspec.command.settings import Settings
@@ -100,7 +101,8 @@ def build_processor(
 
 
 class Processor:
-    """An operator to be called on datasets. The dataset that it returns is lazy.
+    """An operator to be called on datasets. The dataset that it returns is lazy, and has no limit for the time without
+    progress (`execution_no_progress_timeout_s` of Ray Data's context).
 
     The engine starts with the first call, outside Ray Data's own placement, and serves all datasets. An engine that
     dies is started again. The engine ends with `shutdown`, with the driver, or when neither the processor nor a dataset
@@ -122,13 +124,17 @@ class Processor:
             self._supervisor = self._started()
         client: Any = RowClient
         num_blocks = self._config.num_concurrent_batches
-        return dataset.repartition(target_num_rows_per_block=self._config.batch_size).map(
-            client,
-            fn_constructor_args=[self._supervisor, self._functions],
-            compute=ray.data.ActorPoolStrategy(
-                size=1, max_tasks_in_flight_per_actor=num_blocks, max_concurrent_calls_per_actor=num_blocks
-            ),
-            num_cpus=_CLIENT_CPUS,
+        return (
+            patient(dataset)
+            .repartition(target_num_rows_per_block=self._config.batch_size)
+            .map(
+                client,
+                fn_constructor_args=[self._supervisor, self._functions],
+                compute=ray.data.ActorPoolStrategy(
+                    size=1, max_tasks_in_flight_per_actor=num_blocks, max_concurrent_calls_per_actor=num_blocks
+                ),
+                num_cpus=_CLIENT_CPUS,
+            )
         )
 
     def _started(self) -> Any:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 import threading
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import ray.data
+from ray.data.exceptions import ExecutionTimeoutError
 
 from rayspec.batch import data
 from rayspec.batch.data import (
@@ -64,6 +69,38 @@ def test_rows_in_an_order(tmp_path: Path, order: Order, ids: str) -> None:
     rows = read_dataset(pieces_of([str(tmp_path)]), Columns(), order=order)
     assert "".join(row["id"] for row in rows.take_all()) == ids
     assert sorted(Row(**row).id for row in rows.iter_rows()) == list("abcd")
+
+
+def _slow(row: dict[str, Any]) -> dict[str, Any]:
+    time.sleep(2)
+    return row
+
+
+def test_a_run_may_stand_still_for_any_time() -> None:
+    """While its rows are made here; while they are used in the test below, which needs a Ray of its own."""
+    context = ray.data.DataContext.get_current()
+    usual, context.execution_no_progress_timeout_s = context.execution_no_progress_timeout_s, 1.0
+    try:
+        rows = dataset_of([Row(id="a", text="a")]).map(_slow)
+        with pytest.raises(ExecutionTimeoutError, match="no progress"):
+            rows.take_all()
+        assert [row.id for row in rows_of(rows)] == ["a"]
+        assert rows.context.execution_no_progress_timeout_s == 1.0
+    finally:
+        context.execution_no_progress_timeout_s = usual
+
+
+@pytest.mark.exhaustive
+def test_a_slow_consumer_gets_all_rows(tmp_path: Path) -> None:
+    """Of more text than the object store holds, so that reading waits for the consumer."""
+    for number in range(60):
+        rows = [{"id": f"{number} {half}", "text": "text " * 600_000} for half in "ab"]
+        write_rows(tmp_path / f"{number:02}.jsonl.gz", rows)
+    script = Path(__file__).with_name("slow_consumer.py")
+    run = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert run.stdout.splitlines()[-1:] == ["120 rows"], run.stderr[-2000:]
 
 
 def test_another_order_is_refused() -> None:

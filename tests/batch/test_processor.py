@@ -90,6 +90,13 @@ def test_rows_are_completed_as_by_an_llm_and_a_bad_row_is_one_bad_row(processor:
     assert rows["word " * 3000][ERROR_COLUMN].startswith("prompt_too_long")
 
 
+def test_a_slow_user_of_the_rows_does_not_end_the_dataset(processor: Processor) -> None:
+    dataset = texts(1)
+    before = dataset.context.execution_no_progress_timeout_s
+    assert processor(dataset).filter(bool).context.execution_no_progress_timeout_s == -1
+    assert dataset.context.execution_no_progress_timeout_s == before > 0
+
+
 @pytest.mark.exhaustive
 def test_the_engine_outlives_a_dataset_and_nothing_is_placed_by_ray_data(processor: Processor) -> None:
     dataset = ray.data.from_items([{"id": "one", "text": "The pump failed."}])
