@@ -254,10 +254,10 @@ def resolve_max_model_len(config: EngineConfig, model: PretrainedConfig) -> int:
     return config.max_model_len
 
 
-def affordable_slots(config: EngineConfig, parts: Decomposition, device: torch.device) -> int:
-    """Return how many tokens' keys and values fit into a share of the memory that is free now. Raises CheckpointError
-    for fewer than 16."""
-    free = free_bytes(device)
+def affordable_slots(config: EngineConfig, parts: Decomposition, device: torch.device, *, num_sharing: int = 1) -> int:
+    """Return how many tokens' keys and values fit into a share of the memory that is free now. num_sharing: processes
+    that share this memory, each with such a KV cache. Raises CheckpointError for fewer than 16."""
+    free = free_bytes(device) // num_sharing
     windowed = bytes_per_slot([parts.shapes[layer] for layer in parts.windows], parts.dtype)
     others = bytes_per_slot(list(parts.shapes.values()), parts.dtype) - windowed
     budget = free * _MEMORY_SHARE[device.type]
@@ -267,7 +267,9 @@ def affordable_slots(config: EngineConfig, parts: Decomposition, device: torch.d
         if affordable > num_windowed_slots:
             affordable = int((budget - num_windowed_slots * windowed) / max(others, 1))
     if affordable < 16:
-        raise CheckpointError(f"only {free / 2**30:.1f} GiB are free on {device}, too little for a KV cache")
+        raise CheckpointError(
+            f"only {free / 2**30:.1f} GiB are free for each process on {device}, too little for a KV cache"
+        )
     return affordable
 
 

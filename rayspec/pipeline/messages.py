@@ -77,7 +77,9 @@ class Peers(Message, frozen=True, kw_only=True):
 
 
 class Connected(Message, frozen=True, kw_only=True):
-    pass
+    """Answer to Connect. link_error: why the process could not join the link; "" if it could, or if there is none."""
+
+    link_error: str = ""
 
 
 class WireRound(msgspec.Struct, frozen=True, kw_only=True):

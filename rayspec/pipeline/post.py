@@ -136,10 +136,14 @@ class Post:
         self.epoch = message.epoch
         self._deferred.clear()
         self._connect(message.peers)
-        self.send(ENGINE, Connected(epoch=message.epoch))
         if not self._heart.is_alive():
             self._heart.start()
-        self._join(message.link)
+        link_error = ""
+        try:
+            self._join(message.link)
+        except TransportError as error:
+            link_error = str(error)
+        self.send(ENGINE, Connected(epoch=message.epoch, link_error=link_error))
 
     def _connect(self, peers: Mapping[str, str]) -> None:
         self._addresses = peers

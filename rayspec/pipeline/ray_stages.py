@@ -119,6 +119,7 @@ class RayStages:
         self._worked_before: dict[str, float] = {}
         self._use_asked_at = time.monotonic()
         self._rendezvous: Rendezvous | None = None
+        self._may_link = True
         if silent := self._connect():
             raise TransportError(f"{', '.join(sorted(silent))} did not answer within {_CONNECT_TIMEOUT_S:.0f} s")
 
@@ -395,14 +396,15 @@ class RayStages:
 
     def _connect(self) -> set[str]:
         """Begin a new epoch in which all processes know each other's address. Return the names of shards that do not
-        answer. The coordinator is not waited for: it is checked later, while work goes on."""
+        answer. The coordinator is not waited for: it is checked later, while work goes on. If a link cannot be joined,
+        begin another epoch without a link, and stay without."""
         self._epoch += 1
         peers = self._peers()
         self._mailbox.connect(peers)
         link = self._open_rendezvous()
         for name in self.replica.processes:
             self._send(name, Connect(epoch=self._epoch, peers=peers, link=link))
-        names = set(self.replica.shards)
+        names, link_error = set(self.replica.shards), ""
         deadline = time.monotonic() + _CONNECT_TIMEOUT_S
         while names and time.monotonic() < deadline:
             envelope = self._mailbox.receive(_POLL_S)
@@ -411,8 +413,16 @@ class RayStages:
             message = decode(envelope.header)
             if isinstance(message, Connected) and message.epoch == self._epoch:
                 names.discard(envelope.sender)
+                link_error = link_error or message.link_error
+        if link_error and not names:
+            self._give_up_link(link_error)
+            return self._connect()
         self._pulse.watch(self.replica.processes)
         return names
+
+    def _give_up_link(self, reason: str) -> None:
+        logger.warning("stages exchange tensors through the host, because no link connects them: %s", reason)
+        self._may_link = False
 
     def _open_rendezvous(self) -> str:
         """Open a rendezvous if stages exchange tensors by torch.distributed. Return its address, else ""."""
@@ -421,7 +431,11 @@ class RayStages:
             self._rendezvous = None
         blueprint = self.replica.blueprint
         plane, num_stages = blueprint.options.data_plane, blueprint.options.stages
-        if num_stages == 1 or not (plane == "collective" or (plane == "auto" and blueprint.num_gpus > 0)):
+        is_wanted = plane == "collective" or (plane == "auto" and blueprint.num_gpus > 0)
+        if num_stages == 1 or not is_wanted or not self._may_link:
+            return ""
+        if self.replica.stages_share_gpus:
+            self._give_up_link("some of them are on the same GPU, which NCCL does not allow")
             return ""
         self._rendezvous = Rendezvous(node_address())
         return self._rendezvous.address

@@ -86,6 +86,7 @@ class Replica:
         self.cache_size = CacheSize(0)
         self.spans: tuple[tuple[int, int], ...] = ()
         self.devices: tuple[Device, ...] = ()
+        self._places: dict[str, str] = {}
         self._coming: _ComingCoordinator | None = None
         options = blueprint.options
         self._bundles = Bundles(options, num_gpus=blueprint.num_gpus, timeout_s=options.start_timeout_s)
@@ -100,6 +101,11 @@ class Replica:
         if self.coordinator is not None:
             found[COORDINATOR] = self.coordinator
         return found
+
+    @property
+    def stages_share_gpus(self) -> bool:
+        places = [self._places[stage_name(stage)] for stage in range(self.num_stages)]
+        return self.blueprint.num_gpus > 0 and len(set(places)) < len(places)
 
     def start(self) -> None:
         """Start all shards at once, then the coordinator."""
@@ -159,9 +165,13 @@ class Replica:
         timeout_s = self.blueprint.options.start_timeout_s
         starting = [self._begin(stage, rank) for stage in stages for rank in range(self.blueprint.options.tensor)]
         try:
+            rooms = wait_for([one.actor.room.remote() for one in starting], timeout_s)
+            self._places |= {one.name: room.place for one, room in zip(starting, rooms, strict=True)}
             if not self.spans:
-                self.spans = self._cut(wait_for([one.actor.room.remote() for one in starting], timeout_s))
+                self.spans = self._cut(rooms)
             self._load(starting, timeout_s)
+            if not self.cache_size.num_slots:
+                self.cache_size = self._fitting_cache(starting, timeout_s)
             sentinels = [one.actor.serve.remote(self.cache_size) for one in starting]
             addresses = wait_for([one.actor.address.remote() for one in starting], timeout_s)
         except RayspecError:
@@ -196,9 +206,14 @@ class Replica:
         references = [one.actor.load.remote(self.spans, place) for one, place in zip(starting, places, strict=True)]
         for one, loaded in zip(starting, wait_for(references, timeout_s), strict=True):
             self.loaded[one.name] = loaded
-        most = min(loaded.num_slots for loaded in self.loaded.values())
-        num_slots = self.cache_size.num_slots or min(self.blueprint.num_slots, most)
-        self.cache_size = cache_size(self.blueprint.config, num_slots, self.blueprint.window)
+
+    def _fitting_cache(self, loaded: Sequence[_Starting], timeout_s: float) -> CacheSize:
+        """Return the size of the KV cache, which is that of the smallest shard. All shards have been loaded, so each
+        measures the memory that is left; shards in one place share it evenly."""
+        sharing = Counter(self._places.values())
+        references = [one.actor.num_slots.remote(sharing[self._places[one.name]]) for one in loaded]
+        num_slots = min(self.blueprint.num_slots, *wait_for(references, timeout_s))
+        return cache_size(self.blueprint.config, num_slots, self.blueprint.window)
 
 
 def spans_of(layers: Sequence[range]) -> tuple[tuple[int, int], ...]:

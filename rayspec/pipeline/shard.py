@@ -115,13 +115,12 @@ class Room:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """Description of a shard whose weights are loaded. num_slots: tokens of KV cache that its memory could hold.
-    weight_bytes: includes copies for drafts. ways: choices by which drafts may run each of its sublayers.
+    """Description of a shard whose weights are loaded. weight_bytes: includes copies for drafts. ways: choices by which
+    drafts may run each of its sublayers.
     """
 
     device: str
     dtype: str
-    num_slots: int
     weight_bytes: int
     ways: Sequence[Sequence[Choice]]
 
@@ -194,10 +193,14 @@ class Shard:
         return Loaded(
             device=_device_name(self._device),
             dtype=str(self._parts.dtype).removeprefix("torch."),
-            num_slots=affordable_slots(spec.config, self._parts, self._device),
             weight_bytes=weights + sum(bytes_of_copies(self._parts).values()),
             ways=ways_of(self._parts, choices_here(spec.config, self._parts)),
         )
+
+    def num_slots(self, num_sharing: int) -> int:
+        """Return the tokens of KV cache that fit into this shard's part of the free memory, which `num_sharing` shards
+        share. Raises CheckpointError for fewer than 16."""
+        return affordable_slots(self._spec.config, self._parts, self._device, num_sharing=num_sharing)
 
     def address(self) -> str:
         """Wait until `serve` listens, and return its address."""

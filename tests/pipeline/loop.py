@@ -262,6 +262,8 @@ class _Blueprint:
 class LoopReplica:
     """`Replica` over a loop."""
 
+    stages_share_gpus = False
+
     def __init__(self, loop: Loop, blueprint: _Blueprint, spans: tuple[tuple[int, int], ...], size: CacheSize) -> None:
         self.blueprint = blueprint
         self.spans = spans
@@ -402,6 +404,7 @@ def loop_engine(
     kv_cache_tokens: int = 4096,
     patience: float = math.inf,
     quantised: tuple[Weights, ...] = (),
+    data_plane: str = "auto",
     **options: Any,
 ) -> Iterator[LoopEngine]:
     """No selector: plain decoding. quantised: the copies that drafts have. Dead shards are noticed at once; silence
@@ -414,7 +417,12 @@ def loop_engine(
         device="cpu",
         max_model_len=1024,
         kv_cache_tokens=kv_cache_tokens,
-        parallel={"stages": num_stages, "max_restarts": max_restarts, "heartbeat_timeout_s": 1e9},
+        parallel={
+            "stages": num_stages,
+            "max_restarts": max_restarts,
+            "heartbeat_timeout_s": 1e9,
+            "data_plane": data_plane,
+        },
         speculation={"verification": verification},
         **options,
     )

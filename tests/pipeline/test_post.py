@@ -14,6 +14,7 @@ import torch
 from rayspec.decode.progress import Progress
 from rayspec.errors import TransportError
 from rayspec.pipeline import post as post_module
+from rayspec.pipeline.collective import Rendezvous
 from rayspec.pipeline.messages import (
     AnyMessage,
     Beat,
@@ -30,7 +31,7 @@ from rayspec.pipeline.messages import (
     decode,
     encode,
 )
-from rayspec.pipeline.post import ENGINE, Letter, NewEpoch, Post, Stopped
+from rayspec.pipeline.post import ENGINE, Letter, NewEpoch, Post, Ranks, Stopped
 from rayspec.pipeline.transport import LOOPBACK, Mailbox, Secret
 
 SECRET = Secret.generate()
@@ -94,6 +95,27 @@ def test_a_new_epoch_is_answered_and_told(office: Office) -> None:
     office.connect(2)
     assert office.a.epoch == office.b.epoch == 2
     assert {office.heard(Connected) for _ in range(2)} == {("a", Connected(epoch=2)), ("b", Connected(epoch=2))}
+
+
+def test_a_link_that_cannot_be_joined_is_told_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(post_module, "_LINK_TIMEOUT_S", 0.2)
+    rendezvous = Rendezvous(LOOPBACK)
+    ranks = Ranks(rank=0, size=2, ahead={"b": 1})
+    with (
+        closing(Mailbox(ENGINE, SECRET, host=LOOPBACK)) as engine,
+        closing(Post("a", SECRET, host=LOOPBACK, ranks=ranks)) as post,
+    ):
+        engine.connect({"a": post.address})
+        engine.send("a", encode(Connect(epoch=1, peers={ENGINE: engine.address}, link=rendezvous.address)))
+        with pytest.raises(NewEpoch):
+            post.receive(PATIENCE_S)
+        answers = []
+        while not answers or not isinstance(answers[-1], Connected):
+            envelope = engine.receive(PATIENCE_S)
+            assert envelope is not None
+            answers.append(decode(envelope.header))
+        assert "rank 0 of 2 could not join" in answers[-1].link_error
+    rendezvous.close()
 
 
 def test_letters_of_the_epoch_arrive_with_their_tensors(office: Office) -> None:

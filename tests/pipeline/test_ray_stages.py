@@ -14,23 +14,28 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import ray
+import torch
 from ray.util.placement_group import placement_group_table
 
 from rayspec import demo
 from rayspec.config import EngineConfig, SamplingParams
+from rayspec.decode import loading
 from rayspec.decode.engine import Engine
 from rayspec.decode.selection.base import Selector
 from rayspec.decode.stages import StageLostError
+from rayspec.model.kv_arena import bytes_per_slot
 from rayspec.pipeline.loading import load_pipeline
 from rayspec.pipeline.post import COORDINATOR
 from rayspec.pipeline.ray_stages import RayStages
+from rayspec.pipeline.shard import Shard
 from tests.demo_model import EOS, demo_prompts
 from tests.engines import complete, finish, requests_for, tokens_of
 from tests.exhaustive import few_of
-from tests.families import Cases, cases, checkpoint, greedy
+from tests.families import Cases, cases, checkpoint, greedy, parts_of
 from tests.freezing import freeze
 from tests.pipeline.loop import NUM_LAYERS, TravellingPlans
 
@@ -39,6 +44,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 LENGTHS = (20, 5, 60, 33, 12, 1, 25)
 LONG = SamplingParams(temperature=0.0, max_tokens=150)
 PATIENCE_S = 60.0
+FREE_BYTES = 8 * 2**20
 ROOT = Path(__file__).parents[2]
 
 
@@ -147,6 +153,43 @@ def test_greedy_equals_generate(stages: int, tensor: int) -> None:
     assert all(0 < use.busy_s <= use.elapsed_s for use in stages_of(engine).recent_use())
     assert len(pids) == stages * tensor + 1
     end(engine, pids)
+
+
+class TightShard(Shard):
+    """Of a place with little memory."""
+
+    def num_slots(self, num_sharing: int) -> int:
+        with patch.object(loading, "free_bytes", lambda device: FREE_BYTES):
+            return super().num_slots(num_sharing)
+
+
+@pytest.fixture
+def tight(ray_cluster: None) -> Iterator[type[Shard]]:
+    """The class, sent to Ray's workers as it is: they cannot import this file."""
+    module = sys.modules[__name__]
+    ray.cloudpickle.register_pickle_by_value(module)
+    yield TightShard
+    ray.cloudpickle.unregister_pickle_by_value(module)
+
+
+def test_shards_of_a_place_share_its_memory(tight: type[Shard]) -> None:
+    config = EngineConfig(
+        model=checkpoint("llama"),
+        dtype="float32",
+        device="cpu",
+        num_threads=1,
+        max_model_len=1024,
+        parallel={"stages": 2, "layers": even(2), "cpus_per_shard": 0.25},  # type: ignore[arg-type]
+        speculation={"strategy": "ar"},  # type: ignore[arg-type]
+    )
+    engine = load_pipeline(config, with_tokenizer=False, shard_type=tight)
+    try:
+        parts = parts_of(checkpoint("llama"))
+        num_bytes = bytes_per_slot(list(parts.shapes.values()), torch.float32) * engine.load.kv_total_tokens
+        share = loading._MEMORY_SHARE["cpu"] * FREE_BYTES
+        assert 0.9 * share < num_bytes <= share
+    finally:
+        engine.shutdown()
 
 
 @pytest.mark.exhaustive
