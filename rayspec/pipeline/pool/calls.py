@@ -202,7 +202,7 @@ def _outcome(number: int, value: Any, *, is_last: bool = True) -> Outcome:
 
 def _pickled(value: Any, name: str) -> bytes:
     try:
-        return cloudpickle.dumps(value)  # type: ignore[no-any-return]
+        return cloudpickle.dumps(value)  # type: ignore[no-any-return, no-untyped-call]
     except Exception as error:  # pickling runs the value's own code
         raise RequestError(f"{name} cannot be sent: {type(error).__name__}: {error}") from error
 
