@@ -117,11 +117,11 @@ def _local_engine(
     arena = make_arena(config, parts, size, counts=counts, choices=choices)
     buffers = make_buffers(config, parts, arena, max_model_len)
     graphs = make_graphs(config, parts, buffers)
+    warm_up(config, graphs)
     runner = Runner(parts, arena, device=device, row_counts=counts, buffers=buffers, graphs=graphs, choices=choices)
     latency = None
     if needs_latency(config):
         latency = load_or_measure(runner, config.profile_cache, offloaded=offloaded, remeasure=config.remeasure)
-    warm_up(config, graphs)
     stages = LocalStages(
         runner,
         vocab_size=vocabulary.size,

@@ -201,6 +201,7 @@ class Cohorts:
         self._stats.draft_s += result.draft_s
         self._stats.verify_s += result.verify_s
         self._stats.prefill_s += result.queued_s + result.prefill_s
+        # Pages of finished sequences may be free already, but nothing is scheduled before the moves are done.
         self._keep_branches(planned, result)
         self._planner.learn(planned, result, num_tokens)
         self._planner.improve(planned.state)
