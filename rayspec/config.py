@@ -38,6 +38,8 @@ DataPlane = Literal["auto", "frames", "collective"]
 OfCheckpoint = Literal["auto", "none"]
 CudaGraphs = Literal["auto", "sublayers", "plans", "off"]
 CudaKernels = Literal["auto", "off"]
+# Share of the memory that is free once the model is loaded. Smaller on a CPU, whose memory others use too.
+KV_CACHE_SHARE = {"cpu": 0.25, "cuda": 0.8}
 Placement = Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"]
 
 
@@ -458,6 +460,12 @@ class EngineConfig(Options):
     max_num_seqs: int = Field(8, ge=1, description="sequences decoded at once")
     max_num_batched_tokens: int = Field(1024, ge=16, description="prompt tokens run between two decode rounds")
     kv_cache_tokens: int | None = Field(None, ge=16, description="tokens the KV cache holds; None: from free memory")
+    kv_cache_share: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="of the free memory, for a KV cache of no named size; None: 0.8 of a GPU's, else 0.25",
+    )
     enable_prefix_caching: bool = Field(True, description="sequences that begin alike share keys and values")
     deterministic: bool = Field(False, description="fixed kernel shapes: same tokens in bf16 whatever the batch")
     cuda_kernels: CudaKernels = Field("auto", description="Triton kernels on a GPU where they work; off: plain PyTorch")

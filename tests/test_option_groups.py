@@ -21,6 +21,7 @@ from rayspec.config import (
     SpeculationOptions,
     SwiftOptions,
 )
+from rayspec.generation import DecodingParams
 from rayspec.ops.k8s.options import RenderOptions
 from rayspec.ops.plan.options import PlacementOptions, PlanOptions
 from rayspec.serve.options import LLMConfig, ModelLoadingConfig, ServeOptions
@@ -40,6 +41,7 @@ REQUIRED: dict[type[Options], dict[str, Any]] = {
 # Options that go together only, or whose values are like no other's.
 TOGETHER: dict[type[Options], list[dict[str, Any]]] = {
     LongDocumentOptions: [{"mode": "refine", "overlap_tokens": 2, "level_output_tokens": (8, 4)}],
+    DecodingParams: [{"bad_words_ids": ((1, 2), (3,))}, {"sequence_bias": (((1, 2), -5.0),)}],
     LLMConfig: [{"engine_kwargs": {"parallel": {"stages": 2, "topology": {"ray.io/node-id": "STRICT_PACK"}}}}],
     ModelLoadingConfig: [{"model_source": "a", "tokenizer_source": "b"}],
     ProcessorConfig: [{"engine_kwargs": {"max_num_seqs": 3}}],

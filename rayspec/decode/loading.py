@@ -11,7 +11,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rayspec.choices import Choice, Weights, keys_of
-from rayspec.config import EngineConfig
+from rayspec.config import KV_CACHE_SHARE, EngineConfig
 from rayspec.decode.scheduler import Scheduler
 from rayspec.decode.windowed_pages import WindowedPages
 from rayspec.model.architecture import Decomposition, max_positions, why_context_ends
@@ -33,8 +33,6 @@ logger = logging.getLogger(__name__)
 _DEFAULT_MODEL_LEN = 4096
 # Positions behind the newest token whose windows stay in the cache: 8 rounds of up to 16 tokens, all of them tapped.
 _NUM_BEHIND = 128
-# Share of the memory that is free once the model is loaded. Smaller on a CPU, whose memory others use too.
-_MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.8}
 
 
 def load_weights(config: EngineConfig, *, layers: range | None = None) -> PreTrainedModel:
@@ -260,7 +258,7 @@ def affordable_slots(config: EngineConfig, parts: Decomposition, device: torch.d
     free = free_bytes(device) // num_sharing
     windowed = bytes_per_slot([parts.shapes[layer] for layer in parts.windows], parts.dtype)
     others = bytes_per_slot(list(parts.shapes.values()), parts.dtype) - windowed
-    budget = free * _MEMORY_SHARE[device.type]
+    budget = free * (config.kv_cache_share or KV_CACHE_SHARE[device.type])
     affordable = int(budget / (windowed + others))
     if windowed:
         num_windowed_slots = _num_windowed_slots(config, max(parts.windows.values()))

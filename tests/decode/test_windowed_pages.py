@@ -162,3 +162,6 @@ def test_free_memory_holds_more_tokens_where_layers_have_windows(monkeypatch: py
     assert affordable_slots(config, parts, parts.device) == (2**20 - windowed * 512) // 512
     monkeypatch.setattr("rayspec.decode.loading.free_bytes", lambda device: 4 * 2**16)
     assert affordable_slots(config, parts, parts.device) == 2**16 // 1024, "one store for all layers"
+    half = config.replace(kv_cache_share=0.125)
+    assert affordable_slots(half, parts, parts.device) == 2**15 // 1024
+    assert affordable_slots(config, parts, parts.device, num_sharing=2) == 2**15 // 1024

@@ -22,7 +22,7 @@ import torch
 from ray.util.placement_group import placement_group_table
 
 from rayspec import demo
-from rayspec.config import EngineConfig, SamplingParams
+from rayspec.config import KV_CACHE_SHARE, EngineConfig, SamplingParams
 from rayspec.decode import loading
 from rayspec.decode.engine import Engine
 from rayspec.decode.selection.base import Selector
@@ -186,7 +186,7 @@ def test_shards_of_a_place_share_its_memory(tight: type[Shard]) -> None:
     try:
         parts = parts_of(checkpoint("llama"))
         num_bytes = bytes_per_slot(list(parts.shapes.values()), torch.float32) * engine.load.kv_total_tokens
-        share = loading._MEMORY_SHARE["cpu"] * FREE_BYTES
+        share = KV_CACHE_SHARE["cpu"] * FREE_BYTES
         assert 0.9 * share < num_bytes <= share
     finally:
         engine.shutdown()

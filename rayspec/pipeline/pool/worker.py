@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from rayspec.config import EngineConfig
+from rayspec.config import KV_CACHE_SHARE, EngineConfig, ParallelOptions
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.pipeline.placement import PlacementError, gpus_per_shard, remove_orphaned_groups, wants_gpu
 from rayspec.pipeline.pool.calls import BatchedCalls, Call, CalledHere, Outcome
@@ -170,6 +170,11 @@ class RemoteEngine:
 def start_worker(recipe: Recipe) -> Any:
     """Start an EngineWorker and return its actor handle. Ray does not restart it: its callers get the error."""
     config = config_of_one(recipe.engine)
+    num_sharing = engines_of_a_place(recipe.engine)
+    if num_sharing > 1:
+        on_gpu = gpus_per_shard(recipe.engine, recipe.engine.parallel or ParallelOptions()) > 0
+        usual = KV_CACHE_SHARE["cuda" if on_gpu else "cpu"]
+        config = config.replace(kv_cache_share=(config.kv_cache_share or usual) / num_sharing)
     options = _resources(recipe.engine, config) | {
         "max_concurrency": _MAX_CONCURRENT_CALLS,
         "max_restarts": 0,
@@ -187,6 +192,22 @@ def config_of_one(config: EngineConfig) -> EngineConfig:
         num_threads = config.num_threads or max(1, int(options.cpus_per_shard))
         return config.replace(parallel=None, num_threads=num_threads)
     return config.replace(parallel=options.replace(replicas=1))
+
+
+def engines_of_a_place(config: EngineConfig) -> int:
+    """Return the most engines of a pool that may share a node's memory, or a GPU's. Each measures the free memory when
+    it has loaded, so it does not see what the others are going to take."""
+    options = config.parallel
+    if options is None or options.replicas == 1:
+        return 1
+    num_gpus = gpus_per_shard(config, options)
+    if num_gpus > 0:
+        return max(1, min(options.replicas, int(1 / num_gpus)))
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    by_node = [node["Resources"].get("CPU", 0.0) for node in nodes if node["Alive"]]
+    reserved = cpus_of_replica(options.cpus_per_shard, config, sum(by_node))
+    fitting = int(max(by_node, default=0.0) / reserved) if reserved else options.replicas
+    return max(1, min(options.replicas, fitting))
 
 
 def num_engines(config: EngineConfig) -> int:

@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 import pytest
+import ray
 
 from rayspec import LLM, SamplingParams, demo
 from rayspec.batch.document_task import DocumentTask
@@ -23,7 +24,14 @@ from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.decode.progress import Progress
 from rayspec.pipeline import stopped
-from rayspec.pipeline.pool.worker import EngineWorker, RemoteEngine, config_of_one, cpus_of_replica, cpus_to_reserve
+from rayspec.pipeline.pool.worker import (
+    EngineWorker,
+    RemoteEngine,
+    config_of_one,
+    cpus_of_replica,
+    cpus_to_reserve,
+    engines_of_a_place,
+)
 from rayspec.types import CheckpointError
 from tests.freezing import freeze
 
@@ -164,3 +172,20 @@ def test_of_several_replicas_each_has_an_engine_of_its_own() -> None:
     assert (whole.parallel, whole.num_threads) == (None, 3)
     cut = of_one(replicas=4, stages=2, tensor=2)
     assert cut.parallel == ParallelOptions(replicas=1, stages=2, tensor=2)
+
+
+def test_replicas_that_may_be_on_a_node_share_its_memory() -> None:
+    num_cpus = ray.cluster_resources()["CPU"]
+
+    def of(**parallel: Any) -> int:
+        return engines_of_a_place(EngineConfig(model="demo", device="cpu", parallel=ParallelOptions(**parallel)))
+
+    assert engines_of_a_place(EngineConfig(model="demo")) == of(stages=2) == 1
+    assert of(replicas=3, cpus_per_shard=0.25) == 3
+    assert of(replicas=2, cpus_per_shard=2 * num_cpus) == 2, "so much is not reserved, or nothing would be left to read"
+    engine = RemoteEngine(RowRecipe(task(strategy="ar", replicas=2, max_num_seqs=2)))
+    try:
+        facts = asyncio.run(engine.load())
+        assert facts["kv_cache_share"] == 0.125
+    finally:
+        engine.end()
