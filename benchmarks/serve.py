@@ -7,7 +7,6 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import aiohttp
@@ -20,7 +19,7 @@ from benchmarks.serve_client import Answer, Ask, Choice, send
 from benchmarks.serve_mix import Mix
 from rayspec.command.environment import describe_environment
 from rayspec.llm import Prompt
-from rayspec.openai.requests import ENDPOINTS
+from rayspec.openai.requests import ENDPOINTS, is_token_ids
 from rayspec.types import RayspecError, RequestOutput
 
 _PERCENTILES = (50, 90, 99)
@@ -130,10 +129,12 @@ def _offline(llm: rayspec.LLM, asks: Sequence[Ask]) -> list[dict[int, Choice]]:
     params = []
     for ask in asks:
         request = ENDPOINTS[ask.path].parse(dict(ask.body))
-        (token_ids,) = request.prompts(partial(_tokens, llm))
+        (prompt,) = request.prompts
+        token_ids = prompt if is_token_ids(prompt) else _tokens(llm, prompt)
         prompts.append({"prompt_token_ids": token_ids})
         engine = llm.engine
-        params.append(request.sampling_params(len(token_ids), engine.max_model_len, engine.defaults.max_new_tokens))
+        length = request.num_output_tokens(len(token_ids), engine.max_model_len, engine.defaults.max_new_tokens)
+        params.append(request.sampling_params(length))
     return [_choices(output) for output in llm.generate(prompts, params, use_tqdm=False)]
 
 

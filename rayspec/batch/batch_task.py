@@ -15,7 +15,7 @@ from rayspec.command.locations import Location
 from rayspec.command.settings import Settings
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.decode.stages import StageLostError
-from rayspec.openai.batch import BatchError, BatchLine, BatchResult, answer, read_batch
+from rayspec.openai.batch import BatchError, BatchLine, BatchResult, answer, limited_lines, read_batch
 from rayspec.types import ConfigError
 
 OUTPUT_NAME, ERRORS_NAME = "output.jsonl", "errors.jsonl"
@@ -61,7 +61,7 @@ def read_requests(path: str) -> tuple[list[Row], list[Row]]:
     try:
         location = Location.parse(path)
         with location.open() as file:
-            for line in read_batch(file, source=location.file_name):
+            for line in read_batch(limited_lines(file), source=location.file_name):
                 if isinstance(line, BatchResult):
                     refused.append(answered(Row(id=line.id, source=line.id), line))
                 else:

@@ -14,9 +14,8 @@ from msgspec import UNSET, UnsetType
 from rayspec.config import SamplingParams
 from rayspec.decode.token_texts import TokenTexts
 from rayspec.openai.chunks import Chunk, chunks_of, has_end
-from rayspec.openai.limits import DEFAULT_LIMITS
 from rayspec.openai.models import check_served
-from rayspec.openai.requests import ChatRequest, Request
+from rayspec.openai.requests import ChatRequest, Input, Request, is_token_ids
 from rayspec.openai.responses import ChatCompletion, Completion, Response, Stamp
 from rayspec.openai.tokenizing import Tokenizes, check_tokens, in_thread_if_large, prompt_tokens
 from rayspec.openai.usage import UsageTally
@@ -106,18 +105,23 @@ async def stream(
 async def _jobs(request: Request, engine: Tokenizes, served: Sequence[str]) -> list[_Job]:
     """Check and tokenize a request. Raises RequestError for all errors that are known before the engine runs."""
     check_served(request.model, served)
-    DEFAULT_LIMITS.check(request)
-    tokenize = partial(request.prompts, partial(prompt_tokens, engine))
-    prompts = await in_thread_if_large(tokenize, request.num_characters)
-    return [_job(token_ids, request, engine) for token_ids in prompts]
+    num_characters, jobs = request.num_characters, []
+    params: dict[int, SamplingParams] = {}
+    for prompt in request.prompts:  # one after the other, so that prompts of other requests come in between
+        token_ids = await in_thread_if_large(partial(_tokens, prompt, engine), num_characters)
+        length = request.num_output_tokens(len(token_ids), engine.max_model_len, engine.max_new_tokens)
+        check_tokens(token_ids, engine.tokenizer)
+        if length not in params:
+            params[length] = request.sampling_params(length)
+        jobs.append(_Job(token_ids=token_ids, params=params[length]))
+    return jobs
 
 
-def _job(token_ids: Sequence[int], request: Request, engine: Tokenizes) -> _Job:
+def _tokens(prompt: Input, engine: Tokenizes) -> list[int]:
+    token_ids = prompt if is_token_ids(prompt) else prompt_tokens(engine, prompt)
     if not token_ids:
         raise EmptyPromptError("the prompt has zero tokens: give it some text")
-    check_tokens(token_ids, engine.tokenizer)
-    params = request.sampling_params(len(token_ids), engine.max_model_len, engine.max_new_tokens)
-    return _Job(token_ids=token_ids, params=params)
+    return token_ids
 
 
 def _stamp(request: Request, name: str, created: int, served: Sequence[str]) -> Stamp:

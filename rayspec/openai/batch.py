@@ -9,10 +9,12 @@ from __future__ import annotations
 import codecs
 import hashlib
 import json
+import reprlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal
+from functools import partial
+from typing import IO, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -21,7 +23,11 @@ from rayspec.openai.encoding import plain_body
 from rayspec.openai.errors import ApiError, InvalidRequestError, parse_json
 from rayspec.openai.requests import ENDPOINTS
 from rayspec.openai.strict_body import StrictBody
+from rayspec.openai.tokenizing import in_thread_if_large
 from rayspec.types import RequestError
+
+MAX_LINE_BYTES = 16 * 2**20  # as many as a body may have by default
+_MAX_CUSTOM_ID = 512
 
 Url = Literal["/v1/chat/completions", "/v1/completions"]
 
@@ -67,12 +73,13 @@ class BatchResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLine:
-    """A request of a batch file. Its body is not validated yet. digest: the hash in its ids."""
+    """A request of a batch file. Its body is not validated yet. digest: the hash in its ids. num_bytes: the line's."""
 
     digest: str
     custom_id: str
     url: Url
     body: Mapping[str, Any]
+    num_bytes: int
 
     @property
     def id(self) -> str:
@@ -92,29 +99,39 @@ class BatchLine:
 class _Fields(StrictBody):
     """The fields that a line must have."""
 
-    custom_id: Annotated[str, Field(min_length=1)]
+    custom_id: Annotated[str, Field(min_length=1, max_length=_MAX_CUSTOM_ID)]
     method: Literal["POST"]
     url: Url
     body: dict[str, Any]
 
 
-def read_batch(lines: Iterable[bytes], *, source: str) -> Iterator[BatchLine | BatchResult]:
+def limited_lines(file: IO[bytes], max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes]:
+    """Yield the lines of a file. Of a longer line, yield only the first `max_line_bytes` + 1 bytes."""
+    while line := file.readline(max_line_bytes + 1):
+        yield line
+        while len(line) > max_line_bytes and not line.endswith(b"\n"):
+            line = file.readline(max_line_bytes + 1)
+
+
+def read_batch(
+    lines: Iterable[bytes], *, source: str, max_line_bytes: int = MAX_LINE_BYTES
+) -> Iterator[BatchLine | BatchResult]:
     """Yield the requests of a file, in order and on demand. A line that is no request yields a failed result.
 
-    lines: the lines of the file; empty lines are skipped. source: the name of the file, which is part of the ids. Of
-    lines with the same custom_id, the first counts and the others fail.
+    lines: the lines of the file, see `limited_lines`; empty lines are skipped. source: the name of the file, which is
+    part of the ids. Of lines with the same custom_id, the first counts and the others fail.
     """
     seen: set[str] = set()
     for number, line in enumerate(lines, start=1):
         content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
         if content.strip():
-            yield _read_line(content, number, source, seen)
+            yield _read_line(content, number, source, seen, max_line_bytes)
 
 
-def _read_line(line: bytes, number: int, source: str, seen: set[str]) -> BatchLine | BatchResult:
+def _read_line(line: bytes, number: int, source: str, seen: set[str], max_bytes: int) -> BatchLine | BatchResult:
     custom_id = None
     try:
-        row = parse_json(line)
+        row = parse_json(line, max_bytes=max_bytes)
         custom_id = _usable_custom_id(row)
         _claim(custom_id, seen)
         fields = _Fields.parse(row)
@@ -124,18 +141,18 @@ def _read_line(line: bytes, number: int, source: str, seen: set[str]) -> BatchLi
         )
         return BatchResult(id=f"batch_req_{_digest(source, number)}", custom_id=custom_id, response=None, error=failure)
     digest = _digest(source, fields.custom_id)
-    return BatchLine(digest=digest, custom_id=fields.custom_id, url=fields.url, body=fields.body)
+    return BatchLine(digest=digest, custom_id=fields.custom_id, url=fields.url, body=fields.body, num_bytes=len(line))
 
 
 def _usable_custom_id(row: object) -> str | None:
     """Return the custom_id of a line that may have errors, which are then reported with this id."""
     custom_id = row.get("custom_id") if isinstance(row, dict) else None
-    return custom_id if isinstance(custom_id, str) and custom_id else None
+    return custom_id if isinstance(custom_id, str) and 0 < len(custom_id) <= _MAX_CUSTOM_ID else None
 
 
 def _claim(custom_id: str | None, seen: set[str]) -> None:
     if custom_id in seen:
-        message = f"custom_id {custom_id!r} is that of an earlier line; each line needs its own"
+        message = f"custom_id {reprlib.repr(custom_id)} is that of an earlier line; each line needs its own"
         raise InvalidRequestError(message, param="custom_id", code="duplicate_custom_id")
     if custom_id is not None:
         seen.add(custom_id)
@@ -155,7 +172,7 @@ async def answer(
     EngineDeadError and StageLostError if the engine is gone. The line has no answer then; another engine may answer it.
     """
     try:
-        request = ENDPOINTS[line.url].parse(line.body)
+        request = await in_thread_if_large(partial(ENDPOINTS[line.url].parse, line.body), line.num_bytes)
         if request.stream:
             raise InvalidRequestError("stream: not in a batch; leave it out", param="stream", code="unsupported_value")
         response = await respond(request, engine, served, name=line.digest, created=int(clock()))

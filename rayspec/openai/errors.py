@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 from pydantic_core import from_json
 
 from rayspec.types import NonFiniteLogitsError, OutOfMemoryError, PromptTooLongError, RayspecError, RequestError
 
 _MOST_CHARACTERS = 1000  # a message may quote what was sent
+_MOST_PARTS = 250_000  # objects, arrays and fields of a body: each costs memory and time far beyond its bytes
+_BEGINNINGS = (b"{", b"[", b":")
+_CODES = bytes(2 if chr(code) in "{[:" else int(chr(code) == '"') for code in range(256))
 
 
 class InvalidRequestError(RequestError):
@@ -21,16 +25,32 @@ class InvalidRequestError(RequestError):
     kind = "invalid_request"
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
-        super().__init__(message)
-        self.param, self.code, self.status = param, code, status
+        super().__init__(_short(message))
+        self.param, self.code, self.status = None if param is None else _short(param), code, status
 
 
-def parse_json(content: bytes) -> Any:
-    """Parse JSON. Raises InvalidRequestError, also for invalid UTF-8, half a surrogate pair, and NaN (not in JSON)."""
+def parse_json(content: bytes, *, max_bytes: int | None = None) -> Any:
+    """Parse JSON. Raises InvalidRequestError, also for invalid UTF-8, half a surrogate pair, and NaN (not in JSON), for
+    more than 200 levels, for more objects, arrays and fields than any request needs, and for more than `max_bytes`."""
+    if max_bytes is not None and len(content) > max_bytes:
+        raise InvalidRequestError(f"more than {max_bytes} bytes", code="request_too_large", status=413)
+    if _has_many_parts(content):
+        message = f"more than {_MOST_PARTS} objects, arrays and fields: split the request"
+        raise InvalidRequestError(message, code="request_too_large", status=413)
     try:
         return from_json(content, allow_inf_nan=False)
     except ValueError as error:
         raise InvalidRequestError(f"not valid JSON: {error}", code="invalid_json") from None
+
+
+def _has_many_parts(content: bytes) -> bool:
+    """Count the characters that begin an object, an array or a field's value, outside of texts if there are many."""
+    if sum(map(content.count, _BEGINNINGS)) <= _MOST_PARTS:
+        return False
+    codes = content.replace(b"\\\\", b"").replace(b'\\"', b"").translate(_CODES)
+    signs = np.frombuffer(codes, dtype=np.uint8)
+    is_in_text = np.bitwise_xor.accumulate(signs & 1)
+    return bool(np.count_nonzero(signs >> 1 > is_in_text) > _MOST_PARTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +77,7 @@ class ApiError:
             code = "context_length_exceeded"
         elif isinstance(error, InvalidRequestError):
             status, param, code = error.status, error.param, error.code or error.kind
-        message, param = _short(str(error)), None if param is None else _short(param)
-        return cls(status=status, message=message, type="invalid_request_error", param=param, code=code)
+        return cls(status=status, message=_short(str(error)), type="invalid_request_error", param=param, code=code)
 
     @property
     def body(self) -> dict[str, Any]:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import pydantic
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
-from typing_extensions import Self
+from typing_extensions import Self, TypeIs
 
 from rayspec.config import SamplingParams
 from rayspec.openai.errors import InvalidRequestError
@@ -21,12 +21,35 @@ from rayspec.openai.strict_body import Refusals, StrictBody
 from rayspec.types import ConfigError, PromptTooLongError, Role, role_for_template
 
 _MAX_LOGPROBS = 20
+# OpenAI has n 128, 4 stop strings, 2,048 messages. A larger request is refused before it costs anything.
+_MAX_N = 128
+_MAX_PROMPTS = 1024
+_MAX_SEQUENCES = 1024
+_MAX_MESSAGES = 2048
+_MESSAGE_CHARACTERS = 200  # names, and what a template adds
+_MAX_STOP_STRINGS, _MAX_STOP_CHARACTERS = 16, 1000
+_MAX_TOKENS_NAMED = 1024
 
 ServiceTier = Literal["auto", "default"]
 """The names of the only tier that is served. OpenAI's other tiers promise a price or a speed."""
 
-Tokenize = Callable[[str | Sequence[Mapping[str, str]]], list[int]]
-"""Returns the tokens of a text, or of a conversation through the chat template."""
+Name = Annotated[str, Field(max_length=256)]
+Input = str | list[int] | list[dict[str, str]]
+"""A prompt: a text, token ids, or a conversation for the chat template."""
+
+
+def is_token_ids(prompt: Input) -> TypeIs[list[int]]:
+    return not isinstance(prompt, str) and not (prompt and isinstance(prompt[0], Mapping))
+
+
+def _few_tokens(named: Any) -> Any:
+    """Refuse many tokens at once: pydantic would collect an error for each of them."""
+    if isinstance(named, dict | list) and len(named) > _MAX_TOKENS_NAMED:
+        raise PydanticCustomError("invalid_value", f"{len(named)} tokens; at most {_MAX_TOKENS_NAMED} here")
+    return named
+
+
+FewTokens = pydantic.BeforeValidator(_few_tokens)
 
 
 class ChatMessage(StrictBody):
@@ -36,8 +59,8 @@ class ChatMessage(StrictBody):
 
     role: Role
     content: str
-    name: str | None = None
-    tool_call_id: str | None = None
+    name: Name | None = None
+    tool_call_id: Name | None = None
 
     @field_validator("content", mode="before")
     @classmethod
@@ -61,6 +84,14 @@ def _text_of_part(part: Any) -> str:
     if not isinstance(part.get("text"), str):
         raise PydanticCustomError("invalid_value", "a part of type 'text' must have a 'text'")
     return str(part["text"])
+
+
+Conversation = Annotated[list[ChatMessage], Field(min_length=1, max_length=_MAX_MESSAGES, fail_fast=True)]
+
+
+def num_characters(messages: Sequence[ChatMessage]) -> int:
+    """Return about how many characters a chat template makes of the messages; empty messages count, too."""
+    return sum(len(message.content) + _MESSAGE_CHARACTERS for message in messages)
 
 
 class StreamOptions(StrictBody):
@@ -91,21 +122,27 @@ class GenerationRequest(StrictBody):
     model: str
     stream: bool = False
     stream_options: StreamOptions | None = None
-    n: int | None = None
+    n: Annotated[int, Field(ge=1, le=_MAX_N)] | None = None
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    stop: list[str] | None = None
+    stop: (
+        Annotated[
+            list[Annotated[str, Field(max_length=_MAX_STOP_CHARACTERS)]],
+            Field(max_length=_MAX_STOP_STRINGS, fail_fast=True),
+        ]
+        | None
+    ) = None
     seed: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], FewTokens] | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[int], FewTokens] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     return_spec_decode_metrics: bool = False
@@ -119,6 +156,13 @@ class GenerationRequest(StrictBody):
     def _stream_options_need_a_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("invalid_value", "only with stream: true", {"field": "stream_options"})
+        return self
+
+    @model_validator(mode="after")
+    def _few_sequences(self) -> Self:
+        if self.num_sequences > _MAX_SEQUENCES:
+            message = f"{self.num_sequences} sequences (prompts times n); at most {_MAX_SEQUENCES}, split the request"
+            raise PydanticCustomError("invalid_value", message, {"field": "n"})
         return self
 
     @property
@@ -145,28 +189,30 @@ class GenerationRequest(StrictBody):
     def num_logprobs(self) -> int | None:
         """Number of most likely tokens to report for each chosen token; None: no log-probabilities."""
 
+    @property
     @abstractmethod
-    def num_output_tokens(self, room: int) -> int:
+    def prompts(self) -> Sequence[Input]: ...
+
+    @abstractmethod
+    def _num_output_tokens(self, room: int) -> int:
         """Return the most tokens to generate. room: the number for a request that may fill the context."""
 
-    @abstractmethod
-    def prompts(self, tokenize: Tokenize) -> list[list[int]]:
-        """Return the token ids of each prompt."""
-
-    def sampling_params(
-        self, num_prompt_tokens: int, max_model_len: int, max_new_tokens: int | None = None
-    ) -> SamplingParams:
-        """Return the parameters for a prompt of that many tokens. max_new_tokens: the checkpoint's default. Raises
-        PromptTooLongError if prompt and output together exceed the context, as OpenAI does, and InvalidRequestError for
-        a value that SamplingParams refuses."""
+    def num_output_tokens(self, num_prompt_tokens: int, max_model_len: int, max_new_tokens: int | None = None) -> int:
+        """Return the most tokens to generate for a prompt of that many tokens. max_new_tokens: the checkpoint's default.
+        Raises PromptTooLongError if prompt and output together exceed the context, as OpenAI does."""
         room = max(1, max_model_len - num_prompt_tokens)
-        num_output_tokens = self.num_output_tokens(min(room, max_new_tokens or room))
+        num_output_tokens = self._num_output_tokens(min(room, max_new_tokens or room))
         if num_prompt_tokens + num_output_tokens > max_model_len:
             raise PromptTooLongError(
                 f"This model's maximum context length is {max_model_len} tokens. However, you requested "
                 f"{num_prompt_tokens + num_output_tokens} tokens ({num_prompt_tokens} in the prompt, "
                 f"{num_output_tokens} in the completion). Please reduce the length of the prompt or completion."
             )
+        return num_output_tokens
+
+    def sampling_params(self, num_output_tokens: int) -> SamplingParams:
+        """Return the parameters for at most so many output tokens. Raises InvalidRequestError for a value that
+        SamplingParams refuses."""
         asked = {name: value for name, value in self if name in SamplingParams.model_fields and value is not None}
         try:
             return SamplingParams(**asked | {"max_tokens": num_output_tokens, "logprobs": self.num_logprobs})
@@ -199,7 +245,7 @@ class ChatRequest(GenerationRequest):
     }
     ignored = GenerationRequest.ignored | {"parallel_tool_calls"}
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Conversation
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     service_tier: ServiceTier | None = None
     logprobs: bool = False
@@ -217,18 +263,23 @@ class ChatRequest(GenerationRequest):
 
     @property
     def num_characters(self) -> int:
-        return sum(len(message.content) for message in self.messages)
+        return num_characters(self.messages)
 
     @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def num_output_tokens(self, room: int) -> int:
+    def _num_output_tokens(self, room: int) -> int:
         asked = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         return room if asked is None else asked
 
-    def prompts(self, tokenize: Tokenize) -> list[list[int]]:
-        return [tokenize([message.for_template for message in self.messages])]
+    @property
+    def prompts(self) -> Sequence[Input]:
+        return [[message.for_template for message in self.messages]]
+
+
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+_FEW_PROMPTS = Field(max_length=_MAX_PROMPTS, fail_fast=True)
 
 
 class CompletionRequest(GenerationRequest):
@@ -241,12 +292,15 @@ class CompletionRequest(GenerationRequest):
         "suffix": ("",),
     }
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | TokenIds | Annotated[list[str], _FEW_PROMPTS] | Annotated[list[TokenIds], _FEW_PROMPTS]
     logprobs: Annotated[int, Field(ge=0, le=_MAX_LOGPROBS)] | None = None
 
     @field_validator("prompt", mode="wrap")
     @classmethod
     def _prompt_or_prompts(cls, prompt: Any, validate: pydantic.ValidatorFunctionWrapHandler) -> Any:
+        if isinstance(prompt, list) and len(prompt) > _MAX_PROMPTS and not isinstance(prompt[0], int):
+            message = f"{len(prompt)} prompts; at most {_MAX_PROMPTS} here, split the request"
+            raise PydanticCustomError("invalid_value", message)
         try:
             valid = validate(prompt)
         except pydantic.ValidationError:
@@ -257,25 +311,22 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def num_prompts(self) -> int:
-        return len(self._prompts)
+        return len(self.prompts)
 
     @property
     def num_characters(self) -> int:
-        return sum(len(one) for one in self._prompts if isinstance(one, str))
+        return sum(len(one) for one in self.prompts if isinstance(one, str))
 
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
-    def num_output_tokens(self, room: int) -> int:
+    def _num_output_tokens(self, room: int) -> int:
         default: int = SamplingParams.model_fields["max_tokens"].default
         return min(default, room) if self.max_tokens is None else self.max_tokens
 
-    def prompts(self, tokenize: Tokenize) -> list[list[int]]:
-        return [tokenize(one) if isinstance(one, str) else one for one in self._prompts]
-
     @property
-    def _prompts(self) -> Sequence[str | list[int]]:
+    def prompts(self) -> Sequence[Input]:
         prompt: Any = self.prompt
         return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 

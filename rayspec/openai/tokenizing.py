@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from jinja2 import TemplateError
-from pydantic import Field, model_validator
+from pydantic import model_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
 from rayspec.openai.models import check_served
-from rayspec.openai.requests import ChatMessage
+from rayspec.openai.requests import Conversation, TokenIds, num_characters
 from rayspec.openai.strict_body import Refusals, StrictBody
-from rayspec.types import ConfigError, InvalidMessagesError, InvalidTokenError, RequestError
+from rayspec.types import ConfigError, InvalidMessagesError, InvalidTokenError, PromptTooLongError, RequestError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,6 +25,9 @@ Messages = Sequence[Mapping[str, str]]
 T = TypeVar("T")
 
 _LONG = 20_000  # characters or tokens; more would block the event loop for too long
+_CHARACTERS_PER_TOKEN = 8  # texts have fewer, except for those with long runs of spaces
+# Few threads, because texts take memory while they are tokenized. Work that waits is dropped when its caller ends.
+_THREADS = ThreadPoolExecutor(2, thread_name_prefix="rayspec-large-work")
 
 
 class Tokenizes(Protocol):
@@ -42,17 +46,20 @@ class Tokenizes(Protocol):
 
 
 async def in_thread_if_large(work: Callable[[], T], size: int) -> T:
-    """Run tokenizing work and return its result. Large work runs in a thread, because megabytes take seconds and would
-    block the event loop.
+    """Run work on a request's content and return its result. Large work runs in one of few threads, because megabytes
+    take seconds and would block the event loop. Cancelling the call drops work that has not begun.
 
-    size: number of characters or tokens.
+    size: number of characters, bytes or tokens.
     """
-    return await asyncio.to_thread(work) if size > _LONG else work()
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, work) if size > _LONG else work()
 
 
 def prompt_tokens(engine: Tokenizes, prompt: str | Messages, *, add_generation_prompt: bool = True) -> list[int]:
-    """Return the tokens of a text, or of a conversation through the chat template. Raises InvalidMessagesError."""
+    """Return the tokens of a text, or of a conversation through the chat template. Raises InvalidMessagesError, and
+    PromptTooLongError for a text that is much too long, before all of it is tokenized."""
     try:
+        if len(prompt if isinstance(prompt, str) else repr(prompt)) > _CHARACTERS_PER_TOKEN * engine.max_model_len:
+            _check_length(prompt if isinstance(prompt, str) else _rendered(engine.tokenizer, prompt), engine)
         if isinstance(prompt, str) or add_generation_prompt:
             return engine.tokens(prompt)
         return _without_generation_prompt(engine.tokenizer, prompt)
@@ -62,6 +69,28 @@ def prompt_tokens(engine: Tokenizes, prompt: str | Messages, *, add_generation_p
         raise InvalidMessagesError("the model has no chat template; use /v1/completions") from error
     except (TemplateError, TypeError, ValueError) as error:  # a template is somebody's program and may raise either
         raise InvalidMessagesError(f"the messages cannot be made a prompt: {error}") from error
+
+
+def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> str:
+    if not tokenizer.chat_template:
+        return ""
+    return str(tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False))
+
+
+def _check_length(text: str, engine: Tokenizes) -> None:
+    """Refuse a text if a beginning of it has more tokens than a prompt may have. Raises PromptTooLongError.
+
+    The beginnings grow, so that no text costs much more than a prompt of the model's longest length.
+    """
+    most, length = engine.max_model_len, _CHARACTERS_PER_TOKEN * engine.max_model_len
+    while length < len(text):
+        num_tokens = len(engine.tokenizer(text[:length], add_special_tokens=False)["input_ids"])
+        if num_tokens > most + most // 8:  # a cut through a word may add tokens
+            raise PromptTooLongError(
+                f"This model's maximum context length is {most} tokens. However, the first {length} of your prompt's "
+                f"{len(text)} characters have {num_tokens} tokens. Please reduce the length of the prompt."
+            )
+        length *= 4
 
 
 def _without_generation_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[int]:
@@ -97,7 +126,7 @@ class TokenizeRequest(StrictBody):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    messages: Conversation | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool = False
@@ -116,7 +145,7 @@ class TokenizeRequest(StrictBody):
     @property
     def size(self) -> int:
         """Number of characters to tokenize."""
-        return len(self.prompt or "") + sum(len(message.content) for message in self.messages or ())
+        return len(self.prompt or "") + num_characters(self.messages or ())
 
     def tokens(self, engine: Tokenizes) -> list[int]:
         """Return the token ids. Raises InvalidMessagesError."""
@@ -125,6 +154,7 @@ class TokenizeRequest(StrictBody):
             return prompt_tokens(engine, messages, add_generation_prompt=self.add_generation_prompt is not False)
         assert self.prompt is not None
         if self.add_special_tokens is False:
+            _check_length(self.prompt, engine)
             return list(engine.tokenizer(self.prompt, add_special_tokens=False)["input_ids"])
         return prompt_tokens(engine, self.prompt)
 
@@ -143,7 +173,7 @@ class DetokenizeRequest(StrictBody):
     """The body of /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: TokenIds
 
     @property
     def size(self) -> int:
@@ -171,5 +201,7 @@ def tokenize(request: TokenizeRequest, engine: Tokenizes, served: Sequence[str])
 def detokenize(request: DetokenizeRequest, engine: Tokenizes, served: Sequence[str]) -> DetokenizeResponse:
     """Answer a request. served: names of the model that a body may use. Raises RequestError."""
     check_served(request.model or served[0], served)
+    if len(request.tokens) > engine.max_model_len:
+        raise PromptTooLongError(f"tokens: {len(request.tokens)}; at most {engine.max_model_len} of this model at once")
     check_tokens(request.tokens, engine.tokenizer)
     return DetokenizeResponse(prompt=str(engine.tokenizer.decode(request.tokens)))

@@ -42,7 +42,7 @@ _TAKES_FORM = {"requestBody": {"required": True, "content": {"multipart/form-dat
 _CONTENT: dict[int | str, dict[str, Any]] = {
     200: {"description": "The content.", "content": {"application/octet-stream": {"schema": {"type": "string"}}}}
 }
-ReadJson = Callable[[Request], Awaitable[Any]]
+ReadBody = Callable[[Request, type[BatchRequest]], Awaitable[BatchRequest]]
 
 
 class BatchDesk:
@@ -79,8 +79,8 @@ class BatchDesk:
             await asyncio.to_thread(kept.close)
         return await asyncio.to_thread(store.file, file_id)
 
-    async def create(self, body: Any) -> Batch:
-        batch = await asyncio.to_thread(self.store.new_batch, BatchRequest.parse(body))
+    async def create(self, asked: BatchRequest) -> Batch:
+        batch = await asyncio.to_thread(self.store.new_batch, asked)
         self._runner.wake.remote()
         return batch
 
@@ -114,13 +114,13 @@ class BatchDesk:
             await asyncio.to_thread(content.write, piece)
 
 
-def add_batch_routes(app: FastAPI, desk: BatchDesk, read_json: ReadJson) -> None:
-    """Add the routes. read_json: reads the JSON body of a request, within the endpoint's limits."""
+def add_batch_routes(app: FastAPI, desk: BatchDesk, read: ReadBody) -> None:
+    """Add the routes. read: reads the JSON body of a request, within the endpoint's limits."""
     _add_file_routes(app, desk)
 
     @app.post("/v1/batches", summary="Run a file of requests", **takes(BatchRequest, Batch, *_ERRORS, *_BODY_ERRORS))
     async def create(request: Request) -> Response:
-        return _answer(await desk.create(await read_json(request)))
+        return _answer(await desk.create(await read(request, BatchRequest)))
 
     @app.get("/v1/batches", responses=answers(BatchList) | errors(*_ERRORS), summary="Batches, the newest first")
     async def batches(request: Request) -> Response:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
@@ -21,15 +21,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import rayspec
 from rayspec.openai.encoding import json_body
-from rayspec.openai.errors import ApiError, parse_json
+from rayspec.openai.errors import ApiError
 from rayspec.openai.models import ModelCard, ModelList, check_served
 from rayspec.openai.requests import ChatRequest, CompletionRequest
 from rayspec.openai.responses import ChatCompletion, Completion
+from rayspec.openai.strict_body import StrictBody
 from rayspec.openai.tokenizing import (
     DetokenizeRequest,
     DetokenizeResponse,
     TokenizeRequest,
     TokenizeResponse,
+    in_thread_if_large,
 )
 from rayspec.serve.access import ApiKeys
 from rayspec.serve.admission import Admission, AdmissionControl, Cors, Entry, error_response, response_of
@@ -45,6 +47,8 @@ from rayspec.serve.watch import Watch
 from rayspec.types import RequestError
 
 _WEB = Path(__file__).parent / "web"
+_MOST_LARGE_BODIES = 8  # in memory at once; bodies of at most `bodies.LARGE` bytes do not count
+Body = TypeVar("Body", bound=StrictBody)
 _USABLE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies must not buffer the stream
 
@@ -92,6 +96,7 @@ class Ingress:
         }
         self.watch = Watch(self._models, replica_timeout_s=settings.replica_timeout_s)
         posts = Admission(settings.max_requests, refusal=OVERRUN)
+        self._large_bodies = Admission(_MOST_LARGE_BODIES, refusal=OVERRUN)
         self.desk = BatchDesk(
             settings.batches.store() if settings.batches is not None else None,
             runner=runner,
@@ -105,7 +110,7 @@ class Ingress:
 
     async def generate(self, request: Request, kind: type[ChatRequest | CompletionRequest]) -> Response:
         """Answer a request for text, streamed or not. Raises RequestError and Refused."""
-        asked = kind.parse(await self.json(request))
+        asked = await self.read(request, kind)
         model, name, timeout_s = self._ready_model(asked.model), _name_of(request), self.settings.request_timeout_s
         with ExitStack() as held:
             held.enter_context(self._admissions[asked.model].admit(asked.num_sequences))
@@ -118,7 +123,7 @@ class Ingress:
 
     async def tokenize(self, request: Request, kind: type[TokenizeRequest | DetokenizeRequest]) -> Response:
         """Answer a request to tokenize or detokenize. Raises RequestError and Refused."""
-        asked = kind.parse(await self.json(request))
+        asked = await self.read(request, kind)
         model = self._ready_model(asked.model or next(iter(self._models)))
         work = call(model.tokenize.remote(asked, _name_of(request)), self.settings.request_timeout_s)
         return response_of(await while_connected(request, work))
@@ -137,8 +142,18 @@ class Ingress:
         failure = next((one for one in found if isinstance(one, ApiError)), None)
         return failure or ModelList.of(one for one in found if isinstance(one, ModelCard))
 
-    async def json(self, request: Request) -> Any:
-        return parse_json(await read_body(request, self.settings.max_request_bytes, self.settings.body_timeout_s))
+    async def read(self, request: Request, kind: type[Body]) -> Body:
+        """Return the body of a request. Raises RequestError, and Refused for a large body beside many others."""
+        settings = self.settings
+        with ExitStack() as held:
+            content = await read_body(
+                request,
+                settings.max_request_bytes,
+                settings.body_timeout_s,
+                large=self._large_bodies.admit(),
+                held=held,
+            )
+            return await in_thread_if_large(partial(kind.read, content), len(content))
 
     def _ready_model(self, name: str) -> Any:
         """Return the handle of a model. Raises RequestError, and Refused while no replica can serve."""
@@ -175,7 +190,7 @@ def build_app(ingress: Ingress) -> FastAPI:
         lifespan=partial(_lifespan, ingress),
     )
     _add_openai_routes(app, ingress)
-    add_batch_routes(app, ingress.desk, ingress.json)
+    add_batch_routes(app, ingress.desk, ingress.read)
     _add_vllm_routes(app, ingress)
     _add_operator_routes(app, ingress)
     open_paths = frozenset({"/health"}) | _add_web(app)

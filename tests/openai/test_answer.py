@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -15,11 +17,19 @@ import pytest
 from rayspec import LLM, SamplingParams, demo
 from rayspec.async_engine import AsyncEngine
 from rayspec.decode.engine_loop import EngineDeadError
+from rayspec.openai import answer as answer_module
 from rayspec.openai.answer import respond, stream
 from rayspec.openai.encoding import plain_body
 from rayspec.openai.errors import ApiError
 from rayspec.openai.requests import ChatRequest, CompletionRequest, Request
-from rayspec.types import CompletionOutput, NonFiniteLogitsError, RayspecError, RequestError, RequestOutput
+from rayspec.types import (
+    CompletionOutput,
+    NonFiniteLogitsError,
+    PromptTooLongError,
+    RayspecError,
+    RequestError,
+    RequestOutput,
+)
 from tests.demo_model import demo_tokenizer
 
 SERVED = ("short-name", "/models/path")
@@ -245,12 +255,55 @@ def test_what_is_wrong_with_a_request_is_told_before_anything_runs(
     assert engine.stats.num_prompt_tokens == before
 
 
-def test_limits_hold_for_both_ways_to_answer(engine: AsyncEngine) -> None:
-    request = parsed(TEXT, n=129, temperature=1, max_tokens=1)
-    for answer in (respond, lambda *args, **options: anext(stream(*args, **options))):
-        with pytest.raises(RequestError, match="at most 128"):
-            run(answer(request, engine, SERVED, **STAMP))
-    assert len(run(respond(request.model_copy(update={"n": 3}), engine, SERVED, **STAMP)).choices) == 3
+def test_parameters_are_made_once_for_many_prompts(engine: AsyncEngine) -> None:
+    bias = {str(token): 1.0 for token in range(1024)}
+    request = parsed(TEXT, prompt=["a"] * 1024, logit_bias=bias, max_tokens=400)
+    start_s = time.thread_time()
+    jobs = run(answer_module._jobs(request, engine, SERVED))
+    assert time.thread_time() - start_s < 0.5
+    assert len(jobs) == 1024
+    assert len({id(job.params) for job in jobs}) == 1
+
+
+@pytest.mark.parametrize("shape", ["a", " ", "ab ", "😀", "0,", "\n\n"])
+@pytest.mark.parametrize("as_chat", [True, False])
+def test_a_text_that_is_much_too_long_is_refused_before_all_of_it_is_tokenized(
+    engine: AsyncEngine, shape: str, as_chat: bool
+) -> None:
+    text = shape * (4_000_000 // len(shape))
+    body = CHAT | {"messages": [{"role": "user", "content": text}]} if as_chat else TEXT | {"prompt": ["a", text]}
+    start_s = time.process_time()
+    with pytest.raises(PromptTooLongError, match="maximum context length is 512"):
+        run(respond(parsed(body), engine, SERVED, **STAMP))
+    assert time.process_time() - start_s < 0.7
+
+
+def test_what_waits_to_be_tokenized_is_dropped_when_its_client_goes() -> None:
+    tokenized: list[str] = []
+    begun, go = threading.Event(), threading.Event()
+
+    class Slow(ScriptedStreams):
+        def tokens(self, prompt: Any) -> list[int]:
+            tokenized.append(prompt[0])
+            begun.set()
+            assert go.wait(30)
+            return [5]
+
+    async def work() -> None:
+        texts = [letter + "b" * 3000 for letter in "xyz"]
+        tasks = [
+            asyncio.create_task(answer_module._jobs(parsed(TEXT, prompt=texts * 3), Slow({}), SERVED)) for _ in range(5)
+        ]
+        assert await asyncio.to_thread(begun.wait, 30)
+        await asyncio.sleep(0.1)
+        for task in tasks:
+            task.cancel()
+        await asyncio.sleep(0.01)
+        go.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    run(work())
+    assert tokenized == ["x", "x"], "two at once, and no prompt after those"
 
 
 LONG = TEXT | {"prompt": ["Fee 5", "In May", "The report"], "n": 2, "max_tokens": 400, "ignore_eos": True, **SAMPLED}

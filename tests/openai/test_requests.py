@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import time
 from typing import Any
 
 import openai.types as official
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from rayspec.config import SamplingParams
 from rayspec.openai.errors import ApiError, InvalidRequestError
-from rayspec.openai.requests import ChatRequest, CompletionRequest
+from rayspec.openai.requests import ChatRequest, CompletionRequest, is_token_ids
 from rayspec.types import PromptTooLongError
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
@@ -40,7 +42,8 @@ EVERYTHING: dict[str, Any] = {
 
 def params_of(body: dict[str, Any], *, prompt: int = 10, context: int = 100) -> SamplingParams:
     kind = ChatRequest if "messages" in body else CompletionRequest
-    return kind.parse(body).sampling_params(prompt, context)
+    request = kind.parse(body)
+    return request.sampling_params(request.num_output_tokens(prompt, context))
 
 
 def test_every_parameter_reaches_the_sampling_params() -> None:
@@ -169,9 +172,73 @@ def test_what_cannot_be_served_is_refused_by_name(
 ) -> None:
     kind = ChatRequest if base is CHAT else CompletionRequest
     with pytest.raises(InvalidRequestError, match=message) as caught:
-        kind.parse(base | changes).sampling_params(10, 100)
+        request = kind.parse(base | changes)
+        request.sampling_params(request.num_output_tokens(10, 100))
     assert (caught.value.param, caught.value.code, caught.value.status) == (param, code, 400)
     assert param.split(".", maxsplit=1)[0] in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("base", "field", "allowed", "refused"),
+    [
+        (TEXT, "n", 128, 129),
+        (TEXT, "n", 1, 0),
+        (TEXT, "n", 1, -(10**9)),
+        (TEXT, "prompt", ["x"] * 1024, ["x"] * 1025),
+        (TEXT, "prompt", [[1]] * 1024, [[1]] * 1025),
+        (TEXT | {"n": 8}, "prompt", ["x"] * 128, ["x"] * 129),
+        (TEXT, "stop", ["a"] * 16, ["a"] * 17),
+        (TEXT, "stop", "a" * 1000, "a" * 1001),
+        (TEXT, "stop_token_ids", [1] * 1024, [1] * 1025),
+        (TEXT, "logit_bias", {str(i): 1.0 for i in range(1024)}, {str(i): 1.0 for i in range(1025)}),
+        (CHAT, "messages", CHAT["messages"] * 2048, CHAT["messages"] * 2049),
+        (CHAT, "messages", [CHAT["messages"][0] | {"name": "a" * 256}], [CHAT["messages"][0] | {"name": "a" * 257}]),
+    ],
+)
+def test_what_is_over_a_limit_is_refused_by_name(base: dict[str, Any], field: str, allowed: Any, refused: Any) -> None:
+    kind = ChatRequest if "messages" in base else CompletionRequest
+    kind.parse(base | {field: allowed})
+    with pytest.raises(InvalidRequestError, match=r"\d") as caught:
+        kind.parse(base | {field: refused})
+    param = "n" if base.get("n") == 8 else field
+    assert str(caught.value.param).startswith(param)
+    assert (caught.value.code, caught.value.status) == ("invalid_value", 400)
+
+
+HUGE = 15 * 2**20  # bytes
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model":"m","prompt":"x","metadata":[' + b"[]," * (HUGE // 3) + b"[]]}",
+        b'{"model":"m","prompt":"x","metadata":{' + b'"a":1,' * (HUGE // 6) + b'"a":1}}',
+        b'{"model":"m","prompt":"x","' + b"a" * HUGE + b'":1}',
+        b'{"model":"m","prompt":[' + b'"a",' * (HUGE // 4) + b"1]}",
+        b'{"model":"m","prompt":[' + b"1," * (HUGE // 2) + b'"a"]}',
+        b'{"model":"m","prompt":"x","stop":[' + b"1," * (HUGE // 2) + b"1]}",
+        b'{"model":"m","prompt":"x","stop_token_ids":[' + b'"a",' * (HUGE // 4) + b"1]}",
+        b'{"model":"m","prompt":"x","logit_bias":{' + b",".join(b'"%d":""' % i for i in range(200_000)) + b"}}",
+        b'{"model":"m","messages":[' + b'{"role":"user","content":""},' * 480_000 + b"1]}",
+        b'{"model":"m","messages":[' + b"1," * (HUGE // 2) + b"1]}",
+        b'{"model":"m","prompt":"x","metadata":' + b"[" * (HUGE // 2) + b"]" * (HUGE // 2) + b"}",
+        b'{"model":"m","prompt":"x","metadata":"' + b'\\"' * (HUGE // 2),
+        b'{"model":"' + b"[{:" * (HUGE // 3) + b'","prompt":"x","n":0}',
+    ],
+)
+def test_a_huge_body_costs_little_and_its_error_is_short(body: bytes) -> None:
+    kind = ChatRequest if b'"messages"' in body[:30] else CompletionRequest
+    start_s = time.process_time()
+    with pytest.raises(InvalidRequestError) as caught:
+        kind.read(body)
+    assert time.process_time() - start_s < 0.8
+    assert len(str(caught.value)) + len(caught.value.param or "") <= 2000
+
+
+def test_characters_within_texts_are_no_parts() -> None:
+    text = r"\"\\[[[{{{:::" * 100_000
+    body = json.dumps({"model": "m", "prompt": text}).encode()
+    assert CompletionRequest.read(body).prompts == [text]
 
 
 _JSON = st.recursive(
@@ -189,7 +256,8 @@ _JSON = st.recursive(
 def test_no_value_of_a_field_raises_anything_else(base: dict[str, Any], name: str, value: Any) -> None:
     kind = ChatRequest if base is CHAT else CompletionRequest
     try:
-        params = kind.parse(base | {name: value}).sampling_params(10, 100)
+        request = kind.parse(base | {name: value})
+        params = request.sampling_params(request.num_output_tokens(10, 100))
     except (InvalidRequestError, PromptTooLongError) as error:
         official.ErrorObject.model_validate(ApiError.of(error).body["error"])
     else:
@@ -203,21 +271,17 @@ def test_no_body_raises_anything_else(body: Any) -> None:
             kind.parse(body)
 
 
-def _taken_as_text(prompt: str | Any) -> list[int]:
-    assert isinstance(prompt, str)
-    return [ord(character) for character in prompt]
-
-
 @pytest.mark.parametrize(
-    ("prompt", "token_ids"),
-    [("ab", [[97, 98]]), (["a", "b"], [[97], [98]]), ([5, 6], [[5, 6]]), ([[5], [6, 7]], [[5], [6, 7]]), ([[]], [[]])],
+    ("prompt", "prompts"),
+    [("ab", ["ab"]), (["a", "b"], ["a", "b"]), ([5, 6], [[5, 6]]), ([[5], [6, 7]], [[5], [6, 7]]), ([[]], [[]])],
 )
-def test_prompts_are_texts_or_tokens(prompt: Any, token_ids: list[list[int]]) -> None:
-    assert CompletionRequest.parse({"model": "m", "prompt": prompt}).prompts(_taken_as_text) == token_ids
+def test_prompts_are_texts_or_tokens(prompt: Any, prompts: list[Any]) -> None:
+    found = CompletionRequest.parse({"model": "m", "prompt": prompt}).prompts
+    assert found == prompts
+    assert [is_token_ids(one) for one in found] == [not isinstance(one, str) for one in prompts]
 
 
 def test_messages_become_what_chat_templates_take() -> None:
-    seen: list[Any] = []
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     messages = [
         {"role": "developer", "content": "rules"},
@@ -226,8 +290,7 @@ def test_messages_become_what_chat_templates_take() -> None:
         {"role": "assistant", "content": "yes", "tool_calls": [], "refusal": None},
         {"role": "tool", "content": "42", "tool_call_id": "t"},
     ]
-    ChatRequest.parse({"model": "m", "messages": messages}).prompts(lambda prompt: seen.append(prompt) or [1])
-    assert seen == [
+    assert ChatRequest.parse({"model": "m", "messages": messages}).prompts == [
         [
             {"role": "system", "content": "rules"},
             {"role": "system", "content": "more"},
