@@ -63,7 +63,7 @@ class BatchDesk:
         """Store the file of a form with the fields `purpose` and `file`, in any order. Both are required."""
         store, purpose, file_id = self.store, None, None
         with ExitStack() as kept:
-            async for part in read_form(request, self._body_timeout_s):
+            async for part in read_form(request, self._body_timeout_s, self._max_file_bytes):
                 if part.name == "file" and file_id is None:
                     new = await asyncio.to_thread(kept.enter_context, store.new_file(part.filename or "", "batch"))
                     file_id = new.id

@@ -24,6 +24,7 @@ from rayspec.serve.http_connection import connections
 from rayspec.serve.replies import MALFORMED
 
 _ID = "x-request-id"
+_LENGTHS = {"content-length", "transfer-encoding"}
 _VERSIONS = ("1.0", "1.1")
 _IDLE_CONNECTION_S = 30
 _POLL_S = 0.02
@@ -32,7 +33,8 @@ _ERRORS = "serve_num_http_error_requests"  # the name in Serve's proxy, so that 
 
 class Named:
     """ASGI middleware that gives each request an id (x-request-id) if it has none, and repeats the id in the response.
-    The middleware counts error responses, and refuses requests of unsupported HTTP versions."""
+    The middleware counts error responses, and refuses requests of unsupported HTTP versions and requests with two
+    lengths, which proxies and servers may cut differently (RFC 9112, 6.1)."""
 
     def __init__(self, app: ASGIApp, errors: Counter) -> None:
         self._app, self._errors = app, errors
@@ -41,7 +43,8 @@ class Named:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        name = Headers(scope=scope).get(_ID)
+        headers = Headers(scope=scope)
+        name = headers.get(_ID)
         if name is None:
             name = str(uuid.uuid4())
             scope["headers"] = [*scope["headers"], (_ID.encode(), name.encode())]
@@ -53,17 +56,22 @@ class Named:
                     self._errors.inc(tags={"error_code": str(message["status"]), "method": scope["method"]})
             await send(message)
 
-        app = self._app if scope["http_version"] in _VERSIONS else error_response(MALFORMED)
+        app = self._app
+        if scope["http_version"] not in _VERSIONS or set(headers.keys()) >= _LENGTHS:
+            app = error_response(MALFORMED, {"connection": "close"})
         await app(scope, receive, send_named)
 
 
 @contextmanager
-def http_server(app: ASGIApp, listener: socket.socket, *, header_timeout_s: float) -> Iterator[threading.Thread]:
-    """Run the server in a thread while the context is open, and yield the thread. listener: a listening socket."""
+def http_server(
+    app: ASGIApp, listener: socket.socket, *, header_timeout_s: float, write_timeout_s: float
+) -> Iterator[threading.Thread]:
+    """Run the server in a thread while the context is open, and yield the thread. listener: a listening socket. The
+    timeouts are those of `Connection`."""
     errors = Counter(_ERRORS, "Requests that were answered with an error.", tag_keys=("error_code", "method"))
     config = uvicorn.Config(
         Named(app, errors),
-        http=connections(header_timeout_s),
+        http=connections(header_timeout_s=header_timeout_s, write_timeout_s=write_timeout_s),
         ws="none",
         loop="asyncio",
         lifespan="on",

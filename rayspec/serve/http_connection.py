@@ -1,4 +1,5 @@
-"""An HTTP/1.1 connection of the front: uvicorn's, with a deadline for headers and errors in OpenAI's format."""
+"""An HTTP/1.1 connection of the front: uvicorn's, with deadlines for headers and for answers that nobody reads, and
+errors in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -12,16 +13,19 @@ from rayspec.serve.replies import MALFORMED, Reply, slow_headers
 
 
 class Connection(H11Protocol):
-    """Ends when the headers of a request are late.
+    """Ends when the headers of a request are late, or when its client does not read.
 
     header_timeout_s: limit from the connection, or from the first byte of a later request, to the end of the headers.
+    write_timeout_s: limit for the client to make room in a full buffer, and to read the rest after the end.
     The parser is h11, which reads the body of a request for an upgrade and answers with HTTP/1.1. uvicorn's faster
     parser loses such a body.
     """
 
     header_timeout_s: float
+    write_timeout_s: float
 
     _deadline: asyncio.TimerHandle | None = None
+    _reading: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -33,7 +37,25 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_deadline()
+        self._end_reading()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_reading()
+
+    def resume_writing(self) -> None:
+        self._end_reading()
+        super().resume_writing()
+        self._expect_end()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._expect_end()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._expect_end()
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(MALFORMED)
@@ -44,6 +66,20 @@ class Connection(H11Protocol):
             self._end_deadline()
         elif self._deadline is None:
             self._deadline = self.loop.call_later(self.header_timeout_s, self._give_up)
+
+    def _expect_end(self) -> None:
+        """A transport that closes waits until its client has read the rest."""
+        if self.transport.is_closing():
+            self._expect_reading()
+
+    def _expect_reading(self) -> None:
+        if self._reading is None:
+            self._reading = self.loop.call_later(self.write_timeout_s, self.transport.abort)
+
+    def _end_reading(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
 
     def _end_deadline(self) -> None:
         if self._deadline is not None:
@@ -65,13 +101,15 @@ class Connection(H11Protocol):
         if self.conn.our_state in {h11.IDLE, h11.SEND_RESPONSE}:
             self.transport.write(_raw(Reply.failed(error)))
         self.transport.close()
+        self._expect_end()
 
     def _unsupported_upgrade_warning(self) -> None:
         """Log no warning: the request is answered with HTTP/1.1."""
 
 
-def connections(header_timeout_s: float) -> type[Connection]:
-    return type("Connection", (Connection,), {"header_timeout_s": header_timeout_s})
+def connections(*, header_timeout_s: float, write_timeout_s: float) -> type[Connection]:
+    limits = {"header_timeout_s": header_timeout_s, "write_timeout_s": write_timeout_s}
+    return type("Connection", (Connection,), limits)
 
 
 def _raw(reply: Reply) -> bytes:

@@ -107,7 +107,8 @@ def _serve(options: ServeOptions, address: Address, listener: socket.socket, ann
     settings = ingress_settings(options, allowed_hosts(options, address))
     ingress = Ingress(settings, handles, _start_runner(options, handles))
     address.listen(listener)
-    with http_server(build_app(ingress), listener, header_timeout_s=options.header_timeout_s) as server:
+    timeouts = {"header_timeout_s": options.header_timeout_s, "write_timeout_s": options.body_timeout_s}
+    with http_server(build_app(ingress), listener, **timeouts) as server:
         exit_on_sigterm()
         with suppress(SystemExit, KeyboardInterrupt):
             _wait_until(lambda: ingress.watch.all_well, timeout_s=_FIRST_LOOK_S)

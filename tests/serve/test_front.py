@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from rayspec.serve.front import http_server
@@ -23,13 +24,32 @@ async def echo(request: Request) -> JSONResponse:
     return JSONResponse({"body": (await request.body()).decode(), "id": request.headers["x-request-id"]})
 
 
+async def long(request: Request) -> Response:
+    """Some megabytes, as a stream or at once."""
+    if "whole" in request.query_params:
+        return Response(b"x" * 2**25)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        STREAMS.append("begun")
+        try:
+            for _ in range(2**9):
+                yield b"x" * 2**16
+        finally:
+            STREAMS.append("ended")
+
+    return StreamingResponse(pieces())
+
+
+STREAMS: list[str] = []
+
+
 @pytest.fixture(scope="module")
 def address() -> Iterator[tuple[str, int]]:
-    app = Starlette(routes=[Route("/echo", echo, methods=["GET", "POST"])])
+    app = Starlette(routes=[Route("/echo", echo, methods=["GET", "POST"]), Route("/long", long)])
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        with http_server(app, listener, header_timeout_s=TIMEOUT_S):
+        with http_server(app, listener, header_timeout_s=TIMEOUT_S, write_timeout_s=2 * TIMEOUT_S):
             yield listener.getsockname()
 
 
@@ -83,12 +103,39 @@ def test_http_1_0_without_a_host(address: tuple[str, int]) -> None:
         POST + b"host: other\r\n\r\n",
         POST + b"content-length: -1\r\n\r\n",
         POST + b"content-length: 1\r\ncontent-length: 2\r\n\r\n",
+        POST + b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n4\r\nbody\r\n0\r\n\r\n",
         POST + b"x-long: " + b"a" * 2**17 + b"\r\n\r\n",
     ],
 )
 def test_what_is_no_request_is_told_as_openai_tells_it(address: tuple[str, int], request_head: bytes) -> None:
-    status, _, body = exchange(address, request_head)
-    assert (status, code_of(body)) == (b"HTTP/1.1 400 Bad Request", "invalid_http")
+    with socket.create_connection(address, timeout=10) as connection:
+        connection.sendall(request_head)
+        status, _, body = answer(connection)
+        assert (status, code_of(body)) == (b"HTTP/1.1 400 Bad Request", "invalid_http")
+        with suppress(ConnectionResetError):  # where a part of the request was not read
+            assert connection.recv(1) == b"", "what comes next on the connection cannot be told apart"
+
+
+@pytest.mark.parametrize("path", [b"/long", b"/long?whole"])
+@pytest.mark.parametrize("header", [b"", b"connection: close\r\n"])
+def test_an_answer_that_nobody_reads_is_given_up(address: tuple[str, int], path: bytes, header: bytes) -> None:
+    STREAMS.clear()
+    with socket.create_connection(address, timeout=10) as connection:
+        connection.sendall(b"GET " + path + b" HTTP/1.1\r\nhost: localhost\r\n" + header + b"\r\n")
+        time.sleep(5 * TIMEOUT_S)
+        assert (["begun", "ended"] if path == b"/long" else []) == STREAMS
+        with suppress(ConnectionResetError), connection.makefile("rb") as reader:
+            assert len(reader.read()) < 2**25
+
+
+def test_an_answer_that_is_read_slowly_comes_whole(address: tuple[str, int]) -> None:
+    num_bytes = 0
+    with socket.create_connection(address, timeout=10) as connection:
+        connection.sendall(b"GET /long HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+        while piece := connection.recv(2**20):
+            num_bytes += len(piece)
+            time.sleep(TIMEOUT_S / 10)
+    assert num_bytes > 2**25
 
 
 class TestSlowHeaders:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -26,19 +27,29 @@ def form(*parts: tuple[str, bytes]) -> bytes:
     return b"\r\n".join([*heads, b"--b-o--\r\n"])
 
 
-def read(body: bytes, num_bytes: int = 1 << 20, content_type: str = TYPE, read_parts: bool = True) -> Parts:
+def read(
+    body: bytes, num_bytes: int = 1 << 20, content_type: str = TYPE, read_parts: bool = True, **limits: Any
+) -> Parts:
     async def stream() -> AsyncIterator[bytes]:
         for start in range(0, len(body), num_bytes):
             yield body[start : start + num_bytes]
 
-    async def work() -> Parts:
-        request: Any = SimpleNamespace(headers={"content-type": content_type}, stream=stream)
-        return [
-            (part.name, part.filename, b"".join([one async for one in part.pieces]) if read_parts else b"")
-            async for part in read_form(request, 5)
-        ]
+    return asyncio.run(parts_of(stream, content_type, read_parts, **limits))
 
-    return asyncio.run(work())
+
+async def parts_of(
+    stream: Callable[[], AsyncIterator[bytes]],
+    content_type: str = TYPE,
+    read_parts: bool = True,
+    *,
+    timeout_s: float = 5.0,
+    max_file_bytes: int = 1 << 30,
+) -> Parts:
+    request: Any = SimpleNamespace(headers={"content-type": content_type}, stream=stream)
+    return [
+        (part.name, part.filename, b"".join([one async for one in part.pieces]) if read_parts else b"")
+        async for part in read_form(request, timeout_s, max_file_bytes)
+    ]
 
 
 @given(content=st.binary(max_size=60), num_bytes=st.integers(1, 40), read_parts=st.booleans())
@@ -71,6 +82,67 @@ def test_what_is_no_form_is_refused(content_type: str) -> None:
 def test_long_headers_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match="headers"):
         read(form(("name=" + "x" * 20_000, b"")), 100)
+
+
+def test_what_comes_before_the_form_is_limited() -> None:
+    with pytest.raises(InvalidRequestError, match="precedes"):
+        read(b"x" * 20_000 + form(("name=purpose", b"batch")), 100)
+
+
+@pytest.mark.parametrize("many", [("name=a", b"x" * 100_000), ("name=a", b"")])
+def test_a_form_is_limited_as_a_whole(many: tuple[str, bytes]) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        read(form(*[many] * (3 if many[1] else 3000)), 1000, max_file_bytes=1000)
+    assert caught.value.status == 413
+
+
+@pytest.mark.parametrize("pause_s", [0.02, 10])
+def test_a_slow_form_has_a_limit_as_a_whole(pause_s: float) -> None:
+    async def drip() -> AsyncIterator[bytes]:
+        for byte in form(('name="file"; filename="a"', b"x" * 1000)):
+            yield bytes([byte])
+            await asyncio.sleep(pause_s)
+
+    start_s = time.monotonic()
+    with pytest.raises(InvalidRequestError) as caught:
+        asyncio.run(parts_of(drip, timeout_s=0.3))
+    assert caught.value.status == 408
+    assert time.monotonic() - start_s < 2
+
+
+@pytest.mark.parametrize(
+    "disposition",
+    [
+        "name=a; filename*=unicode_escape''%5Cud800",
+        "name=a; filename*=a%00b''x",
+        "name=a; filename*=idna''xn--a",
+        "name*=unicode_escape''%5Cud800",
+        "name=a; filename*=utf-8''%ff",
+        'name=a; filename="x',
+        "name=a; =; filename",
+        "filename=a",
+        "",
+    ],
+)
+def test_odd_headers_are_refused(disposition: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        read(form((disposition, b"x")))
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize(
+    ("disposition", "filename"),
+    [
+        ('name="a"; filename="a;b.jsonl"', "a;b.jsonl"),
+        (r'filename="a\"b\\c"; name=a', 'a"b\\c'),
+        ("name=a; filename=b.jsonl;", "b.jsonl"),
+        ("name=a; filename=x; filename*=utf-8''%C3%A4.jsonl", "ä.jsonl"),
+        ("name=a; filename*=UTF-8'de'%C3%A4.jsonl", "ä.jsonl"),
+        ("Name=a", None),
+    ],
+)
+def test_names_as_clients_write_them(disposition: str, filename: str | None) -> None:
+    assert read(form((disposition, b"x"))) == [("a", filename, b"x")]
 
 
 @given(head=st.binary(max_size=80), body=st.binary(max_size=40))
