@@ -7,12 +7,13 @@ import io
 import os
 import posixpath
 import re
+import shutil
 import stat
 import tempfile
 import uuid
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
@@ -59,12 +60,15 @@ class Store:
 class Location:
     """A file or folder, which may not exist. `path` is within the store; "/" separates its parts.
 
+    is_private: on this machine, files and folders that are made here can be used by their owner only.
+
     Methods that test and list raise UnreadableFileError if the store does not answer; methods that read, write and
     delete raise OSError.
     """
 
     store: Store
     path: str
+    is_private: bool = False
 
     @classmethod
     def parse(cls, name: str) -> Location:
@@ -231,6 +235,24 @@ class Location:
         elif self.exists:
             self.store.filesystem.delete_file(self._address)
 
+    def delete_folder(self) -> None:
+        """Delete the folder with all that is in it. A missing folder is no error."""
+        if self.local_path is not None:
+            with suppress(FileNotFoundError):
+                shutil.rmtree(self.local_path)
+        elif self.exists:
+            self.store.filesystem.delete_dir(self._address)
+
+    def make_folder(self) -> Path | None:
+        """Make the folder, with missing folders above it, and return its path on this machine. A remote store makes
+        folders by itself: return None."""
+        if self.local_path is None:
+            return None
+        for folder in reversed([self.local_path, *self.local_path.parents]):
+            if not folder.exists():
+                folder.mkdir(mode=0o700 if self.is_private else 0o777, exist_ok=True)
+        return self.local_path
+
     @property
     def _address(self) -> str:
         """The address in the file system's own form."""
@@ -285,9 +307,9 @@ class Location:
     @contextmanager
     def _replacing(self) -> Iterator[IO[bytes]]:
         path, partial = Path(self._address), Path(self._partial()._address)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        replace(self, path=posixpath.dirname(self.path)).make_folder()
         try:
-            with partial.open("xb") as file:
+            with open(partial, "xb", opener=_opened_privately if self.is_private else None) as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -323,6 +345,10 @@ class Location:
         fs.copy_files(
             path, self._address, source_filesystem=fs.LocalFileSystem(), destination_filesystem=self.store.filesystem
         )
+
+
+def _opened_privately(path: str, flags: int) -> int:
+    return os.open(path, flags, mode=0o600)
 
 
 def error_detail(error: BaseException) -> str:

@@ -13,7 +13,6 @@ import reprlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import IO, Annotated, Any, Literal
 
 from pydantic import Field
@@ -21,7 +20,7 @@ from pydantic import Field
 from rayspec.openai.answer import Completes, respond
 from rayspec.openai.encoding import plain_body
 from rayspec.openai.errors import ApiError, InvalidRequestError, parse_json
-from rayspec.openai.requests import ENDPOINTS
+from rayspec.openai.requests import ENDPOINTS, Request
 from rayspec.openai.strict_body import StrictBody
 from rayspec.openai.tokenizing import in_thread_if_large
 from rayspec.types import RequestError
@@ -73,13 +72,22 @@ class BatchResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLine:
-    """A request of a batch file. Its body is not validated yet. digest: the hash in its ids. num_bytes: the line's."""
+    """A request of a batch file. digest: the hash in its ids. model: its body's model, if any. text: the line. Its body
+    is not validated yet; parsed, it would take many times as much memory."""
 
     digest: str
     custom_id: str
     url: Url
-    body: Mapping[str, Any]
-    num_bytes: int
+    model: str | None
+    text: str
+
+    def request(self) -> Request:
+        """Return the validated body. Raises InvalidRequestError."""
+        body = parse_json(self.text.encode())["body"]
+        request = ENDPOINTS[self.url].parse(body)
+        if request.stream:
+            raise InvalidRequestError("stream: not in a batch; leave it out", param="stream", code="unsupported_value")
+        return request
 
     @property
     def id(self) -> str:
@@ -141,7 +149,14 @@ def _read_line(line: bytes, number: int, source: str, seen: set[str], max_bytes:
         )
         return BatchResult(id=f"batch_req_{_digest(source, number)}", custom_id=custom_id, response=None, error=failure)
     digest = _digest(source, fields.custom_id)
-    return BatchLine(digest=digest, custom_id=fields.custom_id, url=fields.url, body=fields.body, num_bytes=len(line))
+    model = fields.body.get("model")
+    return BatchLine(
+        digest=digest,
+        custom_id=fields.custom_id,
+        url=fields.url,
+        model=model if isinstance(model, str) else None,
+        text=line.decode().strip(),
+    )
 
 
 def _usable_custom_id(row: object) -> str | None:
@@ -172,9 +187,7 @@ async def answer(
     EngineDeadError and StageLostError if the engine is gone. The line has no answer then; another engine may answer it.
     """
     try:
-        request = await in_thread_if_large(partial(ENDPOINTS[line.url].parse, line.body), line.num_bytes)
-        if request.stream:
-            raise InvalidRequestError("stream: not in a batch; leave it out", param="stream", code="unsupported_value")
+        request = await in_thread_if_large(line.request, len(line.text))
         response = await respond(request, engine, served, name=line.digest, created=int(clock()))
     except RequestError as error:
         failure = ApiError.of(error)

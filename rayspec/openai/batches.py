@@ -86,6 +86,15 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BatchDeleted:
+    """An extra of rayspec: OpenAI keeps batches."""
+
+    id: str
+    deleted: bool = True
+    object: Literal["batch"] = "batch"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FileList:
     """A page of files, with the ids of its first and last file."""
 

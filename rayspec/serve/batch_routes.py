@@ -13,6 +13,7 @@ from fastapi.responses import Response, StreamingResponse
 
 from rayspec.openai.batches import (
     Batch,
+    BatchDeleted,
     BatchList,
     BatchRequest,
     FileDeleted,
@@ -130,6 +131,15 @@ def add_batch_routes(app: FastAPI, desk: BatchDesk, read: ReadBody) -> None:
     async def batch(batch_id: str) -> Response:
         return _answer(await asyncio.to_thread(desk.store.batch, batch_id))
 
+    @app.delete(
+        "/v1/batches/{batch_id}",
+        responses=answers(BatchDeleted) | errors(*_ERRORS, 409),
+        summary="Delete a batch that has ended, but not its files",
+    )
+    async def delete(batch_id: str) -> Response:
+        await asyncio.to_thread(desk.store.delete_batch, batch_id)
+        return _answer(BatchDeleted(id=batch_id))
+
     @app.post("/v1/batches/{batch_id}/cancel", responses=answers(Batch) | errors(*_ERRORS, 409), summary="End a batch")
     async def cancel(batch_id: str) -> Response:
         return _answer(await asyncio.to_thread(desk.store.cancel, batch_id))
@@ -160,7 +170,8 @@ def _add_file_routes(app: FastAPI, desk: BatchDesk) -> None:
         summary="What is in a file",
     )
     async def content(file_id: str) -> Response:
-        return StreamingResponse(await desk.content(file_id), media_type="application/octet-stream")
+        headers = {"x-content-type-options": "nosniff"}
+        return StreamingResponse(await desk.content(file_id), media_type="application/octet-stream", headers=headers)
 
     @app.delete("/v1/files/{file_id}", responses=answers(FileDeleted) | errors(*_ERRORS), summary="Delete a file")
     async def delete(file_id: str) -> Response:
@@ -174,7 +185,7 @@ async def _pieces(file: IO[bytes]) -> AsyncIterator[bytes]:
             yield piece
 
 
-def _answer(body: FileObject | FileList | FileDeleted | Batch | BatchList) -> Response:
+def _answer(body: FileObject | FileList | FileDeleted | Batch | BatchList | BatchDeleted) -> Response:
     return response_of(Reply(status=200, body=msgspec.json.encode(body)))
 
 

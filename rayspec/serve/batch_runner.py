@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
+import reprlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from rayspec.command.locations import Location
 from rayspec.openai.batch import BatchError, BatchLine, BatchResult
@@ -22,6 +24,7 @@ from rayspec.openai.errors import ApiError, InvalidRequestError
 from rayspec.serve.batch_store import BatchStore
 from rayspec.serve.calls import fetch
 from rayspec.serve.replies import BUSY
+from rayspec.types import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +33,12 @@ _STOP_POLL_S = 0.5
 _SAVE_AFTER_S = 1.0
 _SAVE_SHARE = 0.01  # of a batch's run time so far: results have few parts, and few lines run again after a loss
 _BUSY_WAIT_S = 1.0
-_LINES_AT_ONCE = 256
+_SWEEP_EVERY_S = 3600.0  # also the age of what is swept
+_MOST_RUNS = 4  # batches at once; the others wait
+_MOST_ENDING = 2  # more for batches that only have to be ended
+_LINES_AT_ONCE = 1024
+_LINES_READ, _CHARACTERS_READ = 256, 2**20
+_BYTES_AT_ONCE = 8 * 2**20  # of a batch's lines, and of its results that are not saved yet
 _RETRY_DIVISOR = 8  # divides the number of lines at once when lost lines run again
 _MOST_LOSSES = 3  # after so many losses of a line that runs alone, the line fails
 _MOST_ERRORS = 100  # reported for an input file
@@ -47,18 +55,23 @@ class BatchSettings:
     places: Mapping[str, int]
 
     def store(self) -> BatchStore:
-        return BatchStore(Location.parse(self.folder))
+        return BatchStore(replace(Location.parse(self.folder), is_private=True))
 
 
 class BatchRunner:
-    """Runs all batches until its event loop ends. models: Serve's handles, by the ids that lines use."""
+    """Runs all batches, a few at once, until its event loop ends. models: Serve's handles, by the ids that lines use.
+
+    While the runner of another server has the folder's lock, this runner waits for it.
+    """
 
     def __init__(self, settings: BatchSettings, models: Mapping[str, Any]) -> None:
         self._settings, self._models = settings, dict(models)
         self._store = settings.store()
         self._places = {model: asyncio.Semaphore(settings.places[model]) for model in self._models}
         self._runs: dict[str, asyncio.Task[None]] = {}
-        self._ended: set[str] = set()
+        self._known: dict[str, Batch] = {}  # as they were when they began to wait, or ended
+        self._lock: IO[bytes] | None = None
+        self._is_waiting, self._has_told, self._swept_s = True, False, -math.inf
         self._woken = asyncio.Event()
         self._task = asyncio.get_running_loop().create_task(self._keep())
 
@@ -73,35 +86,64 @@ class BatchRunner:
     async def _keep(self) -> None:
         while True:
             try:
+                await asyncio.to_thread(self._take_folder)
                 await self._look()
+            except ConfigError as error:
+                logger.log(logging.DEBUG if self._has_told else logging.WARNING, "the batches wait: %s", error)
+                self._has_told = True
             except Exception:  # logged, and tried again
                 logger.exception("the batches cannot be looked at now")
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._woken.wait(), _LOOK_EVERY_S)
             self._woken.clear()
 
-    async def _look(self) -> None:
-        """Start each batch that has not ended and does not run."""
-        for name in await asyncio.to_thread(self._store.batch_ids):
-            if name not in self._ended and name not in self._runs:
-                self._runs[name] = asyncio.create_task(self._run(name))
+    def _take_folder(self) -> None:
+        """Lock the folder, and delete what interrupted uploads have left there. Raises ConfigError."""
+        if self._is_waiting:
+            self._lock, self._is_waiting = self._store.lock(), False
+        if time.monotonic() - self._swept_s >= _SWEEP_EVERY_S:
+            self._swept_s = time.monotonic()
+            self._store.sweep(_SWEEP_EVERY_S)
 
-    async def _run(self, name: str) -> None:
+    async def _look(self) -> None:
+        """Start batches that have not ended: those that are cancelled or expired, then the oldest."""
+        ending, others = await asyncio.to_thread(self._waiting)
+        most = [_MOST_RUNS + _MOST_ENDING] * len(ending) + [_MOST_RUNS] * len(others)
+        for batch, most_runs in zip([*ending, *others], most, strict=True):
+            if len(self._runs) < most_runs:
+                self._runs[batch.id] = asyncio.create_task(self._run(batch))
+
+    def _waiting(self) -> tuple[list[Batch], list[Batch]]:
+        """Return the batches that have not ended and do not run: those that only have to be ended, and the others."""
+        ending, others, names = [], [], self._store.batch_ids()
+        for name in self._known.keys() - names:
+            del self._known[name]
+        for name in names:
+            if name not in self._known:
+                with suppress(InvalidRequestError):  # deleted, or its first state is not written yet
+                    self._known[name] = self._store.saved(name)
+            batch = self._known.get(name)
+            if batch is None or batch.status in FINAL or name in self._runs:
+                continue
+            is_over = batch.expires_at <= self._store.clock() or self._store.cancel_asked_at(name) is not None
+            (ending if is_over else others).append(batch)
+        return ending, others
+
+    async def _run(self, batch: Batch) -> None:
         try:
-            batch = await asyncio.to_thread(self._store.saved, name)
-            await BatchRun(batch, self._store, self._settings.max_lines, self._answer).run()
-            self._ended.add(name)
-        except InvalidRequestError:
-            pass  # the batch's first state is not written yet
+            run = BatchRun(batch, self._store, self._settings.max_lines, self._answer)
+            await run.run()
+            self._known[batch.id] = run.batch
+            self._woken.set()
         except Exception:  # logged, and tried again
-            logger.exception("batch %s cannot go on now", name)
+            logger.exception("batch %s cannot go on now", batch.id)
+            self._known.pop(batch.id)
         finally:
-            self._runs.pop(name, None)
+            self._runs.pop(batch.id, None)
 
     async def _answer(self, line: BatchLine) -> BatchResult | ApiError:
         """Return the result of a line, or an ApiError if it was lost with a replica. Wait while the model is busy."""
-        asked = line.body.get("model")
-        model = asked if isinstance(asked, str) and asked in self._models else next(iter(self._models))
+        model = line.model if line.model in self._models else next(iter(self._models))
         async with self._places[model]:
             while True:
                 found: BatchResult | ApiError = await fetch(self._models[model].answer.remote(line), None)
@@ -122,7 +164,9 @@ class BatchRun:
     max_lines: int
     answer: Callable[[BatchLine], Any]
     _answered: set[str] = field(default_factory=set)
-    _unsaved: list[BatchResult] = field(default_factory=list)
+    _unsaved: list[bytes] = field(default_factory=list)
+    _num_unsaved_bytes: int = 0
+    _must_save: asyncio.Event = field(default_factory=asyncio.Event)
     _counts: RequestCounts = field(default_factory=RequestCounts)
 
     async def run(self) -> None:
@@ -150,12 +194,17 @@ class BatchRun:
         """Return the number of lines, and errors of the first lines that are not requests of this batch."""
         errors: list[BatchError] = []
         total = 0
-        for total, line in enumerate(self.store.lines(self.batch), start=1):
-            error = _misfit(line, self.batch)
-            if error is not None and len(errors) < _MOST_ERRORS:
-                errors.append(error)
-            if total > self.max_lines:
-                return total, [_error("too_many_lines", f"the file has more than {self.max_lines} lines: split it")]
+        lines = self.store.lines(self.batch, self.max_lines)
+        try:
+            for line in lines:
+                total += 1
+                error = _misfit(line, self.batch)
+                if error is not None and len(errors) < _MOST_ERRORS:
+                    errors.append(error)
+        except InvalidRequestError as error:
+            if error.code != "too_many_lines":
+                raise
+            return total, [_error(error.code, str(error))]
         if not total:
             errors.append(_error("empty_file", "the file has no line: write a request a line"))
         return total, errors
@@ -171,6 +220,7 @@ class BatchRun:
         finally:
             await _end([work, stop])
             has_ended.set()
+            self._must_save.set()
             await saving
         for task in (work, stop):
             if not task.cancelled():
@@ -187,24 +237,30 @@ class BatchRun:
     async def _answer_all(self) -> None:
         """Run all lines, many at once. Run lines that were lost with a replica again, fewer and fewer at once: a line
         that crashes replicas is isolated, and fails."""
-        lines: AsyncIterator[BatchLine] = self._lines_left()
-        limit, num_losses = 1024, 0
-        while lost := await self._answer_each(lines, limit):
-            num_losses = num_losses + 1 if limit == 1 else 0
-            if num_losses >= _MOST_LOSSES:
-                for line, error in lost:
-                    self._keep(line.result(error.status, error.body))
-                return
-            limit = max(1, min(limit, len(lost)) // _RETRY_DIVISOR)
-            lines = _each([line for line, _ in lost])
+        lines = self._lines_left()
+        while lost := await self._answer_each(lines, _LINES_AT_ONCE, most_lost=_BYTES_AT_ONCE):
+            limit, num_losses = len(lost), 0
+            while lost and num_losses < _MOST_LOSSES:
+                limit = max(1, min(limit, len(lost)) // _RETRY_DIVISOR)
+                lost = await self._answer_each(_each([line for line, _ in lost]), limit)
+                num_losses = num_losses + 1 if limit == 1 else 0
+            for line, error in lost:
+                self._keep(line.result(error.status, error.body))
 
-    async def _answer_each(self, lines: AsyncIterator[BatchLine], limit: int) -> list[tuple[BatchLine, ApiError]]:
-        """Run at most `limit` lines at once. Return the lines that were lost, with their errors."""
+    async def _answer_each(
+        self, lines: AsyncIterator[BatchLine], limit: int, *, most_lost: float = math.inf
+    ) -> list[tuple[BatchLine, ApiError]]:
+        """Run at most `limit` lines at once, until there are no more or `most_lost` characters are lost.
+
+        Return the lines that were lost, with their errors."""
         lost: list[tuple[BatchLine, ApiError]] = []
         running: set[asyncio.Task[None]] = set()
+        num_characters = 0
 
         async def one(line: BatchLine) -> None:
+            nonlocal num_characters
             found = await self.answer(line)
+            num_characters -= len(line.text)
             if isinstance(found, ApiError):
                 lost.append((line, found))
             else:
@@ -212,10 +268,13 @@ class BatchRun:
 
         try:
             async for line in lines:
+                num_characters += len(line.text)
                 running.add(asyncio.create_task(one(line)))
-                if len(running) >= limit:
+                while len(running) >= limit or (running and num_characters > _BYTES_AT_ONCE):
                     done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                     _raise_first(done)
+                if sum(len(line.text) for line, _ in lost) > most_lost:
+                    break
             if running:
                 done, running = await asyncio.wait(running)
                 _raise_first(done)
@@ -224,15 +283,18 @@ class BatchRun:
         return lost
 
     async def _lines_left(self) -> AsyncIterator[BatchLine]:
-        lines = self.store.lines(self.batch)
-        while some := await asyncio.to_thread(lambda: list(itertools.islice(lines, _LINES_AT_ONCE))):
+        lines = self.store.lines(self.batch, self.max_lines)
+        while some := await asyncio.to_thread(_next_few, lines):
             for line in some:
                 if isinstance(line, BatchLine) and line.id not in self._answered:
                     yield line
 
     def _keep(self, result: BatchResult) -> None:
         self._answered.add(result.id)
-        self._unsaved.append(result)
+        self._unsaved.append(result.json_line().encode())
+        self._num_unsaved_bytes += len(self._unsaved[-1])
+        if self._num_unsaved_bytes > _BYTES_AT_ONCE:
+            self._must_save.set()
         completed, failed = self._counts.completed + (not result.failed), self._counts.failed + result.failed
         self._counts = replace(self._counts, completed=completed, failed=failed)
 
@@ -243,14 +305,15 @@ class BatchRun:
         while not has_ended.is_set():
             pause_s = max(_SAVE_AFTER_S, _SAVE_SHARE * (time.monotonic() - start_s))
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(has_ended.wait(), pause_s)
+                await asyncio.wait_for(self._must_save.wait(), pause_s)
+            self._must_save.clear()
             await self._save_results()
         await self._save_results()
 
     async def _save_results(self) -> None:
         """Save new results first, then the counts: the next runner counts results and ignores the saved counts."""
         if self._unsaved:
-            results, self._unsaved = self._unsaved, []
+            results, self._unsaved, self._num_unsaved_bytes = self._unsaved, [], 0
             await asyncio.to_thread(self.store.add_results, self.batch.id, results)
             await self._save(request_counts=self._counts)
 
@@ -287,7 +350,7 @@ class BatchRun:
             "batch_expired": "This request was not answered before the completion window ended.",
             "batch_cancelled": "This request was not answered before the batch was cancelled.",
         }[code]
-        for line in self.store.lines(self.batch):
+        for line in self.store.lines(self.batch, self.max_lines):
             if isinstance(line, BatchLine) and line.id not in self._answered:
                 yield line.unanswered(code, message).json_line().encode()
 
@@ -316,7 +379,9 @@ def _misfit(line: BatchLine | BatchResult, batch: Batch) -> BatchError | None:
     if isinstance(line, BatchResult):
         return line.error
     if line.url != batch.endpoint:
-        message = f"custom_id {line.custom_id!r}: its url is {line.url}, the batch's endpoint {batch.endpoint}"
+        message = (
+            f"custom_id {reprlib.repr(line.custom_id)}: its url is {line.url}, the batch's endpoint {batch.endpoint}"
+        )
         return _error("mismatched_endpoint", message, param="url")
     return None
 
@@ -333,6 +398,18 @@ def _ended_early(now: int, cancelling_at: int | None) -> dict[str, Any]:
     if cancelling_at is None:
         return {"status": "expired", "expired_at": now}
     return {"status": "cancelled", "cancelling_at": cancelling_at, "cancelled_at": now}
+
+
+def _next_few(lines: Iterator[BatchLine | BatchResult]) -> list[BatchLine | BatchResult]:
+    """Read some lines, of about a megabyte in all or a single longer line."""
+    few: list[BatchLine | BatchResult] = []
+    num_characters = 0
+    for line in lines:
+        few.append(line)
+        num_characters += len(line.text) if isinstance(line, BatchLine) else 0
+        if num_characters >= _CHARACTERS_READ or len(few) >= _LINES_READ:
+            break
+    return few
 
 
 async def _each(items: Iterable[T]) -> AsyncIterator[T]:

@@ -5,27 +5,35 @@ files/ID/file.json    its FileObject, written after the content; without it, the
 batches/ID/batch.json the newest Batch, written at its creation and by its runner
 batches/ID/cancel     exists once a client has asked to cancel; contains the time in Unix seconds
 batches/ID/results/   lines of answers, in parts that never change
+.lock                 locked by the server that runs the batches
 """
 
 from __future__ import annotations
 
+import fcntl
+import itertools
 import json
+import logging
+import os
 import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import IO, Any, Literal, TypeVar
 
 import msgspec
 
-from rayspec.command.locations import Location
-from rayspec.openai.batch import BatchLine, BatchResult, read_batch
+from rayspec.command.locations import PARTIAL_SUFFIX, Location
+from rayspec.openai.batch import BatchLine, BatchResult, limited_lines, read_batch
 from rayspec.openai.batches import FINAL, Batch, BatchRequest, FileObject, Purpose
 from rayspec.openai.errors import InvalidRequestError
+from rayspec.types import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _ID = re.compile(r"(file-|batch_)[0-9a-f]{32}")
 _MOST_NAME = 255
@@ -43,21 +51,62 @@ class NewFile:
 @dataclass(frozen=True, slots=True)
 class BatchStore:
     """Files and batches in a folder. All methods block, and raise OSError where the store fails. Unknown and malformed
-    ids raise InvalidRequestError. Ids sort by time. clock: returns Unix seconds."""
+    ids raise InvalidRequestError, and so do entries that cannot be read; the log names these once. Ids sort by time.
+    clock: returns Unix seconds."""
 
     folder: Location
     clock: Callable[[], float] = time.time
+    _unreadable: set[str] = field(default_factory=set, init=False, compare=False)
+
+    def lock(self) -> IO[bytes] | None:
+        """Lock the folder for this process, until the returned file is closed. Return None where the file system has no
+        locks, as an object store. Raises ConfigError while another process has the lock."""
+        folder = self.folder.make_folder()
+        if folder is None:
+            return None
+        file = open(os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600), "wb")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            message = (
+                f"option 'batches' is {self.folder.name!r}, where another server runs batches: name another folder"
+            )
+            raise ConfigError(message) from None
+        except OSError:
+            file.close()
+            return None
+        return file
+
+    def sweep(self, age_s: float) -> None:
+        """Delete what interrupted uploads and writes have left for longer than `age_s`, on this machine."""
+        root, latest_s = self.folder.local_path, self.clock() - age_s
+        for name in self._ids("files") if root is not None else ():
+            folder = self.folder.join("files", name)
+            with suppress(OSError):  # deleted meanwhile
+                written = [path.lstat().st_mtime for path in (Path(folder.path), *Path(folder.path).iterdir())]
+                if _ID.fullmatch(name) and not folder.join("file.json").exists and max(written) < latest_s:
+                    folder.delete_folder()
+        for path in root.rglob(f".*{PARTIAL_SUFFIX}") if root is not None else ():
+            with suppress(OSError):
+                if path.lstat().st_mtime < latest_s:
+                    path.unlink()
 
     @contextmanager
     def new_file(self, filename: str, purpose: Purpose, *, file_id: str | None = None) -> Iterator[NewFile]:
         """Create a file. It exists after the block, unless the block raises. file_id: id to use; None: a new id."""
-        file_id = file_id or self._new_id("file-")
-        with self._content(file_id).writing() as content:
-            yield NewFile(file_id, content)
-            size = content.tell()
+        is_new, file_id = file_id is None, file_id or self._new_id("file-")
         name = PurePath(filename.replace("\\", "/")).name[:_MOST_NAME] or "upload.jsonl"
-        file = FileObject(id=file_id, bytes=size, created_at=int(self.clock()), filename=name, purpose=purpose)
-        self._describing(file_id).write(msgspec.json.encode(file))
+        try:
+            with self._content(file_id).writing() as content:
+                yield NewFile(file_id, content)
+                size = content.tell()
+            file = FileObject(id=file_id, bytes=size, created_at=int(self.clock()), filename=name, purpose=purpose)
+            self._describing(file_id).write(msgspec.json.encode(file))
+        except BaseException:
+            if is_new:
+                self._place("files", "file-", file_id).delete_folder()
+            raise
 
     def file(self, file_id: str) -> FileObject:
         return self._read(self._describing(file_id), FileObject, file_id)
@@ -67,10 +116,10 @@ class BatchStore:
         return self._content(file_id).open()
 
     def delete_file(self, file_id: str) -> None:
-        """Delete a file: first its `file.json`, without which the file does not exist, then its content."""
+        """Delete a file: first its `file.json`, without which the file does not exist, then all the rest."""
         self.file(file_id)
         self._describing(file_id).delete()
-        self._content(file_id).delete()
+        self._place("files", "file-", file_id).delete_folder()
 
     def files(
         self, *, after: str | None, limit: int, order: Literal["asc", "desc"], purpose: Purpose | None
@@ -132,22 +181,37 @@ class BatchStore:
             self._batch(batch_id).join("cancel").write(str(int(self.clock())).encode())
         return self.batch(batch_id)
 
+    def delete_batch(self, batch_id: str) -> None:
+        """Delete a batch, but not its files. Raises InvalidRequestError for a batch that has not ended."""
+        batch = self.batch(batch_id)
+        if batch.status not in FINAL:
+            message = f"a batch that is {batch.status} cannot be deleted: cancel it first"
+            raise InvalidRequestError(message, code="conflict", status=409)
+        self._batch(batch_id).join("batch.json").delete()
+        self._batch(batch_id).delete_folder()
+
     def cancel_asked_at(self, batch_id: str) -> int | None:
         try:
-            return int(self._batch(batch_id).join("cancel").read())
+            asked = self._batch(batch_id).join("cancel").read()
         except FileNotFoundError:
             return None
+        return int(asked) if asked.isdigit() else int(self.clock())
 
-    def lines(self, batch: Batch) -> Iterator[BatchLine | BatchResult]:
-        """Yield the lines of the batch's input file, see `read_batch`."""
+    def lines(self, batch: Batch, max_lines: int) -> Iterator[BatchLine | BatchResult]:
+        """Yield the lines of the batch's input file, see `read_batch`. Raises InvalidRequestError if the file has more
+        lines, empty ones included."""
         with self.open_file(batch.input_file_id) as file:
-            yield from read_batch(file, source=batch.input_file_id)
+            lines = limited_lines(file)
+            yield from read_batch(itertools.islice(lines, max_lines), source=batch.input_file_id)
+            if next(lines, None) is not None:
+                raise InvalidRequestError(f"the file has more than {max_lines} lines: split it", code="too_many_lines")
 
-    def add_results(self, batch_id: str, results: Iterable[BatchResult]) -> None:
-        """Write one part, whole or not at all. Its name is unique, even if others add parts at the same time."""
+    def add_results(self, batch_id: str, results: Iterable[bytes]) -> None:
+        """Write lines of results in one part, whole or not at all. Its name is unique, even if others add parts at the
+        same time."""
         name = f"{time.time_ns():020d}-{secrets.token_hex(4)}.jsonl"
-        content = "".join(result.json_line() for result in results)
-        self._batch(batch_id).join("results", name).write(content.encode())
+        with self._batch(batch_id).join("results", name).writing() as file:
+            file.writelines(results)
 
     def results(self, batch_id: str) -> Iterator[tuple[str, bool, bytes]]:
         """Yield for each answered line its id, whether it failed, and its result. Of two results, the first counts."""
@@ -155,10 +219,15 @@ class BatchStore:
         for part in self._batch(batch_id).join("results").files({".jsonl"}, recursive=False):
             with part.open() as file:
                 for line in file:
-                    row = json.loads(line)
-                    if row["id"] not in seen:
-                        seen.add(row["id"])
-                        yield row["id"], _failed(row), line
+                    try:
+                        row = json.loads(line)
+                        name, has_failed = row["id"], _failed(row)
+                    except (ValueError, TypeError, KeyError) as error:
+                        self._report(part, error)
+                        continue
+                    if name not in seen:
+                        seen.add(name)
+                        yield name, has_failed, line
 
     def output_file_id(self, batch_id: str, kind: Literal["output", "errors"]) -> str:
         """Return the same id each time, so that a batch that is finished twice has one file of each kind."""
@@ -186,8 +255,16 @@ class BatchStore:
     def _read(self, location: Location, kind: type[T], name: str) -> T:
         try:
             return msgspec.json.decode(location.read(), type=kind)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise _unknown(name) from None
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            self._report(location, error)
+            raise _unknown(name) from None
+
+    def _report(self, location: Location, error: Exception) -> None:
+        if location.name not in self._unreadable:
+            self._unreadable.add(location.name)
+            logger.warning("%s cannot be read and is skipped: %s", location.name, error)
 
     def _all(
         self, folder: str, read: Callable[[str], T], *, after: str | None, order: Literal["asc", "desc"]

@@ -50,6 +50,7 @@ _WEB = Path(__file__).parent / "web"
 _MOST_LARGE_BODIES = 8  # in memory at once; bodies of at most `bodies.LARGE` bytes do not count
 Body = TypeVar("Body", bound=StrictBody)
 _USABLE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_PAGE_HEADERS = {"x-content-type-options": "nosniff", "content-security-policy": "frame-ancestors 'none'"}
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies must not buffer the stream
 
 
@@ -282,7 +283,7 @@ def _add_web(app: FastAPI) -> frozenset[str]:
 
 def _sender(file: Path) -> Callable[[], Awaitable[Response]]:
     async def send() -> Response:
-        return FileResponse(file)
+        return FileResponse(file, headers=_PAGE_HEADERS)
 
     return send
 

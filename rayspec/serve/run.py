@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from rayspec.command.terminal import exit_on_sigterm
 from rayspec.demo import BUNDLED
 from rayspec.pipeline.session import ray_session
 from rayspec.serve.access import ANY, is_loopback
-from rayspec.serve.app import bind_models, bind_runner, ingress_settings
+from rayspec.serve.app import batch_settings, bind_models, bind_runner, ingress_settings
 from rayspec.serve.front import http_server
 from rayspec.serve.ingress import Ingress, build_app
 from rayspec.serve.options import ServeOptions
@@ -88,6 +88,7 @@ def run_endpoint(options: ServeOptions, address: Address, announce: Callable[[st
     The shutdown refuses new requests, and gives those under way the largest graceful_shutdown_timeout_s to finish.
     announce: called with the URL when requests can come. Raises ConfigError, CheckpointError, DeploymentError.
     """
+    _check_batches(options)
     with address.bound() as listener:
         bound = Address(host=address.host, port=listener.getsockname()[1])
         if _RAY_ADDRESS not in os.environ:
@@ -140,6 +141,26 @@ def _check_models(options: ServeOptions) -> None:
 
         for engine in engines:
             load_config(engine)
+
+
+def _check_batches(options: ServeOptions) -> None:
+    """Check that no other server runs the batches of the folder. Raises ConfigError.
+
+    A server that was killed may leave processes, which end within some seconds.
+    """
+    settings = batch_settings(options)
+    if settings is None:
+        return
+    store = settings.store()
+
+    def is_free() -> bool:
+        with suppress(ConfigError), store.lock() or nullcontext():
+            return True
+        return False
+
+    _wait_until(is_free, timeout_s=_FIRST_LOOK_S)
+    with store.lock() or nullcontext():
+        pass
 
 
 def _start_models(options: ServeOptions) -> dict[str, DeploymentHandle[Any]]:

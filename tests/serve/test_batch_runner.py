@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
 import time
+import tracemalloc
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -18,9 +20,10 @@ from rayspec.command.locations import Location
 from rayspec.openai.batch import BatchLine, BatchResult
 from rayspec.openai.batches import Batch, BatchRequest
 from rayspec.openai.errors import ApiError, InvalidRequestError
-from rayspec.serve.batch_runner import BatchRun
+from rayspec.serve.batch_runner import BatchRun, BatchRunner, BatchSettings
 from rayspec.serve.batch_store import BatchStore
 from rayspec.serve.replies import GONE
+from rayspec.types import ConfigError
 
 Answer = Callable[[BatchLine], Awaitable[BatchResult | ApiError]]
 
@@ -247,3 +250,218 @@ def test_results_that_are_written_slowly_are_not_lost_when_the_lines_end(
     assert batch.status == "completed"
     assert rows_of(store, batch.output_file_id) == NAMES[1:4]
     assert rows_of(store, batch.error_file_id) == NAMES[:1]
+
+
+def settings_of(tmp_path: Path, **options: Any) -> BatchSettings:
+    return BatchSettings(folder=str(tmp_path / "kept"), max_lines=1000, places={"demo": 4}, **options)
+
+
+class Model:
+    """Stands for Serve's handle of a model. go: lines wait for it."""
+
+    def __init__(self) -> None:
+        self.answer = self
+        self.go = asyncio.Event()
+        self.asked: list[BatchLine] = []
+
+    async def remote(self, line: BatchLine) -> BatchResult:
+        self.asked.append(line)
+        await self.go.wait()
+        return await answered(line)
+
+
+async def until(reached: Callable[[], bool]) -> None:
+    for _ in range(400):
+        if reached():
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError
+
+
+def statuses(store: BatchStore) -> Counter[str]:
+    return Counter(store.batch(name).status for name in store.batch_ids())
+
+
+def test_few_batches_run_at_once_and_a_cancelled_one_need_not_wait(tmp_path: Path) -> None:
+    store = settings_of(tmp_path).store()
+    batches = [new_batch(store, NAMES[:3]) for _ in range(12)]
+
+    async def work() -> None:
+        model = Model()
+        runner = BatchRunner(settings_of(tmp_path), {"demo": model})
+        await until(lambda: statuses(store)["in_progress"] == 4)
+        for _ in range(20):
+            await runner.wake()
+            await asyncio.sleep(0.01)
+        assert statuses(store) == {"in_progress": 4, "validating": 8}
+        store.cancel(batches[-1].id)
+        await runner.wake()
+        await until(lambda: statuses(store)["cancelled"] == 1)
+        model.go.set()
+        await until(lambda: statuses(store)["completed"] == 11)
+        runner.__del__()
+
+    asyncio.run(work())
+
+
+def test_a_second_runner_waits_for_the_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = settings_of(tmp_path).store()
+    batch = new_batch(store, NAMES[:3])
+
+    async def work() -> None:
+        lock = store.lock()
+        assert lock is not None
+        with pytest.raises(ConfigError, match="another server"):
+            store.lock()
+        model = Model()
+        model.go.set()
+        runner = BatchRunner(settings_of(tmp_path), {"demo": model})
+        for _ in range(5):
+            await runner.wake()
+            await asyncio.sleep(0.05)
+        assert not model.asked
+        assert caplog.text.count("another server") == 1
+        lock.close()
+        await runner.wake()
+        await until(lambda: store.batch(batch.id).status == "completed")
+        runner.__del__()
+
+    asyncio.run(work())
+
+
+def test_long_lines_are_read_as_they_run(store: BatchStore) -> None:
+    """No more of them are in memory than their bytes allow."""
+    names = [f"{number} {'x' * 400}" for number in range(200)]
+    with store.new_file("in.jsonl", "batch") as file:
+        for name in names:
+            body = {"prompt": "y" * 2**20}
+            row = {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body}
+            file.content.write(json.dumps(row).encode() + b"\n")
+    asked = {"input_file_id": file.id, "endpoint": "/v1/completions", "completion_window": "24h"}
+    batch = store.new_batch(BatchRequest.parse(asked))
+    under_way = most = 0
+
+    async def slowly(line: BatchLine) -> BatchResult:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0.005)
+        under_way -= 1
+        return line.result(200, {"text": "z" * 2**18})
+
+    tracemalloc.start()
+    asyncio.run(run_of(store, batch, slowly).run())
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert 2 < most <= 10
+    assert peak < 64 * 2**20
+    assert len(rows_of(store, store.batch(batch.id).output_file_id)) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (b"\n" * 20_000, "too_many_lines"),
+        (b"1\n" * 20_000, "too_many_lines"),
+        (b"1\n" * 9_000, "invalid_value"),
+        (b'{"custom_id":"' + b"a" * 600 + b'"}\n', "invalid_value"),
+        (b'{"custom_id":"a","' + b"a" * 20 * 2**20 + b'":1}\n', "request_too_large"),
+        (b'{"custom_id":"a","' + b"a" * 10 * 2**20 + b'":1}\n', "unknown_parameter"),
+        (b'{"custom_id":"a","x":[' + b"[]," * 2**20 + b"1]}\n", "request_too_large"),
+    ],
+)
+def test_a_hostile_file_fails_and_its_errors_are_short(
+    store: BatchStore, tmp_path: Path, content: bytes, code: str
+) -> None:
+    with store.new_file("in.jsonl", "batch") as file:
+        file.content.write(content)
+    asked = {"input_file_id": file.id, "endpoint": "/v1/completions", "completion_window": "24h"}
+    batch = store.new_batch(BatchRequest.parse(asked))
+    start_s = time.process_time()
+    asyncio.run(run_of(store, batch).run())
+    assert time.process_time() - start_s < 2
+    batch = store.batch(batch.id)
+    assert batch.status == "failed"
+    assert batch.errors is not None
+    assert batch.errors.data[0].code == code
+    assert (tmp_path / "kept" / "batches" / batch.id / "batch.json").stat().st_size < 200_000
+
+
+def test_broken_entries_are_skipped_and_named_once(
+    store: BatchStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    batches = [new_batch(store, NAMES[:3]) for _ in range(3)]
+    kept = tmp_path / "kept"
+    (kept / "files" / batches[0].input_file_id / "file.json").write_bytes(b"{")
+    (kept / "batches" / batches[0].id / "batch.json").write_bytes(b'{"id": 1}')
+    (kept / "files" / "notes.txt").write_text("mine")
+    results = kept / "batches" / batches[1].id / "results"
+    results.mkdir()
+    (results / "0-a.jsonl").write_bytes(b'{"id": "x"}\n[]\n{"id')
+    (kept / "batches" / batches[2].id / "cancel").write_bytes(b"")
+    for _ in range(3):
+        assert len(store.files(after=None, limit=10, order="desc", purpose=None)[0]) == 2
+        assert [one.id for one in store.batches(after=None, limit=10)[0]] == [batches[2].id, batches[1].id]
+        assert store.batch(batches[2].id).status == "cancelling"
+        with pytest.raises(InvalidRequestError, match="no object"):
+            store.file(batches[0].input_file_id)
+    for one in batches[1:]:
+        asyncio.run(run_of(store, one).run())
+        assert store.batch(one.id).status in {"completed", "cancelled"}
+    assert Counter(record.args[0].rpartition("/")[2] for record in caplog.records) == {  # type: ignore[index, union-attr]
+        "file.json": 1,
+        "batch.json": 1,
+        "0-a.jsonl": 1,
+    }
+
+
+def test_an_ended_batch_can_be_deleted(store: BatchStore, tmp_path: Path) -> None:
+    batch = new_batch(store, NAMES[:3])
+    with pytest.raises(InvalidRequestError, match="cancel it first"):
+        store.delete_batch(batch.id)
+    asyncio.run(run_of(store, batch).run())
+    store.delete_batch(batch.id)
+    store.delete_file(batch.input_file_id)
+    with pytest.raises(InvalidRequestError, match="no object"):
+        store.delete_batch(batch.id)
+    assert not list((tmp_path / "kept" / "batches").iterdir())
+    assert batch.input_file_id not in [path.name for path in (tmp_path / "kept" / "files").iterdir()]
+
+
+def test_refused_and_interrupted_uploads_leave_nothing(store: BatchStore, tmp_path: Path) -> None:
+    for filename in ("a.jsonl", "\ud800"):
+        with pytest.raises((RuntimeError, UnicodeEncodeError)), store.new_file(filename, "batch") as file:
+            file.content.write(b"x")
+            if filename == "a.jsonl":
+                raise RuntimeError
+    files = tmp_path / "kept" / "files"
+    assert not list(files.iterdir())
+    kept = new_batch(store, NAMES[:3])
+    (files / ("file-" + "0" * 32)).mkdir()
+    (files / ("file-" + "0" * 32) / ".content.12345678.partial").write_bytes(b"x")
+    (files / kept.input_file_id / ".file.json.12345678.partial").write_bytes(b"x")
+    (files / "file-of-mine").mkdir()
+    store.sweep(3600)
+    assert len(list(files.iterdir())) == 3, "an upload may be under way"
+    replace(store, clock=lambda: time.time() + 7200).sweep(3600)
+    assert sorted(path.name for path in files.iterdir()) == sorted([kept.input_file_id, "file-of-mine"])
+    assert sorted(path.name for path in (files / kept.input_file_id).iterdir()) == ["content", "file.json"]
+
+
+def test_what_is_kept_is_for_its_owner_only(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        store = settings_of(tmp_path).store()
+        batch = new_batch(store, NAMES[:3])
+        asyncio.run(run_of(store, batch).run())
+        store.cancel(new_batch(store, NAMES[:3]).id)
+        lock = store.lock()
+        assert lock is not None
+        lock.close()
+    finally:
+        os.umask(before)
+    kept = tmp_path / "kept"
+    assert {(path.is_dir(), path.stat().st_mode & 0o777) for path in (kept, *kept.rglob("*"))} == {
+        (True, 0o700),
+        (False, 0o600),
+    }

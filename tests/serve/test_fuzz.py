@@ -57,6 +57,7 @@ OPERATIONS = [
     "DELETE /v1/files/{file_id}",
     "GET /v1/batches",
     "GET /v1/batches/{batch_id}",
+    "DELETE /v1/batches/{batch_id}",
     "POST /v1/batches/{batch_id}/cancel",
     "GET /v1/models",
     "GET /v1/models/{model}",
