@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from base64 import b64encode
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +22,10 @@ from rayspec.types import EngineStats, PlanRecord
 
 PLOT_NAME = "skip-map.png"
 _MAX_LISTED = 50
+_MARKUP = re.compile(r"[\\`*\[\]<>|~]|(?<![^\W_])_|_(?![^\W_])")
+_POLICY = (
+    "<meta http-equiv=Content-Security-Policy content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:\">"
+)
 _STYLE = (
     "body{font:15px/1.5 sans-serif;max-width:75em;margin:2em auto;padding:0 1em}table{border-collapse:collapse}"
     "td,th{border:1px solid #ccc;padding:.2em .6em;text-align:left}img{max-width:100%}"
@@ -76,11 +82,19 @@ class RunReport:
         from rayspec.batch.plots import plot_plans  # noqa: PLC0415 - brings matplotlib
 
         plot_plans(stats, folder / PLOT_NAME, title=f"{title}: the drafts' plans")
-        parts = [f"# {title}", *self._summary(stats, config), *self._errors(), *self._documents(), *_plans(stats)]
+        parts = [
+            f"# {_inert(title)}",
+            *self._summary(stats, config),
+            *self._errors(),
+            *self._documents(),
+            *_plans(stats),
+        ]
         path = folder / "report.md"
         text = "\n\n".join(parts) + "\n"
         path.write_text(text, encoding="utf-8")
-        path.with_suffix(".html").write_text(_html(title, text), encoding="utf-8")
+        picture = b64encode((folder / PLOT_NAME).read_bytes()).decode()
+        html = _html(title, text.replace(f"]({PLOT_NAME})", f"](data:image/png;base64,{picture})"))
+        path.with_suffix(".html").write_text(html, encoding="utf-8")
         return path
 
     def _summary(self, stats: EngineStats, config: Mapping[str, Any]) -> list[str]:
@@ -104,7 +118,7 @@ class RunReport:
             lines.insert(1, ("lines of the references, exact", f"{self.num_exact_lines} of {self.num_reference_lines}"))
         speculation = config.get("speculation", {})
         setting = ", ".join(
-            f"{name} `{value}`"
+            f"{name} {_inert(str(value))}"
             for name, value in (
                 ("model", config.get("model")),
                 ("dtype", config.get("dtype")),
@@ -119,9 +133,7 @@ class RunReport:
     def _errors(self) -> list[str]:
         if not self.tally.errors:
             return []
-        rows = [
-            (f"`{kind}`", str(count), self.examples.get(kind, "")) for kind, count in self.tally.errors.most_common()
-        ]
+        rows = [(kind, str(count), self.examples.get(kind, "")) for kind, count in self.tally.errors.most_common()]
         return ["## Failed rows", _table(("kind", "rows", "for example"), rows)]
 
     def _documents(self) -> list[str]:
@@ -194,9 +206,9 @@ def _plan_cells(record: PlanRecord) -> tuple[str, ...]:
 
 
 def _html(title: str, text: str) -> str:
-    """Return a complete HTML page. Texts of models and documents are escaped, so that they never become markup."""
+    """Return a complete HTML page. It loads nothing and runs nothing, whatever its texts are."""
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
-    return f"<!doctype html><meta charset=utf-8><title>{escape(title)}</title><style>{_STYLE}</style>\n{body}"
+    return f"<!doctype html><meta charset=utf-8>{_POLICY}<title>{escape(title)}</title><style>{_STYLE}</style>\n{body}"
 
 
 def _share(value: float | None) -> str:
@@ -213,4 +225,9 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _cell(value: str) -> str:
-    return " ".join(value.replace("|", "\\|").split())
+    return _inert(" ".join(value.split()))
+
+
+def _inert(text: str) -> str:
+    """Escape a text for Markdown, so that it never becomes markup: no link, no image, no other column."""
+    return _MARKUP.sub(r"\\\g<0>", text)

@@ -64,7 +64,7 @@ class BatchStore:
         folder = self.folder.make_folder()
         if folder is None:
             return None
-        file = open(os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600), "wb")
+        file = os.fdopen(os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600), "wb")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import random
+import re
+from html import escape
 from itertools import product
 from pathlib import Path
 from typing import get_args
@@ -70,12 +72,37 @@ def test_the_report_says_what_happened(tmp_path: Path) -> None:
     assert "| rows | 3, 1 failed |" in text
     assert "| lines of the references, exact | 1 of 3 |" in text
     assert "| time in verify | 50 % |" in text
-    assert "| `prompt_too_long` | 1 | too long |" in text
+    assert "| prompt_too_long | 1 | too long |" in text
     assert "| good | 100 | 21 | 10.0 | - | 1 of 3 |  |" in text
     assert "| bad\\|id | - | - | - | - | - | prompt_too_long |" in text
     assert "drift \\| of context" in text
     assert f"]({PLOT_NAME})" in text
     assert (tmp_path / PLOT_NAME).stat().st_size > 10_000
+
+
+MARKUP = [
+    "![x](http://evil/b.png)",
+    "[b](http://evil)",
+    "<img src=http://evil>",
+    "<http://evil>",
+    "a|b",
+    "`c`",
+    "*d*",
+    "e_1_",
+]
+
+
+def test_texts_of_others_are_no_markup_and_the_page_loads_nothing(tmp_path: Path) -> None:
+    report = RunReport()
+    for text in MARKUP:
+        report.add(Row(id=text, finish_reason="error", error_kind="k", error=text))
+    path = report.write(tmp_path, stats=EngineStats(), config=CONFIG | {"model": MARKUP[0]}, title=MARKUP[1])
+    page = path.with_suffix(".html").read_text(encoding="utf-8")
+    head, _, body = page.partition("</style>")
+    assert "default-src 'none'" in head
+    assert re.findall(r"<(?:a|img|code|em|script)\b[^>]{0,40}", body) == ['<img src="data:image/png;base64,iVBORw0KGg']
+    for text in MARKUP:
+        assert f"<td>{escape(text)}</td>" in body
 
 
 def test_tables_have_as_many_cells_as_headings(tmp_path: Path) -> None:

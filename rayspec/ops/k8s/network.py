@@ -27,7 +27,12 @@ def network_policy(options: RenderOptions) -> Manifest:
     ingress = [
         {"from": [inside], "ports": _inside_ports()},
         {
-            "from": [{"namespaceSelector": {}, "podSelector": {"matchLabels": _OPERATOR}}],
+            "from": [
+                {
+                    "namespaceSelector": {"matchLabels": _in_namespace(options.operator_namespace)},
+                    "podSelector": {"matchLabels": _OPERATOR},
+                }
+            ],
             "ports": [_port("dashboard"), _port("serve")],
         },
         {

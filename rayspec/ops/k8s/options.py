@@ -89,6 +89,7 @@ class RenderOptions(Options):
     api_keys_secret: str = Field("rayspec-api-keys", description="secret with a service's keys under 'keys'")
     redis_address: str | None = Field(None, description="HOST:PORT of a Redis that keeps the head's state")
     redis_secret: str = Field("rayspec-redis", description="secret with its password under 'password'")
+    operator_namespace: str = Field("default", description="where KubeRay's operator runs")
     monitoring_namespace: str = Field("monitoring", description="whose pods may read metrics")
 
     @field_validator("node_selector", mode="before")

@@ -34,10 +34,14 @@ def violations(manifest: dict[str, Any]) -> list[str]:
 
 
 def open_rules(policy: dict[str, Any]) -> list[str]:
-    """Rules of a NetworkPolicy that name no peer or no port: Kubernetes takes either as all of them."""
+    """Rules of a NetworkPolicy that name no peer, no port or no namespace: Kubernetes takes each as all of them."""
     sides = (("ingress", "from"), ("egress", "to"))
     rules = [(side, peer, rule) for side, peer in sides for rule in policy["spec"].get(side, [])]
-    return [f"{side} rule {rule}" for side, peer, rule in rules if not rule.get(peer) or not rule.get("ports")]
+    return [f"{side} rule {rule}" for side, peer, rule in rules if _is_open(rule.get(peer), rule.get("ports"))]
+
+
+def _is_open(peers: list[dict[str, Any]] | None, ports: list[Any] | None) -> bool:
+    return not peers or not ports or any(peer.get("namespaceSelector") == {} for peer in peers)
 
 
 def cluster_spec(manifest: dict[str, Any]) -> dict[str, Any]:
