@@ -20,6 +20,31 @@ from rayspec.model.rows import RowSpan
 from rayspec.types import CompletionOutput, FinishReason, Logprob, RayspecError, RequestMetrics
 
 
+class _Beginning:
+    """How much of the beginning of a stop string ends a growing text (Knuth, Morris, Pratt): each character costs the
+    same, however long text and string are."""
+
+    def __init__(self, stop: str) -> None:
+        self._stop = stop
+        self._borders = [0]  # of the string's first 1, 2, ... characters: their longest beginning that also ends them
+        self.length = 0
+
+    def push(self, text: str) -> None:
+        for character in text:
+            self.length = self._next(self.length, character)
+            if self.length == len(self._stop):  # no end of the text that is the whole string is a beginning of it
+                self.length = self._borders[self.length - 1]
+
+    def _next(self, length: int, character: str) -> int:
+        while length and self._stop[length] != character:
+            length = self._borders[length - 1]
+        length += self._stop[length] == character
+        while len(self._borders) < length:
+            border = self._next(self._borders[-1], self._stop[len(self._borders)])
+            self._borders.append(border)
+        return length
+
+
 class Detokenizer:
     """Decodes a growing list of tokens, and detects stop strings. What `take` has returned is the beginning of the text
     wherever the output ends. So it never splits a character, nor a run of byte tokens, as sentencepiece has them: if
@@ -40,14 +65,18 @@ class Detokenizer:
         self._num_shown = 0  # tokens whose text is in _text
         self._window = 0  # first token that is decoded again, because spaces depend on the tokens before
         self._num_taken = 0  # characters that `take` has returned
+        self._beginnings = [_Beginning(stop) for stop in params.stop]
 
     def push(self, token_id: int, *, may_stop: bool) -> str | None:
         """Add a token and return the stop string that it completed, if any. Decodes only if there are stop strings."""
         self._token_ids.append(token_id)
         if not self._params.stop:
             return None
-        length = len(self._text) + len(self._tail)
+        settled = len(self._text)
+        length = settled + len(self._tail)
         self._grow()
+        for beginning in self._beginnings:
+            beginning.push(self._text[settled:])
         text = self._text + self._tail
         starts = [(text.find(stop, max(0, length - len(stop) + 1)), stop) for stop in self._params.stop]
         found = [(position, stop) for position, stop in starts if position >= 0]
@@ -110,12 +139,7 @@ class Detokenizer:
 
     def _num_pending(self) -> int:
         """Return how many characters at the end of the text may be the beginning of a stop string."""
-        longest = max((len(stop) for stop in self._params.stop), default=1) - 1
-        for length in range(min(longest, len(self._text)), 0, -1):
-            end = self._text[-length:]
-            if any(stop.startswith(end) for stop in self._params.stop):
-                return length
-        return 0
+        return max((beginning.length for beginning in self._beginnings), default=0)
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._params.skip_special_tokens)  # type: ignore[return-value]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from pickle import UnpicklingError
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -55,6 +56,8 @@ def load_config(config: EngineConfig) -> PretrainedConfig:
         )
     except (*LOADING_ERRORS, TypeError, AttributeError) as error:  # the last two for JSON with unexpected types
         raise CheckpointError(f"config of model {config.model!r} could not be read: {error}") from error
+    # A config may name a kernel of the hub, which transformers would fetch and run. The setter sets parts, too.
+    loaded._attn_implementation = "eager"
     return loaded
 
 
@@ -94,6 +97,11 @@ def load_model(config: EngineConfig, *, layers: range | None = None) -> PreTrain
         model, info = _load_whole(config, options) if layers is None else _load_span(config, layers, options)
     except LOADING_ERRORS as error:
         raise CheckpointError(f"model {config.model!r} could not be loaded: {error}") from error
+    except (UnpicklingError, EOFError) as error:  # torch's message recommends to run the file's code
+        raise CheckpointError(
+            f"model {config.model!r} could not be loaded: its .bin files are damaged or hold more than tensors; use a "
+            "checkpoint in safetensors"
+        ) from error
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         names = sorted(str(name) for name in info.get(problem) or ())
         if names:
@@ -124,7 +132,11 @@ def load_tokenizer(config: EngineConfig) -> PreTrainedTokenizerBase:
 
 def _load_whole(config: EngineConfig, options: dict[str, Any]) -> Any:
     return AutoModelForCausalLM.from_pretrained(
-        config.model, revision=config.revision, trust_remote_code=config.trust_remote_code, **options
+        config.model,
+        config=load_config(config),
+        revision=config.revision,
+        trust_remote_code=config.trust_remote_code,
+        **options,
     )
 
 

@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rayspec.model.architecture import Decomposition, rounding_tolerance
@@ -100,7 +101,7 @@ class RankGroup:
             torch.cuda.set_device(device)
         distributed.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            init_method=self.address,
+            store=self._meeting_place(timedelta(seconds=timeout_s)),
             rank=self.rank,
             world_size=self.size,
             timeout=timedelta(seconds=timeout_s),
@@ -122,6 +123,23 @@ class RankGroup:
     def all_agree(self, condition: bool) -> bool:
         """Return whether the condition holds on every rank; the same on all of them."""
         return self.largest(float(not condition)) == 0
+
+    def _meeting_place(self, timeout: timedelta) -> TCPStore:
+        """Return the store where the ranks meet. The leader's listens at its address only; given an address, torch
+        would listen on every interface, without authentication."""
+        where = urlsplit(self.address)
+        assert where.hostname is not None, "checked by _environment"
+        assert where.port is not None, "checked by _environment"
+        listener = None
+        if self.is_leader:
+            family = socket.AF_INET6 if ":" in where.hostname else socket.AF_INET
+            try:
+                listener = socket.create_server((where.hostname, where.port), family=family).detach()
+            except OSError as error:
+                raise distributed.DistNetworkError(f"rank 0 cannot listen at {self.address}: {error}") from error
+        return TCPStore(
+            where.hostname, where.port, self.size, self.is_leader, timeout=timeout, master_listen_fd=listener
+        )
 
     def _environment(self) -> dict[str, str]:
         """Return the variables that launchers set and DeepSpeed reads; a Ray actor has no launcher."""

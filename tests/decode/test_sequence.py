@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rayspec import demo
-from rayspec.decode.sequence import Detokenizer, SequenceState
+from rayspec.decode.sequence import Detokenizer, SequenceState, _Beginning
 from rayspec.generation import DecodingParams
 from rayspec.types import CompletionOutput, Logprob, RequestError
 
@@ -322,3 +322,24 @@ def test_only_what_a_stop_string_may_begin_with_is_held_back() -> None:
     rest = sequence.take_new_output()
     assert rest is not None
     assert rest.read().text.startswith("three w")
+
+
+@given(st.text("ab", min_size=1, max_size=8), st.lists(st.text("abc", max_size=5), max_size=12))
+def test_the_beginning_of_a_stop_string_is_the_longest(stop: str, texts: list[str]) -> None:
+    beginning, whole = _Beginning(stop), ""
+    for text in texts:
+        beginning.push(text)
+        whole += text
+        ends = [length for length in range(len(stop)) if whole.endswith(stop[:length])]
+        assert beginning.length == max(ends)
+
+
+def test_long_stop_strings_cost_no_more_than_short_ones() -> None:
+    token_ids = _encode("ab" * 3000)
+    sequence = _sequence(stop=["ab" * 50_000 + str(number) for number in range(16)], max_tokens=900)
+    start_s = time.thread_time()
+    for token_id in token_ids[:800]:
+        sequence.commit([token_id])
+        sequence.take_new_output()
+    assert time.thread_time() - start_s < 1.5
+    assert sequence.output().read().text.startswith("abab")

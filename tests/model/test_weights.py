@@ -106,6 +106,26 @@ def test_a_config_that_is_not_json_is_an_error(tmp_path: Path) -> None:
         load_model(_config(tmp_path))
 
 
+@pytest.mark.parametrize("key", ["_attn_implementation", "attn_implementation"])
+@pytest.mark.parametrize("layers", [None, range(1)])
+def test_a_config_cannot_bring_an_attention_of_its_own(tmp_path: Path, key: str, layers: range | None) -> None:
+    """transformers would fetch a kernel of this name from the hub, and run it."""
+    folder = _copy(tmp_path, lambda tensors: None)
+    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(content | {key: "kernels-community/evil"}), encoding="utf-8")
+    assert load_config(_config(folder))._attn_implementation == "eager"
+    assert load_model(_config(folder), layers=layers).config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("content", [b"", b"cos\nsystem\n(S'true'\ntR.", b"PK\x03\x04broken", b"\x80\x04\x95"])
+def test_weights_that_are_no_plain_tensors_are_an_error(tmp_path: Path, content: bytes) -> None:
+    folder = _copy(tmp_path, lambda tensors: None)
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(content)
+    with pytest.raises(CheckpointError, match="could not be loaded"):
+        load_model(_config(folder))
+
+
 def test_an_unknown_architecture_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "never-heard-of"}))
     with pytest.raises(CheckpointError, match="never-heard-of"):

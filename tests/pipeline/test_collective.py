@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from multiprocessing.connection import Connection
 
 import pytest
@@ -17,6 +17,7 @@ from rayspec.errors import TransportError
 from rayspec.pipeline.collective import MAX_PENDING_TENSORS, Rendezvous, TensorLink
 from rayspec.pipeline.transport import LOOPBACK, Mailbox, Secret
 from rayspec.types import ConfigError
+from tests.listening import listening_hosts
 
 TIMEOUT_S = 20.0
 SHORT_S = 0.5
@@ -50,20 +51,6 @@ def files_and_threads() -> tuple[int, int]:
         before = now
         time.sleep(0.2)
     return now
-
-
-def listening_hosts() -> set[str]:
-    """Addresses on which this process listens, as the kernel writes them."""
-    inodes = set()
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # the listing itself
-            inodes.add(os.readlink(f"/proc/self/fd/{name}"))
-    hosts = set()
-    for table in ("tcp", "tcp6"):
-        with open(f"/proc/net/{table}", encoding="ascii") as file:
-            rows = [line.split() for line in file][1:]
-        hosts |= {row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes}
-    return hosts
 
 
 # Tensors

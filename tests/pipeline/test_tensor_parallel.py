@@ -9,8 +9,11 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
@@ -38,6 +41,7 @@ from rayspec.pipeline.tensor_parallel import RankGroup, free_address, split_tens
 from rayspec.types import ConfigError, UnsupportedModelError
 from tests.exhaustive import few_of
 from tests.families import FAMILIES, build, checkpoint, modules_of, ragged_prompts
+from tests.listening import listening_hosts
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -422,6 +426,34 @@ def test_a_rank_outside_the_group_is_refused(rank: int, size: int) -> None:
 def test_an_address_without_a_port_is_refused() -> None:
     with pytest.raises(ConfigError, match="use tcp://host:port"):
         RankGroup(rank=0, size=2, address="127.0.0.1").join(timeout_s=1)
+
+
+def test_the_leader_listens_at_its_address_only() -> None:
+    group = RankGroup(rank=0, size=2, address=free_address("127.0.0.2"))
+    before = listening_hosts()
+
+    def wait() -> None:
+        with pytest.raises(torch.distributed.DistError):
+            group.join(timeout_s=2)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    try:
+        while listening_hosts() == before and waiting.is_alive():
+            time.sleep(0.02)
+        assert listening_hosts() - before == {"0200007F"}
+    finally:
+        waiting.join()
+        group.leave()
+
+
+def test_a_taken_port_is_an_error_of_torch() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        group = RankGroup(rank=0, size=2, address=f"tcp://127.0.0.1:{taken.getsockname()[1]}")
+        with pytest.raises(torch.distributed.DistError, match="cannot listen"):
+            group.join(timeout_s=1)
+        group.leave()
 
 
 def test_a_rank_that_is_alone_gives_up_in_time() -> None:
