@@ -1,0 +1,272 @@
+"""What one client with a key may try: others are answered all the while, no process dies, memory stays bounded."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+import pytest
+
+from tests.serve.conftest import MAX_BYTES, MAX_FILE_BYTES
+from tests.serve.endpoint_process import EndpointProcess, session_pids, wait_until
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+ANSWER_S = 3.0  # on a busy machine; on a quiet one it is less than 1 s
+MOST_GROWTH = 300 * 2**20
+JSON = {"content-type": "application/json"}
+TITLES = ("ray::ServeReplica:rayspec", "ray::ServeReplica:rayspec-2", "ray::ServeReplica:rayspec-batches")
+BODY_BYTES = MAX_BYTES - 1000
+
+
+class Others:
+    """Other clients, who ask for a short text and for the health again and again."""
+
+    def __init__(self, url: str) -> None:
+        self.slowest_s, self.num_answered, self.statuses = 0.0, 0, set[int]()
+        self._url, self._end = url, threading.Event()
+        self._thread = threading.Thread(target=self._ask)
+
+    def __enter__(self) -> Others:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _ask(self) -> None:
+        body = {"model": "demo", "prompt": "The", "max_tokens": 1}
+        with httpx2.Client(base_url=self._url, timeout=60) as http:
+            while not self._end.is_set():
+                start_s = time.monotonic()
+                self.statuses |= {http.post("/v1/completions", json=body).status_code, http.get("/health").status_code}
+                self.slowest_s = max(self.slowest_s, time.monotonic() - start_s)
+                self.num_answered += 1
+                time.sleep(0.05)
+
+
+def memory(endpoint: EndpointProcess) -> dict[int, int]:
+    """The peak of each process since the last call, in bytes."""
+    found = {}
+    for pid in session_pids(endpoint.process.pid):
+        with suppress(OSError):
+            lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+            peaks = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")]
+            Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="ascii")
+            found |= {pid: peak for peak in peaks}
+    return found
+
+
+@contextmanager
+def attacked(endpoint: EndpointProcess) -> Iterator[httpx2.Client]:
+    """A client that may do what it likes."""
+    pids = [pid for title in TITLES for pid in endpoint.pids(title)]
+    memory(endpoint)
+    before = memory(endpoint)
+    with httpx2.Client(base_url=endpoint.url, timeout=120, headers=JSON) as http, Others(endpoint.url) as others:
+        yield http
+        time.sleep(0.3)
+    assert [pid for title in TITLES for pid in endpoint.pids(title)] == pids, endpoint.errors.read_text("utf-8")
+    growth = {pid: peak - before[pid] for pid, peak in memory(endpoint).items() if pid in before}
+    print(f"slowest {others.slowest_s:.2f} s of {others.num_answered}; {max(growth.values()) / 2**20:.0f} MiB more")
+    assert others.num_answered > 0
+    assert others.slowest_s < ANSWER_S
+    assert others.statuses <= {200, 429}
+    assert max(growth.values()) < MOST_GROWTH
+
+
+def completion(**fields: Any) -> bytes:
+    return json.dumps({"model": "demo", "prompt": "a", "max_tokens": 1} | fields).encode()
+
+
+def chat(messages: bytes) -> bytes:
+    return b'{"model":"demo","max_tokens":1,"messages":[' + messages + b"]}"
+
+
+EMPTY = b'{"role":"user","content":""}'
+BIAS = {str(token): 1 for token in range(60_000)}
+HUGE: dict[str, tuple[str, bytes]] = {
+    "many prompts with many biases": ("completions", completion(prompt=["a"] * 1024, logit_bias=BIAS)),
+    "many prompts with some biases": (
+        "completions",
+        completion(prompt=["a"] * 1024, logit_bias=dict(list(BIAS.items())[:1024])),
+    ),
+    "many stop tokens": ("completions", completion(prompt=["a"] * 1024, stop_token_ids=[1] * 500_000)),
+    "many empty messages": ("chat/completions", chat(b",".join([EMPTY] * (BODY_BYTES // 29)))),
+    "as many empty messages as allowed": ("chat/completions", chat(b",".join([EMPTY] * 2048))),
+    "a huge tool message": (
+        "chat/completions",
+        chat(b'{"role":"tool","tool_call_id":"t","content":"' + b"a " * (BODY_BYTES // 2 - 100) + b'"}'),
+    ),
+    "a message of many parts": (
+        "chat/completions",
+        chat(b'{"role":"user","content":[' + b'{"type":"text","text":""},' * 80_000 + b'{"type":"text","text":"a"}]}'),
+    ),
+    "a long text": ("completions", completion(prompt="a " * (BODY_BYTES // 2 - 100))),
+    "long texts": ("completions", completion(prompt=["a " * 3000] * (BODY_BYTES // 6010))),
+    "many token ids": ("completions", b'{"model":"demo","prompt":[' + b"1," * (BODY_BYTES // 2 - 100) + b"1]}"),
+    "many lists": ("completions", b'{"model":"demo","metadata":[' + b"[]," * (BODY_BYTES // 3 - 100) + b"1]}"),
+    "deep lists": ("completions", b'{"model":"demo","metadata":' + b"[" * (BODY_BYTES // 2) + b"]" * 100),
+    "a long name": ("completions", b'{"model":"demo","' + b"a" * (BODY_BYTES - 100) + b'":1}'),
+    "a long model": ("completions", completion(model="a" * (BODY_BYTES - 100))),
+    "a billion": ("completions", completion(n=10**9)),
+    "less than nothing": ("completions", completion(n=-(10**9), prompt="a " * (BODY_BYTES // 2 - 100))),
+    "a long number": ("completions", b'{"model":"demo","prompt":"a","seed":' + b"9" * (BODY_BYTES - 100) + b"}"),
+}
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_huge_bodies(demo_endpoint: EndpointProcess, name: str) -> None:
+    path, body = HUGE[name]
+    with attacked(demo_endpoint) as http:
+        for _ in range(3):
+            answer = http.post(f"/v1/{path}", content=body)
+            assert answer.status_code in {200, 400, 404, 413, 429}
+            assert len(answer.content) < 10_000 or answer.status_code == 200
+
+
+@pytest.mark.parametrize("path", ["tokenize", "detokenize"])
+def test_huge_texts_to_tokenize(demo_endpoint: EndpointProcess, path: str) -> None:
+    bodies = {
+        "tokenize": b'{"prompt":"' + b"a " * 3_000_000 + b'"}',
+        "detokenize": b'{"tokens":[' + b"5," * 2**21 + b"5]}",
+    }
+    with attacked(demo_endpoint) as http:
+        for _ in range(3):
+            answer = http.post(f"/{path}", content=bodies[path])
+            assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+def at_once(work: Callable[[int], object], number: int) -> None:
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def raw(endpoint: EndpointProcess) -> socket.socket:
+    where = urlsplit(endpoint.url)
+    return socket.create_connection((where.hostname or "", where.port or 0), timeout=20)
+
+
+def head_of(path: str, num_bytes: int, *more: str) -> bytes:
+    lines = (f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json", *more)
+    return "\r\n".join((*lines, f"content-length: {num_bytes}", "", "")).encode()
+
+
+def test_clients_that_leave(demo_endpoint: EndpointProcess) -> None:
+    """Large bodies at once, streams, and connections that send nothing but headers; nobody waits for an answer."""
+    large = completion(prompt=["a " * 3000] * 500)
+    stream = completion(stream=True, max_tokens=100)
+
+    def leave(index: int) -> None:
+        body = large if index % 4 == 0 else stream
+        with suppress(OSError), raw(demo_endpoint) as connection:
+            connection.sendall(head_of("/v1/completions", len(body)) + body)
+            time.sleep(0.2)
+
+    def flood(_: int) -> None:
+        with suppress(OSError), raw(demo_endpoint) as connection:
+            for number in range(3000):
+                connection.sendall(b"x-%d: %s\r\n" % (number, b"y" * 1000))
+
+    with attacked(demo_endpoint):
+        at_once(leave, 40)
+        at_once(flood, 10)
+    wait_until(demo_endpoint.is_idle, 60)
+
+
+def uploaded(http: httpx2.Client, content: bytes) -> str:
+    answer = http.post("/v1/files", files={"file": ("a.jsonl", content), "purpose": (None, "batch")}, headers={})
+    assert answer.status_code == 200, answer.text
+    name: str = answer.json()["id"]
+    return name
+
+
+def client_for_files(endpoint: EndpointProcess) -> httpx2.Client:
+    return httpx2.Client(base_url=endpoint.url, timeout=300)
+
+
+def created(http: httpx2.Client, file_id: str, window: str = "24h") -> Any:
+    body = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": window}
+    answer = http.post("/v1/batches", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def ended(http: httpx2.Client, batch: Any, timeout_s: float = 120.0) -> Any:
+    final = {"completed", "failed", "cancelled", "expired"}
+    wait_until(lambda: http.get(f"/v1/batches/{batch['id']}").json()["status"] in final, timeout_s)
+    return http.get(f"/v1/batches/{batch['id']}").json()
+
+
+def line(custom_id: str = "a", url: str = "/v1/completions", **body: Any) -> bytes:
+    row = {"custom_id": custom_id, "method": "POST", "url": url, "body": {"model": "demo"} | body}
+    return json.dumps(row).encode() + b"\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [
+        (line(**{"a" * (MAX_FILE_BYTES - 200): 1}), "completed"),
+        (line("a" * (MAX_FILE_BYTES - 200), prompt="a"), "failed"),
+        (line(url="/v1/chat/completions", prompt="a"), "failed"),
+        (b"1\n" * 200, "failed"),
+        (b"\n" * 100_000, "failed"),
+        (b"[" * 199_000, "failed"),
+        (line(prompt=["a"] * 1024, logit_bias={str(token): 1 for token in range(10_000)}), "completed"),
+    ],
+)
+def test_hostile_lines(demo_endpoint: EndpointProcess, content: bytes, status: str) -> None:
+    with client_for_files(demo_endpoint) as http, attacked(demo_endpoint):
+        batch = ended(http, created(http, uploaded(http, content)))
+        assert batch["status"] == status
+        assert len(json.dumps(batch)) < 100_000
+        assert http.delete(f"/v1/batches/{batch['id']}").json()["deleted"]
+        assert http.get(f"/v1/batches/{batch['id']}").status_code == 404
+
+
+def test_many_batches_that_are_cancelled_at_once(demo_endpoint: EndpointProcess) -> None:
+    content = b"".join(line(str(number), prompt="a", max_tokens=200) for number in range(200))
+    with client_for_files(demo_endpoint) as http, attacked(demo_endpoint):
+        file_id = uploaded(http, content)
+        batches = [created(http, file_id) for _ in range(30)]
+        at_once(lambda index: http.post(f"/v1/batches/{batches[index]['id']}/cancel"), 30)
+        at_once(lambda index: http.post(f"/v1/batches/{batches[index]['id']}/cancel"), 30)
+        assert {ended(http, batch)["status"] for batch in batches} == {"cancelled"}
+    wait_until(demo_endpoint.is_idle, 60)
+
+
+def test_forms(demo_endpoint: EndpointProcess) -> None:
+    """Odd headers, a preamble without end, and one that comes byte by byte."""
+    with client_for_files(demo_endpoint) as http, attacked(demo_endpoint):
+        headers = {"content-type": "multipart/form-data; boundary=b"}
+        for disposition in ("name=a; filename*=a%00b''x", "name*=unicode_escape''%5Cud800", "filename*=idna''xn--a"):
+            body = f"--b\r\ncontent-disposition: form-data; {disposition}\r\n\r\nx\r\n--b--\r\n".encode()
+            assert http.post("/v1/files", content=body, headers=headers).status_code == 400
+        odd = {"content-type": f"multipart/form-data; boundary*{'9' * 4400}=b"}
+        assert http.post("/v1/files", content=b"x", headers=odd).status_code in {400, 415}
+        assert http.post("/v1/files", content=b"x" * 2**20, headers=headers).status_code == 400
+        with raw(demo_endpoint) as connection:
+            connection.sendall(
+                head_of("/v1/files", 1000).replace(b"application/json", headers["content-type"].encode())
+            )
+            start_s = time.monotonic()
+            connection.settimeout(0.2)
+            answer = b""
+            while not answer and time.monotonic() - start_s < 30:
+                connection.sendall(b"x")
+                with suppress(TimeoutError):
+                    answer = connection.recv(12)
+            assert answer == b"HTTP/1.1 408"
+            assert time.monotonic() - start_s < 15
