@@ -115,7 +115,9 @@ class BatchRunner:
 
     def _waiting(self) -> tuple[list[Batch], list[Batch]]:
         """Return the batches that have not ended and do not run: those that only have to be ended, and the others."""
-        ending, others, names = [], [], self._store.batch_ids()
+        ending: list[Batch] = []
+        others: list[Batch] = []
+        names = self._store.batch_ids()
         for name in self._known.keys() - names:
             del self._known[name]
         for name in names:
