@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 import time
@@ -18,7 +19,7 @@ from typing_extensions import Self
 
 from tests.exhaustive import few_of
 from tests.serve.conftest import MAX_BYTES, MAX_FILE_BYTES
-from tests.serve.endpoint_process import EndpointProcess, session_pids, wait_until
+from tests.serve.endpoint_process import EndpointProcess, serving, session_pids, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
