@@ -11,9 +11,9 @@ from pydantic_core import from_json
 from rayspec.types import NonFiniteLogitsError, OutOfMemoryError, PromptTooLongError, RayspecError, RequestError
 
 _MOST_CHARACTERS = 1000  # a message may quote what was sent
-_MOST_PARTS = 250_000  # objects, arrays and fields of a body: each costs memory and time far beyond its bytes
-_BEGINNINGS = (b"{", b"[", b":")
-_CODES = bytes(2 if chr(code) in "{[:" else int(chr(code) == '"') for code in range(256))
+# Each part of a body costs memory and time far beyond its bytes; items of arrays cost less than the others.
+_MOST_PARTS, _PARTS = 250_000, b"{[:"  # objects, arrays and fields, and what they begin with
+_MOST_ITEMS, _ITEMS = 2_000_000, b","
 
 
 class InvalidRequestError(RequestError):
@@ -34,8 +34,8 @@ def parse_json(content: bytes, *, max_bytes: int | None = None) -> Any:
     more than 200 levels, for more objects, arrays and fields than any request needs, and for more than `max_bytes`."""
     if max_bytes is not None and len(content) > max_bytes:
         raise InvalidRequestError(f"more than {max_bytes} bytes", code="request_too_large", status=413)
-    if _has_many_parts(content):
-        message = f"more than {_MOST_PARTS} objects, arrays and fields: split the request"
+    if _has_more(_MOST_PARTS, _PARTS, content) or _has_more(_MOST_ITEMS, _ITEMS, content):
+        message = f"more than {_MOST_PARTS} objects, arrays and fields, or {_MOST_ITEMS} items: split the request"
         raise InvalidRequestError(message, code="request_too_large", status=413)
     try:
         return from_json(content, allow_inf_nan=False)
@@ -43,14 +43,15 @@ def parse_json(content: bytes, *, max_bytes: int | None = None) -> Any:
         raise InvalidRequestError(f"not valid JSON: {error}", code="invalid_json") from None
 
 
-def _has_many_parts(content: bytes) -> bool:
-    """Count the characters that begin an object, an array or a field's value, outside of texts if there are many."""
-    if sum(map(content.count, _BEGINNINGS)) <= _MOST_PARTS:
+def _has_more(most: int, signs_of: bytes, content: bytes) -> bool:
+    """Return whether JSON has more than `most` of the signs, which count outside of texts only."""
+    if sum(content.count(sign) for sign in signs_of) <= most:
         return False
-    codes = content.replace(b"\\\\", b"").replace(b'\\"', b"").translate(_CODES)
+    table = bytes(2 if code in signs_of else int(code == ord('"')) for code in range(256))
+    codes = content.replace(b"\\\\", b"").replace(b'\\"', b"").translate(table)
     signs = np.frombuffer(codes, dtype=np.uint8)
     is_in_text = np.bitwise_xor.accumulate(signs & 1)
-    return bool(np.count_nonzero(signs >> 1 > is_in_text) > _MOST_PARTS)
+    return bool(np.count_nonzero(signs >> 1 > is_in_text) > most)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

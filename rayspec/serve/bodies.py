@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 
 from fastapi import Request
 
 from rayspec.openai.errors import ApiError, InvalidRequestError
+from rayspec.serve.admission import Admission
 from rayspec.serve.replies import NO_UPGRADE, NOT_JSON, too_large, too_slow
 
 LARGE = 2**20
@@ -15,14 +16,12 @@ _JSON = "application/json"
 _UPGRADE_TIMEOUT_S = 5.0  # Serve's proxy loses the body of a request for an upgrade, and never ends it
 
 
-async def read_body(
-    request: Request, max_bytes: int, timeout_s: float, *, large: AbstractContextManager[None], held: ExitStack
-) -> bytes:
+async def read_body(request: Request, max_bytes: int, timeout_s: float, *, large: Admission, held: ExitStack) -> bytes:
     """Return the body. Raises InvalidRequestError as soon as more than `max_bytes` are announced or received, and when
     the body is incomplete after `timeout_s`: a stalled client must not occupy a place for ever. A body without a JSON
     content type is refused: web pages of any origin may send other types without a CORS preflight.
 
-    large: entered when more than LARGE bytes have come; may refuse the body. held: leaves it.
+    large: counts the bytes of large bodies, when more than LARGE have come; may refuse the body. held: ends that.
     """
     upgrades = _asks_for_upgrade(request)
     timeout_s = min(timeout_s, _UPGRADE_TIMEOUT_S) if upgrades else timeout_s
@@ -42,7 +41,7 @@ def _asks_for_upgrade(request: Request) -> bool:
     return "upgrade" in request.headers or "upgrade" in [token.strip() for token in tokens]
 
 
-async def _read(request: Request, max_bytes: int, large: AbstractContextManager[None], held: ExitStack) -> bytes:
+async def _read(request: Request, max_bytes: int, large: Admission, held: ExitStack) -> bytes:
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > max_bytes:
         raise _invalid(too_large(max_bytes))
@@ -50,7 +49,7 @@ async def _read(request: Request, max_bytes: int, large: AbstractContextManager[
     async for piece in request.stream():
         body += piece
         if len(body) > LARGE and not is_large:
-            held.enter_context(large)
+            held.enter_context(large.admit(int(announced) if announced.isdecimal() else max_bytes))
             is_large = True
         if len(body) > max_bytes:
             raise _invalid(too_large(max_bytes))

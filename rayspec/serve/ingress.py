@@ -47,7 +47,7 @@ from rayspec.serve.watch import Watch
 from rayspec.types import RequestError
 
 _WEB = Path(__file__).parent / "web"
-_MOST_LARGE_BODIES = 8  # in memory at once; bodies of at most `bodies.LARGE` bytes do not count
+_LARGE_BODIES = 8  # of the largest size, in memory at once; bodies of at most `bodies.LARGE` bytes do not count
 Body = TypeVar("Body", bound=StrictBody)
 _USABLE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _PAGE_HEADERS = {"x-content-type-options": "nosniff", "content-security-policy": "frame-ancestors 'none'"}
@@ -97,7 +97,7 @@ class Ingress:
         }
         self.watch = Watch(self._models, replica_timeout_s=settings.replica_timeout_s)
         posts = Admission(settings.max_requests, refusal=OVERRUN)
-        self._large_bodies = Admission(_MOST_LARGE_BODIES, refusal=OVERRUN)
+        self._large_bodies = Admission(_LARGE_BODIES * settings.max_request_bytes, refusal=OVERRUN)
         self.desk = BatchDesk(
             settings.batches.store() if settings.batches is not None else None,
             runner=runner,
@@ -151,7 +151,7 @@ class Ingress:
                 request,
                 settings.max_request_bytes,
                 settings.body_timeout_s,
-                large=self._large_bodies.admit(),
+                large=self._large_bodies,
                 held=held,
             )
             return await in_thread_if_large(partial(kind.read, content), len(content))

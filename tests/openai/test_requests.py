@@ -215,7 +215,8 @@ HUGE = 15 * 2**20  # bytes
         b'{"model":"m","prompt":"x","metadata":{' + b'"a":1,' * (HUGE // 6) + b'"a":1}}',
         b'{"model":"m","prompt":"x","' + b"a" * HUGE + b'":1}',
         b'{"model":"m","prompt":[' + b'"a",' * (HUGE // 4) + b"1]}",
-        b'{"model":"m","prompt":[' + b"1," * (HUGE // 2) + b'"a"]}',
+        b'{"model":"m","prompt":[' + b"1," * (HUGE // 2) + b"1]}",
+        b'{"model":"m","prompt":[' + b"1," * 1_900_000 + b'"a"]}',
         b'{"model":"m","prompt":"x","stop":[' + b"1," * (HUGE // 2) + b"1]}",
         b'{"model":"m","prompt":"x","stop_token_ids":[' + b'"a",' * (HUGE // 4) + b"1]}",
         b'{"model":"m","prompt":"x","logit_bias":{' + b",".join(b'"%d":""' % i for i in range(200_000)) + b"}}",
@@ -236,7 +237,7 @@ def test_a_huge_body_costs_little_and_its_error_is_short(body: bytes) -> None:
 
 
 def test_characters_within_texts_are_no_parts() -> None:
-    text = r"\"\\[[[{{{:::" * 100_000
+    text = r"\"\\[[[{{{:::,,," * 700_000
     body = json.dumps({"model": "m", "prompt": text}).encode()
     assert CompletionRequest.read(body).prompts == [text]
 
