@@ -47,20 +47,21 @@ class Entry:
     """Decides which requests may enter.
 
     hosts: names by which clients may call the endpoint, see `allowed_host`. origins: origins of web pages that may send
-    POST and DELETE requests, see `allowed_origin`. posts: counts POST and DELETE requests, which alone have a limit.
-    others: counts all other requests. draining: no request may enter any more.
+    POST and DELETE requests, see `allowed_origin`. posts: counts POST and DELETE requests. gets: counts other requests
+    that need a key. free: counts the rest, without a limit. draining: no request may enter any more.
     """
 
     keys: ApiKeys
     hosts: Collection[str]
     origins: Collection[str]
     posts: Admission
-    others: Admission = field(default_factory=Admission)
+    gets: Admission
+    free: Admission = field(default_factory=Admission)
     draining: bool = False
 
     @property
     def num_under_way(self) -> int:
-        return self.posts.under_way + self.others.under_way
+        return self.posts.under_way + self.gets.under_way + self.free.under_way
 
     def refusal(self, headers: Headers, *, costs: bool, needs_key: bool) -> Response | None:
         if not allowed_host(headers.get("host"), self.hosts):
@@ -84,7 +85,7 @@ class AdmissionControl:
             return
         costs, needs_key = scope["method"] in {"POST", "DELETE"}, scope["path"] not in self._open_paths
         try:
-            with (self._entry.posts if costs else self._entry.others).admit():
+            with (self._entry.posts if costs else self._entry.gets if needs_key else self._entry.free).admit():
                 refusal = self._entry.refusal(Headers(scope=scope), costs=costs, needs_key=needs_key)
                 await (refusal or self._app)(scope, receive, send)
         except Refused as refused:

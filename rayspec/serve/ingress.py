@@ -96,7 +96,7 @@ class Ingress:
             model: Admission(settings.models[model].max_admitted, refusal=BUSY) for model in self._models
         }
         self.watch = Watch(self._models, replica_timeout_s=settings.replica_timeout_s)
-        posts = Admission(settings.max_requests, refusal=OVERRUN)
+        posts, gets = (Admission(settings.max_requests, refusal=OVERRUN) for _ in range(2))
         self._large_bodies = Admission(_LARGE_BODIES * settings.max_request_bytes, refusal=OVERRUN)
         self.desk = BatchDesk(
             settings.batches.store() if settings.batches is not None else None,
@@ -104,7 +104,7 @@ class Ingress:
             max_file_bytes=settings.max_batch_file_bytes,
             body_timeout_s=settings.body_timeout_s,
         )
-        self.entry = Entry(keys=settings.keys, hosts=settings.hosts, origins=settings.cors, posts=posts)
+        self.entry = Entry(keys=settings.keys, hosts=settings.hosts, origins=settings.cors, posts=posts, gets=gets)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return build_app(self)

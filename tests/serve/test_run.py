@@ -17,6 +17,8 @@ import pytest
 from typer.testing import CliRunner
 
 from rayspec.cli import app
+from rayspec.command.locations import Location
+from rayspec.serve.batch_store import BatchStore
 from rayspec.serve.run import Address
 from rayspec.types import ConfigError
 
@@ -41,6 +43,16 @@ def test_a_busy_port_is_named() -> None:
     assert result.stderr.startswith("error: option 'port'")
     with pytest.raises(ConfigError, match=r"192\.0\.2\.77"):
         Address(host="192.0.2.77").checked()
+
+
+def test_a_folder_whose_batches_another_server_runs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayspec.serve.run._FIRST_LOOK_S", 0.1)
+    lock = BatchStore(Location.parse(str(tmp_path))).lock()
+    assert lock is not None
+    with lock:
+        result = CliRunner().invoke(app, ["serve", "--model", "demo", "--port", "0", "--batches", str(tmp_path)])
+    assert result.exit_code == 2
+    assert f"'batches' is '{tmp_path}', where another server runs" in result.stderr
 
 
 def test_a_port_that_someone_else_listens_at_meanwhile_is_named() -> None:
