@@ -92,6 +92,14 @@ def test_a_write_leaves_nothing_beside(folder: Location) -> None:
     assert names_below(folder, folder.entries()) == ["a.txt"]
 
 
+def test_a_folder_is_deleted_with_all_that_is_in_it(folder: Location) -> None:
+    for name in ("a/b/c.txt", "a/d.txt", "e.txt"):
+        folder.join(name).write(b"x")
+    for _ in range(2):
+        folder.join("a").delete_folder()
+        assert [file.file_name for file in folder.files({".txt"})] == ["e.txt"]
+
+
 def test_deleting_twice_is_no_error(folder: Location) -> None:
     file = folder.join("a.txt")
     file.write(b"x")
