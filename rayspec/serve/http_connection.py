@@ -4,12 +4,34 @@ errors in OpenAI's format."""
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rayspec.openai.errors import ApiError
 from rayspec.serve.replies import MALFORMED, Reply, slow_headers
+
+_SLICE_BYTES = 2**14  # parsed at a time; also the longest headers
+_FREE_CHUNKS, _BYTES_OF_CHUNK = 1000, 64
+
+
+class _Parser(h11.Connection):
+    """Refuses bodies of tiny chunks: each chunk costs the event loop as much as some kilobytes do."""
+
+    _num_chunks = 0
+    _num_bytes = 0
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._num_chunks = self._num_bytes = 0
+        elif isinstance(event, h11.Data):
+            self._num_chunks += event.chunk_start
+            self._num_bytes += len(event.data)
+            if self._num_chunks > _FREE_CHUNKS + self._num_bytes // _BYTES_OF_CHUNK:
+                raise h11.RemoteProtocolError("too many small chunks")
+        return event
 
 
 class Connection(H11Protocol):
@@ -27,12 +49,18 @@ class Connection(H11Protocol):
     _deadline: asyncio.TimerHandle | None = None
     _reading: asyncio.TimerHandle | None = None
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.conn = _Parser(h11.SERVER, _SLICE_BYTES)
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._expect_headers()
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
+        for start in range(0, len(data), _SLICE_BYTES):
+            if not self.transport.is_closing():
+                super().data_received(data[start : start + _SLICE_BYTES])
         self._expect_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:

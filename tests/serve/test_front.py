@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
@@ -105,6 +106,8 @@ def test_http_1_0_without_a_host(address: tuple[str, int]) -> None:
         POST + b"content-length: 1\r\ncontent-length: 2\r\n\r\n",
         POST + b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n4\r\nbody\r\n0\r\n\r\n",
         POST + b"x-long: " + b"a" * 2**17 + b"\r\n\r\n",
+        POST + b"x: y\r\n" * 2**14 + b"\r\n",
+        POST + b"transfer-encoding: chunked\r\n\r\n" + b"1\r\na\r\n" * 2000,
     ],
 )
 def test_what_is_no_request_is_told_as_openai_tells_it(address: tuple[str, int], request_head: bytes) -> None:
@@ -126,6 +129,29 @@ def test_an_answer_that_nobody_reads_is_given_up(address: tuple[str, int], path:
         assert (["begun", "ended"] if path == b"/long" else []) == STREAMS
         with suppress(ConnectionResetError), connection.makefile("rb") as reader:
             assert len(reader.read()) < 2**25
+
+
+def test_many_small_chunks_hold_up_nobody(address: tuple[str, int]) -> None:
+    chunks = b"1\r\na\r\n" * 40_000
+
+    def flood() -> None:
+        with suppress(OSError), socket.create_connection(address, timeout=5) as connection:
+            connection.sendall(POST + b"transfer-encoding: chunked\r\n\r\n" + chunks)
+
+    floods = [threading.Thread(target=flood) for _ in range(20)]
+    for one in floods:
+        one.start()
+    start_s = time.monotonic()
+    assert exchange(address, b"GET /echo HTTP/1.1\r\nhost: localhost\r\n\r\n")[0] == b"HTTP/1.1 200 OK"
+    assert time.monotonic() - start_s < 2
+    for one in floods:
+        one.join()
+
+
+def test_a_body_of_some_small_chunks_is_read(address: tuple[str, int]) -> None:
+    body = b"".join(b"1\r\na\r\n" for _ in range(900)) + b"10000\r\n" + b"b" * 2**16 + b"\r\n0\r\n\r\n"
+    status, _, answered = exchange(address, POST + b"transfer-encoding: chunked\r\n\r\n" + body)
+    assert (status, json.loads(answered)["body"]) == (b"HTTP/1.1 200 OK", "a" * 900 + "b" * 2**16)
 
 
 def test_an_answer_that_is_read_slowly_comes_whole(address: tuple[str, int]) -> None:
