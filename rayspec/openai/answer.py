@@ -14,12 +14,16 @@ from msgspec import UNSET, UnsetType
 from rayspec.config import SamplingParams
 from rayspec.decode.token_texts import TokenTexts
 from rayspec.openai.chunks import Chunk, chunks_of, has_end
+from rayspec.openai.errors import InvalidRequestError
 from rayspec.openai.models import check_served
 from rayspec.openai.requests import ChatRequest, Input, Request, is_token_ids
 from rayspec.openai.responses import ChatCompletion, Completion, Response, Stamp
 from rayspec.openai.tokenizing import Tokenizes, check_tokens, in_thread_if_large, prompt_tokens
 from rayspec.openai.usage import UsageTally
 from rayspec.types import EmptyPromptError, RequestOutput
+
+_MOST_PROMPT_TOKENS = 2**25
+_MOST_LOGPROBS = 4_000_000  # the 20 most likely tokens of a context of 190,000 tokens; each takes some hundred bytes
 
 
 class Completes(Tokenizes, Protocol):
@@ -114,7 +118,26 @@ async def _jobs(request: Request, engine: Tokenizes, served: Sequence[str]) -> l
         if length not in params:
             params[length] = request.sampling_params(length)
         jobs.append(_Job(token_ids=token_ids, params=params[length]))
+    _check_size(request, jobs)
     return jobs
+
+
+def _check_size(request: Request, jobs: Sequence[_Job]) -> None:
+    """Refuse more tokens and log-probabilities than memory is good for, before the engine begins. Raises
+    InvalidRequestError."""
+    num_prompt_tokens = sum(job.params.n * len(job.token_ids) for job in jobs)  # each sequence has its own
+    if num_prompt_tokens > _MOST_PROMPT_TOKENS:
+        message = f"n: prompts of {num_prompt_tokens} tokens, n times; at most {_MOST_PROMPT_TOKENS} here in all"
+        raise InvalidRequestError(f"{message}, split the request", param="n", code="invalid_value")
+    if request.num_logprobs is not None:
+        num_tokens = sum(job.params.n * job.params.max_tokens for job in jobs)
+        if num_tokens * (1 + request.num_logprobs) > _MOST_LOGPROBS:
+            raise InvalidRequestError(
+                f"logprobs: {1 + request.num_logprobs} for each of up to {num_tokens} tokens; at most {_MOST_LOGPROBS} "
+                "here in all, lower max_tokens or split the request",
+                param="logprobs",
+                code="invalid_value",
+            )
 
 
 def _tokens(prompt: Input, engine: Tokenizes) -> list[int]:

@@ -265,6 +265,22 @@ def test_parameters_are_made_once_for_many_prompts(engine: AsyncEngine) -> None:
     assert len({id(job.params) for job in jobs}) == 1
 
 
+def test_copies_of_long_prompts_are_limited(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answer_module, "_MOST_PROMPT_TOKENS", 3000)
+    request = parsed(TEXT, prompt=[[5] * 300] * 2, max_tokens=1, temperature=1)
+    assert len(run(answer_module._jobs(request.model_copy(update={"n": 5}), engine, SERVED))) == 2
+    with pytest.raises(RequestError, match="3600 tokens, n times; at most 3000"):
+        run(answer_module._jobs(request.model_copy(update={"n": 6}), engine, SERVED))
+
+
+def test_more_logprobs_than_memory_is_good_for_are_refused(engine: AsyncEngine) -> None:
+    many = parsed(TEXT, prompt=["a"] * 1024, max_tokens=400, logprobs=20)
+    with pytest.raises(RequestError, match="lower max_tokens"):
+        run(answer_module._jobs(many, engine, SERVED))
+    for fewer in ({"max_tokens": 100}, {"logprobs": 5}, {"logprobs": None}):
+        assert len(run(answer_module._jobs(many.model_copy(update=fewer), engine, SERVED))) == 1024
+
+
 @pytest.mark.parametrize("shape", ["a", " ", "ab ", "😀", "0,", "\n\n"])
 @pytest.mark.parametrize("as_chat", [True, False])
 def test_a_text_that_is_much_too_long_is_refused_before_all_of_it_is_tokenized(
