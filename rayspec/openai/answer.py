@@ -130,7 +130,7 @@ def _check_size(request: Request, jobs: Sequence[_Job]) -> None:
         message = f"n: prompts of {num_prompt_tokens} tokens, n times; at most {_MOST_PROMPT_TOKENS} here in all"
         raise InvalidRequestError(f"{message}, split the request", param="n", code="invalid_value")
     if request.num_logprobs is not None:
-        num_tokens = sum(job.params.n * job.params.max_tokens for job in jobs)
+        num_tokens = sum(job.params.n * (job.params.max_tokens or 0) for job in jobs)
         if num_tokens * (1 + request.num_logprobs) > _MOST_LOGPROBS:
             raise InvalidRequestError(
                 f"logprobs: {1 + request.num_logprobs} for each of up to {num_tokens} tokens; at most {_MOST_LOGPROBS} "

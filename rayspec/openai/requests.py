@@ -198,8 +198,8 @@ class GenerationRequest(StrictBody):
         """Return the most tokens to generate. room: the number for a request that may fill the context."""
 
     def num_output_tokens(self, num_prompt_tokens: int, max_model_len: int, max_new_tokens: int | None = None) -> int:
-        """Return the most tokens to generate for a prompt of that many tokens. max_new_tokens: the checkpoint's default.
-        Raises PromptTooLongError if prompt and output together exceed the context, as OpenAI does."""
+        """Return the most tokens to generate for a prompt of that many tokens. Raises PromptTooLongError if prompt and
+        output together exceed the context, as OpenAI does. max_new_tokens: the checkpoint's default."""
         room = max(1, max_model_len - num_prompt_tokens)
         num_output_tokens = self._num_output_tokens(min(room, max_new_tokens or room))
         if num_prompt_tokens + num_output_tokens > max_model_len:

@@ -92,9 +92,9 @@ def test_of_both_limits_the_newer_name_counts() -> None:
 
 def test_a_chat_without_a_limit_has_the_checkpoints() -> None:
     for default, expected in ((None, 90), (70, 70), (200, 90)):
-        assert ChatRequest.parse(CHAT).sampling_params(10, 100, default).max_tokens == expected
-        assert ChatRequest.parse(CHAT | {"max_tokens": 80}).sampling_params(10, 100, default).max_tokens == 80
-    assert CompletionRequest.parse(TEXT).sampling_params(10, 100, 70).max_tokens == 16
+        assert ChatRequest.parse(CHAT).num_output_tokens(10, 100, default) == expected
+        assert ChatRequest.parse(CHAT | {"max_tokens": 80}).num_output_tokens(10, 100, default) == 80
+    assert CompletionRequest.parse(TEXT).num_output_tokens(10, 100, 70) == 16
 
 
 def test_the_output_must_fit_the_context() -> None:
