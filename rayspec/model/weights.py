@@ -97,7 +97,7 @@ def load_model(config: EngineConfig, *, layers: range | None = None) -> PreTrain
         model, info = _load_whole(config, options) if layers is None else _load_span(config, layers, options)
     except LOADING_ERRORS as error:
         raise CheckpointError(f"model {config.model!r} could not be loaded: {error}") from error
-    except (UnpicklingError, EOFError) as error:  # torch's message recommends to run the file's code
+    except (UnpicklingError, EOFError, IndexError) as error:  # torch's message recommends to run the file's code
         raise CheckpointError(
             f"model {config.model!r} could not be loaded: its .bin files are damaged or hold more than tensors; use a "
             "checkpoint in safetensors"
