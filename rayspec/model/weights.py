@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import struct
 from pathlib import Path
 from pickle import UnpicklingError
 from tempfile import TemporaryDirectory
@@ -31,6 +32,7 @@ from rayspec.types import CheckpointError, ConfigError
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _CONFIGS = ("config.json", "generation_config.json")  # the second is optional
+_UNPICKLING_ERRORS = (UnpicklingError, EOFError, IndexError, struct.error, AssertionError)  # of torch.load
 # Errors of transformers, huggingface_hub and safetensors for missing or damaged files.
 LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError)
 
@@ -97,7 +99,7 @@ def load_model(config: EngineConfig, *, layers: range | None = None) -> PreTrain
         model, info = _load_whole(config, options) if layers is None else _load_span(config, layers, options)
     except LOADING_ERRORS as error:
         raise CheckpointError(f"model {config.model!r} could not be loaded: {error}") from error
-    except (UnpicklingError, EOFError, IndexError) as error:  # torch's message recommends to run the file's code
+    except _UNPICKLING_ERRORS as error:  # torch's message recommends to run the file's code
         raise CheckpointError(
             f"model {config.model!r} could not be loaded: its .bin files are damaged or hold more than tensors; use a "
             "checkpoint in safetensors"
