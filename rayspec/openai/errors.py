@@ -12,7 +12,7 @@ from rayspec.types import NonFiniteLogitsError, OutOfMemoryError, PromptTooLongE
 
 _MOST_CHARACTERS = 1000  # a message may quote what was sent
 # Each part of a body costs memory and time far beyond its bytes; items of arrays cost less than the others.
-_MOST_PARTS, _PARTS = 250_000, b"{[:"  # objects, arrays and fields, and what they begin with
+_MOST_PARTS, _PARTS = 100_000, b"{[:"  # objects, arrays and fields, and what they begin with
 _MOST_ITEMS, _ITEMS = 2_000_000, b","
 
 

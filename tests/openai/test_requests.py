@@ -219,7 +219,7 @@ HUGE = 15 * 2**20  # bytes
         b'{"model":"m","prompt":[' + b"1," * 1_900_000 + b'"a"]}',
         b'{"model":"m","prompt":"x","stop":[' + b"1," * (HUGE // 2) + b"1]}",
         b'{"model":"m","prompt":"x","stop_token_ids":[' + b'"a",' * (HUGE // 4) + b"1]}",
-        b'{"model":"m","prompt":"x","logit_bias":{' + b",".join(b'"%d":""' % i for i in range(200_000)) + b"}}",
+        b'{"model":"m","prompt":"x","logit_bias":{' + b",".join(b'"%d":""' % i for i in range(90_000)) + b"}}",
         b'{"model":"m","messages":[' + b'{"role":"user","content":""},' * 480_000 + b"1]}",
         b'{"model":"m","messages":[' + b"1," * (HUGE // 2) + b"1]}",
         b'{"model":"m","prompt":"x","metadata":' + b"[" * (HUGE // 2) + b"]" * (HUGE // 2) + b"}",

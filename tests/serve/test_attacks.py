@@ -111,7 +111,7 @@ HUGE: dict[str, tuple[str, bytes]] = {
     ),
     "a message of many parts": (
         "chat/completions",
-        chat(b'{"role":"user","content":[' + b'{"type":"text","text":""},' * 80_000 + b'{"type":"text","text":"a"}]}'),
+        chat(b'{"role":"user","content":[' + b'{"type":"text","text":""},' * 30_000 + b'{"type":"text","text":"a"}]}'),
     ),
     "a long text": ("completions", completion(prompt="a " * (BODY_BYTES // 2 - 100))),
     "long texts": ("completions", completion(prompt=["a " * 3000] * (BODY_BYTES // 6010))),
@@ -333,7 +333,7 @@ LARGE_FILES: dict[str, Callable[[], bytes]] = {
     "a custom_id of 20 MB": lambda: line("a" * 20_000_000, url="/v1/chat/completions"),
     "lists": lambda: line(x=[]).replace(b"[]", b"[" + b"[]," * 5_000_000 + b"1]"),
     "lists in many lines": lambda: b"".join(
-        line(str(number), metadata=[]).replace(b"[]", b"[" + b"[]," * 200_000 + b"1]") for number in range(100)
+        line(str(number), metadata=[]).replace(b"[]", b"[" + b"[]," * 90_000 + b"1]") for number in range(100)
     ),
     "empty lines": lambda: b"\n" * 190_000_000,
     "lines of a byte": lambda: b"1\n" * 50_000,
