@@ -71,7 +71,7 @@ def counts(batch: Any) -> tuple[int, int, int]:
 
 def test_a_batch_of_200_requests(client: openai.OpenAI) -> None:
     names = [f"request {number}" for number in range(200)]
-    faulty = [line_of("no such model", model="absent"), line_of("too hot", temperature=99), line_of("b", stream=True)]
+    faulty = [line_of("no such model", model="absent"), line_of("too cold", temperature=-1), line_of("b", stream=True)]
     batch = begun(client, [*map(line_of, names), *faulty], metadata={"for": "test"})
     assert batch.status == "validating"
     # Interactive requests are answered meanwhile.
@@ -86,7 +86,7 @@ def test_a_batch_of_200_requests(client: openai.OpenAI) -> None:
         assert texts[name] == alone.choices[0].text
     errors = {row["custom_id"]: row["response"] for row in rows_of(client, batch.error_file_id)}
     statuses = {name: one["status_code"] for name, one in errors.items()}
-    assert statuses == {"no such model": 404, "too hot": 400, "b": 400}
+    assert statuses == {"no such model": 404, "too cold": 400, "b": 400}
     output = client.files.retrieve(batch.output_file_id)
     assert (output.purpose, output.bytes) == ("batch_output", len(client.files.content(output.id).content))
     assert client.batches.list(limit=1).data[0].id == batch.id
