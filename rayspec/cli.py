@@ -19,7 +19,7 @@ from rayspec.batch.in_process import complete
 from rayspec.batch.input_files import KNOWN_TYPES, found_inputs
 from rayspec.batch.progress import showing_progress
 from rayspec.batch.report import RunReport
-from rayspec.batch.results import check_output, open_writer, save_config
+from rayspec.batch.results import OutputError, check_output, open_writer, save_config
 from rayspec.batch.rows import Row
 from rayspec.bench.commands import app as bench_app
 from rayspec.command.loading import load_llm
@@ -30,7 +30,7 @@ from rayspec.config import ParallelOptions, SamplingParams, TuningOptions
 from rayspec.ops.commands import app as plan_app
 from rayspec.ops.k8s.command import app as k8s_app
 from rayspec.ops.latency_table import latency_table, stage_table
-from rayspec.types import ConfigError
+from rayspec.types import ConfigError, EngineStats
 
 # Commands that have left the package, and what runs them in a checkout of the project.
 _MOVED = {f"bench-{name}": f"python -m benchmarks {name}" for name in ("data", "feed", "pipeline", "serve")}
@@ -69,7 +69,10 @@ Inputs = Annotated[
 Output = Annotated[Path, typer.Option("--output", "-o", help="file to write: .jsonl or .parquet")]
 IdColumn = Annotated[
     str | None,
-    typer.Option(help="column of the row's id; without it: 'id' where there is one, else the file and row number"),
+    typer.Option(
+        help="column of the row's id; without it: 'id' where there is one, else the file and row number; none: always "
+        "the latter"
+    ),
 ]
 Limit = Annotated[int | None, typer.Option(min=1, help="stop after so many rows")]
 Truncate = Annotated[bool, typer.Option(help="cut what is longer than the context at its end, instead of failing it")]
@@ -288,30 +291,35 @@ class _Job:
             room = fitting_prompt_tokens(llm.engine.max_model_len, sampling) if truncate else None
             prompts = PromptBuilder(llm=llm, params=sampling, template=template, chat=chat, max_prompt_tokens=room)
             rows = itertools.islice(read_documents(self._inputs, columns), limit)
-            config = self._settings.resolved(llm.config)
-            report = RunReport()
+            config, report, is_written = self._settings.resolved(llm.config), RunReport(), True
             try:
-                self._write_rows(llm, rows, prompts, report)
-            finally:
                 save_config(self._output.with_suffix(".config.yaml"), config)
-                if self._report_folder is not None:
-                    self._report_folder.mkdir(parents=True, exist_ok=True)
-                    report.write(self._report_folder, stats=llm.stats, config=config, title="rayspec run")
+                self._write_rows(llm, rows, prompts, report)
+            except OutputError:
+                is_written = False  # the error says where the rows are
+                raise
+            finally:
+                if is_written:
+                    self._conclude(report, llm.stats, config)
         raise typer.Exit(report.tally.exit_code)
 
     def _write_rows(self, llm: rayspec.LLM, rows: Iterable[Row], prompts: PromptBuilder, report: RunReport) -> None:
-        console = error_console()
-        try:
-            with (
-                open_writer(self._output, text_column=self._text_column) as writer,
-                showing_progress(report.tally, console) as show,
-            ):
-                for row in complete(llm, rows, prompts):
-                    writer.write(row)
-                    report.add(row)
-                    show()
-        finally:
-            console.print(f"{report.tally}: {self._output}", markup=False, highlight=False, soft_wrap=True)
+        with (
+            open_writer(self._output, text_column=self._text_column) as writer,
+            showing_progress(report.tally, error_console()) as show,
+        ):
+            for row in complete(llm, rows, prompts):
+                writer.write(row)
+                report.add(row)
+                show()
+
+    def _conclude(self, report: RunReport, stats: EngineStats, config: dict[str, Any]) -> None:
+        """Say what is in the output, and write the report if it is asked for."""
+        line = f"{report.tally}: {self._output}"
+        error_console().print(line, markup=False, highlight=False, soft_wrap=True)
+        if self._report_folder is not None:
+            self._report_folder.mkdir(parents=True, exist_ok=True)
+            report.write(self._report_folder, stats=stats, config=config, title="rayspec run")
 
 
 def main() -> None:

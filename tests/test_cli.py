@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -219,3 +220,42 @@ def test_a_command_that_has_left_the_package_says_where_it_is(name: str) -> None
     result = CliRunner().invoke(app, [name, "--model", "demo"])
     assert result.exit_code == 2
     assert f"python -m benchmarks {name.removeprefix('bench-')}" in result.stderr
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 KB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=8k", "tmpfs", str(path)]
+    if os.geteuid() or subprocess.run(command, check=False, capture_output=True).returncode:
+        pytest.skip("this user may not mount a file system")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
+def test_a_full_disk_is_one_line_that_says_where_the_rows_are(
+    run: Run, tmp_path: Path, small_disk: Path, name: str
+) -> None:
+    write_rows(tmp_path / "in.jsonl", *({"id": str(n), "prompt": "The annual review of"} for n in range(40)))
+    result = run("generate", "in.jsonl", "-o", small_disk / name, *PLAIN, "--max-tokens", "4", "--report", "rep")
+    assert result.exit_code == 1
+    line = result.stderr.splitlines()[-1]
+    assert line.startswith(f"error: the output '{small_disk / name}' cannot be written (No space left on device)")
+    assert result.stderr.count(str(small_disk)) == line.count(str(small_disk))
+    kept = small_disk / ("out.jsonl" if name == "out.jsonl" else "out.parquet.jsonl")
+    rows = read_rows(kept)
+    assert 5 < len(rows) < 40
+    assert line.endswith(f"; {len(rows)} rows are in '{kept}'")
+    assert sorted(path.name for path in small_disk.iterdir()) == sorted([kept.name, "out.config.yaml"])
+
+
+def test_a_disk_that_is_full_from_the_beginning_is_one_line(run: Run, tmp_path: Path, small_disk: Path) -> None:
+    write_rows(tmp_path / "in.jsonl", {"id": "a", "prompt": "The annual review of"})
+    with suppress(OSError):
+        (small_disk / "other").write_bytes(bytes(10_000))
+    result = run("generate", "in.jsonl", "-o", small_disk / "out.jsonl", *PLAIN)
+    assert result.exit_code == 1
+    assert "cannot be written (No space left on device): make room or choose another" in result.stderr.splitlines()[-1]
+    assert isinstance(result.exception, SystemExit)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
 import os
 import tempfile
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -17,6 +18,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from rayspec.batch.rows import OUTPUT_COLUMNS, Row
+from rayspec.command.locations import Location, error_detail
 from rayspec.types import ConfigError, RayspecError
 
 FileFormat = Literal["parquet", "jsonl"]
@@ -31,56 +33,10 @@ class DamagedRowsError(RayspecError):
     kind = "damaged_rows"
 
 
-class RowEncoder(ABC):
-    """Writes rows to an open file. `finish` completes the content and leaves the file open."""
+class OutputError(RayspecError):
+    """Rows cannot be written to the output."""
 
-    def __init__(self, file: IO[bytes], text_column: str) -> None:
-        self._file = file
-        self._text_column = text_column
-
-    @abstractmethod
-    def write(self, row: Row) -> None: ...
-
-    @abstractmethod
-    def finish(self) -> None: ...
-
-    def _columns(self, row: Row) -> dict[str, Any]:
-        return {self._text_column if name == "text" else name: getattr(row, name) for name in OUTPUT_COLUMNS}
-
-
-class JsonlEncoder(RowEncoder):
-    """Writes a line for each row and flushes it at once."""
-
-    def write(self, row: Row) -> None:
-        self._file.write(json.dumps(self._columns(row), ensure_ascii=False).encode() + b"\n")
-        self._file.flush()
-
-    def finish(self) -> None:
-        self._file.flush()
-
-
-class ParquetEncoder(RowEncoder):
-    """Writes a row group for every 1024 rows."""
-
-    def __init__(self, file: IO[bytes], text_column: str) -> None:
-        super().__init__(file, text_column)
-        self._schema = parquet_schema(text_column)
-        self._writer = pq.ParquetWriter(file, self._schema, write_page_checksum=True)
-        self._rows: list[dict[str, Any]] = []
-
-    def write(self, row: Row) -> None:
-        self._rows.append(self._columns(row))
-        if len(self._rows) >= _ROWS_PER_GROUP:
-            self._flush()
-
-    def _flush(self) -> None:
-        self._writer.write_table(pa.Table.from_pylist(self._rows, schema=self._schema))
-        self._rows.clear()
-
-    def finish(self) -> None:
-        if self._rows:
-            self._flush()
-        self._writer.close()
+    kind = "output"
 
 
 def parquet_schema(text_column: str) -> pa.Schema:
@@ -95,15 +51,23 @@ def parquet_schema(text_column: str) -> pa.Schema:
     )
 
 
-_ENCODERS: dict[FileFormat, type[RowEncoder]] = {"jsonl": JsonlEncoder, "parquet": ParquetEncoder}
+def _columns_of(row: Row, text_column: str) -> dict[str, Any]:
+    return {text_column if name == "text" else name: getattr(row, name) for name in OUTPUT_COLUMNS}
+
+
+def _json_line(row: Row, text_column: str) -> bytes:
+    return json.dumps(_columns_of(row, text_column), ensure_ascii=False).encode() + b"\n"
 
 
 def write_rows(file: IO[bytes], rows: Iterable[Row], *, text_column: str, file_format: FileFormat) -> None:
-    """Write `rows` as the whole content of an open file."""
-    encoder = _ENCODERS[file_format](file, text_column)
-    for row in rows:
-        encoder.write(row)
-    encoder.finish()
+    """Write `rows` as the whole content of an open file. A row group of a Parquet file has 1024 rows."""
+    if file_format == "jsonl":
+        file.writelines(_json_line(row, text_column) for row in rows)
+        return
+    schema, left = parquet_schema(text_column), iter(rows)
+    with pq.ParquetWriter(file, schema, write_page_checksum=True) as writer:
+        while some := [_columns_of(row, text_column) for row in itertools.islice(left, _ROWS_PER_GROUP)]:
+            writer.write_table(pa.Table.from_pylist(some, schema=schema))
 
 
 def read_rows(file: IO[bytes], *, text_column: str, file_format: FileFormat, with_text: bool = True) -> Iterator[Row]:
@@ -202,23 +166,77 @@ def _check_count(content: pq.ParquetFile, num_rows: int) -> None:
 _FORMATS: dict[str, FileFormat] = {".jsonl": "jsonl", ".parquet": "parquet"}
 
 
-@contextmanager
-def open_writer(path: Path, *, text_column: str) -> Iterator[RowEncoder]:
-    """Write rows to a hidden file next to `path`, and rename it to `path` however the `with` block ends. So an
-    interrupted run keeps its rows.
+class RowWriter:
+    """Writes rows to a file as JSON lines. A row is in the file, or no part of it is, whatever ends the write."""
 
-    path: accepted by check_output. text_column: name of the column of the generated text.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
-        encoder = _ENCODERS[_FORMATS[path.suffix.lower()]](file, text_column)
+    def __init__(self, file: io.FileIO, text_column: str) -> None:
+        self._file, self._text_column = file, text_column
+        self.num_rows = 0
+        self.failure: OSError | None = None
+
+    def write(self, row: Row) -> None:
+        """Write a row. Raises OSError."""
+        start, left = self._file.tell(), memoryview(_json_line(row, self._text_column))
         try:
-            yield encoder
+            while left:
+                left = left[self._file.write(left) :]
+        except BaseException as error:
+            self._file.truncate(start)
+            self._file.seek(start)
+            self.failure = error if isinstance(error, OSError) else None
+            raise
+        self.num_rows += 1
+
+
+@contextmanager
+def open_writer(path: Path, *, text_column: str) -> Iterator[RowWriter]:
+    """Write rows to a hidden file of JSON lines next to `path`, and make it the file `path` however the `with` block
+    ends. So an interrupted run keeps its rows, and so does a run that fills the disk.
+
+    path: accepted by check_output. text_column: name of the column of the generated text. Raises OutputError, which
+    says where the rows so far are: in `path`, or as JSON lines beside it if there is no room for a Parquet file.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = partial.open("wb", buffering=0)
+    except OSError as error:
+        raise output_error(path, error, "no row is written") from error
+    with file:
+        writer = RowWriter(file, text_column)
+        try:
+            yield writer
         finally:
-            encoder.finish()
-            file.close()
+            place, failure = _concluded(partial, path, text_column)
+            failure = writer.failure or failure
+            if failure is not None:
+                raise output_error(path, failure, f"{writer.num_rows} rows are in {str(place)!r}") from failure
+
+
+def output_error(path: Path, error: Exception, state: str) -> OutputError:
+    """Return the error of an output that cannot be written. state: what is written."""
+    return OutputError(
+        f"the output {str(path)!r} cannot be written ({error_detail(error)}): make room or choose another place; "
+        f"{state}"
+    )
+
+
+def _concluded(partial: Path, path: Path, text_column: str) -> tuple[Path, Exception | None]:
+    """Make the file `path` of the JSON lines in `partial`. Return the file that has the rows, and the error because of
+    which it is not `path`."""
+    try:
+        if _FORMATS[path.suffix.lower()] == "parquet":
+            with Location.parse(str(path)).writing() as target, partial.open("rb") as file:
+                rows = read_rows(file, text_column=text_column, file_format="jsonl")
+                write_rows(target, rows, text_column=text_column, file_format="parquet")
+            partial.unlink()
+        else:
             os.replace(partial, path)
+    except (OSError, pa.ArrowException) as error:
+        with suppress(OSError):  # where even this cannot be done, the rows stay where they are
+            return partial.replace(path.with_name(f"{path.name}.jsonl")), error
+        return partial, error
+    return path, None
 
 
 def check_output(path: Path, *, overwrite: bool) -> None:
@@ -241,5 +259,6 @@ def check_output(path: Path, *, overwrite: bool) -> None:
 
 
 def save_config(path: Path, config: Mapping[str, Any]) -> None:
-    """Write the resolved options as YAML that `--config` reads back."""
+    """Write the resolved options as YAML that `--config` reads back. Missing folders are made. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True), encoding="utf-8")

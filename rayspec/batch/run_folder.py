@@ -30,11 +30,11 @@ import pyarrow as pa
 from typing_extensions import Self
 
 from rayspec.batch.parts import INDEX_NAME, PART_NAME, DamagedOutputError, Parts, delete_parts
-from rayspec.batch.results import FileFormat
+from rayspec.batch.results import FileFormat, OutputError
 from rayspec.batch.row_index import RowCounts, RowIndex
 from rayspec.batch.rows import OUTPUT_COLUMNS, Row
 from rayspec.command.locations import PARTIAL_SUFFIX, Location, UnreadableFileError, error_detail
-from rayspec.types import ConfigError, RayspecError
+from rayspec.types import ConfigError
 
 MANIFEST: Final = "manifest.json"
 _MANIFEST_VERSION = 2
@@ -48,12 +48,6 @@ _MAX_SHOWN = 80
 _BLOCK_BYTES = 4096
 
 Status = Literal["running", "complete", "interrupted"]
-
-
-class OutputError(RayspecError):
-    """Rows cannot be written to the output folder."""
-
-    kind = "output"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import sys
 import threading
@@ -14,6 +15,7 @@ from rich.console import Console
 from rayspec.command.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USAGE
 from rayspec.types import ConfigError, RayspecError
 
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 _PLAIN_WIDTH = 120  # width of tables in a file or a log
 
 
@@ -35,7 +37,8 @@ def say(line: str) -> None:
 
 @contextmanager
 def clean_exit() -> Iterator[None]:
-    """End the process with a line and an exit code, instead of a traceback, on errors of users and on signals."""
+    """End the process with a line and an exit code, instead of a traceback, on errors of users, a full disk and
+    signals."""
     before = signal.getsignal(signal.SIGTERM)
     exit_on_sigterm()
     try:
@@ -44,6 +47,11 @@ def clean_exit() -> Iterator[None]:
         _fail(error, EXIT_USAGE)
     except RayspecError as error:
         _fail(error, EXIT_FAILED)
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        place = "an output" if error.filename is None else repr(error.filename)
+        _fail(f"{place} cannot be written ({error.strerror}): make room or choose another place", EXIT_FAILED)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     finally:
@@ -61,7 +69,7 @@ def _terminate(number: int, frame: object) -> NoReturn:
     raise SystemExit(EXIT_TERMINATED)
 
 
-def _fail(error: RayspecError, code: int) -> NoReturn:
+def _fail(error: RayspecError | str, code: int) -> NoReturn:
     message = " ".join(str(error).split())
     error_console().print(f"error: {message}", markup=False, highlight=False, soft_wrap=True)
     sys.exit(code)

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -225,3 +227,50 @@ def test_the_saved_config_is_yaml(tmp_path: Path) -> None:
         "speculation": {"skip": [1]},
         "note": "ü",
     }
+
+
+_FILL = """
+import random, resource, sys
+from pathlib import Path
+from rayspec.batch.results import open_writer
+from rayspec.batch.rows import Row
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
+with open_writer(Path(sys.argv[1]), text_column="text") as writer:
+    for number in range(100):
+        writer.write(Row(id=str(number), text=random.Random(number).randbytes(200).hex()))
+"""
+
+
+def fill(path: Path, num_bytes: int) -> str:
+    """Write 100 rows in a process that may write so many bytes to a file, and return the error that ends it."""
+    command = [sys.executable, "-B", "-c", _FILL, str(path), str(num_bytes)]  # no cut .pyc files
+    process = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert process.returncode == 1
+    assert process.stderr.count("Traceback") == 2, process.stderr  # the error and its one cause
+    return process.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("num_bytes", [0, 100, 8000])
+def test_rows_of_a_full_disk_are_in_a_valid_file_that_the_error_names(
+    tmp_path: Path, suffix: str, num_bytes: int
+) -> None:
+    """Nothing is hidden. A Parquet file of so few bytes has no room for its footer, so its rows are JSON lines."""
+    path = tmp_path / f"out{suffix}"
+    error = fill(path, num_bytes)
+    rows = path if suffix == ".jsonl" else tmp_path / "out.parquet.jsonl"
+    assert [file.name for file in tmp_path.iterdir()] == [rows.name], error
+    ids = [row["id"] for row in read_back(rows)]
+    assert ids == [str(number) for number in range(len(ids))]
+    assert len(ids) == num_bytes // 700 or num_bytes < 700
+    assert f"OutputError: the output '{path}' cannot be written (File too large)" in error
+    assert f"{len(ids)} rows are in '{rows}'" in error
+
+
+def test_parquet_with_room_for_its_footer_is_valid_on_a_full_disk(tmp_path: Path) -> None:
+    path = tmp_path / "out.parquet"
+    error = fill(path, 30_000)
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    rows = read_back(path)
+    assert 30 < len(rows) < 60
+    assert f"{len(rows)} rows are in '{path}'" in error

@@ -16,9 +16,9 @@ import pyarrow as pa
 import pytest
 from pyarrow import fs
 
-from rayspec.batch.results import read_rows
+from rayspec.batch.results import OutputError, read_rows
 from rayspec.batch.rows import Row
-from rayspec.batch.run_folder import DamagedOutputError, OutputError, RunFolder
+from rayspec.batch.run_folder import DamagedOutputError, RunFolder
 from rayspec.command.locations import Location, Store
 from rayspec.types import ConfigError
 from tests.exhaustive import few_of
