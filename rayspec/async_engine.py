@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 import rayspec
 from rayspec.config import SamplingParams
-from rayspec.decode.chat import conversation_tokens
+from rayspec.decode.chat import chat_template, conversation_tokens
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.decode.pieces import PieceQueue
 from rayspec.decode.progress import Progress
 from rayspec.pipeline.ray_stages import RayStages, StageUse
 from rayspec.pipeline.replicas import Replicas
+from rayspec.prompts import text_tokens
 from rayspec.types import ConfigError, EngineLoad, EngineStats, Request, RequestOutput
 
 
@@ -76,18 +78,17 @@ class AsyncEngine:
         """Why the engine has ended; None while it runs."""
         return self._loop.death
 
-    def tokens(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
-        """Return the tokens of a text, or of a conversation through the chat template. Raises ConfigError if the
-        tokenizer has no template."""
-        if isinstance(prompt, str):
-            return list(self.tokenizer(prompt)["input_ids"])
-        return self.chat_tokens(prompt)
+    def tokens(self, prompt: str) -> list[int]:
+        """Return the tokens of a text. Raises RequestError."""
+        return text_tokens(prompt, self.tokenizer)
 
-    def chat_tokens(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Return the prompt tokens of a conversation. Raises InvalidMessagesError; ConfigError without a template."""
+    def chat_tokens(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
+        """Return the prompt tokens of a conversation, see `conversation_tokens`. Raises InvalidMessagesError;
+        ConfigError without a template."""
         if not self.has_chat:
             raise ConfigError(f"the tokenizer of {self.llm.config.model!r} has no chat template: give it plain prompts")
-        return conversation_tokens(messages, self.tokenizer, self.tokenizer.get_chat_template())
+        template = chat_template(self.tokenizer)
+        return conversation_tokens(messages, self.tokenizer, template, add_generation_prompt=add_generation_prompt)
 
     async def run(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> RequestOutput:
         """Run a request and return its finished output. An error of the request is in `error` of the output. Raises

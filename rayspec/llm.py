@@ -22,7 +22,7 @@ from typing_extensions import Self
 
 from rayspec import demo
 from rayspec.config import EngineConfig, SamplingParams
-from rayspec.decode.chat import conversation_tokens
+from rayspec.decode.chat import chat_template, conversation_tokens
 from rayspec.decode.engine import Engine
 from rayspec.decode.engine_loop import EngineDeadError, EngineLoop
 from rayspec.decode.stages import StageLostError
@@ -152,7 +152,7 @@ class LLM:
         return conversation_tokens(
             messages,
             self.engine.tokenizer,
-            self.tokenizer.get_chat_template(),
+            chat_template(self.tokenizer),
             add_generation_prompt=add_generation_prompt,
         )
 

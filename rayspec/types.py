@@ -55,11 +55,6 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
-def role_for_template(role: str) -> str:
-    """Return the name of a role in chat templates, which use the older name of "developer"."""
-    return "system" if role == "developer" else role
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """How the target drafts for itself.

@@ -36,6 +36,8 @@ from rayspec.types import (
 from tests.demo_model import EOS, demo_tokenizer
 from tests.families import build, cases, checkpoint, greedy
 
+CALL = {"id": "c1", "type": "function", "function": {"name": "mul", "arguments": '{"a": 6}'}}
+CALLS = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
 ENDLESS = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
 SHORT = GREEDY.replace(max_tokens=6)
@@ -459,13 +461,14 @@ def test_a_bad_prompt_is_an_output_with_an_error(llm: LLM, prompt: Any, error: t
     ("conversation", "message"),
     [
         ("hi", "the conversation is 'hi': give a list"),
-        (["hi"], "a message is 'hi'"),
-        ([], "empty conversation"),
-        ([{"role": "hacker", "content": "x"}], "the role of a message is 'hacker': give one of system, developer"),
-        ([{"content": "x"}], "the role of a message is None"),
-        ([{"role": ["user"], "content": "x"}], "the role of a message is"),
-        ([{"role": "user"}], "the content of a message is None"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "the content of a message is"),
+        (["hi"], "messages.0: it is 'hi'"),
+        ([], "the conversation has no message"),
+        ([{"role": "hacker", "content": "x"}], "messages.0.role: it is 'hacker'; give one of system, developer"),
+        ([{"content": "x"}], "messages.0.role: it is None"),
+        ([{"role": ["user"], "content": "x"}], "messages.0.role: it is ['user']"),
+        ([{"role": "user"}], "messages.0.content: it is required"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages.0.content: a part of type 'image_url'"),
+        ([CALLS], "messages.0.tool_calls: the model's chat template has no such field"),
         ([{"role": "user", "content": "\udfff"}], "surrogate"),
     ],
 )

@@ -7,15 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from jinja2 import TemplateError
-
 from rayspec.batch.long_documents import Completes, LongDocumentOptions, LongDocuments, PartTemplates, part_templates
 from rayspec.batch.rows import Row
 from rayspec.command.settings import Settings
 from rayspec.config import SamplingParams
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.demo import BUNDLED
-from rayspec.types import ConfigError, InvalidMessagesError, Request, RequestError
+from rayspec.prompts import text_tokens
+from rayspec.types import ConfigError, Request, RequestError
 
 if TYPE_CHECKING:  # torch, transformers and ray, which others do not need
     from rayspec.async_engine import AsyncEngine
@@ -66,13 +65,13 @@ class PromptBuilder:
             raise ConfigError(f"option 'prompt' is {self.template!r}: it must hold {_PLACE}, where the document goes")
 
     def request(self, request_id: str, row: Row) -> Request:
-        """Make the request for a row. Raises InvalidMessagesError."""
+        """Make the request for a row. Raises RequestError."""
         return Request(request_id=request_id, params=self.params, prompt_token_ids=self.tokens(row))
 
     def tokens(self, row: Row) -> list[int]:
-        """Return the prompt tokens of a row. Raises InvalidMessagesError if the chat template refuses the messages."""
+        """Return the prompt tokens of a row. Raises RequestError, also for any error of the template or tokenizer."""
         if row.messages is not None:
-            return self._chat_tokens(json.loads(row.messages))
+            return self.llm.chat_tokens(json.loads(row.messages))
         return self.fitting_tokens(row.document or "")
 
     def fitting_tokens(self, text: str) -> list[int]:
@@ -81,7 +80,7 @@ class PromptBuilder:
         limit = self.max_prompt_tokens
         if limit is None or len(token_ids) <= limit:
             return token_ids
-        body = list(self.llm.tokenizer(text, add_special_tokens=False)["input_ids"])
+        body = text_tokens(text, self.llm.tokenizer, add_special_tokens=False)
         while len(token_ids) > limit and body:
             body = body[: max(0, len(body) - (len(token_ids) - limit))]
             token_ids = self._text_tokens(self.llm.tokenizer.decode(body).rstrip("\ufffd"))
@@ -90,16 +89,8 @@ class PromptBuilder:
     def _text_tokens(self, text: str) -> list[int]:
         content = self.template.replace(_PLACE, text)
         if self.chat and self.llm.tokenizer.chat_template:
-            return self._chat_tokens([{"role": "user", "content": content}])
-        return list(self.llm.tokenizer(content)["input_ids"])
-
-    def _chat_tokens(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        try:
-            return self.llm.chat_tokens(messages)
-        except RequestError:
-            raise
-        except (TemplateError, ValueError) as error:
-            raise InvalidMessagesError(f"the messages cannot be made a prompt: {error}") from error
+            return self.llm.chat_tokens([{"role": "user", "content": content}])
+        return text_tokens(content, self.llm.tokenizer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,10 @@ import hashlib
 import io
 import itertools
 import json
+import math
+import reprlib
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
@@ -33,10 +36,13 @@ from rayspec.batch.input_files import (
 )
 from rayspec.batch.rows import Row
 from rayspec.command.locations import Location, UnreadableFileError, error_detail
-from rayspec.types import InputFileError
+from rayspec.prompts import read_conversation
+from rayspec.types import InputFileError, InvalidMessagesError
 
 _MIN_ROWS_PER_READ, _MAX_ROWS_PER_READ, _BYTES_PER_READ = 16, 1024, 2**20
 _DEFAULT_ID_COLUMN = "id"
+NO_ID_COLUMN = "none"
+_MAX_EXACT_FLOAT = 2.0**53
 
 # UTF-32 comes first, because its little-endian mark begins with that of UTF-16.
 _MARKS = (
@@ -68,6 +74,12 @@ class MissingColumnError(InputFileError):
     kind = "missing_column"
 
 
+class DuplicateColumnError(InputFileError):
+    """Two columns of a file, or two keys of an object, have the same name. Either could be meant."""
+
+    kind = "duplicate_column"
+
+
 class InvalidValueError(InputFileError):
     """The text or id is null, empty or of the wrong type."""
 
@@ -83,6 +95,7 @@ class Columns:
     """The names of the columns that hold the id, the text and the messages of a JSON-lines or Parquet row.
 
     id None: the column "id" where a row has a value there, else the file's name (`InputFile.name`) and the row number.
+    id "none": always these two.
     messages: a column of chat messages, used instead of the text where a row has it; None: text only.
     """
 
@@ -91,8 +104,13 @@ class Columns:
     messages: str | None = None
 
     @property
+    def id_name(self) -> str | None:
+        """The column of ids; None where ids are made from places."""
+        return None if self.id == NO_ID_COLUMN else self.id or _DEFAULT_ID_COLUMN
+
+    @property
     def names(self) -> list[str]:
-        return [name for name in (self.id or _DEFAULT_ID_COLUMN, self.text, self.messages) if name is not None]
+        return [name for name in (self.id_name, self.text, self.messages) if name is not None]
 
 
 class UndecodableError(ValueError):
@@ -167,13 +185,13 @@ def scan_piece(piece: Piece, columns: Columns) -> Iterator[tuple[int, tuple[str,
 def _made_of(
     piece: Piece, columns: Columns, wanted: AbstractSet[int] | None, make: Callable[[_Fields, str, Columns], Made]
 ) -> Iterator[tuple[int, Made | Row]]:
-    num_rows, failure = 0, None
+    num_rows, failure = 0, None  # type: int, InputFileError | None
     try:
         location = Location.parse(piece.path)
         for number, fields in _reader(location, piece)(location, piece, columns, wanted):
             num_rows += 1
             yield number, make(fields, piece.source(number), columns)
-    except UnreadableFileError as error:
+    except InputFileError as error:
         failure = error
     except (OSError, pa.ArrowException) as error:
         where = f"after {piece.num_before + num_rows} rows " if num_rows and wanted is None else ""
@@ -208,7 +226,7 @@ def as_duplicate(row: Row, first: str | None) -> Row:
     return row.refused(DuplicateIdError(f"{row.source}: id {row.id!r} is that of {first} too; ids must be unique"))
 
 
-_Fields = Mapping[str, Any] | InputFileError
+_Fields = Mapping[Any, Any] | InputFileError
 _Numbered = Iterator[tuple[int, _Fields]]
 _Reader = Callable[[Location, Piece, Columns, AbstractSet[int] | None], _Numbered]
 
@@ -234,7 +252,7 @@ def _read_text(
         content = file.read()
     if content:
         text = _decode(content, piece.name)
-        row = {columns.text: text, columns.id or _DEFAULT_ID_COLUMN: piece.name}
+        row = {columns.text: text, columns.id_name: piece.name}
         yield 0, text if isinstance(text, InputFileError) else row
 
 
@@ -257,8 +275,10 @@ def _parse_line(line: bytes, source: str) -> _Fields:
     if isinstance(text, InputFileError):
         return text
     try:
-        row = json.loads(text)
+        row = _JSON.decode(text)
         is_unicode = b"\\u" not in line or _is_unicode(row)
+    except DuplicateColumnError as error:
+        return DuplicateColumnError(f"{source}: {error}")
     except (ValueError, RecursionError) as error:  # a whole number of more than 4300 digits is a ValueError
         return MalformedRowError(f"{source}: not valid JSON: {error}")
     if not is_unicode:
@@ -266,6 +286,17 @@ def _parse_line(line: bytes, source: str) -> _Fields:
     if not isinstance(row, dict):
         return MalformedRowError(f"{source}: a row must be a JSON object, not {type(row).__name__}")
     return row
+
+
+def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        twice = next(name for name, number in Counter(name for name, _ in pairs).items() if number > 1)
+        raise DuplicateColumnError(f"key {twice!r} stands twice in one object; leave one out")
+    return fields
+
+
+_JSON = json.JSONDecoder(object_pairs_hook=_with_unique_keys)
 
 
 def _is_unicode(row: object) -> bool:
@@ -281,6 +312,9 @@ def _read_parquet(location: Location, piece: Piece, columns: Columns, wanted: Ab
     number = piece.num_before
     with location.open() as content, pq.ParquetFile(content) as file:
         names = [name for name in columns.names if name in file.schema_arrow.names]
+        twice = next((name for name in names if file.schema_arrow.names.count(name) > 1), None)
+        if twice is not None:
+            raise DuplicateColumnError(f"{piece.name}: two columns are called {twice!r}; rename one")
         first, num_groups = piece.groups or (0, file.num_row_groups)
         for group in range(first, first + num_groups):
             num_rows = file.metadata.row_group(group).num_rows
@@ -401,7 +435,7 @@ def _identity_of(fields: _Fields, source: str, columns: Columns) -> tuple[str, s
 
 def _content_of(
     fields: _Fields, source: str, columns: Columns
-) -> tuple[str, str | None, Sequence[Mapping[str, str]] | None] | Row:
+) -> tuple[str, str | None, Sequence[Mapping[str, Any]] | None] | Row:
     """Return the id, and a text or messages; or an error row."""
     if isinstance(fields, InputFileError):
         return _failed(source, fields)
@@ -415,16 +449,25 @@ def _content_of(
 
 
 def _row_id(row: Mapping[str, Any], source: str, columns: Columns) -> str:
-    value = row.get(columns.id or _DEFAULT_ID_COLUMN)
-    if columns.id is None and value is None:
+    name = columns.id_name
+    if name is None:
         return source
-    if columns.id is not None and columns.id not in row:
-        raise MissingColumnError(f"{source}: no column {columns.id!r} for the id; {_present(row)}")
+    value = row.get(name)
+    is_null = value is None or (isinstance(value, float) and math.isnan(value))  # pandas' null
+    if columns.id is None and is_null:
+        return source
+    if name not in row:
+        raise MissingColumnError(f"{source}: no column {name!r} for the id; {_present(row)}")
     if isinstance(value, str) and value:
         return value
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
-    raise InvalidValueError(f"{source}: the id is {value!r}; it must be text or a whole number")
+    if isinstance(value, float) and value.is_integer() and abs(value) < _MAX_EXACT_FLOAT:
+        return str(int(value))  # pandas makes whole numbers floats where a null is among them
+    raise InvalidValueError(
+        f"{source}: the id is {reprlib.repr(value)}; it must be text or a whole number. Choose the column with "
+        f"--id-column; with --id-column {NO_ID_COLUMN} the row's place is its id"
+    )
 
 
 def _text(row: Mapping[str, Any], source: str, columns: Columns) -> str:
@@ -439,20 +482,14 @@ def _text(row: Mapping[str, Any], source: str, columns: Columns) -> str:
     return value
 
 
-def _messages(row: Mapping[str, Any], source: str, columns: Columns) -> list[dict[str, str]] | None:
+def _messages(row: Mapping[str, Any], source: str, columns: Columns) -> list[dict[str, Any]] | None:
     value = row.get(columns.messages) if columns.messages is not None else None
     if value is None:
         return None
-    good = isinstance(value, list) and value and all(_is_message(message) for message in value)
-    if not good:
-        raise InvalidValueError(
-            f'{source}: column {columns.messages!r} must be a list of {{"role": ..., "content": ...}}'
-        )
-    return [{"role": message["role"], "content": message["content"]} for message in value]
-
-
-def _is_message(value: object) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
+    try:
+        return read_conversation(value)
+    except InvalidMessagesError as error:
+        raise InvalidValueError(f"{source}: column {columns.messages!r} holds no conversation: {error}") from None
 
 
 def _present(row: Mapping[str, Any]) -> str:

@@ -20,7 +20,10 @@ Inputs = Annotated[
     typer.Argument(metavar="INPUT...", help="files, folders or patterns; also s3://, gs://, abfs://, hdfs://"),
 ]
 Output = Annotated[str, typer.Option("--output", "-o", help="folder for rows, manifest and report; path or URI")]
-IdColumn = Annotated[str | None, typer.Option(help="column of the row's id; none: 'id', else file and row number")]
+IdColumn = Annotated[
+    str | None,
+    typer.Option(help="column of the row's id; without it: 'id', else file and row number; none: always the latter"),
+]
 Limit = Annotated[int | None, typer.Option(min=1, help="only the first so many rows")]
 Sample = Annotated[float | None, typer.Option(min=0, max=1, help="only this share of the rows, always the same ones")]
 Overwrite = Annotated[bool, typer.Option(help="begin again, in place of what an earlier run has left there")]

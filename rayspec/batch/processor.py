@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -11,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 import ray.data
-from jinja2 import TemplateError
 from pydantic import Field, model_validator
 from ray.exceptions import RayActorError, RayError
 from typing_extensions import Self
@@ -23,7 +23,8 @@ from rayspec.command.settings import Settings
 from rayspec.config import EngineConfig, Options, ParallelOptions, SamplingParams
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.pipeline.pool.worker import answer, call, num_engines, start_supervisor
-from rayspec.types import RayspecError, RequestError, RequestMetrics, RequestOutput
+from rayspec.prompts import without_nulls
+from rayspec.types import ConfigError, RayspecError, RequestError, RequestMetrics, RequestOutput
 
 if TYPE_CHECKING:
     from rayspec.async_engine import AsyncEngine
@@ -219,9 +220,9 @@ class PreparedRowTask:
     def handler(self, engine: AsyncEngine) -> Handler:
         async def complete(row: Mapping[str, Any]) -> Row:
             try:
-                params = self.settings.sampling.replace(**(row.get("sampling_params") or {}))
+                params = _sampling_params(self.settings.sampling, row.get("sampling_params"))
                 output = await engine.run(_prompt_tokens(engine, row), params)
-            except (RequestError, TemplateError, ValueError, TypeError) as error:
+            except (RequestError, ConfigError) as error:
                 return _columns_of_error(error)
             if output.error is not None and output.error.kind in _ENGINE_LOST:
                 raise EngineDeadError(str(output.error))
@@ -230,14 +231,25 @@ class PreparedRowTask:
         return complete
 
 
-def _prompt_tokens(engine: AsyncEngine, row: Mapping[str, Any]) -> list[int]:
-    """Return the prompt tokens of a row. Raises RequestError for a row without a prompt."""
-    if row.get("tokenized_prompt") is not None:
-        return [int(token) for token in row["tokenized_prompt"]]
-    prompt = row.get("messages") if row.get("messages") is not None else row.get("prompt")
-    if prompt is None:
-        raise RequestError("the row has none of 'messages', 'prompt', 'tokenized_prompt': let preprocess add one")
-    return engine.tokens(prompt)
+def _sampling_params(defaults: SamplingParams, asked: Any) -> SamplingParams:
+    """Return the parameters of a row. Arrow fills fields that a row does not have with null. Raises ConfigError."""
+    if not isinstance(asked, Mapping | None):
+        raise ConfigError(
+            f"column 'sampling_params' is {reprlib.repr(asked)}: give a dict with names of SamplingParams"
+        )
+    return defaults.replace(**{str(name): value for name, value in without_nulls(asked or {}).items()})
+
+
+def _prompt_tokens(engine: AsyncEngine, row: Mapping[str, Any]) -> Sequence[int]:
+    """Return the prompt tokens of a row, unchecked if the row has tokens. Raises RequestError."""
+    given = {name: row[name] for name in ("tokenized_prompt", "messages", "prompt") if row.get(name) is not None}
+    if "tokenized_prompt" in given:
+        return given["tokenized_prompt"]  # type: ignore[no-any-return]
+    if "messages" in given:
+        return engine.chat_tokens(given["messages"])
+    if "prompt" in given:
+        return engine.tokens(given["prompt"])
+    raise RequestError("the row has none of 'messages', 'prompt', 'tokenized_prompt': let preprocess add one")
 
 
 def _columns(output: RequestOutput, params: SamplingParams) -> Row:

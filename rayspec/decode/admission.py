@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rayspec.decode.processing import check_tokens
+from rayspec.prompts import text_tokens
 from rayspec.types import EmptyPromptError, InvalidTokenError, PromptTooLongError, Request, RequestError
 
 
@@ -36,31 +37,14 @@ def admitted_tokens(
     return token_ids
 
 
-def require_unicode(text: str) -> None:
-    """Check that the text has a UTF-8 form. Raises RequestError for half of a surrogate pair."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(
-            f"the text has {text[error.start]!r} at index {error.start}, half of a surrogate pair: remove it or "
-            "replace it, for example by text.encode('utf-8', 'replace').decode()"
-        ) from None
-
-
 def prompt_tokens(request: Request, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
     """Return the prompt's tokens, without a check of their range. Raises RequestError if the prompt is invalid."""
     if request.prompt_token_ids is not None:
         return _whole_numbers(request.prompt_token_ids)
     prompt: Any = request.prompt
-    if not isinstance(prompt, str):
-        raise RequestError(f"the prompt is {reprlib.repr(prompt)}: give a text, or {{'prompt_token_ids': [...]}}")
-    if tokenizer is None:
+    if isinstance(prompt, str) and tokenizer is None:
         raise RequestError("the prompt is a text and the engine has no tokenizer: give `prompt_token_ids`")
-    require_unicode(prompt)
-    try:
-        return list(tokenizer(prompt)["input_ids"])
-    except Exception as error:  # a tokenizer may be anybody's code
-        raise RequestError(f"the tokenizer refuses the prompt: {type(error).__name__}: {error}") from error
+    return text_tokens(prompt, tokenizer)
 
 
 def _whole_numbers(token_ids: Any) -> list[int]:

@@ -2,63 +2,64 @@
 
 from __future__ import annotations
 
-import reprlib
-from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+import json
+from collections.abc import Sequence
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from rayspec.decode.admission import require_unicode
-from rayspec.types import InvalidMessagesError, Role, role_for_template
+from rayspec.prompts import check_rendered, read_conversation
+from rayspec.types import ConfigError, InvalidMessagesError
 
 
 def conversation_tokens(
-    messages: Sequence[Mapping[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    template: str,
-    *,
-    add_generation_prompt: bool = True,
+    messages: Sequence[Any], tokenizer: PreTrainedTokenizerBase, template: str, *, add_generation_prompt: bool = True
 ) -> list[int]:
     """Return the tokens of the conversation, followed by those that begin an answer unless `add_generation_prompt` is
-    false. Raises InvalidMessagesError."""
-    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
-        raise InvalidMessagesError(
-            f"the conversation is {reprlib.repr(messages)}: give a list of {{'role': 'user', 'content': 'text'}}"
-        )
-    conversation = [_for_template(message) for message in messages]
-    try:
-        encoded: Any = tokenizer.apply_chat_template(
-            conversation, chat_template=template, add_generation_prompt=add_generation_prompt, return_dict=True
-        )
-    except (TemplateError, TypeError, ValueError) as error:  # a template is a user's program and may raise any of these
-        raise InvalidMessagesError(f"the messages cannot be made a prompt: {error}") from error
+    False. Arguments of tool calls that are the text of a JSON object become an object, as in vLLM.
+
+    Raises InvalidMessagesError: see `read_conversation`, and for any error of the template.
+    """
+    encoded = _templated(messages, tokenizer, template, add_generation_prompt=add_generation_prompt, return_dict=True)
     return list(encoded["input_ids"])
 
 
-def _for_template(message: Any) -> dict[str, Any]:
-    if not isinstance(message, Mapping):
-        raise InvalidMessagesError(f"a message is {reprlib.repr(message)}: give {{'role': 'user', 'content': 'text'}}")
-    role: Any = message.get("role")
-    content = message.get("content")
-    if role not in get_args(Role):
-        raise InvalidMessagesError(
-            f"the role of a message is {reprlib.repr(role)}: give one of {', '.join(get_args(Role))}"
-        )
-    if content is None and message.get("tool_calls"):
-        return dict(message)
-    return dict(message) | {"role": role_for_template(role), "content": _text(content)}
+def conversation_text(messages: Sequence[Any], tokenizer: PreTrainedTokenizerBase, template: str) -> str:
+    """Return the text of the conversation, without what begins an answer. Raises InvalidMessagesError."""
+    return str(_templated(messages, tokenizer, template, tokenize=False))
 
 
-def _text(content: Any) -> str:
-    """Return the message's text. Text parts are joined by line breaks, as in vLLM."""
-    parts = content if isinstance(content, list | tuple) else [{"type": "text", "text": content}]
-    texts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in parts]
-    if not all(isinstance(text, str) for text in texts):
-        raise InvalidMessagesError(
-            f"the content of a message is {reprlib.repr(content)}: give a text, or a list of "
-            "{'type': 'text', 'text': '...'}"
-        )
-    joined = "\n".join(map(str, texts))
-    require_unicode(joined)
-    return joined
+def _templated(messages: Sequence[Any], tokenizer: PreTrainedTokenizerBase, template: str, **options: Any) -> Any:
+    conversation = read_conversation(messages)
+    check_rendered(conversation, template)
+    for message in conversation:
+        for call in message.get("tool_calls", ()):
+            call["function"]["arguments"] = _as_object(call["function"].get("arguments") or {})
+    try:
+        return tokenizer.apply_chat_template(conversation, chat_template=template, **options)
+    except Exception as error:  # a template is anybody's program, which may raise anything
+        raise InvalidMessagesError(f"the messages cannot be made a prompt: {_told(error)}") from error
+
+
+def chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the template of a tokenizer that has one. Raises ConfigError if it has several and none is the default."""
+    try:
+        return str(tokenizer.get_chat_template())
+    except ValueError as error:
+        raise ConfigError(f"the tokenizer's chat template cannot be used: {error}") from error
+
+
+def _as_object(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        parsed = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return parsed if isinstance(parsed, dict) else arguments
+
+
+def _told(error: Exception) -> str:
+    """Return the message of an error, with its type where the type tells more than the message."""
+    return str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"

@@ -18,7 +18,8 @@ from typing_extensions import Self, TypeIs
 from rayspec.config import SamplingParams
 from rayspec.openai.errors import InvalidRequestError
 from rayspec.openai.strict_body import Refusals, StrictBody
-from rayspec.types import ConfigError, PromptTooLongError, Role, role_for_template
+from rayspec.prompts import InvalidMessageError, read_message
+from rayspec.types import ConfigError, PromptTooLongError, Role
 
 _MAX_LOGPROBS = 20
 # OpenAI has n 128, 4 stop strings, 2,048 messages. A larger request is refused before it costs anything.
@@ -34,7 +35,7 @@ ServiceTier = Literal["auto", "default"]
 """The names of the only tier that is served. OpenAI's other tiers promise a price or a speed."""
 
 Name = Annotated[str, Field(max_length=256)]
-Input = str | list[int] | list[dict[str, str]]
+Input = str | list[int] | list[dict[str, Any]]
 """A prompt: a text, token ids, or a conversation for the chat template."""
 
 
@@ -53,45 +54,45 @@ FewTokens = pydantic.BeforeValidator(_few_tokens)
 
 
 class ChatMessage(StrictBody):
-    """A message of a conversation. If its content is a list of text parts, line breaks join the parts, as in vLLM."""
+    """A message of a conversation, as `read_message` returns it. Fields beyond these are for the chat template, which
+    the engine asks whether it knows them. content: also a list of text parts, which line breaks join."""
 
-    refused: ClassVar[Refusals] = {"tool_calls": ([],), "function_call": (), "audio": (), "refusal": ()}
+    model_config = pydantic.ConfigDict(extra="allow")
 
     role: Role
-    content: str
+    content: str | None = None
     name: Name | None = None
     tool_call_id: Name | None = None
+    tool_calls: list[dict[str, Any]] | None = None
 
-    @field_validator("content", mode="before")
+    @model_validator(mode="before")
     @classmethod
-    def _joined(cls, content: Any) -> Any:
-        return "\n".join(map(_text_of_part, content)) if isinstance(content, list) else content
+    def _leave_out_what_asks_for_nothing(cls, body: Any) -> Any:
+        try:
+            return read_message(body)
+        except InvalidMessageError as error:
+            field = error.field.partition(".")[2]
+            raise PydanticCustomError(error.code, "{problem}", {"problem": error.problem, "field": field}) from None
 
     @property
-    def for_template(self) -> dict[str, str]:
+    def for_template(self) -> dict[str, Any]:
         """The message in the form of chat templates."""
-        return {"role": role_for_template(self.role)} | self.model_dump(exclude={"role"}, exclude_none=True)
+        given = self.model_dump(exclude_none=True)
+        return {"role": given.pop("role"), "content": self.content} | given
 
-
-def _text_of_part(part: Any) -> str:
-    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    if kind != "text":
-        raise PydanticCustomError(
-            "unsupported_parameter",
-            "a part of type {kind} is not supported; give text parts only",
-            {"kind": repr(kind)},
-        )
-    if not isinstance(part.get("text"), str):
-        raise PydanticCustomError("invalid_value", "a part of type 'text' must have a 'text'")
-    return str(part["text"])
+    @property
+    def num_characters(self) -> int:
+        """About how many characters a chat template makes of it; an empty message has some, too."""
+        rest = len(repr((self.tool_calls, self.model_extra))) if self.tool_calls or self.model_extra else 0
+        return len(self.content or "") + rest + _MESSAGE_CHARACTERS
 
 
 Conversation = Annotated[list[ChatMessage], Field(min_length=1, max_length=_MAX_MESSAGES, fail_fast=True)]
 
 
 def num_characters(messages: Sequence[ChatMessage]) -> int:
-    """Return about how many characters a chat template makes of the messages; empty messages count, too."""
-    return sum(len(message.content) + _MESSAGE_CHARACTERS for message in messages)
+    """Return about how many characters a chat template makes of the messages."""
+    return sum(message.num_characters for message in messages)
 
 
 class StreamOptions(StrictBody):

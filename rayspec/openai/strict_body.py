@@ -16,6 +16,7 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
 from rayspec.openai.errors import InvalidRequestError, parse_json
+from rayspec.prompts import without_nulls
 
 _CODES = {
     "missing": "missing_required_parameter",
@@ -26,11 +27,11 @@ _CODES = {
 _MOST_NAME = 64  # characters; no field of the protocol has half as many
 
 Refusals = Mapping[str, Sequence[Any]]
-"""Unsupported fields, each with the values that are accepted because they have no effect; null is always accepted."""
+"""Unsupported fields, each with the values that are accepted because they have no effect."""
 
 
 class StrictBody(pydantic.BaseModel):
-    """An object of the protocol. A field that is null counts as left out.
+    """An object of the protocol. A field that is null counts as left out, known or not, at every depth.
 
     refused: unsupported fields. ignored: fields that change no text, whatever their value.
     """
@@ -51,7 +52,7 @@ class StrictBody(pydantic.BaseModel):
     @classmethod
     def _takes_effect(cls, name: str, value: Any) -> bool:
         if name in cls.model_fields:
-            return value is not None
+            return True
         if name in cls.ignored:
             return False
         if name not in cls.refused:
@@ -59,7 +60,7 @@ class StrictBody(pydantic.BaseModel):
             near = difflib.get_close_matches(name, [*cls.model_fields, *cls.refused, *cls.ignored], n=1)
             hint = f"did you mean {near[0]!r}?" if near else "leave it out"
             raise PydanticCustomError("unknown_parameter", "unknown field; {hint}", {"field": name, "hint": hint})
-        if value is not None and value not in cls.refused[name]:
+        if value not in cls.refused[name]:
             raise PydanticCustomError("unsupported_parameter", "not supported here; leave it out", {"field": name})
         return False
 
@@ -72,7 +73,7 @@ class StrictBody(pydantic.BaseModel):
     def parse(cls, body: object) -> Self:
         """Validate the result of `parse_json`. Raises InvalidRequestError, which names the first invalid field."""
         try:
-            return cls.model_validate(body)
+            return cls.model_validate(without_nulls(body))
         except pydantic.ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             names = [*first["loc"], *filter(None, [first.get("ctx", {}).get("field")])]

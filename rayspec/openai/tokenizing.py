@@ -8,20 +8,22 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
-from jinja2 import TemplateError
 from pydantic import model_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
+from rayspec.decode.chat import chat_template, conversation_text
+from rayspec.openai.errors import InvalidRequestError
 from rayspec.openai.models import check_served
 from rayspec.openai.requests import Conversation, TokenIds, num_characters
 from rayspec.openai.strict_body import Refusals, StrictBody
-from rayspec.types import ConfigError, InvalidMessagesError, InvalidTokenError, PromptTooLongError, RequestError
+from rayspec.prompts import InvalidMessageError, text_tokens
+from rayspec.types import ConfigError, InvalidMessagesError, InvalidTokenError, PromptTooLongError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Messages = Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, Any]]
 T = TypeVar("T")
 
 _LONG = 20_000  # characters or tokens; more would block the event loop for too long
@@ -42,7 +44,9 @@ class Tokenizes(Protocol):
     @property
     def max_new_tokens(self) -> int | None: ...
 
-    def tokens(self, prompt: str | Messages) -> list[int]: ...
+    def tokens(self, prompt: str) -> list[int]: ...
+
+    def chat_tokens(self, messages: Messages, *, add_generation_prompt: bool = True) -> list[int]: ...
 
 
 async def in_thread_if_large(work: Callable[[], T], size: int) -> T:
@@ -55,26 +59,25 @@ async def in_thread_if_large(work: Callable[[], T], size: int) -> T:
 
 
 def prompt_tokens(engine: Tokenizes, prompt: str | Messages, *, add_generation_prompt: bool = True) -> list[int]:
-    """Return the tokens of a text, or of a conversation through the chat template. Raises InvalidMessagesError, and
-    PromptTooLongError for a text that is much too long, before all of it is tokenized."""
+    """Return the tokens of a text, or of a conversation through the chat template. Raises RequestError: an
+    InvalidRequestError names the field of a message, and PromptTooLongError comes before all of a text that is much too
+    long is tokenized."""
     try:
         if len(prompt if isinstance(prompt, str) else repr(prompt)) > _CHARACTERS_PER_TOKEN * engine.max_model_len:
             _check_length(prompt if isinstance(prompt, str) else _rendered(engine.tokenizer, prompt), engine)
-        if isinstance(prompt, str) or add_generation_prompt:
+        if isinstance(prompt, str):
             return engine.tokens(prompt)
-        return _without_generation_prompt(engine.tokenizer, prompt)
-    except RequestError:
-        raise
+        return engine.chat_tokens(prompt, add_generation_prompt=add_generation_prompt)
+    except InvalidMessageError as error:
+        raise InvalidRequestError(str(error), param=f"messages.{error.field}", code=error.code) from None
     except ConfigError as error:
         raise InvalidMessagesError("the model has no chat template; use /v1/completions") from error
-    except (TemplateError, TypeError, ValueError) as error:  # a template is somebody's program and may raise either
-        raise InvalidMessagesError(f"the messages cannot be made a prompt: {error}") from error
 
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> str:
     if not tokenizer.chat_template:
         return ""
-    return str(tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False))
+    return conversation_text(messages, tokenizer, chat_template(tokenizer))
 
 
 def _check_length(text: str, engine: Tokenizes) -> None:
@@ -84,19 +87,13 @@ def _check_length(text: str, engine: Tokenizes) -> None:
     """
     most, length = engine.max_model_len, _CHARACTERS_PER_TOKEN * engine.max_model_len
     while length < len(text):
-        num_tokens = len(engine.tokenizer(text[:length], add_special_tokens=False)["input_ids"])
+        num_tokens = len(text_tokens(text[:length], engine.tokenizer, add_special_tokens=False))
         if num_tokens > most + most // 8:  # a cut through a word may add tokens
             raise PromptTooLongError(
                 f"This model's maximum context length is {most} tokens. However, the first {length} of your prompt's "
                 f"{len(text)} characters have {num_tokens} tokens. Please reduce the length of the prompt."
             )
         length *= 4
-
-
-def _without_generation_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[int]:
-    conversation = [dict(message) for message in messages]
-    encoded: Any = tokenizer.apply_chat_template(conversation, add_generation_prompt=False, return_dict=True)
-    return list(encoded["input_ids"])
 
 
 def check_tokens(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -155,7 +152,7 @@ class TokenizeRequest(StrictBody):
         assert self.prompt is not None
         if self.add_special_tokens is False:
             _check_length(self.prompt, engine)
-            return list(engine.tokenizer(self.prompt, add_special_tokens=False)["input_ids"])
+            return text_tokens(self.prompt, engine.tokenizer, add_special_tokens=False)
         return prompt_tokens(engine, self.prompt)
 
 

@@ -17,6 +17,9 @@ from rayspec.batch.rows import Row
 from rayspec.types import ConfigError
 
 TEXT = Columns()
+CALL = {"id": "c1", "type": "function", "function": {"name": "mul", "arguments": "{}"}}
+CALLS = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+PART = {"type": "text", "text": "hello"}
 
 
 def write_lines(path: Path, *rows: Any) -> str:
@@ -327,7 +330,7 @@ def test_reading_is_lazy(tmp_path: Path) -> None:
 
 
 def test_messages_stand_in_for_the_text(tmp_path: Path) -> None:
-    chat = [{"role": "user", "content": "hello", "name": "ignored"}]
+    chat = [{"role": "user", "content": "hello", "name": "ann"}, CALLS, {"role": "tool", "content": [PART, PART]}]
     path = write_lines(
         tmp_path / "a.jsonl",
         {"messages": chat},
@@ -337,7 +340,7 @@ def test_messages_stand_in_for_the_text(tmp_path: Path) -> None:
         {"messages": "hello"},
     )
     documents = list(read_file(path, Columns(text="prompt", messages="messages")))
-    assert json.loads(documents[0].messages or "") == [{"role": "user", "content": "hello"}]
+    assert json.loads(documents[0].messages or "") == [*chat[:2], {"role": "tool", "content": "hello\nhello"}]
     assert [outcome(d) for d in documents[1:]] == ["no chat", "invalid_value", "invalid_value", "invalid_value"]
 
 

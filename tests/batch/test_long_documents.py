@@ -501,7 +501,7 @@ def test_the_bundled_model_answers_parts_as_it_answers_documents(demo_engine: As
     (root,) = roots(outcome)
     first = leaves(root)[0]
     prompt = TokenizedText(demo_tokenizer(), text).text(range(first.start, first.end))
-    tokens = demo_engine.tokens([{"role": "user", "content": prompt}])
+    tokens = demo_engine.chat_tokens([{"role": "user", "content": prompt}])
     alone = asyncio.run(demo_engine.run(tokens, params))
     assert first.text == alone.outputs[0].text
     assert first.text.startswith(text.splitlines()[0])

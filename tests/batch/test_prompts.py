@@ -11,6 +11,7 @@ from rayspec.batch.document_task import PromptBuilder, fitting_prompt_tokens, su
 from rayspec.batch.documents import input_row
 from rayspec.batch.rows import Row
 from rayspec.config import SamplingParams
+from rayspec.decode.chat import conversation_tokens
 from rayspec.types import ConfigError, InvalidMessagesError
 
 PARAMS = SamplingParams(max_tokens=10)
@@ -23,8 +24,7 @@ class DemoTokens:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(demo.tokenizer_path())
 
     def chat_tokens(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        encoded = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
-        return list(encoded["input_ids"])
+        return conversation_tokens(messages, self.tokenizer, self.tokenizer.chat_template)
 
 
 @pytest.fixture(scope="module")

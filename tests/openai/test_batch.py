@@ -22,6 +22,7 @@ from rayspec.types import (
     CompletionOutput,
     ConfigError,
     EmptyPromptError,
+    InvalidMessagesError,
     OutOfMemoryError,
     RayspecError,
     RequestOutput,
@@ -152,10 +153,11 @@ class ScriptedEngine:
         self.params: list[SamplingParams] = []
         self.num_cancelled = 0
 
-    def tokens(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
-        if not isinstance(prompt, str):
-            prompt = "".join(message["content"] for message in prompt)
+    def tokens(self, prompt: str) -> list[int]:
         return list(self.tokenizer(prompt)["input_ids"])
+
+    def chat_tokens(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
+        return self.tokens("".join(message["content"] for message in messages))
 
     async def run(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> RequestOutput:
         self.params.append(params)
@@ -262,13 +264,12 @@ def test_cancelling_a_line_ends_its_prompts() -> None:
     ("error", "message"),
     [
         (ConfigError("/models/path has no template"), "no chat template; use /v1/completions"),
-        (ValueError("roles must alternate"), "roles must alternate"),
-        (TypeError("odd template"), "odd template"),
+        (InvalidMessagesError("roles must alternate"), "roles must alternate"),
     ],
 )
 def test_a_conversation_that_cannot_be_a_prompt_is_an_error_of_its_line(error: Exception, message: str) -> None:
     class Untemplated(ScriptedEngine):
-        def tokens(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
+        def chat_tokens(self, messages: Any, *, add_generation_prompt: bool = True) -> list[int]:
             raise error
 
     told = error_of(ask(request(url=CHAT_URL), Untemplated()))

@@ -19,6 +19,7 @@ from rayspec.types import PromptTooLongError
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 TEXT: dict[str, Any] = {"model": "m", "prompt": "x"}
+CALL = {"id": "c1", "type": "function", "function": {"name": "mul", "arguments": "{}"}}
 
 EVERYTHING: dict[str, Any] = {
     "n": 2,
@@ -59,6 +60,7 @@ def test_every_parameter_reaches_the_sampling_params() -> None:
 
 def test_what_is_left_out_or_null_has_the_default() -> None:
     nothing = dict.fromkeys([*EVERYTHING, "max_tokens", "logprobs", "stream", "stream_options", "user"])
+    nothing |= dict.fromkeys(["prompt_logprobs", "bad_words", "anything"])
     for extra in ({}, nothing):
         assert params_of(TEXT | extra) == SamplingParams()
         assert params_of(CHAT | extra) == SamplingParams(max_tokens=90)
@@ -66,6 +68,7 @@ def test_what_is_left_out_or_null_has_the_default() -> None:
     assert params_of(CHAT | {"logprobs": False}).logprobs is None
     assert params_of(TEXT | {"logprobs": 0}).logprobs == 0
     assert params_of(TEXT | {"stop": "end"}).stop == ("end",)
+    assert params_of(TEXT | {"logit_bias": {"5": 1, "7": None}}).logit_bias == {5: 1}
 
 
 def test_fields_that_change_no_text_are_taken() -> None:
@@ -153,9 +156,9 @@ def test_the_output_must_fit_the_context() -> None:
         (
             CHAT,
             {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
-            "messages.0.tool_calls",
-            "unsupported_parameter",
-            "not supported",
+            "messages.0.tool_calls.0",
+            "invalid_value",
+            "function",
         ),
         (TEXT, {"messages": []}, "messages", "unknown_parameter", "unknown field"),
         (TEXT, {"echo": True}, "echo", "unsupported_parameter", "not supported"),
@@ -288,7 +291,8 @@ def test_messages_become_what_chat_templates_take() -> None:
         {"role": "developer", "content": "rules"},
         {"role": "system", "content": "more"},
         {"role": "user", "content": parts, "name": "ann"},
-        {"role": "assistant", "content": "yes", "tool_calls": [], "refusal": None},
+        {"role": "assistant", "content": "yes", "tool_calls": [], "refusal": None, "annotations": []},
+        {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "hm"},
         {"role": "tool", "content": "42", "tool_call_id": "t"},
     ]
     assert ChatRequest.parse({"model": "m", "messages": messages}).prompts == [
@@ -297,6 +301,7 @@ def test_messages_become_what_chat_templates_take() -> None:
             {"role": "system", "content": "more"},
             {"role": "user", "content": "one\ntwo", "name": "ann"},
             {"role": "assistant", "content": "yes"},
+            {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "hm"},
             {"role": "tool", "content": "42", "tool_call_id": "t"},
         ]
     ]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 
+from rayspec.decode.chat import conversation_tokens
 from rayspec.openai.encoding import plain_body
 from rayspec.openai.errors import ApiError, InvalidRequestError
 from rayspec.openai.requests import ChatRequest, CompletionRequest
 from rayspec.openai.tokenizing import (
     DetokenizeRequest,
+    Messages,
     TokenizeRequest,
     detokenize,
     in_thread_if_large,
@@ -38,16 +39,12 @@ class DemoTokens:
     max_new_tokens = None
     tokenizer = demo_tokenizer()
 
-    def tokens(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
-        if isinstance(prompt, str):
-            return list(self.tokenizer(prompt)["input_ids"])
-        return self.templated(prompt, add_generation_prompt=True)
+    def tokens(self, prompt: str) -> list[int]:
+        return list(self.tokenizer(prompt)["input_ids"])
 
-    def templated(self, messages: Any, *, add_generation_prompt: bool) -> list[int]:
-        encoded = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=add_generation_prompt, return_dict=True
-        )
-        return list(encoded["input_ids"])
+    def chat_tokens(self, messages: Messages, *, add_generation_prompt: bool = True) -> list[int]:
+        template = self.tokenizer.get_chat_template()
+        return conversation_tokens(messages, self.tokenizer, template, add_generation_prompt=add_generation_prompt)
 
 
 def asked(**body: Any) -> Any:
@@ -79,7 +76,7 @@ def test_special_tokens_are_left_out_when_asked_for() -> None:
 
 def test_a_conversation_goes_through_the_template() -> None:
     messages = [*CHAT[:2], {"role": "system", "content": "é"}]
-    whole, open_ended = (DemoTokens().templated(messages, add_generation_prompt=flag) for flag in (False, True))
+    whole, open_ended = (DemoTokens().chat_tokens(messages, add_generation_prompt=flag) for flag in (False, True))
     assert whole != open_ended
     assert asked(messages=CHAT)["tokens"] == asked(messages=CHAT, add_generation_prompt=True)["tokens"] == open_ended
     assert asked(messages=CHAT, add_generation_prompt=False, add_special_tokens=False)["tokens"] == whole
@@ -133,17 +130,19 @@ def test_bad_detokenize_bodies_are_refused(body: dict[str, Any]) -> None:
     assert 400 <= ApiError.of(caught.value).status < 500
 
 
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [(ConfigError("none"), "no chat template"), (ValueError("roles must alternate"), "roles must alternate")],
-)
-def test_a_conversation_that_cannot_be_a_prompt_is_told(error: Exception, message: str) -> None:
+def test_a_model_without_chats_says_where_to_go() -> None:
     class Untemplated(DemoTokens):
-        def tokens(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
-            raise error
+        def chat_tokens(self, messages: Messages, *, add_generation_prompt: bool = True) -> list[int]:
+            raise ConfigError("/models/path has no template")
 
-    with pytest.raises(InvalidMessagesError, match=message):
+    with pytest.raises(InvalidMessagesError, match="no chat template; use /v1/completions"):
         prompt_tokens(Untemplated(), CHAT)
+
+
+def test_a_field_that_the_template_drops_is_named() -> None:
+    with pytest.raises(InvalidRequestError, match=r"messages.1.reasoning: the model's chat template") as caught:
+        asked(messages=[CHAT[0], {"role": "assistant", "content": "x", "reasoning": "hm"}])
+    assert (caught.value.param, caught.value.code) == ("messages.1.reasoning", "unsupported_parameter")
 
 
 def test_only_long_work_goes_beside_the_loop() -> None:

@@ -1,0 +1,179 @@
+"""What a prompt may be: the one reader of texts and chat messages for Python, rows of files and datasets, and HTTP."""
+
+from __future__ import annotations
+
+import difflib
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
+
+from rayspec.errors import InvalidMessagesError, RequestError
+from rayspec.types import Role
+
+_IDENTIFYING = ("role", "content", "name", "tool_call_id")
+_OF_A_PART = ("type", "text", "cache_control")  # the last is for caches of other servers
+_MAX_DEPTH = 32
+_MAX_NAME = 64  # characters of a field's name in an error
+_TEXT_PART = "{'type': 'text', 'text': '...'}"
+
+Problem = Literal["missing", "unsupported_parameter", "invalid_value"]
+
+
+class InvalidMessageError(InvalidMessagesError):
+    """A message is malformed, or has a field that cannot take effect. field: its place, as "0.content"."""
+
+    def __init__(self, field: str, problem: str, code: Problem = "invalid_value") -> None:
+        super().__init__(f"messages.{field}: {problem}")
+        self.field, self.problem, self.code = field, problem, code
+
+
+def read_conversation(messages: object) -> list[dict[str, Any]]:
+    """Return the messages in the form that chat templates take, see `read_message`. What this returns can be read
+    again and does not change. Raises InvalidMessagesError."""
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        raise InvalidMessagesError(
+            f"the conversation is {reprlib.repr(messages)}: give a list of {{'role': 'user', 'content': 'text'}}"
+        )
+    if not messages:
+        raise InvalidMessagesError("the conversation has no message: give at least one")
+    return [read_message(message, str(index)) for index, message in enumerate(messages)]
+
+
+def read_message(message: object, place: str = "0") -> dict[str, Any]:
+    """Return a message with `role`, `content`, and every other field that says something.
+
+    Line breaks join text parts, as in vLLM. A field that is null counts as left out, at every depth, and so does a
+    field of the message that is an empty list or object. The content is None in a message that only calls tools, and
+    empty in another assistant's message without content. place: the message's place, for errors. Raises
+    InvalidMessageError.
+    """
+    if not isinstance(message, Mapping):
+        raise InvalidMessageError(place, f"it is {reprlib.repr(message)}; give {{'role': 'user', 'content': 'text'}}")
+    given = _plain(message, place, 0)
+    fields = {name: value for name, value in given.items() if name == "content" or value not in ([], {})}
+    role = fields.pop("role", None)
+    if role not in get_args(Role):
+        known = ", ".join(get_args(Role))
+        raise InvalidMessageError(f"{place}.role", f"it is {reprlib.repr(role)}; give one of {known}")
+    for name in ("name", "tool_call_id"):
+        if not isinstance(fields.get(name, ""), str):
+            raise InvalidMessageError(f"{place}.{name}", f"it is {reprlib.repr(fields[name])}; it must be text")
+    if "tool_calls" in fields:
+        _check_tool_calls(fields["tool_calls"], f"{place}.tool_calls")
+    content = fields.pop("content", None)
+    if content is None and role == "assistant":
+        text = None if "tool_calls" in fields else ""
+    else:
+        text = _text(content, f"{place}.content")
+    return {"role": "system" if role == "developer" else role, "content": text} | fields
+
+
+def check_rendered(conversation: Sequence[Mapping[str, Any]], template: str) -> None:
+    """Check that the chat template knows the fields of messages, because it drops others without a word. `name` and
+    `tool_call_id` identify what is named elsewhere and are always accepted. Raises InvalidMessageError."""
+    for index, message in enumerate(conversation):
+        for name in message:
+            if name not in _IDENTIFYING and name not in template:
+                name = name[:_MAX_NAME]  # noqa: PLW2901
+                near = difflib.get_close_matches(name, [*_IDENTIFYING, "tool_calls"], n=1)
+                hint = f"did you mean {near[0]!r}?" if near else "leave it out"
+                raise InvalidMessageError(
+                    f"{index}.{name}", f"the model's chat template has no such field; {hint}", "unsupported_parameter"
+                )
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a JSON value without the fields of objects that are null, at every depth. Null elements of lists stay. A
+    list that begins with a number or a text holds only such: it may be long, and is not searched."""
+    if isinstance(value, dict):
+        return {name: without_nulls(item) for name, item in value.items() if item is not None}
+    if isinstance(value, list) and value and isinstance(value[0], dict | list):
+        return [without_nulls(item) for item in value]
+    return value
+
+
+def text_tokens(prompt: object, tokenizer: Any, **options: Any) -> list[int]:
+    """Return the tokens of a text. tokenizer: a transformers tokenizer. options: those of its call. Raises RequestError
+    for a prompt that is no text or no Unicode, and for any error of the tokenizer."""
+    if not isinstance(prompt, str):
+        raise RequestError(f"the prompt is {reprlib.repr(prompt)}: give a text, or {{'prompt_token_ids': [...]}}")
+    problem = _unicode_problem(prompt)
+    if problem is not None:
+        raise RequestError(problem)
+    try:
+        return list(tokenizer(prompt, **options)["input_ids"])
+    except Exception as error:  # a tokenizer may be anybody's code
+        raise RequestError(f"the tokenizer refuses the prompt: {type(error).__name__}: {error}") from error
+
+
+def _unicode_problem(text: str) -> str | None:
+    """Return why the text has no UTF-8 form: it has half of a surrogate pair. None for other texts."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return (
+            f"the text has {text[error.start]!r} at index {error.start}, half of a surrogate pair: remove it or "
+            "replace it, for example by text.encode('utf-8', 'replace').decode()"
+        )
+    return None
+
+
+def _plain(value: Any, place: str, depth: int) -> Any:
+    """Return a JSON value without null fields. Raises InvalidMessageError for any other value."""
+    if depth > _MAX_DEPTH:
+        raise InvalidMessageError(place, f"it is nested more than {_MAX_DEPTH} levels deep")
+    if isinstance(value, str):
+        problem = _unicode_problem(value)
+        if problem is not None:
+            raise InvalidMessageError(place, problem)
+        return value
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{place}.{index}", depth + 1) for index, item in enumerate(value)]
+    if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
+        return {
+            name: _plain(item, f"{place}.{name[:_MAX_NAME]}", depth + 1)
+            for name, item in value.items()
+            if item is not None
+        }
+    raise InvalidMessageError(place, f"it is {reprlib.repr(value)}; give text, or a value that JSON has")
+
+
+def _text(content: Any, place: str) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None:
+        raise InvalidMessageError(place, f"it is required; give a text, or a list of {_TEXT_PART}", "missing")
+    if not isinstance(content, list):
+        raise InvalidMessageError(place, f"it is {reprlib.repr(content)}; give a text, or a list of {_TEXT_PART}")
+    return "\n".join(_text_of_part(part, place) for part in content)
+
+
+def _text_of_part(part: Any, place: str) -> str:
+    if not isinstance(part, dict):
+        raise InvalidMessageError(place, f"a part is {reprlib.repr(part)}; give {_TEXT_PART}", "unsupported_parameter")
+    kind = part.get("type")
+    if kind != "text":
+        problem = f"a part of type {reprlib.repr(kind)} is not supported; give text parts only"
+        raise InvalidMessageError(place, problem, "unsupported_parameter")
+    unknown = next((name for name, value in part.items() if name not in _OF_A_PART and value not in ([], {})), None)
+    if unknown is not None:
+        problem = f"a text part has a field {unknown!r}, which is not supported; leave it out"
+        raise InvalidMessageError(place, problem, "unsupported_parameter")
+    if not isinstance(part.get("text"), str):
+        raise InvalidMessageError(place, "a part of type 'text' must have a 'text'")
+    return str(part["text"])
+
+
+def _check_tool_calls(calls: Any, place: str) -> None:
+    if not isinstance(calls, list):
+        raise InvalidMessageError(place, f"it is {reprlib.repr(calls)}; give a list of calls")
+    for index, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            problem = f"it is {reprlib.repr(call)}; give {{'function': {{'name': ..., 'arguments': ...}}}}"
+            raise InvalidMessageError(f"{place}.{index}", problem)
+        if not isinstance(function.get("arguments", ""), str | dict):
+            problem = f"it is {reprlib.repr(function['arguments'])}; give a JSON object, or its text"
+            raise InvalidMessageError(f"{place}.{index}.function.arguments", problem)

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai.types.chat as official
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayspec.prompts import InvalidMessageError, check_rendered, read_conversation, read_message, without_nulls
+from rayspec.types import InvalidMessagesError
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "mul", "arguments": '{"a": 6, "b": null}'}}
+CALLS = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+
+
+def test_everything_that_a_template_may_render_is_kept() -> None:
+    parts = [{"type": "text", "text": "4"}, {"type": "text", "text": "2"}]
+    before = [{"role": "user", "content": "6*7?", "name": "ann"}, CALLS | {"reasoning_content": "use the tool"}]
+    result = {"role": "tool", "content": parts, "tool_call_id": "c1"}
+    assert read_conversation([*before, result]) == [*before, result | {"content": "4\n2"}]
+
+
+def test_developers_speak_as_the_system() -> None:
+    assert read_message({"role": "developer", "content": "x"}) == {"role": "system", "content": "x"}
+
+
+def test_null_and_empty_fields_are_left_out_at_every_depth() -> None:
+    """Arrow gives each row the fields of all rows; clients send the null fields of their own classes."""
+    nothing = dict.fromkeys(["annotations", "audio", "function_call", "refusal", "id", "reasoning", "name", "anything"])
+    empty = {"tool_calls": [], "annotations": [], "thinking_blocks": [], "provider_specific_fields": {}}
+    for fields in (nothing, empty, nothing | empty):
+        assert read_message({"role": "assistant", "content": "b"} | fields) == {"role": "assistant", "content": "b"}
+    padded: dict[str, Any] = json.loads(json.dumps(CALLS))
+    padded["tool_calls"][0] |= {"index": None}
+    padded["tool_calls"][0]["function"] |= {"strict": None}
+    part = {"type": "text", "text": "a", "image_url": None}
+    assert read_message(padded) == CALLS
+    assert read_message({"role": "user", "content": [part]})["content"] == "a"
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}, {"content": []}])
+def test_an_assistant_may_have_said_nothing(content: dict[str, Any]) -> None:
+    assert read_message({"role": "assistant"} | content) == {"role": "assistant", "content": ""}
+
+
+def test_an_answer_of_a_client_can_be_sent_back() -> None:
+    answer = official.ChatCompletionMessage(role="assistant", content="b")
+    assert read_message(answer.model_dump()) == {"role": "assistant", "content": "b"}
+    called = official.ChatCompletionMessage.model_validate(CALLS)
+    assert read_message(called.model_dump()) == CALLS
+
+
+@pytest.mark.parametrize(
+    ("message", "field", "problem"),
+    [
+        ("hi", "0", "it is 'hi'; give {'role'"),
+        ({"content": "x"}, "0.role", "it is None; give one of system, developer, user, assistant, tool"),
+        ({"role": ["user"], "content": "x"}, "0.role", "it is ['user']"),
+        ({"role": "user"}, "0.content", "it is required"),
+        ({"role": "user", "content": 5}, "0.content", "it is 5; give a text"),
+        ({"role": "user", "content": b"x"}, "0.content", "it is b'x'"),
+        ({"role": "user", "content": float("nan")}, "0.content", "it is nan"),
+        ({"role": "user", "content": ["x"]}, "0.content", "a part is 'x'"),
+        ({"role": "user", "content": [None]}, "0.content", "a part is None"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "0.content", "type 'image_url' is not"),
+        ({"role": "user", "content": [{"type": "text"}]}, "0.content", "must have a 'text'"),
+        ({"role": "user", "content": [{"type": "text", "text": "x", "citations": [1]}]}, "0.content", "'citations'"),
+        ({"role": "user", "content": "\ud800"}, "0.content", "half of a surrogate pair"),
+        ({"role": "user", "content": "x", "name": 5}, "0.name", "must be text"),
+        ({"role": "tool", "content": "x", "tool_call_id": 5}, "0.tool_call_id", "must be text"),
+        (CALLS | {"tool_calls": "x"}, "0.tool_calls", "give a list"),
+        (CALLS | {"tool_calls": [None]}, "0.tool_calls.0", "it is None"),
+        (CALLS | {"tool_calls": [{"function": {}}]}, "0.tool_calls.0", "give {'function'"),
+        (
+            CALLS | {"tool_calls": [{"function": {"name": "f", "arguments": 5}}]},
+            "0.tool_calls.0.function.arguments",
+            "5",
+        ),
+        (CALLS | {"extra": {"at": [object()]}}, "0.extra.at.0", "a value that JSON has"),
+        (CALLS | {"extra": {5: "x"}}, "0.extra", "a value that JSON has"),
+    ],
+)
+def test_what_is_no_message_is_refused_by_name(message: Any, field: str, problem: str) -> None:
+    with pytest.raises(InvalidMessageError) as caught:
+        read_conversation([message])
+    assert caught.value.field == field
+    assert problem in caught.value.problem
+    assert str(caught.value).startswith(f"messages.{field}: ")
+
+
+@pytest.mark.parametrize("conversation", ["hi", b"hi", {"role": "user"}, None, 5, float("nan"), []])
+def test_what_is_no_conversation_is_refused(conversation: Any) -> None:
+    with pytest.raises(InvalidMessagesError, match="the conversation"):
+        read_conversation(conversation)
+
+
+def test_deep_nesting_is_an_error_of_the_message() -> None:
+    deep: Any = "x"
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(InvalidMessageError, match="nested more than 32"):
+        read_message({"role": "user", "content": "x", "extra": deep})
+
+
+def test_a_field_that_the_template_drops_is_refused_by_name() -> None:
+    plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+    check_rendered(read_conversation([{"role": "user", "content": "x", "name": "ann"}]), plain)
+    for fields, name in ((CALLS, "tool_calls"), ({"role": "assistant", "reasoning": "x"}, "reasoning")):
+        conversation = read_conversation([{"role": "user", "content": "x"}, fields])
+        with pytest.raises(InvalidMessageError, match=f"messages.1.{name}: .* template has no such field"):
+            check_rendered(conversation, plain)
+        check_rendered(conversation, plain + "{{ m.tool_calls }}{{ m.reasoning }}")
+    with pytest.raises(InvalidMessageError, match="did you mean 'tool_calls'"):
+        check_rendered([{"role": "assistant", "content": "", "tool_call": [CALL]}], plain)
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+_MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "tool"]), "content": st.text(max_size=3) | st.none()},
+    optional={"name": _JSON, "tool_call_id": _JSON, "tool_calls": _JSON | st.just([CALL]), "other": _JSON},
+)
+
+
+@given(message=_MESSAGE | _JSON)
+def test_what_was_read_can_be_stored_and_read_again(message: Any) -> None:
+    try:
+        read = read_conversation([message])
+    except InvalidMessagesError:
+        return
+    assert read_conversation(json.loads(json.dumps(read))) == read
+
+
+def test_only_null_fields_of_objects_are_left_out() -> None:
+    assert without_nulls({"a": {"5": 1, "7": None}, "b": [None, {"c": None}]}) == {"a": {"5": 1}, "b": [None, {}]}
