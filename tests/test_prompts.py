@@ -111,7 +111,7 @@ def test_a_field_that_the_template_drops_is_refused_by_name() -> None:
         conversation = read_conversation([{"role": "user", "content": "x"}, fields])
         with pytest.raises(InvalidMessageError, match=f"messages.1.{name}: .* template has no such field"):
             check_rendered(conversation, plain)
-        check_rendered(conversation, plain + "{{ m.tool_calls }}{{ m.reasoning }}")
+        check_rendered(conversation, plain + "{{ m.tool_calls }}{{ m.thinking }}")
     with pytest.raises(InvalidMessageError, match="did you mean 'tool_calls'"):
         check_rendered([{"role": "assistant", "content": "", "tool_call": [CALL]}], plain)
 
@@ -137,4 +137,4 @@ def test_what_was_read_can_be_stored_and_read_again(message: Any) -> None:
 
 
 def test_only_null_fields_of_objects_are_left_out() -> None:
-    assert without_nulls({"a": {"5": 1, "7": None}, "b": [None, {"c": None}]}) == {"a": {"5": 1}, "b": [None, {}]}
+    assert without_nulls({"a": {"5": 1, "7": None}, "b": [{"c": None}, None]}) == {"a": {"5": 1}, "b": [{}, None]}

@@ -452,3 +452,69 @@ def test_a_name_that_is_no_text_goes_by_a_uri(tmp_path: Path) -> None:
         (given,) = expand([str(place)])
         assert given == f"file://{tmp_path}/caf%E9 100%25.txt"
         assert [outcome(d) for d in read(given)] == ["fine"]
+
+
+def test_parts_of_text_are_a_content_in_every_file(tmp_path: Path) -> None:
+    rows = [{"id": "a", "messages": [{"role": "user", "content": [PART]}]}, {"id": "b", "messages": [CALLS]}]
+    lines = write_lines(tmp_path / "a.jsonl", *rows)
+    pq.write_table(pa.Table.from_pylist(rows[:1]), tmp_path / "a.parquet")
+    pq.write_table(pa.Table.from_pylist(rows[1:]), tmp_path / "b.parquet")
+    columns = Columns(messages="messages")
+    expected = [json.dumps([{"role": "user", "content": "hello"}]), json.dumps([CALLS])]
+    assert [row.messages for row in read(lines, columns=columns)] == expected
+    assert [row.messages for row in read(*sorted(tmp_path.glob("*.parquet")), columns=columns)] == expected
+
+
+def test_a_message_at_fault_is_named_with_its_column(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", {"chat": [CALLS, {"role": "user", "content": [{"type": "image"}]}]})
+    (row,) = read(path, columns=Columns(messages="chat"))
+    assert str(row.error) == (
+        "a.jsonl:1: column 'chat' holds no conversation: messages.1.content: a part of type 'image' is not supported; "
+        "give text parts only"
+    )
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_whole_numbers_that_pandas_made_floats_are_ids(tmp_path: Path, explicit: bool) -> None:
+    ids = pa.array([1.0, None, 2.0**52, float("nan"), -0.0], pa.float64())
+    pq.write_table(pa.table({"id": ids, "text": ["a", "b", "c", "d", "e"]}), tmp_path / "a.parquet")
+    rows = read(tmp_path / "a.parquet", columns=Columns(id="id" if explicit else None))
+    assert [row.id for row in rows] == ["1", "a.parquet:2", str(2**52), "a.parquet:4", "0"]
+    nulls = "invalid_value" if explicit else None
+    assert [row.error_kind for row in rows] == [None, nulls, None, nulls, None]
+
+
+@pytest.mark.parametrize("value", [1.5, 2.0**53, float("inf"), True, "", [1]])
+def test_an_id_that_is_no_name_is_an_error_with_a_way_out(tmp_path: Path, value: Any) -> None:
+    path = write_lines(tmp_path / "a.jsonl", {"id": value, "text": "fine"})
+    assert f"the id is {value!r}; it must be" in str(read(path)[0].error)
+    (row,) = read(path, columns=Columns(id="none"))
+    assert (row.id, outcome(row)) == ("a.jsonl:1", "fine")
+
+
+def test_without_an_id_column_places_are_ids(tmp_path: Path) -> None:
+    lines = write_lines(tmp_path / "a.jsonl", {"id": "x", "text": "one"}, {"id": "x", "none": "y", "text": "two"})
+    (tmp_path / "b.txt").write_text("three", encoding="utf-8")
+    rows = read(lines, tmp_path / "b.txt", columns=Columns(id="none"))
+    assert [(row.id, outcome(row)) for row in rows] == [("a.jsonl:1", "one"), ("a.jsonl:2", "two"), ("b.txt", "three")]
+
+
+@pytest.mark.parametrize("name", ["id", "text", "other"])
+def test_a_column_that_stands_twice_in_parquet_is_an_error_where_it_is_asked_for(tmp_path: Path, name: str) -> None:
+    columns = [pa.array(["a"])] * 4
+    table = pa.Table.from_arrays(columns, names=["id", "text", "other", name])
+    pq.write_table(table, tmp_path / "a.parquet")
+    (row,) = read(tmp_path / "a.parquet")
+    if name == "other":
+        assert outcome(row) == "a"
+    else:
+        assert (row.id, row.error_kind) == ("a.parquet", "duplicate_column")
+        assert str(row.error) == f"a.parquet: two columns are called {name!r}; rename one"
+
+
+@pytest.mark.parametrize("line", [b'{"id": "x", "text": "a", "text": "b"}', b'{"text": "a", "o": [{"k": 1, "k": 1}]}'])
+def test_a_key_that_stands_twice_in_a_line_is_one_bad_row(tmp_path: Path, line: bytes) -> None:
+    rows = read(write_lines(tmp_path / "a.jsonl", line, {"text": "fine"}))
+    assert [outcome(row) for row in rows] == ["duplicate_column", "fine"]
+    name = "text" if b"id" in line else "k"
+    assert str(rows[0].error) == f"a.jsonl:1: key {name!r} stands twice in one object; leave one out"

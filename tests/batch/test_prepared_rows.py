@@ -1,0 +1,107 @@
+"""The task of the processor, with the bundled model and without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rayspec import LLM, SamplingParams
+from rayspec.async_engine import AsyncEngine
+from rayspec.batch.processor import ERROR_COLUMN, PreparedRowTask
+from rayspec.command.plain_values import plain_values
+from rayspec.command.settings import Settings
+
+GREEDY = SamplingParams(temperature=0, max_tokens=3)
+USER = {"role": "user", "content": "The pump failed."}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[AsyncEngine]:
+    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_threads": 1, "max_model_len": 128}
+    with LLM("demo", speculation={"strategy": "ar"}, **options) as llm:
+        yield AsyncEngine(llm)
+
+
+def completed(engine: AsyncEngine, *rows: dict[str, Any]) -> list[dict[str, Any]]:
+    complete = PreparedRowTask(settings=Settings(engine=engine.llm.config, sampling=GREEDY)).handler(engine)
+
+    async def all_of_them() -> list[dict[str, Any]]:
+        return [await complete(plain_values(row)) for row in rows]
+
+    return asyncio.run(all_of_them())
+
+
+def test_what_arrow_fills_with_null_is_left_out_at_every_depth(engine: AsyncEngine, tmp_path: Path) -> None:
+    parameters = [{"max_tokens": 2}, {"top_p": 0.5, "logit_bias": {"5": 1.0}}, {"logit_bias": {"7": -1.0}}, None]
+    parts = [{"type": "text", "text": "The pump failed."}, {"type": "text", "text": "Twice.", "other": []}]
+    messages = [[{"role": "user", "content": [part]}] for part in parts] * 2
+    table = pa.table({"messages": messages, "sampling_params": parameters})
+    pq.write_table(table, tmp_path / "a.parquet")
+    rows = pq.read_table(tmp_path / "a.parquet").to_pylist()
+    assert rows[0]["sampling_params"] == {"max_tokens": 2, "top_p": None, "logit_bias": None}
+    assert rows[1]["sampling_params"]["logit_bias"] == {"5": 1.0, "7": None}
+    done = completed(engine, *rows)
+    assert [row[ERROR_COLUMN] for row in done] == [""] * 4
+    assert [row["num_generated_tokens"] for row in done] == [2, 3, 3, 3]
+    assert done[0]["params"] == GREEDY.replace(max_tokens=2).model_dump_json(exclude_defaults=True)
+
+
+@pytest.mark.parametrize(
+    ("row", "error"),
+    [
+        ({"prompt": float("nan")}, "request: the prompt is nan: give a text, or {'prompt_token_ids': [...]}"),
+        ({"prompt": b"Hi"}, "request: the prompt is b'Hi': give a text"),
+        ({"prompt": "Hi\ud800"}, "request: the text has '\\ud800' at index 2, half of a surrogate pair: remove it"),
+        ({"prompt": 5}, "request: the prompt is 5: give a text"),
+        ({"prompt": ""}, "empty_prompt: the prompt has zero tokens"),
+        ({"prompt": None, "messages": None}, "request: the row has none of 'messages', 'prompt', 'tokenized_prompt'"),
+        ({"messages": float("nan")}, "invalid_messages: the conversation is nan: give a list"),
+        ({"messages": b"Hi"}, "invalid_messages: the conversation is b'Hi'"),
+        ({"messages": np.array([])}, "invalid_messages: the conversation has no message"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "invalid_messages: messages.0.content: the text has"),
+        ({"messages": [USER | {"content": b"x"}]}, "invalid_messages: messages.0.content: it is b'x'"),
+        ({"messages": [USER | {"image": "x"}]}, "invalid_messages: messages.0.image: the model's chat template has no"),
+        ({"tokenized_prompt": [1.5]}, "invalid_token: prompt token 1.5 is not an integer"),
+        ({"tokenized_prompt": np.array([5.0, np.inf])}, "invalid_token: prompt token 5.0 is not an integer"),
+        ({"tokenized_prompt": 5}, "request: prompt_token_ids is 5: give a list"),
+        ({"tokenized_prompt": "Hi"}, "invalid_token: prompt token 'H' is not an integer"),
+        ({"tokenized_prompt": [10**30]}, "invalid_token: prompt token 1000"),
+        ({"prompt": "Hi", "sampling_params": "x"}, "config: column 'sampling_params' is 'x': give a dict"),
+        (
+            {"prompt": "Hi", "sampling_params": [("n", 1)]},
+            "config: column 'sampling_params' is [['n', 1]]: give a dict",
+        ),
+        ({"prompt": "Hi", "sampling_params": {"top_p": 5}}, "config: option 'top_p' is 5"),
+        ({"prompt": "Hi", "sampling_params": {5: 5}}, "config: unknown option '5'"),
+        ({"prompt": "Hi", "sampling_params": {"logit_bias": {"x": 1}}}, "config: option 'logit_bias.x"),
+    ],
+)
+def test_a_bad_row_has_a_clear_error_of_its_own(engine: AsyncEngine, row: dict[str, Any], error: str) -> None:
+    bad, good = completed(engine, row, {"prompt": "The pump"})
+    assert bad[ERROR_COLUMN].startswith(error)
+    assert good[ERROR_COLUMN] == ""
+
+
+def test_a_template_that_raises_is_an_error_of_its_row(engine: AsyncEngine) -> None:
+    before = engine.tokenizer.chat_template
+    try:
+        engine.tokenizer.chat_template = "{{ 1 / (messages | length - 1) }}"
+        (bad,) = completed(engine, {"messages": [USER]})
+    finally:
+        engine.tokenizer.chat_template = before
+    assert bad[ERROR_COLUMN] == (
+        "invalid_messages: the messages cannot be made a prompt: ZeroDivisionError: division by zero"
+    )
+
+
+def test_tokens_of_numpy_are_tokens(engine: AsyncEngine) -> None:
+    first, second = completed(engine, {"tokenized_prompt": np.array([5, 6])}, {"tokenized_prompt": [5, 6]})
+    assert first["generated_tokens"] == second["generated_tokens"]
+    assert first["prompt_token_ids"] == [5, 6]
