@@ -55,7 +55,7 @@ _MEANINGS = {
     408: "The body did not come in time.",
     409: "The object is not in a state for this.",
     413: "The body is too large.",
-    415: "The body is not announced as JSON.",
+    415: "The body is not announced as JSON, or has an unknown encoding.",
     429: "Too many requests are waiting. Retry-After says when to try again.",
     500: "The server failed on this request.",
     503: "The model cannot serve now. Retry-After says when to try again.",

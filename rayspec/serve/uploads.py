@@ -12,6 +12,7 @@ from urllib.parse import unquote_to_bytes
 from fastapi import Request
 
 from rayspec.openai.errors import InvalidRequestError
+from rayspec.serve.content_encoding import require_plain
 from rayspec.serve.replies import too_large, too_slow
 
 _TYPE = "multipart/form-data"
@@ -47,11 +48,12 @@ class Part:
 
 
 async def read_form(request: Request, timeout_s: float, max_file_bytes: int) -> AsyncIterator[Part]:
-    """Yield the parts of the form in their order. Raises InvalidRequestError for a body that is not such a form, ends
-    early, comes too slowly, or is larger than a form with a file of `max_file_bytes`.
+    """Yield the parts of the form in their order. Raises InvalidRequestError for a body that is not such a form, is
+    encoded, ends early, comes too slowly, or is larger than a form with a file of `max_file_bytes`.
 
     timeout_s: limit for the whole body, and as much again for every 16 MiB that have come.
     """
+    require_plain(request.headers)
     kind, parameters = _header(request.headers.get("content-type", ""))
     boundary = parameters.get("boundary", "")
     if kind != _TYPE or not 0 < len(boundary) <= _MOST_BOUNDARY:
