@@ -3,6 +3,7 @@ test_endpoint.)"""
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 
@@ -108,6 +110,31 @@ def test_python_helpers(demo_endpoint: EndpointProcess, answer: str) -> None:
         raw = client.chat.completions.with_raw_response.create(model="demo", messages=MESSAGES, **GREEDY)
         assert raw.parse().choices[0].message.content == answer
         assert raw.headers["content-type"] == "application/json"
+
+
+def test_what_comes_out_goes_back_in(demo_endpoint: EndpointProcess, llm: rayspec.LLM, answer: str) -> None:
+    """A client sends its whole object back, with null fields of its own, and other clients with those of theirs."""
+    question = {"role": "user", "content": "How many?"}
+    others = dict.fromkeys(["reasoning_content", "reasoning", "provider_specific_fields", "thinking_blocks", "id"])
+    expected = llm.chat([*MESSAGES, {"role": "assistant", "content": answer}, question], SamplingParams(**GREEDY))[0]
+    nothing = {"prompt_logprobs": None, "bad_words": None, "logit_bias": {"5": None}}
+    with openai.OpenAI(base_url=f"{demo_endpoint.url}/v1", api_key="none", max_retries=0) as client:
+        first = client.chat.completions.create(model="demo", messages=MESSAGES, **GREEDY).choices[0].message
+        for message in (first, first.model_dump(), first.model_dump() | others | {"annotations": []}):
+            messages: Any = [*MESSAGES, message, question]
+            again = client.chat.completions.create(model="demo", messages=messages, extra_body=nothing, **GREEDY)
+            assert again.choices[0].message.content == expected.outputs[0].text
+        spoken: Any = [*MESSAGES, first.model_dump() | {"audio": {"id": "x"}}]
+        with pytest.raises(openai.BadRequestError, match=r"messages\.1\.audio: .* template has no such field") as told:
+            client.chat.completions.create(model="demo", messages=spoken, **GREEDY)
+        assert told.value.param == "messages.1.audio"
+
+
+def test_a_zipped_body(demo_endpoint: EndpointProcess, answer: str) -> None:
+    body = gzip.compress(json.dumps({"model": "demo", "messages": MESSAGES, **GREEDY}).encode())
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    found = httpx2.post(f"{demo_endpoint.url}/v1/chat/completions", content=body, headers=headers, timeout=60)
+    assert found.json()["choices"][0]["message"]["content"] == answer
 
 
 @pytest.mark.parametrize("version", ["--http1.0", "--http1.1"])
