@@ -11,7 +11,7 @@ from rayspec.async_engine import AsyncEngine
 from rayspec.batch.documents import input_row
 from rayspec.batch.row_engine import Handler
 from rayspec.batch.rows import Row
-from rayspec.command.locations import Location
+from rayspec.command.locations import FILE_ERRORS, Location
 from rayspec.command.settings import Settings
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.decode.stages import StageLostError
@@ -67,7 +67,7 @@ def read_requests(path: str) -> tuple[list[Row], list[Row]]:
                 else:
                     row_id = line.id
                     requests.append(input_row(row_id, source=row_id, text=json.dumps(asdict(line))))
-    except OSError as error:
+    except FILE_ERRORS as error:
         raise ConfigError(f"batch file {path!r} could not be read: {error}") from error
     return requests, refused
 

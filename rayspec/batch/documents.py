@@ -35,7 +35,7 @@ from rayspec.batch.input_files import (
     find_files,
 )
 from rayspec.batch.rows import Row
-from rayspec.command.locations import Location, UnreadableFileError, error_detail
+from rayspec.command.locations import FILE_ERRORS, Location, UnreadableFileError, error_detail
 from rayspec.prompts import read_conversation
 from rayspec.types import InputFileError, InvalidMessagesError
 
@@ -193,7 +193,7 @@ def _made_of(
             yield number, make(fields, piece.source(number), columns)
     except InputFileError as error:
         failure = error
-    except (OSError, pa.ArrowException) as error:
+    except FILE_ERRORS as error:
         where = f"after {piece.num_before + num_rows} rows " if num_rows and wanted is None else ""
         failure = UnreadableFileError(f"{piece.name}: could not be read {where}({error_detail(error)})")
     missing = failure or _missing(piece, num_rows, wanted)
@@ -367,7 +367,7 @@ def pieces(file: InputFile, num_bytes: int) -> Iterator[Piece]:
     whole = Piece(path=file.path, name=file.name)
     try:
         sizes = _group_sizes(Location.parse(file.path))
-    except (OSError, pa.ArrowException, UnreadableFileError):
+    except (*FILE_ERRORS, UnreadableFileError):
         sizes = []
     first = num_rows = num_before = size = 0
     for group, (rows_of_group, bytes_of_group) in enumerate(sizes, start=1):
@@ -392,7 +392,7 @@ def num_rows_of(piece: Piece) -> int:
             return sum(num_rows for num_rows, _ in sizes[:num_groups])
         with opened(location, is_zipped=kind.is_zipped) as file:
             return sum(block.count(b"\n") for block in iter(lambda: file.read(_BYTES_PER_READ), b""))
-    except (OSError, pa.ArrowException, UnreadableFileError):
+    except (*FILE_ERRORS, UnreadableFileError):
         return 1
 
 

@@ -33,7 +33,7 @@ from rayspec.batch.results import (
 )
 from rayspec.batch.row_index import DESCRIBED_BY, INDEX_SCHEMA, Mask, RowIndex, described, described_rows
 from rayspec.batch.rows import Row
-from rayspec.command.locations import Location, error_detail
+from rayspec.command.locations import FILE_ERRORS, Location, error_detail
 from rayspec.types import RayspecError
 
 PART_NAME: Final = r"part-(?P<number>\d{6,})-[0-9a-f]{8}\.(?:parquet|jsonl)"
@@ -118,7 +118,7 @@ class Parts:
             return list(_split(table.replace_schema_metadata(None).cast(INDEX_SCHEMA), parts))
         except FileNotFoundError:
             return []
-        except (OSError, pa.ArrowException, ValueError, KeyError, TypeError) as error:
+        except (*FILE_ERRORS, ValueError, KeyError, TypeError, RecursionError) as error:
             logger.warning("%s cannot be used and is made again: %s", self._folder.join(INDEX_NAME), error)
             return []
 

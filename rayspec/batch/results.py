@@ -82,7 +82,7 @@ def read_rows(file: IO[bytes], *, text_column: str, file_format: FileFormat, wit
             known = {name: value for name, value in columns.items() if name not in left_out}
             text = known.pop(text_column) if with_text else None
             yield Row(**known, text=text)
-    except (pa.ArrowException, ValueError, KeyError, TypeError) as error:
+    except (pa.ArrowException, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedRowsError(f"not rows as they were written ({error})") from error
 
 
@@ -106,7 +106,7 @@ def read_table(
                 _check_count(content, len(table))
         _check_ids(table)
         return pa.table({name: _column(table, schema.field(name)) for name in wanted})
-    except (pa.ArrowException, ValueError, KeyError, TypeError) as error:
+    except (pa.ArrowException, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedRowsError(f"not rows as they were written ({error})") from error
 
 

@@ -81,7 +81,7 @@ class Manifest:
         try:
             content = json.loads(location.read())
             return cls(**{**content, "sessions": tuple(Session(**session) for session in content["sessions"])})
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DamagedOutputError(
                 f"{location}: not a manifest that can be read ({error}); choose another folder or pass --overwrite"
             ) from error
@@ -346,7 +346,7 @@ class RunFolder:
     def _naming_output(self) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
+        except (OSError, pa.ArrowException) as error:
             raise OutputError(
                 f"the output {self.location.name!r} cannot be written ({error_detail(error)}): make room or repair it, "
                 f"then run the same command again; {self.counts.total} rows are in it"

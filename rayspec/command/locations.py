@@ -26,6 +26,8 @@ from pyarrow import fs
 from rayspec.types import ConfigError, InputFileError
 
 PARTIAL_SUFFIX = ".partial"
+# What reading a file may raise, whatever is in it. The last is of names of columns that are not UTF-8.
+FILE_ERRORS = (OSError, pa.ArrowException, UnicodeDecodeError)
 _ATOMIC_PUT = {"s3", "gcs", "abfs"}  # an object appears only when it is complete
 _URI = re.compile(
     r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<authority>[^/?]*)(?P<path>.*?)(?P<query>\?\w+=[^/]*)?", re.DOTALL
@@ -74,13 +76,17 @@ class Location:
     def parse(cls, name: str) -> Location:
         """Parse a path or URI, the inverse of `Location.name`. "%xx" in a URI is a character.
 
-        Raises ConfigError for a URI without a file system, UnreadableFileError for a store that does not answer.
+        Raises ConfigError for a URI without a file system and for a name that no file can have, UnreadableFileError for
+        a store that does not answer.
         """
+        _refuse_impossible(name)
         uri = _URI.fullmatch(name)
         if uri is None:
             return cls(Store(filesystem=fs.LocalFileSystem()), name)
         _refuse_secrets(uri)
-        return cls(_open_store(uri, name), unquote(uri["path"], errors="surrogateescape").strip("/"))
+        path = unquote(uri["path"], errors="surrogateescape").strip("/")
+        _refuse_impossible(path)
+        return cls(_open_store(uri, name), path)
 
     @property
     def name(self) -> str:
@@ -297,7 +303,7 @@ class Location:
     def _asking(self) -> Iterator[None]:
         try:
             yield
-        except (OSError, pa.ArrowException) as error:
+        except FILE_ERRORS as error:
             raise UnreadableFileError(f"{self.name}: could not be read ({error_detail(error)})") from error
 
     def _partial(self) -> Location:
@@ -369,6 +375,12 @@ def _open_store(uri: re.Match[str], name: str) -> Store:
         raise UnreadableFileError(f"{name}: {root} does not answer ({error_detail(error)})") from error
     has_atomic_put = filesystem.type_name in _ATOMIC_PUT
     return Store(filesystem=filesystem, uri=root, base=base.rstrip("/"), query=query, has_atomic_put=has_atomic_put)
+
+
+def _refuse_impossible(name: str) -> None:
+    """Refuse a name that the system cannot be asked for. Raises ConfigError."""
+    if "\0" in name or any("\ud800" <= char <= "\udfff" and not "\udc80" <= char <= "\udcff" for char in name):
+        raise ConfigError(f"{name!r}: no file has such a name, which holds a null or half of a surrogate pair")
 
 
 def _refuse_secrets(uri: re.Match[str]) -> None:

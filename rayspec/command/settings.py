@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from rayspec.command.yaml_text import NotYamlError, parse_yaml
 from rayspec.config import EngineConfig, ParallelOptions, SamplingParams, SpeculationOptions
 from rayspec.types import ConfigError
 
@@ -102,9 +102,9 @@ def _of_override(override: str) -> _GivenValue:
     if not equals or not all(path):
         raise ConfigError(f"option 'set' is {override!r}: write it as name=value or group.name=value")
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"option 'set' is {override!r}, whose value is not valid YAML: {error}") from error
+        value = parse_yaml(text)
+    except NotYamlError as error:
+        raise ConfigError(f"option 'set' is {reprlib.repr(override)}, whose value is {error}") from error
     return _GivenValue(path=path, value=value, source=f"--set {override}")
 
 
@@ -163,11 +163,11 @@ def _group(options: dict[str, Any], name: str) -> dict[str, Any]:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        content = parse_yaml(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"option 'config' is {str(file)!r}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"option 'config' is {str(file)!r}, which is not valid YAML: {error}") from error
+    except (NotYamlError, UnicodeDecodeError) as error:
+        raise ConfigError(f"option 'config' is {str(file)!r}, which cannot be read: {error}") from error
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):

@@ -222,7 +222,7 @@ class BatchStore:
                     try:
                         row = json.loads(line)
                         name, has_failed = row["id"], _failed(row)
-                    except (ValueError, TypeError, KeyError) as error:
+                    except (ValueError, TypeError, KeyError, RecursionError) as error:
                         self._report(part, error)
                         continue
                     if name not in seen:
@@ -257,7 +257,7 @@ class BatchStore:
             return msgspec.json.decode(location.read(), type=kind)
         except (FileNotFoundError, NotADirectoryError):
             raise _unknown(name) from None
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             self._report(location, error)
             raise _unknown(name) from None
 

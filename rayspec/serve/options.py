@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import yaml
 from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
 
+from rayspec.command.yaml_text import NotYamlError, parse_yaml
 from rayspec.config import EngineConfig, Options
 from rayspec.types import ConfigError
 
@@ -263,11 +263,11 @@ def serve_options(args: Mapping[str, Any], *, environment: Mapping[str, str]) ->
 def read_options_file(path: Path) -> dict[str, Any]:
     """Read a YAML file of options. Raises ConfigError."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = parse_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"the file {str(path)!r} cannot be read: {error.strerror}; check the path") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the file {str(path)!r} is not valid YAML: {error}") from error
+    except (NotYamlError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the file {str(path)!r} cannot be read: {error}") from error
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise ConfigError(f"the file {str(path)!r} must hold options, as 'name: value' lines")
     return content

@@ -3,8 +3,10 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 from itertools import islice
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pyarrow as pa
@@ -12,7 +14,16 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow import fs
 
-from rayspec.batch.documents import Columns, DuplicateCheck, expand, input_row, read_documents, read_file
+from rayspec.batch.documents import (
+    Columns,
+    DuplicateCheck,
+    expand,
+    input_row,
+    num_rows_of,
+    pieces,
+    read_documents,
+    read_file,
+)
 from rayspec.batch.rows import Row
 from rayspec.types import ConfigError
 
@@ -518,3 +529,31 @@ def test_a_key_that_stands_twice_in_a_line_is_one_bad_row(tmp_path: Path, line: 
     assert [outcome(row) for row in rows] == ["duplicate_column", "fine"]
     name = "text" if b"id" in line else "k"
     assert str(rows[0].error) == f"a.jsonl:1: key {name!r} stands twice in one object; leave one out"
+
+
+def test_a_parquet_file_with_any_damage_is_rows_and_errors(tmp_path: Path) -> None:
+    """Among others, names of columns that are not UTF-8."""
+    rows = [{"id": str(n), "text": f"text {n}", "messages": None if n else [CALLS]} for n in range(6)]
+    path, random = tmp_path / "a.parquet", Random(0)
+    pq.write_table(pa.Table.from_pylist(rows), path, compression="none", use_dictionary=False, row_group_size=3)
+    content = path.read_bytes()
+    kinds = set()
+    for _ in range(200):
+        damaged = bytearray(content)
+        damaged[random.randrange(len(damaged))] = random.randrange(256)
+        path.write_bytes(damaged)
+        kinds |= {row.error_kind for row in read(path, columns=Columns(messages="messages"))}
+        for piece in pieces(expand([str(path)]).files[0], 100):
+            assert num_rows_of(piece) > 0
+    errors = []
+    for name in re.finditer(b"text", content):
+        path.write_bytes(content[: name.start()] + b"\xff" + content[name.start() + 1 :])
+        errors += [row.error for row in read(path) if row.error_kind == "unreadable_file"]
+    assert any(str(error).startswith("a.parquet: could not be read ('utf-8' codec can't") for error in errors)
+    assert kinds >= {None, "unreadable_file"}
+
+
+@pytest.mark.parametrize("name", ["a\0.txt", "\ud800.txt", "file:///%00.txt", "s3://a\0/b.txt"])
+def test_a_name_that_no_file_can_have_is_a_mistake(name: str) -> None:
+    with pytest.raises(ConfigError, match="no file has such a name"):
+        read(name)
