@@ -14,7 +14,7 @@ from rayspec.config import SamplingParams
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.demo import BUNDLED
 from rayspec.prompts import text_tokens
-from rayspec.types import ConfigError, Request, RequestError
+from rayspec.types import ConfigError, InvalidMessagesError, Request, RequestError
 
 if TYPE_CHECKING:  # torch, transformers and ray, which others do not need
     from rayspec.async_engine import AsyncEngine
@@ -71,7 +71,10 @@ class PromptBuilder:
     def tokens(self, row: Row) -> list[int]:
         """Return the prompt tokens of a row. Raises RequestError, also for any error of the template or tokenizer."""
         if row.messages is not None:
-            return self.llm.chat_tokens(json.loads(row.messages))
+            try:
+                return self.llm.chat_tokens(json.loads(row.messages))
+            except ConfigError as error:  # rows with a prompt can still be completed
+                raise InvalidMessagesError(str(error)) from error
         return self.fitting_tokens(row.document or "")
 
     def fitting_tokens(self, text: str) -> list[int]:

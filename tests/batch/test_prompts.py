@@ -76,6 +76,16 @@ def test_messages_the_template_refuses_are_one_bad_row() -> None:
         PromptBuilder(llm=llm, params=PARAMS).request("r", chat)
 
 
+def test_messages_for_a_model_without_chats_are_one_bad_row() -> None:
+    class Untemplated(DemoTokens):
+        def chat_tokens(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+            raise ConfigError("the tokenizer of 'm' has no chat template: use generate()")
+
+    chat = input_row("d", source="d", messages=[{"role": "user", "content": "Hello"}])
+    with pytest.raises(InvalidMessagesError, match="has no chat template"):
+        PromptBuilder(llm=Untemplated(), params=PARAMS).request("r", chat)
+
+
 @pytest.mark.parametrize("limit", [3, 50, 51, 400])
 def test_a_long_document_is_cut_at_its_end_to_fit(llm: DemoTokens, limit: int) -> None:
     text = "".join(f"Zeile {n}: 世界 ünïcode. " for n in range(300))
