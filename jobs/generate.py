@@ -13,9 +13,9 @@ from typing import Annotated
 
 import typer
 
+from rayspec.batch.columns import Columns
 from rayspec.batch.data import check_order
 from rayspec.batch.document_task import DocumentTask
-from rayspec.batch.documents import Columns
 from rayspec.batch.input_files import found_inputs
 from rayspec.batch.job import Job, Source
 from rayspec.batch.job_options import (

@@ -15,9 +15,9 @@ from typing import Annotated
 
 import typer
 
+from rayspec.batch.columns import Columns
 from rayspec.batch.data import check_order
 from rayspec.batch.document_task import SUMMARY_SAMPLING, DocumentTask, summary_prompt
-from rayspec.batch.documents import Columns
 from rayspec.batch.input_files import found_inputs
 from rayspec.batch.job import Job, Source
 from rayspec.batch.job_options import (

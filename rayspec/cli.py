@@ -13,8 +13,9 @@ import typer
 from typer.core import TyperGroup
 
 import rayspec
+from rayspec.batch.columns import Columns
 from rayspec.batch.document_task import SUMMARY_SAMPLING, PromptBuilder, fitting_prompt_tokens, summary_prompt
-from rayspec.batch.documents import Columns, read_documents
+from rayspec.batch.documents import read_documents
 from rayspec.batch.in_process import complete
 from rayspec.batch.input_files import KNOWN_TYPES, found_inputs
 from rayspec.batch.progress import showing_progress

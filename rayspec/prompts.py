@@ -78,7 +78,7 @@ def check_rendered(conversation: Sequence[Mapping[str, Any]], template: str) -> 
             if name not in _IDENTIFYING and not any(one in template for one in known_by):
                 name = name[:_MAX_NAME]  # noqa: PLW2901
                 near = difflib.get_close_matches(name, [*_IDENTIFYING, "tool_calls"], n=1)
-                hint = f"did you mean {near[0]!r}?" if near else "leave it out"
+                hint = f"did you mean {near[0]!r}?" if near and near != [name] else "leave it out"
                 raise InvalidMessageError(
                     f"{index}.{name}", f"the model's chat template has no such field; {hint}", "unsupported_parameter"
                 )

@@ -86,12 +86,13 @@ def test_prompts_and_chats(run: Run, tmp_path: Path) -> None:
     write_rows(
         tmp_path / "in.jsonl",
         {"id": "chat", "messages": [{"role": "user", "content": text}]},
+        {"id": "parts", "messages": [{"role": "user", "content": [{"type": "text", "text": text, "cache": None}]}]},
         {"id": "prompt", "prompt": f"<|document|>{text}<|summary|>"},
     )
     result = run("generate", "in.jsonl", "-o", "out.jsonl", *PLAIN, "--temperature", "0", "--max-tokens", "12")
     assert result.exit_code == 0, result.output
     rows = read_rows(tmp_path / "out.jsonl")
-    assert rows["chat"]["text"] == rows["prompt"]["text"]
+    assert rows["chat"]["text"] == rows["parts"]["text"] == rows["prompt"]["text"]
     assert rows["chat"]["finish_reason"] == "length"
 
 
@@ -210,7 +211,7 @@ def test_ctrl_c_leaves_the_rows_so_far(tmp_path: Path) -> None:
     assert process.returncode == 130, errors
     assert b"Traceback" not in errors
     rows = read_rows(tmp_path / "out.jsonl")
-    assert len(rows) > 3
+    assert len(rows) >= 3
     assert all(row["num_output_tokens"] == 4 for row in rows.values())
     assert not partial.exists()
 

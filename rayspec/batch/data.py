@@ -14,7 +14,8 @@ from typing import Any, Literal, get_args
 import ray
 import ray.data
 
-from rayspec.batch.documents import Columns, Piece, expand, pieces, read_piece
+from rayspec.batch.columns import Columns
+from rayspec.batch.documents import Piece, expand, pieces, read_piece
 from rayspec.batch.rows import Row
 from rayspec.batch.scan import Takes, takes_all
 from rayspec.types import ConfigError

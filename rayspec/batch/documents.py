@@ -11,8 +11,6 @@ import hashlib
 import io
 import itertools
 import json
-import math
-import reprlib
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +23,7 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rayspec.batch.columns import Columns, InvalidValueError
 from rayspec.batch.input_files import (
     KNOWN_TYPES,
     PARQUET_SUFFIXES,
@@ -36,13 +35,9 @@ from rayspec.batch.input_files import (
 )
 from rayspec.batch.rows import Row
 from rayspec.command.locations import FILE_ERRORS, Location, UnreadableFileError, error_detail
-from rayspec.prompts import read_conversation
-from rayspec.types import InputFileError, InvalidMessagesError
+from rayspec.types import InputFileError
 
 _MIN_ROWS_PER_READ, _MAX_ROWS_PER_READ, _BYTES_PER_READ = 16, 1024, 2**20
-_DEFAULT_ID_COLUMN = "id"
-NO_ID_COLUMN = "none"
-_MAX_EXACT_FLOAT = 2.0**53
 
 # UTF-32 comes first, because its little-endian mark begins with that of UTF-16.
 _MARKS = (
@@ -70,47 +65,14 @@ class MalformedRowError(InputFileError):
     kind = "malformed_row"
 
 
-class MissingColumnError(InputFileError):
-    kind = "missing_column"
-
-
 class DuplicateColumnError(InputFileError):
     """Two columns of a file, or two keys of an object, have the same name. Either could be meant."""
 
     kind = "duplicate_column"
 
 
-class InvalidValueError(InputFileError):
-    """The text or id is null, empty or of the wrong type."""
-
-    kind = "invalid_value"
-
-
 class DuplicateIdError(InputFileError):
     kind = "duplicate_id"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Columns:
-    """The names of the columns that hold the id, the text and the messages of a JSON-lines or Parquet row.
-
-    id None: the column "id" where a row has a value there, else the file's name (`InputFile.name`) and the row number.
-    id "none": always these two.
-    messages: a column of chat messages, used instead of the text where a row has it; None: text only.
-    """
-
-    text: str = "text"
-    id: str | None = None
-    messages: str | None = None
-
-    @property
-    def id_name(self) -> str | None:
-        """The column of ids; None where ids are made from places."""
-        return None if self.id == NO_ID_COLUMN else self.id or _DEFAULT_ID_COLUMN
-
-    @property
-    def names(self) -> list[str]:
-        return [name for name in (self.id_name, self.text, self.messages) if name is not None]
 
 
 class UndecodableError(ValueError):
@@ -441,59 +403,10 @@ def _content_of(
         return _failed(source, fields)
     row_id = None
     try:
-        row_id = _row_id(fields, source, columns)
-        messages = _messages(fields, source, columns)
-        return row_id, _text(fields, source, columns) if messages is None else None, messages
+        row_id = columns.row_id(fields, source)
+        return row_id, *columns.content(fields, source)
     except InputFileError as error:
         return _failed(source, error, row_id)
-
-
-def _row_id(row: Mapping[str, Any], source: str, columns: Columns) -> str:
-    name = columns.id_name
-    if name is None:
-        return source
-    value = row.get(name)
-    is_null = value is None or (isinstance(value, float) and math.isnan(value))  # pandas' null
-    if columns.id is None and is_null:
-        return source
-    if name not in row:
-        raise MissingColumnError(f"{source}: no column {name!r} for the id; {_present(row)}")
-    if isinstance(value, str) and value:
-        return value
-    if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
-    if isinstance(value, float) and value.is_integer() and abs(value) < _MAX_EXACT_FLOAT:
-        return str(int(value))  # pandas makes whole numbers floats where a null is among them
-    raise InvalidValueError(
-        f"{source}: the id is {reprlib.repr(value)}; it must be text or a whole number. Choose the column with "
-        f"--id-column; with --id-column {NO_ID_COLUMN} the row's place is its id"
-    )
-
-
-def _text(row: Mapping[str, Any], source: str, columns: Columns) -> str:
-    if columns.text not in row:
-        raise MissingColumnError(f"{source}: no column {columns.text!r} for the text; {_present(row)}")
-    value = row[columns.text]
-    if not isinstance(value, str):
-        name = "null" if value is None else type(value).__name__
-        raise InvalidValueError(f"{source}: column {columns.text!r} is {name}; it must be text")
-    if not value.strip():
-        raise InvalidValueError(f"{source}: column {columns.text!r} is empty; there is nothing to work on")
-    return value
-
-
-def _messages(row: Mapping[str, Any], source: str, columns: Columns) -> list[dict[str, Any]] | None:
-    value = row.get(columns.messages) if columns.messages is not None else None
-    if value is None:
-        return None
-    try:
-        return read_conversation(value)
-    except InvalidMessagesError as error:
-        raise InvalidValueError(f"{source}: column {columns.messages!r} holds no conversation: {error}") from None
-
-
-def _present(row: Mapping[str, Any]) -> str:
-    return f"the row has {', '.join(map(repr, row)) or 'none that were asked for'}"
 
 
 def decode(content: bytes) -> str:

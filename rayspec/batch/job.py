@@ -16,6 +16,7 @@ import pyarrow as pa
 import ray.data
 import yaml
 
+from rayspec.batch.columns import Columns
 from rayspec.batch.data import (
     Order,
     dataset_of,
@@ -26,7 +27,7 @@ from rayspec.batch.data import (
     reading,
     rows_of,
 )
-from rayspec.batch.documents import Columns, Piece
+from rayspec.batch.documents import Piece
 from rayspec.batch.drain import Drain
 from rayspec.batch.feeding import completing
 from rayspec.batch.progress import TimeLeft, showing_progress

@@ -16,7 +16,8 @@ import pyarrow.compute as pc
 import ray
 from ray.exceptions import RayError
 
-from rayspec.batch.documents import Columns, Piece, num_rows_of, scan_piece
+from rayspec.batch.columns import Columns
+from rayspec.batch.documents import Piece, num_rows_of, scan_piece
 from rayspec.batch.rows import Row
 from rayspec.batch.survey import SEEN_SCHEMA, Seen
 

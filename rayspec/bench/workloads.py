@@ -11,8 +11,9 @@ from pathlib import Path
 
 import rayspec
 from rayspec import demo
+from rayspec.batch.columns import Columns
 from rayspec.batch.document_task import PromptBuilder
-from rayspec.batch.documents import Columns, read_documents
+from rayspec.batch.documents import read_documents
 from rayspec.batch.rows import Row
 from rayspec.bench.spec_bench import is_question_file, read_questions
 from rayspec.config import SamplingParams

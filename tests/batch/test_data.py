@@ -19,6 +19,7 @@ import ray.data
 from ray.data.exceptions import ExecutionTimeoutError
 
 from rayspec.batch import data
+from rayspec.batch.columns import Columns
 from rayspec.batch.data import (
     _READER_THREADS,
     Order,
@@ -30,7 +31,7 @@ from rayspec.batch.data import (
     reading,
     rows_of,
 )
-from rayspec.batch.documents import Columns, input_row
+from rayspec.batch.documents import input_row
 from rayspec.batch.rows import Row
 from rayspec.batch.scan import seen_rows
 from rayspec.types import ConfigError

@@ -14,16 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow import fs
 
-from rayspec.batch.documents import (
-    Columns,
-    DuplicateCheck,
-    expand,
-    input_row,
-    num_rows_of,
-    pieces,
-    read_documents,
-    read_file,
-)
+from rayspec.batch.columns import Columns
+from rayspec.batch.documents import DuplicateCheck, expand, input_row, num_rows_of, pieces, read_documents, read_file
 from rayspec.batch.rows import Row
 from rayspec.types import ConfigError
 

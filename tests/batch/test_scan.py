@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from rayspec.batch.columns import Columns
 from rayspec.batch.data import pieces_of
-from rayspec.batch.documents import Columns, input_row
+from rayspec.batch.documents import input_row
 from rayspec.batch.scan import CountedRows, seen_rows
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
