@@ -69,7 +69,7 @@ def test_summaries_of_good_and_bad_rows(run: Run, tmp_path: Path) -> None:
     assert "6 rows, 3 failed" in result.stderr
     saved = yaml.safe_load((tmp_path / "out.config.yaml").read_text(encoding="utf-8"))
     assert (saved["model"], saved["dtype"], saved["sampling"]["max_tokens"]) == ("demo", "float32", 60)
-    assert "`malformed_row`" in (tmp_path / "rep" / "report.md").read_text(encoding="utf-8")
+    assert "malformed_row" in (tmp_path / "rep" / "report.md").read_text(encoding="utf-8")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.config.yaml", "out.parquet", "rep"]
 
 
