@@ -7,7 +7,6 @@ documents and ends with the last row. For Ray Data it includes the start of the 
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +33,7 @@ from rayspec.command.settings import Settings
 from rayspec.command.terminal import exit_on_sigterm
 from rayspec.config import EngineConfig, SamplingParams
 from rayspec.demo import Task
+from rayspec.machine import num_cores
 from rayspec.pipeline.pool.pool import EnginePool
 from rayspec.pipeline.session import ray_session
 from rayspec.types import ConfigError
@@ -90,7 +90,7 @@ def run_data_bench(options: BenchOptions, say: Callable[[str], None]) -> dict[st
         exit_on_sigterm()
         quieten()
         config = engine_config(options, folder, options.strategies[0])
-        config = config.replace(num_threads=config.num_threads or os.cpu_count() or 1)
+        config = config.replace(num_threads=config.num_threads or num_cores())
         say("loading")
         samples = _measured(options, config, say)
     rows = [asdict(row) for row in data_rows(samples)]

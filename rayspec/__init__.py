@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from rayspec.config import SamplingParams
 
 if TYPE_CHECKING:
     from rayspec.llm import LLM
+
+# How often an idle thread of OpenMP looks for work before it sleeps. libgomp reads the number when torch loads it. Its
+# default takes a core from other programs for milliseconds, and from our own threads where the cores are few.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "__version__"]

@@ -26,8 +26,9 @@ class Floor:
     only: frozenset[str] | None = field(default=None)
 
 
-BASEMENT = frozenset({"rayspec.choices", "rayspec.config", "rayspec.errors", "rayspec.generation", "rayspec.prompts"})
-BASEMENT |= {"rayspec.types"}
+BASEMENT = frozenset(
+    f"rayspec.{name}" for name in ("choices", "config", "errors", "generation", "machine", "prompts", "types")
+)
 PLANNING = BASEMENT | {"rayspec.planning"}
 MODEL = PLANNING | {"rayspec.model"}
 DECODE = MODEL | {"rayspec.decode"}
@@ -48,6 +49,7 @@ NO_RAY = frozenset({"ray"})
 FLOORS = (
     Floor(name="rayspec.errors", below=frozenset(), only=frozenset()),
     Floor(name="rayspec.choices", below=frozenset(), only=frozenset()),
+    Floor(name="rayspec.machine", below=frozenset(), only=frozenset()),
     Floor(name="rayspec.types", below=BASEMENT, only=frozenset()),
     Floor(name="rayspec.prompts", below=BASEMENT, only=frozenset()),
     Floor(name="rayspec.config", below=BASEMENT, only=frozenset({"pydantic", "typing_extensions"})),
@@ -82,10 +84,7 @@ FLOORS = (
 )
 # Floors that one box of the picture in docs/architecture.md shows together; every other floor has a box of its own.
 BOXES = {
-    "config, generation, types, prompts, choices, errors": (
-        *("rayspec.config", "rayspec.generation", "rayspec.types", "rayspec.prompts"),
-        *("rayspec.choices", "rayspec.errors"),
-    ),
+    "config, generation, types, prompts, choices, errors": tuple(sorted(BASEMENT)),
     "Python API": ("rayspec", "rayspec.llm", "rayspec.local_engine", "rayspec.request_engine", "rayspec.async_engine"),
     "planner": ("rayspec.ops.plan",),
     "cli, jobs": ("rayspec.cli", "rayspec.data", "jobs"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -46,10 +45,9 @@ class RowRecipe:
         """Load an engine for the task. Raises ConfigError, CheckpointError, and with shards PlacementError."""
         # Imported here, so that a process that only calls the actor does not load torch and transformers for seconds.
         from rayspec.async_engine import AsyncEngine  # noqa: PLC0415
+        from rayspec.pipeline.session import forget_reserved_threads  # noqa: PLC0415
 
-        if config.parallel is None:
-            # Ray sets OMP_NUM_THREADS to the actor's num_cpus, which is a reservation and no limit for the engine.
-            config = config.replace(num_threads=config.num_threads or os.cpu_count() or 1)
+        forget_reserved_threads()
         return RowEngine(self.task, AsyncEngine(load_llm(config)), self.engine)
 
     def beginning(self, item: Any) -> Beginning:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from rayspec.machine import cpu_name
+
 _PACKAGES = ("rayspec", "torch", "transformers", "ray", "numpy")
 
 
@@ -30,16 +32,7 @@ def describe_environment() -> dict[str, object]:
 def _hardware() -> str:
     if torch.cuda.is_available():
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-    return _cpu_name()
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
+    return cpu_name()
 
 
 def _commit() -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from rayspec.choices import Choice, Weights, keys_of
 from rayspec.config import KV_CACHE_SHARE, EngineConfig
 from rayspec.decode.scheduler import Scheduler
 from rayspec.decode.windowed_pages import WindowedPages
+from rayspec.machine import bytes_available
 from rayspec.model.architecture import Decomposition, max_positions, why_context_ends
 from rayspec.model.buckets import MAX_TREE_ROWS, decode_and_verify_buckets, padded_rows, padded_sequences
 from rayspec.model.cuda.graphs import CudaDriver, can_switch_nodes
@@ -272,7 +272,7 @@ def affordable_slots(config: EngineConfig, parts: Decomposition, device: torch.d
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the free bytes of the GPU, or of this machine's memory."""
+    """Return the free bytes of the GPU, or of the memory that this process may use."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return bytes_available()

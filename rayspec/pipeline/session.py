@@ -17,6 +17,7 @@ import ray
 from ray._private import utils as ray_utils
 from ray._private import worker as ray_worker
 
+from rayspec.machine import num_cores
 from rayspec.types import ConfigError, RayspecError
 
 _MIN_LOCAL_CPUS = 4  # a reservation count, not cores: reading, clients and engine must all fit a small machine
@@ -87,7 +88,7 @@ def _start_private() -> None:
     try:
         ray.init(
             address="local",
-            num_cpus=max(_MIN_LOCAL_CPUS, os.cpu_count() or 1),
+            num_cpus=max(_MIN_LOCAL_CPUS, num_cores()),
             include_dashboard=False,
             logging_level=logging.ERROR,
         )
@@ -96,6 +97,15 @@ def _start_private() -> None:
             f"Ray could not start on this machine ({error}): remove the cause, or try again when the machine has less "
             "to do"
         ) from error
+
+
+def forget_reserved_threads() -> None:
+    """In an actor, remove OMP_NUM_THREADS from the environment if Ray has set it: to the CPUs that the actor reserves,
+    which are no limit of its engine."""
+    if not ray.is_initialized() or ray.get_runtime_context().get_actor_id() is None:
+        return
+    if not any(entry.startswith(b"OMP_NUM_THREADS=") for entry in Path("/proc/self/environ").read_bytes().split(b"\0")):
+        os.environ.pop("OMP_NUM_THREADS", None)
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
@@ -33,6 +32,7 @@ from rayspec.openai.tokenizing import (
     in_thread_if_large,
     tokenize,
 )
+from rayspec.pipeline.session import forget_reserved_threads
 from rayspec.pipeline.stopped import Place
 from rayspec.serve.metered import MeteredEngine
 from rayspec.serve.metrics import EngineMetrics, keep_updated
@@ -62,11 +62,8 @@ class ModelServer:
         self._served = (config.model_id,)
         self._engine_timeout_s = engine_timeout_s
         self._stream_interval_s = config.experimental_configs.stream_batching_interval_ms / 1000
-        engine = config.engine
-        if engine.parallel is None:
-            # Ray sets OMP_NUM_THREADS to the replica's num_cpus, a reservation and not what the engine should use.
-            engine = engine.replace(num_threads=engine.num_threads or os.cpu_count() or 1)
-        llm = load_llm(engine)
+        forget_reserved_threads()
+        llm = load_llm(config.engine)
         if config.log_engine_metrics:
             metrics = EngineMetrics.to_ray(model=self._served[0], replica=_own_id())
             self._engine: AsyncEngine = MeteredEngine(llm, metrics)

@@ -15,6 +15,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from rayspec.machine import bytes_available, bytes_in_total
 from rayspec.ops.doctor.findings import Finding, ok, problem, warning
 
 _GIB = 2**30
@@ -67,26 +68,17 @@ def installed_version(name: str) -> str | None:
 
 
 def check_memory(bytes_free: int | None = None) -> Finding:
-    free = memory_bytes("MemAvailable") if bytes_free is None else bytes_free
+    free = bytes_available() if bytes_free is None else bytes_free
     found = f"{free / _GIB:.1f} GiB free"
     if free >= _LEAST_MEMORY:
         return ok("memory", found)
     return warning("memory", found, "end what else runs here, or give the container more: Ray alone takes about 1 GiB")
 
 
-def memory_bytes(name: str) -> int:
-    """Return an entry of /proc/meminfo, or the limit of the container's control group where the limit is lower."""
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    sizes = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text(encoding="ascii").strip() if limit.exists() else "max"
-    return sizes[name] if text == "max" else min(sizes[name], int(text))
-
-
 def check_shared_memory(num_bytes: int | None = None, memory: int | None = None) -> Finding:
     """Check that Ray's object store fits /dev/shm."""
     size = shutil.disk_usage(_SHARED).total if num_bytes is None else num_bytes
-    store = int(_STORE_SHARE * (memory_bytes("MemTotal") if memory is None else memory))
+    store = int(_STORE_SHARE * (bytes_in_total() if memory is None else memory))
     found = f"{_SHARED} has {size / _GIB:.1f} GiB"
     if size >= store:
         return ok("shared memory", found)

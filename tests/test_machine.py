@@ -1,0 +1,177 @@
+"""Memory and cores of this process, by made-up files of the kernel, and in real control groups where they can be made."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from rayspec.machine import bytes_available, bytes_in_total, cpu_class, cpu_name, num_cores
+
+GIB = 2**30
+MEMINFO = "MemTotal:       67108864 kB\nMemFree:         1048576 kB\nMemAvailable:   33554432 kB\n"  # 64, 1 and 32 GiB
+V1_UNLIMITED = "9223372036854771712"
+V2_MOUNT = "30 24 0:26 / /sys/fs/cgroup ro,nosuid - cgroup2 cgroup ro"
+# As in a container of Docker with cgroup v1: the mount shows the container's own group.
+V1_MOUNTS = (
+    "31 24 0:27 /docker/c0ffee /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n"
+    "32 24 0:28 /docker/c0ffee /sys/fs/cgroup/cpu,cpuacct ro - cgroup cgroup rw,cpu,cpuacct"
+)
+V1_GROUPS = "5:memory:/docker/c0ffee\n4:cpu,cpuacct:/docker/c0ffee\n1:name=systemd:/docker/c0ffee\n0::/"
+
+
+def _machine(root: Path, *, mounts: str, groups: str, files: Mapping[str, str]) -> Path:
+    """Write what the kernel would show. files: below /sys/fs/cgroup."""
+    content = {"proc/meminfo": MEMINFO, "proc/self/mountinfo": mounts, "proc/self/cgroup": groups}
+    for name, text in {**content, **{f"sys/fs/cgroup/{name}": text for name, text in files.items()}}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text.rstrip())
+    return root
+
+
+@pytest.mark.parametrize(
+    ("files", "available", "total", "cores"),
+    [
+        pytest.param({}, 32, 64, 8, id="no limits"),
+        pytest.param({"memory.max": "max", "memory.current": "5", "cpu.max": "max 100000"}, 32, 64, 8, id="unlimited"),
+        pytest.param(
+            {
+                "memory.max": str(8 * GIB),
+                "memory.current": str(7 * GIB),
+                "memory.stat": f"anon {2 * GIB}\nfile {5 * GIB}\ninactive_file {3 * GIB}\nactive_file {2 * GIB}",
+                "cpu.max": "250000 100000",
+            },
+            *(6, 8, 2),
+            id="page cache is free, and quotas are rounded down",
+        ),
+        pytest.param({"memory.max": str(8 * GIB), "memory.current": str(9 * GIB)}, 0, 8, 8, id="beyond the limit"),
+        pytest.param(
+            {"memory.max": "max", "memory.high": str(4 * GIB), "memory.current": "0"}, 4, 4, 8, id="throttled from"
+        ),
+        pytest.param({"memory.max": str(500 * GIB), "memory.current": "0"}, 32, 64, 8, id="more than there is"),
+        pytest.param({"cpu.max": "50000 100000"}, 32, 64, 1, id="half a core"),
+    ],
+)
+def test_a_container_of_cgroup_v2(
+    tmp_path: Path, files: Mapping[str, str], available: int, total: int, cores: int
+) -> None:
+    root = _machine(tmp_path, mounts=V2_MOUNT, groups="0::/", files=files)
+    assert bytes_available(root) == available * GIB
+    assert bytes_in_total(root) == total * GIB
+    assert num_cores(root, affinity=8) == cores
+    assert num_cores(root, affinity=1) == 1
+
+
+def test_the_limits_of_all_groups_above_count(tmp_path: Path) -> None:
+    """As for a service of systemd, whose slice has limits too."""
+    files = {
+        "limited.slice/memory.max": str(10 * GIB),
+        "limited.slice/memory.current": str(9 * GIB),
+        "limited.slice/cpu.max": "800000 100000",
+        "limited.slice/job.service/memory.max": str(4 * GIB),
+        "limited.slice/job.service/memory.current": str(1 * GIB),
+        "limited.slice/job.service/cpu.max": "300000 100000",
+        "other.slice/memory.max": "1",
+    }
+    root = _machine(tmp_path, mounts=V2_MOUNT, groups="0::/limited.slice/job.service", files=files)
+    assert (bytes_available(root), bytes_in_total(root)) == (1 * GIB, 4 * GIB)
+    assert num_cores(root, affinity=64) == 3
+
+
+@pytest.mark.parametrize("groups", ["0::/../../elsewhere", "0::/a/group/that/is/not/visible", ""])
+def test_a_group_that_cannot_be_seen_counts_by_the_mount(tmp_path: Path, groups: str) -> None:
+    files = {"memory.max": str(4 * GIB), "memory.current": str(GIB)}
+    root = _machine(tmp_path, mounts=V2_MOUNT, groups=groups, files=files)
+    assert bytes_available(root) == 3 * GIB
+
+
+@pytest.mark.parametrize(
+    ("limit", "quota", "available", "total", "cores"),
+    [(V1_UNLIMITED, "-1", 32, 64, 16), (str(6 * GIB), "450000", 5, 6, 4)],
+)
+def test_a_container_of_cgroup_v1(
+    tmp_path: Path, limit: str, quota: str, available: int, total: int, cores: int
+) -> None:
+    files = {
+        "memory/memory.limit_in_bytes": limit,
+        "memory/memory.usage_in_bytes": str(4 * GIB),
+        "memory/memory.stat": f"inactive_file 0\ntotal_inactive_file {2 * GIB}\ntotal_active_file {1 * GIB}",
+        "cpu,cpuacct/cpu.cfs_quota_us": quota,
+        "cpu,cpuacct/cpu.cfs_period_us": "100000",
+    }
+    root = _machine(tmp_path, mounts=V1_MOUNTS, groups=V1_GROUPS, files=files)
+    assert (bytes_available(root), bytes_in_total(root)) == (available * GIB, total * GIB)
+    assert num_cores(root, affinity=16) == cores
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "name", "kind"),
+    [
+        ("model name\t: Xeon A\nflags\t\t: fpu avx2 avx512f avx512_bf16 amx_bf16 amx_tile", "Xeon A", "AMX"),
+        ("model name\t: EPYC B\nflags\t\t: fpu avx2 avx512f avx512_bf16", "EPYC B", "AVX-512 BF16"),
+        ("model name\t: Xeon C\nflags\t\t: fpu avx2 avx512f avx512_vnni", "Xeon C", "AVX-512"),
+        ("model name\t: Ryzen D\nflags\t\t: fpu avx avx2 fma", "Ryzen D", "AVX2"),
+        ("Features\t: fp asimd bf16 i8mm\nCPU part\t: 0xd40", "0xd40", "Arm BF16"),
+        ("Features\t: fp asimd\nCPU part\t: 0xd0c", "0xd0c", "other"),
+    ],
+)
+def test_processors(tmp_path: Path, cpuinfo: str, name: str, kind: str) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text(f"processor\t: 0\n{cpuinfo}\n\nprocessor\t: 1\nBogoMIPS\t: 1\n")
+    assert (cpu_name(tmp_path), cpu_class(tmp_path)) == (name, kind)
+
+
+def test_this_machine() -> None:
+    assert 0 < bytes_available() <= bytes_in_total()
+    assert 1 <= num_cores() <= len(os.sched_getaffinity(0))
+    assert cpu_name()
+
+
+def _in_process(group: Path | None, code: str) -> str:
+    """Return what a new process prints that enters a control group first and may run on one core."""
+    enter = f"open({str(group / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))" if group is not None else ""
+    script = f"import os\n{enter}\nfrom rayspec.machine import *\nfrom rayspec.machine import num_cores\n{code}"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    return done.stdout.strip()
+
+
+def test_the_cores_that_a_process_may_run_on() -> None:
+    core = min(os.sched_getaffinity(0))
+    assert _in_process(None, f"os.sched_setaffinity(0, [{core}])\nprint(num_cores())") == "1"
+
+
+def _limited(base: Path, limits: Mapping[str, str]) -> Path:
+    """Make a control group with limits below `base`. Skip the test if this process may not."""
+    if not (base / "cgroup.procs").exists():
+        pytest.skip(f"{base} is no control group")
+    group = base / f"rayspec-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        for name, value in limits.items():
+            (group / name).write_text(value)
+    except OSError as error:
+        if group.is_dir():
+            group.rmdir()
+        pytest.skip(f"no control group can be made here: {error}")
+    return group
+
+
+@pytest.mark.parametrize(
+    ("base", "limits", "code"),
+    [
+        ("cpu", {"cpu.cfs_period_us": "100000", "cpu.cfs_quota_us": "100000"}, "print(num_cores() == 1)"),
+        ("memory", {"memory.limit_in_bytes": str(GIB)}, f"print(0 < bytes_available() < bytes_in_total() == {GIB})"),
+        (".", {"cpu.max": "100000 100000", "memory.max": str(GIB)}, f"print(num_cores(), bytes_in_total() == {GIB})"),
+    ],
+)
+def test_a_real_group(base: str, limits: Mapping[str, str], code: str) -> None:
+    group = _limited(Path("/sys/fs/cgroup") / base, limits)
+    try:
+        assert _in_process(group, code) in ("True", "1 True")
+    finally:
+        group.rmdir()
