@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rayspec.config import EngineConfig
 from rayspec.decode.engine import Engine
+from rayspec.decode.load_lock import LoadLock
 from rayspec.decode.loading import (
     affordable_slots,
     cache_size,
@@ -25,18 +26,20 @@ from rayspec.decode.loading import (
     row_counts,
     warm_up,
 )
-from rayspec.decode.profile import load_or_measure
+from rayspec.decode.num_threads import chosen_threads
+from rayspec.decode.profile import load_or_measure, user_folder
 from rayspec.decode.requests import Vocabulary
 from rayspec.decode.runner import Runner, ways_of
 from rayspec.decode.selection.base import FixedPlan
 from rayspec.decode.stages import LocalStages, Stages
 from rayspec.decode.whole_model import WholeModelStages
+from rayspec.machine import num_cores
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.bodies import fuse
 from rayspec.model.generation_config import eos_token_ids, generation_defaults
 from rayspec.model.kv_arena import CacheSize, whole_pages
 from rayspec.model.offload import OffloadedWeights
-from rayspec.model.threads import in_thread_of_its_own, on_device
+from rayspec.model.threads import asked_threads, in_thread_of_its_own, on_device
 from rayspec.model.weights import load_tokenizer, resolve_device, vocab_size
 from rayspec.strategies.by_name import make_selector, needs_latency
 from rayspec.types import ConfigError, UnsupportedModelError, no_draft
@@ -50,17 +53,17 @@ def load_engine(config: EngineConfig, *, with_tokenizer: bool = True) -> Engine:
     Raises ConfigError and CheckpointError. A family that does not split into sublayers gets an engine that decodes
     plainly, and a warning that says why.
     """
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
+    torch.set_num_threads(asked_threads(config.num_threads) or num_cores())
 
     def load() -> Engine:
-        with on_device(resolve_device(config.device)):
-            return _load(config, with_tokenizer)
+        with on_device(resolve_device(config.device)), LoadLock(user_folder(config.profile_cache)) as lock:
+            lock.share()
+            return _load(config, with_tokenizer, lock)
 
     return in_thread_of_its_own(load)
 
 
-def _load(config: EngineConfig, with_tokenizer: bool) -> Engine:
+def _load(config: EngineConfig, with_tokenizer: bool, lock: LoadLock) -> Engine:
     defaults = generation_defaults(config)
     tokenizer = load_tokenizer(config) if with_tokenizer else None
     model = load_weights(config)
@@ -78,7 +81,7 @@ def _load(config: EngineConfig, with_tokenizer: bool) -> Engine:
         use_operators=has_kernels(config, parts.device),
         quantised=copies,
     )
-    return _local_engine(config, parts, vocabulary, max_model_len, tokenizer, offloaded)
+    return _local_engine(config, parts, vocabulary, max_model_len, tokenizer, lock, offloaded)
 
 
 def engine_like(engine: Engine, config: EngineConfig) -> Engine | None:
@@ -95,7 +98,8 @@ def engine_like(engine: Engine, config: EngineConfig) -> Engine | None:
     made = {weights for sublayer in parts.sublayers for weights in sublayer.quantised}
     if not wanted <= there | made:
         return None
-    return _local_engine(config, parts, engine.vocabulary, engine.max_model_len, engine.tokenizer)
+    with LoadLock(user_folder(config.profile_cache)) as lock:
+        return _local_engine(config, parts, engine.vocabulary, engine.max_model_len, engine.tokenizer, lock)
 
 
 def _local_engine(
@@ -104,6 +108,7 @@ def _local_engine(
     vocabulary: Vocabulary,
     max_model_len: int,
     tokenizer: PreTrainedTokenizerBase | None,
+    lock: LoadLock,
     offloaded: OffloadedWeights | None = None,
 ) -> Engine:
     device = resolve_device(config.device)
@@ -119,9 +124,14 @@ def _local_engine(
     graphs = make_graphs(config, parts, buffers)
     warm_up(config, graphs)
     runner = Runner(parts, arena, device=device, row_counts=counts, buffers=buffers, graphs=graphs, choices=choices)
+    # In deterministic mode the bits of a row may depend on the number of threads, so no measurement decides it.
+    if device.type == "cpu" and asked_threads(config.num_threads) is None and not config.deterministic:
+        runner.threads = chosen_threads(runner, config.profile_cache, remeasure=config.remeasure)
     latency = None
     if needs_latency(config):
-        latency = load_or_measure(runner, config.profile_cache, offloaded=offloaded, remeasure=config.remeasure)
+        latency = load_or_measure(
+            runner, config.profile_cache, lock=lock, offloaded=offloaded, remeasure=config.remeasure
+        )
     stages = LocalStages(
         runner,
         vocab_size=vocabulary.size,

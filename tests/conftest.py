@@ -133,7 +133,7 @@ def latency_profiles() -> Iterator[None]:
     kept: dict[str, Any] = {}
     measure = profile.measure
 
-    def measure_once(runner: Any, offloaded: Any = None) -> Any:
+    def measure_once(runner: Any, offloaded: Any = None, budget_s: float | None = None) -> Any:
         sublayers = list(offloaded.sublayers) if offloaded else []
         key = json.dumps([profile.profile_key(runner), sublayers, runner.arena.num_slots], sort_keys=True)
         if key not in kept:

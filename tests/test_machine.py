@@ -1,4 +1,4 @@
-"""Memory and cores of this process, by made-up files of the kernel, and in real control groups where they can be made."""
+"""Memory and cores of this process, by made-up files of the kernel, and in real control groups if they can be made."""
 
 from __future__ import annotations
 

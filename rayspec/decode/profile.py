@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
+import math
 import os
-import platform
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import transformers
 
 from rayspec.choices import FULL, SKIP, Choice, choices_of, combined, keys_of, weights_of
+from rayspec.decode.load_lock import LoadLock
 from rayspec.decode.runner import Runner
+from rayspec.machine import cpu_name
 from rayspec.model.kv_arena import PAGE_SIZE, KVArena, whole_pages
 from rayspec.model.offload import OffloadedWeights
 from rayspec.model.rows import RowSpan, one_run, runs_of_pages
@@ -38,52 +40,68 @@ from rayspec.planning.latency import (
 
 logger = logging.getLogger(__name__)
 
-ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
+_Work: TypeAlias = tuple[Measurement, Callable[[], object]]
+
+ROW_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128)
 CONTEXTS = (32, 1024, 4096)
 BATCHES = (8, 4, 2)  # numbers of sequences: the first number that the arena can hold is measured
 _WIDE_ROWS = (1, 8, 32)
 _ROWS_EACH = (1, 4)  # rows per sequence in a batch of several sequences
+_COARSE_ROWS = (1, 2, 8, 128)  # rows that are measured even if the time is over
 _NUM_REPEATS = 6
+# Seconds of measuring when an engine starts for the first time, and while other processes load next to it.
+BUDGET_S, _DISTURBED_BUDGET_S = 5.0, 1.0
+# Of a run of one row with a time limit: only so many sublayers of a kind run. They fill the caches all the same.
+_SAMPLE_S = 0.02
 # More bytes than the last-level cache of one core complex holds; and a pause like that between two passes of a stage.
 _CACHE_BYTES, _PAUSE_S = 64 * 2**20, 0.005
 
 
 def load_or_measure(
-    runner: Runner, folder: str | None, *, offloaded: OffloadedWeights | None = None, remeasure: bool = False
+    runner: Runner,
+    folder: str | None,
+    *,
+    lock: LoadLock,
+    offloaded: OffloadedWeights | None = None,
+    remeasure: bool = False,
 ) -> LatencyModel:
     """Load the latency model that was saved for exactly this model, dtype, device, threads and versions.
 
-    Measure and save it if none is saved, with `remeasure`, or if the arena can hold longer contexts or more sequences
-    than the saved model covers.
+    Measure and save it if none is saved, or if the arena can hold longer contexts or more sequences than the saved
+    model covers: for about `BUDGET_S` seconds, while no other process loads or measures. If others do so for longer
+    than `lock` waits, a coarse model is measured next to them and not saved. With `remeasure`, measure without a limit.
     """
     key = profile_key(runner) | {"offloaded": list(offloaded.sublayers) if offloaded else []}
-    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    path = Path(folder or _user_cache()) / f"latency-{name}.json"
-    with _one_process_at_a_time(path):
-        saved = None if remeasure else _saved(path, key, runner.arena.num_slots)
-        if saved is not None:
-            return saved
-        model = measure(runner, offloaded)
-        try:
-            model.save(path, key)
-        except OSError as error:
-            logger.warning("the latency profile could not be saved (%s): it is measured again next time", error)
+    path = cache_file(folder, "latency", key)
+    saved = None if remeasure else _saved(path, key, runner.arena.num_slots)
+    if saved is not None:
+        return saved
+    is_alone = lock.take()
+    saved = None if remeasure else _saved(path, key, runner.arena.num_slots)  # others may have measured meanwhile
+    if saved is not None:
+        return saved
+    if not is_alone:
+        logger.warning("other processes load models here all the time: the latency profile of this one is coarse")
+        return measure(runner, offloaded, _DISTURBED_BUDGET_S)
+    limit = "" if remeasure else f" for about {BUDGET_S:.0f} s"
+    logger.warning("measuring how fast this machine runs the model%s; the profile is kept in %s", limit, path)
+    model = measure(runner, offloaded, None if remeasure else BUDGET_S)
+    try:
+        model.save(path, key)
+    except OSError as error:
+        logger.warning("the latency profile could not be saved (%s): it is measured again next time", error)
     return model
 
 
-@contextmanager
-def _one_process_at_a_time(path: Path) -> Iterator[None]:
-    """Hold a file lock for `path` during the block, unless the folder is not writable. Replicas of one machine start
-    together: one replica measures undisturbed, and the others wait for its profile."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = path.with_suffix(".lock").open("w")
-    except OSError:
-        yield
-        return
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+def cache_file(folder: str | None, what: str, key: Mapping[str, Any]) -> Path:
+    """Return the file in which measurements with this key are saved."""
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    return user_folder(folder) / f"{what}-{name}.json"
+
+
+def user_folder(folder: str | None) -> Path:
+    """Return the folder of measurements, by default in the user's cache."""
+    return Path(folder) if folder else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rayspec"
 
 
 def _saved(path: Path, key: dict[str, Any], num_slots: int) -> LatencyModel | None:
@@ -103,14 +121,19 @@ def _saved(path: Path, key: dict[str, Any], num_slots: int) -> LatencyModel | No
 
 def profile_key(runner: Runner) -> dict[str, Any]:
     """Return everything that changes the cost of a forward. A profile with another key is not used."""
+    many = runner.threads.many if runner.threads is not None else torch.get_num_threads()
+    few = runner.threads.few if runner.threads is not None else many
+    return model_key(runner) | {"num_threads": [few, many] if runner.device.type == "cpu" else 0}
+
+
+def model_key(runner: Runner) -> dict[str, Any]:
+    """Return what changes the cost of a forward, without the number of threads."""
     device = runner.device
     config = {k: v for k, v in runner.parts.config.to_dict().items() if not k.startswith("_")}
     return {
         "model": hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest(),
         "dtype": str(runner.parts.dtype),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
-        "host": platform.node(),
-        "num_threads": torch.get_num_threads() if device.type == "cpu" else 0,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         "row_counts": str(runner.row_counts),
         "choices": {kind: list(ways) for kind, ways in runner.choices_by_kind.items()},
         "fused": [sublayer.index for sublayer in runner.parts.sublayers if sublayer.body is not None],
@@ -123,10 +146,11 @@ def profile_key(runner: Runner) -> dict[str, Any]:
 def measure(
     runner: Runner,
     offloaded: OffloadedWeights | None = None,
+    budget_s: float | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> LatencyModel:
     """Measure the latency model of a whole model on this device; see `measurements`."""
-    found = measurements(runner, offloaded, clock=clock)
+    found = measurements(runner, offloaded, budget_s=budget_s, clock=clock)
     transfer_s = offloaded.transfer_seconds(clock) if offloaded else None
     return LatencyModel.fit(found, runner.parts.curve_names, transfer_s=transfer_s)
 
@@ -136,41 +160,87 @@ def measurements(
     offloaded: OffloadedWeights | None = None,
     *,
     device: str = "",
+    budget_s: float | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Measurement]:
     """Time each kind of sublayer over rows, context and batch, the head over rows if this process has it, and the fixed
-    cost of a forward. On a CPU, also time how much a pause in which other work fills the caches slows a forward.
+    cost of a forward. In a stage on a CPU, also time how much a pause in which other work fills the caches slows a
+    forward.
 
     All sublayers of a kind run one after another, and the other kinds run between two repeats. So weights come from the
     same caches or memory as in use. The transfer of offloaded weights is not timed. The arena must hold no sequences;
-    it is overwritten. device: device name to store in the measurements.
+    it is overwritten. device: of a stage, its name to store in the measurements.
+
+    budget_s: after so many seconds, only a coarse grid is completed, once: few row counts, but every context, batch and
+    choice. The more time is left, the more row counts and repeats. None: everything, as often as it takes; the ranks of
+    a stage need that, because they run the same passes.
     """
     with torch.inference_mode(), offloaded.without_transfers() if offloaded else nullcontext():
-        return _measurements(runner, device, clock)
+        return _measurements(runner, device, budget_s, clock)
 
 
-def _measurements(runner: Runner, device: str, clock: Callable[[], float]) -> list[Measurement]:
+def _measurements(runner: Runner, device: str, budget_s: float | None, clock: Callable[[], float]) -> list[Measurement]:
     """Time every work item once per pass, over several passes after a warm-up pass, and use each item's median.
 
     If the repeats of an item followed one another, a slow second of the machine would slow them all, and the weights
     would stay in the caches. The fastest runs of two items may come from different moments, so the median is used.
     """
     _fill(runner.arena)
-    works = list(_works(runner, device))
-    times = [[_timed(work, runner.device, clock) for _, work in works] for _ in range(1 + _NUM_REPEATS)][1:]
-    found = [
-        replace(one, seconds=median(seconds) / one.seconds)
-        for (one, _), seconds in zip(works, zip(*times, strict=True), strict=True)
-    ]
+    sample = _everything(runner) if budget_s is None else _sample(runner, clock)
+    works = list(_works(runner, device, sample))
+    until = float("inf") if budget_s is None else clock() + budget_s
+    times = _times(works, runner.device, until, clock)
+    found = [replace(works[at][0], seconds=median(seconds) / works[at][0].seconds) for at, seconds in times.items()]
     found += [
         one
         for name, ways in runner.choices_by_kind.items()
         for one in _composed(found, name, ways, _shortest(_grid(runner.arena.num_slots)))
     ]
-    if runner.device.type == "cpu":
+    if runner.device.type == "cpu" and device:
         wake_s = _wake_seconds(runner, clock)
         found.append(Measurement(kind=WAKE, rows=1, context=0, batch=1, seconds=wake_s, device=device))
     return found
+
+
+def _times(
+    works: Sequence[_Work], device: torch.device, until: float, clock: Callable[[], float]
+) -> dict[int, list[float]]:
+    """Return the seconds of each work item by its place, from its second run on. Items of the coarse grid run first,
+    and twice at least; no other run begins after `until`."""
+    coarse = [at for at, (one, _) in enumerate(works) if _is_coarse(one)]
+    others = [at for at in range(len(works)) if at not in set(coarse)]
+    times: dict[int, list[float]] = defaultdict(list)
+    for repeat, at in [(repeat, at) for repeat in range(1 + _NUM_REPEATS) for at in (*coarse, *others)]:
+        if clock() <= until or (repeat < 2 and _is_coarse(works[at][0])):
+            times[at].append(_timed(works[at][1], device, clock))
+    return {at: seconds[1:] for at, seconds in sorted(times.items()) if len(seconds) > 1}
+
+
+def _is_coarse(one: Measurement) -> bool:
+    return one.rows == one.batch or (one.batch == 1 and one.rows in _COARSE_ROWS)
+
+
+def _everything(runner: Runner) -> dict[str, int]:
+    """Return the number of sublayers of each kind."""
+    return dict(Counter(runner.parts.curve_names))
+
+
+def _sample(runner: Runner, clock: Callable[[], float]) -> dict[str, int]:
+    """Return how many sublayers of each kind a timed run has: as many as take `_SAMPLE_S` for one row."""
+    batch, hidden = runner.batch([span_at(runner.arena, 0, 0, 1)]), random_states(runner, 1)
+    found = {}
+    for name, num_sublayers in _everything(runner).items():
+        run = partial(runner.run, batch, hidden, choices=_only(runner, name, 1))
+        seconds = _seconds(run, runner.device, clock, _nothing, num_repeats=2)
+        found[name] = min(num_sublayers, max(1, math.ceil(_SAMPLE_S / max(seconds, 1e-9))))
+    return found
+
+
+def _only(runner: Runner, name: str, number: int, choice: Choice = FULL) -> list[Choice]:
+    """Return the choices of a run in which only the first `number` sublayers of a kind do not skip."""
+    places = [at for at, own in enumerate(runner.parts.curve_names) if own == name][:number]
+    mine = [choice if at in places else SKIP for at in range(len(runner.parts.curve_names))]
+    return [SKIP] * runner.first_sublayer + mine
 
 
 def _fill(arena: KVArena) -> None:
@@ -181,38 +251,37 @@ def _fill(arena: KVArena) -> None:
         tensor[:, :num_slots].normal_(generator=torch.Generator(tensor.device).manual_seed(0))
 
 
-def _works(runner: Runner, device: str) -> Iterator[tuple[Measurement, Callable[[], object]]]:
+def _works(runner: Runner, device: str, sample: Mapping[str, int]) -> Iterator[_Work]:
     """Yield each measurement and the function to time for it. `seconds` holds a divisor: the sublayers that one run of
     the function times, or 1."""
-    names, cells = runner.parts.curve_names, _grid(runner.arena.num_slots)
+    cells = _grid(runner.arena.num_slots)
     shortest = _shortest(cells)
     for rows, context, batch_size in cells:
         each = rows // batch_size
-        spans = [_span(runner.arena, at, context, each) for at in range(batch_size)]
+        spans = [span_at(runner.arena, at, context, each) for at in range(batch_size)]
         _note_pages(runner, spans)
-        batch, hidden = runner.batch(spans), _random_states(runner, rows)
+        batch, hidden = runner.batch(spans), random_states(runner, rows)
         for name, ways in runner.choices_by_kind.items():
             for choice in ways:
                 if not _must_be_timed(name, choice, rows, context, batch_size, short_context=shortest[batch_size]):
                     continue
-                mine = [choice if own == name else SKIP for own in names]
                 one = Measurement(
                     kind=kind_of(name, choice),
                     rows=rows,
                     context=context,
                     batch=batch_size,
-                    seconds=len(mine) - mine.count(SKIP),
+                    seconds=sample[name],
                     device=device,
                 )
-                yield one, partial(runner.run, batch, hidden, choices=[SKIP] * runner.first_sublayer + mine)
+                yield one, partial(runner.run, batch, hidden, choices=_only(runner, name, sample[name], choice))
         if runner.parts.lm_head is not None and context == cells[0][1] and batch_size == 1:
             head = Measurement(kind=HEAD, rows=rows, context=0, batch=1, seconds=1, device=device)
             yield head, partial(runner.head, hidden)
     fixed = Measurement(kind=OVERHEAD, rows=1, context=0, batch=1, seconds=1, device=device)
-    yield fixed, partial(runner.batch, [_span(runner.arena, 0, 0, 1)])
+    yield fixed, partial(runner.batch, [span_at(runner.arena, 0, 0, 1)])
 
 
-def _span(arena: KVArena, at: int, context: int, num_rows: int) -> RowSpan:
+def span_at(arena: KVArena, at: int, context: int, num_rows: int) -> RowSpan:
     """Return the rows of sequence number `at` of a batch of sequences of equal length. In a windowed store, sequences
     lie one after another and start again at the beginning, because a row reads only the end of its sequence."""
     length = whole_pages(context + num_rows)
@@ -260,14 +329,14 @@ def _note_pages(runner: Runner, spans: Sequence[RowSpan]) -> None:
     that read few pages then read as many as in use."""
     if runner.arena.looked_at is not None and spans[0].context >= PAGE_SIZE:
         before = [replace(span, context=span.context - 1, num_rows=2) for span in spans]
-        runner.run(runner.batch(before, scores_pages=True), _random_states(runner, 2 * len(spans)))
+        runner.run(runner.batch(before, scores_pages=True), random_states(runner, 2 * len(spans)))
 
 
 def _wake_seconds(runner: Runner, clock: Callable[[], float]) -> float:
     """Return the extra seconds of one row through all sublayers after a pause and with cold caches."""
     batch, hidden, others = (
-        runner.batch([_span(runner.arena, 0, 0, 1)]),
-        _random_states(runner, 1),
+        runner.batch([span_at(runner.arena, 0, 0, 1)]),
+        random_states(runner, 1),
         bytearray(_CACHE_BYTES),
     )
     choices = choices_of([False] * runner.first_sublayer + [True] * len(runner.parts.curve_names))
@@ -283,7 +352,7 @@ def _wake_seconds(runner: Runner, clock: Callable[[], float]) -> float:
     return max(cold_s - warm_s, 0.0)
 
 
-def _random_states(runner: Runner, rows: int) -> torch.Tensor:
+def random_states(runner: Runner, rows: int) -> torch.Tensor:
     """Return random states, [1, rows, hidden_size]. Rows differ, so that experts are chosen as in use."""
     generator = torch.Generator().manual_seed(0)
     size = runner.parts.config.get_text_config().hidden_size
@@ -324,11 +393,16 @@ def _nothing() -> None:
 
 
 def _seconds(
-    work: Callable[[], object], device: torch.device, clock: Callable[[], float], before: Callable[[], None]
+    work: Callable[[], object],
+    device: torch.device,
+    clock: Callable[[], float],
+    before: Callable[[], None],
+    *,
+    num_repeats: int = _NUM_REPEATS,
 ) -> float:
     """Return the time of the fastest run after a warm-up run; disturbances only make a run slower."""
     times = []
-    for _ in range(1 + _NUM_REPEATS):
+    for _ in range(1 + num_repeats):
         before()
         times.append(_timed(work, device, clock))
     return min(times[1:])
@@ -345,7 +419,3 @@ def _timed(work: Callable[[], object], device: torch.device, clock: Callable[[],
 def _synchronise(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _user_cache() -> str:
-    return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "rayspec")

@@ -23,6 +23,7 @@ from rayspec.model.rows import Path, RowSpan
 from rayspec.model.static_rows import STATIC_KEYS, Filling, StaticRows, StepBuffers
 from rayspec.model.static_step import StaticStep, Step
 from rayspec.model.sublayers import Sublayer, Tap, run
+from rayspec.model.threads import Threads
 
 TokenIds: TypeAlias = Sequence[int] | Tensor
 _Piece: TypeAlias = tuple[RowSpan, Sequence[Path]]
@@ -48,8 +49,11 @@ class Runner:
     buffers: passes that fit run in them, and their launches depend on the bucket only. The hidden states that `run`
     returns are then valid only until the next batch is embedded or run; without the head they are a copy. graphs:
     captured from passes in these buffers; without graphs such passes are launched eagerly. choices: the choices by
-    which drafts may run sublayers, if the sublayers support them.
+    which drafts may run sublayers, if the sublayers support them. threads: CPU threads of each pass; None: those that
+    torch has.
     """
+
+    threads: Threads | None = None
 
     def __init__(
         self,
@@ -127,6 +131,7 @@ class Runner:
         tap: Tap | None = None,
     ) -> Tensor:
         """Run sublayers `begin` .. `end` (exclusive), by default all in this process, over [1, N, hidden_size]."""
+        self._use_threads(hidden)
         begin = self.first_sublayer if begin is None else begin
         end = self.end_sublayer if end is None else end
         span = self.parts.sublayers[begin - self.first_sublayer : end - self.first_sublayer]
@@ -140,6 +145,7 @@ class Runner:
 
     def head(self, hidden: Tensor) -> Tensor:
         """Return the logits [N, vocab_size] of states [1, N, hidden_size]."""
+        self._use_threads(hidden)
         num_rows = hidden.shape[1]
         padded = self._buffers.padded(hidden) if self._buffers is not None else None
         if padded is not None:
@@ -150,6 +156,10 @@ class Runner:
             for at in range(0, num_rows, counts.most)
         ]
         return _joined(pieces, 0)[:num_rows]
+
+    def _use_threads(self, hidden: Tensor) -> None:
+        if self.threads is not None:
+            self.threads.use(hidden.shape[1])
 
     def _packed(self, spans: Sequence[RowSpan], counts: RowCounts | None, scores_pages: bool) -> list[PackedRows]:
         make = partial(pack, self.arena, device=self.device, scores_pages=scores_pages)

@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 
 T = TypeVar("T")
+
+# Rows from which on a pass has work for all cores: chunks of prompts, and plan searches.
+_MANY_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Threads:
+    """Numbers of threads. few: for passes of few rows, such as decoding, where threads may wait for each other longer
+    than they work. many: for the others."""
+
+    few: int
+    many: int
+
+    def use(self, num_rows: int) -> None:
+        """Set torch's number of threads for the next pass of this thread."""
+        torch.set_num_threads(self.few if num_rows < _MANY_ROWS else self.many)
+
+
+def asked_threads(option: int | None) -> int | None:
+    """Return the number of threads that the option asks for, or else OMP_NUM_THREADS; None if neither does."""
+    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return option or (int(first) if first.isdigit() and int(first) > 0 else None)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

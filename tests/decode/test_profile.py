@@ -15,7 +15,8 @@ import torch
 
 from rayspec.choices import FULL, SKIP, Choice, choices_of
 from rayspec.decode import profile
-from rayspec.decode.profile import load_or_measure, measure, measurements, profile_key
+from rayspec.decode.load_lock import LoadLock
+from rayspec.decode.profile import measure, measurements, profile_key
 from rayspec.decode.runner import Runner
 from rayspec.model.architecture import Decomposition
 from rayspec.model.kv_arena import KVArena
@@ -40,6 +41,13 @@ def _runner(
     dtype: Any = parts.final_norm.weight.dtype
     arena = KVArena(parts.shapes, num_slots, dtype=dtype, device=CPU, num_spare=bucket_rows or 0, notes_pages=True)
     return Runner(parts, arena, device=CPU, row_counts=_counts(bucket_rows), choices=choices)
+
+
+def load_or_measure(runner: Runner, folder: str) -> LatencyModel:
+    """As an engine does that loads."""
+    with LoadLock(Path(folder)) as lock:
+        lock.share()
+        return profile.load_or_measure(runner, folder, lock=lock)
 
 
 @pytest.fixture(scope="module")
