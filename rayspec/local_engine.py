@@ -36,6 +36,7 @@ from rayspec.decode.whole_model import WholeModelStages
 from rayspec.machine import num_cores
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.bodies import fuse
+from rayspec.model.fast_dtype import in_fast_dtype
 from rayspec.model.generation_config import eos_token_ids, generation_defaults
 from rayspec.model.kv_arena import CacheSize, whole_pages
 from rayspec.model.offload import OffloadedWeights
@@ -66,7 +67,7 @@ def load_engine(config: EngineConfig, *, with_tokenizer: bool = True) -> Engine:
 def _load(config: EngineConfig, with_tokenizer: bool, lock: LoadLock) -> Engine:
     defaults = generation_defaults(config)
     tokenizer = load_tokenizer(config) if with_tokenizer else None
-    model = load_weights(config)
+    model = in_fast_dtype(load_weights(config), config)
     max_model_len = resolve_max_model_len(config, model.config)
     vocabulary = Vocabulary(size=vocab_size(model.config), eos_token_ids=eos_token_ids(config), defaults=defaults)
     try:

@@ -39,6 +39,11 @@ def num_cores(root: Path = _ROOT, *, affinity: int | None = None) -> int:
     return max(1, int(min([affinity or len(os.sched_getaffinity(0)), *quotas])))
 
 
+def boot_id(root: Path = _ROOT) -> str:
+    """Return what identifies this machine until it is started again. Its containers have the same."""
+    return next(iter(_lines(root / "proc/sys/kernel/random/boot_id")), platform.node())
+
+
 def cpu_name(root: Path = _ROOT) -> str:
     """Return the processor's model, or its architecture if Linux does not name the model."""
     return _cpuinfo(root, "model name") or _cpuinfo(root, "CPU part") or platform.machine()

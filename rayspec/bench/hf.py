@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from rayspec.bench.contenders import Writing
 from rayspec.bench.result import Run
 from rayspec.config import EngineConfig
+from rayspec.model.fast_dtype import in_fast_dtype
 from rayspec.model.weights import resolve_device
 from rayspec.types import EngineStats
 
@@ -30,7 +31,7 @@ class HfGenerate:
             trust_remote_code=config.trust_remote_code,
             dtype=config.dtype if config.dtype == "auto" else getattr(torch, config.dtype),
         )
-        self._model = model.to(self.device).eval()
+        self._model = in_fast_dtype(model.to(self.device), config).eval()
         eos = self._model.generation_config.eos_token_id
         self._eos = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
         pad = self._model.generation_config.pad_token_id

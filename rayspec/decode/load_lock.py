@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
-import os
-import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -13,25 +10,27 @@ from typing import IO
 
 from typing_extensions import Self
 
+from rayspec.machine import boot_id
+
 _POLL_S = 0.05
 
 
 class LoadLock:
-    """Loads share the lock, and a measurement has it alone. Processes that save their profiles in the same folder use
-    the same lock. The lock file lies in the machine's own temporary folder, because `folder` may be shared by machines.
+    """Loads share the lock, and a measurement has it alone. It is a file in the folder of the profiles, for all processes
+    of this machine that use the folder, in containers too. Machines that share the folder have files of their own.
 
-    Every wait has a limit, because a process may be stopped while it has the lock. Without a file, nobody waits.
+    Every wait has a limit, because a process may be stopped while it has the lock. Where there can be no such file,
+    nobody waits.
     """
 
     def __init__(self, folder: Path) -> None:
-        name = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16]
-        self._path = Path(tempfile.gettempdir()) / f"rayspec-{os.getuid()}-{name}.lock"
-        self._file: IO[bytes] | None = None
+        self._path = folder / f"loading-{boot_id()[:13]}.lock"
+        self._file: IO[str] | None = None
 
     def __enter__(self) -> Self:
-        with suppress(OSError):  # of another user, or in a folder that cannot be written
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-            self._file = os.fdopen(os.open(self._path, flags, 0o600), "r+b")
+        with suppress(OSError):  # the folder cannot be written
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("w")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -61,4 +60,6 @@ class LoadLock:
                 fcntl.flock(self._file, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
+        except OSError:  # a file system without locks
+            pass
         return True

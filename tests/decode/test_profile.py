@@ -21,7 +21,7 @@ from rayspec.decode.runner import Runner
 from rayspec.model.architecture import Decomposition
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.row_counts import RowCounts
-from rayspec.planning.latency import LatencyModel
+from rayspec.planning.latency import HEAD, LatencyModel
 from tests.engines import ALL_CHOICES, ways_of
 from tests.families import checkpoint, parts_of
 
@@ -270,3 +270,71 @@ def test_a_folder_that_cannot_be_written_is_no_obstacle(
         load_or_measure(_runner(parts_of(checkpoint("llama"))), str(tmp_path / "file"))
     assert len(count_measured) == 1
     assert "could not be saved" in caplog.text
+
+
+def test_a_profile_is_for_every_host_with_such_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pods of a deployment have names of their own, and one folder of profiles."""
+    runner = _runner(parts_of(checkpoint("llama")))
+    here = profile_key(runner)
+    monkeypatch.setattr("platform.node", lambda: "another-host")
+    assert profile_key(runner) == here
+
+
+def _coarse_and_whole(runner: Runner, budget_s: float) -> tuple[list[Any], list[Any]]:
+    return measurements(runner, budget_s=budget_s), measurements(runner)
+
+
+def test_without_time_left_a_coarse_grid_is_measured() -> None:
+    """Every kind, choice, context and batch, but few numbers of rows."""
+    parts = parts_of(checkpoint("llama"), "float32", ("int4",))
+    coarse, whole = _coarse_and_whole(_runner(parts, 5000, choices=ALL_CHOICES), 0.0)
+    assert {(one.kind, one.context, one.batch) for one in coarse} == {
+        (one.kind, one.context, one.batch) for one in whole
+    }
+    rows = [{one.rows for one in found if one.kind == HEAD} for found in (coarse, whole)]
+    assert rows == [{1, 2, 8, 128}, set(profile.ROW_COUNTS)]
+    assert LatencyModel.fit(coarse, parts.curve_names).covers(profile._grid(5000))
+
+
+def test_with_enough_time_everything_is_measured() -> None:
+    coarse, whole = _coarse_and_whole(_runner(parts_of(checkpoint("llama")), 300), 60.0)
+    assert [(one.kind, one.rows, one.context, one.batch) for one in coarse] == [
+        (one.kind, one.rows, one.context, one.batch) for one in whole
+    ]
+
+
+def test_the_time_is_kept() -> None:
+    """By a clock that is read twice per run, and once before it."""
+    ticks = itertools.count()
+    runner = _runner(parts_of(checkpoint("llama")), 5000)
+    least = next(ticks), measurements(runner, budget_s=0.0, clock=lambda: float(next(ticks))), next(ticks)
+    some = next(ticks), measurements(runner, budget_s=100.0, clock=lambda: float(next(ticks))), next(ticks)
+    assert least[2] - least[0] < some[2] - some[0] < least[2] - least[0] + 110
+
+
+def test_a_first_start_says_that_it_measures(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    runner = _runner(parts_of(checkpoint("llama")))
+    for expected in (1, 1):
+        load_or_measure(runner, str(tmp_path))
+        lines = [line for line in caplog.messages if "measuring" in line]
+        assert len(lines) == expected
+    (path,) = tmp_path.glob("*.json")
+    assert "for about 5 s" in lines[0]
+    assert str(path) in lines[0]
+
+
+class _Impatient(LoadLock):
+    def take(self, timeout_s: float = 0.2) -> bool:
+        return super().take(timeout_s)
+
+
+def test_beside_a_load_that_never_ends_a_coarse_profile_is_measured_and_not_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with LoadLock(tmp_path) as loading, _Impatient(tmp_path) as mine:
+        assert loading.share()
+        assert mine.share()
+        latency = profile.load_or_measure(_runner(parts_of(checkpoint("llama"))), str(tmp_path), lock=mine)
+    assert latency.sublayer_s(0, rows=4, context=32, batch=1) > 0
+    assert not list(tmp_path.glob("*.json"))
+    assert "coarse" in caplog.text

@@ -15,7 +15,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from rayspec.machine import bytes_available, bytes_in_total
+from rayspec.machine import bytes_available, bytes_in_total, cpu_class, cpu_name, num_cores
 from rayspec.ops.doctor.findings import Finding, ok, problem, warning
 
 _GIB = 2**30
@@ -33,6 +33,9 @@ _FEW_FILES, _ENOUGH_FILES = 1024, 65536
 # Programs that listen at these ports by default.
 PORTS = {6379: "Ray's head", 8265: "Ray's dashboard", 10001: "Ray's client server", 8000: "rayspec serve"}
 _CONNECT_TIMEOUT_S = 0.2
+_MEANINGS = dict.fromkeys(("AMX", "AVX-512 BF16", "Arm BF16"), "bfloat16 is fast") | {
+    "AVX2": "bfloat16 is slow, dtype auto takes float32 where memory allows"
+}
 
 
 def check_python(version: str | None = None) -> Finding:
@@ -65,6 +68,13 @@ def installed_version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
+
+
+def check_cpu() -> Finding:
+    """Name the processor, the cores that this process may use, and what its instructions mean for data types."""
+    kind = cpu_class()
+    meaning = _MEANINGS.get(kind, "dtype auto takes float32 if bfloat16 is much slower")
+    return ok("CPU", f"{cpu_name()}, {num_cores()} cores; {kind}: {meaning}")
 
 
 def check_memory(bytes_free: int | None = None) -> Finding:
@@ -159,6 +169,7 @@ def machine_findings() -> Sequence[Finding]:
     return [
         check_python(),
         check_packages(),
+        check_cpu(),
         check_memory(),
         check_shared_memory(),
         check_ray_folder(),

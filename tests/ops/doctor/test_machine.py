@@ -26,7 +26,7 @@ def test_this_machine_can_run_its_own_tests() -> None:
     found = machine_findings()
     assert {finding.status for finding in found} <= {"ok", "warning"}
     assert [finding.name for finding in found] == [
-        *("python", "packages", "memory", "shared memory", "Ray's folder", "open files", "ports")
+        *("python", "packages", "CPU", "memory", "shared memory", "Ray's folder", "open files", "ports")
     ]
     assert all(finding.remedy for finding in found if finding.status == "warning")
 

@@ -1,0 +1,144 @@
+"""How many threads decode, by measurement."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from rayspec import LLM, SamplingParams, demo
+from rayspec.decode import num_threads
+from rayspec.decode.num_threads import chosen_threads, fastest_number, numbers_of_threads
+from rayspec.decode.runner import Runner
+from rayspec.decode.stages import LocalStages
+from rayspec.model.kv_arena import KVArena
+from rayspec.model.threads import Threads, asked_threads
+from tests.families import checkpoint, parts_of
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def threads_as_before() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def _runner() -> Runner:
+    parts = parts_of(checkpoint("llama"))
+    return Runner(parts, KVArena(parts.shapes, 64, dtype=parts.dtype, device=CPU), device=CPU, row_counts=None)
+
+
+class _Clock:
+    """A clock by which a pass takes as long as `seconds` says for torch's number of threads."""
+
+    def __init__(self, seconds: Mapping[int, float]) -> None:
+        self._seconds, self._now = seconds, 0.0
+
+    def __call__(self) -> float:
+        self._now += self._seconds[torch.get_num_threads()]
+        return self._now
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ({1: 1.0, 2: 1.6, 4: 3.0}, 1),
+        ({1: 4.0, 2: 2.1, 4: 2.0}, 2),
+        ({1: 8.0, 2: 4.0, 4: 2.0}, 4),
+        ({1: 2.0, 2: 1.0, 4: 9.0}, 2),
+    ],
+)
+def test_the_fewest_threads_that_are_about_as_fast_as_any(seconds: dict[int, float], expected: int) -> None:
+    scaled = {number: value / 1000 for number, value in seconds.items()}
+    assert fastest_number(_runner(), [1, 2, 4], _Clock(scaled)) == expected
+
+
+def test_one_slow_moment_does_not_decide() -> None:
+    class Disturbed(_Clock):
+        calls = 0
+
+        def __call__(self) -> float:
+            self.calls += 1
+            self._now += 1.0 if self.calls in (8, 10, 14) else 0.0
+            return super().__call__()
+
+    assert fastest_number(_runner(), [1, 2], Disturbed({1: 0.001, 2: 0.0005})) == 2
+
+
+@pytest.mark.parametrize(("cores", "numbers"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
+def test_numbers_to_try(cores: int, numbers: list[int]) -> None:
+    assert numbers_of_threads(cores) == numbers
+
+
+def test_the_number_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process that starts later decodes with the same number, so with the same rounding."""
+    answers = iter([2, 1, 1])
+    monkeypatch.setattr(num_threads, "num_cores", lambda: 4)
+    monkeypatch.setattr(num_threads, "fastest_number", lambda runner, numbers: next(answers))
+    runner, folder = _runner(), str(tmp_path)
+    assert [chosen_threads(runner, folder) for _ in range(2)] == [Threads(few=2, many=4)] * 2
+    assert chosen_threads(runner, folder, remeasure=True) == Threads(few=1, many=4)
+    (path,) = tmp_path.iterdir()
+    for damaged in ("", "{", json.dumps({"few": 99}), json.dumps(json.loads(path.read_text()) | {"few": 99})):
+        path.write_text(damaged)
+        answers = iter([1])
+        assert chosen_threads(runner, folder).few == 1
+
+
+def test_what_the_user_asks_for_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert (asked_threads(None), asked_threads(3)) == (None, 3)
+    for value, expected in (("2", 2), ("4,2", 4), ("", None), ("none", None), ("0", None)):
+        monkeypatch.setenv("OMP_NUM_THREADS", value)
+        assert asked_threads(None) == expected
+        assert asked_threads(3) == 3
+
+
+def test_engines_choose_unless_they_are_deterministic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(num_threads, "num_cores", lambda: 2)
+    chosen = []
+    for options in ({}, {"deterministic": True}, {"num_threads": 1}):
+        llm = LLM(
+            demo.model_path(), dtype="float32", max_model_len=128, profile_cache=str(tmp_path),
+            speculation={"strategy": "ar"}, **options,
+        )  # fmt: skip
+        assert isinstance(llm.engine.stages, LocalStages)  # type: ignore[union-attr]
+        chosen.append(llm.engine.stages.runner.threads)  # type: ignore[union-attr]
+        llm.shutdown()
+    assert chosen[0] is not None
+    assert chosen[0].many == 2
+    assert chosen[1:] == [None, None]
+    assert len(list(tmp_path.glob("threads-*.json"))) == 1
+
+
+def test_passes_of_many_rows_use_all_cores_and_tokens_stay_the_same() -> None:
+    prompt = {"prompt_token_ids": [5 + index % 90 for index in range(200)]}
+    llm = LLM(
+        demo.model_path(), dtype="float32", max_model_len=512, num_threads=1, enable_prefix_caching=False,
+        speculation={"strategy": "ar"},
+    )  # fmt: skip
+    runner = llm.engine.stages.runner  # type: ignore[union-attr]
+    seen, texts = [], []
+    use = Threads.use
+    for threads in (Threads(few=1, many=1), Threads(few=1, many=2), Threads(few=2, many=1)):
+        runner.threads = threads
+        (output,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+        texts.append(output.outputs[0].token_ids)
+    assert texts[0] == texts[1] == texts[2]
+    with pytest.MonkeyPatch.context() as patch:
+
+        def noted(self: Threads, num_rows: int) -> None:
+            use(self, num_rows)
+            seen.append((num_rows, torch.get_num_threads()))
+
+        patch.setattr(Threads, "use", noted)
+        runner.threads = Threads(few=1, many=2)
+        llm.generate([prompt], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    assert set(seen) == {(200, 2), (1, 1)}
+    llm.shutdown()

@@ -1,0 +1,99 @@
+"""Which data type `dtype: auto` takes on a CPU."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from rayspec.config import EngineConfig
+from rayspec.local_engine import load_engine
+from rayspec.machine import cpu_class
+from rayspec.model import fast_dtype
+from rayspec.model.fast_dtype import gain_of_float32, in_fast_dtype
+from tests.families import checkpoint
+
+
+def _model(dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(checkpoint("llama"), dtype=dtype)
+    return model
+
+
+def _config(**options: Any) -> EngineConfig:
+    return EngineConfig(model=checkpoint("llama"), device="cpu", **options)
+
+
+def _gain(gain: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast_dtype, "gain_of_float32", lambda dtype: gain)
+
+
+def test_the_measurement_agrees_with_the_instructions_of_this_processor() -> None:
+    before = torch.get_num_threads()
+    gain = gain_of_float32(torch.bfloat16)
+    assert torch.get_num_threads() == before
+    if cpu_class() in ("AMX", "AVX-512 BF16", "Arm BF16"):
+        assert gain < fast_dtype._CLEARLY_FASTER
+    elif cpu_class() == "AVX2":
+        assert gain > fast_dtype._CLEARLY_FASTER
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_slow_type_becomes_float32_with_the_same_values(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _gain(3.3, monkeypatch)
+    model = _model(dtype)
+    values = copy.deepcopy(model.state_dict())
+    with caplog.at_level(logging.WARNING):
+        converted = in_fast_dtype(model, _config())
+    assert {parameter.dtype for parameter in converted.parameters()} == {torch.float32}
+    assert converted.config.dtype == torch.float32
+    assert all(torch.equal(value, values[name].float()) for name, value in converted.state_dict().items())
+    (line,) = caplog.messages
+    assert "3.3 times as fast in float32" in line
+
+
+@pytest.mark.parametrize(
+    ("gain", "options", "dtype"),
+    [
+        (0.3, {}, torch.bfloat16),
+        (1.2, {}, torch.bfloat16),
+        (3.0, {"dtype": "bfloat16"}, torch.bfloat16),
+        (3.0, {"offload": {"to": "cpu"}}, torch.bfloat16),
+        (3.0, {}, torch.float32),
+    ],
+)
+def test_other_models_stay_as_they_are(
+    gain: float,
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _gain(gain, monkeypatch)
+    model = _model(dtype)
+    assert in_fast_dtype(model, _config(**options)).dtype == dtype
+    assert not caplog.messages
+
+
+def test_a_model_that_would_not_fit_stays_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _gain(3.0, monkeypatch)
+    monkeypatch.setattr(fast_dtype, "bytes_available", lambda: 1000)
+    assert in_fast_dtype(_model(), _config()).dtype == torch.bfloat16
+    (line,) = caplog.messages
+    assert "memory is too small" in line
+
+
+def test_engines_are_loaded_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    _gain(3.0, monkeypatch)
+    _model().save_pretrained(tmp_path)
+    config = EngineConfig(model=str(tmp_path), device="cpu", max_model_len=64, speculation={"strategy": "ar"})
+    engine = load_engine(config, with_tokenizer=False)
+    assert engine.config.dtype == "float32"
+    engine.shutdown()
