@@ -451,7 +451,9 @@ class EngineConfig(Options):
     trust_remote_code: bool = False
     dtype: DType = "auto"
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, ...")
-    num_threads: int | None = Field(None, ge=1, description="torch CPU threads; None leaves torch's own choice")
+    num_threads: int | None = Field(
+        None, ge=1, description="CPU threads; None: OMP_NUM_THREADS, or as measured at load"
+    )
     quantization_config: dict[str, Any] | None = None
     generation_config: OfCheckpoint = Field(
         "auto", description="sampling defaults and rules of the checkpoint's generation_config.json; none: ignore them"

@@ -16,8 +16,8 @@ _POLL_S = 0.05
 
 
 class LoadLock:
-    """Loads share the lock, and a measurement has it alone. It is a file in the folder of the profiles, for all processes
-    of this machine that use the folder, in containers too. Machines that share the folder have files of their own.
+    """Loads share the lock, and a measurement has it alone. It is a file in the folder of the profiles, for all
+    processes of this machine that use the folder, in containers too. Each machine has a file of its own.
 
     Every wait has a limit, because a process may be stopped while it has the lock. Where there can be no such file,
     nobody waits.

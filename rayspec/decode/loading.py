@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
+from functools import cache
 from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rayspec.choices import Choice, Weights, keys_of
+from rayspec.choices import Choice, Keys, Weights, keys_of
 from rayspec.config import KV_CACHE_SHARE, EngineConfig
 from rayspec.decode.scheduler import Scheduler
 from rayspec.decode.windowed_pages import WindowedPages
@@ -108,9 +109,17 @@ def allowed_copies(by_weights: Mapping[Weights, int], most: int | None) -> list[
 
 
 def choices_here(config: EngineConfig, parts: Decomposition) -> tuple[Choice, ...]:
-    """Return the draft choices whose keys the rows of this process's passes can read."""
+    """Return the draft choices whose keys the rows of this process's passes can read. Say which are left out."""
     readable = STATIC_KEYS if _has_buffers(config, parts) else ("all", "window", "pages")
-    return tuple(choice for choice in config.speculation.draft_choices if keys_of(choice) in readable)
+    wanted = config.speculation.draft_choices
+    _say_unreadable(tuple(keys for keys in dict.fromkeys(map(keys_of, wanted)) if keys not in readable))
+    return tuple(choice for choice in wanted if keys_of(choice) in readable)
+
+
+@cache  # once in a process
+def _say_unreadable(keys: tuple[Keys, ...]) -> None:
+    if keys:
+        logger.info("drafts do not use %s here: passes with static shapes on a GPU cannot read such keys", keys)
 
 
 def cache_size(config: EngineConfig, num_slots: int, window: int | None) -> CacheSize:

@@ -42,7 +42,7 @@ def in_fast_dtype(model: PreTrainedModel, config: EngineConfig) -> PreTrainedMod
         return model
     logger.warning("%s: the model runs in float32; dtype %s keeps the checkpoint's data type", found, name)
     model.config.dtype = torch.float32
-    return model.float()  # type: ignore[no-any-return]
+    return model.float()  # type: ignore[no-any-return, no-untyped-call]
 
 
 @cache

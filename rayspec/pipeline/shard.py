@@ -32,7 +32,7 @@ from rayspec.decode.loading import (
     warm_up,
 )
 from rayspec.decode.passes import SpanRunner
-from rayspec.decode.profile import measurements
+from rayspec.decode.profile import BUDGET_S, measurements
 from rayspec.decode.runner import Runner, ways_of
 from rayspec.errors import TransportError
 from rayspec.model.architecture import Decomposition, decompose
@@ -320,12 +320,13 @@ class Shard:
             )
 
         num_sublayers = len(self._parts.sublayers)
+        budget_s = BUDGET_S if spec.num_ranks == 1 else None  # ranks run the same passes
 
         def measure(epoch: int) -> Measured:
             return Measured(
                 epoch=epoch,
                 names=self._parts.curve_names,
-                measurements=measurements(span.runner, self._offloaded, device=spec.name),
+                measurements=measurements(span.runner, self._offloaded, device=spec.name, budget_s=budget_s),
                 transfer_s=self._offloaded.transfer_seconds() if self._offloaded else [0.0] * num_sublayers,
             )
 
