@@ -31,8 +31,7 @@ class HfGenerate:
             trust_remote_code=config.trust_remote_code,
             dtype=config.dtype if config.dtype == "auto" else getattr(torch, config.dtype),
         )
-        self._model: Any = in_fast_dtype(model.to(self.device), config)
-        self._model.eval()
+        self._model: Any = in_fast_dtype(model.to(self.device).eval(), config)
         eos = self._model.generation_config.eos_token_id
         self._eos = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
         pad = self._model.generation_config.pad_token_id
