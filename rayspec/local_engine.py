@@ -31,7 +31,7 @@ from rayspec.decode.profile import load_or_measure, user_folder
 from rayspec.decode.requests import Vocabulary
 from rayspec.decode.runner import Runner, ways_of
 from rayspec.decode.selection.base import FixedPlan
-from rayspec.decode.stages import LocalStages, Stages
+from rayspec.decode.stages import LocalStages
 from rayspec.decode.whole_model import WholeModelStages
 from rayspec.machine import num_cores
 from rayspec.model.architecture import Decomposition, decompose
@@ -52,7 +52,7 @@ def load_engine(config: EngineConfig, *, with_tokenizer: bool = True) -> Engine:
     """Load model and tokenizer, split the model, measure it, and make its engine.
 
     Raises ConfigError and CheckpointError. A family that does not split into sublayers gets an engine that decodes
-    plainly, and a warning that says why.
+    plainly, and a warning that says why; UnsupportedModelError if even that would not generate the model's own text.
     """
     torch.set_num_threads(asked_threads(config.num_threads) or num_cores())
 
@@ -169,7 +169,9 @@ def _plain_engine(
     if config.offload is not None:
         raise ConfigError(f"option 'offload' needs a model that splits into sublayers: {reason}")
     logger.warning("speculation is off for this model, which decodes plainly: %s", reason)
-    stages: Stages = WholeModelStages(model, vocab_size=vocabulary.size)
+    stages = WholeModelStages(model, vocab_size=vocabulary.size)
+    if not stages.divides_prompts:
+        logger.warning("prompts run in one pass: this model computes something else if they are divided into chunks")
     num_slots = whole_pages(config.kv_cache_tokens or config.max_num_seqs * max_model_len)
     config = config.replace(enable_prefix_caching=False)  # each sequence has a cache of its own
     return Engine(

@@ -27,7 +27,7 @@ from rayspec.model.sizes import quantised_bytes
 from rayspec.model.static_rows import STATIC_KEYS, StepBuffers
 from rayspec.model.static_step import StaticStep, require_same_attention
 from rayspec.model.weights import load_model, num_layers, resolve_device
-from rayspec.types import CheckpointError, ConfigError
+from rayspec.types import CheckpointError, ConfigError, UnsupportedModelError
 
 logger = logging.getLogger(__name__)
 
@@ -85,11 +85,15 @@ def copies_for_drafts(config: EngineConfig, parts: Decomposition) -> list[Weight
     copies need the operators `rayspec::*`."""
     num_ranks = config.parallel.tensor if config.parallel is not None else 1
     first, last = parts.sublayers[0].index, parts.sublayers[-1].index
-    by_weights = {
-        weights: sum(quantised_bytes(parts.config, weights, dtype=parts.dtype, tensor=num_ranks)[first : last + 1])
-        for weights in config.speculation.draft_weights
-        if parts.device.type == "cpu" or has_kernels(config, parts.device)
-    }
+    try:
+        by_weights = {
+            weights: sum(quantised_bytes(parts.config, weights, dtype=parts.dtype, tensor=num_ranks)[first : last + 1])
+            for weights in config.speculation.draft_weights
+            if parts.device.type == "cpu" or has_kernels(config, parts.device)
+        }
+    except UnsupportedModelError as error:
+        logger.warning("drafts have no copies of weights, because their sizes are unknown: %s", error)
+        return []
     return allowed_copies(by_weights, config.speculation.extra_weight_bytes)
 
 

@@ -1,4 +1,4 @@
-"""Plain decoding for model families without sublayer support: transformers' own forward and cache, no drafts."""
+"""Plain decoding for model families without sublayer support: no drafts."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from concurrent.futures import Future
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rayspec.decode.drafting.skip_draft import Draft
+from rayspec.decode.generate_state import GenerateState, check_generation, plain_generation
 from rayspec.decode.head import Committed, SamplerSpec
 from rayspec.decode.plan_search import TappedToken
 from rayspec.decode.progress import Progress
@@ -20,32 +21,46 @@ from rayspec.decode.scheduler import Chunk, Move
 from rayspec.decode.stages import done
 from rayspec.decode.stopwatch import Stopwatch, queued_s, seconds
 from rayspec.model.rows import RowSpan
+from rayspec.model.weights import num_layers
 from rayspec.types import Logprob
 
 
 class WholeModelStages:
-    """`Stages` that run an undivided model, one sequence at a time. Each sequence has its own cache."""
+    """`Stages` that run an undivided model as transformers' `generate` runs it, one sequence at a time.
+
+    Raises UnsupportedModelError and CheckpointError for a model for which this is not safe.
+    """
 
     def __init__(self, model: PreTrainedModel, *, vocab_size: int) -> None:
         self.progress = Progress()
+        model.generation_config = plain_generation(model)
         self._model = model
+        self._divides_prompts = check_generation(model)
         self._vocab_size = vocab_size
         self._stopwatch = Stopwatch.of(model.device)
         self._samplers: dict[str, TokenSampler] = {}
-        self._caches: dict[str, DynamicCache] = {}
+        self._prompts: dict[str, Sequence[int]] = {}
+        self._states: dict[str, GenerateState] = {}
 
     num_cohorts = 1
 
     @property
     def num_sublayers(self) -> int:
-        return 2 * int(self._model.config.num_hidden_layers)
+        return 2 * num_layers(self._model.config)
+
+    @property
+    def divides_prompts(self) -> bool:
+        """Whether a long prompt runs in chunks, instead of in one pass."""
+        return self._divides_prompts
 
     def open(self, spec: SamplerSpec) -> None:
         self._samplers[spec.sequence_id] = spec.sampler(self._vocab_size, self._model.device)
+        self._prompts[spec.sequence_id] = spec.prompt_token_ids
 
     def close(self, sequence_id: str) -> None:
         del self._samplers[sequence_id]
-        self._caches.pop(sequence_id, None)
+        del self._prompts[sequence_id]
+        self._states.pop(sequence_id, None)
 
     def move(self, moves: Sequence[Move]) -> None:
         """Do nothing: the caches are not in an arena."""
@@ -71,17 +86,36 @@ class WholeModelStages:
         return PrefillResult(self._prefilled(work.chunks))
 
     def _prefilled(self, chunks: Sequence[Chunk]) -> list[Committed | None]:
+        run = [(chunk, self._run(chunk)) for chunk in chunks]
         return [
-            self._choose(chunk.sequence_id, logits) if chunk.sample else None
-            for chunk in chunks
-            for logits in [self._forward(chunk.sequence_id, chunk.rows.context, chunk.token_ids)]
+            self._choose(chunk.sequence_id, logits) if chunk.sample and logits is not None else None
+            for chunk, logits in run
         ]
+
+    def _run(self, chunk: Chunk) -> Tensor | None:
+        """Run the chunk's tokens and return the logits [1, V] after the last. Position 0 starts the sequence anew.
+
+        If prompts cannot be divided, the whole prompt runs with its last chunk, and generated tokens run one by one.
+        """
+        name = chunk.sequence_id
+        if chunk.rows.context == 0:
+            self._states[name] = GenerateState(self._model, self._prompts[name])
+        state = self._states[name]
+        if self._divides_prompts:
+            return state.run(chunk.token_ids)
+        num_prompt_tokens = len(state.prompt)
+        logits = None
+        if state.num_tokens == 0 and chunk.rows.context + len(chunk.token_ids) >= num_prompt_tokens:
+            logits = state.run(state.prompt)
+        for token in chunk.token_ids[max(0, num_prompt_tokens - chunk.rows.context) :]:
+            logits = state.run([token])
+        return logits
 
     @torch.inference_mode()
     def _round(self, work: Round) -> RoundResult:
         started = self._stopwatch.mark()
         committed = [
-            self._choose(entry.sequence_id, self._forward(entry.sequence_id, entry.length - 1, [entry.last_token]))
+            self._choose(entry.sequence_id, self._states[entry.sequence_id].run([entry.last_token]))
             for entry in work.entries
         ]
         prefilled = self._prefilled(work.chunks)
@@ -96,17 +130,6 @@ class WholeModelStages:
             queued_s=queued_s(started, ended),
             prefilled=prefilled,
         )
-
-    def _forward(self, sequence_id: str, position: int, token_ids: Sequence[int]) -> Tensor:
-        """Run the tokens and return the logits [1, V] after the last. Position 0 starts the sequence with an empty
-        cache."""
-        if position == 0:
-            self._caches[sequence_id] = DynamicCache(config=self._model.config)
-        tokens = torch.tensor([list(token_ids)], device=self._model.device)
-        output = self._model(
-            input_ids=tokens, past_key_values=self._caches[sequence_id], use_cache=True, logits_to_keep=1
-        )
-        return output.logits[0, -1:]  # type: ignore[no-any-return]
 
     def _choose(self, sequence_id: str, logits: Tensor) -> Committed:
         sampler = self._samplers[sequence_id]

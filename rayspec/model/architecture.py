@@ -88,19 +88,19 @@ class Decomposition:
     @property
     def dtype(self) -> torch.dtype:
         """Type of the hidden states."""
-        return self._norm_weight.dtype
+        return self._weight.dtype
 
     @property
     def device(self) -> torch.device:
-        return self._norm_weight.device
+        return self._weight.device
 
     @property
-    def _norm_weight(self) -> nn.Parameter:
-        """Weight of a norm: every sublayer has a norm, and no quantizer changes its type."""
+    def _weight(self) -> nn.Parameter:
+        """A weight that no quantizer changes: of a norm, or of an end where the family's norms have no weights."""
         first = self.sublayers[0]
-        norm = self.final_norm or first.pre_norm or first.post_norm
-        assert norm is not None, "a layout without norms"
-        return next(norm.parameters())
+        modules = (self.final_norm, first.pre_norm, first.post_norm, self.embedding, self.lm_head, first.block)
+        weights = (weight for module in modules if module is not None for weight in module.parameters())
+        return next(weight for weight in weights if weight.is_floating_point())
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Embed token_ids, [N] -> [1, N, hidden_size]. Needs a span with the first layer."""
@@ -193,9 +193,11 @@ def _hiding(window: int | None, config: PretrainedConfig) -> int | None:
 
 
 def max_positions(config: PretrainedConfig) -> int | None:
-    """Return the longest context whose rotary embedding is independent of the rest of the batch; None if unknown."""
+    """Return the longest context whose rotary embedding is independent of the rest of the batch; None if unknown or
+    unlimited."""
     changes = rope_change(config)
-    return changes[1] if changes else getattr(config, "max_position_embeddings", None)
+    longest: int | None = changes[1] if changes else getattr(config, "max_position_embeddings", None)
+    return longest if longest is not None and longest > 0 else None
 
 
 def rope_change(config: PretrainedConfig) -> tuple[str, int] | None:
@@ -392,6 +394,9 @@ def _check_ends(model: PreTrainedModel, trunk: Any, parts: Decomposition) -> Non
         else:
             expected, actual = model(**inputs, use_cache=False).logits[0], parts.head(hidden)
     _require_equal(expected, actual, f"{model.config.model_type}: embedding, norm and head differ from the model's")
+    with _replaced(trunk, stubs | {"norm": _Doubling()}):
+        expected = trunk(**inputs, use_cache=False).last_hidden_state
+    _require_equal(expected, 2 * hidden, f"{model.config.model_type}: the final norm does not run only at the end")
 
 
 def rounding_tolerance(dtype: torch.dtype) -> float:
@@ -441,6 +446,13 @@ def _require_equal(expected: Tensor, actual: Tensor, message: str) -> None:
     difference = float((expected.float() - actual.float()).abs().max() / scale)
     if not difference <= rounding_tolerance(expected.dtype):
         raise UnsupportedModelError(f"{message} (largest difference {difference:.1e}): speculation is off for it")
+
+
+class _Doubling(nn.Module):
+    """Stands in for a norm, because a norm after itself changes nothing where it has no weights."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return 2 * hidden
 
 
 @contextmanager

@@ -5,20 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
 from rayspec.choices import Weights
 from rayspec.model.architecture import LAYOUTS, MLP_NAMES, window_of
 from rayspec.model.bodies import matrices_of
+from rayspec.model.configs import in_one_line, read_config
 from rayspec.model.kv_arena import LayerShape, bytes_per_slot
 from rayspec.model.quantised import num_bytes
-from rayspec.model.sources import check_source
-from rayspec.types import CheckpointError, ConfigError, UnsupportedModelError
+from rayspec.types import ConfigError, UnsupportedModelError
 
 Quantization = Literal["fp8", "int8", "int4"]
 
@@ -82,17 +81,8 @@ class ModelSizes:
 
 
 def load_config(source: str) -> PretrainedConfig:
-    """Load the config of a folder, a path to a config.json, or a hub id.
-
-    Raises CheckpointError, and the errors of `check_source`.
-    """
-    if not Path(source).is_file():
-        check_source(source)
-    try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(source)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"config of model {source!r} could not be read: {error}") from error
-    return config
+    """Load the config of a folder, a path to a config.json, or a hub id. Raises the errors of `read_config`."""
+    return read_config(source)
 
 
 def quantisation_of(model: PretrainedConfig, settings: Mapping[str, Any] | None = None) -> Quantization | None:
@@ -221,11 +211,13 @@ class _Scale:
 
 
 def _meta_model(config: PretrainedConfig) -> Any:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:  # before transformers lists all its model types
+        raise UnsupportedModelError(f"{config.model_type}: transformers has no causal LM for this config alone")
     try:
         with torch.device("meta"):  # unlike accelerate's init_empty_weights it leaves tied matrices tied
             model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-        raise UnsupportedModelError(f"{config.model_type}: not a causal LM that can be built: {error}") from error
+        raise UnsupportedModelError(f"{config.model_type}: not a causal LM that can be built: {in_one_line(error)}") from error
     return model
 
 
@@ -239,6 +231,8 @@ def _decoder_layers(model: nn.Module, config: PretrainedConfig) -> nn.ModuleList
 
 def _layer_sizes(layer: nn.Module, config: PretrainedConfig, scale: _Scale, dtype: torch.dtype) -> LayerSizes:
     attention = getattr(layer, "self_attn", None)
+    if not getattr(config, "num_attention_heads", None):
+        raise UnsupportedModelError(f"{config.model_type}: its layers have no attention heads, so no keys and values")
     num_heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
     dim = int(getattr(attention, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     return LayerSizes(

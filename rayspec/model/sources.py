@@ -22,7 +22,6 @@ from rayspec.types import CheckpointError, ConfigError
 
 _BUNDLED = ("demo", "demo-plain")
 _SIMILAR = 0.75  # difflib's ratio: one letter more, less or different in "demo"
-_CONFIGS = ("config.json", "adapter_config.json")
 _CACHED_FILES = ("config.json", "tokenizer_config.json")
 _REMEDY = "name a folder that exists, a hub id such as Qwen/Qwen3-8B, or demo"
 
@@ -59,7 +58,12 @@ def check_source(name: str, *, option: str = "model", revision: str | None = Non
     if not folder.is_dir():
         if not _is_cached(name, revision):
             _ask_hub(name, option, revision)
-    elif option == "model" and not any((folder / config).exists() for config in _CONFIGS):
+    elif option == "model" and not (folder / "config.json").exists():
+        if (folder / "adapter_config.json").exists():
+            raise CheckpointError(
+                f"option 'model' is {name!r}, the folder of a PEFT adapter: merge it into its base model "
+                "(merge_and_unload, then save_pretrained), and name the merged checkpoint"
+            )
         raise CheckpointError(f"option 'model' is {name!r}: the folder has no config.json; name that of a checkpoint")
 
 

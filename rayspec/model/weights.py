@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PretrainedConfig,
@@ -26,6 +25,7 @@ from transformers import (
 
 from rayspec.config import EngineConfig
 from rayspec.model.architecture import trunk_and_layers
+from rayspec.model.configs import in_one_line, invalid_config, read_config
 from rayspec.model.sources import check_source
 from rayspec.types import CheckpointError, ConfigError
 
@@ -50,17 +50,8 @@ def resolve_device(name: str) -> torch.device:
 
 
 def load_config(config: EngineConfig) -> PretrainedConfig:
-    """Load the config of a local folder or hub id, without weights. Raises CheckpointError and ConfigError."""
-    check_source(config.model, revision=config.revision)
-    try:
-        loaded: PretrainedConfig = AutoConfig.from_pretrained(
-            config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
-        )
-    except (*LOADING_ERRORS, TypeError, AttributeError) as error:  # the last two for JSON with unexpected types
-        raise CheckpointError(f"config of model {config.model!r} could not be read: {error}") from error
-    # A config may name a kernel of the hub, which transformers would fetch and run. The setter sets parts, too.
-    loaded._attn_implementation = "eager"
-    return loaded
+    """Load the config of a local folder or hub id, without weights. Raises the errors of `read_config`."""
+    return read_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
 
 
 def num_layers(config: PretrainedConfig) -> int:
@@ -83,13 +74,13 @@ def load_model(config: EngineConfig, *, layers: range | None = None) -> PreTrain
 
     Raises CheckpointError for unreadable files, missing shards, and missing, unexpected or misshaped tensors of
     `layers`: transformers would fill such tensors with random numbers and continue. Raises UnsupportedModelError for
-    `layers` of a model without a list of decoder layers, and the errors of `check_source`.
+    `layers` of a model without a list of decoder layers, and the errors of `read_config`.
     """
-    check_source(config.model, revision=config.revision)
+    load_config(config)
     device = resolve_device(config.device)
     options: dict[str, Any] = {
         "dtype": config.dtype if config.dtype == "auto" else getattr(torch, config.dtype),
-        "attn_implementation": "eager",
+        "attn_implementation": None,  # the family's default, whatever config.json says
         "output_loading_info": True,
         "ignore_mismatched_sizes": True,  # so that they are reported by name, below
     }
@@ -98,7 +89,7 @@ def load_model(config: EngineConfig, *, layers: range | None = None) -> PreTrain
     try:
         model, info = _load_whole(config, options) if layers is None else _load_span(config, layers, options)
     except LOADING_ERRORS as error:
-        raise CheckpointError(f"model {config.model!r} could not be loaded: {error}") from error
+        raise CheckpointError(f"model {config.model!r} could not be loaded: {in_one_line(error)}") from error
     except _UNPICKLING_ERRORS as error:  # torch's message recommends to run the file's code
         raise CheckpointError(
             f"model {config.model!r} could not be loaded: its .bin files are damaged or hold more than tensors; use a "
@@ -125,6 +116,8 @@ def load_tokenizer(config: EngineConfig) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             source, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
+    except StrictDataclassError as error:
+        raise invalid_config(source, error) from error
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise CheckpointError(f"tokenizer {source!r} could not be loaded: {error}") from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # some families accept a folder without files

@@ -25,7 +25,7 @@ from rayspec.pipeline.shard import Shard
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.partition import Device, LayerCost, ModelCosts, partition, stage_costs
 from rayspec.strategies.by_name import make_selector, needs_latency
-from rayspec.types import ConfigError
+from rayspec.types import ConfigError, UnsupportedModelError
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +48,11 @@ def load_pipeline(config: EngineConfig, *, with_tokenizer: bool = True, shard_ty
     )
     num_gpus = gpus_per_shard(config, options)
     sizes = _sizes(config, options, model)
+    if not sizes.splits:
+        raise UnsupportedModelError(
+            f"{model.model_type}: its layers do not split into attention and MLP, so it cannot be cut into stages: "
+            "remove option 'parallel'"
+        )
     blueprint = Blueprint(
         config=config,
         options=options,

@@ -1,0 +1,301 @@
+"""Tiny random models of every type that transformers maps to a causal LM, and what an engine makes of each.
+
+`python -m tests.every_type` runs all of them and writes docs/supported_models.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import random
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
+from rayspec.decode.engine import Engine
+from rayspec.decode.stages import LocalStages
+from rayspec.local_engine import engine_like, load_engine
+from rayspec.types import CheckpointError, ConfigError, UnsupportedModelError
+from tests.engines import complete, tokens_of
+
+TYPES: tuple[str, ...] = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+PROMPT_LENGTHS = (1, 33, 300)
+NUM_NEW_TOKENS = 12
+_NUM_LAYERS = 4
+_WINDOW = 16
+# Values of the options of these names, in every config and part of a config that has such an option.
+_SIZES: dict[str, Any] = {
+    "vocab_size": 211,
+    "hidden_size": 32,
+    "embedding_size": 32,
+    "word_embed_proj_dim": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "ffn_dim": 48,
+    "ffn_hidden_size": 48,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "n_inner": 48,
+    "d_ff": 48,
+    "num_hidden_layers": _NUM_LAYERS,
+    "encoder_layers": _NUM_LAYERS,
+    "decoder_layers": _NUM_LAYERS,
+    "n_layers": _NUM_LAYERS,
+    "num_attention_heads": 4,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "n_positions": 512,
+    "n_ctx": 512,
+    "sliding_window": _WINDOW,
+    "attention_window": _WINDOW,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "tie_word_embeddings": False,
+    # Experts
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    # Latent attention and indexers
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "index_topk": 16,
+    "index_n_heads": 4,
+    "index_head_dim": 16,
+    # Recurrent layers
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_dt_rank": 4,
+    "mamba_chunk_size": 16,
+    "state_size": 8,
+    "n_groups": 2,
+    "num_heads": 8,
+    "chunk_size": 16,
+    "time_step_rank": 4,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    # Towers beside the language model
+    "image_size": 28,
+    "patch_size": 14,
+    "num_mel_bins": 16,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 211,
+    "num_kv_shared_layers": 0,
+}
+_LINEAR = {"layer_types": ["linear_attention", "full_attention"] * 2}
+_QWEN4 = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 16,
+          "indexer_compress_ratio": 4, "ngram_vocab_size_base": 50, "split_ngram_parts": 4, "hc_lowrank": 8}
+# What these types need in addition, or in place of it.
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": _LINEAR,
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "codegen": {"rotary_dim": 4},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("sliding_attention", "full_attention")
+        },
+    },
+    "cpmant": {"dim_ff": 48, "dim_head": 8},
+    "ctrl": {"dff": 48},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 48, "hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "dots3_note_text": {"head_dim": 16},
+    "xlstm": {"hidden_size": 64, "qk_dim_factor": 1.0},
+    "qwen4_exp_text": _QWEN4,
+    "qwen4_exp": {"text_config": _QWEN4},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_d_head": 8},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": _WINDOW},
+    "gptj": {"rotary_dim": 4},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+    "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_offset": 1, "expert_layer_period": 2},
+    "kimi_linear": {"linear_head_dim": 8, "linear_num_heads": 4, **_LINEAR},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "longcat_flash": {"zero_expert_num": 2, "expert_ffn_hidden_size": 24, "moe_topk": 2, "num_layers": 2},
+    "reformer": {
+        "is_decoder": True,
+        "axial_pos_shape": [16, 32],
+        "axial_pos_embds_dim": [16, 16],
+        "attn_layers": ["local", "lsh"] * 2,
+        "attention_head_size": 8,
+        "local_attn_chunk_length": 8,
+        "lsh_attn_chunk_length": 8,
+        "num_buckets": 4,
+        "feed_forward_size": 48,
+    },
+    "roc_bert": {
+        "pronunciation_vocab_size": 11, "shape_vocab_size": 11, "pronunciation_embed_dim": 8, "shape_embed_dim": 8
+    },
+    "xlnet": {"d_head": 8},
+    "xmod": {"default_language": "en_XX"},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "layer_types": ["mamba", "hybrid"] * 2},
+    "zaya": {"num_experts_per_tok": 1},
+}  # fmt: skip
+
+
+def config_of(model_type: str) -> PretrainedConfig:
+    """The type's own config, shrunk; with its own kinds of layers where it has several."""
+    return _shrunk(CONFIG_MAPPING[model_type], dict(_OPTIONS.get(model_type, {})))
+
+
+def _shrunk(config_class: Any, options: dict[str, Any]) -> Any:
+    names = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
+    chosen = {name: value for name, value in _SIZES.items() if name in names}
+    if "kv_lora_rank" in names:  # latent attention has no groups of heads
+        chosen["num_key_value_heads"] = chosen["num_attention_heads"]
+    for name, part in _parts(config_class).items():
+        chosen[name] = _shrunk(part, options.pop(name, {}))
+    return config_class(**(chosen | options))
+
+
+def _parts(config_class: Any) -> dict[str, Any]:
+    if not config_class.sub_configs:
+        return {}
+    example = config_class()
+    parts = {name: getattr(example, name, None) for name in config_class.sub_configs}
+    return {
+        name: CONFIG_MAPPING[part.model_type] if part.model_type in CONFIG_MAPPING else type(part)
+        for name, part in parts.items()
+        if isinstance(part, PretrainedConfig)
+    }
+
+
+def build(model_type: str, seed: int = 0) -> PreTrainedModel:
+    """A random model of the type, in which every parameter matters."""
+    torch.manual_seed(seed)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config_of(model_type), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            noise = torch.randn_like(weight)
+            if weight.ndim < 2:
+                weight.add_(noise * 0.15)
+            elif "embed" in name or "wte" in name:
+                weight.copy_(noise)
+            else:
+                weight.copy_(noise * 1.3 / weight[0].numel() ** 0.5)
+    model.generation_config = GenerationConfig(pad_token_id=0)
+    return model
+
+
+def prompts() -> list[list[int]]:
+    draw = random.Random(0)
+    return [[draw.randrange(5, 200) for _ in range(length)] for length in PROMPT_LENGTHS]
+
+
+def generated(folder: str) -> list[tuple[int, ...]]:
+    """What `generate` of transformers makes of each prompt, in a model of its own for each."""
+    outputs = []
+    for prompt in prompts():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        output = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            do_sample=False,
+            max_new_tokens=NUM_NEW_TOKENS,
+            pad_token_id=0,
+        )
+        outputs.append(tuple(output[0, len(prompt) :].tolist()))
+    return outputs
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """way: "drafts", "plain" or "refused". reason: why there are no drafts, or why it is refused."""
+
+    way: str
+    reason: str = ""
+
+
+def outcome(model_type: str, folder: Path) -> Outcome:
+    """Load the type's model, and require that it is refused in one sentence or generates what `generate` does."""
+    _save(model_type, folder)
+    with _warnings() as warnings:
+        try:
+            engine = load_engine(_engine_config(str(folder), "auto"), with_tokenizer=False)
+        except (CheckpointError, UnsupportedModelError, ConfigError) as error:
+            assert "\n" not in str(error), error
+            assert len(str(error)) < 400, error
+            return Outcome("refused", str(error))
+    splits = isinstance(engine.stages, LocalStages)
+    strategies = ("static", "ar") if splits else ()
+    engines = [engine, *(engine_like(engine, _engine_config(str(folder), strategy)) for strategy in strategies)]
+    expected = generated(str(folder))
+    for each in engines:
+        assert each is not None, "the engine's weights cannot be shared"
+        _require(each, expected, model_type)
+    return Outcome("drafts" if splits else "plain", "; ".join(warnings))
+
+
+def _save(model_type: str, folder: Path) -> None:
+    """Save a model of the type; if transformers cannot build it from its config alone, save that, which is refused."""
+    try:
+        config = config_of(model_type)
+        build(model_type).save_pretrained(folder)
+    except (ImportError, AttributeError, ValueError, TypeError, StrictDataclassError):
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+        return
+    if "text_config" in config.sub_configs:  # the model has only this part, while the hub has the whole config
+        config.save_pretrained(folder)
+
+
+def _require(engine: Engine, expected: list[tuple[int, ...]], model_type: str) -> None:
+    params = SamplingParams(temperature=0, max_tokens=NUM_NEW_TOKENS)
+    strategy = engine.config.speculation.strategy
+    alone = tokens_of(complete(engine, prompts()[1:2], params))
+    together = tokens_of(complete(engine, prompts(), params))
+    assert alone == expected[1:2], f"{model_type}, {strategy}, one prompt"
+    assert together == expected, f"{model_type}, {strategy}, three prompts together"
+
+
+def _engine_config(folder: str, strategy: str) -> EngineConfig:
+    skip = (2, 5) if strategy == "static" else ()
+    return EngineConfig(
+        model=folder,
+        dtype="float32",
+        device="cpu",
+        max_model_len=400,
+        max_num_seqs=3,
+        max_num_batched_tokens=64,
+        kv_cache_tokens=1200,
+        speculation=SpeculationOptions(strategy=strategy, gate=False, skip=skip),
+    )
+
+
+@contextmanager
+def _warnings() -> Iterator[list[str]]:
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("rayspec").addHandler(handler)
+    try:
+        yield found
+    finally:
+        logging.getLogger("rayspec").removeHandler(handler)
