@@ -1,6 +1,6 @@
 """Tiny random models of every type that transformers maps to a causal LM, and what an engine makes of each.
 
-`python -m tests.every_type` runs all of them and writes docs/supported_models.md.
+`python -m tests.every_type` runs all of them, one after another, and writes docs/supported_models.md.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ import dataclasses
 import json
 import logging
 import random
-import shutil
+import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -82,7 +83,7 @@ _SIZES: dict[str, Any] = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 8,
     "index_topk": 16,
-    "index_n_heads": 4,
+    "index_n_heads": 32,  # with few, scores tie at zero, and the shape of a pass decides among them
     "index_head_dim": 16,
     # Recurrent layers
     "mamba_n_heads": 8,
@@ -103,6 +104,8 @@ _SIZES: dict[str, Any] = {
     # Towers beside the language model
     "image_size": 28,
     "patch_size": 14,
+    "adapter_in_dim": 32,
+    "adapter_out_dim": 32,
     "num_mel_bins": 16,
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": 211,
@@ -125,9 +128,10 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "cpmant": {"dim_ff": 48, "dim_head": 8},
     "ctrl": {"dff": 48},
     "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4},
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 48, "hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "dots3_note": {"vision_config": {"per_layer_config": {}}},
     "dots3_note_text": {"head_dim": 16},
     "xlstm": {"hidden_size": 64, "qk_dim_factor": 1.0},
     "qwen4_exp_text": _QWEN4,
@@ -161,18 +165,35 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def config_of(model_type: str) -> PretrainedConfig:
+# Other models of a type, by the type and a name.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "bert#decoder": {"is_decoder": True},
+    "falcon#alibi": {"alibi": True, "new_decoder_architecture": False, "parallel_attn": False},
+    "ministral3#beta": {
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 32,
+            "llama_4_scaling_beta": 0.5,
+        },
+    },
+    "roberta#decoder": {"is_decoder": True},
+}  # fmt: skip
+CASES = (*TYPES, *VARIANTS)
+PAGE = Path(__file__).parents[1] / "docs" / "supported_models.md"
+
+
+def config_of(case: str) -> PretrainedConfig:
     """The type's own config, shrunk; with its own kinds of layers where it has several."""
-    return _shrunk(CONFIG_MAPPING[model_type], dict(_OPTIONS.get(model_type, {})))
+    model_type = case.partition("#")[0]
+    return _shrunk(CONFIG_MAPPING[model_type], _OPTIONS.get(model_type, {}) | VARIANTS.get(case, {}))
 
 
 def _shrunk(config_class: Any, options: dict[str, Any]) -> Any:
     names = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
-    chosen = {name: value for name, value in _SIZES.items() if name in names}
+    chosen = {config_class.attribute_map.get(name, name): value for name, value in _SIZES.items() if name in names}
     if "kv_lora_rank" in names:  # latent attention has no groups of heads
-        chosen["num_key_value_heads"] = chosen["num_attention_heads"]
+        chosen["num_key_value_heads"] = _SIZES["num_attention_heads"]
     for name, part in _parts(config_class).items():
-        chosen[name] = _shrunk(part, options.pop(name, {}))
+        chosen[name] = _shrunk(part, _OPTIONS.get(part.model_type, {}) | options.pop(name, {}))
     return config_class(**(chosen | options))
 
 
@@ -188,10 +209,10 @@ def _parts(config_class: Any) -> dict[str, Any]:
     }
 
 
-def build(model_type: str, seed: int = 0) -> PreTrainedModel:
+def build(case: str, seed: int = 0) -> PreTrainedModel:
     """A random model of the type, in which every parameter matters."""
     torch.manual_seed(seed)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config_of(model_type), dtype=torch.float32).eval()
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config_of(case), dtype=torch.float32).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             noise = torch.randn_like(weight)
@@ -234,45 +255,47 @@ class Outcome:
     reason: str = ""
 
 
-def outcome(model_type: str, folder: Path) -> Outcome:
-    """Load the type's model, and require that it is refused in one sentence or generates what `generate` does."""
-    _save(model_type, folder)
+def outcome(case: str, folder: Path) -> Outcome:
+    """Load the case's model, and require that it is refused in one sentence or generates what `generate` does."""
+    missing = _save(case, folder)
     with _warnings() as warnings:
         try:
             engine = load_engine(_engine_config(str(folder), "auto"), with_tokenizer=False)
         except (CheckpointError, UnsupportedModelError, ConfigError) as error:
             assert "\n" not in str(error), error
             assert len(str(error)) < 400, error
-            return Outcome("refused", str(error))
+            return Outcome("refused", missing or str(error).replace(str(folder), "..."))
     splits = isinstance(engine.stages, LocalStages)
     strategies = ("static", "ar") if splits else ()
     engines = [engine, *(engine_like(engine, _engine_config(str(folder), strategy)) for strategy in strategies)]
     expected = generated(str(folder))
     for each in engines:
         assert each is not None, "the engine's weights cannot be shared"
-        _require(each, expected, model_type)
+        _require(each, expected, case)
     return Outcome("drafts" if splits else "plain", "; ".join(warnings))
 
 
-def _save(model_type: str, folder: Path) -> None:
-    """Save a model of the type; if transformers cannot build it from its config alone, save that, which is refused."""
+def _save(case: str, folder: Path) -> str:
+    """Save a model of the case. If transformers cannot build it here, save what must be refused; return the reason."""
     try:
-        config = config_of(model_type)
-        build(model_type).save_pretrained(folder)
-    except (ImportError, AttributeError, ValueError, TypeError, StrictDataclassError):
-        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
-        return
+        config = config_of(case)
+        build(case).save_pretrained(folder)
+    except (ImportError, AttributeError, ValueError, TypeError, StrictDataclassError) as error:
+        (folder / "config.json").write_text(json.dumps({"model_type": case}))
+        reason = " ".join(str(error).split()).partition(". ")[0][:160]
+        return f"not built: transformers refuses this config ({reason})"
     if "text_config" in config.sub_configs:  # the model has only this part, while the hub has the whole config
         config.save_pretrained(folder)
+    return ""
 
 
-def _require(engine: Engine, expected: list[tuple[int, ...]], model_type: str) -> None:
+def _require(engine: Engine, expected: list[tuple[int, ...]], case: str) -> None:
     params = SamplingParams(temperature=0, max_tokens=NUM_NEW_TOKENS)
     strategy = engine.config.speculation.strategy
     alone = tokens_of(complete(engine, prompts()[1:2], params))
     together = tokens_of(complete(engine, prompts(), params))
-    assert alone == expected[1:2], f"{model_type}, {strategy}, one prompt"
-    assert together == expected, f"{model_type}, {strategy}, three prompts together"
+    assert alone == expected[1:2], f"{case}, {strategy}, one prompt"
+    assert together == expected, f"{case}, {strategy}, three prompts together"
 
 
 def _engine_config(folder: str, strategy: str) -> EngineConfig:
@@ -299,3 +322,47 @@ def _warnings() -> Iterator[list[str]]:
         yield found
     finally:
         logging.getLogger("rayspec").removeHandler(handler)
+
+
+def documented() -> dict[str, str]:
+    """The way of each case, by the page."""
+    return dict(re.findall(r"^\| (\S+) \| (\w+) \|", PAGE.read_text(), re.MULTILINE))
+
+
+def page(outcomes: Mapping[str, Outcome]) -> str:
+    """The page that documents these outcomes, in Markdown."""
+    ways = [outcomes[case].way for case in TYPES]
+    rows = [f"| {case} | {found.way} | {_cell(found.reason)} |" for case, found in sorted(outcomes.items())]
+    return (
+        "# Supported models\n\n"
+        f"transformers {transformers.__version__} maps {len(TYPES)} model types to a causal LM. Of these, "
+        f"{ways.count('drafts')} generate with drafts, {ways.count('plain')} generate without drafts, and "
+        f"{ways.count('refused')} are refused when they are loaded.\n\n"
+        "`python -m tests.every_type` writes this page. It makes a tiny random model of each type, and requires the tokens "
+        "of `generate(do_sample=False)`, for\nprompts of 1, 33 and 300 tokens, alone and together. Rows with `#` are "
+        "variants of a type. A checkpoint of a type can differ from the tiny model:\nthe check at load decides for the "
+        "weights that are loaded.\n\n"
+        "| type | way | why |\n|---|---|---|\n" + "\n".join(rows) + "\n"
+    )
+
+
+def _cell(reason: str) -> str:
+    """The reason without what is the same in every row."""
+    for same in (r"speculation is off for this model, which decodes plainly: ", r": speculation is off for it",
+                 r"^[\w.-]+: ", r" \(largest difference [^)]*\)", r"of this model: "):  # fmt: skip
+        reason = re.sub(same, "", reason)
+    return reason.replace("|", "\\|")
+
+
+def main() -> None:
+    """Write the page. Raises AssertionError at the first type whose text is wrong."""
+    torch.set_num_threads(1)
+    outcomes = {}
+    for case in CASES:
+        with tempfile.TemporaryDirectory(prefix="rayspec-types-") as folder:
+            outcomes[case] = outcome(case, Path(folder))
+    PAGE.write_text(page(outcomes))
+
+
+if __name__ == "__main__":
+    main()

@@ -212,7 +212,7 @@ class _Scale:
 
 def _meta_model(config: PretrainedConfig) -> Any:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:  # before transformers lists all its model types
-        raise UnsupportedModelError(f"{config.model_type}: transformers has no causal LM for this config alone")
+        raise UnsupportedModelError(f"{config.model_type}: by this config alone, not a causal LM in transformers")
     try:
         with torch.device("meta"):  # unlike accelerate's init_empty_weights it leaves tied matrices tied
             model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]

@@ -32,7 +32,7 @@ def test_a_family_that_does_not_split_decodes_plainly_and_says_so(
     outputs = complete(engine, known.prompts, SamplingParams(temperature=0, max_tokens=20))
     assert tokens_of(outputs) == known.expected
     assert engine.stats.num_draft_tokens == 0
-    assert not engine.stages._caches
+    assert not engine.stages._states
 
 
 def test_preempted_sequences_start_again() -> None:
