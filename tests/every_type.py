@@ -106,14 +106,23 @@ _SIZES: dict[str, Any] = {
     "patch_size": 14,
     "adapter_in_dim": 32,
     "adapter_out_dim": 32,
+    "adapter_input_size": 32,
     "num_mel_bins": 16,
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": 211,
     "num_kv_shared_layers": 0,
 }
 _LINEAR = {"layer_types": ["linear_attention", "full_attention"] * 2}
-_QWEN4 = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 16,
-          "indexer_compress_ratio": 4, "ngram_vocab_size_base": 50, "split_ngram_parts": 4, "hc_lowrank": 8}
+_QWEN4 = {
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 16,
+    "indexer_compress_ratio": 4,
+    "ngram_vocab_size_base": 50,
+    "split_ngram_parts": 4,
+    "hc_lowrank": 8,
+}
 # What these types need in addition, or in place of it.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "bailing_hybrid": _LINEAR,
@@ -262,9 +271,7 @@ def outcome(case: str, folder: Path) -> Outcome:
         try:
             engine = load_engine(_engine_config(str(folder), "auto"), with_tokenizer=False)
         except (CheckpointError, UnsupportedModelError, ConfigError) as error:
-            assert "\n" not in str(error), error
-            assert len(str(error)) < 400, error
-            return Outcome("refused", missing or str(error).replace(str(folder), "..."))
+            return _refused(error, folder, missing)
     splits = isinstance(engine.stages, LocalStages)
     strategies = ("static", "ar") if splits else ()
     engines = [engine, *(engine_like(engine, _engine_config(str(folder), strategy)) for strategy in strategies)]
@@ -273,6 +280,13 @@ def outcome(case: str, folder: Path) -> Outcome:
         assert each is not None, "the engine's weights cannot be shared"
         _require(each, expected, case)
     return Outcome("drafts" if splits else "plain", "; ".join(warnings))
+
+
+def _refused(error: Exception, folder: Path, missing: str) -> Outcome:
+    reason = str(error).replace(str(folder), "...")
+    assert "\n" not in reason
+    assert len(reason) < 400, reason
+    return Outcome("refused", missing if missing and isinstance(error, CheckpointError) else reason)
 
 
 def _save(case: str, folder: Path) -> str:
@@ -326,7 +340,7 @@ def _warnings() -> Iterator[list[str]]:
 
 def documented() -> dict[str, str]:
     """The way of each case, by the page."""
-    return dict(re.findall(r"^\| (\S+) \| (\w+) \|", PAGE.read_text(), re.MULTILINE))
+    return dict(re.findall(r"^\| (\S+) \| (drafts|plain|refused) \|", PAGE.read_text(), re.MULTILINE))
 
 
 def page(outcomes: Mapping[str, Outcome]) -> str:
@@ -335,13 +349,14 @@ def page(outcomes: Mapping[str, Outcome]) -> str:
     rows = [f"| {case} | {found.way} | {_cell(found.reason)} |" for case, found in sorted(outcomes.items())]
     return (
         "# Supported models\n\n"
-        f"transformers {transformers.__version__} maps {len(TYPES)} model types to a causal LM. Of these, "
-        f"{ways.count('drafts')} generate with drafts, {ways.count('plain')} generate without drafts, and "
-        f"{ways.count('refused')} are refused when they are loaded.\n\n"
-        "`python -m tests.every_type` writes this page. It makes a tiny random model of each type, and requires the tokens "
-        "of `generate(do_sample=False)`, for\nprompts of 1, 33 and 300 tokens, alone and together. Rows with `#` are "
-        "variants of a type. A checkpoint of a type can differ from the tiny model:\nthe check at load decides for the "
-        "weights that are loaded.\n\n"
+        f"transformers {transformers.__version__} maps {len(TYPES)} model types to a causal LM:\n\n"
+        f"- **drafts**: {ways.count('drafts')} types split into attention and MLP, and generate with drafts;\n"
+        f"- **plain**: {ways.count('plain')} types generate without drafts, through transformers' own forward;\n"
+        f"- **refused**: {ways.count('refused')} types are refused at load. The column says why.\n\n"
+        "`python -m tests.every_type` writes this page. It makes a tiny random model of each type, and requires the "
+        "tokens of\n`generate(do_sample=False)` for prompts of 1, 33 and 300 tokens, alone and together. Rows with `#` "
+        "are variants of a type.\nThe check at load decides for each checkpoint; a checkpoint can differ from the tiny "
+        "model of its type.\n\n"
         "| type | way | why |\n|---|---|---|\n" + "\n".join(rows) + "\n"
     )
 

@@ -42,10 +42,10 @@ def invalid_config(source: str, error: StrictDataclassError) -> CheckpointError:
 
 
 def in_one_line(error: Exception) -> str:
-    """Return the error's text without line breaks, cut after 300 characters: some texts of transformers list all its
+    """Return the error's text without line breaks, cut after 200 characters: some texts of transformers list all its
     model types."""
     text = " ".join(str(error).split())
-    return text if len(text) <= 300 else f"{text[:300]}..."
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _require_causal_lm(source: str, config: PretrainedConfig) -> None:

@@ -217,7 +217,9 @@ def _meta_model(config: PretrainedConfig) -> Any:
         with torch.device("meta"):  # unlike accelerate's init_empty_weights it leaves tied matrices tied
             model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-        raise UnsupportedModelError(f"{config.model_type}: not a causal LM that can be built: {in_one_line(error)}") from error
+        raise UnsupportedModelError(
+            f"{config.model_type}: not a causal LM that can be built: {in_one_line(error)}"
+        ) from error
     return model
 
 

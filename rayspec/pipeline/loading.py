@@ -41,18 +41,18 @@ def load_pipeline(config: EngineConfig, *, with_tokenizer: bool = True, shard_ty
     """
     options = config.parallel or ParallelOptions()
     model = load_config(config)
-    max_model_len = resolve_max_model_len(config, model)
-    tokenizer = load_tokenizer(config) if with_tokenizer else None
-    vocabulary = Vocabulary(
-        size=vocab_size(model), eos_token_ids=eos_token_ids(config), defaults=generation_defaults(config)
-    )
-    num_gpus = gpus_per_shard(config, options)
     sizes = _sizes(config, options, model)
     if not sizes.splits:
         raise UnsupportedModelError(
             f"{model.model_type}: its layers do not split into attention and MLP, so it cannot be cut into stages: "
             "remove option 'parallel'"
         )
+    max_model_len = resolve_max_model_len(config, model)
+    tokenizer = load_tokenizer(config) if with_tokenizer else None
+    vocabulary = Vocabulary(
+        size=vocab_size(model), eos_token_ids=eos_token_ids(config), defaults=generation_defaults(config)
+    )
+    num_gpus = gpus_per_shard(config, options)
     blueprint = Blueprint(
         config=config,
         options=options,

@@ -1,15 +1,17 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
+import torch
 
 from rayspec.config import EngineConfig, SamplingParams
 from rayspec.decode.whole_model import WholeModelStages
 from rayspec.local_engine import load_engine
-from rayspec.types import ConfigError
+from rayspec.types import CheckpointError, ConfigError
 from tests.engines import complete, tokens_of
-from tests.families import WHOLE_FAMILIES, cases, checkpoint
+from tests.families import WHOLE_FAMILIES, build, cases, checkpoint
 
 LENGTHS = (1, 40, 7, 150)
 
@@ -35,9 +37,10 @@ def test_a_family_that_does_not_split_decodes_plainly_and_says_so(
     assert not engine.stages._states
 
 
-def test_preempted_sequences_start_again() -> None:
-    known = cases(checkpoint("gpt2"), (30, 30, 30), 20)
-    engine = load_engine(_config("gpt2", kv_cache_tokens=150, max_num_batched_tokens=16), with_tokenizer=False)
+@pytest.mark.parametrize("family", ["gpt2", "bert"])  # tokens of a prompt to bert see later ones: no chunks
+def test_preempted_sequences_start_again(family: str) -> None:
+    known = cases(checkpoint(family), (30, 30, 30), 20)
+    engine = load_engine(_config(family, kv_cache_tokens=150, max_num_batched_tokens=16), with_tokenizer=False)
     outputs = complete(engine, known.prompts, SamplingParams(temperature=0, max_tokens=20))
     assert tokens_of(outputs) == known.expected
     assert engine.stats.num_preemptions > 0
@@ -53,6 +56,20 @@ def test_sampling_with_a_seed_does_not_depend_on_the_batch() -> None:
         assert alone.token_ids == output.outputs[0].token_ids
         assert alone.logprobs is not None
         assert len(alone.logprobs) == 12
+
+
+def test_only_a_model_that_may_divide_prompts_does(caplog: pytest.LogCaptureFixture) -> None:
+    stages = [load_engine(_config(family), with_tokenizer=False).stages for family in ("gpt2", "bert")]
+    assert [each.divides_prompts for each in stages if isinstance(each, WholeModelStages)] == [True, False]
+    assert caplog.text.count("prompts run in one pass") == 1
+
+
+def test_weights_that_compute_nan_are_refused_at_load(tmp_path: Path) -> None:
+    model = build("gpt2")
+    model.get_input_embeddings().weight.data.fill_(torch.nan)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="computes NaN or infinity"):
+        load_engine(EngineConfig(model=str(tmp_path), device="cpu"), with_tokenizer=False)
 
 
 def test_deterministic_is_refused() -> None:
