@@ -66,7 +66,8 @@ class WholeModelStages:
         """Do nothing: the caches are not in an arena."""
 
     def start(self, work: Work) -> Future[Result]:
-        with self.progress.of(type(work).__name__, work.num_rows):
+        size = work.num_rows if self._divides_prompts else None  # a last chunk may bring the whole prompt
+        with self.progress.of(type(work).__name__, size):
             return done(lambda: self._prefill(work) if isinstance(work, Prefill) else self._round(work))
 
     def wait(self) -> None:
