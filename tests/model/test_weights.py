@@ -114,7 +114,7 @@ def test_a_config_cannot_bring_an_attention_of_its_own(tmp_path: Path, key: str,
     content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps(content | {key: "kernels-community/evil"}), encoding="utf-8")
     assert load_config(_config(folder))._attn_implementation == "eager"
-    assert load_model(_config(folder), layers=layers).config._attn_implementation == "eager"
+    assert load_model(_config(folder), layers=layers).config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize("content", [b"", b"cos\nsystem\n(S'true'\ntR.", b"PK\x03\x04broken", b"\x80\x02broken"])
