@@ -133,9 +133,7 @@ def test_weak_matches_of_a_batch_give_way_to_strong_ones() -> None:
 
 def rule(*, right: float = 0.9, min_survival: float = 0.2, gain: float = 1.5) -> DraftUntilFound:
     by_class = (right,) * len(LookupRecord().by_class)
-    return DraftUntilFound(
-        worth=WORTH, ngram=3, shortest=1, by_class=by_class, min_survival=min_survival, drafting_gain=gain
-    )  # fmt: skip
+    return DraftUntilFound(worth=WORTH, by_class=by_class, min_survival=min_survival, drafting_gain=gain)
 
 
 def test_where_nothing_is_found_the_draft_goes_on() -> None:

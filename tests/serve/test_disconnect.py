@@ -89,7 +89,7 @@ def endless() -> Iterator[tuple[Ingress, EndlessModel, tuple[str, int]]]:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        with http_server(build_app(ingress), listener, header_timeout_s=9):
+        with http_server(build_app(ingress), listener, header_timeout_s=9, write_timeout_s=9):
             yield ingress, model, listener.getsockname()
 
 
