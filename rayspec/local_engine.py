@@ -40,7 +40,7 @@ from rayspec.model.fast_dtype import in_fast_dtype
 from rayspec.model.generation_config import eos_token_ids, generation_defaults
 from rayspec.model.kv_arena import CacheSize, whole_pages
 from rayspec.model.offload import OffloadedWeights
-from rayspec.model.threads import asked_threads, in_thread_of_its_own, on_device
+from rayspec.model.threads import Threads, asked_threads, in_thread_of_its_own, on_device
 from rayspec.model.weights import load_tokenizer, resolve_device, vocab_size
 from rayspec.strategies.by_name import make_selector, needs_latency
 from rayspec.types import ConfigError, UnsupportedModelError, no_draft
@@ -125,9 +125,8 @@ def _local_engine(
     graphs = make_graphs(config, parts, buffers)
     warm_up(config, graphs)
     runner = Runner(parts, arena, device=device, row_counts=counts, buffers=buffers, graphs=graphs, choices=choices)
-    # In deterministic mode the bits of a row may depend on the number of threads, so no measurement decides it.
-    if device.type == "cpu" and asked_threads(config.num_threads) is None and not config.deterministic:
-        runner.threads = chosen_threads(runner, config.profile_cache, remeasure=config.remeasure)
+    if device.type == "cpu":
+        runner.threads = _threads(config, runner)
     latency = None
     if needs_latency(config):
         latency = load_or_measure(
@@ -156,6 +155,15 @@ def _local_engine(
     )
 
 
+def _threads(config: EngineConfig, runner: Runner) -> Threads:
+    """Return the numbers of threads that this engine uses, whatever other engines of the process use."""
+    asked = asked_threads(config.num_threads)
+    # In deterministic mode the bits of a row may depend on the number of threads, so no measurement decides it.
+    if asked is None and not config.deterministic:
+        return chosen_threads(runner, config.profile_cache, remeasure=config.remeasure)
+    return Threads.of_all_passes(asked or num_cores())
+
+
 def _plain_engine(
     config: EngineConfig,
     model: PreTrainedModel,
@@ -169,7 +177,8 @@ def _plain_engine(
     if config.offload is not None:
         raise ConfigError(f"option 'offload' needs a model that splits into sublayers: {reason}")
     logger.warning("speculation is off for this model, which decodes plainly: %s", reason)
-    stages = WholeModelStages(model, vocab_size=vocabulary.size)
+    threads = Threads.of_all_passes(asked_threads(config.num_threads) or num_cores())
+    stages = WholeModelStages(model, vocab_size=vocabulary.size, threads=threads)
     if not stages.divides_prompts:
         logger.warning("prompts run in one pass: this model computes something else if they are divided into chunks")
     num_slots = whole_pages(config.kv_cache_tokens or config.max_num_seqs * max_model_len)

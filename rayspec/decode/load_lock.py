@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +13,10 @@ from typing_extensions import Self
 
 from rayspec.machine import boot_id
 
+logger = logging.getLogger(__name__)
+
 _POLL_S = 0.05
+_SILENT_S = 5.0  # of waiting, until a line says so
 
 
 class LoadLock:
@@ -47,10 +51,18 @@ class LoadLock:
         return self._locked(fcntl.LOCK_EX, timeout_s)
 
     def _locked(self, kind: int, timeout_s: float) -> bool:
-        deadline = time.monotonic() + timeout_s
+        began, is_told = time.monotonic(), False
         while not self._locks_now(kind):
-            if time.monotonic() > deadline:
+            waited_s = time.monotonic() - began
+            if waited_s > timeout_s:
                 return False
+            if waited_s > _SILENT_S and not is_told:
+                is_told = True
+                logger.warning(
+                    "waiting up to %.0f s for other processes that load or measure a model (they lock %s)",
+                    timeout_s,
+                    self._path,
+                )
             time.sleep(_POLL_S)
         return True
 

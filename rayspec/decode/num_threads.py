@@ -31,7 +31,7 @@ def chosen_threads(runner: Runner, folder: str | None, *, remeasure: bool = Fals
     them if none are saved, or with `remeasure`. Passes of many rows use all cores."""
     cores = num_cores()
     if cores == 1:
-        return Threads(few=1, many=1)
+        return Threads.of_all_passes(1)
     key = model_key(runner) | {"cores": cores}
     path = cache_file(folder, "threads", key)
     few = None if remeasure else _saved(path, key, cores)

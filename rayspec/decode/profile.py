@@ -73,7 +73,7 @@ def load_or_measure(
     """
     key = profile_key(runner) | {"offloaded": list(offloaded.sublayers) if offloaded else []}
     path = cache_file(folder, "latency", key)
-    saved = None if remeasure else _saved(path, key, runner.arena.num_slots)
+    saved = None if remeasure else _saved(path, key, runner.arena.num_slots, tell=logger.warning)
     if saved is not None:
         return saved
     is_alone = lock.take()
@@ -81,7 +81,7 @@ def load_or_measure(
     if saved is not None:
         return saved
     if not is_alone:
-        logger.warning("other processes load models here all the time: the latency profile of this one is coarse")
+        logger.warning("other processes still load or measure a model: the latency profile is coarse and not saved")
         return measure(runner, offloaded, _DISTURBED_BUDGET_S)
     limit = "" if remeasure else f" for about {BUDGET_S:.0f} s"
     logger.warning("measuring how fast this machine runs the model%s; the profile is kept in %s", limit, path)
@@ -89,7 +89,11 @@ def load_or_measure(
     try:
         model.save(path, key)
     except OSError as error:
-        logger.warning("the latency profile could not be saved (%s): it is measured again next time", error)
+        logger.warning(
+            "the latency profile could not be saved (%s), so each start measures it: set option profile_cache to a "
+            "folder that can be written",
+            error,
+        )
     return model
 
 
@@ -104,14 +108,17 @@ def user_folder(folder: str | None) -> Path:
     return Path(folder) if folder else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rayspec"
 
 
-def _saved(path: Path, key: dict[str, Any], num_slots: int) -> LatencyModel | None:
-    """Return the saved model if it has this key and covers a KV cache of `num_slots` slots; otherwise None."""
+def _saved(
+    path: Path, key: dict[str, Any], num_slots: int, *, tell: Callable[..., None] = logger.debug
+) -> LatencyModel | None:
+    """Return the saved model if it has this key and covers a KV cache of `num_slots` slots; otherwise None. tell: logs
+    why a file cannot be used."""
     try:
         saved = LatencyModel.load(path, key)
     except OSError:
         return None
     except StaleProfileError as error:
-        logger.warning("%s; this is done now", error)
+        tell("%s; this is done now", error)
         return None
     if saved.covers(_grid(num_slots)):
         return saved

@@ -21,18 +21,21 @@ from rayspec.decode.scheduler import Chunk, Move
 from rayspec.decode.stages import done
 from rayspec.decode.stopwatch import Stopwatch, queued_s, seconds
 from rayspec.model.rows import RowSpan
+from rayspec.model.threads import Threads
 from rayspec.model.weights import num_layers
 from rayspec.types import Logprob
 
 
 class WholeModelStages:
-    """`Stages` that run an undivided model as transformers' `generate` runs it, one sequence at a time.
+    """`Stages` that run an undivided model as transformers' `generate` runs it, one sequence at a time. threads: of its
+    passes.
 
     Raises UnsupportedModelError and CheckpointError for a model for which this is not safe.
     """
 
-    def __init__(self, model: PreTrainedModel, *, vocab_size: int) -> None:
+    def __init__(self, model: PreTrainedModel, *, vocab_size: int, threads: Threads) -> None:
         self.progress = Progress()
+        self._threads = threads
         model.generation_config = plain_generation(model)
         self._model = model
         self._divides_prompts = check_generation(model)
@@ -66,6 +69,7 @@ class WholeModelStages:
         """Do nothing: the caches are not in an arena."""
 
     def start(self, work: Work) -> Future[Result]:
+        self._threads.use(work.num_rows)
         size = work.num_rows if self._divides_prompts else None  # a last chunk may bring the whole prompt
         with self.progress.of(type(work).__name__, size):
             return done(lambda: self._prefill(work) if isinstance(work, Prefill) else self._round(work))

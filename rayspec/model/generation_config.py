@@ -46,6 +46,8 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "watermarking_config": (),
     "max_time": (),
 }
+# The limit of the parameters that are read: each request has a limit of its own.
+_NO_LIMIT = 2**31
 
 
 def eos_token_ids(config: EngineConfig) -> tuple[int, ...]:
@@ -53,7 +55,10 @@ def eos_token_ids(config: EngineConfig) -> tuple[int, ...]:
     CheckpointError."""
     of_model = getattr(load_config(config).get_text_config(decoder=True), "eos_token_id", None)
     eos = _read(config).eos_token_id
-    return _several(of_model if eos is None else eos)
+    found = _several(of_model if eos is None else eos)
+    if not all(isinstance(token, int) for token in found):
+        raise CheckpointError(f"eos_token_id of model {config.model!r} has {found!r}: it must be token ids")
+    return found
 
 
 def generation_defaults(config: EngineConfig) -> GenerationDefaults:
@@ -66,12 +71,15 @@ def generation_defaults(config: EngineConfig) -> GenerationDefaults:
         value = getattr(found, name, None)
         if value is not None and value not in without_effect:
             raise _unusable(config, f"sets {name} to {value!r}, which rayspec cannot do")
+    if not isinstance(found.max_new_tokens, int | None):
+        raise _unusable(config, f"sets max_new_tokens to {found.max_new_tokens!r}, which is no integer")
     taken = {name: value for name in TAKEN if (value := getattr(found, name, None)) is not None}
     try:
         params = DecodingParams(
             **taken,
             stop=found.stop_strings or (),
             min_tokens=found.min_new_tokens or 0,
+            max_tokens=_NO_LIMIT,
             forced_eos_token_id=_several(found.forced_eos_token_id),
         )
     except ConfigError as error:

@@ -26,6 +26,10 @@ class Threads:
     few: int
     many: int
 
+    @classmethod
+    def of_all_passes(cls, number: int) -> Threads:
+        return cls(few=number, many=number)
+
     def use(self, num_rows: int) -> None:
         """Set torch's number of threads for the next pass of this thread."""
         torch.set_num_threads(self.few if num_rows < _MANY_ROWS else self.many)

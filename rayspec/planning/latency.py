@@ -357,7 +357,7 @@ class LatencyModel:
                 raise StaleProfileError(f"profile {path} is for something else: {'; '.join(differing)}: profile again")
             return cls._from_json(content["model"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise StaleProfileError(f"profile {path} is not readable ({error!r}): delete it") from error
+            raise StaleProfileError(f"profile {path} is not readable ({error!r}): profile again") from error
 
     @classmethod
     def _from_json(cls, values: Mapping[str, Any]) -> LatencyModel:

@@ -43,6 +43,7 @@ FIELDS: dict[str, Callable[[list[Text]], dict[str, Any]]] = {
     },
     "bias before the penalty": lambda plain: {"sequence_bias": [[[plain[0][1]], 3.0]], "repetition_penalty": 1.5},
     "min_new_tokens": lambda plain: {"min_new_tokens": 9, "eos_token_id": [plain[0][4], plain[1][2], plain[2][0]]},
+    "more than an output has by default": lambda plain: {"min_new_tokens": 20, "eos_token_id": [plain[0][4]]},
     "min_length": lambda plain: {"min_length": 14, "eos_token_id": [plain[0][2], plain[1][2]]},
     "forced_eos_token_id": lambda plain: {"forced_eos_token_id": EOS, "eos_token_id": EOS},
     "several forced": lambda plain: {"forced_eos_token_id": [4, EOS]},
@@ -180,11 +181,17 @@ def test_what_cannot_be_done_is_refused_by_name(name: str, tmp_path: Path) -> No
         {"bad_words_ids": 5},
         {"bad_words_ids": [[]]},
         {"suppress_tokens": ["a"]},
+        {"max_new_tokens": 1.5},
     ],
 )
 def test_a_value_that_cannot_be_used_is_named(content: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=rf"{next(iter(content))}.*generation_config 'none'"):
         generation_defaults(config_of(with_generation_config(tmp_path, content)))
+
+
+def test_tokens_that_end_a_text_are_token_ids(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="eos_token_id of model .*'</s>'"):
+        eos_token_ids(config_of(with_generation_config(tmp_path, {"eos_token_id": [2, "</s>"]})))
 
 
 def test_every_field_of_transformers_is_taken_refused_or_without_effect() -> None:

@@ -8,14 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook
 
-from rayspec import LLM, SamplingParams, demo
+from rayspec import LLM, SamplingParams, demo, local_engine
+from rayspec.config import EngineConfig
 from rayspec.decode import num_threads
+from rayspec.decode.engine_loop import EngineLoop
 from rayspec.decode.num_threads import chosen_threads, fastest_number, numbers_of_threads
 from rayspec.decode.runner import Runner
 from rayspec.decode.stages import LocalStages
+from rayspec.local_engine import load_engine
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.threads import Threads, asked_threads
+from rayspec.types import Request
 from tests.families import checkpoint, parts_of
 
 CPU = torch.device("cpu")
@@ -101,7 +106,8 @@ def test_what_the_user_asks_for_is_not_measured(monkeypatch: pytest.MonkeyPatch)
 
 def test_engines_choose_unless_they_are_deterministic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(num_threads, "num_cores", lambda: 2)
+    for module in (num_threads, local_engine):
+        monkeypatch.setattr(module, "num_cores", lambda: 2)
     chosen = []
     for options in ({}, {"deterministic": True}, {"num_threads": 1}):
         llm = LLM(
@@ -113,7 +119,7 @@ def test_engines_choose_unless_they_are_deterministic(tmp_path: Path, monkeypatc
         llm.shutdown()
     assert chosen[0] is not None
     assert chosen[0].many == 2
-    assert chosen[1:] == [None, None]
+    assert chosen[1:] == [Threads(few=2, many=2), Threads(few=1, many=1)]
     assert len(list(tmp_path.glob("threads-*.json"))) == 1
 
 
@@ -142,3 +148,18 @@ def test_passes_of_many_rows_use_all_cores_and_tokens_stay_the_same() -> None:
         llm.generate([prompt], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
     assert set(seen) == {(200, 2), (1, 1)}
     llm.shutdown()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_engines_of_a_process_keep_their_numbers(family: str) -> None:
+    """A thread that runs its first operator takes torch's number, which is that of the engine that was loaded last."""
+    config = EngineConfig(model=checkpoint(family), dtype="float32", max_model_len=64, speculation={"strategy": "ar"})
+    engines = {number: load_engine(config.replace(num_threads=number), with_tokenizer=False) for number in (1, 2)}
+    request = Request(request_id="a", prompt_token_ids=[5, 6, 7], params=SamplingParams(temperature=0, max_tokens=4))
+    for number, engine in engines.items():
+        loop, seen = EngineLoop(engine), []
+        hook = register_module_forward_hook(lambda *_, seen=seen: seen.append(torch.get_num_threads()))
+        assert loop.submit(request).result(60).error is None
+        hook.remove()
+        loop.stop()
+        assert set(seen[-4:]) == {number}
