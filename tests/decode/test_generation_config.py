@@ -190,7 +190,7 @@ def test_a_value_that_cannot_be_used_is_named(content: dict[str, Any], tmp_path:
 
 
 def test_tokens_that_end_a_text_are_token_ids(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="eos_token_id of model .*'</s>'"):
+    with pytest.raises(CheckpointError, match=r"eos_token_id of model .*'</s>'"):
         eos_token_ids(config_of(with_generation_config(tmp_path, {"eos_token_id": [2, "</s>"]})))
 
 
