@@ -46,8 +46,6 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "watermarking_config": (),
     "max_time": (),
 }
-# The limit of the parameters that are read: each request has a limit of its own.
-_NO_LIMIT = 2**31
 
 
 def eos_token_ids(config: EngineConfig) -> tuple[int, ...]:
@@ -79,10 +77,10 @@ def generation_defaults(config: EngineConfig) -> GenerationDefaults:
             **taken,
             stop=found.stop_strings or (),
             min_tokens=found.min_new_tokens or 0,
-            max_tokens=_NO_LIMIT,
+            max_tokens=max(found.min_new_tokens or 0, DecodingParams().max_tokens),  # each request has its own limit
             forced_eos_token_id=_several(found.forced_eos_token_id),
         )
-    except ConfigError as error:
+    except (ConfigError, TypeError) as error:
         raise _unusable(config, f"has a value that cannot be used: {error}") from error
     return GenerationDefaults(
         params=params,

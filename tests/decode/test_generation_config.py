@@ -182,6 +182,7 @@ def test_what_cannot_be_done_is_refused_by_name(name: str, tmp_path: Path) -> No
         {"bad_words_ids": [[]]},
         {"suppress_tokens": ["a"]},
         {"max_new_tokens": 1.5},
+        {"min_new_tokens": "9"},
     ],
 )
 def test_a_value_that_cannot_be_used_is_named(content: dict[str, Any], tmp_path: Path) -> None:
