@@ -69,8 +69,9 @@ def generation_defaults(config: EngineConfig) -> GenerationDefaults:
         value = getattr(found, name, None)
         if value is not None and value not in without_effect:
             raise _unusable(config, f"sets {name} to {value!r}, which rayspec cannot do")
-    if not isinstance(found.max_new_tokens, int | None):
-        raise _unusable(config, f"sets max_new_tokens to {found.max_new_tokens!r}, which is no integer")
+    for name in ("max_new_tokens", "min_new_tokens", "min_length"):
+        if not isinstance(value := getattr(found, name), int | None):
+            raise _unusable(config, f"sets {name} to {value!r}, which is no integer")
     taken = {name: value for name in TAKEN if (value := getattr(found, name, None)) is not None}
     try:
         params = DecodingParams(
@@ -80,7 +81,7 @@ def generation_defaults(config: EngineConfig) -> GenerationDefaults:
             max_tokens=max(found.min_new_tokens or 0, DecodingParams().max_tokens),  # each request has its own limit
             forced_eos_token_id=_several(found.forced_eos_token_id),
         )
-    except (ConfigError, TypeError) as error:
+    except ConfigError as error:
         raise _unusable(config, f"has a value that cannot be used: {error}") from error
     return GenerationDefaults(
         params=params,
