@@ -59,6 +59,7 @@ from rayspec.pipeline.ranks import LeadingSpan, follow
 from rayspec.pipeline.stage_worker import Placed, StageWorker, stage_name
 from rayspec.pipeline.tensor_parallel import RankGroup, free_address, split_tensor_parallel
 from rayspec.pipeline.transport import Secret, node_address
+from rayspec.planning.latency import Measurement
 
 # How long later messages of higher priority may overtake a message. Rounds come first; a prefill gives way to them for
 # a moment, and a plan search runs in the gaps, but neither waits for ever.
@@ -251,7 +252,7 @@ class Shard:
         with post.progress.of(type(letter.message).__name__, _size(letter.message)):
             match letter.message:
                 case Follow():
-                    follow(span, letter.message, lambda: measurements(span.runner))
+                    follow(span, letter.message, lambda: self._measurements(span.runner))
                 case Usage():
                     post.send(ENGINE, self._usage(post.epoch))
                 case message:
@@ -320,17 +321,22 @@ class Shard:
             )
 
         num_sublayers = len(self._parts.sublayers)
-        budget_s = BUDGET_S if spec.num_ranks == 1 else None  # ranks run the same passes
 
         def measure(epoch: int) -> Measured:
             return Measured(
                 epoch=epoch,
                 names=self._parts.curve_names,
-                measurements=measurements(span.runner, self._offloaded, device=spec.name, budget_s=budget_s),
+                measurements=self._measurements(span.runner),
                 transfer_s=self._offloaded.transfer_seconds() if self._offloaded else [0.0] * num_sublayers,
             )
 
         return StageWorker(Placed(spec.stage, self._spans), span, head, measure)
+
+    def _measurements(self, runner: Runner) -> list[Measurement]:
+        """Measure this rank's part of the stage. All ranks of a stage must call this, because they run the same passes
+        together."""
+        budget_s = BUDGET_S if self._spec.num_ranks == 1 else None
+        return measurements(runner, self._offloaded, device=self._spec.name, budget_s=budget_s)
 
 
 def _patience_s(message: Message) -> float:

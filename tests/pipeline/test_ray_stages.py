@@ -148,6 +148,7 @@ def require_known_tokens(engine: Engine, known: Cases) -> None:
 def test_greedy_equals_generate(stages: int, tensor: int) -> None:
     engine = load(checkpoint("llama"), stages=stages, tensor=tensor, layers=even(stages))
     pids = list(process_ids(engine).values())
+    assert set(stages_of(engine).measure().stages) == {*range(stages)}, "the ranks of a stage measure together"
     require_known_tokens(engine, known_cases())
     assert [use.num_passes > 0 for use in stages_of(engine).usage()] == [True] * stages
     assert all(0 < use.busy_s <= use.elapsed_s for use in stages_of(engine).recent_use())
