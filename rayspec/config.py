@@ -482,6 +482,11 @@ class EngineConfig(Options):
     remeasure: bool = Field(False, description="measure the latency profile anew, even if a saved one fits")
     profile_cache: str | None = Field(None, description="folder of saved latency profiles; None: the user's cache")
 
+    @field_validator("cuda_kernels", "cuda_graphs", mode="before")
+    @classmethod
+    def _off_in_yaml(cls, value: Any) -> Any:
+        return "off" if value is False else value  # YAML reads the word off as false
+
     @field_validator("parallel", mode="before")
     @classmethod
     def _layout_is_a_mapping(cls, value: Any) -> Any:

@@ -64,6 +64,15 @@ def test_what_is_said_twice_and_alike_is_no_contradiction() -> None:
     assert (settings.engine.speculation.strategy, settings.engine.speculation.skip) == ("static", (1, 2))
 
 
+def test_the_word_off_is_no_boolean(tmp_path: Path) -> None:
+    """YAML reads it as false."""
+    file = write(tmp_path / "c.yaml", "model: m\ncuda_kernels: off\n")
+    engine = make_settings(file=file, overrides=["cuda_graphs=off"]).engine
+    assert (engine.cuda_kernels, engine.cuda_graphs) == ("off", "off")
+    with pytest.raises(ConfigError, match=r"'cuda_graphs' is True: .*'off'"):
+        make_settings(file=file, overrides=["cuda_graphs=on"])
+
+
 def test_a_saved_config_gives_the_same_settings(tmp_path: Path) -> None:
     before = make_settings(
         overrides=["model=m", "speculation.strategy=static", "speculation.skip=[3, 4]", "sampling.stop=[end]"]
