@@ -29,7 +29,7 @@ from rayspec.pipeline.pool.recipe import Beginning, Tell
 from rayspec.pipeline.session import ray_session
 from rayspec.types import EngineLoad, EngineStats
 
-_LOOK_EVERY_S = 0.5
+_LOOK_EVERY_S = 0.1
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ Deed = Callable[["AsyncEngine"], None]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotedTask:
     """A DocumentTask that notes rows in the folder `notes`, and does the deed when so many have ended: once, or with
-    every engine. Engines die of the `deadly` rows, whenever they come."""
+    every engine. Engines die of the `deadly` rows, whenever they come, and take `load_s` seconds longer to load."""
 
     task: DocumentTask
     notes: Path
@@ -40,6 +41,7 @@ class NotedTask:
     after: int = 0
     once: bool = True
     deadly: frozenset[str] = frozenset()
+    load_s: float = 0.0
 
     @property
     def settings(self) -> Settings:
@@ -50,6 +52,7 @@ class NotedTask:
         return self.task.identity
 
     def handler(self, engine: AsyncEngine) -> Handler:
+        time.sleep(self.load_s)
         handle = self.task.handler(engine)
         self.note("nodes", ray.get_runtime_context().get_node_id())
         num_ended = 0
@@ -100,6 +103,7 @@ def noted(
     after: int = 0,
     once: bool = True,
     deadly: frozenset[str] = frozenset(),
+    load_s: float = 0.0,
     **options: Any,
 ) -> NotedTask:
     notes = folder / "notes"
@@ -108,4 +112,4 @@ def noted(
         flags=FAST | {"strategy": "ar"} | options, sampling=SamplingParams(temperature=0.0, max_tokens=6)
     )
     task = DocumentTask(settings=settings, template="{text}")
-    return NotedTask(task=task, notes=notes, deed=deed, after=after, once=once, deadly=deadly)
+    return NotedTask(task=task, notes=notes, deed=deed, after=after, once=once, deadly=deadly, load_s=load_s)

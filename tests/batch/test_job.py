@@ -248,7 +248,7 @@ def test_sigterm_while_the_engine_is_loading_ends_the_job_at_once(tmp_path: Path
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    task = noted(tmp_path)
+    task = noted(tmp_path, load_s=30)
     thread = threading.Thread(target=terminate_when_it_loads)
     thread.start()
     with pytest.raises(SystemExit) as exit_:

@@ -32,12 +32,14 @@ from rayspec.pipeline.loading import load_pipeline
 from rayspec.pipeline.post import COORDINATOR
 from rayspec.pipeline.ray_stages import RayStages
 from rayspec.pipeline.shard import Shard
+from rayspec.strategies.by_name import make_selector
 from tests.demo_model import EOS, demo_prompts
 from tests.engines import complete, finish, requests_for, tokens_of
 from tests.exhaustive import few_of
 from tests.families import Cases, cases, checkpoint, greedy, parts_of
 from tests.freezing import freeze
 from tests.pipeline.loop import NUM_LAYERS, TravellingPlans
+from tests.strategy_cases import latency
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -215,10 +217,12 @@ def test_knapspec_drafts_with_plans_of_the_coordinator_and_a_lost_stage_is_an_er
     prompts, params = demo_prompts(4, 8), SamplingParams(temperature=0.0, max_tokens=48)
     engine = load(demo.model_path(), speculation=SEARCHING, stages=2, layers=(8, 8), max_restarts=0)
     try:
-        assert tokens_of(complete(engine, prompts, params)) == greedy(demo.model_path(), prompts, 48, eos=(EOS,))
-        for _ in range(5):
-            if not engine.stats.plans:
-                complete(engine, prompts, params)
+        expected = greedy(demo.model_path(), prompts, 48, eos=(EOS,))
+        assert tokens_of(complete(engine, prompts, params)) == expected
+        # What a busy machine measures may leave no gain to any plan.
+        num_sublayers = stages_of(engine).num_sublayers
+        with plans_of(engine, make_selector(engine.config, num_sublayers, latency(num_sublayers))):
+            assert tokens_of(complete(engine, prompts, params)) == expected
         assert engine.stats.plans[0].optimise_s > 0
         assert engine.latency is not None
         assert engine.latency.hop_s > 0
