@@ -34,8 +34,8 @@ from rayspec.command.terminal import exit_on_sigterm
 from rayspec.config import EngineConfig, SamplingParams
 from rayspec.demo import Task
 from rayspec.machine import num_cores
-from rayspec.pipeline.pool.pool import EnginePool
-from rayspec.pipeline.session import ray_session
+from rayspec.pool.pool import EnginePool
+from rayspec.ray_session import ray_session
 from rayspec.types import ConfigError
 
 _Way: TypeAlias = Callable[[Sequence[Row]], Iterable[Row]]

@@ -25,8 +25,8 @@ from rayspec.command.environment import describe_environment
 from rayspec.command.settings import Settings
 from rayspec.config import EngineConfig, ParallelOptions, SamplingParams
 from rayspec.decode.progress import Progress
-from rayspec.pipeline.pool.recipe import Beginning, Tell
-from rayspec.pipeline.session import ray_session
+from rayspec.pool.recipe import Beginning, Tell
+from rayspec.ray_session import ray_session
 from rayspec.types import EngineLoad, EngineStats
 
 _LOOK_EVERY_S = 0.1

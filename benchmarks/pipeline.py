@@ -36,7 +36,7 @@ from rayspec.command.terminal import exit_on_sigterm
 from rayspec.config import EngineConfig, ParallelOptions, SamplingParams
 from rayspec.decode.engine import Engine
 from rayspec.pipeline.ray_stages import RayStages
-from rayspec.pipeline.session import ray_session
+from rayspec.ray_session import ray_session
 from rayspec.types import ConfigError, EngineStats, Request, RequestOutput
 
 _CASE = re.compile(r"([1-9]\d*)x([1-9]\d*)")

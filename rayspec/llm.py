@@ -31,7 +31,7 @@ from rayspec.model.weights import load_tokenizer
 from rayspec.types import ConfigError, EngineStats, Request, RequestError, RequestOutput
 
 if TYPE_CHECKING:
-    from rayspec.pipeline.replicas import Replicas
+    from rayspec.pool.replicas import Replicas
 
 Prompt = str | Mapping[str, Any]
 Message = Mapping[str, Any]
@@ -183,7 +183,7 @@ class LLM:
     def _pipeline(self, config: EngineConfig) -> Engine | Replicas:
         # Imported here, so that a model in one process never needs Ray.
         from rayspec.pipeline.loading import load_pipeline  # noqa: PLC0415
-        from rayspec.pipeline.session import ray_session  # noqa: PLC0415
+        from rayspec.ray_session import ray_session  # noqa: PLC0415
 
         with ExitStack() as resources:
             resources.enter_context(ray_session())
@@ -308,7 +308,7 @@ def _config_of(model: str, options: Mapping[str, Any]) -> EngineConfig:
 
 
 def _replicas(config: EngineConfig) -> Replicas:
-    from rayspec.pipeline.replicas import Replicas  # noqa: PLC0415
+    from rayspec.pool.replicas import Replicas  # noqa: PLC0415
     from rayspec.request_engine import RequestRecipe  # noqa: PLC0415
 
     return Replicas(RequestRecipe(config), load_tokenizer(config))

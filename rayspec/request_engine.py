@@ -13,8 +13,8 @@ from rayspec.decode.progress import Progress
 from rayspec.decode.stages import StageLostError
 from rayspec.local_engine import load_engine
 from rayspec.pipeline.loading import load_pipeline
-from rayspec.pipeline.pool.recipe import Tell
-from rayspec.pipeline.replicas import ReplicaFacts
+from rayspec.pool.recipe import Tell
+from rayspec.pool.replicas import ReplicaFacts
 from rayspec.types import EngineLoad, EngineStats, Request, RequestOutput
 
 

@@ -51,9 +51,9 @@ _OTHER_PROCESSES = tuple(
         "pipeline/test_placement",
         "pipeline/test_quantized",
         "pipeline/test_ray_stages",
-        "pipeline/test_replicas",
-        "pipeline/pool/test_calls",
-        "pipeline/pool/test_worker",
+        "pool/test_replicas",
+        "pool/test_calls",
+        "pool/test_worker",
         "serve/test_model_server",
         "serve/test_metrics",
         "serve/test_endpoint",
@@ -64,7 +64,7 @@ _OTHER_PROCESSES = tuple(
         "serve/test_fuzz",
         "serve/test_load",
         "jobs/test_jobs_api",
-        "pipeline/test_session",
+        "test_ray_session",
     )
 )
 
@@ -173,7 +173,7 @@ def ray_environment(ray_folder: Path) -> Iterator[None]:
 def ray_cluster(ray_environment: None) -> Iterator[None]:
     """One private Ray for all tests that need one in this process."""
     # Imported here, so that the tests of engines in one process run where Ray is not installed.
-    from rayspec.pipeline.session import ray_session  # noqa: PLC0415
+    from rayspec.ray_session import ray_session  # noqa: PLC0415
 
     with ray_session():
         yield

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 
-from rayspec.pipeline.stopped import is_stopped_here
+from rayspec.pool.stopped import is_stopped_here
 
 _PATIENCE_S = 30.0
 

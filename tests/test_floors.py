@@ -33,9 +33,11 @@ PLANNING = BASEMENT | {"rayspec.planning"}
 MODEL = PLANNING | {"rayspec.model"}
 DECODE = MODEL | {"rayspec.decode"}
 STRATEGIES = DECODE | {"rayspec.strategies"}
+RAY_SESSION = BASEMENT | {"rayspec.ray_session"}
 PIPELINE = STRATEGIES | {"rayspec.pipeline"}
-PLAN = PIPELINE | {"rayspec.ops.plan"}
-LLM = PLAN | {"rayspec", "rayspec.demo", "rayspec.llm", "rayspec.async_engine"}
+POOL = PIPELINE | {"rayspec.pool"}
+PLAN = PIPELINE | RAY_SESSION | {"rayspec.ops.plan"}
+LLM = PLAN | POOL | {"rayspec", "rayspec.demo", "rayspec.llm", "rayspec.async_engine"}
 LLM |= {"rayspec.local_engine", "rayspec.request_engine"}
 COMMAND = LLM | {"rayspec.command"}
 OPENAI = COMMAND | {"rayspec.openai"}
@@ -61,6 +63,8 @@ FLOORS = (
     # The documents of the demo are plain Python; what makes and changes the model needs torch.
     Floor(name="rayspec.demo", below=frozenset({"rayspec.demo"}), without=NO_RAY),
     Floor(name="rayspec.pipeline", below=PIPELINE),
+    Floor(name="rayspec.pool", below=POOL),
+    Floor(name="rayspec.ray_session", below=BASEMENT, only=frozenset({"ray"})),
     Floor(name="rayspec.local_engine", below=STRATEGIES, without=NO_RAY),
     Floor(
         name="rayspec.request_engine", below=LLM - {"rayspec", "rayspec.llm", "rayspec.async_engine"}, without=NO_RAY
@@ -87,6 +91,7 @@ BOXES = {
     "config, generation, types, prompts, choices, errors": tuple(sorted(BASEMENT)),
     "Python API": ("rayspec", "rayspec.llm", "rayspec.local_engine", "rayspec.request_engine", "rayspec.async_engine"),
     "planner": ("rayspec.ops.plan",),
+    "Ray session": ("rayspec.ray_session",),
     "cli, jobs": ("rayspec.cli", "rayspec.data", "jobs"),
 }
 NEEDS_NO_MODEL = ("rayspec/demo/__init__.py", "rayspec/demo/corpus.py")

@@ -13,7 +13,7 @@ from typing import Protocol
 from rayspec.batch.documents import DuplicateCheck
 from rayspec.batch.rows import Row
 from rayspec.decode.engine_loop import EngineDeadError
-from rayspec.pipeline.pool.supervisor import DrainingError
+from rayspec.pool.supervisor import DrainingError
 from rayspec.types import RayspecError, RequestError
 
 _JOIN_S = 10.0

@@ -42,11 +42,11 @@ from rayspec.command.exit_codes import EXIT_TERMINATED
 from rayspec.command.locations import Location
 from rayspec.command.terminal import error_console, exit_on_sigterm, say
 from rayspec.decode.engine_loop import EngineDeadError
-from rayspec.pipeline.pool.pool import EnginePool
-from rayspec.pipeline.pool.recipe import Recipe
-from rayspec.pipeline.pool.supervisor import DrainingError
-from rayspec.pipeline.pool.worker import num_engines
-from rayspec.pipeline.session import ray_session
+from rayspec.pool.pool import EnginePool
+from rayspec.pool.recipe import Recipe
+from rayspec.pool.supervisor import DrainingError
+from rayspec.pool.worker import num_engines
+from rayspec.ray_session import ray_session
 from rayspec.types import EngineStats
 
 CONFIG_NAME = "config.yaml"

@@ -11,7 +11,7 @@ from rayspec.command.loading import load_llm
 from rayspec.command.settings import Settings
 from rayspec.config import EngineConfig
 from rayspec.decode.progress import Progress
-from rayspec.pipeline.pool.recipe import Beginning, Tell
+from rayspec.pool.recipe import Beginning, Tell
 from rayspec.types import EngineLoad, EngineStats, RayspecError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class RowRecipe:
         """Load an engine for the task. Raises ConfigError, CheckpointError, and with shards PlacementError."""
         # Imported here, so that a process that only calls the actor does not load torch and transformers for seconds.
         from rayspec.async_engine import AsyncEngine  # noqa: PLC0415
-        from rayspec.pipeline.session import forget_reserved_threads  # noqa: PLC0415
+        from rayspec.ray_session import forget_reserved_threads  # noqa: PLC0415
 
         forget_reserved_threads()
         return RowEngine(self.task, AsyncEngine(load_llm(config)), self.engine)

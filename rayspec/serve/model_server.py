@@ -32,8 +32,8 @@ from rayspec.openai.tokenizing import (
     in_thread_if_large,
     tokenize,
 )
-from rayspec.pipeline.session import forget_reserved_threads
-from rayspec.pipeline.stopped import Place
+from rayspec.pool.stopped import Place
+from rayspec.ray_session import forget_reserved_threads
 from rayspec.serve.metered import MeteredEngine
 from rayspec.serve.metrics import EngineMetrics, keep_updated
 from rayspec.serve.options import LLMConfig

@@ -18,7 +18,7 @@ from ray.serve.handle import DeploymentHandle
 
 from rayspec.command.terminal import exit_on_sigterm
 from rayspec.demo import BUNDLED
-from rayspec.pipeline.session import ray_session
+from rayspec.ray_session import ray_session
 from rayspec.serve.access import ANY, is_loopback
 from rayspec.serve.app import batch_settings, bind_models, bind_runner, ingress_settings
 from rayspec.serve.front import http_server

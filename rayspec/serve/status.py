@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import rayspec
 from rayspec.choices import Choice
-from rayspec.pipeline.stopped import Place
+from rayspec.pool.stopped import Place
 from rayspec.serve.recent import RecentRates
 from rayspec.types import PlanRecord
 

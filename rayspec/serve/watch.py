@@ -17,7 +17,7 @@ from typing import Any, Literal
 import ray
 from ray.exceptions import RayError
 
-from rayspec.pipeline.stopped import Place, ProcessStoppedError, answer_of
+from rayspec.pool.stopped import Place, ProcessStoppedError, answer_of
 from rayspec.serve.reached import replicas_of
 from rayspec.serve.status import EngineHealth
 

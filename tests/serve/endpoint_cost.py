@@ -177,7 +177,7 @@ def _serve(way: str, options: Mapping[str, Any]) -> None:
     """The endpoint, until SIGTERM."""
     from ray import serve  # noqa: PLC0415
 
-    from rayspec.pipeline.session import ray_session  # noqa: PLC0415
+    from rayspec.ray_session import ray_session  # noqa: PLC0415
     from rayspec.serve.app import bind  # noqa: PLC0415
     from rayspec.serve.options import serve_options  # noqa: PLC0415
     from rayspec.serve.run import Address, run_endpoint  # noqa: PLC0415

@@ -14,7 +14,7 @@ import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayspec.ops.plan.gpus import Gpu, gpu_called
-from rayspec.pipeline.session import ray_session
+from rayspec.ray_session import ray_session
 
 _LOOK = "import json; from rayspec.ops.plan.found import gpus_of_this_machine as look; print(json.dumps(look()))"
 _LOOK_TIMEOUT_S = 120.0

@@ -10,9 +10,9 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from rayspec.decode.engine_loop import EngineDeadError
-from rayspec.pipeline.pool.recipe import Recipe, Tell
-from rayspec.pipeline.pool.supervisor import EngineSupervisor
-from rayspec.pipeline.pool.worker import supervisor_of
+from rayspec.pool.recipe import Recipe, Tell
+from rayspec.pool.supervisor import EngineSupervisor
+from rayspec.pool.worker import supervisor_of
 from rayspec.types import EngineLoad, EngineStats
 
 _STOP_TIMEOUT_S = 20.0

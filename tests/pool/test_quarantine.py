@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 from scipy.stats import binom
 
-from rayspec.pipeline.pool.quarantine import Quarantine, Verdict, binomial_tail
+from rayspec.pool.quarantine import Quarantine, Verdict, binomial_tail
 
 WIDTH = 8
 

@@ -20,7 +20,7 @@ from ray import cloudpickle
 from ray.exceptions import RayActorError, RayError
 
 from rayspec.decode.engine_loop import EngineDeadError
-from rayspec.pipeline.pool.recipe import Tell
+from rayspec.pool.recipe import Tell
 from rayspec.types import RayspecError, RequestError
 
 _LINGER_S = 0.003  # outcomes that are ready within this time are sent together

@@ -14,9 +14,9 @@ import pytest
 from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.pipeline.placement import PlacementError
-from rayspec.pipeline.pool.quarantine import EngineKilledError
-from rayspec.pipeline.pool.supervisor import DrainingError, EngineSupervisor, NodeLostError
-from rayspec.pipeline.pool.worker import items_at_a_time
+from rayspec.pool.quarantine import EngineKilledError
+from rayspec.pool.supervisor import DrainingError, EngineSupervisor, NodeLostError
+from rayspec.pool.worker import items_at_a_time
 from rayspec.types import CheckpointError, ConfigError, EngineLoad, EngineStats
 
 Outcome = Any

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from rayspec.pipeline.pool.routing import Router, part_hashes
+from rayspec.pool.routing import Router, part_hashes
 
 PROMPT = part_hashes("The annual review. " * 60)
 OTHER = part_hashes("Another review. " * 60)

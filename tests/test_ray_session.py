@@ -15,14 +15,14 @@ import pytest
 from ray._private import utils, worker
 
 from rayspec.pipeline import session
-from rayspec.pipeline.session import _handler_of_ray, _signals_wait
+from rayspec.ray_session import _handler_of_ray, _signals_wait
 from tests.exhaustive import few_of
 
 LOSING = """
     import signal
     import sys
     import ray
-    from rayspec.pipeline.session import ClusterLostError, _control_process, ray_session
+    from rayspec.ray_session import ClusterLostError, _control_process, ray_session
 
     @ray.remote(num_cpus=0)
     class Busy:
@@ -90,7 +90,7 @@ def test_a_lost_cluster_is_one_error_soon_and_leaves_no_processes(ray_folder: Pa
 
 
 STARTING = """
-    from rayspec.pipeline.session import ray_session
+    from rayspec.ray_session import ray_session
     from rayspec.command.terminal import clean_exit
 
     with clean_exit():
@@ -158,7 +158,7 @@ def test_handlers_are_those_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def errors_of_a_session(**environment: str) -> str:
-    script = "from rayspec.pipeline.session import ray_session\nwith ray_session(): pass"
+    script = "from rayspec.ray_session import ray_session\nwith ray_session(): pass"
     environment = {**os.environ, **environment}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
     return done.stderr

@@ -6,8 +6,8 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rayspec.pipeline.pool.recipe import Tell
-from rayspec.pipeline.pool.restart_budget import RestartBudget
+from rayspec.pool.recipe import Tell
+from rayspec.pool.restart_budget import RestartBudget
 from rayspec.types import EngineLoad, EngineStats
 
 

@@ -6,7 +6,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 
-from rayspec.pipeline.pool.recipe import Beginning
+from rayspec.pool.recipe import Beginning
 
 # An engine can be chosen if it has at most twice as many items as the least busy engine, and this many more.
 _SLACK = 4

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from rayspec.pipeline.resumed_stream import ResumedStream
+from rayspec.pool.resumed_stream import ResumedStream
 from rayspec.types import CompletionOutput, RequestOutput
 
 

@@ -11,13 +11,13 @@ from typing import Any
 
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.pipeline.placement import PlacementError
-from rayspec.pipeline.pool.dispatch import Dispatch
-from rayspec.pipeline.pool.merged_stats import merged_stats
-from rayspec.pipeline.pool.quarantine import Verdict
-from rayspec.pipeline.pool.recipe import Beginning, Tell
-from rayspec.pipeline.pool.restart_budget import RestartBudget
-from rayspec.pipeline.pool.routing import PartHash, part_hashes
-from rayspec.pipeline.pool.slot import Engine, Slot
+from rayspec.pool.dispatch import Dispatch
+from rayspec.pool.merged_stats import merged_stats
+from rayspec.pool.quarantine import Verdict
+from rayspec.pool.recipe import Beginning, Tell
+from rayspec.pool.restart_budget import RestartBudget
+from rayspec.pool.routing import PartHash, part_hashes
+from rayspec.pool.slot import Engine, Slot
 from rayspec.types import EngineLoad, EngineStats, RayspecError
 
 _WATCH_SHARE = 2.0  # times the seconds that the dead engine lived with its only item

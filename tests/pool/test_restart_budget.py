@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rayspec.pipeline.pool.restart_budget import RestartBudget
+from rayspec.pool.restart_budget import RestartBudget
 
 
 def test_restarts_are_bounded_and_further_apart_each_time_until_there_is_progress() -> None:

@@ -13,8 +13,8 @@ import pytest
 import ray
 
 from rayspec.decode.engine_loop import EngineDeadError
-from rayspec.pipeline.pool.calls import BatchedCalls, Call, CalledHere, Outcome
-from rayspec.pipeline.pool.recipe import Tell
+from rayspec.pool.calls import BatchedCalls, Call, CalledHere, Outcome
+from rayspec.pool.recipe import Tell
 from rayspec.types import ConfigError, RayspecError, RequestError
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]

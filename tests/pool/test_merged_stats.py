@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from rayspec.pipeline.pool.merged_stats import merged_stats
+from rayspec.pool.merged_stats import merged_stats
 from rayspec.types import EngineStats, PlanRecord, no_draft
 
 

@@ -14,10 +14,10 @@ from rayspec.config import EngineConfig
 from rayspec.decode.engine_loop import EngineDeadError, Listener
 from rayspec.decode.progress import Progress
 from rayspec.generation import GenerationDefaults
-from rayspec.pipeline.pool.pool import EnginePool
-from rayspec.pipeline.pool.recipe import Recipe
-from rayspec.pipeline.resumed_stream import ResumedStream
 from rayspec.planning.latency import LatencyModel
+from rayspec.pool.pool import EnginePool
+from rayspec.pool.recipe import Recipe
+from rayspec.pool.resumed_stream import ResumedStream
 from rayspec.types import EngineLoad, EngineStats, Request, RequestError, RequestOutput
 
 

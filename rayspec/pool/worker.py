@@ -18,10 +18,10 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from rayspec.config import KV_CACHE_SHARE, EngineConfig, ParallelOptions
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.pipeline.placement import PlacementError, gpus_per_shard, remove_orphaned_groups, wants_gpu
-from rayspec.pipeline.pool.calls import BatchedCalls, Call, CalledHere, Outcome
-from rayspec.pipeline.pool.recipe import LoadedEngine, Recipe, Tell
-from rayspec.pipeline.pool.supervisor import EngineSupervisor, NodeLostError
-from rayspec.pipeline.stopped import Place, ProcessStoppedError, answer_of
+from rayspec.pool.calls import BatchedCalls, Call, CalledHere, Outcome
+from rayspec.pool.recipe import LoadedEngine, Recipe, Tell
+from rayspec.pool.stopped import Place, ProcessStoppedError, answer_of
+from rayspec.pool.supervisor import EngineSupervisor, NodeLostError
 from rayspec.types import EngineLoad, EngineStats, RayspecError
 
 _MAX_CONCURRENT_CALLS = 64

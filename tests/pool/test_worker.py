@@ -24,7 +24,7 @@ from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.decode.progress import Progress
 from rayspec.pipeline import stopped
-from rayspec.pipeline.pool.worker import (
+from rayspec.pool.worker import (
     EngineWorker,
     RemoteEngine,
     config_of_one,

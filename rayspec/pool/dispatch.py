@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from rayspec.pipeline.pool.quarantine import EngineKilledError, Quarantine, Verdict
-from rayspec.pipeline.pool.routing import PartHash, Router
-from rayspec.pipeline.pool.slot import Engine, Slot
+from rayspec.pool.quarantine import EngineKilledError, Quarantine, Verdict
+from rayspec.pool.routing import PartHash, Router
+from rayspec.pool.slot import Engine, Slot
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from rayspec.pipeline.pool.dispatch import Dispatch
-from rayspec.pipeline.pool.restart_budget import RestartBudget
-from rayspec.pipeline.pool.slot import Slot
+from rayspec.pool.dispatch import Dispatch
+from rayspec.pool.restart_budget import RestartBudget
+from rayspec.pool.slot import Slot
 
 ENGINE: Any = object()
 
