@@ -9,11 +9,9 @@ from typing import Any
 
 from rayspec.choices import choices_of
 from rayspec.config import SamplingParams
-from rayspec.decode.drafting.skip_draft import Draft
-from rayspec.decode.head import Committed
 from rayspec.decode.questions import Answer, Question
-from rayspec.decode.rounds import RoundResult
 from rayspec.decode.selection.base import BatchState, Search, Selector
+from rayspec.decode.work import Committed, Draft, RoundResult
 from rayspec.planning.latency import Curve, LatencyModel
 from rayspec.strategies.saved_plans import Provenance, SavedPlan
 from rayspec.types import EngineStats

@@ -18,11 +18,8 @@ from rayspec.bench.selfcheck.outcome import Outcome, Table, judged
 from rayspec.bench.selfcheck.parity import prepare_model
 from rayspec.bench.selfcheck.sequences import PassShape
 from rayspec.choices import choices_of
-from rayspec.decode.drafting.skip_draft import RoundEntry
-from rayspec.decode.head import SamplerSpec
-from rayspec.decode.rounds import Prefill, PrefillResult, Round, Work
-from rayspec.decode.scheduler import Chunk
 from rayspec.decode.stages import LocalStages
+from rayspec.decode.work import Chunk, Prefill, PrefillResult, Round, RoundEntry, SamplerSpec, Work
 from rayspec.generation import DecodingParams
 from rayspec.types import Plan, no_draft
 

@@ -11,10 +11,9 @@ from statistics import median
 
 import rayspec
 from rayspec.config import SamplingParams
-from rayspec.decode.drafting.skip_draft import KeepDrafting
 from rayspec.decode.engine import Engine
-from rayspec.decode.rounds import RoundResult
 from rayspec.decode.selection.base import BatchState, Search, Selector
+from rayspec.decode.work import KeepDrafting, RoundResult
 from rayspec.planning.latency import LatencyModel
 from rayspec.strategies.tested_tokens import Tested
 from rayspec.strategies.tuning import selecting

@@ -25,11 +25,10 @@ from benchmarks.figures.runs import (
     write,
 )
 from rayspec.choices import Choices, choices_of, num_leading_full
-from rayspec.decode.drafting.skip_draft import KeepDrafting
 from rayspec.decode.questions import Answer, Found, Question, Trial
-from rayspec.decode.rounds import RoundResult
 from rayspec.decode.selection.base import BatchState, FixedPlan, Search
 from rayspec.decode.selection.knapspec import Candidate, KnapSpec
+from rayspec.decode.work import KeepDrafting, RoundResult
 from rayspec.planning.acceptance import tokens_per_time
 from rayspec.planning.latency import LatencyModel
 from rayspec.types import ConfigError, Plan, PlanRecord, no_draft

@@ -10,13 +10,23 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 
-from rayspec.decode.head import Committed, SamplerSpec
 from rayspec.decode.round_planner import PlannedRound, RoundPlanner
-from rayspec.decode.rounds import Prefill, PrefillResult, Result, RoundResult, Work, num_rows
-from rayspec.decode.scheduler import Chunk, Move, Scheduler, Step, moves_to_path
+from rayspec.decode.scheduler import Scheduler, Step, moves_to_path
 from rayspec.decode.sequence import SequenceState
 from rayspec.decode.stages import StageLostError, Stages
 from rayspec.decode.time_shares import TimeShares
+from rayspec.decode.work import (
+    Chunk,
+    Committed,
+    Move,
+    Prefill,
+    PrefillResult,
+    Result,
+    RoundResult,
+    SamplerSpec,
+    Work,
+    num_rows,
+)
 from rayspec.model.rows import slots_between
 from rayspec.planning.prefill_pace import PrefillPace
 from rayspec.types import EngineStats, NonFiniteLogitsError, OutOfMemoryError, RayspecError

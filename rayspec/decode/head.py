@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,48 +11,10 @@ from torch import Tensor
 from rayspec.config import Verification
 from rayspec.decode.drafting.lookup import LookupIndex
 from rayspec.decode.noise import integers
-from rayspec.decode.passes import TapsGoneError
-from rayspec.decode.plan_search import TappedToken
 from rayspec.decode.sampling import Rows, TokenSampler, top_logprobs
 from rayspec.decode.verify import Verdict, verify_coupled, verify_rejection
-from rayspec.generation import DecodingParams
+from rayspec.decode.work import Committed, SamplerSpec, TappedToken, TapsGoneError
 from rayspec.types import Logprob
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplerSpec:
-    """The data of a sequence that the head needs: its sampling parameters, seed, and committed tokens. lookup: the
-    index of its text, which the head shares with the engine if both are in one process; None if nothing is looked up.
-    """
-
-    sequence_id: str
-    params: DecodingParams
-    seed: int
-    prompt_token_ids: Sequence[int]
-    output_token_ids: Sequence[int]
-    eos_token_ids: Sequence[int]
-    lookup: LookupIndex | None = None
-
-    def sampler(self, vocab_size: int, device: torch.device) -> TokenSampler:
-        return TokenSampler(
-            self.params,
-            seed=self.seed,
-            prompt_token_ids=self.prompt_token_ids,
-            output_token_ids=self.output_token_ids,
-            eos_token_ids=self.eos_token_ids,
-            vocab_size=vocab_size,
-            device=device,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Committed:
-    """Tokens that the target chose for one sequence. finite: False if its logits were not finite; the tokens are then
-    void."""
-
-    token_ids: Sequence[int]
-    logprobs: Sequence[dict[int, Logprob]]
-    finite: bool
 
 
 class Head:
@@ -88,7 +49,7 @@ class Head:
         self._next_tokens: dict[TappedToken, Tensor] = {}
 
     def open(self, spec: SamplerSpec) -> None:
-        self._samplers[spec.sequence_id] = spec.sampler(self._vocab_size, self._device)
+        self._samplers[spec.sequence_id] = TokenSampler.of(spec, vocab_size=self._vocab_size, device=self._device)
         if spec.lookup is not None:
             self._lookups[spec.sequence_id] = spec.lookup
 

@@ -3,63 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rayspec.choices import SKIP, Choices
 from rayspec.decode.noise import integers
-from rayspec.decode.plan_search import PlanSearch, TappedToken
+from rayspec.decode.plan_search import PlanSearch
 from rayspec.decode.runner import Batch, Runner
-from rayspec.decode.scheduler import Move
+from rayspec.decode.work import Merge, Move, Pass, TappedToken, TapsGoneError
 from rayspec.model.rows import RowSpan
-from rayspec.types import RayspecError
 
 _MAX_ROUNDS_SAVED = 256
-
-
-class TapsGoneError(RayspecError):
-    """The taps of some tokens are no longer kept: later taps have replaced them."""
-
-    kind = "taps_gone"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Merge:
-    """Before sublayer `at`, concatenate the rows saved there earlier in the round and the rows of this pass, and sort
-    them by `order`. The result continues as `rows`."""
-
-    at: int
-    order: Sequence[int]
-    rows: Sequence[RowSpan]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pass:
-    """One forward over packed rows: `token_ids` enter at the embedding as `rows`. A pass is self-contained: it carries
-    the positions of its rows, so a stage needs no data about its sequences. Empty `token_ids` mean that the tokens were
-    drawn in this process and are still on the device.
-
-    round_id: the round that owns the saved rows. choices: one for each sublayer of the whole model; None runs all in
-    full. save_at: sublayer before which the states are saved for a later pass of the round; 0 saves nothing. taps:
-    pairs of a row and its token; every stage keeps these rows' states at its sublayer boundaries for the plan search.
-    fixed_shape, scores_pages: see `Runner.batch`.
-    """
-
-    round_id: int
-    token_ids: Sequence[int]
-    rows: Sequence[RowSpan]
-    choices: Choices | None = None
-    save_at: int = 0
-    merge: Merge | None = None
-    taps: Sequence[tuple[int, TappedToken]] = ()
-    scores_pages: bool = False
-    fixed_shape: bool = True
-
-    def needs(self, first: int, last: int) -> bool:
-        """Return whether the pass runs any of the sublayers `first` .. `last` (exclusive)."""
-        return self.choices is None or any(choice != SKIP for choice in self.choices[first:last])
 
 
 class SpanRunner:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,14 +19,6 @@ from rayspec.model.rows import RowSpan
 
 # The most rows whose logits are in memory at the same time.
 _HEAD_ROWS = 128
-
-
-@dataclass(frozen=True, slots=True)
-class TappedToken:
-    """A committed token whose hidden states the target's stages have kept."""
-
-    sequence_id: str
-    position: int
 
 
 class PlanSearch:

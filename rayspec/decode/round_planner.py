@@ -10,14 +10,13 @@ from functools import cache, partial
 from rayspec.config import SpeculationOptions
 from rayspec.decode.drafting.lookahead import Guess
 from rayspec.decode.drafting.lookup import NOTHING, LookupIndex, Proposal, lookup_index
-from rayspec.decode.drafting.skip_draft import RoundEntry
 from rayspec.decode.questions import Answer, Question
-from rayspec.decode.rounds import Round, RoundResult
-from rayspec.decode.scheduler import Chunk, Scheduler
+from rayspec.decode.scheduler import Scheduler
 from rayspec.decode.selection.base import BatchState, Selector
 from rayspec.decode.sequence import SequenceState
 from rayspec.decode.stages import Stages
 from rayspec.decode.taps import TapLog
+from rayspec.decode.work import Chunk, Round, RoundEntry, RoundResult
 from rayspec.planning.answer_length import AnswerLength
 from rayspec.types import EngineStats, Plan
 

@@ -8,111 +8,31 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from rayspec.decode.drafting.skip_draft import (
-    DROPPED,
-    Draft,
-    KeepDrafting,
-    RoundEntry,
-    draft,
-    draft_pass,
-    drafting_entries,
-)
-from rayspec.decode.head import Committed, Head
+from rayspec.decode.drafting.skip_draft import DROPPED, draft, draft_pass, drafting_entries
+from rayspec.decode.head import Head
 from rayspec.decode.noise import integers
-from rayspec.decode.passes import Merge, Pass
-from rayspec.decode.plan_search import TappedToken
 from rayspec.decode.sampling import Rows
-from rayspec.decode.scheduler import Chunk
 from rayspec.decode.stopwatch import Stopwatch, queued_s, seconds
 from rayspec.decode.verify import verify_coupled
-from rayspec.types import Plan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prefill:
-    """Prefill chunks, and choose the token after each chunk with `sample`."""
-
-    id: int
-    chunks: Sequence[Chunk]
-
-    @property
-    def num_rows(self) -> int:
-        return num_rows(self.chunks)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
-    """Draft, verify and accept for several sequences at once. chunks: prompt chunks to prefill in the verify pass.
-    num_taps: how many entries, from the first, have their newest token tapped. That token is committed regardless of
-    the draft. A tap is a token's hidden states at all sublayer boundaries."""
-
-    id: int
-    entries: Sequence[RoundEntry]
-    plan: Plan
-    keep_drafting: KeepDrafting | None = None
-    num_taps: int = 0
-    chunks: Sequence[Chunk] = ()
-
-    @property
-    def save_at(self) -> int:
-        """Sublayer before which the draft's states are saved, so that the verify does not compute them again; 0 saves
-        nothing. With taps nothing is saved, because taps need those states too."""
-        return 0 if self.num_taps else self.plan.prefix
-
-    @property
-    def num_rows(self) -> int:
-        """Most rows that the passes of the round compute in all."""
-        own = sum(1 + len(entry.looked_up) + 2 * entry.max_draft_tokens for entry in self.entries)
-        return own + num_rows(self.chunks)
-
-    @property
-    def taps(self) -> list[TappedToken]:
-        return [TappedToken(entry.sequence_id, entry.length - 1) for entry in self.entries[: self.num_taps]]
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillResult:
-    """committed: for each chunk, the token after it, or None if the chunk does not sample."""
-
-    committed: Sequence[Committed | None]
-
-
-@dataclass(frozen=True, slots=True)
-class RoundResult:
-    """The result of a round. Lists have an item per entry unless noted. draft_s, verify_s: seconds on the device.
-
-    paths: rows of the accepted tokens, where row 0 is the newest token's row; empty unless a branch was accepted, whose
-    keys and values then lie in other places than their positions. probed: the target's likeliest token after each
-    probe, see `RoundEntry`. queued_s: seconds for which the device was still busy with earlier work, such as a prompt
-    chunk, when the host began the round. prefilled: an item per chunk, as in PrefillResult. prefill_s: the chunks'
-    share of the verify pass, by rows.
-    """
-
-    committed: Sequence[Committed]
-    drafts: Sequence[Draft]
-    num_accepted: Sequence[int]
-    num_draft_steps: int
-    draft_s: float
-    verify_s: float
-    paths: Sequence[Sequence[int]] = ()
-    probed: Sequence[Sequence[int]] = ()
-    queued_s: float = 0.0
-    prefilled: Sequence[Committed | None] = ()
-    prefill_s: float = 0.0
-
-
-def num_rows(chunks: Sequence[Chunk]) -> int:
-    return sum(chunk.rows.num_rows for chunk in chunks)
-
-
-Work: TypeAlias = Prefill | Round
-Result: TypeAlias = PrefillResult | RoundResult
+from rayspec.decode.work import (
+    Chunk,
+    Committed,
+    Draft,
+    Merge,
+    Pass,
+    Prefill,
+    PrefillResult,
+    Result,
+    Round,
+    RoundEntry,
+    RoundResult,
+    Work,
+)
 
 
 def first_pass(work: Work) -> Pass:

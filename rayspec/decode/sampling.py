@@ -15,6 +15,7 @@ from torch import Tensor
 from rayspec.config import Verification
 from rayspec.decode.noise import Stream, integers, noisy
 from rayspec.decode.processing import History, LogitRow, check_tokens, process
+from rayspec.decode.work import SamplerSpec, depths_of
 from rayspec.generation import DecodingParams
 from rayspec.types import Logprob
 
@@ -48,6 +49,19 @@ class TokenSampler:
             device=torch.device(device),
         )
         self.commit(output_token_ids)
+
+    @classmethod
+    def of(cls, spec: SamplerSpec, *, vocab_size: int, device: torch.device) -> TokenSampler:
+        """Return the sampler of an opened sequence."""
+        return cls(
+            spec.params,
+            seed=spec.seed,
+            prompt_token_ids=spec.prompt_token_ids,
+            output_token_ids=spec.output_token_ids,
+            eos_token_ids=spec.eos_token_ids,
+            vocab_size=vocab_size,
+            device=device,
+        )
 
     @property
     def token_ids(self) -> list[int]:
@@ -150,14 +164,6 @@ class Rows:
         for at, parent in enumerate(self.parents):
             before[at + 1] = (*before[parent], self.pending[at])
         return [LogitRow(self.start + at, self.sampler.history, each) for at, each in enumerate(before)]
-
-
-def depths_of(parents: Sequence[int]) -> list[int]:
-    """Return the distance of each row of a tree from row 0. parents: the parents of rows 1, 2, ..."""
-    depths = [0]
-    for parent in parents:
-        depths.append(depths[parent] + 1)
-    return depths
 
 
 @dataclass(frozen=True, slots=True)

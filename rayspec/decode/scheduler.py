@@ -11,33 +11,11 @@ from rayspec.decode.pages import PagePool
 from rayspec.decode.prefix_cache import PrefixCache
 from rayspec.decode.sequence import SequenceState
 from rayspec.decode.windowed_pages import WindowedPages
+from rayspec.decode.work import Chunk, Move
 from rayspec.model.kv_arena import PAGE_SIZE
-from rayspec.model.rows import RowSpan
 
 # Share of the pages that must stay free when a sequence is admitted while others run; as in vLLM.
 _SPARE_SHARE = 0.01
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """Copy `length` slots of the KV cache, from slot `source` on, to slot `destination` on."""
-
-    source: int
-    destination: int
-    length: int
-    in_windowed_store: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Committed tokens of a sequence to prefill, one per row. sample: choose the token after the chunk. replay: the
-    tokens were generated earlier, and are computed again."""
-
-    sequence_id: str
-    rows: RowSpan
-    token_ids: Sequence[int]
-    sample: bool
-    replay: bool = False
 
 
 @dataclass(slots=True)

@@ -11,15 +11,15 @@ from typing import Protocol, TypeVar
 import torch
 
 from rayspec.config import Verification
-from rayspec.decode.head import Head, SamplerSpec
-from rayspec.decode.passes import SpanRunner, TapsGoneError
-from rayspec.decode.plan_search import PlanSearch, TappedToken
+from rayspec.decode.head import Head
+from rayspec.decode.passes import SpanRunner
+from rayspec.decode.plan_search import PlanSearch
 from rayspec.decode.progress import Progress
 from rayspec.decode.questions import Answer, Question, answer
-from rayspec.decode.rounds import Result, Work, script
+from rayspec.decode.rounds import script
 from rayspec.decode.runner import Runner
-from rayspec.decode.scheduler import Move
 from rayspec.decode.stopwatch import Stopwatch
+from rayspec.decode.work import Move, Result, SamplerSpec, TappedToken, TapsGoneError, Work
 from rayspec.model.load_check import lack_of_memory
 from rayspec.model.rows import RowSpan
 from rayspec.model.threads import on_device

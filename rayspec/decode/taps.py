@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from rayspec.decode.plan_search import TappedToken
+from rayspec.decode.work import TappedToken
 
 
 class TapLog:

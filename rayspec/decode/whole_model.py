@@ -9,17 +9,26 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rayspec.decode.drafting.skip_draft import Draft
 from rayspec.decode.generate_state import GenerateState, check_generation, plain_generation
-from rayspec.decode.head import Committed, SamplerSpec
-from rayspec.decode.plan_search import TappedToken
 from rayspec.decode.progress import Progress
 from rayspec.decode.questions import Answer, Question
-from rayspec.decode.rounds import Prefill, PrefillResult, Result, Round, RoundResult, Work
 from rayspec.decode.sampling import Rows, TokenSampler, finite_rows, target_tokens, top_logprobs
-from rayspec.decode.scheduler import Chunk, Move
 from rayspec.decode.stages import done
 from rayspec.decode.stopwatch import Stopwatch, queued_s, seconds
+from rayspec.decode.work import (
+    Chunk,
+    Committed,
+    Draft,
+    Move,
+    Prefill,
+    PrefillResult,
+    Result,
+    Round,
+    RoundResult,
+    SamplerSpec,
+    TappedToken,
+    Work,
+)
 from rayspec.model.rows import RowSpan
 from rayspec.model.threads import Threads
 from rayspec.model.weights import num_layers
@@ -57,7 +66,7 @@ class WholeModelStages:
         return self._divides_prompts
 
     def open(self, spec: SamplerSpec) -> None:
-        self._samplers[spec.sequence_id] = spec.sampler(self._vocab_size, self._model.device)
+        self._samplers[spec.sequence_id] = TokenSampler.of(spec, vocab_size=self._vocab_size, device=self._model.device)
         self._prompts[spec.sequence_id] = spec.prompt_token_ids
 
     def close(self, sequence_id: str) -> None:

@@ -13,10 +13,6 @@ import msgspec
 
 from rayspec.choices import FULL, Choice
 from rayspec.decode.drafting.lookup import LookupIndex
-from rayspec.decode.drafting.skip_draft import RoundEntry
-from rayspec.decode.head import SamplerSpec
-from rayspec.decode.passes import Pass
-from rayspec.decode.plan_search import TappedToken
 from rayspec.decode.questions import (
     Answer,
     Cosine,
@@ -29,8 +25,19 @@ from rayspec.decode.questions import (
     Question,
     Trial,
 )
-from rayspec.decode.rounds import Prefill, PrefillResult, Round, RoundResult, Work
-from rayspec.decode.scheduler import Chunk, Move
+from rayspec.decode.work import (
+    Chunk,
+    Move,
+    Pass,
+    Prefill,
+    PrefillResult,
+    Round,
+    RoundEntry,
+    RoundResult,
+    SamplerSpec,
+    TappedToken,
+    Work,
+)
 from rayspec.errors import TransportError
 from rayspec.generation import DecodingParams
 from rayspec.model.rows import RowSpan

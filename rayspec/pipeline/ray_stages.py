@@ -11,13 +11,10 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from rayspec.choices import Choice
-from rayspec.decode.head import SamplerSpec
-from rayspec.decode.plan_search import TappedToken
 from rayspec.decode.progress import Progress
 from rayspec.decode.questions import Answer, Question
-from rayspec.decode.rounds import Prefill, Result, Work
-from rayspec.decode.scheduler import Move
 from rayspec.decode.stages import StageLostError, StagesReplacedError
+from rayspec.decode.work import Move, Prefill, Result, SamplerSpec, TappedToken, Work
 from rayspec.errors import TransportError
 from rayspec.model.rows import RowSpan
 from rayspec.pipeline.collective import Rendezvous

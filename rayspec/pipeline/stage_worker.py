@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from rayspec.decode.head import Head
-from rayspec.decode.passes import Pass, SpanRunner, TapsGoneError
+from rayspec.decode.passes import SpanRunner
 from rayspec.decode.plan_search import PlanSearch
-from rayspec.decode.rounds import PrefillResult, Result, first_pass, script
+from rayspec.decode.rounds import first_pass, script
 from rayspec.decode.stages import out_of_memory
 from rayspec.decode.stopwatch import Stopwatch
+from rayspec.decode.work import Pass, PrefillResult, Result, TapsGoneError
 from rayspec.pipeline.messages import (
     Agreement,
     Begin,

@@ -13,10 +13,9 @@ from collections.abc import Sequence
 
 from rayspec.choices import SKIP, Choices, choices_of
 from rayspec.config import SpeculationOptions
-from rayspec.decode.drafting.skip_draft import KeepDrafting
 from rayspec.decode.questions import Answer, Cosine, Cosines
-from rayspec.decode.rounds import RoundResult
 from rayspec.decode.selection.base import BatchState
+from rayspec.decode.work import KeepDrafting, RoundResult
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.stopping import DraftWhileSure
 from rayspec.strategies.inquiring import Inquiring

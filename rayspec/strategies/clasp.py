@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from rayspec.choices import FULL
 from rayspec.config import SpeculationOptions
-from rayspec.decode.drafting.skip_draft import KeepDrafting
 from rayspec.decode.questions import Answer, Found, LayerKnapsack
 from rayspec.decode.selection.base import BatchState
+from rayspec.decode.work import KeepDrafting
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.stopping import DraftWhileSure
 from rayspec.strategies.current_plan import estimated_acceptance

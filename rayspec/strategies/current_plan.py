@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rayspec.choices import Choices, num_leading_full
 from rayspec.decode.questions import FoundDraft
-from rayspec.decode.rounds import RoundResult
 from rayspec.decode.selection.base import BatchState
+from rayspec.decode.work import RoundResult
 from rayspec.planning.acceptance import best_choice, shrink
 from rayspec.planning.latency import LatencyModel
 from rayspec.strategies.tested_tokens import Tested

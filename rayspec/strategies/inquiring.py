@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from rayspec.decode.drafting.skip_draft import KeepDrafting
 from rayspec.decode.questions import Answer, Question
-from rayspec.decode.rounds import RoundResult
 from rayspec.decode.selection.base import BatchState, Search
+from rayspec.decode.work import KeepDrafting, RoundResult
 from rayspec.planning.latency import LatencyModel
 from rayspec.strategies.current_plan import CurrentPlan
 from rayspec.strategies.inquiry import Inquiry

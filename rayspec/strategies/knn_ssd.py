@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 
 from rayspec.config import KnnSSDOptions, SpeculationOptions
-from rayspec.decode.drafting.skip_draft import KeepDrafting
 from rayspec.decode.questions import Answer, Feature, Features
-from rayspec.decode.rounds import RoundResult
 from rayspec.decode.selection.base import BatchState, FixedPlan, Search, Selector
+from rayspec.decode.work import KeepDrafting, RoundResult
 from rayspec.planning.latency import LatencyModel
 from rayspec.strategies.anchors import Nearest, nearest
 from rayspec.strategies.only_if_faster import OnlyIfFaster

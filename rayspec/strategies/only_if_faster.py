@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from rayspec.decode.drafting.skip_draft import KeepDrafting
-from rayspec.decode.rounds import RoundResult
 from rayspec.decode.selection.base import BatchState, Search, Selector
 from rayspec.decode.selection.trials import Proposed, Trials
+from rayspec.decode.work import KeepDrafting, RoundResult
 from rayspec.planning.latency import LatencyModel
 from rayspec.types import Plan, PlanRecord, no_draft
 

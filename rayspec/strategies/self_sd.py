@@ -7,9 +7,8 @@ from __future__ import annotations
 from typing_extensions import Self
 
 from rayspec.config import SpeculationOptions
-from rayspec.decode.drafting.skip_draft import KeepDrafting
-from rayspec.decode.rounds import RoundResult
 from rayspec.decode.selection.base import BatchState, Search
+from rayspec.decode.work import KeepDrafting, RoundResult
 from rayspec.planning.stopping import DraftWhileSure
 from rayspec.strategies.saved_plans import SavedPlan
 from rayspec.strategies.tested_tokens import Tested

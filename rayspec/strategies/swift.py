@@ -13,10 +13,9 @@ from concurrent.futures import Future
 
 from rayspec.choices import SKIP, choices_of
 from rayspec.config import SpeculationOptions, SwiftOptions
-from rayspec.decode.drafting.skip_draft import KeepDrafting
 from rayspec.decode.questions import Answer, Found, Trial
-from rayspec.decode.rounds import RoundResult
 from rayspec.decode.selection.base import BatchState, Search
+from rayspec.decode.work import KeepDrafting, RoundResult
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.stopping import DraftWhileSure
 from rayspec.strategies.current_plan import CurrentPlan

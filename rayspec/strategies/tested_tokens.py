@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rayspec.decode.rounds import RoundResult
+from rayspec.decode.work import RoundResult
 from rayspec.types import Plan, PlanRecord
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from rayspec.decode.drafting.skip_draft import Draft
-from rayspec.decode.head import Committed
 from rayspec.decode.questions import Answer, Question
-from rayspec.decode.rounds import RoundResult
 from rayspec.decode.selection.base import BatchState, Selector
+from rayspec.decode.work import Committed, Draft, RoundResult
 from rayspec.planning.latency import Curve, LatencyModel
 from rayspec.types import Plan, PlanRecord
 

@@ -10,13 +10,11 @@ from rayspec import demo
 from rayspec.choices import SKIP
 from rayspec.config import SamplingParams, SpeculationOptions
 from rayspec.decode.drafting.lookup import NOTHING, Proposal
-from rayspec.decode.drafting.skip_draft import Draft
-from rayspec.decode.head import Committed
 from rayspec.decode.questions import Answer, Question
-from rayspec.decode.rounds import RoundResult
 from rayspec.decode.selection.auto import Auto
 from rayspec.decode.selection.base import BatchState, Search
 from rayspec.decode.selection.knapspec import KnapSpec, smaller
+from rayspec.decode.work import Committed, Draft, RoundResult
 from rayspec.planning.acceptance import DraftWhileWorth
 from rayspec.planning.calibration import CalibrationCurve
 from rayspec.planning.constants import FIRST_SEARCH_SHARE

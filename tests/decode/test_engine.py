@@ -10,9 +10,9 @@ import torch
 
 from rayspec.config import SamplingParams
 from rayspec.decode.engine import Engine
-from rayspec.decode.rounds import Result, RoundResult, Work
 from rayspec.decode.selection.base import BatchState
 from rayspec.decode.stages import LocalStages, StageLostError, StagesReplacedError, done
+from rayspec.decode.work import Result, RoundResult, Work
 from rayspec.types import EngineLoad, OutOfMemoryError, Plan, RayspecError, RequestOutput
 from tests.engines import (
     GREEDY,

@@ -9,9 +9,9 @@ from itertools import product
 import pytest
 
 from rayspec.config import SamplingParams
-from rayspec.decode.rounds import Result, Work
 from rayspec.decode.scheduler import Scheduler
 from rayspec.decode.stages import LocalStages, StagesReplacedError
+from rayspec.decode.work import Result, Work
 from rayspec.model import attention
 from rayspec.types import Request, RequestOutput
 from tests.decode.scheduling import commit, sequence_of

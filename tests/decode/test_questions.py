@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from rayspec.choices import FULL, SKIP, Choice, choices_of
 from rayspec.config import SamplingParams
 from rayspec.decode.engine import Engine
-from rayspec.decode.plan_search import PlanSearch, TappedToken
+from rayspec.decode.plan_search import PlanSearch
 from rayspec.decode.questions import (
     Agreement,
     Answer,
@@ -31,6 +31,7 @@ from rayspec.decode.questions import (
     answer,
 )
 from rayspec.decode.selection.base import FixedPlan
+from rayspec.decode.work import TappedToken
 from rayspec.model.rows import RowSpan
 from rayspec.types import Plan
 from tests.engines import engine_with, random_plan, requests_for

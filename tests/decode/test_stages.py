@@ -8,15 +8,10 @@ import pytest
 import torch
 
 from rayspec.choices import FULL, choices_of
-from rayspec.decode.drafting.skip_draft import RoundEntry
-from rayspec.decode.head import SamplerSpec
-from rayspec.decode.passes import TapsGoneError
-from rayspec.decode.plan_search import TappedToken
 from rayspec.decode.questions import Cosine
-from rayspec.decode.rounds import Prefill, Round
 from rayspec.decode.runner import Runner
-from rayspec.decode.scheduler import Chunk
 from rayspec.decode.stages import LocalStages
+from rayspec.decode.work import Chunk, Prefill, Round, RoundEntry, SamplerSpec, TappedToken, TapsGoneError
 from rayspec.generation import DecodingParams
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.rows import RowSpan, one_run

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from rayspec.decode.plan_search import TappedToken
 from rayspec.decode.taps import TapLog
+from rayspec.decode.work import TappedToken
 
 
 def _tokens(*names: str) -> list[TappedToken]:

@@ -11,10 +11,11 @@ import torch
 
 from rayspec.choices import FULL, choices_of
 from rayspec.config import SamplingParams
-from rayspec.decode.drafting.skip_draft import SURENESS, Draft, _siblings
+from rayspec.decode.drafting.skip_draft import SURENESS, _siblings
 from rayspec.decode.engine import Engine
 from rayspec.decode.runner import Runner
 from rayspec.decode.scheduler import moves_to_path
+from rayspec.decode.work import Draft
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.row_counts import RowCounts
 from rayspec.model.rows import RowSpan, one_run

@@ -9,10 +9,9 @@ import pytest
 
 from rayspec import demo
 from rayspec.config import SamplingParams
-from rayspec.decode.drafting.skip_draft import Draft
-from rayspec.decode.rounds import RoundResult
 from rayspec.decode.selection.base import BatchState
 from rayspec.decode.stages import LocalStages
+from rayspec.decode.work import Draft, RoundResult
 from rayspec.planning.lookup import DraftUntilFound, LookupRecord
 from rayspec.types import Plan, Request
 from tests.demo_model import EOS, demo_parts, demo_prompts

@@ -24,11 +24,10 @@ from torch import Tensor
 from rayspec.choices import Weights
 from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.decode.engine import Engine
-from rayspec.decode.passes import Pass
 from rayspec.decode.requests import Vocabulary
-from rayspec.decode.rounds import Result, Round, Work
 from rayspec.decode.scheduler import Scheduler
 from rayspec.decode.selection.base import BatchState, FixedPlan, Selector
+from rayspec.decode.work import Pass, Result, Round, Work
 from rayspec.generation import GenerationDefaults
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.bodies import fuse

@@ -13,7 +13,7 @@ import torch
 
 from rayspec.choices import FULL, SKIP, choices_of
 from rayspec.config import SamplingParams
-from rayspec.decode.plan_search import PlanSearch, TappedToken
+from rayspec.decode.plan_search import PlanSearch
 from rayspec.decode.questions import (
     Answer,
     Cosine,
@@ -28,6 +28,7 @@ from rayspec.decode.questions import (
 )
 from rayspec.decode.runner import Runner
 from rayspec.decode.selection.base import FixedPlan
+from rayspec.decode.work import TappedToken
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.rows import RowSpan
 from rayspec.pipeline.coordinator import RemoteBatch, RemoteSearch, measured_stages

@@ -11,10 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from rayspec.choices import FULL, SKIP
-from rayspec.decode.drafting.skip_draft import Draft, RoundEntry
-from rayspec.decode.head import Committed, SamplerSpec
-from rayspec.decode.passes import Merge, Pass
-from rayspec.decode.plan_search import TappedToken
 from rayspec.decode.questions import (
     Answer,
     Cosine,
@@ -28,8 +24,21 @@ from rayspec.decode.questions import (
     Question,
     Trial,
 )
-from rayspec.decode.rounds import Prefill, PrefillResult, Round, RoundResult
-from rayspec.decode.scheduler import Chunk, Move
+from rayspec.decode.work import (
+    Chunk,
+    Committed,
+    Draft,
+    Merge,
+    Move,
+    Pass,
+    Prefill,
+    PrefillResult,
+    Round,
+    RoundEntry,
+    RoundResult,
+    SamplerSpec,
+    TappedToken,
+)
 from rayspec.errors import TransportError
 from rayspec.generation import DecodingParams
 from rayspec.model.rows import RowSpan, one_run

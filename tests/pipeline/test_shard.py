@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from rayspec.config import EngineConfig
-from rayspec.decode.passes import Pass, SpanRunner
-from rayspec.decode.rounds import Prefill, Round
+from rayspec.decode.passes import SpanRunner
 from rayspec.decode.runner import Runner
-from rayspec.decode.scheduler import Chunk, Move
+from rayspec.decode.work import Chunk, Move, Pass, Prefill, Round
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.rows import RowSpan, one_run
 from rayspec.model.sizes import load_config, quantised_bytes

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from rayspec.choices import choices_of
 from rayspec.config import SamplingParams
-from rayspec.decode.passes import Pass
 from rayspec.decode.stages import StageLostError
+from rayspec.decode.work import Pass
 from rayspec.pipeline.messages import Failed
 from rayspec.pipeline.post import COORDINATOR, ENGINE
 from rayspec.pipeline.stage_worker import Placed, stage_name

@@ -15,8 +15,8 @@ import pytest
 
 from rayspec.choices import choices_of
 from rayspec.config import EngineConfig, LayerSkipOptions, SamplingParams, SpeculationOptions, Strategy
-from rayspec.decode.rounds import RoundResult
 from rayspec.decode.selection.base import BatchState, Selector, lookup_plan, static_plan
+from rayspec.decode.work import RoundResult
 from rayspec.strategies.by_name import make_selector
 from rayspec.strategies.layerskip import early_exit_plan
 from rayspec.strategies.lookahead import lookahead_plan

@@ -14,8 +14,8 @@ import torch
 from rayspec.choices import FULL, SKIP
 from rayspec.config import EngineConfig, SamplingParams, TuningOptions
 from rayspec.decode.engine import Engine
-from rayspec.decode.rounds import RoundResult
 from rayspec.decode.selection.base import BatchState, FixedPlan
+from rayspec.decode.work import RoundResult
 from rayspec.local_engine import load_engine
 from rayspec.strategies.saved_plans import ModelIdentity, SavedPlans
 from rayspec.strategies.self_sd import SelfSD

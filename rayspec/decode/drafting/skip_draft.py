@@ -7,94 +7,23 @@ that followed them there may extend the draft, which costs no draft step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from rayspec.decode.head import Head
-from rayspec.decode.passes import Pass
-from rayspec.decode.sampling import Drafts, Rows, depths_of, draft_tokens
-from rayspec.model.rows import RowSpan, Runs
+from rayspec.decode.sampling import Drafts, Rows, draft_tokens
+from rayspec.decode.work import Draft, KeepDrafting, Pass, RoundEntry
 from rayspec.planning.lookup import DraftUntilFound
 from rayspec.types import Plan
-
-# Returns whether each sequence drafts one more token, given its confidences so far. The rule must depend on nothing
-# else: if the head is in another process, a copy of the rule is sent there.
-KeepDrafting = Callable[[Sequence[Sequence[float]]], Sequence[bool]]
 
 # The owner of a saved row whose token was drawn after its draft's end.
 DROPPED = -1
 
 # Above these confidences a drafted token is one of `Plan.tree_widths[0]`, [1], [2] alternatives; else of [3] (SWIFT).
 SURENESS = (0.95, 0.8, 0.5)
-
-
-@dataclass(frozen=True, slots=True)
-class RoundEntry:
-    """One sequence's part in a round: its newest token is at position `length` - 1 and is not in the KV cache yet.
-
-    end_tokens: a draft that reaches one of these tokens (end of sequence) ends. looked_up: a draft from another source;
-    the model then drafts no tokens. parents: for each looked-up token, the row that it follows; row 0 is the newest
-    token, row i + 1 is looked_up[i]. Empty for a chain. num_probes: this many tokens at the end of `looked_up` are no
-    draft; the verify only returns the target's likeliest token after each. max_tree_tokens: the most rows in addition
-    to the newest token. windowed: see `RowSpan`.
-    """
-
-    sequence_id: str
-    runs: Runs
-    length: int
-    last_token: int
-    max_draft_tokens: int
-    end_tokens: Collection[int] = ()
-    looked_up: Sequence[int] = ()
-    parents: Sequence[int] = ()
-    num_probes: int = 0
-    max_tree_tokens: int = 0
-    windowed: Runs = ()
-
-    def rows(self, first: int, num_rows: int, parents: tuple[int, ...] = ()) -> RowSpan:
-        """Return rows of this sequence from place `first` on; see `RowSpan`."""
-        return RowSpan(self.runs, first, num_rows, parents, self.windowed)
-
-    def draft(self) -> Draft:
-        """Return the initial draft: the looked-up tokens without probes."""
-        num_drafted = len(self.looked_up) - self.num_probes
-        return Draft(list(self.looked_up[:num_drafted]), parents=list(self.parents[:num_drafted]))
-
-
-@dataclass(slots=True)
-class Draft:
-    """The draft of one entry. confidences: for each token that the model drafted on the main chain; these tokens come
-    first. parents: see `RoundEntry`; empty for a chain. match_classes: for each looked-up token that extends them."""
-
-    token_ids: list[int] = field(default_factory=list)
-    confidences: list[float] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    match_classes: list[int] = field(default_factory=list)
-
-    @property
-    def looked_up(self) -> bool:
-        return bool(self.token_ids) and not self.confidences
-
-    @property
-    def num_drafted(self) -> int:
-        """Number of tokens that the model drafted on the main chain."""
-        return len(self.confidences)
-
-    @property
-    def length(self) -> int:
-        """Number of tokens on the longest path."""
-        return max(depths_of(self.parents)) if self.parents else len(self.token_ids)
-
-    def branch(self, siblings: Sequence[Sequence[int]]) -> None:
-        """Turn the chain into a tree. siblings: alternatives to each of its tokens."""
-        if any(siblings):
-            self.parents = list(range(len(self.token_ids)))
-            for parent, tokens in enumerate(siblings):
-                self.token_ids.extend(tokens)
-                self.parents.extend([parent] * len(tokens))
 
 
 @dataclass(slots=True)

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rayspec.config import SpeculationOptions
-from rayspec.decode.drafting.skip_draft import KeepDrafting
-from rayspec.decode.rounds import RoundResult
 from rayspec.decode.selection.base import BatchState, Search
 from rayspec.decode.selection.knapspec import Candidate, KnapSpec
 from rayspec.decode.selection.trials import Proposed, Trials
+from rayspec.decode.work import KeepDrafting, RoundResult
 from rayspec.planning.budget import Trigger
 from rayspec.planning.constants import MAX_PLAN_GAIN, PRIOR_TOKENS, TEXT_HALF_LIFE
 from rayspec.planning.discounted import Discounted

@@ -9,9 +9,8 @@ from typing import Protocol
 
 from rayspec.choices import FULL, SKIP, Choice, nearest
 from rayspec.decode.drafting.lookup import Proposal
-from rayspec.decode.drafting.skip_draft import KeepDrafting
 from rayspec.decode.questions import Answer, Question
-from rayspec.decode.rounds import RoundResult
+from rayspec.decode.work import KeepDrafting, RoundResult
 from rayspec.types import Plan, PlanRecord, no_draft
 
 

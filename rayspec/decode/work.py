@@ -1,0 +1,274 @@
+"""The records of the engine's work: what it gives to the model's processes, and what they give back.
+
+A sequence is opened with a `SamplerSpec`. Its prompt runs in a `Prefill` of chunks; then `Round`s draft, verify and
+accept tokens. A `Round` is a few `Pass`es, each one forward over packed rows. The results are `Committed` tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from rayspec.choices import SKIP, Choices
+from rayspec.decode.drafting.lookup import LookupIndex
+from rayspec.generation import DecodingParams
+from rayspec.model.rows import RowSpan, Runs
+from rayspec.types import Logprob, Plan, RayspecError
+
+# Returns whether each sequence drafts one more token, given its confidences so far. The rule must depend on nothing
+# else: if the head is in another process, a copy of the rule is sent there.
+KeepDrafting = Callable[[Sequence[Sequence[float]]], Sequence[bool]]
+
+
+@dataclass(frozen=True, slots=True)
+class TappedToken:
+    """A committed token whose hidden states the target's stages have kept."""
+
+    sequence_id: str
+    position: int
+
+
+class TapsGoneError(RayspecError):
+    """The taps of some tokens are no longer kept: later taps have replaced them."""
+
+    kind = "taps_gone"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerSpec:
+    """The data of a sequence that the head needs: its sampling parameters, seed, and committed tokens. lookup: the
+    index of its text, which the head shares with the engine if both are in one process; None if nothing is looked up.
+    """
+
+    sequence_id: str
+    params: DecodingParams
+    seed: int
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]
+    eos_token_ids: Sequence[int]
+    lookup: LookupIndex | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Committed tokens of a sequence to prefill, one per row. sample: choose the token after the chunk. replay: the
+    tokens were generated earlier, and are computed again."""
+
+    sequence_id: str
+    rows: RowSpan
+    token_ids: Sequence[int]
+    sample: bool
+    replay: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Copy `length` slots of the KV cache, from slot `source` on, to slot `destination` on."""
+
+    source: int
+    destination: int
+    length: int
+    in_windowed_store: bool = False
+
+
+def depths_of(parents: Sequence[int]) -> list[int]:
+    """Return the distance of each row of a tree from row 0. parents: the parents of rows 1, 2, ..."""
+    depths = [0]
+    for parent in parents:
+        depths.append(depths[parent] + 1)
+    return depths
+
+
+@dataclass(slots=True)
+class Draft:
+    """The draft of one entry. confidences: for each token that the model drafted on the main chain; these tokens come
+    first. parents: see `RoundEntry`; empty for a chain. match_classes: for each looked-up token that extends them."""
+
+    token_ids: list[int] = field(default_factory=list)
+    confidences: list[float] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    match_classes: list[int] = field(default_factory=list)
+
+    @property
+    def looked_up(self) -> bool:
+        return bool(self.token_ids) and not self.confidences
+
+    @property
+    def num_drafted(self) -> int:
+        """Number of tokens that the model drafted on the main chain."""
+        return len(self.confidences)
+
+    @property
+    def length(self) -> int:
+        """Number of tokens on the longest path."""
+        return max(depths_of(self.parents)) if self.parents else len(self.token_ids)
+
+    def branch(self, siblings: Sequence[Sequence[int]]) -> None:
+        """Turn the chain into a tree. siblings: alternatives to each of its tokens."""
+        if any(siblings):
+            self.parents = list(range(len(self.token_ids)))
+            for parent, tokens in enumerate(siblings):
+                self.token_ids.extend(tokens)
+                self.parents.extend([parent] * len(tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class RoundEntry:
+    """One sequence's part in a round: its newest token is at position `length` - 1 and is not in the KV cache yet.
+
+    end_tokens: a draft that reaches one of these tokens (end of sequence) ends. looked_up: a draft from another source;
+    the model then drafts no tokens. parents: for each looked-up token, the row that it follows; row 0 is the newest
+    token, row i + 1 is looked_up[i]. Empty for a chain. num_probes: this many tokens at the end of `looked_up` are no
+    draft; the verify only returns the target's likeliest token after each. max_tree_tokens: the most rows in addition
+    to the newest token. windowed: see `RowSpan`.
+    """
+
+    sequence_id: str
+    runs: Runs
+    length: int
+    last_token: int
+    max_draft_tokens: int
+    end_tokens: Collection[int] = ()
+    looked_up: Sequence[int] = ()
+    parents: Sequence[int] = ()
+    num_probes: int = 0
+    max_tree_tokens: int = 0
+    windowed: Runs = ()
+
+    def rows(self, first: int, num_rows: int, parents: tuple[int, ...] = ()) -> RowSpan:
+        """Return rows of this sequence from place `first` on; see `RowSpan`."""
+        return RowSpan(self.runs, first, num_rows, parents, self.windowed)
+
+    def draft(self) -> Draft:
+        """Return the initial draft: the looked-up tokens without probes."""
+        num_drafted = len(self.looked_up) - self.num_probes
+        return Draft(list(self.looked_up[:num_drafted]), parents=list(self.parents[:num_drafted]))
+
+
+def num_rows(chunks: Sequence[Chunk]) -> int:
+    return sum(chunk.rows.num_rows for chunk in chunks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefill:
+    """Prefill chunks, and choose the token after each chunk with `sample`."""
+
+    id: int
+    chunks: Sequence[Chunk]
+
+    @property
+    def num_rows(self) -> int:
+        return num_rows(self.chunks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """Draft, verify and accept for several sequences at once. chunks: prompt chunks to prefill in the verify pass.
+    num_taps: how many entries, from the first, have their newest token tapped. That token is committed regardless of
+    the draft. A tap is a token's hidden states at all sublayer boundaries."""
+
+    id: int
+    entries: Sequence[RoundEntry]
+    plan: Plan
+    keep_drafting: KeepDrafting | None = None
+    num_taps: int = 0
+    chunks: Sequence[Chunk] = ()
+
+    @property
+    def save_at(self) -> int:
+        """Sublayer before which the draft's states are saved, so that the verify does not compute them again; 0 saves
+        nothing. With taps nothing is saved, because taps need those states too."""
+        return 0 if self.num_taps else self.plan.prefix
+
+    @property
+    def num_rows(self) -> int:
+        """Most rows that the passes of the round compute in all."""
+        own = sum(1 + len(entry.looked_up) + 2 * entry.max_draft_tokens for entry in self.entries)
+        return own + num_rows(self.chunks)
+
+    @property
+    def taps(self) -> list[TappedToken]:
+        return [TappedToken(entry.sequence_id, entry.length - 1) for entry in self.entries[: self.num_taps]]
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """Tokens that the target chose for one sequence. finite: False if its logits were not finite; the tokens are then
+    void."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[dict[int, Logprob]]
+    finite: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillResult:
+    """committed: for each chunk, the token after it, or None if the chunk does not sample."""
+
+    committed: Sequence[Committed | None]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundResult:
+    """The result of a round. Lists have an item per entry unless noted. draft_s, verify_s: seconds on the device.
+
+    paths: rows of the accepted tokens, where row 0 is the newest token's row; empty unless a branch was accepted, whose
+    keys and values then lie in other places than their positions. probed: the target's likeliest token after each
+    probe, see `RoundEntry`. queued_s: seconds for which the device was still busy with earlier work, such as a prompt
+    chunk, when the host began the round. prefilled: an item per chunk, as in PrefillResult. prefill_s: the chunks'
+    share of the verify pass, by rows.
+    """
+
+    committed: Sequence[Committed]
+    drafts: Sequence[Draft]
+    num_accepted: Sequence[int]
+    num_draft_steps: int
+    draft_s: float
+    verify_s: float
+    paths: Sequence[Sequence[int]] = ()
+    probed: Sequence[Sequence[int]] = ()
+    queued_s: float = 0.0
+    prefilled: Sequence[Committed | None] = ()
+    prefill_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merge:
+    """Before sublayer `at`, concatenate the rows saved there earlier in the round and the rows of this pass, and sort
+    them by `order`. The result continues as `rows`."""
+
+    at: int
+    order: Sequence[int]
+    rows: Sequence[RowSpan]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """One forward over packed rows: `token_ids` enter at the embedding as `rows`. A pass is self-contained: it carries
+    the positions of its rows, so a stage needs no data about its sequences. Empty `token_ids` mean that the tokens were
+    drawn in this process and are still on the device.
+
+    round_id: the round that owns the saved rows. choices: one for each sublayer of the whole model; None runs all in
+    full. save_at: sublayer before which the states are saved for a later pass of the round; 0 saves nothing. taps:
+    pairs of a row and its token; every stage keeps these rows' states at its sublayer boundaries for the plan search.
+    fixed_shape, scores_pages: see `Runner.batch`.
+    """
+
+    round_id: int
+    token_ids: Sequence[int]
+    rows: Sequence[RowSpan]
+    choices: Choices | None = None
+    save_at: int = 0
+    merge: Merge | None = None
+    taps: Sequence[tuple[int, TappedToken]] = ()
+    scores_pages: bool = False
+    fixed_shape: bool = True
+
+    def needs(self, first: int, last: int) -> bool:
+        """Return whether the pass runs any of the sublayers `first` .. `last` (exclusive)."""
+        return self.choices is None or any(choice != SKIP for choice in self.choices[first:last])
+
+
+Work: TypeAlias = Prefill | Round
+Result: TypeAlias = PrefillResult | RoundResult
