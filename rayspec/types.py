@@ -66,7 +66,7 @@ class Plan:
     lookup_lengths: num_lookup_tokens of each sequence of the round, if they differ; else empty.
     source: the author of the plan and the reason, for reports.
     tree_widths: number of alternatives of a drafted token, itself included, for four levels of falling confidence
-    (`drafting.skip_draft.SURENESS`); empty: no trees. lookahead: drafts are n-grams of the sequence's Jacobi window.
+    (`decode.rounds.SURENESS`); empty: no trees. lookahead: drafts are n-grams of the sequence's Jacobi window.
     """
 
     choices: Choices

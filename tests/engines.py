@@ -20,14 +20,14 @@ from rayspec.choices import FULL, SKIP, Choice, choices_of, combinations, keys_o
 from rayspec.config import EngineConfig, SamplingParams
 from rayspec.decode import loading
 from rayspec.decode.engine import Engine
-from rayspec.decode.questions import Knapsack
+from rayspec.decode.pages import WindowedPages
 from rayspec.decode.requests import Vocabulary
 from rayspec.decode.runner import Runner
 from rayspec.decode.scheduler import Scheduler
+from rayspec.decode.search import Knapsack
 from rayspec.decode.selection.base import BatchState, FixedPlan, Search, Selector
 from rayspec.decode.stages import LocalStages, Stages
 from rayspec.decode.stopwatch import Stopwatch
-from rayspec.decode.windowed_pages import WindowedPages
 from rayspec.decode.work import KeepDrafting, Pass, Result, Round, RoundEntry, RoundResult, Work
 from rayspec.generation import GenerationDefaults
 from rayspec.model.architecture import Decomposition

@@ -9,7 +9,7 @@ from typing import Any
 
 from rayspec.choices import choices_of
 from rayspec.config import SamplingParams
-from rayspec.decode.questions import Answer, Question
+from rayspec.decode.search import Answer, Question
 from rayspec.decode.selection.base import BatchState, Search, Selector
 from rayspec.decode.work import Committed, Draft, RoundResult
 from rayspec.planning.latency import Curve, LatencyModel

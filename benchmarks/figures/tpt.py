@@ -25,7 +25,7 @@ from benchmarks.figures.runs import (
     write,
 )
 from rayspec.choices import Choices, choices_of, num_leading_full
-from rayspec.decode.questions import Answer, Found, Question, Trial
+from rayspec.decode.search import Answer, Found, Question, Trial
 from rayspec.decode.selection.base import BatchState, FixedPlan, Search
 from rayspec.decode.selection.knapspec import Candidate, KnapSpec
 from rayspec.decode.work import KeepDrafting, RoundResult

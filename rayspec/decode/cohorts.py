@@ -14,7 +14,7 @@ from rayspec.decode.round_planner import PlannedRound, RoundPlanner
 from rayspec.decode.scheduler import Scheduler, Step, moves_to_path
 from rayspec.decode.sequence import SequenceState
 from rayspec.decode.stages import StageLostError, Stages
-from rayspec.decode.time_shares import TimeShares
+from rayspec.decode.stopwatch import TimeShares
 from rayspec.decode.work import (
     Chunk,
     Committed,

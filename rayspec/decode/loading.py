@@ -12,8 +12,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rayspec.choices import Choice, Keys, Weights, keys_of
 from rayspec.config import KV_CACHE_SHARE, EngineConfig
+from rayspec.decode.pages import WindowedPages
 from rayspec.decode.scheduler import Scheduler
-from rayspec.decode.windowed_pages import WindowedPages
 from rayspec.machine import bytes_available
 from rayspec.model.architecture import Decomposition, max_positions, why_context_ends
 from rayspec.model.buckets import MAX_TREE_ROWS, decode_and_verify_buckets, padded_rows, padded_sequences

@@ -6,9 +6,8 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
-from rayspec.decode.pages import PageHash, PagePool, extend_hashes
+from rayspec.decode.pages import PageHash, PagePool, WindowedPages, extend_hashes
 from rayspec.decode.sequence import SequenceState
-from rayspec.decode.windowed_pages import WindowedPages
 from rayspec.model.kv_arena import PAGE_SIZE
 
 

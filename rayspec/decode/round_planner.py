@@ -10,8 +10,8 @@ from functools import cache, partial
 from rayspec.config import SpeculationOptions
 from rayspec.decode.drafting.lookahead import Guess
 from rayspec.decode.drafting.lookup import NOTHING, LookupIndex, Proposal, lookup_index
-from rayspec.decode.questions import Answer, Question
 from rayspec.decode.scheduler import Scheduler
+from rayspec.decode.search import Answer, Question
 from rayspec.decode.selection.base import BatchState, Selector
 from rayspec.decode.sequence import SequenceState
 from rayspec.decode.stages import Stages

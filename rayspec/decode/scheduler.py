@@ -7,10 +7,9 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from rayspec.decode.pages import PagePool
+from rayspec.decode.pages import PagePool, WindowedPages
 from rayspec.decode.prefix_cache import PrefixCache
 from rayspec.decode.sequence import SequenceState
-from rayspec.decode.windowed_pages import WindowedPages
 from rayspec.decode.work import Chunk, Move
 from rayspec.model.kv_arena import PAGE_SIZE
 

@@ -1,18 +1,21 @@
-"""Plain decoding for model families without sublayer support: no drafts."""
+"""Plain decoding for model families without sublayer support: no drafts. Sequences run as transformers' `generate` runs
+them, and a check at load requires that this is possible.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
-from rayspec.decode.generate_state import GenerateState, check_generation, plain_generation
 from rayspec.decode.progress import Progress
-from rayspec.decode.questions import Answer, Question
 from rayspec.decode.sampling import Rows, TokenSampler, finite_rows, target_tokens, top_logprobs
+from rayspec.decode.search import Answer, Question
 from rayspec.decode.stages import done
 from rayspec.decode.stopwatch import Stopwatch, queued_s, seconds
 from rayspec.decode.work import (
@@ -29,10 +32,161 @@ from rayspec.decode.work import (
     TappedToken,
     Work,
 )
+from rayspec.model.configs import in_one_line
 from rayspec.model.rows import RowSpan
 from rayspec.model.threads import Threads
 from rayspec.model.weights import num_layers
-from rayspec.types import Logprob
+from rayspec.types import CheckpointError, Logprob, UnsupportedModelError
+
+_NUM_CHECK_TOKENS = 32
+_CHECK_CHUNK = 15
+_CHECK_WINDOW = 6  # so that the tokens of the check leave it
+_NUM_CHECK_STEPS = 1
+_WINDOW_NAMES = ("sliding_window", "attention_chunk_size", "attention_window_size", "index_topk")
+_MODEL_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError)
+
+
+class GenerateState:
+    """The passes of one sequence: inputs, positions and cache are those of the model's own `generate`.
+
+    prompt: the tokens before the first generated token. The model's generation config must be `plain_generation`.
+    """
+
+    def __init__(self, model: PreTrainedModel, prompt: Sequence[int]) -> None:
+        self._model: Any = model
+        self.prompt = prompt
+        self._token_ids = torch.tensor([list(prompt)], device=model.device)
+        self._arguments = self._prepared()
+        self._token_ids = self._token_ids[:, :0]
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that have been run."""
+        return self._token_ids.shape[1]
+
+    def run(self, token_ids: Sequence[int]) -> Tensor:
+        """Run the next tokens in one pass and return the logits [1, V] after the last token."""
+        new = torch.tensor([list(token_ids)], device=self._token_ids.device)
+        self._token_ids = torch.cat([self._token_ids, new], dim=1)
+        arguments = dict(self._arguments)
+        if (positions := arguments.get("position_ids")) is not None:
+            arguments["position_ids"] = positions[..., : self.num_tokens]
+        inputs = self._model.prepare_inputs_for_generation(
+            self._token_ids,
+            next_sequence_length=len(token_ids) if arguments["use_cache"] else None,
+            is_first_iteration=self.num_tokens <= len(self.prompt),
+            **arguments,
+        )
+        output = self._model(**inputs, return_dict=True)
+        self._arguments = self._model._update_model_kwargs_for_generation(output, self._arguments)
+        return output.logits[0, -1:]  # type: ignore[no-any-return]
+
+    def _prepared(self) -> dict[str, Any]:
+        """Return the arguments that `generate` gives to its decoding loop for this prompt."""
+        prepared: dict[str, Any] = {}
+
+        def keep(_model: Any, input_ids: Tensor, **arguments: Any) -> Tensor:
+            prepared.update(arguments)
+            return input_ids
+
+        options = GenerationConfig(max_new_tokens=1)  # type: ignore[no-untyped-call]
+        self._model.generate(self._token_ids, generation_config=options, custom_generate=keep)
+        for of_the_loop in ("logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer"):
+            prepared.pop(of_the_loop, None)
+        return prepared
+
+
+def plain_generation(model: PreTrainedModel) -> GenerationConfig:
+    """Return a generation config that only says whether the model has a cache: no penalties, and no special tokens,
+    from which `generate` would guess a mask."""
+    known = model.generation_config
+    return GenerationConfig(use_cache=known.use_cache if known is not None else None)  # type: ignore[no-untyped-call]
+
+
+@torch.inference_mode()
+def check_generation(model: PreTrainedModel) -> bool:
+    """Require that sequences that run in turns compute what `generate` computes for each alone, on random tokens.
+    Return whether prompts may be divided into chunks, too.
+
+    Raises UnsupportedModelError for a model that computes something else, and CheckpointError for weights that compute
+    NaN or infinity.
+    """
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    prompt = torch.randint(vocab_size, [_NUM_CHECK_TOKENS], generator=torch.Generator().manual_seed(0)).tolist()
+    try:
+        _check_turns(model, [prompt[:1], prompt])
+    except _MODEL_ERRORS as error:
+        raise UnsupportedModelError(
+            f"{model.config.model_type}: generate of transformers cannot continue a text with this model "
+            f"({type(error).__name__}: {in_one_line(error)})"
+        ) from error
+    try:
+        with _narrow_windows(model):
+            return _divides(model, prompt)
+    except _MODEL_ERRORS:
+        return False
+
+
+def _check_turns(model: PreTrainedModel, prompts: Sequence[list[int]]) -> None:
+    outputs = [_generated(model, prompt) for prompt in prompts]
+    states = [GenerateState(model, prompt) for prompt in prompts]
+    for step in range(_NUM_CHECK_STEPS + 1):
+        for state, (token_ids, logits) in zip(states, outputs, strict=True):
+            actual = state.run([token_ids[step - 1]] if step else state.prompt)
+            if (difference := _difference(logits[step], actual)) > _tolerance(actual):
+                raise UnsupportedModelError(
+                    f"{model.config.model_type}: two sequences that decode in turns differ from generate's (by "
+                    f"{difference:.1e}): the model keeps their state in its modules, or is not deterministic"
+                )
+
+
+def _divides(model: PreTrainedModel, prompt: Sequence[int]) -> bool:
+    """Return whether the prompt in chunks, and steps after it, compute what they compute after the whole prompt."""
+    token_ids, logits = _generated(model, prompt)
+    state = GenerateState(model, prompt)
+    state.run(prompt[:_CHECK_CHUNK])
+    actual = [state.run(prompt[_CHECK_CHUNK:]), *(state.run([token]) for token in token_ids[:_NUM_CHECK_STEPS])]
+    return all(_difference(wanted, found) <= _tolerance(found) for wanted, found in zip(logits, actual, strict=True))
+
+
+def _generated(model: PreTrainedModel, prompt: Sequence[int]) -> tuple[list[int], list[Tensor]]:
+    """Return what `generate` makes of the prompt: token ids and logits [1, V] of a few steps."""
+    options = GenerationConfig(  # type: ignore[no-untyped-call]
+        max_new_tokens=_NUM_CHECK_STEPS + 1, return_dict_in_generate=True, output_logits=True, do_sample=False
+    )
+    written: Any = model.generate(torch.tensor([prompt], device=model.device), generation_config=options)  # type: ignore[operator]
+    if not all(bool(logits.isfinite().all()) for logits in written.logits):
+        raise CheckpointError(
+            f"the model computes NaN or infinity on plain input in {model.dtype}: "
+            "its weights are damaged, or overflow; try bfloat16 or float32"
+        )
+    return written.sequences[0, len(prompt) :].tolist(), list(written.logits)
+
+
+def _tolerance(logits: Tensor) -> float:
+    """Return the largest difference that rounding explains."""
+    return 1e-3 if logits.dtype == torch.float32 else 5e-2
+
+
+def _difference(expected: Tensor, actual: Tensor) -> float:
+    """Return the root mean square of the difference as a share of the expected logits' own spread."""
+    wanted = expected.float()
+    return float((wanted - actual.float()).square().mean().sqrt() / wanted.std().clamp(min=1e-30))
+
+
+@contextmanager
+def _narrow_windows(model: PreTrainedModel) -> Iterator[None]:
+    """Make sliding windows and attention chunks so short that the check leaves them."""
+    owners = {id(one): one for one in (model.config.get_text_config(decoder=True), *model.modules())}.values()
+    named = [(owner, name, vars(owner).get(name)) for owner in owners for name in _WINDOW_NAMES]
+    places = [place for place in named if isinstance(place[2], int) and place[2] > _CHECK_WINDOW]
+    try:
+        for owner, name, _ in places:
+            setattr(owner, name, _CHECK_WINDOW)
+        yield
+    finally:
+        for owner, name, window in places:
+            setattr(owner, name, window)
 
 
 class WholeModelStages:

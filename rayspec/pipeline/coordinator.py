@@ -1,4 +1,4 @@
-"""The coordinator of a replica: measures the cluster, and answers questions about states that stay with the shards.
+"""The coordinator of a replica: measures the cluster, and answers search about states that stay with the shards.
 
 Hidden states never reach the coordinator. It decides what to run, skip and keep. Shards expand the states with their
 own weights, send them to the next shard at the end of their span, and report scores.
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rayspec.choices import Choice
-from rayspec.decode import questions
+from rayspec.decode import search
 from rayspec.pipeline.messages import (
     Agreement,
     Broken,
@@ -78,7 +78,7 @@ class CoordinatorSpec:
 
 
 class Coordinator:
-    """Serves the engine's questions one at a time. It is stateless: a replacement needs no data from it."""
+    """Serves the engine's search one at a time. It is stateless: a replacement needs no data from it."""
 
     def __init__(self, spec: CoordinatorSpec) -> None:
         self._spec = spec
@@ -129,7 +129,7 @@ class Coordinator:
         try:
             search.begin()
             num_sublayers = self._spec.spans[-1][1]
-            answer = questions.answer(message.question.value, search, num_sublayers=num_sublayers, started=started)
+            answer = search.answer(message.question.value, search, num_sublayers=num_sublayers, started=started)
         except SearchFailedError as error:
             return Searched(
                 epoch=post.epoch, search_id=message.search_id, version=self._num_answers, answer=None, reason=str(error)
@@ -182,7 +182,7 @@ def _hops_s(post: Post, here: str, there: str, state: Tensor, num_samples: int) 
 
 def _await(post: Post, kind: type[M], timeout_s: float) -> Any:
     """Return the next letter of that kind. Letters from the engine are deferred. Other letters are dropped, because
-    they answer questions that were given up."""
+    they answer search that were given up."""
     deadline = time.monotonic() + timeout_s
     while (left_s := deadline - time.monotonic()) > 0:
         letter = post.receive(left_s)
@@ -203,7 +203,7 @@ class RemoteBatch:
 
 
 class RemoteSearch:
-    """`questions.TappedStates` whose states stay on the shards. Operations are queued, and sent to a shard when its
+    """`search.TappedStates` whose states stay on the shards. Operations are queued, and sent to a shard when its
     answer or its states are needed elsewhere. A knapsack then takes one message and one answer per sublayer, a trial a
     few per stage."""
 
@@ -272,12 +272,12 @@ class RemoteSearch:
         self._pending[stage].append(Similarity(sublayer, here.number))
         return np.asarray(self._flush(stage))
 
-    def agreement(self, states: Any) -> questions.Agreement:
+    def agreement(self, states: Any) -> search.Agreement:
         stage = len(self._spans) - 1
         here = self._brought(states, stage)
         self._pending[stage].append(Agreement(here.number))
         num_agreed, confidence, missed = np.asarray(self._flush(stage)).reshape(3, here.num_states)
-        return questions.Agreement(len(self._message.tokens), num_agreed.astype(np.int64), confidence, missed)
+        return search.Agreement(len(self._message.tokens), num_agreed.astype(np.int64), confidence, missed)
 
     def cosines(self) -> list[float]:
         cosines: list[float] = []

@@ -13,7 +13,7 @@ import msgspec
 
 from rayspec.choices import FULL, Choice
 from rayspec.decode.drafting.lookup import LookupIndex
-from rayspec.decode.questions import (
+from rayspec.decode.search import (
     Answer,
     Cosine,
     Cosines,
@@ -310,7 +310,7 @@ class Similarity(msgspec.Struct, frozen=True, tag="similarity"):
 
 
 class Agreement(msgspec.Struct, frozen=True, tag="agreement"):
-    """Return the arrays of `questions.Agreement`, one after another."""
+    """Return the arrays of `search.Agreement`, one after another."""
 
     source: int
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, distributed
 
 from rayspec.choices import Choice
-from rayspec.decode.passes import SpanRunner
-from rayspec.decode.plan_search import PlanSearch
 from rayspec.decode.runner import Runner
+from rayspec.decode.search import PlanSearch
+from rayspec.decode.stages import SpanRunner
 from rayspec.decode.work import Move, Pass, TappedToken
 from rayspec.model.rows import RowSpan
 from rayspec.pipeline.messages import Follow

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from rayspec.choices import Choice
 from rayspec.decode.progress import Progress
-from rayspec.decode.questions import Answer, Question
+from rayspec.decode.search import Answer, Question
 from rayspec.decode.stages import StageLostError, StagesReplacedError
 from rayspec.decode.work import Move, Prefill, Result, SamplerSpec, TappedToken, Work
 from rayspec.errors import TransportError

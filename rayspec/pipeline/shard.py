@@ -31,9 +31,9 @@ from rayspec.decode.loading import (
     row_counts,
     warm_up,
 )
-from rayspec.decode.passes import SpanRunner
 from rayspec.decode.profile import BUDGET_S, measurements
 from rayspec.decode.runner import Runner, ways_of
+from rayspec.decode.stages import SpanRunner
 from rayspec.errors import TransportError
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.bodies import bytes_of_copies, fuse

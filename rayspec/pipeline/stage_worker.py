@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from rayspec.decode.head import Head
-from rayspec.decode.passes import SpanRunner
-from rayspec.decode.plan_search import PlanSearch
 from rayspec.decode.rounds import first_pass, script
-from rayspec.decode.stages import out_of_memory
+from rayspec.decode.search import PlanSearch
+from rayspec.decode.stages import SpanRunner, out_of_memory
 from rayspec.decode.stopwatch import Stopwatch
 from rayspec.decode.work import Pass, PrefillResult, Result, TapsGoneError
 from rayspec.pipeline.messages import (

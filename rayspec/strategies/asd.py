@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from rayspec.choices import SKIP, Choices, choices_of
 from rayspec.config import SpeculationOptions
-from rayspec.decode.questions import Answer, Cosine, Cosines
+from rayspec.decode.search import Answer, Cosine, Cosines
 from rayspec.decode.selection.base import BatchState
 from rayspec.decode.work import KeepDrafting, RoundResult
 from rayspec.planning.latency import LatencyModel

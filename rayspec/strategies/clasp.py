@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from rayspec.choices import FULL
 from rayspec.config import SpeculationOptions
-from rayspec.decode.questions import Answer, Found, LayerKnapsack
+from rayspec.decode.search import Answer, Found, LayerKnapsack
 from rayspec.decode.selection.base import BatchState
 from rayspec.decode.work import KeepDrafting
 from rayspec.planning.latency import LatencyModel

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rayspec.choices import Choices, num_leading_full
-from rayspec.decode.questions import FoundDraft
+from rayspec.decode.search import FoundDraft
 from rayspec.decode.selection.base import BatchState
 from rayspec.decode.work import RoundResult
 from rayspec.planning.acceptance import best_choice, shrink

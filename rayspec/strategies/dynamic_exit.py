@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from rayspec.choices import Choices, choices_of
 from rayspec.config import SpeculationOptions
-from rayspec.decode.questions import Answer, Found, FoundDraft, Trial
+from rayspec.decode.search import Answer, Found, FoundDraft, Trial
 from rayspec.decode.selection.base import BatchState
 from rayspec.decode.work import KeepDrafting
 from rayspec.planning.acceptance import best_choice, expected_tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from rayspec.decode.questions import Answer, Question
+from rayspec.decode.search import Answer, Question
 from rayspec.decode.selection.base import BatchState, Search
 from rayspec.decode.work import KeepDrafting, RoundResult
 from rayspec.planning.latency import LatencyModel

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from concurrent.futures import Future
 
-from rayspec.decode.questions import Answer, Question
+from rayspec.decode.search import Answer, Question
 from rayspec.decode.selection.base import BatchState, Search
 
 logger = logging.getLogger(__name__)

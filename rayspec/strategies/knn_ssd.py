@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 
 from rayspec.config import KnnSSDOptions, SpeculationOptions
-from rayspec.decode.questions import Answer, Feature, Features
+from rayspec.decode.search import Answer, Feature, Features
 from rayspec.decode.selection.base import BatchState, FixedPlan, Search, Selector
 from rayspec.decode.work import KeepDrafting, RoundResult
 from rayspec.planning.latency import LatencyModel

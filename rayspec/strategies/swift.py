@@ -13,7 +13,7 @@ from concurrent.futures import Future
 
 from rayspec.choices import SKIP, choices_of
 from rayspec.config import SpeculationOptions, SwiftOptions
-from rayspec.decode.questions import Answer, Found, Trial
+from rayspec.decode.search import Answer, Found, Trial
 from rayspec.decode.selection.base import BatchState, Search
 from rayspec.decode.work import KeepDrafting, RoundResult
 from rayspec.planning.latency import LatencyModel

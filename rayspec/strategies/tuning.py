@@ -19,7 +19,7 @@ import msgspec
 from rayspec.choices import choices_of
 from rayspec.config import SamplingParams, SelfSDOptions, TuningOptions
 from rayspec.decode.engine import Engine
-from rayspec.decode.questions import Answer, Feature, Features
+from rayspec.decode.search import Answer, Feature, Features
 from rayspec.decode.selection.auto import Auto
 from rayspec.decode.selection.base import BatchState, FixedPlan, Search, Selector
 from rayspec.strategies.anchors import radius, representatives

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from rayspec.decode.questions import Answer, Question
+from rayspec.decode.search import Answer, Question
 from rayspec.decode.selection.base import BatchState, Selector
 from rayspec.decode.work import Committed, Draft, RoundResult
 from rayspec.planning.latency import Curve, LatencyModel

@@ -10,7 +10,7 @@ from rayspec import demo
 from rayspec.choices import SKIP
 from rayspec.config import SamplingParams, SpeculationOptions
 from rayspec.decode.drafting.lookup import NOTHING, Proposal
-from rayspec.decode.questions import Answer, Question
+from rayspec.decode.search import Answer, Question
 from rayspec.decode.selection.auto import Auto
 from rayspec.decode.selection.base import BatchState, Search
 from rayspec.decode.selection.knapspec import KnapSpec, smaller

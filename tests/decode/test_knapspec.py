@@ -9,7 +9,7 @@ import pytest
 from rayspec import demo
 from rayspec.choices import FULL, SKIP
 from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
-from rayspec.decode.questions import Found, FoundDraft
+from rayspec.decode.search import Found, FoundDraft
 from rayspec.decode.selection.auto import Auto
 from rayspec.decode.selection.knapspec import KnapSpec, fastest_draft
 from rayspec.local_engine import load_engine

@@ -13,7 +13,7 @@ from torch.nn.functional import cosine_similarity
 
 from rayspec.choices import FULL, SKIP, Choice, choices_of, keys_of
 from rayspec.config import SamplingParams
-from rayspec.decode.plan_search import PlanSearch
+from rayspec.decode.search import PlanSearch
 from rayspec.decode.selection.base import FixedPlan
 from rayspec.model.architecture import Decomposition
 from rayspec.model.kv_arena import KVArena

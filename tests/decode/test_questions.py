@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from rayspec.choices import FULL, SKIP, Choice, choices_of
 from rayspec.config import SamplingParams
 from rayspec.decode.engine import Engine
-from rayspec.decode.plan_search import PlanSearch
-from rayspec.decode.questions import (
+from rayspec.decode.search import (
     Agreement,
     Answer,
     Cosine,
@@ -26,6 +25,7 @@ from rayspec.decode.questions import (
     Features,
     Found,
     LayerKnapsack,
+    PlanSearch,
     Question,
     Trial,
     answer,

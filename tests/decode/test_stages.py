@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rayspec.choices import FULL, choices_of
-from rayspec.decode.questions import Cosine
 from rayspec.decode.runner import Runner
+from rayspec.decode.search import Cosine
 from rayspec.decode.stages import LocalStages
 from rayspec.decode.work import Chunk, Prefill, Round, RoundEntry, SamplerSpec, TappedToken, TapsGoneError
 from rayspec.generation import DecodingParams

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rayspec.decode.time_shares import TimeShares
+from rayspec.decode.stopwatch import TimeShares
 
 
 class _Clock:

@@ -11,8 +11,8 @@ import torch
 
 from rayspec.choices import FULL, choices_of
 from rayspec.config import SamplingParams
-from rayspec.decode.drafting.skip_draft import SURENESS, _siblings
 from rayspec.decode.engine import Engine
+from rayspec.decode.rounds import SURENESS, _siblings
 from rayspec.decode.runner import Runner
 from rayspec.decode.scheduler import moves_to_path
 from rayspec.decode.work import Draft

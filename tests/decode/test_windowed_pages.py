@@ -9,10 +9,9 @@ import pytest
 
 from rayspec.config import EngineConfig
 from rayspec.decode.loading import affordable_slots, cache_size
-from rayspec.decode.pages import PageTable, extend_hashes
+from rayspec.decode.pages import PageTable, WindowedPages, extend_hashes
 from rayspec.decode.scheduler import Scheduler
 from rayspec.decode.sequence import SequenceState
-from rayspec.decode.windowed_pages import WindowedPages
 from rayspec.model import attention
 from rayspec.model.kv_arena import PAGE_SIZE
 from rayspec.model.rows import RowSpan, slots_between

@@ -13,8 +13,8 @@ import torch
 
 from rayspec.choices import FULL, SKIP, choices_of
 from rayspec.config import SamplingParams
-from rayspec.decode.plan_search import PlanSearch
-from rayspec.decode.questions import (
+from rayspec.decode.runner import Runner
+from rayspec.decode.search import (
     Answer,
     Cosine,
     Feature,
@@ -22,11 +22,11 @@ from rayspec.decode.questions import (
     FoundDraft,
     Knapsack,
     LayerKnapsack,
+    PlanSearch,
     Question,
     Trial,
     answer,
 )
-from rayspec.decode.runner import Runner
 from rayspec.decode.selection.base import FixedPlan
 from rayspec.decode.work import TappedToken
 from rayspec.model.kv_arena import KVArena

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from rayspec.choices import FULL, SKIP
-from rayspec.decode.questions import (
+from rayspec.decode.search import (
     Answer,
     Cosine,
     Cosines,

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from rayspec.config import EngineConfig
-from rayspec.decode.passes import SpanRunner
 from rayspec.decode.runner import Runner
+from rayspec.decode.stages import SpanRunner
 from rayspec.decode.work import Chunk, Move, Pass, Prefill, Round
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.rows import RowSpan, one_run

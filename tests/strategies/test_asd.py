@@ -6,7 +6,7 @@ import pytest
 
 from rayspec.choices import FULL, SKIP
 from rayspec.config import SpeculationOptions
-from rayspec.decode.questions import Cosine, Cosines
+from rayspec.decode.search import Cosine, Cosines
 from rayspec.planning.stopping import DraftWhileSure
 from rayspec.strategies.asd import ASD, without_similar_attention
 from tests.decode.selecting import Asker, latency_model, round_of, state, turns

@@ -10,7 +10,7 @@ import pytest
 
 from rayspec import demo
 from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
-from rayspec.decode.questions import Answer
+from rayspec.decode.search import Answer
 from rayspec.decode.selection.base import Selector
 from rayspec.decode.stages import LocalStages, Stages
 from rayspec.local_engine import load_engine

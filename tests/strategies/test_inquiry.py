@@ -4,7 +4,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from rayspec.decode.questions import Answer, Cosine, Cosines, Question
+from rayspec.decode.search import Answer, Cosine, Cosines, Question
 from rayspec.strategies.inquiry import Inquiry
 from rayspec.types import RayspecError
 from tests.decode.selecting import state

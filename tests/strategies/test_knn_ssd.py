@@ -8,7 +8,7 @@ import pytest
 
 from rayspec.choices import SKIP
 from rayspec.config import EngineConfig, KnnSSDOptions, SamplingParams, SpeculationOptions
-from rayspec.decode.questions import Answer, Feature, Features, Question
+from rayspec.decode.search import Answer, Feature, Features, Question
 from rayspec.planning.stopping import DraftWhileSure
 from rayspec.strategies import knn_ssd
 from rayspec.strategies.anchors import Nearest, unit_rows

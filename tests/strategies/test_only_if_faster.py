@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rayspec.choices import FULL, SKIP
-from rayspec.decode.questions import Cosines
+from rayspec.decode.search import Cosines
 from rayspec.decode.selection.base import BatchState, FixedPlan
 from rayspec.strategies.only_if_faster import OnlyIfFaster
 from rayspec.types import Plan

@@ -9,7 +9,7 @@ import pytest
 from rayspec import demo
 from rayspec.choices import SKIP, choices_of
 from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions, SwiftOptions
-from rayspec.decode.questions import Answer, Found, FoundDraft, Question, Trial
+from rayspec.decode.search import Answer, Found, FoundDraft, Question, Trial
 from rayspec.local_engine import load_engine
 from rayspec.planning.stopping import DraftWhileSure
 from rayspec.strategies.mask_search import Keep

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from rayspec.choices import FULL, SKIP, Choice, nearest
 from rayspec.decode.drafting.lookup import Proposal
-from rayspec.decode.questions import Answer, Question
+from rayspec.decode.search import Answer, Question
 from rayspec.decode.work import KeepDrafting, RoundResult
 from rayspec.types import Plan, PlanRecord, no_draft
 

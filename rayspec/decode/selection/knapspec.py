@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from rayspec.choices import FULL, SKIP, Choice, Choices, combined, keys_of, nearest, num_leading_full, weights_of
 from rayspec.config import SpeculationOptions
-from rayspec.decode.questions import Answer, Found, Knapsack
+from rayspec.decode.search import Answer, Found, Knapsack
 from rayspec.decode.selection.base import BatchState, Search
 from rayspec.decode.work import RoundResult
 from rayspec.planning.acceptance import Decision, DraftWhileWorth, best_choice, shrink, tokens_per_time
