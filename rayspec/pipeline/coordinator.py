@@ -1,4 +1,4 @@
-"""The coordinator of a replica: measures the cluster, and answers search about states that stay with the shards.
+"""The coordinator of a replica: measures the cluster, and answers questions about states that stay with the shards.
 
 Hidden states never reach the coordinator. It decides what to run, skip and keep. Shards expand the states with their
 own weights, send them to the next shard at the end of their span, and report scores.
@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rayspec.choices import Choice
-from rayspec.decode import search
+from rayspec.decode.search import Agreement as Agreed
+from rayspec.decode.search import answer
 from rayspec.pipeline.messages import (
     Agreement,
     Broken,
@@ -78,7 +79,7 @@ class CoordinatorSpec:
 
 
 class Coordinator:
-    """Serves the engine's search one at a time. It is stateless: a replacement needs no data from it."""
+    """Serves the engine's questions one at a time. It is stateless: a replacement needs no data from it."""
 
     def __init__(self, spec: CoordinatorSpec) -> None:
         self._spec = spec
@@ -129,7 +130,7 @@ class Coordinator:
         try:
             search.begin()
             num_sublayers = self._spec.spans[-1][1]
-            answer = search.answer(message.question.value, search, num_sublayers=num_sublayers, started=started)
+            found = answer(message.question.value, search, num_sublayers=num_sublayers, started=started)
         except SearchFailedError as error:
             return Searched(
                 epoch=post.epoch, search_id=message.search_id, version=self._num_answers, answer=None, reason=str(error)
@@ -137,7 +138,7 @@ class Coordinator:
         finally:
             search.end()
         self._num_answers += 1
-        return Searched(epoch=post.epoch, search_id=message.search_id, version=self._num_answers, answer=Named(answer))
+        return Searched(epoch=post.epoch, search_id=message.search_id, version=self._num_answers, answer=Named(found))
 
     def _profile(self, post: Post) -> Profiled:
         stages = measured_stages(post, [stage_name(stage) for stage in range(len(self._spec.spans))])
@@ -182,7 +183,7 @@ def _hops_s(post: Post, here: str, there: str, state: Tensor, num_samples: int) 
 
 def _await(post: Post, kind: type[M], timeout_s: float) -> Any:
     """Return the next letter of that kind. Letters from the engine are deferred. Other letters are dropped, because
-    they answer search that were given up."""
+    they answer questions that were given up."""
     deadline = time.monotonic() + timeout_s
     while (left_s := deadline - time.monotonic()) > 0:
         letter = post.receive(left_s)
@@ -272,12 +273,12 @@ class RemoteSearch:
         self._pending[stage].append(Similarity(sublayer, here.number))
         return np.asarray(self._flush(stage))
 
-    def agreement(self, states: Any) -> search.Agreement:
+    def agreement(self, states: Any) -> Agreed:
         stage = len(self._spans) - 1
         here = self._brought(states, stage)
         self._pending[stage].append(Agreement(here.number))
         num_agreed, confidence, missed = np.asarray(self._flush(stage)).reshape(3, here.num_states)
-        return search.Agreement(len(self._message.tokens), num_agreed.astype(np.int64), confidence, missed)
+        return Agreed(len(self._message.tokens), num_agreed.astype(np.int64), confidence, missed)
 
     def cosines(self) -> list[float]:
         cosines: list[float] = []
