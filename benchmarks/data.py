@@ -21,7 +21,7 @@ from rayspec.batch.documents import input_row
 from rayspec.batch.feeding import completing
 from rayspec.batch.in_process import complete
 from rayspec.batch.long_documents import LongDocumentOptions
-from rayspec.batch.row_engine import RowRecipe
+from rayspec.batch.row_engine import RowEngineFactory
 from rayspec.batch.rows import Row
 from rayspec.bench.markdown import markdown_table
 from rayspec.bench.options import BenchOptions
@@ -135,7 +135,7 @@ def _documents(prompts: PromptBuilder, options: WorkloadOptions) -> list[Row]:
 def _loaded_pool(config: EngineConfig, params: SamplingParams, template: str) -> Iterator[EnginePool]:
     settings = Settings(engine=config, sampling=params)
     task = DocumentTask(settings=settings, template=template, long=LongDocumentOptions(mode="truncate"))
-    pool = EnginePool(RowRecipe(task), max_restarts=0)
+    pool = EnginePool(RowEngineFactory(task), max_restarts=0)
     try:
         pool.begin()
         yield pool

@@ -25,7 +25,8 @@ from rayspec.command.environment import describe_environment
 from rayspec.command.settings import Settings
 from rayspec.config import EngineConfig, ParallelOptions, SamplingParams
 from rayspec.decode.progress import Progress
-from rayspec.pool.recipe import Beginning, Tell
+from rayspec.pool.calls import Callback
+from rayspec.pool.dispatch import Beginning
 from rayspec.ray_session import ray_session
 from rayspec.types import EngineLoad, EngineStats
 
@@ -78,12 +79,12 @@ class WaitingTask:
         return asdict(self.options)
 
     def handler(self, engine: object) -> Any:
-        raise NotImplementedError("the recipe of this task has an engine of its own")
+        raise NotImplementedError("the factory of this task has an engine of its own")
 
 
 @dataclass(frozen=True, slots=True)
-class WaitingRecipe:
-    """A recipe for engines that only wait."""
+class WaitingEngineFactory:
+    """Makes engines that only wait."""
 
     task: WaitingTask
 
@@ -101,7 +102,7 @@ class WaitingRecipe:
 class WaitingEngine:
     """An engine in an actor. It waits `row_s` seconds for each row and returns a fixed text."""
 
-    facts: Mapping[str, Any] = {}
+    info: Mapping[str, Any] = {}
     stats = EngineStats()
     load = EngineLoad(num_running=0, num_waiting=0, kv_used_tokens=0, kv_total_tokens=0)
     death = None
@@ -112,7 +113,7 @@ class WaitingEngine:
         self._text = "done " * options.output_words
         self._room = asyncio.Semaphore(options.max_num_seqs)
 
-    async def handle(self, item: Row, tell: Tell) -> Row:
+    async def handle(self, item: Row, callback: Callback) -> Row:
         async with self._room:
             await asyncio.sleep(self._row_s)
         return replace(item.without_input(), text=self._text, num_output_tokens=len(self._text) // 4)
@@ -124,9 +125,9 @@ class WaitingEngine:
 
 class _WaitingJob(Job):
     @property
-    def recipe(self) -> WaitingRecipe:
+    def factory(self) -> WaitingEngineFactory:
         assert isinstance(self.task, WaitingTask)
-        return WaitingRecipe(self.task)
+        return WaitingEngineFactory(self.task)
 
 
 def run_feed_bench(options: FeedOptions, say: Callable[[str], None]) -> dict[str, Any]:

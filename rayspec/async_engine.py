@@ -16,7 +16,7 @@ from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.decode.pieces import PieceQueue
 from rayspec.decode.progress import Progress
 from rayspec.pipeline.ray_stages import RayStages, StageUse
-from rayspec.pool.replicas import Replicas
+from rayspec.pool.pool import Replicas
 from rayspec.prompts import text_tokens
 from rayspec.types import ConfigError, EngineLoad, EngineStats, Request, RequestOutput
 

@@ -31,7 +31,7 @@ from rayspec.model.weights import load_tokenizer
 from rayspec.types import ConfigError, EngineStats, Request, RequestError, RequestOutput
 
 if TYPE_CHECKING:
-    from rayspec.pool.replicas import Replicas
+    from rayspec.pool.pool import Replicas
 
 Prompt = str | Mapping[str, Any]
 Message = Mapping[str, Any]
@@ -308,10 +308,10 @@ def _config_of(model: str, options: Mapping[str, Any]) -> EngineConfig:
 
 
 def _replicas(config: EngineConfig) -> Replicas:
-    from rayspec.pool.replicas import Replicas  # noqa: PLC0415
-    from rayspec.request_engine import RequestRecipe  # noqa: PLC0415
+    from rayspec.pool.pool import Replicas  # noqa: PLC0415
+    from rayspec.request_engine import RequestEngineFactory  # noqa: PLC0415
 
-    return Replicas(RequestRecipe(config), load_tokenizer(config))
+    return Replicas(RequestEngineFactory(config), load_tokenizer(config))
 
 
 def _failed(error: Exception) -> Future[RequestOutput]:

@@ -13,13 +13,13 @@ from rayspec.decode.progress import Progress
 from rayspec.decode.stages import StageLostError
 from rayspec.local_engine import load_engine
 from rayspec.pipeline.loading import load_pipeline
-from rayspec.pool.recipe import Tell
-from rayspec.pool.replicas import ReplicaFacts
+from rayspec.pool.calls import Callback
+from rayspec.pool.pool import ReplicaInfo
 from rayspec.types import EngineLoad, EngineStats, Request, RequestOutput
 
 
 @dataclass(frozen=True, slots=True)
-class RequestRecipe:
+class RequestEngineFactory:
     """Loads the engine of a replica. engine: the options of all replicas."""
 
     engine: EngineConfig
@@ -40,9 +40,9 @@ class RequestEngine:
         self._loop = EngineLoop(engine)
 
     @property
-    def facts(self) -> ReplicaFacts:
+    def info(self) -> ReplicaInfo:
         engine = self._engine
-        return ReplicaFacts(
+        return ReplicaInfo(
             config=engine.config,
             max_model_len=engine.max_model_len,
             defaults=engine.defaults,
@@ -65,9 +65,9 @@ class RequestEngine:
     def death(self) -> EngineDeadError | None:
         return self._loop.death
 
-    async def handle(self, item: Request, tell: Tell) -> RequestOutput:
+    async def handle(self, item: Request, callback: Callback) -> RequestOutput:
         """Run a request. Raises EngineDeadError, also if shards are lost for good: then another replica is needed."""
-        output = await asyncio.wrap_future(self._loop.submit(item, tell if item.stream else None))
+        output = await asyncio.wrap_future(self._loop.submit(item, callback if item.stream else None))
         if isinstance(output.error, StageLostError):
             raise EngineDeadError(str(output.error))
         return output

@@ -33,7 +33,7 @@ from rayspec.batch.feeding import completing
 from rayspec.batch.progress import TimeLeft, showing_progress
 from rayspec.batch.report import PLOT_NAME, RunReport
 from rayspec.batch.results import FileFormat
-from rayspec.batch.row_engine import RowRecipe, RowTask
+from rayspec.batch.row_engine import RowEngineFactory, RowTask
 from rayspec.batch.rows import Row
 from rayspec.batch.run_folder import RunFolder
 from rayspec.batch.scan import CountedRows, seen_of, seen_rows
@@ -43,9 +43,8 @@ from rayspec.command.locations import Location
 from rayspec.command.terminal import error_console, exit_on_sigterm, say
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.pool.pool import EnginePool
-from rayspec.pool.recipe import Recipe
 from rayspec.pool.supervisor import DrainingError
-from rayspec.pool.worker import num_engines
+from rayspec.pool.worker import EngineFactory, num_engines
 from rayspec.ray_session import ray_session
 from rayspec.types import EngineStats
 
@@ -151,9 +150,9 @@ class Job:
     export_names: Sequence[str] = ()
 
     @property
-    def recipe(self) -> Recipe:
-        """Recipe of the engines that complete the rows."""
-        return RowRecipe(self.task)
+    def factory(self) -> EngineFactory:
+        """EngineFactory of the engines that complete the rows."""
+        return RowEngineFactory(self.task)
 
     def run(self, source: Source) -> RunReport:
         """Run until every row is in the output. Rows of an earlier run of the same job are not done again. A run that
@@ -229,7 +228,7 @@ class _Run:
     def _complete(self) -> None:
         """Complete the rows that are left. Raises EngineDeadError if engines die too often; SystemExit on SIGTERM."""
         self._folder.commit()
-        self._pool = EnginePool(self._job.recipe, max_restarts=self._job.max_engine_restarts)
+        self._pool = EnginePool(self._job.factory, max_restarts=self._job.max_engine_restarts)
         if self._drain.requested:  # SIGTERM came before the pool existed
             self._pool.drain()
         failure = None

@@ -17,7 +17,7 @@ from ray.exceptions import RayActorError, RayError
 from typing_extensions import Self
 
 from rayspec.batch.data import patient
-from rayspec.batch.row_engine import Handler, RowRecipe, RowTask
+from rayspec.batch.row_engine import Handler, RowEngineFactory, RowTask
 from rayspec.command.plain_values import plain_values
 from rayspec.command.settings import Settings
 from rayspec.config import EngineConfig, Options, ParallelOptions, SamplingParams
@@ -139,7 +139,7 @@ class Processor:
         )
 
     def _started(self) -> Any:
-        supervisor = start_supervisor(RowRecipe(self._task), max_restarts=self._config.max_engine_restarts)
+        supervisor = start_supervisor(RowEngineFactory(self._task), max_restarts=self._config.max_engine_restarts)
         try:
             call(supervisor.begin.remote())
         except BaseException:

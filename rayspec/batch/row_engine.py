@@ -11,7 +11,8 @@ from rayspec.command.loading import load_llm
 from rayspec.command.settings import Settings
 from rayspec.config import EngineConfig
 from rayspec.decode.progress import Progress
-from rayspec.pool.recipe import Beginning, Tell
+from rayspec.pool.calls import Callback
+from rayspec.pool.dispatch import Beginning
 from rayspec.types import EngineLoad, EngineStats, RayspecError
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class RowTask(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class RowRecipe:
+class RowEngineFactory:
     """Loads engines that do a task."""
 
     task: RowTask
@@ -66,7 +67,7 @@ class RowEngine:
         self._handle = task.handler(engine)
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def info(self) -> dict[str, Any]:
         """All options in force, in the form of a config file."""
         in_force = self._engine.llm.config.replace(parallel=self._asked.parallel)
         return self._task.settings.resolved(in_force)
@@ -87,7 +88,7 @@ class RowEngine:
     def death(self) -> RayspecError | None:
         return self._engine.death
 
-    async def handle(self, item: Any, tell: Tell) -> Any:
+    async def handle(self, item: Any, callback: Callback) -> Any:
         return await self._handle(item)
 
     async def ping(self) -> None:

@@ -56,6 +56,7 @@ from rayspec.types import OutOfMemoryError, RayspecError
 
 logger = logging.getLogger(__name__)
 
+_RESTART_WINDOW_S = 600.0
 _POLL_S = 0.1
 _CHECK_EVERY_S = 0.25
 _CONNECT_TIMEOUT_S = 30.0
@@ -105,8 +106,8 @@ class RayStages:
         self._opened: dict[str, SamplerSpec] = {}
         self._closed: list[str] = []
         self._pulse = Pulse(options.heartbeat_timeout_s, time.monotonic)
-        self._restarts = Restarts(options.max_restarts, time.monotonic)
-        self._coordinator_restarts = Restarts(options.max_restarts, time.monotonic)
+        self._restarts = Restarts(options.max_restarts, window_s=_RESTART_WINDOW_S)
+        self._coordinator_restarts = Restarts(options.max_restarts, window_s=_RESTART_WINDOW_S)
         self._checked_at = 0.0
         self._lost: StageLostError | None = None
         self.link_s: tuple[float, ...] = ()

@@ -1,14 +1,14 @@
-"""Decides when a process counts as dead, and how often a replica is brought back. `RayStages` acts on this."""
+"""Decides when a process counts as dead, and how often it is started again. `RayStages` and the pool act on this."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 # Between two calls of `deaths`, at most this share of the timeout counts as silence.
 _SHARE_OF_A_LOOK = 0.25
-_WINDOW_S = 600.0
 _FIRST_DELAY_S = 0.2
 _LONGEST_DELAY_S = 30.0
 
@@ -66,20 +66,29 @@ class Pulse:
 
 
 class Restarts:
-    """Bounded attempts with a growing delay. Attempts older than `_WINDOW_S` do not count."""
+    """Bounded restarts with a growing delay.
 
-    def __init__(self, most: int, clock: Callable[[], float]) -> None:
-        self._most = most
-        self._clock = clock
-        self._attempts: deque[float] = deque()
+    window_s: restarts longer ago do not count; None: all count until `renew`, because a process may take longer to load
+    than any window.
+    """
+
+    def __init__(
+        self, most: int, *, window_s: float | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._most, self._window_s, self._clock = most, window_s, clock
+        self._restarted_at: deque[float] = deque()
 
     def next_delay_s(self) -> float | None:
-        """Count an attempt and return how long to wait before it; None if there were too many attempts already."""
+        """Count a restart and return how long to wait before it; None if there were too many restarts already."""
         now = self._clock()
-        while self._attempts and now - self._attempts[0] > _WINDOW_S:
-            self._attempts.popleft()
-        if len(self._attempts) >= self._most:
+        while self._window_s is not None and self._restarted_at and now - self._restarted_at[0] > self._window_s:
+            self._restarted_at.popleft()
+        made = len(self._restarted_at)
+        if made >= self._most:
             return None
-        self._attempts.append(now)
-        made = len(self._attempts) - 1
-        return 0.0 if made == 0 else float(min(_FIRST_DELAY_S * 2**made, _LONGEST_DELAY_S))
+        self._restarted_at.append(now)
+        return 0.0 if made == 0 else min(_FIRST_DELAY_S * 2.0 ** min(made - 1, 10), _LONGEST_DELAY_S)
+
+    def renew(self) -> None:
+        """Forget all restarts, because there was progress."""
+        self._restarted_at.clear()

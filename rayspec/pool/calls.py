@@ -20,8 +20,10 @@ from ray import cloudpickle
 from ray.exceptions import RayActorError, RayError
 
 from rayspec.decode.engine_loop import EngineDeadError
-from rayspec.pool.recipe import Tell
 from rayspec.types import RayspecError, RequestError
+
+Callback = Callable[[Any], None]
+"""Takes a new part of an item's result before the item is done. Any thread may call it."""
 
 _LINGER_S = 0.003  # outcomes that are ready within this time are sent together
 
@@ -47,7 +49,7 @@ class Outcome:
 class CalledHere:
     """The actor's end of batched calls. handle: returns the result for an item, and may report parts of it before."""
 
-    def __init__(self, handle: Callable[[Any, Tell], Awaitable[Any]]) -> None:
+    def __init__(self, handle: Callable[[Any, Callback], Awaitable[Any]]) -> None:
         self._handle = handle
         self._ready: asyncio.Queue[Outcome] = asyncio.Queue()
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -72,12 +74,12 @@ class CalledHere:
             yield ready
 
     async def _run(self, call: Call, loop: asyncio.AbstractEventLoop) -> None:
-        def tell(part: Any) -> None:
+        def callback(part: Any) -> None:
             loop.call_soon_threadsafe(self._ready.put_nowait, _outcome(call.number, part, is_last=False))
 
         try:
             item = _restored(call.item, "the item")
-            self._ready.put_nowait(_outcome(call.number, await self._handle(item, tell)))
+            self._ready.put_nowait(_outcome(call.number, await self._handle(item, callback)))
         except Exception as error:  # noqa: BLE001 - the caller's to judge
             self._ready.put_nowait(Outcome(call.number, _pickled_error(error), is_error=True))
         finally:
@@ -87,7 +89,7 @@ class CalledHere:
 @dataclass(slots=True)
 class _Waiting:
     future: asyncio.Future[Any]
-    tell: Tell | None
+    callback: Callback | None
 
 
 class BatchedCalls:
@@ -106,10 +108,10 @@ class BatchedCalls:
         self._reader: asyncio.Task[None] | None = None
         self._end: Exception | None = None
 
-    async def __call__(self, item: Any, tell: Tell | None = None) -> Any:
-        """Return the result for an item. tell: takes the parts of the result. Raises the error of the actor's handler,
-        the error from `on_end` when the actor has ended, and RequestError if the item or the result cannot be sent.
-        Cancelling the wait cancels the call."""
+    async def __call__(self, item: Any, callback: Callback | None = None) -> Any:
+        """Return the result for an item. callback: takes the parts of the result. Cancelling the wait cancels the call.
+        Raises the error of the actor's handler, the error from `on_end` when the actor has ended, and RequestError if
+        the item or the result cannot be sent."""
         loop = asyncio.get_running_loop()
         if self._end is not None:
             raise self._end
@@ -117,7 +119,7 @@ class BatchedCalls:
             self._reader = loop.create_task(self._read())
         packed = _pickled(item, "the item")
         number = next(self._numbers)
-        waiting = self._waiting[number] = _Waiting(loop.create_future(), tell)
+        waiting = self._waiting[number] = _Waiting(loop.create_future(), callback)
         if not self._unsent:
             loop.call_soon(self._send)
         self._unsent.append(Call(number, packed))
@@ -188,8 +190,8 @@ class BatchedCalls:
             waiting.future.set_exception(value)
         elif outcome.is_last:
             waiting.future.set_result(value)
-        elif waiting.tell is not None:
-            waiting.tell(value)
+        elif waiting.callback is not None:
+            waiting.callback(value)
 
 
 def _outcome(number: int, value: Any, *, is_last: bool = True) -> Outcome:

@@ -1,14 +1,89 @@
-"""Decides which engine gets a waiting item, and which items are blamed for deaths. Starts and ends no engines."""
+"""Decides which engine gets a waiting item, and which item is blamed when engines die. Starts and ends no engines.
+
+Routing: an item goes to an engine that had prompts with the same beginning, unless others have much less to do.
+
+Isolation: items that an engine had when it died run again apart from all other items, few at a time. So an item that
+kills engines is soon alone. An item that was alone at two deaths is the culprit.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+import hashlib
+import random
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from rayspec.pool.quarantine import EngineKilledError, Quarantine, Verdict
-from rayspec.pool.routing import PartHash, Router
-from rayspec.pool.slot import Engine, Slot
+from rayspec.pipeline.recovery import Restarts
+from rayspec.pool.calls import Callback
+from rayspec.types import EngineLoad, EngineStats, RequestError
+
+# An engine can be chosen if it has at most twice as many items as the least busy engine, and this many more.
+_SLACK = 4
+_MAX_REMEMBERED = 2**16
+_MAX_PARTS = 32
+_CHARACTERS_PER_PART, _TOKENS_PER_PART = 256, 64
+
+_DEATHS_ALONE = 2  # one death may be a kill from outside
+_NUM_GROUPS = 16  # so many isolated items run one at a time; more of them run in so many groups
+
+Beginning = str | Sequence[int] | None
+"""An item's prompt, or the beginning of it, as text or tokens. None: there is nothing to choose an engine by."""
+
+PartHash = bytes
+"""Hash of a part of a prompt and of all parts before it."""
+
+
+class EngineKilledError(RequestError):
+    """Engines died twice while this item was their only item."""
+
+    kind = "engine_killed"
+
+
+class Engine(Protocol):
+    """Runs items. Its coroutines raise EngineDeadError once the engine has ended."""
+
+    async def load(self) -> Any: ...
+
+    async def handle(self, item: Any, callback: Callback | None) -> Any: ...
+
+    async def check(self) -> None: ...
+
+    async def answer(self) -> None:
+        """Wait until the engine's process answers, regardless of what the engine is doing. Raises EngineDeadError also
+        if the process is stopped or the engine is stuck."""
+
+    async def stats(self) -> EngineStats: ...
+
+    async def load_now(self) -> EngineLoad: ...
+
+    async def stop(self) -> None: ...
+
+    def end(self) -> None:
+        """Kill the engine at once. Never raises; later calls do nothing."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Slot:
+    """The place of one engine in a pool. restarts_alone: restarts after deaths at which an item was alone for the first
+    time; `restarts` counts the others. under_way: items that the engine has, by number. delay_s: time before the next
+    start. failure: why no engine is started here any more."""
+
+    number: int
+    restarts: Restarts
+    restarts_alone: Restarts
+    engine: Engine | None = None
+    starting: asyncio.Task[None] | None = None
+    watch: asyncio.Task[None] | None = None
+    under_way: set[int] = field(default_factory=set)
+    delay_s: float = 0.0
+    failure: Exception | None = None
+
+    def renew_restarts(self) -> None:
+        self.restarts.renew()
+        self.restarts_alone.renew()
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,20 +92,30 @@ class _Waiting:
     hashes: tuple[PartHash, ...]
 
 
+@dataclass(slots=True)
+class _Isolated:
+    """rank: random, because items that kill engines are often neighbours."""
+
+    rank: float
+    num_deaths: int = 0
+    num_deaths_alone: int = 0
+
+
 class Dispatch:
-    """Gives waiting items, known by number, to engines. While there are suspects (see Quarantine), one slot gets only
-    suspects, and the other slots get the other items.
+    """Gives waiting items, known by number, to engines. While there are isolated items, one slot gets only these, and
+    the other slots get the other items.
 
     max_items: largest number of items that an engine has at a time; None: no limit.
     """
 
-    def __init__(self, slots: Sequence[Slot], *, max_items: int | None, clock: Callable[[], float]) -> None:
-        self._slots, self._max_items, self._clock = slots, max_items, clock
+    def __init__(self, slots: Sequence[Slot], *, max_items: int | None) -> None:
+        self._slots, self._max_items = slots, max_items
         self._waiting: dict[int, _Waiting] = {}
         self._router = Router()
-        self._quarantine: Quarantine | None = None  # made at the first death
-        self._condemned: dict[int, EngineKilledError] = {}
-        self._trial_slot: Slot | None = None
+        self._isolated: dict[int, _Isolated] = {}
+        self._isolating: Slot | None = None
+        self._culprits: dict[int, EngineKilledError] = {}
+        self._random = random.Random(0)
 
     @property
     def has_waiting(self) -> bool:
@@ -47,12 +132,11 @@ class Dispatch:
         self._waiting.pop(number, None)
 
     def leave(self, number: int) -> None:
-        """Forget an item, which is done, condemned or given up."""
+        """Forget an item, which is done, failed or given up."""
         for slot in self._slots:
-            slot.under_way.pop(number, None)
-        self._condemned.pop(number, None)
-        if self._quarantine is not None:
-            self._quarantine.forget(number)
+            slot.under_way.discard(number)
+        self._culprits.pop(number, None)
+        self._isolated.pop(number, None)
 
     def fail(self, error: Exception) -> None:
         """Let all waiting items fail with this error."""
@@ -62,16 +146,18 @@ class Dispatch:
 
     def deal(self) -> None:
         """Give waiting items to engines that have room for them."""
-        trial = self._slot_for_suspects()
-        if trial is not None and self._quarantine is not None:
-            for number in self._quarantine.admitted(self._waiting, trial.under_way):
-                self._give(number, trial)
+        isolating = self._slot_for_isolated()
+        if isolating is not None:
+            num_free = -(-len(self._isolated) // _NUM_GROUPS) - len(isolating.under_way)
+            ready = sorted((n for n in self._waiting if n in self._isolated), key=self._place)
+            for number in ready[: max(0, num_free)]:
+                self._give(number, isolating)
         loads = {
             slot.number: len(slot.under_way)
             for slot in self._slots
-            if slot.engine is not None and slot is not trial and self._has_room(slot)
+            if slot.engine is not None and slot is not isolating and self._has_room(slot)
         }
-        for number in list(self._ordinary()) if loads else ():
+        for number in [number for number in self._waiting if number not in self._isolated] if loads else ():
             slot = self._slots[self._router.choose(self._waiting[number].hashes, loads)]
             self._give(number, slot)
             loads[slot.number] += 1
@@ -80,54 +166,45 @@ class Dispatch:
             if not loads:
                 return
 
-    def died(self, slot: Slot, under_way: Collection[int], lived_s: float, error: Exception) -> Verdict:
-        """Record that the engine of a slot died with these items. lived_s: seconds since it got the oldest of them."""
-        verdict = self._have_quarantine().died(under_way, lived_s)
-        if self._have_quarantine().has_suspects and self._trial_slot is None:
-            self._trial_slot = slot
-        if verdict.is_guilty and verdict.suspect is not None:
-            message = f"engines died of this row, also where it was the only row, the last time so: {error}"
-            self._condemned[verdict.suspect] = EngineKilledError(message)
-        return verdict
-
-    def died_idle(self) -> None:
-        """Record that an engine without items died, or could not be loaded."""
-        self._have_quarantine().died(())
-
-    def idled(self, seconds: float) -> None:
-        """Record that an engine lived for so many seconds without an item."""
-        if self._quarantine is not None:
-            self._quarantine.idled(seconds)
+    def died(self, slot: Slot, error: Exception) -> int:
+        """Record that the engine of a slot died with the items that it has. Return at how many deaths its only item was
+        alone; 0 if there were several items or none. At the second such death the item is the culprit."""
+        if slot.under_way and self._isolating is None:
+            self._isolating = slot
+        for number in slot.under_way:
+            isolated = self._isolated.setdefault(number, _Isolated(self._random.random()))
+            isolated.num_deaths += 1
+            if len(slot.under_way) > 1:
+                continue
+            isolated.num_deaths_alone += 1
+            if isolated.num_deaths_alone == _DEATHS_ALONE:
+                message = f"engines died of this row, also where it was the only row, the last time so: {error}"
+                self._culprits[number] = EngineKilledError(message)
+            return isolated.num_deaths_alone
+        return 0
 
     def replaced(self, slot: Slot) -> None:
         """Forget which prompts the engine of this slot was given, because a new engine replaces it."""
         self._router.forget(slot.number)
 
     def judgement(self, number: int) -> EngineKilledError | None:
-        """Return the error of an item that is condemned, else None."""
-        return self._condemned.get(number)
+        """Return the error of an item that is the culprit of two deaths, else None."""
+        return self._culprits.get(number)
 
-    def _have_quarantine(self) -> Quarantine:
-        if self._quarantine is None:
-            self._quarantine = Quarantine()
-        return self._quarantine
-
-    def _slot_for_suspects(self) -> Slot | None:
-        """Return the slot for suspects; None without suspects, or while that slot has no engine.
+    def _slot_for_isolated(self) -> Slot | None:
+        """Return the slot for isolated items; None without such items, or while that slot has no engine.
 
         The slot stays the same as long as possible. The first choice is the slot whose engine has died."""
-        if self._quarantine is None or not self._quarantine.has_suspects:
-            self._trial_slot = None
-        elif self._trial_slot is None or self._trial_slot.failure is not None:
+        if not self._isolated:
+            self._isolating = None
+        elif self._isolating is None or self._isolating.failure is not None:
             left = [slot for slot in self._slots if slot.failure is None]
-            self._trial_slot = min(left, key=lambda slot: len(slot.under_way), default=None)
-        trial = self._trial_slot
-        return trial if trial is not None and trial.engine is not None else None
+            self._isolating = min(left, key=lambda slot: len(slot.under_way), default=None)
+        return self._isolating if self._isolating is not None and self._isolating.engine is not None else None
 
-    def _ordinary(self) -> Iterator[int]:
-        """Return the waiting items that are not suspects, oldest first."""
-        quarantine = self._quarantine
-        return (number for number in self._waiting if quarantine is None or not quarantine.is_suspect(number))
+    def _place(self, number: int) -> tuple[int, float]:
+        isolated = self._isolated[number]
+        return isolated.num_deaths, isolated.rank
 
     def _has_room(self, slot: Slot) -> bool:
         return self._max_items is None or len(slot.under_way) < self._max_items
@@ -135,5 +212,53 @@ class Dispatch:
     def _give(self, number: int, slot: Slot) -> None:
         turn = self._waiting.pop(number).turn
         if not turn.done() and slot.engine is not None:
-            slot.under_way[number] = self._clock()
+            slot.under_way.add(number)
             turn.set_result((slot, slot.engine))
+
+
+def part_hashes(beginning: Beginning) -> tuple[PartHash, ...]:
+    """Hash the whole parts that a prompt begins with, at most `_MAX_PARTS`, which bounds the cost of long prompts."""
+    if beginning is None:
+        return ()
+    digest = hashlib.blake2b(digest_size=8)
+    hashes = []
+    for part in _parts(beginning):
+        digest.update(part)
+        hashes.append(digest.digest())
+    return tuple(hashes)
+
+
+def _parts(beginning: str | Sequence[int]) -> Iterator[bytes]:
+    size = _CHARACTERS_PER_PART if isinstance(beginning, str) else _TOKENS_PER_PART
+    for start in range(0, min(len(beginning) // size, _MAX_PARTS) * size, size):
+        part = beginning[start : start + size]
+        yield part.encode(errors="surrogatepass") if isinstance(part, str) else repr(list(part)).encode()
+
+
+class Router:
+    """Remembers which prompts each engine was given. Knows engines by number only."""
+
+    def __init__(self) -> None:
+        self._given: OrderedDict[PartHash, int] = OrderedDict()
+
+    def choose(self, hashes: Sequence[PartHash], loads: Mapping[int, int]) -> int:
+        """Choose an engine for a prompt with these hashes. loads: number of items of each engine that may be chosen."""
+        least = min(loads.values())
+        near = [engine for engine, load in loads.items() if load <= 2 * least + _SLACK]
+        found = {engine: self._num_given(engine, hashes) for engine in near}
+        most = max(found.values())
+        chosen = min((engine for engine in near if found[engine] == most), key=lambda engine: loads[engine])
+        for part in hashes:
+            self._given[part] = chosen
+            self._given.move_to_end(part)
+        while len(self._given) > _MAX_REMEMBERED:
+            self._given.popitem(last=False)
+        return chosen
+
+    def forget(self, engine: int) -> None:
+        """Forget which prompts the engine was given, because a new engine has replaced it."""
+        for part in [part for part, owner in self._given.items() if owner == engine]:
+            del self._given[part]
+
+    def _num_given(self, engine: int, hashes: Sequence[PartHash]) -> int:
+        return next((at for at, part in enumerate(hashes) if self._given.get(part) != engine), len(hashes))

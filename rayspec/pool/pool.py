@@ -1,19 +1,37 @@
-"""A supervisor on a thread of its own, which any other thread may call."""
+"""Pools for callers in this process: `EnginePool` takes items, `Replicas` takes requests like one engine."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import secrets
 import threading
-from collections.abc import Callable, Coroutine
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from rayspec.decode.engine_loop import EngineDeadError
-from rayspec.pool.recipe import Recipe, Tell
+from rayspec.config import EngineConfig
+from rayspec.decode.engine_loop import EngineDeadError, Listener
+from rayspec.decode.progress import Progress
+from rayspec.generation import GenerationDefaults
+from rayspec.planning.latency import LatencyModel
+from rayspec.pool.calls import Callback
 from rayspec.pool.supervisor import EngineSupervisor
-from rayspec.pool.worker import supervisor_of
-from rayspec.types import EngineLoad, EngineStats
+from rayspec.pool.worker import EngineFactory, supervision
+from rayspec.types import (
+    CompletionOutput,
+    EngineLoad,
+    EngineStats,
+    Request,
+    RequestError,
+    RequestOutput,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _STOP_TIMEOUT_S = 20.0
 
@@ -21,20 +39,20 @@ T = TypeVar("T")
 
 
 class EnginePool:
-    """Engines of one recipe. All threads except the pool's own may call its methods."""
+    """Engines of one factory. All threads except the pool's own may call its methods."""
 
-    def __init__(self, recipe: Recipe, *, max_restarts: int) -> None:
-        self._supervisor: EngineSupervisor = supervisor_of(recipe, max_restarts=max_restarts)
+    def __init__(self, factory: EngineFactory, *, max_restarts: int) -> None:
+        self._supervisor = EngineSupervisor(**supervision(factory, max_restarts))
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="rayspec-pool", daemon=True)
         self._thread.start()
 
     def begin(self) -> Any:
-        """Wait until one engine is up; the others follow. Return the facts of an engine that is loaded. Raises
+        """Wait until one engine is up; the others follow. Return the info of an engine that is loaded. Raises
         EngineDeadError, and the error of an engine that fails to load."""
         return self._ask(self._supervisor.begin())
 
-    def submit(self, item: Any, listen: Callable[[], Tell] | None = None) -> Future[Any]:
+    def submit(self, item: Any, listen: Callable[[], Callback] | None = None) -> Future[Any]:
         """Return a future of the result, see `EngineSupervisor.handle`. Cancelling it ends the work on the item."""
         return self._started(self._supervisor.handle(item, listen))
 
@@ -97,3 +115,169 @@ class EnginePool:
             work.close()
             raise EngineDeadError("the engine was shut down")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaInfo:
+    """Description of a loaded replica. config: options in force."""
+
+    config: EngineConfig
+    max_model_len: int
+    defaults: GenerationDefaults
+    latency: LatencyModel | None
+
+
+class Replicas:
+    """Gives requests from any thread to the least busy replica, or to one that had a prompt with the same beginning.
+
+    When a replica dies, its requests start again on other replicas, and a new replica takes its place. A stream never
+    repeats what it has delivered: the same seed gives the same text. A request that kills replicas fails alone.
+    """
+
+    def __init__(self, factory: EngineFactory, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """Wait until one replica is up; the others follow. factory: its items are requests. Raises EngineDeadError, and
+        the error of a replica that fails to load."""
+        self.tokenizer = tokenizer
+        self.progress = Progress()  # without tasks: the supervisor asks each replica for its own
+        options = factory.engine.parallel
+        self._num_replicas = options.replicas if options is not None else 1
+        self._parallel = options
+        self._pool = EnginePool(factory, max_restarts=options.max_restarts if options is not None else 0)
+        self._death: EngineDeadError | None = None
+        try:
+            self._info: ReplicaInfo = self._pool.begin()
+        except BaseException:
+            self._pool.stop()
+            raise
+
+    @property
+    def config(self) -> EngineConfig:
+        """Options in force of a replica, but with `parallel` as it was requested for all replicas."""
+        return self._info.config.replace(parallel=self._parallel)
+
+    @property
+    def latency(self) -> LatencyModel | None:
+        return self._info.latency
+
+    @property
+    def max_model_len(self) -> int:
+        return self._info.max_model_len
+
+    @property
+    def defaults(self) -> GenerationDefaults:
+        return self._info.defaults
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._pool.stats()
+
+    @property
+    def load(self) -> EngineLoad:
+        return self._pool.load()
+
+    @property
+    def num_wanted(self) -> int:
+        """Number of requests that keep all replicas busy."""
+        return 2 * self._info.config.max_num_seqs * self._num_replicas
+
+    @property
+    def is_whole(self) -> bool:
+        """True if all replicas that are not lost for good are up."""
+        return self._pool.is_whole
+
+    @property
+    def is_recovering(self) -> bool:
+        """True while no replica is up."""
+        return self._pool.num_up == 0
+
+    @property
+    def death(self) -> EngineDeadError | None:
+        """Error of all requests that are submitted after `stop`; None before."""
+        return self._death
+
+    def submit(self, request: Request, listener: Listener | None = None) -> Future[RequestOutput]:
+        """Queue a request, see `EngineLoop.submit`. Raises EngineDeadError."""
+        return self.submit_all([request], listener)[0]
+
+    def submit_all(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Future[RequestOutput]]:
+        """Queue requests, see `EngineLoop.submit_all`. Raises EngineDeadError."""
+        if self._death is not None:
+            raise EngineDeadError(*self._death.args)
+        return [self._submit(request, listener) for request in requests]
+
+    def ping(self) -> Future[None]:
+        """Return a future that is done when all replicas that are up have answered, and fails if none is up."""
+        return self._pool.ping()
+
+    def stop(self) -> None:
+        """End the processes of all replicas. Unfinished requests fail with EngineDeadError."""
+        self._death = self._death or EngineDeadError("the engine has ended: it was stopped")
+        self._pool.stop()
+
+    shutdown = stop
+
+    def _submit(self, request: Request, listener: Listener | None) -> Future[RequestOutput]:
+        if request.params.seed is None:  # a request that starts again must give the same tokens
+            request = dataclasses.replace(request, params=request.params.replace(seed=secrets.randbits(63)))
+        stream = ResumedStream(listener) if request.stream and listener is not None else None
+        future: Future[RequestOutput] = Future()
+
+        def settle(asked: Future[RequestOutput]) -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                output = asked.result()
+                future.set_result(stream.last_part(output) if stream is not None else output)
+            except RequestError as error:  # it kills engines
+                future.set_result(RequestOutput.refused(request, error))
+            except BaseException as error:  # noqa: BLE001 - the caller's to judge
+                future.set_exception(error)
+
+        asked = self._pool.submit(request, stream.begin if stream is not None else None)
+        future.add_done_callback(lambda done: asked.cancel() if done.cancelled() else None)
+        asked.add_done_callback(settle)
+        return future
+
+
+class ResumedStream:
+    """Gives each part of a stream to its listener once, however often the stream starts again with the same seed.
+
+    It counts tokens and characters by index of the completion: those of the present run, and the most of any run.
+    """
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._tokens: Counter[int] = Counter()
+        self._characters: Counter[int] = Counter()
+        self._tokens_given: Counter[int] = Counter()
+        self._characters_given: Counter[int] = Counter()
+
+    def begin(self) -> Callable[[RequestOutput], None]:
+        """Prepare for a run from the start. Return the function that takes its parts."""
+        self._tokens.clear()
+        self._characters.clear()
+        return self._take
+
+    def last_part(self, output: RequestOutput) -> RequestOutput:
+        """Return the new part of the last output. It includes every finished completion, even without new text."""
+        parts = [self._rest(one) for one in output.outputs]
+        return dataclasses.replace(output, outputs=[one for one in parts if one.token_ids or one.text or one.finished])
+
+    def _take(self, output: RequestOutput) -> None:
+        if (part := self.last_part(output)).outputs:
+            self._listener(part)
+
+    def _rest(self, piece: CompletionOutput) -> CompletionOutput:
+        index = piece.index
+        num_tokens = max(0, self._tokens_given[index] - self._tokens[index])
+        num_characters = max(0, self._characters_given[index] - self._characters[index])
+        self._tokens[index] += len(piece.token_ids)
+        self._characters[index] += len(piece.text)
+        self._tokens_given[index] = max(self._tokens_given[index], self._tokens[index])
+        self._characters_given[index] = max(self._characters_given[index], self._characters[index])
+        return dataclasses.replace(
+            piece,
+            text=piece.text[num_characters:],
+            token_ids=tuple(piece.token_ids[num_tokens:]),
+            logprobs=piece.logprobs[num_tokens:] or None if piece.logprobs is not None else None,
+        )

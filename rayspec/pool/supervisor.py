@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import logging
-import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.pipeline.placement import PlacementError
-from rayspec.pool.dispatch import Dispatch
-from rayspec.pool.merged_stats import merged_stats
-from rayspec.pool.quarantine import Verdict
-from rayspec.pool.recipe import Beginning, Tell
-from rayspec.pool.restart_budget import RestartBudget
-from rayspec.pool.routing import PartHash, part_hashes
-from rayspec.pool.slot import Engine, Slot
+from rayspec.pipeline.recovery import Restarts
+from rayspec.pool.calls import Callback
+from rayspec.pool.dispatch import Beginning, Dispatch, Engine, Slot, part_hashes
 from rayspec.types import EngineLoad, EngineStats, RayspecError
 
-_WATCH_SHARE = 2.0  # times the seconds that the dead engine lived with its only item
-_LONGEST_WATCH_S = 120.0
 _STOP_TIMEOUT_S = 10.0
 _ANSWER_TIMEOUT_S = 5.0
 _PLACE_AGAIN_S = 30.0
@@ -44,12 +38,12 @@ class EngineSupervisor:
     """Passes items to engines. When an engine dies, a new one takes its place, and its items go to live engines.
 
     Each item gets one result, however many engines have worked on it. An item that kills engines fails alone (see
-    Quarantine): while there are suspects, one engine gets only suspects, and the others go on with other items.
+    `dispatch`): while items are isolated, one engine gets only these, and the others go on with other items.
     start: makes an engine that is not loaded yet; may block. max_restarts: of each engine, without a completed item in
-    between; deaths that no suspect explains and first deaths of suspects are counted apart. An engine that dies more
-    often is lost; when all are lost, all items fail until `begin`. max_items: largest number of items of an engine at a
-    time. silence_s: seconds without an answer after which an engine's process counts as dead; None: no such check.
-    beginning: see `Recipe.beginning`.
+    between; deaths at which an item is alone for the first time are counted apart, those of a culprit are not counted.
+    An engine that dies more often is lost; when all are lost, all items fail until `begin`. max_items: largest number
+    of items of an engine at a time. silence_s: seconds without an answer after which an engine's process counts as
+    dead; None: no such check. beginning: see `EngineFactory.beginning`.
     """
 
     def __init__(
@@ -61,52 +55,60 @@ class EngineSupervisor:
         max_items: int | None = None,
         silence_s: float | None = None,
         beginning: Callable[[Any], Beginning] = lambda item: None,
-        clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self._start = start
-        self._clock, self._sleep = clock, sleep
+        self._start, self._sleep = start, sleep
         self._max_restarts = max_restarts
         self._beginning, self._silence_s = beginning, silence_s
         self._slots = [
-            Slot(number=number, restarts=RestartBudget(max_restarts), trials=RestartBudget(max_restarts))
+            Slot(number=number, restarts=Restarts(max_restarts), restarts_alone=Restarts(max_restarts))
             for number in range(num_engines)
         ]
-        self._dispatch = Dispatch(self._slots, max_items=max_items, clock=clock)
+        self._dispatch = Dispatch(self._slots, max_items=max_items)
         self._numbers = itertools.count()
-        self._facts: Any = None
+        self._info: Any = None
         self._was_loaded = False
-        self._news = asyncio.Event()  # set when an engine came up or a slot was given up
+        self._changed = asyncio.Event()  # set when an engine came up or a slot was given up
         self._failure: Exception | None = None
         self._takes_no_more = False
 
     async def begin(self) -> Any:
         """Prepare for a new dataset: count restarts anew and wait until one engine is up; others may follow.
 
-        Return the facts of an engine that is loaded. Raises EngineDeadError, and the error of an engine that fails to
+        Return the info of an engine that is loaded. Raises EngineDeadError, and the error of an engine that fails to
         load."""
         if not self._takes_no_more:
             self._failure = None
         for slot in self._slots:
             slot.failure = None
-            await self._check(slot)
-            slot.renew_budgets()
+            if (engine := slot.engine) is not None:
+                try:
+                    await engine.check()
+                except EngineDeadError as error:
+                    self._handle_end(slot, engine, error)
+            slot.renew_restarts()
         while not self._running:
             self._require_alive()
-            self._news.clear()
+            self._changed.clear()
             self._start_missing()
-            await self._news.wait()
+            await self._changed.wait()
         self._start_missing()
-        return self._facts
+        return self._info
 
-    async def handle(self, item: Any, listen: Callable[[], Tell] | None = None) -> Any:
+    async def handle(self, item: Any, listen: Callable[[], Callback] | None = None) -> Any:
         """Run an item on an engine and return the result. listen: makes the function that takes parts of the result;
         called again each time the item starts again. Raises EngineKilledError, EngineDeadError, DrainingError."""
         number = next(self._numbers)
         hashes = part_hashes(self._beginning(item)) if len(self._slots) > 1 else ()
         try:
             while True:
-                slot, engine = await self._turn(number, hashes)
+                self._require_alive()
+                turn = self._dispatch.turn(number, hashes)
+                self._deal()
+                try:
+                    slot, engine = await turn
+                finally:
+                    self._dispatch.withdraw(number)
                 try:
                     result = await engine.handle(item, listen() if listen is not None else None)
                 except EngineDeadError as error:
@@ -114,20 +116,11 @@ class EngineSupervisor:
                     if (judgement := self._dispatch.judgement(number)) is not None:
                         raise judgement from None
                 else:
-                    slot.renew_budgets()
+                    slot.renew_restarts()
                     return result
         finally:
             self._dispatch.leave(number)
             self._deal()
-
-    async def _turn(self, number: int, hashes: tuple[PartHash, ...]) -> tuple[Slot, Engine]:
-        self._require_alive()
-        turn = self._dispatch.turn(number, hashes)
-        self._deal()
-        try:
-            return await turn
-        finally:
-            self._dispatch.withdraw(number)
 
     def _deal(self) -> None:
         if self._dispatch.has_waiting and self._failure is None:
@@ -220,25 +213,21 @@ class EngineSupervisor:
         slot.engine = None
         engine.end()
         self._dispatch.replaced(slot)
-        under_way, slot.under_way = slot.under_way, {}
-        lived_s = self._clock() - min(under_way.values(), default=0.0)
-        slot.watch_s = min(_WATCH_SHARE * lived_s, _LONGEST_WATCH_S) if len(under_way) == 1 else 0.0
-        is_evidence = not isinstance(error, NodeLostError)
-        verdict = self._dispatch.died(slot, under_way.keys(), lived_s, error) if is_evidence else Verdict()
-        delay_s = self._delay_after_death(slot, verdict)
+        num_alone = 0 if isinstance(error, NodeLostError) else self._dispatch.died(slot, error)
+        num_items = len(slot.under_way)
+        slot.under_way.clear()
+        match num_alone:
+            case 0:
+                delay_s = slot.restarts.next_delay_s()
+            case 1:
+                delay_s = slot.restarts_alone.next_delay_s()
+            case _:
+                delay_s = 0.0  # the item is the culprit
         if delay_s is None:
             self._lose(slot, self._spent(error))
             return
         slot.delay_s = delay_s
-        logger.warning("%s; the %s rows that it had are given to an engine again", error, len(under_way))
-
-    def _delay_after_death(self, slot: Slot, verdict: Verdict) -> float | None:
-        """Return how long to wait before the next engine starts; None: engines died too often."""
-        if verdict.is_guilty:
-            slot.restarts.renew()
-        if verdict.suspect is None:
-            return slot.restarts.next_delay_s()
-        return 0.0 if verdict.is_known else slot.trials.next_delay_s()
+        logger.warning("%s; the %s rows that it had are given to an engine again", error, num_items)
 
     def _start_missing(self) -> None:
         for slot in self._slots:
@@ -255,16 +244,21 @@ class EngineSupervisor:
         while next_delay_s is not None:
             await self._sleep(next_delay_s)
             try:
-                slot.engine = await self._load_engine(slot)
-            except Exception as error:  # noqa: BLE001 - reported to everyone who waits
-                self._dispatch.died_idle()
-                next_delay_s = self._delay_after(slot, error)
-            else:
+                engine = await asyncio.to_thread(self._start)
+                try:
+                    self._info = await engine.load()
+                except BaseException:
+                    engine.end()
+                    raise
+                self._was_loaded = True
+                slot.engine = engine
                 break
+            except Exception as error:  # noqa: BLE001 - reported to everyone who waits
+                next_delay_s = self._delay_after(slot, error)
         slot.starting = None
         if slot.engine is not None and self._silence_s is not None:
             slot.watch = asyncio.create_task(self._watch(slot, slot.engine, self._silence_s))
-        self._news.set()
+        self._changed.set()
         self._deal()
 
     async def _watch(self, slot: Slot, engine: Engine, silence_s: float) -> None:
@@ -277,24 +271,6 @@ class EngineSupervisor:
                 await self._sleep(_ASK_EVERY_S)
         if self._failure is None and slot.engine is None and slot.failure is None:
             self._ensure_starting(slot)
-
-    async def _load_engine(self, slot: Slot) -> Engine:
-        """Return a loaded engine. After the death of an engine with one item, the new engine first lives for a while
-        without an item, so that kills from outside are noticed."""
-        started_s = self._clock()
-        engine = await asyncio.to_thread(self._start)
-        try:
-            self._facts = await engine.load()
-            self._was_loaded = True
-            if slot.watch_s > 0:
-                await self._sleep(slot.watch_s)
-                await engine.check()
-        except BaseException:
-            engine.end()
-            raise
-        finally:
-            self._dispatch.idled(self._clock() - started_s)
-        return engine
 
     def _delay_after(self, slot: Slot, error: Exception) -> float | None:
         """Return how long to wait before the next attempt to load an engine; None: no engine is started in this slot
@@ -310,14 +286,6 @@ class EngineSupervisor:
         self._lose(slot, self._spent(error) if can_pass else error)
         return None
 
-    async def _check(self, slot: Slot) -> None:
-        if (engine := slot.engine) is None:
-            return
-        try:
-            await engine.check()
-        except EngineDeadError as error:
-            self._handle_end(slot, engine, error)
-
     def _spent(self, error: Exception) -> EngineDeadError:
         return EngineDeadError(
             f"{error} (max_engine_restarts is {self._max_restarts}, and no row was completed since the last restarts)"
@@ -326,7 +294,7 @@ class EngineSupervisor:
     def _lose(self, slot: Slot, error: Exception) -> None:
         """Give up a slot: no engine is started in it any more."""
         slot.failure = error
-        self._news.set()
+        self._changed.set()
         if self._num_lost == len(self._slots):
             self._fail(error)
         else:
@@ -334,7 +302,7 @@ class EngineSupervisor:
 
     def _fail(self, error: Exception) -> None:
         self._failure = error
-        self._news.set()
+        self._changed.set()
         self._dispatch.fail(error)
 
     def _require_alive(self) -> None:
@@ -351,3 +319,19 @@ async def _death_of(engine: Engine, silence_s: float) -> EngineDeadError | None:
     except EngineDeadError as error:
         return error
     return None
+
+
+def merged_stats(parts: Sequence[EngineStats]) -> EngineStats:
+    """Return the statistics of several engines as of one: add up counts and seconds, sort all plans by the time they
+    were made, and take the first `gate_reason`."""
+    total = EngineStats()
+    for part in parts:
+        for field in dataclasses.fields(EngineStats):
+            value, sum_so_far = getattr(part, field.name), getattr(total, field.name)
+            if isinstance(value, int | float):
+                setattr(total, field.name, sum_so_far + value)
+        for length, count in part.accepted_lengths.items():
+            total.accepted_lengths[length] = total.accepted_lengths.get(length, 0) + count
+    total.gate_reason = next((part.gate_reason for part in parts if part.gate_reason), "")
+    total.plans = sorted((plan for part in parts for plan in part.plans), key=lambda plan: plan.elapsed_s)
+    return total

@@ -5,21 +5,21 @@ from __future__ import annotations
 import asyncio
 import copy
 import math
-import os
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from rayspec.config import KV_CACHE_SHARE, EngineConfig, ParallelOptions
 from rayspec.decode.engine_loop import EngineDeadError
+from rayspec.decode.progress import Progress
 from rayspec.pipeline.placement import PlacementError, gpus_per_shard, remove_orphaned_groups, wants_gpu
-from rayspec.pool.calls import BatchedCalls, Call, CalledHere, Outcome
-from rayspec.pool.recipe import LoadedEngine, Recipe, Tell
+from rayspec.pool.calls import BatchedCalls, Call, Callback, CalledHere, Outcome
+from rayspec.pool.dispatch import Beginning
 from rayspec.pool.stopped import Place, ProcessStoppedError, answer_of
 from rayspec.pool.supervisor import EngineSupervisor, NodeLostError
 from rayspec.types import EngineLoad, EngineStats, RayspecError
@@ -27,83 +27,117 @@ from rayspec.types import EngineLoad, EngineStats, RayspecError
 _MAX_CONCURRENT_CALLS = 64
 _MAX_CONCURRENT_ROWS = 4096
 _MIN_CPUS_TO_RESERVE = 3
-_SURPLUS = 1.25
+_SURPLUS = 1.25  # of the items that an engine decodes at once, so that it never waits for one
 _SILENCE_S = 60.0  # a busy machine may keep a process waiting for seconds
+
+
+class LoadedEngine(Protocol):
+    """A loaded engine, in its actor."""
+
+    @property
+    def info(self) -> Any:
+        """Description of the loaded engine for the pool's owner. It must be picklable."""
+
+    @property
+    def stats(self) -> EngineStats: ...
+
+    @property
+    def load(self) -> EngineLoad: ...
+
+    @property
+    def progress(self) -> Progress:
+        """Whether the thread that runs the engine is stuck."""
+
+    @property
+    def death(self) -> RayspecError | None:
+        """Error that has ended the engine; None while it runs."""
+
+    async def handle(self, item: Any, callback: Callback) -> Any:
+        """Return the result for an item; errors of the item are part of the result. callback: takes parts of the
+        result. Raises EngineDeadError when the engine cannot go on. Cancelling the wait ends the work on the item."""
+
+    async def ping(self) -> None:
+        """Wait until the engine has answered. Raises EngineDeadError."""
+
+    def stop(self) -> None: ...
+
+
+class EngineFactory(Protocol):
+    """Loads the engines of a pool. It must be picklable, because it is sent to the actors."""
+
+    @property
+    def engine(self) -> EngineConfig:
+        """Options of the whole pool: `parallel.replicas` is the number of engines."""
+
+    def load(self, config: EngineConfig) -> LoadedEngine:
+        """Load the engine of an actor; called once, on a thread of its own. config: options of this engine alone.
+        Raises ConfigError, CheckpointError, and with shards PlacementError."""
+
+    def beginning(self, item: Any) -> Beginning:
+        """Return how an item's prompt begins, for the choice among several engines. It must be quick."""
 
 
 class EngineWorker:
     """Owns a model and the loop that runs it. A plain class: `start_worker` makes it an actor."""
 
-    def __init__(self, recipe: Recipe, config: EngineConfig) -> None:
-        self._recipe, self._config = recipe, config
-        self._engine: LoadedEngine | None = None
-        self._calls: CalledHere | None = None
+    _engine: LoadedEngine
+    _calls: CalledHere
+
+    def __init__(self, factory: EngineFactory, config: EngineConfig) -> None:
+        self._factory, self._config = factory, config
 
     async def load(self) -> Any:
-        """Load the engine and return its facts. Called once, before all other methods.
+        """Load the engine and return its info. Called once, before all other methods.
 
         Raises ConfigError, CheckpointError, and with shards PlacementError.
         """
-        self._engine = await asyncio.to_thread(self._recipe.load, self._config)
+        self._engine = await asyncio.to_thread(self._factory.load, self._config)
         self._calls = CalledHere(self._engine.handle)
-        return self._engine.facts
+        return self._engine.info
 
     async def take(self, calls: Sequence[Call]) -> None:
-        self._callable.take(calls)
+        self._calls.take(calls)
 
     async def cancel(self, numbers: Sequence[int]) -> None:
-        self._callable.cancel(numbers)
+        self._calls.cancel(numbers)
 
     async def outcomes(self) -> AsyncGenerator[list[Outcome], None]:
-        async for ready in self._callable.outcomes():
+        async for ready in self._calls.outcomes():
             yield ready
 
     async def stats(self) -> EngineStats:
-        return copy.deepcopy(self._loaded.stats)
+        return copy.deepcopy(self._engine.stats)
 
     async def load_now(self) -> EngineLoad:
-        return self._loaded.load
+        return self._engine.load
 
     async def ping(self) -> None:
         """Wait until the engine has answered. Raises the error that has ended the engine."""
-        if (death := self._loaded.death) is not None:
+        if (death := self._engine.death) is not None:
             raise death
-        await self._loaded.ping()
+        await self._engine.ping()
 
     async def answer(self) -> None:
         """Return at once. Raises EngineDeadError if the engine is stuck."""
-        if (problem := self._loaded.progress.problem()) is not None:
+        if (problem := self._engine.progress.problem()) is not None:
             raise EngineDeadError(f"the engine {problem}")
-
-    async def process_id(self) -> int:
-        return os.getpid()
 
     async def place(self) -> Place:
         return Place.here()
 
     async def stop(self) -> None:
-        await asyncio.to_thread(self._loaded.stop)
-
-    @property
-    def _loaded(self) -> LoadedEngine:
-        assert self._engine is not None, "load comes first"
-        return self._engine
-
-    @property
-    def _callable(self) -> CalledHere:
-        assert self._calls is not None, "load comes first"
-        return self._calls
+        await asyncio.to_thread(self._engine.stop)
 
 
 class RemoteEngine:
     """An EngineWorker in its actor. Errors of Ray about the actor's end become EngineDeadError or NodeLostError."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        self._config = config_of_one(recipe.engine)
-        self._actor = start_worker(recipe)
+    def __init__(self, factory: EngineFactory) -> None:
+        self._config = config_of_one(factory.engine)
+        self._actor = start_worker(factory)
         self._calls = BatchedCalls(self._actor, self._death)
         self._place: Place | None = None
-        options = recipe.engine.parallel
+        options = factory.engine.parallel
         self._start_timeout_s = options.start_timeout_s if options is not None else None
 
     async def load(self) -> Any:
@@ -118,8 +152,8 @@ class RemoteEngine:
             raise self._death(error) from None
         return await self._answer(self._actor.load.remote())
 
-    async def handle(self, item: Any, tell: Tell | None = None) -> Any:
-        return await self._calls(item, tell)
+    async def handle(self, item: Any, callback: Callback | None = None) -> Any:
+        return await self._calls(item, callback)
 
     async def check(self) -> None:
         await self._answer(self._actor.ping.remote())
@@ -137,10 +171,6 @@ class RemoteEngine:
     async def load_now(self) -> EngineLoad:
         load: EngineLoad = await self._answer(self._actor.load_now.remote())
         return load
-
-    async def process_id(self) -> int:
-        number: int = await self._answer(self._actor.process_id.remote())
-        return number
 
     async def stop(self) -> None:
         await self._answer(self._actor.stop.remote())
@@ -167,20 +197,20 @@ class RemoteEngine:
         return NodeLostError(message) if is_node_lost or is_preempted else EngineDeadError(message)
 
 
-def start_worker(recipe: Recipe) -> Any:
+def start_worker(factory: EngineFactory) -> Any:
     """Start an EngineWorker and return its actor handle. Ray does not restart it: its callers get the error."""
-    config = config_of_one(recipe.engine)
-    num_sharing = engines_of_a_place(recipe.engine)
+    config = config_of_one(factory.engine)
+    num_sharing = engines_of_a_place(factory.engine)
     if num_sharing > 1:
-        on_gpu = gpus_per_shard(recipe.engine, recipe.engine.parallel or ParallelOptions()) > 0
+        on_gpu = gpus_per_shard(factory.engine, factory.engine.parallel or ParallelOptions()) > 0
         usual = KV_CACHE_SHARE["cuda" if on_gpu else "cpu"]
         config = config.replace(kv_cache_share=(config.kv_cache_share or usual) / num_sharing)
-    options = _resources(recipe.engine, config) | {
+    options = _resources(factory.engine, config) | {
         "max_concurrency": _MAX_CONCURRENT_CALLS,
         "max_restarts": 0,
         "name": f"rayspec-engine-{secrets.token_hex(8)}",  # identifies the placement groups that this actor makes
     }
-    return ray.remote(EngineWorker).options(**options).remote(recipe, config)
+    return ray.remote(EngineWorker).options(**options).remote(factory, config)
 
 
 def config_of_one(config: EngineConfig) -> EngineConfig:
@@ -215,17 +245,12 @@ def num_engines(config: EngineConfig) -> int:
 
 
 def items_at_a_time(config: EngineConfig) -> int:
-    """Return the items that an engine decodes at once, and a quarter more, so that it never waits for an item. It gets
-    no more than that, because items that only wait in an engine become suspects when the engine dies."""
+    """Return the items that an engine decodes at once, and a quarter more. It gets no more than that, because items
+    that only wait in an engine are isolated, too, when the engine dies."""
     return math.ceil(_SURPLUS * config.max_num_seqs)
 
 
-def supervisor_of(recipe: Recipe, *, max_restarts: int) -> EngineSupervisor:
-    """Make the supervisor of the engines that a recipe asks for."""
-    return EngineSupervisor(**_supervision(recipe, max_restarts))
-
-
-def start_supervisor(recipe: Recipe, *, max_restarts: int) -> Any:
+def start_supervisor(factory: EngineFactory, *, max_restarts: int) -> Any:
     """Start an EngineSupervisor in an actor and return its handle, for callers in other processes.
 
     The actor loads no model library. When the supervisor's own process ends, Ray starts the supervisor again, with
@@ -237,18 +262,18 @@ def start_supervisor(recipe: Recipe, *, max_restarts: int) -> Any:
         "max_restarts": -1,
         "max_task_retries": -1,
     }
-    return ray.remote(EngineSupervisor).options(**options).remote(**_supervision(recipe, max_restarts))
+    return ray.remote(EngineSupervisor).options(**options).remote(**supervision(factory, max_restarts))
 
 
-def _supervision(recipe: Recipe, max_restarts: int) -> dict[str, Any]:
+def supervision(factory: EngineFactory, max_restarts: int) -> dict[str, Any]:
     """Return the arguments of an EngineSupervisor. They are picklable, because they are sent to its actor."""
     return {
-        "start": partial(RemoteEngine, recipe),
-        "num_engines": num_engines(recipe.engine),
+        "start": partial(RemoteEngine, factory),
+        "num_engines": num_engines(factory.engine),
         "max_restarts": max_restarts,
-        "max_items": items_at_a_time(recipe.engine),
+        "max_items": items_at_a_time(factory.engine),
         "silence_s": _SILENCE_S,
-        "beginning": recipe.beginning,
+        "beginning": factory.beginning,
     }
 
 

@@ -14,7 +14,7 @@ from rayspec.batch.documents import input_row
 from rayspec.batch.feeding import completing
 from rayspec.batch.rows import Row
 from rayspec.decode.engine_loop import EngineDeadError
-from rayspec.pool.quarantine import EngineKilledError
+from rayspec.pool.dispatch import EngineKilledError
 from rayspec.pool.supervisor import DrainingError
 from rayspec.types import ConfigError, RequestError
 

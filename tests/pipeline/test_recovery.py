@@ -94,18 +94,19 @@ def test_who_says_that_it_is_stuck_is_dead() -> None:
     assert dead(pulse) == []
 
 
-def test_restarts_are_bounded_wait_longer_each_time_and_are_forgotten() -> None:
+def test_restarts_are_bounded_and_further_apart_each_time_until_there_is_progress() -> None:
+    restarts = Restarts(4)
+    for _ in range(2):
+        assert [restarts.next_delay_s() for _ in range(6)] == [0.0, 0.2, 0.4, 0.8, None, None]
+        restarts.renew()
+    assert Restarts(0).next_delay_s() is None
+    many = Restarts(2000)
+    assert max(many.next_delay_s() or 0.0 for _ in range(2000)) == 30.0
+
+
+def test_restarts_outside_the_window_do_not_count() -> None:
     clock = Clock()
-    restarts = Restarts(3, clock)
-    delays = [restarts.next_delay_s() for _ in range(4)]
-    assert delays[0] == 0.0
-    assert delays[3] is None
-    assert 0 < (delays[1] or 0) < (delays[2] or 0)
+    restarts = Restarts(2, window_s=600.0, clock=clock)
+    assert [restarts.next_delay_s() for _ in range(3)] == [0.0, 0.2, None]
     clock.now += 601
     assert restarts.next_delay_s() == 0.0
-    assert Restarts(0, clock).next_delay_s() is None
-
-
-def test_delays_do_not_grow_for_ever() -> None:
-    restarts = Restarts(100, Clock())
-    assert max(restarts.next_delay_s() or 0 for _ in range(100)) == 30.0

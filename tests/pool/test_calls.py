@@ -13,8 +13,7 @@ import pytest
 import ray
 
 from rayspec.decode.engine_loop import EngineDeadError
-from rayspec.pool.calls import BatchedCalls, Call, CalledHere, Outcome
-from rayspec.pool.recipe import Tell
+from rayspec.pool.calls import BatchedCalls, Call, Callback, CalledHere, Outcome
 from rayspec.types import ConfigError, RayspecError, RequestError
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
@@ -63,14 +62,14 @@ class Worker:
     async def seen(self) -> tuple[list[int], list[str]]:
         return self._batches, self._cancelled
 
-    async def _handle(self, item: Any, tell: Tell) -> Any:
+    async def _handle(self, item: Any, callback: Callback) -> Any:
         match str(item).split():
             case ["return", "lock"]:
                 return threading.Lock()
             case ["return", "brittle"]:
                 return Brittle("there")
             case ["tell", "lock"]:
-                tell(threading.Lock())
+                callback(threading.Lock())
                 await asyncio.sleep(1000)
             case ["fail", "ours"]:
                 raise ConfigError("option 'a' is 1")
@@ -78,7 +77,7 @@ class Worker:
                 raise UnloadableError(1, 2)
             case ["tell", count]:
                 for part in range(int(count)):
-                    await asyncio.to_thread(tell, part)
+                    await asyncio.to_thread(callback, part)
             case ["sleep"]:
                 try:
                     await asyncio.sleep(1000)

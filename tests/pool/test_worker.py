@@ -17,7 +17,7 @@ import ray
 from rayspec import LLM, SamplingParams, demo
 from rayspec.batch.document_task import DocumentTask
 from rayspec.batch.documents import input_row
-from rayspec.batch.row_engine import RowRecipe
+from rayspec.batch.row_engine import RowEngineFactory
 from rayspec.batch.rows import Row
 from rayspec.command.settings import make_settings
 from rayspec.config import EngineConfig, ParallelOptions
@@ -44,6 +44,11 @@ def task(**options: Any) -> DocumentTask:
     return DocumentTask(settings=settings, template="{text}")
 
 
+def process_of(engine: RemoteEngine) -> int:
+    assert engine._place is not None
+    return engine._place.process_id
+
+
 def test_an_engine_completes_rows_as_an_llm_does_until_it_ends() -> None:
     """Documents of many callers; then the engine is stopped; then its process is killed."""
     samples = demo.sample_documents(5, num_sentences=8)
@@ -51,7 +56,7 @@ def test_an_engine_completes_rows_as_an_llm_does_until_it_ends() -> None:
     long = input_row("long", source="long", text="word " * 2000)
 
     async def run() -> list[Row]:
-        engine = RemoteEngine(RowRecipe(task(strategy="ar")))
+        engine = RemoteEngine(RowEngineFactory(task(strategy="ar")))
         try:
             config = await engine.load()
             assert (config["model"], config["num_threads"], config["sampling"]["max_tokens"]) == ("demo", 1, 8)
@@ -64,7 +69,7 @@ def test_an_engine_completes_rows_as_an_llm_does_until_it_ends() -> None:
                 await engine.check()
             with pytest.raises(EngineDeadError, match="it was stopped"):
                 await engine.handle(documents[0])
-            os.kill(await engine.process_id(), signal.SIGKILL)
+            os.kill(process_of(engine), signal.SIGKILL)
             for question in (engine.handle(documents[0]), engine.check(), engine.handle(documents[1])):
                 with pytest.raises(EngineDeadError, match="the engine's process has ended"):
                     await question
@@ -84,10 +89,10 @@ def test_an_engine_completes_rows_as_an_llm_does_until_it_ends() -> None:
 
 def test_a_stopped_process_is_a_dead_engine_and_a_silent_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
-        engine = RemoteEngine(RowRecipe(task(strategy="ar")))
+        engine = RemoteEngine(RowEngineFactory(task(strategy="ar")))
         try:
             await engine.load()
-            process_id = await engine.process_id()
+            process_id = process_of(engine)
             freeze(process_id)
             started_s = time.monotonic()
             with pytest.raises(EngineDeadError, match=r"its process is stopped \(SIGSTOP\)"):
@@ -117,16 +122,15 @@ def test_a_node_is_asked_about_processes_of_others(monkeypatch: pytest.MonkeyPat
 
 def test_an_engine_whose_pass_never_ends_says_so_while_its_process_answers() -> None:
     async def run() -> None:
-        worker = EngineWorker(recipe, recipe.engine)
+        worker = EngineWorker(factory, factory.engine)
         await worker.load()
-        stages = worker._loaded._engine.llm.engine.stages  # type: ignore[attr-defined]
+        stages = worker._engine._engine.llm.engine.stages  # type: ignore[attr-defined]
         stages.progress = Progress(clock=lambda: 60 * time.monotonic())
-        assert worker._calls is not None
-        await worker._loaded.handle(document, lambda _: None)
+        await worker._engine.handle(document, lambda _: None)
         await worker.answer()
         going_on, run_pass = threading.Event(), stages._run
         stages._run = lambda work: going_on.wait() and run_pass(work)
-        rows = asyncio.ensure_future(worker._loaded.handle(document, lambda _: None))
+        rows = asyncio.ensure_future(worker._engine.handle(document, lambda _: None))
         with pytest.raises(EngineDeadError, match=r"has not finished a pass for \d+ s, and .* expected to take"):
             while True:
                 await asyncio.sleep(0.02)
@@ -136,13 +140,13 @@ def test_an_engine_whose_pass_never_ends_says_so_while_its_process_answers() -> 
         await worker.answer()
         await worker.stop()
 
-    recipe, document = RowRecipe(task(strategy="ar")), input_row("a", source="a", text="A text.")
+    factory, document = RowEngineFactory(task(strategy="ar")), input_row("a", source="a", text="A text.")
     asyncio.run(run())
 
 
 def test_a_model_that_cannot_be_loaded_is_our_own_error() -> None:
     async def load() -> None:
-        engine = RemoteEngine(RowRecipe(task(model="no/such-model")))
+        engine = RemoteEngine(RowEngineFactory(task(model="no/such-model")))
         try:
             with pytest.raises(CheckpointError, match="no/such-model"):
                 await engine.load()
@@ -183,9 +187,9 @@ def test_replicas_that_may_be_on_a_node_share_its_memory() -> None:
     assert engines_of_a_place(EngineConfig(model="demo")) == of(stages=2) == 1
     assert of(replicas=3, cpus_per_shard=0.25) == 3
     assert of(replicas=2, cpus_per_shard=2 * num_cpus) == 2, "so much is not reserved, or nothing would be left to read"
-    engine = RemoteEngine(RowRecipe(task(strategy="ar", replicas=2, max_num_seqs=2)))
+    engine = RemoteEngine(RowEngineFactory(task(strategy="ar", replicas=2, max_num_seqs=2)))
     try:
-        facts = asyncio.run(engine.load())
-        assert facts["kv_cache_share"] == 0.125
+        info = asyncio.run(engine.load())
+        assert info["kv_cache_share"] == 0.125
     finally:
         engine.end()

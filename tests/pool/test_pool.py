@@ -18,8 +18,8 @@ import ray
 
 from rayspec import LLM, SamplingParams
 from rayspec.decode.engine_loop import EngineDeadError
-from rayspec.pool.replicas import Replicas
-from rayspec.types import CheckpointError, ConfigError, EmptyPromptError, Request, RequestOutput
+from rayspec.pool.pool import Replicas, ResumedStream
+from rayspec.types import CheckpointError, CompletionOutput, ConfigError, EmptyPromptError, Request, RequestOutput
 from tests.demo_model import demo_prompts
 from tests.engines import GREEDY, Pieces, tokens_of
 
@@ -68,7 +68,7 @@ def engine_processes() -> list[int]:
     """Of all replicas that live."""
     names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
     actors = [ray.get_actor(name) for name in names if name.startswith("rayspec-engine-")]
-    return [ray.get(actor.process_id.remote()) for actor in actors]
+    return [ray.get(actor.place.remote()).process_id for actor in actors]
 
 
 def kill_one_when_both_work(llm: LLM) -> threading.Thread:
@@ -197,3 +197,22 @@ def test_a_script_that_forgets_to_shut_down_ends_in_peace(ray_environment: None,
     assert (process.returncode, process.stdout.strip()) == (0, "1"), process.stderr
     assert "Traceback" not in process.stderr
     assert "Started a local Ray" not in process.stderr
+
+
+def test_a_part_that_was_given_is_not_given_again_however_the_stream_is_cut() -> None:
+    def piece(text: str, finished: bool = False) -> RequestOutput:
+        one = CompletionOutput(
+            index=0, text=text, token_ids=list(text.encode()), finish_reason="stop" if finished else None
+        )
+        return RequestOutput(request_id="r", prompt=None, prompt_token_ids=(), outputs=[one], finished=finished)
+
+    given: list[str] = []
+    stream = ResumedStream(lambda output: given.append(output.outputs[0].text))
+    for parts in (["abc", "de"], ["a", "bc", "def"], ["abcdefg"]):
+        take = stream.begin()
+        for text in parts:
+            take(piece(text))
+    assert given == ["abc", "de", "f", "g"]
+    assert stream.last_part(piece("hi", finished=True)).outputs[0].text == "hi"
+    stream.begin()
+    assert stream.last_part(piece("abcdefghi", finished=True)).outputs[0].finish_reason == "stop"
