@@ -27,7 +27,7 @@ from rayspec.command.loading import load_llm
 from rayspec.command.options import Asked, with_settings
 from rayspec.command.settings import Settings
 from rayspec.command.terminal import clean_exit, error_console, exit_on_sigterm, output_console, say
-from rayspec.config import ParallelOptions, SamplingParams, TuningOptions
+from rayspec.config import REPLACED, ParallelOptions, SamplingParams, TuningOptions
 from rayspec.ops.commands import app as plan_app
 from rayspec.ops.k8s.command import app as k8s_app
 from rayspec.ops.latency_table import latency_table, stage_table
@@ -39,11 +39,15 @@ _MOVED["figures"] = "python -m benchmarks figures"
 
 
 class _Commands(TyperGroup):
-    """The commands. One that has moved is an error that says where it is."""
+    """The commands. Commands and flags that are gone give an error that says what replaced them."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] in _MOVED:
             ctx.fail(f"command '{args[0]}' is not in the package any more: run `{_MOVED[args[0]]}` in a checkout")
+        replaced = REPLACED["SpeculationOptions"] | (REPLACED["TuningOptions"] if args[:1] == ["tune"] else {})
+        for flag in (arg.partition("=")[0] for arg in args if arg.startswith("--")):
+            if (remedy := replaced.get(flag.removeprefix("--").replace("-", "_"))) is not None:
+                ctx.fail(f"option {flag!r} {remedy}")
         return super().resolve_command(ctx, args)
 
 

@@ -59,9 +59,42 @@ class Options(pydantic.BaseModel):
         return type(self)(**{name: getattr(self, name) for name in type(self).model_fields} | changes)
 
 
+_FIXED = "is gone: its default is what everybody used; leave it out"
+_THRESHOLD = "'threshold' and 'exit_threshold' are now 'speculation.draft_threshold'"
+# Options that are gone, by the class that had them, and what replaced each.
+REPLACED: Mapping[str, Mapping[str, str]] = {
+    "SpeculationOptions": {
+        "knapsack": "is gone: 'num_tap_tokens' is now 'speculation.num_search_tokens'; leave out the others, which "
+        "are fixed",
+        "clasp": "is gone: 'num_skipped_layers' is now 'speculation.num_skipped_layers', 'interval' is now "
+        f"'speculation.search_interval', and {_THRESHOLD}",
+        "dynamic_exit": "is gone: 'interval' is now 'speculation.search_interval' and 'num_tap_tokens' is now "
+        "'speculation.num_search_tokens'; leave out the others, which are fixed",
+        "asd": "is gone: 'threshold' is now 'speculation.attention_cosine', 'exit_threshold' is now "
+        "'speculation.draft_threshold', 'interval' is now 'speculation.search_interval' and 'num_tap_tokens' is now "
+        "'speculation.num_search_tokens'; leave out 'target', which is fixed",
+        "self_sd": f"is gone: {_THRESHOLD}; leave out the others, which are fixed",
+        "knn_ssd": f"is gone: {_THRESHOLD}; leave out 'reject_distance', which is saved with each plan",
+        "lookup_ngram": _FIXED,
+        "lookup_tokens": "is gone: drafts have 10 tokens, or 'max_draft_tokens' if that is less",
+    },
+    "SwiftOptions": {
+        "threshold": "is now 'speculation.draft_threshold'",
+        "context_window": "is now 'speculation.num_search_tokens'",
+        **dict.fromkeys(("max_score", "max_tries_without_gain", "max_tries", "suggest_every", "seed"), _FIXED),
+    },
+    "TuningOptions": {
+        "threshold": "is now 'speculation.draft_threshold'",
+        **dict.fromkeys(("seed", "num_anchors"), _FIXED),
+    },
+}
+
+
 def _explain(options: type[Options], error: Mapping[str, Any]) -> str:
     name = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
+        if (replaced := REPLACED.get(options.__name__, {}).get(name)) is not None:
+            return f"option {name!r} {replaced}"
         valid = sorted(options.model_fields)
         near = difflib.get_close_matches(name, valid, n=1)
         return f"unknown option {name!r}; " + (f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(valid)}")
@@ -145,28 +178,11 @@ class SamplingParams(Options):
         return self
 
 
-class KnapsackOptions(Options):
-    """The plan search (KnapSpec). Budgets are saved time in units of total / resolution."""
-
-    resolution: int = Field(128, ge=16, le=4096, description="integer units that the whole model's time is cut into")
-    num_tap_tokens: int = Field(8, ge=1, le=256, description="recently committed tokens the search looks at")
-    max_states: int = Field(16, ge=2, le=1024, description="states kept a row; more is finer and slower")
-    min_cosine: float = Field(0.5, ge=-1.0, le=1.0, description="states less similar to the target are dropped")
-    max_skipped_share: float = Field(0.75, gt=0.0, lt=1.0, description="of the model's time")
-
-
 class SwiftOptions(Options):
     """SWIFT: drafts skip a set of sublayers; sets are tried on recent tokens during generation. Defaults are from the
     paper, which drafts up to 25 tokens: set `max_draft_tokens`."""
 
-    context_window: int = Field(32, ge=1, le=256, description="recently committed tokens a set is tried on")
     skip_ratio: float = Field(0.45, gt=0.0, lt=1.0, description="of the sublayers between first and last layer")
-    threshold: float = Field(0.8, ge=0.0, le=1.0, description="top-1 probability below which a draft ends")
-    max_score: float = Field(0.95, ge=0.0, le=1.0, description="share of agreeing tokens above which the search ends")
-    max_tries_without_gain: int = Field(300, ge=1, description="sets tried in vain after which the search ends")
-    max_tries: int = Field(1000, ge=1, description="sets tried after which the search ends")
-    suggest_every: int = Field(25, ge=1, description="each so-many-th set is suggested by a Gaussian process")
-    seed: int = Field(1, ge=0, description="of the random sets")
     tree_widths: tuple[int, ...] = Field(
         (1, 3, 5, 10),
         description="alternatives, itself counted, of a token whose top-1 probability is above .95, .8, .5, or less; "
@@ -179,24 +195,6 @@ class SwiftOptions(Options):
         if len(widths) not in (0, 4) or any(width < 1 for width in widths):
             raise ValueError("give four numbers from 1 on, or none")
         return widths
-
-
-class SelfSDOptions(Options):
-    """Self-SD (Draft & Verify): a saved plan, and a confidence threshold that follows the acceptance. Defaults are
-    those of the published runs on text."""
-
-    threshold: float = Field(0.6, ge=0.0, le=1.0, description="top-1 probability below which a draft ends, at first")
-    adaptive: bool = Field(True, description="whether the threshold follows the acceptance")
-    target: float = Field(0.9, ge=0.0, le=1.0, description="share of draft tokens that should be accepted")
-
-
-class KnnSSDOptions(Options):
-    """KNN-SSD: uses the saved plan whose domain is nearest to the beginning of the answer."""
-
-    threshold: float = Field(0.8, ge=0.0, le=1.0, description="top-1 probability below which a draft ends")
-    reject_distance: float | None = Field(
-        None, ge=0.0, le=2.0, description="cosine distance beyond which no domain is near; None: as saved with each"
-    )
 
 
 class LayerSkipOptions(Options):
@@ -212,44 +210,9 @@ class TuningOptions(Options):
     num_tries: int = Field(1000, ge=1, description="plans that are tried on the prompts")
     max_seconds: float = Field(3600.0, gt=0.0, description="after which no other plan is tried")
     max_tokens: int = Field(32, ge=2, description="tokens generated from each prompt")
-    threshold: float = Field(0.6, ge=0.0, le=1.0, description="top-1 probability below which a draft ends, at first")
-    seed: int = Field(1, ge=0, description="of the random plans")
     plans_by: Literal["trials", "knapspec"] = Field(
         "trials", description="plans of domains: by trials as above, or the best that KnapSpec finds in one run"
     )
-    num_anchors: int = Field(10, ge=1, description="typical samples that stand for a domain")
-
-
-class CLaSpOptions(Options):
-    """CLaSp: drafts skip the whole layers that matter least for the newest token. Defaults are the paper's."""
-
-    num_skipped_layers: int | None = Field(None, ge=1, description="None: half of them, of the paper's 40 to 60 %")
-    interval: int = Field(128, ge=1, description="tokens of one sequence between two searches")
-    exit_threshold: float = Field(0.7, ge=0.0, le=1.0, description="top-1 probability below which a draft ends")
-
-
-class DynamicExitOptions(Options):
-    """DEL: chooses exit layer and length of drafts by how drafts of recent tokens would have done at every layer. The
-    default of `memory` is the paper's."""
-
-    memory: float = Field(0.95, ge=0.0, lt=1.0, description="weight of what was known before, at each look")
-    interval: int = Field(1, ge=1, description="tokens of one sequence between two looks; 1: every round, as published")
-    num_tap_tokens: int = Field(8, ge=1, le=256, description="newest tokens of the first look; then one a sequence")
-    cost: Literal["latency", "layers"] = Field("latency", description="of drafts: measured, or layers as published")
-
-
-class ASDOptions(Options):
-    """ASD: skips attention sublayers that change hidden states little. `threshold` and `interval` are our defaults."""
-
-    threshold: float = Field(
-        0.95, ge=-1.0, le=1.0, description="cosine of before and after, above which one is skipped"
-    )
-    num_tap_tokens: int = Field(8, ge=1, le=256, description="newest tokens whose states are compared")
-    interval: int = Field(64, ge=1, description="tokens of one sequence between two looks")
-    exit_threshold: float = Field(
-        0.6, ge=0.0, le=1.0, description="top-1 probability below which a draft ends, at first"
-    )
-    target: float = Field(0.9, ge=0.0, le=1.0, description="share of draft tokens that should be accepted")
 
 
 class LookaheadOptions(Options):
@@ -271,8 +234,8 @@ class SpeculationOptions(Options):
     strategy: "knapspec" (plans chosen while running), "lookup" (drafts found in the sequence's own text), "auto" (the
     better of these two in each round), "lookahead" (n-grams made by Jacobi iteration), "static" (always skips the
     sublayers in `skip` and runs the others by `static_choice`), "ar" (no drafts).
-    Strategies published by others, each with its group of options: "clasp", "del" (`dynamic_exit`), "asd", "swift",
-    "self-sd", "knn-ssd", "layerskip"; self-sd and knn-ssd use saved plans (`warm_start`).
+    Strategies published by others: "clasp", "del", "asd", "swift", "self-sd", "knn-ssd", "layerskip"; self-sd and
+    knn-ssd use saved plans (`warm_start`). Their other numbers are the published ones.
     verification: "coupled" (text depends on the seed only) or "rejection" (higher acceptance when sampling).
     """
 
@@ -280,8 +243,25 @@ class SpeculationOptions(Options):
     verification: Verification = "coupled"
     max_draft_tokens: int = Field(16, ge=1, le=127)
     max_tree_tokens: int = Field(64, ge=1, le=512, description="tokens of a draft that has branches, over all of them")
-    lookup_ngram: int = Field(3, ge=1, description="tokens that must match where a draft is looked up")
-    lookup_tokens: int = Field(10, ge=1, description="lookup only: the most tokens of a draft")
+    draft_threshold: float | None = Field(
+        None,
+        ge=0.0,
+        le=1.0,
+        description="clasp, asd, swift, self-sd, knn-ssd, tuning: top-1 probability below which a draft ends, at "
+        "first where it follows the acceptance; None: the strategy's published value",
+    )
+    num_search_tokens: int | None = Field(
+        None, ge=1, le=256, description="recently committed tokens that a search looks at; None: 8, swift 32"
+    )
+    search_interval: int | None = Field(
+        None,
+        ge=1,
+        description="clasp, del, asd: tokens of one sequence between two searches; None: 128, 1 (every round), 64",
+    )
+    num_skipped_layers: int | None = Field(None, ge=1, description="clasp only; None: half, of the paper's 40 to 60 %")
+    attention_cosine: float = Field(
+        0.95, ge=-1.0, le=1.0, description="asd only: cosine of before and after, above which attention is skipped"
+    )
     choices: tuple[Cheaper, ...] = Field(
         ("skip", "int4", "window", "pages"),
         description="cheaper ways that drafts may run a sublayer, beside in full: not at all, by a copy of its weights "
@@ -295,16 +275,10 @@ class SpeculationOptions(Options):
     confidence_stop: bool = Field(True, description="end a draft when its next token is not worth its time")
     gate: bool = Field(True, description="turn drafting off where it is measured not to pay")
     optimise_share: float = Field(0.02, ge=0.0, le=1.0, description="of elapsed time, for plan search")
-    knapsack: KnapsackOptions = KnapsackOptions()
     warm_start: str | None = Field(
         None, description="file of saved plans: what self-sd and knn-ssd draft by, and knapspec and auto begin with"
     )
-    clasp: CLaSpOptions = CLaSpOptions()
-    dynamic_exit: DynamicExitOptions = DynamicExitOptions()
-    asd: ASDOptions = ASDOptions()
     swift: SwiftOptions = SwiftOptions()
-    self_sd: SelfSDOptions = SelfSDOptions()
-    knn_ssd: KnnSSDOptions = KnnSSDOptions()
     layerskip: LayerSkipOptions = LayerSkipOptions()
     lookahead: LookaheadOptions = LookaheadOptions()
 
@@ -358,14 +332,9 @@ class SpeculationOptions(Options):
     def num_tap_tokens(self) -> int:
         """Number of tokens with a tap: their hidden states at all sublayer boundaries are kept for the strategy. With
         knn-ssd, this number is for each sequence."""
-        by_strategy = {
-            "clasp": 1,
-            "del": self.dynamic_exit.num_tap_tokens,
-            "asd": self.asd.num_tap_tokens,
-            "swift": self.swift.context_window,
-            "knn-ssd": 1,
-        }
-        return by_strategy.get(self.strategy, self.knapsack.num_tap_tokens)
+        if self.strategy in ("clasp", "knn-ssd"):
+            return 1
+        return self.num_search_tokens or (32 if self.strategy == "swift" else 8)
 
     @model_validator(mode="after")
     def _static_and_skip_go_together(self) -> Self:

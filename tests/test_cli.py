@@ -216,6 +216,19 @@ def test_ctrl_c_leaves_the_rows_so_far(tmp_path: Path) -> None:
     assert not partial.exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "in.txt", "--lookup-tokens", "4"], "'--lookup-tokens' is gone: drafts have 10 tokens"),
+        (["tune", "--threshold=0.5"], "'--threshold' is now 'speculation.draft_threshold'"),
+    ],
+)
+def test_a_flag_that_is_gone_says_what_replaced_it(run: Run, arguments: list[str], message: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())
+
+
 @pytest.mark.parametrize("name", ["bench-serve", "figures"])
 def test_a_command_that_has_left_the_package_says_where_it_is(name: str) -> None:
     result = CliRunner().invoke(app, [name, "--model", "demo"])

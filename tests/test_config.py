@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
+from rayspec import config as config_module
 from rayspec.choices import FULL, SKIP
-from rayspec.config import EngineConfig, KnapsackOptions, SamplingParams, SpeculationOptions
+from rayspec.config import REPLACED, EngineConfig, LookaheadOptions, Options, SamplingParams, SpeculationOptions
 from rayspec.generation import DecodingParams
 from rayspec.types import ConfigError
 
@@ -28,6 +30,16 @@ def test_an_unknown_option_like_no_other_is_answered_with_all_names() -> None:
         speculation(zzz=1)
 
 
+@pytest.mark.parametrize(("group", "old"), [(group, old) for group, replaced in REPLACED.items() for old in replaced])
+def test_an_option_that_is_gone_says_what_replaced_it(group: str, old: str) -> None:
+    options: type[Options] = getattr(config_module, group)
+    with pytest.raises(ConfigError, match=f"option '{old}' is (now|gone)") as raised:
+        options(**{old: 1})
+    named = re.findall(r"now '(\w+)\.(\w+)'", str(raised.value))
+    assert all(name in SpeculationOptions.model_fields for _, name in named)
+    assert old not in options.model_fields
+
+
 def test_an_unknown_option_deep_down_names_its_group() -> None:
     with pytest.raises(ConfigError, match=r"'speculation'.*unknown option 'strategi'; did you mean 'strategy'"):
         config(speculation={"strategi": "ar"})
@@ -48,7 +60,7 @@ def test_an_unknown_strategy_is_answered_with_the_nearest() -> None:
         {"kv_cache_tokens": 3},
         {"speculation": {"max_draft_tokens": 0}},
         {"speculation": {"optimise_share": float("nan")}},
-        {"speculation": {"knapsack": {"resolution": 1}}},
+        {"speculation": {"lookahead": {"level": 1}}},
     ],
 )
 def test_a_value_that_cannot_work_is_refused_by_name(options: dict[str, Any]) -> None:
@@ -124,10 +136,10 @@ def test_options_are_frozen() -> None:
 
 
 def test_replace_validates_again_and_leaves_the_original() -> None:
-    before = config(dtype="float32", speculation={"knapsack": {"resolution": 256}})
+    before = config(dtype="float32", speculation={"lookahead": {"level": 4}})
     after = before.replace(max_num_seqs=3)
     assert (before.max_num_seqs, after.max_num_seqs) == (8, 3)
-    assert (after.dtype, after.speculation.knapsack) == ("float32", KnapsackOptions(resolution=256))
+    assert (after.dtype, after.speculation.lookahead) == ("float32", LookaheadOptions(level=4))
     with pytest.raises(ConfigError, match="max_num_seqs"):
         before.replace(max_num_seqs=-1)
 
@@ -207,10 +219,10 @@ def test_nothing_stands_for_no_stop_tokens_and_no_bias() -> None:
 @pytest.mark.parametrize(
     ("options", "num_tokens"),
     [
-        ({"strategy": "knapspec", "knapsack": {"num_tap_tokens": 5}}, 5),
-        ({"strategy": "clasp", "knapsack": {"num_tap_tokens": 5}}, 1),
-        ({"strategy": "del", "dynamic_exit": {"num_tap_tokens": 3}}, 3),
-        ({"strategy": "asd", "asd": {"num_tap_tokens": 9}}, 9),
+        ({"strategy": "knapspec", "num_search_tokens": 5}, 5),
+        ({"strategy": "clasp", "num_search_tokens": 5}, 1),
+        ({"strategy": "asd"}, 8),
+        ({"strategy": "swift"}, 32),
     ],
 )
 def test_as_many_tokens_are_tapped_as_the_strategy_asks_about(options: dict[str, Any], num_tokens: int) -> None:

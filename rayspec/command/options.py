@@ -106,7 +106,7 @@ _FILE_FLAGS = (
             typer.Option(
                 "--set",
                 metavar="NAME=VALUE",
-                help="any option by its dotted name, as speculation.knapsack.resolution=256; repeatable",
+                help="any option by its dotted name, as speculation.swift.skip_ratio=0.3; repeatable",
                 rich_help_panel=_ENGINE_PANEL,
             ),
         ],

@@ -19,20 +19,24 @@ from rayspec.decode.work import KeepDrafting, RoundResult
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.stopping import DraftWhileSure
 from rayspec.strategies.inquiring import Inquiring
-from rayspec.strategies.self_sd import DraftThreshold
+from rayspec.strategies.self_sd import TARGET_ACCEPTANCE, DraftThreshold
 from rayspec.strategies.tested_tokens import Tested
 from rayspec.types import Plan, PlanRecord
+
+_INTERVAL = 64  # tokens of a sequence between two searches: our value
+_THRESHOLD = 0.6
 
 
 class ASD(Inquiring):
     """Selector of ASD. It does not draft before the first cosines are known, and while none exceeds the threshold."""
 
     def __init__(self, options: SpeculationOptions, latency: LatencyModel) -> None:
-        super().__init__("asd", latency, interval=options.asd.interval)
-        self._options = options.asd
+        super().__init__("asd", latency, interval=options.search_interval or _INTERVAL)
+        self._options = options
         self._max_draft_tokens = options.max_draft_tokens
         self._is_attention = [name.startswith("attention") for name in latency.sublayers]
-        self._draft_threshold = DraftThreshold(options.asd.exit_threshold, target=options.asd.target)
+        first = _THRESHOLD if options.draft_threshold is None else options.draft_threshold
+        self._draft_threshold = DraftThreshold(first, target=TARGET_ACCEPTANCE)
 
     def keep_drafting(self, state: BatchState) -> KeepDrafting | None:
         return DraftWhileSure(threshold=self._draft_threshold.value)
@@ -49,14 +53,14 @@ class ASD(Inquiring):
 
     def _decide(self, state: BatchState, answer: Answer) -> PlanRecord | None:
         assert isinstance(answer, Cosines)
-        choices = without_similar_attention(self._is_attention, answer.cosines, self._options.threshold)
+        choices = without_similar_attention(self._is_attention, answer.cosines, self._options.attention_cosine)
         if choices == self._current.plan.choices:
             return None
         return self._current.take(
             state,
             choices,
             self._max_draft_tokens,
-            acceptance=self._options.target,
+            acceptance=TARGET_ACCEPTANCE,
             reason=f"{choices.count(SKIP)} attention sublayers change the states little",
             optimise_s=answer.seconds,
         )

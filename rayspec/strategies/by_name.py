@@ -26,6 +26,8 @@ from rayspec.types import ConfigError, Plan, no_draft
 
 logger = logging.getLogger(__name__)
 
+_LOOKUP_TOKENS = 10  # of prompt lookup as published
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Given:
@@ -44,7 +46,7 @@ class _Given:
 
     @property
     def num_lookup_tokens(self) -> int:
-        return min(self.options.lookup_tokens, self.options.max_draft_tokens)
+        return min(_LOOKUP_TOKENS, self.options.max_draft_tokens)
 
     @property
     def saved_plans(self) -> SavedPlans:

@@ -18,6 +18,10 @@ from rayspec.strategies.current_plan import estimated_acceptance
 from rayspec.strategies.inquiring import Inquiring
 from rayspec.types import ConfigError, PlanRecord
 
+# Published values.
+_INTERVAL = 128  # tokens of a sequence between two searches
+_THRESHOLD = 0.7
+
 
 class CLaSp(Inquiring):
     """Selector of CLaSp. It does not draft before the first search has ended.
@@ -26,18 +30,18 @@ class CLaSp(Inquiring):
     """
 
     def __init__(self, options: SpeculationOptions, latency: LatencyModel) -> None:
-        super().__init__("clasp", latency, interval=options.clasp.interval)
+        super().__init__("clasp", latency, interval=options.search_interval or _INTERVAL)
         num_layers = len(latency.sublayers) // 2
-        self._options = options.clasp
-        self._num_skipped = options.clasp.num_skipped_layers or max(1, num_layers // 2)
+        self._num_skipped = options.num_skipped_layers or max(1, num_layers // 2)
         if self._num_skipped > num_layers:
             raise ConfigError(
                 f"option 'num_skipped_layers' is {self._num_skipped}, the model has {num_layers} layers: lower it"
             )
+        self._threshold = _THRESHOLD if options.draft_threshold is None else options.draft_threshold
         self._max_draft_tokens = options.max_draft_tokens
 
     def keep_drafting(self, state: BatchState) -> KeepDrafting | None:
-        return DraftWhileSure(threshold=self._options.exit_threshold)
+        return DraftWhileSure(threshold=self._threshold)
 
     def _question(self, state: BatchState) -> LayerKnapsack:
         return LayerKnapsack(num_tokens=1, num_skipped=self._num_skipped)

@@ -2,14 +2,13 @@
 2025).
 
 As published: every round compares one-token drafts that exit at each layer with the target. Matches and confidences
-fade with a memory. Layer and length maximise the tokens per layer, (1 + p + ... + p^i) / (l i + L). A draft ends below
-the midpoint between the mean confidences of its layer's matches and misses.
+fade with a memory. A draft ends below the midpoint between the mean confidences of its layer's matches and misses.
 
-Ours: layers may be weighted by their measured time, which is the default. Only the newest token of each sequence is
-compared with the target, because its states are kept. Before the first draft several tokens are collected, where the
-paper uses the end of the prompt. While a layer has no matches or no misses, drafts end at their length only. A round
-whose tokens are compared verifies all rows through all layers, where the paper's verify continues from the exit. With
-an `interval` above 1, most rounds also continue from the exit.
+Ours: layer and length maximise the tokens per second by measured times, where the paper counts layers. Only the newest
+token of each sequence is compared with the target, because its states are kept. Before the first draft several tokens
+are collected, where the paper uses the end of the prompt. While a layer has no matches or no misses, drafts end at
+their length only. A round whose tokens are compared verifies all rows through all layers, where the paper's verify
+continues from the exit. With a `search_interval` above 1, most rounds also continue from the exit.
 """
 
 from __future__ import annotations
@@ -18,19 +17,21 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from rayspec.choices import Choices, choices_of
 from rayspec.config import SpeculationOptions
 from rayspec.decode.search import Answer, Found, FoundDraft, Trial
 from rayspec.decode.selection.base import BatchState
 from rayspec.decode.work import KeepDrafting
-from rayspec.planning.acceptance import best_choice, expected_tokens
+from rayspec.planning.acceptance import best_choice
 from rayspec.planning.discounted import Discounted
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.stopping import DraftWhileSure
 from rayspec.strategies.inquiring import Inquiring
 from rayspec.types import ConfigError, PlanRecord
+
+_MEMORY = 0.95  # weight of what was known before, at each comparison; the published value
 
 
 class ExitRecord:
@@ -70,16 +71,17 @@ class DEL(Inquiring):
     """
 
     def __init__(self, options: SpeculationOptions, latency: LatencyModel) -> None:
-        super().__init__("del", latency, interval=options.dynamic_exit.interval)
+        interval = options.search_interval or 1  # every round, as published
+        super().__init__("del", latency, interval=interval)
         num_sublayers = len(latency.sublayers)
         self._exits = early_exits(num_sublayers)
         if not self._exits:
             raise ConfigError("strategy 'del' needs a model of 2 layers or more: choose another strategy")
-        self._options = options.dynamic_exit
+        self._num_first_tokens = options.num_tap_tokens
         self._max_draft_tokens = options.max_draft_tokens
-        self._reuse_prefix = options.dynamic_exit.interval > 1  # rounds with taps run all rows through all sublayers
+        self._reuse_prefix = interval > 1  # rounds with taps run all rows through all sublayers
         self._latency = latency
-        self._record = ExitRecord(len(self._exits), memory=self._options.memory)
+        self._record = ExitRecord(len(self._exits), memory=_MEMORY)
         self._num_looks = 0
         self._threshold: float | None = None
 
@@ -87,7 +89,7 @@ class DEL(Inquiring):
         return None if self._threshold is None else DraftWhileSure(threshold=self._threshold)
 
     def _question(self, state: BatchState) -> Trial:
-        most = self._options.num_tap_tokens
+        most = self._num_first_tokens
         num_tokens = min(state.batch, most) if self._num_looks else most
         return Trial(num_tokens=num_tokens, patterns=self._exits)
 
@@ -115,14 +117,9 @@ class DEL(Inquiring):
 
     def _best(self, state: BatchState) -> tuple[int, int]:
         """Return the index of the best exit and the draft's length; 0 for no draft."""
-        acceptance = self._record.acceptance
-        if self._options.cost == "layers":
-            rates = tokens_per_layer(acceptance, self._max_draft_tokens)
-            index, length = np.unravel_index(int(rates.argmax()), rates.shape)
-            return int(index), int(length)
         choice = best_choice(
             self._exits,
-            acceptance,
+            self._record.acceptance,
             self._latency,
             context=state.context,
             batch=state.batch,
@@ -136,11 +133,3 @@ class DEL(Inquiring):
 def early_exits(num_sublayers: int) -> list[Choices]:
     """Return the drafts that exit after layer 1, 2, ... up to the last layer but one."""
     return [choices_of([index < end for index in range(num_sublayers)]) for end in range(2, num_sublayers, 2)]
-
-
-def tokens_per_layer(acceptance: ArrayLike, max_draft_tokens: int) -> NDArray[np.float64]:
-    """Return [num_exits, max_draft_tokens + 1]: DEL's tokens per layer (TPL). Column i is for drafts of i tokens;
-    column 0 is plain decoding. acceptance: [num_exits], of exits after layers 1, 2, ...; the model has one more."""
-    accepted = np.asarray(acceptance, float)[:, None]
-    layers, lengths = np.arange(1, len(accepted) + 1)[:, None], np.arange(max_draft_tokens + 1)
-    return expected_tokens(accepted, lengths) / (layers * lengths + len(accepted) + 1)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-from rayspec.config import KnnSSDOptions, SpeculationOptions
+from rayspec.config import SpeculationOptions
 from rayspec.decode.search import Answer, Feature, Features
 from rayspec.decode.selection.base import BatchState, FixedPlan, Search, Selector
 from rayspec.decode.work import KeepDrafting, RoundResult
@@ -20,10 +20,11 @@ from rayspec.planning.latency import LatencyModel
 from rayspec.strategies.anchors import Nearest, nearest
 from rayspec.strategies.only_if_faster import OnlyIfFaster
 from rayspec.strategies.saved_plans import SavedPlan, SavedPlans
-from rayspec.strategies.self_sd import DraftThreshold, SelfSD
+from rayspec.strategies.self_sd import TARGET_ACCEPTANCE, DraftThreshold, SelfSD
 from rayspec.types import ConfigError, Plan, PlanRecord, no_draft
 
 ANY_DOMAIN = ""
+_THRESHOLD = 0.8  # the published value
 
 # Number of sequences whose domain is remembered; the oldest is forgotten. The selector does not learn when sequences
 # end, and there are never this many at a time.
@@ -33,9 +34,8 @@ _MAX_SEQUENCES = 4096
 class Domains:
     """Selects a saved plan by a feature of text. Raises ConfigError if no saved plan has anchors."""
 
-    def __init__(self, saved: SavedPlans, options: KnnSSDOptions) -> None:
+    def __init__(self, saved: SavedPlans) -> None:
         self._saved = saved
-        self._options = options
         self._anchors = {plan.domain: plan.anchors for plan in saved.plans if plan.anchors}
         if not self._anchors:
             raise ConfigError(
@@ -58,8 +58,7 @@ class Domains:
         """Return the plan of the nearest domain; if that is too far, the plan for any text, or None without one."""
         plan = self._saved.of_domain(found.domain)
         assert plan is not None
-        limit = plan.radius if self._options.reject_distance is None else self._options.reject_distance
-        return plan if found.distance <= limit else self._saved.of_domain(ANY_DOMAIN)
+        return plan if found.distance <= plan.radius else self._saved.of_domain(ANY_DOMAIN)
 
 
 class KnnSSD:
@@ -71,7 +70,7 @@ class KnnSSD:
 
     def __init__(self, saved: SavedPlans, options: SpeculationOptions, latency: LatencyModel) -> None:
         num_sublayers = len(latency.sublayers)
-        self._domains = Domains(saved, options.knn_ssd)
+        self._domains = Domains(saved)
         self._strangers: Selector = FixedPlan(no_draft(num_sublayers, "knn-ssd: of no domain"))
         self._drafters: dict[str, Selector] = {}
         for plan in self._domains.plans:
@@ -146,9 +145,10 @@ class KnnSSD:
 
 
 def _drafter(plan: SavedPlan, options: SpeculationOptions, num_sublayers: int) -> Selector:
+    threshold = _THRESHOLD if options.draft_threshold is None else options.draft_threshold
     return SelfSD(
         plan.plan(max_draft_tokens=options.max_draft_tokens, source="knn-ssd"),
-        DraftThreshold(options.knn_ssd.threshold, target=options.self_sd.target, adaptive=False),
+        DraftThreshold(threshold, target=TARGET_ACCEPTANCE, adaptive=False),
         acceptance=plan.acceptance,
         expected_tpt=plan.tokens_per_s,
         plain_tpt=plan.plain_tokens_per_s,

@@ -14,7 +14,9 @@ from rayspec.strategies.saved_plans import SavedPlan
 from rayspec.strategies.tested_tokens import Tested
 from rayspec.types import Plan, PlanRecord
 
-# Constants of the published code.
+# Values of the published code and runs.
+FIRST_THRESHOLD = 0.6
+TARGET_ACCEPTANCE = 0.9
 _MATCHED_MEMORY = 0.5
 _THRESHOLD_MEMORY = 0.9
 _STEP = 0.01
@@ -75,12 +77,11 @@ class SelfSD:
 
     @classmethod
     def of(cls, saved: SavedPlan, options: SpeculationOptions, num_sublayers: int) -> Self:
-        """Return the selector of a saved plan. It starts from the plan's threshold, or else from the option's."""
-        own = options.self_sd
-        first = own.threshold if saved.threshold is None else saved.threshold
+        """Return the selector of a saved plan. It starts from the option's threshold, or else from the plan's."""
+        first = saved.threshold if options.draft_threshold is None else options.draft_threshold
         return cls(
             saved.plan(max_draft_tokens=options.max_draft_tokens, source="self-sd"),
-            DraftThreshold(first, target=own.target, adaptive=own.adaptive),
+            DraftThreshold(FIRST_THRESHOLD if first is None else first, target=TARGET_ACCEPTANCE),
             acceptance=saved.acceptance,
             expected_tpt=saved.tokens_per_s,
             plain_tpt=saved.plain_tokens_per_s,

@@ -12,7 +12,7 @@ import logging
 from concurrent.futures import Future
 
 from rayspec.choices import SKIP, choices_of
-from rayspec.config import SpeculationOptions, SwiftOptions
+from rayspec.config import SpeculationOptions
 from rayspec.decode.search import Answer, Found, Trial
 from rayspec.decode.selection.base import BatchState, Search
 from rayspec.decode.work import KeepDrafting, RoundResult
@@ -24,6 +24,15 @@ from rayspec.types import ConfigError, Plan, PlanRecord
 
 logger = logging.getLogger(__name__)
 
+# Published values.
+_NUM_SEARCH_TOKENS = 32
+_THRESHOLD = 0.8
+_MAX_SCORE = 0.95  # share of agreeing tokens above which the search ends
+_MAX_TRIES_WITHOUT_GAIN = 300
+_MAX_TRIES = 1000
+_SUGGEST_EVERY = 25
+_SEED = 1
+
 
 class SwiftSearch:
     """The search by itself: the next set to try, and the best set so far. A set is [num_sublayers] flags, True = keep.
@@ -31,18 +40,25 @@ class SwiftSearch:
     Raises ConfigError if the options skip no sublayer between the first and the last layer.
     """
 
-    def __init__(self, options: SwiftOptions, num_sublayers: int) -> None:
+    def __init__(
+        self,
+        num_sublayers: int,
+        *,
+        skip_ratio: float,
+        max_score: float = _MAX_SCORE,
+        max_tries_without_gain: int = _MAX_TRIES_WITHOUT_GAIN,
+        max_tries: int = _MAX_TRIES,
+        suggest_every: int = _SUGGEST_EVERY,
+    ) -> None:
         free = range(2, num_sublayers - 2)
-        num_skipped = int(len(free) * options.skip_ratio)
+        num_skipped = int(len(free) * skip_ratio)
         if num_skipped < 1:
             raise ConfigError(
                 f"strategy 'swift' keeps the first and the last layer; of the {len(free)} sublayers between them, "
-                f"option 'skip_ratio' {options.skip_ratio} leaves none to skip: raise it, or choose another strategy"
+                f"option 'skip_ratio' {skip_ratio} leaves none to skip: raise it, or choose another strategy"
             )
-        self._options = options
-        self._sets = MaskSearch(
-            num_sublayers, free, num_skipped=num_skipped, suggest_every=options.suggest_every, seed=options.seed
-        )
+        self._max_score, self._max_tries, self._max_tries_without_gain = max_score, max_tries, max_tries_without_gain
+        self._sets = MaskSearch(num_sublayers, free, num_skipped=num_skipped, suggest_every=suggest_every, seed=_SEED)
         self._num_tries = self._num_without_gain = 0
         self.best: Keep = odd_layers_skipped(num_sublayers)
         self.best_score = 0.0
@@ -50,12 +66,11 @@ class SwiftSearch:
     @property
     def end(self) -> str | None:
         """Why the search is over; None while it continues."""
-        options = self._options
-        if self.best_score > options.max_score:
+        if self.best_score > self._max_score:
             return f"a set agrees on {self.best_score:.1%} of the tokens"
-        if self._num_without_gain >= options.max_tries_without_gain:
+        if self._num_without_gain >= self._max_tries_without_gain:
             return f"{self._num_without_gain} sets were tried in vain"
-        return f"{self._num_tries} sets were tried" if self._num_tries >= options.max_tries else None
+        return f"{self._num_tries} sets were tried" if self._num_tries >= self._max_tries else None
 
     def propose(self) -> Keep:
         """Return the set to try next; at first, the initial set."""
@@ -87,9 +102,11 @@ class Swift:
     gate_reason = "the gate is off"
 
     def __init__(self, options: SpeculationOptions, latency: LatencyModel) -> None:
-        self._options = options.swift
+        self._threshold = _THRESHOLD if options.draft_threshold is None else options.draft_threshold
+        self._num_search_tokens = options.num_search_tokens or _NUM_SEARCH_TOKENS
+        self._tree_widths = options.swift.tree_widths
         self._max_draft_tokens = options.max_draft_tokens
-        self._search = SwiftSearch(options.swift, len(latency.sublayers))
+        self._search = SwiftSearch(len(latency.sublayers), skip_ratio=options.swift.skip_ratio)
         self._current = CurrentPlan("swift", latency)
         self._trying: Keep | None = None
         self._under_way: Future[Answer] | None = None
@@ -103,7 +120,7 @@ class Swift:
         return self._current.plan
 
     def keep_drafting(self, state: BatchState) -> KeepDrafting | None:
-        return DraftWhileSure(threshold=self._options.threshold)
+        return DraftWhileSure(threshold=self._threshold)
 
     def observe(self, state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
         self._current.observe(state, plan, result, num_tokens, seconds)
@@ -114,9 +131,7 @@ class Swift:
             return None
         self._trying = self._trying or self._search.propose()
         if self._under_way is None:
-            self._under_way = search(
-                Trial(num_tokens=self._options.context_window, patterns=(choices_of(self._trying),))
-            )
+            self._under_way = search(Trial(num_tokens=self._num_search_tokens, patterns=(choices_of(self._trying),)))
         if self._under_way is None or not self._under_way.done():
             return None
         under_way, self._under_way = self._under_way, None
@@ -146,5 +161,5 @@ class Swift:
             acceptance=self._search.best_score,
             reason="the best set so far" if end is None else f"the search is over: {end}",
             optimise_s=spent_s,
-            tree_widths=self._options.tree_widths,
+            tree_widths=self._tree_widths,
         )

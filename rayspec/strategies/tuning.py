@@ -17,7 +17,7 @@ from typing import TypeAlias
 import msgspec
 
 from rayspec.choices import choices_of
-from rayspec.config import SamplingParams, SelfSDOptions, TuningOptions
+from rayspec.config import SamplingParams, TuningOptions
 from rayspec.decode.engine import Engine
 from rayspec.decode.search import Answer, Feature, Features
 from rayspec.decode.selection.auto import Auto
@@ -25,7 +25,7 @@ from rayspec.decode.selection.base import BatchState, FixedPlan, Search, Selecto
 from rayspec.strategies.anchors import radius, representatives
 from rayspec.strategies.mask_search import Keep, MaskSearch
 from rayspec.strategies.saved_plans import ModelIdentity, Provenance, SavedPlan, SavedPlans, best_record
-from rayspec.strategies.self_sd import DraftThreshold, SelfSD
+from rayspec.strategies.self_sd import FIRST_THRESHOLD, TARGET_ACCEPTANCE, DraftThreshold, SelfSD
 from rayspec.types import ConfigError, Plan, PlanRecord, Request, no_draft
 
 logger = logging.getLogger(__name__)
@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 Prompt: TypeAlias = str | Sequence[int]
 
 _ANCHOR_DIGITS = 6
+_NUM_ANCHORS = 10  # typical samples that stand for a domain
+_SEED = 1
 # Enough tokens to obtain a feature: the question needs one round, and shards may answer a few rounds later.
 _TOKENS_TO_LOOK = 128
 
@@ -73,9 +75,7 @@ def tune_plan(
     """
     bench = _Bench(engine, prompts, options)
     plain = bench.measure(no_draft(bench.num_sublayers, "tuning")).record
-    search = MaskSearch(
-        bench.num_sublayers, range(bench.num_sublayers), num_skipped=None, suggest_every=1, seed=options.seed
-    )
+    search = MaskSearch(bench.num_sublayers, range(bench.num_sublayers), num_skipped=None, suggest_every=1, seed=_SEED)
     started, num_tries = clock(), 0
     while num_tries < options.num_tries and clock() - started < options.max_seconds:
         keep = search.propose()
@@ -118,7 +118,7 @@ def tune_domains(
         _require_prompts(prompts)
     tune = partial(tune_plan, tell=tell) if options.plans_by == "trials" else knapspec_plan
     features = {domain: features_of(engine, prompts) for domain, prompts in domains.items()}
-    anchors = {domain: representatives(samples, options.num_anchors) for domain, samples in features.items()}
+    anchors = {domain: representatives(samples, _NUM_ANCHORS) for domain, samples in features.items()}
     plans = []
     for domain, prompts in domains.items():
         plan = tune(engine, prompts, options, domain=domain)
@@ -197,7 +197,8 @@ class _Bench:
 
     def measure(self, plan: Plan, *, plain: PlanRecord | None = None) -> _Measured:
         """Generate by one plan and measure it. plain: the record of plain decoding, for the plan's record."""
-        threshold = DraftThreshold(self._options.threshold, target=SelfSDOptions().target)
+        given = self._engine.config.speculation.draft_threshold
+        threshold = DraftThreshold(FIRST_THRESHOLD if given is None else given, target=TARGET_ACCEPTANCE)
         plain_tpt = plain.measured_tpt if plain is not None and plain.measured_tpt is not None else 0.0
         selector = SelfSD(plan, threshold, acceptance=0.0, expected_tpt=0.0, plain_tpt=plain_tpt)
         with selecting(self._engine, selector):

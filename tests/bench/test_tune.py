@@ -108,7 +108,7 @@ def test_by_knapspec_and_over_what_exists(run: Run, tmp_path: Path) -> None:
         (["-o", "plans.json"], "option 'input' is missing"),
         (["--input", "demo:summary", "-o", "plans.txt"], "must end in .json"),
         (["--input", "demo:summary", "-o", "a-file/plans.json"], "choose another place"),
-        (["--input", "demo:summary", "-o", "plans.json", "--num-anchors", "0"], "option 'num_anchors' is 0"),
+        (["--input", "demo:summary", "-o", "plans.json", "--num-tries", "0"], "option 'num_tries' is 0"),
         (["--input", "demo:summary", "-o", "plans.json", "--plans-by", "luck"], "option 'plans_by' is 'luck'"),
     ],
 )

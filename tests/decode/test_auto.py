@@ -245,9 +245,7 @@ def _batch_state() -> BatchState:
 @pytest.mark.parametrize("batch", few_of([1, 4], [4]))
 def test_on_the_demo_model_it_drafts_both_ways_and_changes_no_token(batch: int) -> None:
     latency = latency_model(16, sublayer_s=1e-3, row_s=1e-5, round_s=1e-3)
-    options = SpeculationOptions(
-        strategy="auto", gate=False, optimise_share=1.0, knapsack={"num_tap_tokens": 6}  # type: ignore[arg-type]
-    )  # fmt: skip
+    options = SpeculationOptions(strategy="auto", gate=False, optimise_share=1.0, num_search_tokens=6)
     engine = engine_with(demo_parts(), Auto(options, latency), max_draft_tokens=16, eos=(EOS,), max_num_seqs=batch)
     prompts = demo_prompts(4, 12)
     outputs = complete(engine, prompts, SamplingParams(temperature=0, max_tokens=60))

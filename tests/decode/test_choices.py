@@ -368,7 +368,7 @@ def test_engines_side_by_side_do_not_disturb_each_other() -> None:
             marks=pytest.mark.exhaustive,
         ),
         pytest.param(
-            {"strategy": "knapspec", "gate": False, "optimise_share": 1.0, "knapsack": {"num_tap_tokens": 4}},
+            {"strategy": "knapspec", "gate": False, "optimise_share": 1.0, "num_search_tokens": 4},
             id="knapspec",
             marks=pytest.mark.exhaustive,
         ),

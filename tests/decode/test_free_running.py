@@ -33,9 +33,7 @@ VOCAB, NUM_SUBLAYERS, BATCH = 4, 8, 100
 NUM_TOKENS, NUM_DRAWS = 4, 1500
 TEMPERATURE = 2.0
 PROMPT = (0, 0, 1, 0, 2, 0, 3, 1, 1, 2, 1, 3, 2, 2, 3, 3, 0)  # every token after every token
-SPECULATION = SpeculationOptions(
-    lookup_ngram=1, lookahead=LookaheadOptions(window=2, level=3, guesses=4, pool_from_prompt=True)
-)
+SPECULATION = SpeculationOptions(lookahead=LookaheadOptions(window=2, level=3, guesses=4, pool_from_prompt=True))
 PLANS = {
     "tree": Plan(
         choices=choices_of([index not in (3, 4) for index in range(NUM_SUBLAYERS)]),

@@ -32,7 +32,7 @@ def demo_latency() -> LatencyModel:
 
 
 def _knapspec(latency: LatencyModel, **options: Any) -> Auto:
-    values: dict[str, Any] = {"optimise_share": 1.0, "knapsack": {"num_tap_tokens": 6}}
+    values: dict[str, Any] = {"optimise_share": 1.0, "num_search_tokens": 6}
     return Auto(SpeculationOptions(**(values | options)), latency, looks_up=False)
 
 

@@ -28,7 +28,7 @@ from tests.engines import complete, engine_with, tokens_of
 from tests.families import cases, checkpoint, modules_of
 
 OFFLOADED = (5, 13, 15, 17, 18, 25)
-KNAPSPEC = {"strategy": "knapspec", "gate": False, "optimise_share": 1.0, "knapsack": {"num_tap_tokens": 4}}
+KNAPSPEC = {"strategy": "knapspec", "gate": False, "optimise_share": 1.0, "num_search_tokens": 4}
 PARAMS = SamplingParams(temperature=0, max_tokens=60)
 Tokens = list[tuple[int, ...]]
 

@@ -37,7 +37,7 @@ KNAPSPEC: dict[str, Any] = {
     "choices": ["skip"],  # of which alone shares can be told
     "gate": False,
     "optimise_share": 1.0,
-    "knapsack": {"num_tap_tokens": 8},
+    "num_search_tokens": 8,
 }
 
 

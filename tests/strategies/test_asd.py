@@ -15,7 +15,7 @@ COSINES = [0.99, 0.99, 0.97, 0.2, 0.90, 0.96, 0.951, 0.1]
 
 
 def _asd(**options: Any) -> ASD:
-    return ASD(SpeculationOptions(strategy="asd", max_draft_tokens=10, asd=options), latency_model(4))
+    return ASD(SpeculationOptions(strategy="asd", max_draft_tokens=10, **options), latency_model(4))
 
 
 def test_only_attention_above_the_threshold_is_left_out() -> None:
@@ -28,7 +28,7 @@ def test_only_attention_above_the_threshold_is_left_out() -> None:
 
 def test_it_drafts_by_the_newest_cosines_and_looks_again() -> None:
     cosines = list(COSINES)
-    asker, asd = Asker(lambda question: Cosines(list(cosines), 0.5)), _asd(interval=20, num_tap_tokens=3)
+    asker, asd = Asker(lambda question: Cosines(list(cosines), 0.5)), _asd(search_interval=20, num_search_tokens=3)
     assert not asd.plan(state()).drafts
     (record,) = turns(asd, asker, 6)
     assert asker.asked == [Cosine(num_tokens=3)]
@@ -44,14 +44,14 @@ def test_it_drafts_by_the_newest_cosines_and_looks_again() -> None:
 
 
 def test_where_all_attention_matters_it_does_not_draft() -> None:
-    asd = _asd(threshold=0.995)
+    asd = _asd(attention_cosine=0.995)
     assert turns(asd, Asker(lambda question: Cosines(COSINES, 0.5)), 30) == []
     assert not asd.plan(state()).drafts
 
 
 def test_it_gives_a_plan_up_when_attention_has_come_to_matter() -> None:
     cosines = list(COSINES)
-    asker, asd = Asker(lambda question: Cosines(list(cosines), 0.5)), _asd(interval=1, num_tap_tokens=1)
+    asker, asd = Asker(lambda question: Cosines(list(cosines), 0.5)), _asd(search_interval=1, num_search_tokens=1)
     turns(asd, asker, 5)
     cosines[:] = [0.0] * 8
     (record,) = turns(asd, asker, 5)
@@ -60,7 +60,7 @@ def test_it_gives_a_plan_up_when_attention_has_come_to_matter() -> None:
 
 
 def test_the_confidence_at_which_drafts_end_follows_the_acceptance() -> None:
-    asd = _asd(exit_threshold=0.6)
+    asd = _asd(draft_threshold=0.6)
     asker = Asker(lambda question: Cosines(COSINES, 0.5))
     turns(asd, asker, 12)
     plan, before = asd.plan(state()), asd.keep_drafting(state())

@@ -27,9 +27,9 @@ NUM_TOKENS = 60
 # Rounds cost a lot and layers nothing, so that drafts pay however few of their tokens are accepted.
 LATENCY = latency_model(4, sublayer_s=1e-3, round_s=1.0)
 STRATEGIES: dict[str, dict[str, Any]] = {
-    "clasp": {"clasp": {"num_skipped_layers": 1, "interval": 16, "exit_threshold": 0.0}},
-    "del": {"dynamic_exit": {"num_tap_tokens": 4}},
-    "asd": {"asd": {"threshold": 0.3, "interval": 8, "num_tap_tokens": 4, "exit_threshold": 0.0}},
+    "clasp": {"num_skipped_layers": 1, "search_interval": 16, "draft_threshold": 0.0},
+    "del": {"num_search_tokens": 4},
+    "asd": {"attention_cosine": 0.3, "search_interval": 8, "num_search_tokens": 4, "draft_threshold": 0.0},
 }
 
 
@@ -88,9 +88,9 @@ def test_sampled_text_is_that_of_plain_decoding(strategy: str) -> None:
 
 
 OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
-    "clasp": lambda: {"clasp": {"num_skipped_layers": 4, "interval": 32}},
-    "del": lambda: {"dynamic_exit": {"interval": 4}},
-    "asd": lambda: {"asd": {"threshold": 0.97}},
+    "clasp": lambda: {"num_skipped_layers": 4, "search_interval": 32},
+    "del": lambda: {"search_interval": 4},
+    "asd": lambda: {"attention_cosine": 0.97},
 }
 
 

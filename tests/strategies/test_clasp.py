@@ -15,7 +15,7 @@ from tests.decode.selecting import Asker, latency_model, state, turn, turns
 
 
 def _clasp(num_layers: int = 6, **options: Any) -> CLaSp:
-    return CLaSp(SpeculationOptions(strategy="clasp", max_draft_tokens=10, clasp=options), latency_model(num_layers))
+    return CLaSp(SpeculationOptions(strategy="clasp", max_draft_tokens=10, **options), latency_model(num_layers))
 
 
 def _found(question: Question) -> Answer:
@@ -54,7 +54,7 @@ def test_half_of_the_layers_are_skipped_unless_told_otherwise(num_layers: int, n
 
 
 def test_it_searches_again_at_its_interval_of_tokens_of_one_sequence() -> None:
-    asker, clasp = Asker(_found), _clasp(interval=32)
+    asker, clasp = Asker(_found), _clasp(search_interval=32)
     clasp_rounds = [turn(clasp, asker, batch=4, num_accepted=1) is not None for _ in range(60)]
     searched = [number for number, found in enumerate(clasp_rounds) if found]
     assert searched[0] == 1
@@ -63,7 +63,7 @@ def test_it_searches_again_at_its_interval_of_tokens_of_one_sequence() -> None:
 
 def test_drafts_end_at_the_confidence_of_the_options() -> None:
     assert _clasp().keep_drafting(state()) == DraftWhileSure(threshold=0.7)
-    rule = _clasp(exit_threshold=0.4).keep_drafting(state())
+    rule = _clasp(draft_threshold=0.4).keep_drafting(state())
     assert rule is not None
     assert rule([[0.1, 0.5], [0.9, 0.3], [0.4]]) == [True, False, True]
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ from rayspec.choices import FULL, SKIP
 from rayspec.config import SpeculationOptions
 from rayspec.decode.search import Answer, Found, FoundDraft, Question, Trial
 from rayspec.planning.stopping import DraftWhileSure
-from rayspec.strategies.dynamic_exit import DEL, ExitRecord, early_exits, tokens_per_layer
+from rayspec.strategies.dynamic_exit import DEL, ExitRecord, early_exits
 from rayspec.types import ConfigError
 from tests.decode.selecting import Asker, latency_model, state, turns
 
@@ -17,7 +16,7 @@ NUM_LAYERS = 6
 
 
 def _del(max_draft_tokens: int = 8, **options: Any) -> DEL:
-    speculation = SpeculationOptions(strategy="del", max_draft_tokens=max_draft_tokens, dynamic_exit=options)
+    speculation = SpeculationOptions(strategy="del", max_draft_tokens=max_draft_tokens, **options)
     return DEL(speculation, latency_model(NUM_LAYERS))
 
 
@@ -41,41 +40,10 @@ def test_exits_are_after_every_layer_but_the_last() -> None:
     assert early_exits(2) == []
 
 
-@pytest.mark.parametrize("seed", range(25))
-def test_tokens_per_layer_are_those_of_drafts_played_out(seed: int) -> None:
-    """Against the sum over how many tokens are accepted."""
-    rng = random.Random(seed)
-    acceptance = [rng.random() for _ in range(rng.randint(1, 7))]
-    num_layers = len(acceptance) + 1
-    rates = tokens_per_layer(acceptance, 5)
-    assert rates.shape == (num_layers - 1, 6)
-    for layer, p in enumerate(acceptance, start=1):
-        for length in range(6):
-            chances = [p**count * (1 - p) for count in range(length)] + [p**length]
-            tokens = sum((count + 1) * chance for count, chance in enumerate(chances))
-            assert rates[layer - 1, length] == pytest.approx(tokens / (length * layer + num_layers))
-
-
-@pytest.mark.parametrize("seed", range(25))
-def test_by_layers_the_exit_and_length_are_the_best_of_all(seed: int) -> None:
-    rng = random.Random(seed)
-    shares = [rng.randint(0, 8) / 8 for _ in range(NUM_LAYERS - 1)]
-    chooser = _del(cost="layers", num_tap_tokens=8)
-    turns(chooser, Asker(_replies(shares)), 9)
-    ways = {(0, 0): 1 / NUM_LAYERS} | {
-        (layer, length): sum(shares[layer - 1] ** count for count in range(length + 1)) / (layer * length + NUM_LAYERS)
-        for layer in range(1, NUM_LAYERS)
-        for length in range(1, 9)
-    }
-    best = max(ways.values())
-    plan = chooser.plan(state())
-    assert ways[(plan.choices.count(FULL) // 2 if plan.drafts else 0, plan.num_draft_tokens)] == pytest.approx(best)
-
-
 def test_by_latency_what_layers_take_decides() -> None:
     """Seconds of a draft step: two a layer; of a verify: twelve, less those that were drafted already."""
     shares = [0.5, 0.5, 0.75, 1.0, 1.0]
-    chooser = _del(num_tap_tokens=8, max_draft_tokens=4)
+    chooser = _del(num_search_tokens=8, max_draft_tokens=4)
     (record,) = turns(chooser, Asker(_replies(shares)), 9)
     ways = {
         (layer, length): sum(shares[layer - 1] ** count for count in range(length + 1)) / (2 * layer * length + 12)
@@ -93,7 +61,7 @@ def test_looking_every_round_costs_the_rows_that_the_verify_could_have_reused() 
     """Drafts of four tokens by five of six layers: 5 in 40 + 16 s or, all rows anew, in 40 + 36 s; plain: 1 in 12 s."""
     shares = [0.0, 0.0, 0.0, 0.0, 1.0]
     for interval, drafts in ((1, False), (8, True)):
-        options = SpeculationOptions(strategy="del", max_draft_tokens=4, dynamic_exit={"interval": interval})
+        options = SpeculationOptions(strategy="del", max_draft_tokens=4, search_interval=interval)
         chooser = DEL(options, latency_model(NUM_LAYERS, row_s=0.5))
         records = turns(chooser, Asker(_replies(shares)), 9)
         assert chooser.plan(state()).drafts == drafts
@@ -101,16 +69,15 @@ def test_looking_every_round_costs_the_rows_that_the_verify_could_have_reused() 
             assert records[0].predicted_tpt == pytest.approx(5 / 56)
 
 
-@pytest.mark.parametrize("cost", ["latency", "layers"])
-def test_where_no_exit_pays_it_does_not_draft(cost: str) -> None:
-    chooser = _del(cost=cost)
+def test_where_no_exit_pays_it_does_not_draft() -> None:
+    chooser = _del()
     assert turns(chooser, Asker(_replies([0.0, 0.125, 0.25, 0.25, 0.375])), 12) == []
     assert not chooser.plan(state()).drafts
     assert chooser.keep_drafting(state()) is None
 
 
 def test_it_first_looks_at_some_tokens_and_then_at_the_newest_of_each_sequence() -> None:
-    asker, chooser = Asker(_replies([0.0, 0.5, 1.0, 1.0, 1.0])), _del(num_tap_tokens=8)
+    asker, chooser = Asker(_replies([0.0, 0.5, 1.0, 1.0, 1.0])), _del(num_search_tokens=8)
     turns(chooser, asker, 7, batch=3)
     asked = [question for question in asker.asked if isinstance(question, Trial)]
     assert [question.num_tokens for question in asked] == [8, 3, 3, 3], "three rounds to tap the first eight"
@@ -118,7 +85,7 @@ def test_it_first_looks_at_some_tokens_and_then_at_the_newest_of_each_sequence()
 
 
 def test_an_interval_makes_looks_rarer() -> None:
-    asker, chooser = Asker(_replies([1.0] * 5)), _del(num_tap_tokens=1, interval=50)
+    asker, chooser = Asker(_replies([1.0] * 5)), _del(num_search_tokens=1, search_interval=50)
     chooser._max_draft_tokens = 1
     turns(chooser, asker, 40)
     assert len(asker.asked) == 1
@@ -139,7 +106,7 @@ def test_the_record_fades_look_by_look() -> None:
 
 
 def test_drafts_end_between_the_confidence_of_matches_and_misses() -> None:
-    chooser = _del(num_tap_tokens=8)
+    chooser = _del(num_search_tokens=8)
     turns(chooser, Asker(_replies([0.0, 0.875, 0.875, 0.875, 0.875], confidence=0.9, missed=0.3)), 9)
     assert chooser.plan(state()).drafts
     rule = chooser.keep_drafting(state())
@@ -148,7 +115,7 @@ def test_drafts_end_between_the_confidence_of_matches_and_misses() -> None:
 
 
 def test_the_same_choice_again_is_the_same_plan() -> None:
-    chooser, asker = _del(num_tap_tokens=1), Asker(_replies([0.0, 1.0, 1.0, 1.0, 1.0]))
+    chooser, asker = _del(num_search_tokens=1), Asker(_replies([0.0, 1.0, 1.0, 1.0, 1.0]))
     (record,) = turns(chooser, asker, 20)
     assert record.plan is chooser.plan(state())
     assert record.num_tokens > 10

@@ -151,7 +151,7 @@ def test_random_plans_of_its_kind_change_no_token(strategy: str, num_stages: int
 OPTIONS: dict[str, dict[str, Any]] = {
     "ar": {},
     "static": {"skip": (2,)},
-    "lookup": {"lookup_ngram": 2},
+    "lookup": {},
     "lookahead": {},
     "knapspec": {"optimise_share": 1.0},
     "auto": {"optimise_share": 1.0},

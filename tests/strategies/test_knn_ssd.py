@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rayspec.choices import SKIP
-from rayspec.config import EngineConfig, KnnSSDOptions, SamplingParams, SpeculationOptions
+from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
 from rayspec.decode.search import Answer, Feature, Features, Question
 from rayspec.planning.stopping import DraftWhileSure
 from rayspec.strategies import knn_ssd
@@ -37,7 +37,7 @@ def _knn(*plans: SavedPlan, gate: bool = False, **options: Any) -> KnnSSD:
 
 
 def _options(*, gate: bool = False, **options: Any) -> SpeculationOptions:
-    return SpeculationOptions(strategy="knn-ssd", warm_start="p.json", gate=gate, knn_ssd=options)  # type: ignore[arg-type]
+    return SpeculationOptions(strategy="knn-ssd", warm_start="p.json", gate=gate, **options)
 
 
 class _Texts:
@@ -93,19 +93,17 @@ def _skipped_for(knn: KnnSSD, name: str) -> list[int]:
     [("law", 0.1, LAW), ("law", 0.1001, ANY), ("code", 0.02, CODE), ("code", 0.1, ANY)],
 )
 def test_beyond_the_radius_of_the_nearest_domain_it_is_none(domain: str, distance: float, expected: SavedPlan) -> None:
-    domains = Domains(_saved(LAW, CODE, ANY), KnnSSDOptions(reject_distance=None))
+    domains = Domains(_saved(LAW, CODE, ANY))
     assert domains.plan_for(Nearest(domain=domain, distance=distance)) is expected
 
 
-def test_the_option_wins_over_what_was_saved_and_without_a_default_there_is_no_plan() -> None:
-    domains = Domains(_saved(LAW, CODE), KnnSSDOptions(reject_distance=0.5))
-    assert domains.plan_for(Nearest(domain="code", distance=0.5)) is CODE
-    assert domains.plan_for(Nearest(domain="code", distance=0.51)) is None
+def test_beyond_it_without_a_plan_for_any_text_there_is_no_plan() -> None:
+    assert Domains(_saved(LAW, CODE)).plan_for(Nearest(domain="code", distance=0.51)) is None
 
 
 def test_plans_without_anchors_are_of_no_use() -> None:
     with pytest.raises(ConfigError, match="by anchors"):
-        Domains(_saved(ANY), KnnSSDOptions())
+        Domains(_saved(ANY))
 
 
 def test_a_texts_first_round_is_looked_at_and_its_second_drafts_by_the_plan_of_its_domain() -> None:
@@ -127,7 +125,7 @@ def test_a_texts_first_round_is_looked_at_and_its_second_drafts_by_the_plan_of_i
 
 
 def test_the_confidence_at_which_drafts_end_is_fixed() -> None:
-    knn, texts = _knn(LAW, threshold=0.3), _Texts({"a": NEAR_LAW})
+    knn, texts = _knn(LAW, draft_threshold=0.3), _Texts({"a": NEAR_LAW})
     for _ in range(30):
         _round(knn, texts, "a")
     assert knn.keep_drafting(state(sequence_ids=("a",))) == DraftWhileSure(threshold=0.3)
@@ -242,7 +240,7 @@ def test_real_texts_are_told_apart_and_their_tokens_stay_the_same(num_stages: in
             for at, (domain, skip) in enumerate({"law": 3, "code": 4}.items())
         )
     )
-    speculation = _options(threshold=0.05)
+    speculation = _options(draft_threshold=0.05)
     knn = KnnSSD(saved, speculation, latency())
     params = SamplingParams(temperature=0, max_tokens=16)
     if num_stages == 1:

@@ -10,7 +10,7 @@ from tests.strategy_cases import require_lossless, result, saved_plan, state
 
 
 def _options(**options: object) -> SpeculationOptions:
-    return SpeculationOptions(strategy="self-sd", warm_start="plans.json", self_sd=options)  # type: ignore[arg-type]
+    return SpeculationOptions(strategy="self-sd", warm_start="plans.json", **options)  # type: ignore[arg-type]
 
 
 def test_the_threshold_step_by_step() -> None:
@@ -78,9 +78,14 @@ def test_the_saved_plan_is_what_drafts() -> None:
     assert selector.improve(here, lambda question: None) is None, "it is told once"
 
 
-def test_the_first_threshold_is_the_saved_one_where_there_is_one() -> None:
-    assert SelfSD.of(saved_plan(threshold=0.33), _options(threshold=0.5), 8).threshold.value == 0.33
-    assert SelfSD.of(saved_plan(threshold=None), _options(threshold=0.5), 8).threshold.value == 0.5
+@pytest.mark.parametrize(
+    ("saved", "option", "first"), [(0.33, 0.5, 0.5), (0.33, None, 0.33), (None, 0.5, 0.5), (None, None, 0.6)]
+)
+def test_the_first_threshold_is_the_options_or_the_saved_or_the_published(
+    saved: float | None, option: float | None, first: float
+) -> None:
+    selector = SelfSD.of(saved_plan(threshold=saved), _options(draft_threshold=option), 8)
+    assert selector.threshold.value == first
 
 
 def test_greedy_tokens_stay_the_same_and_the_threshold_outlives_requests() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from rayspec import demo
 from rayspec.choices import SKIP, choices_of
-from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions, SwiftOptions
+from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
 from rayspec.decode.search import Answer, Found, FoundDraft, Question, Trial
 from rayspec.local_engine import load_engine
 from rayspec.planning.stopping import DraftWhileSure
@@ -42,14 +42,14 @@ def test_it_starts_by_skipping_odd_layers_but_never_the_last() -> None:
     skipped = [index for index, kept in enumerate(odd_layers_skipped(12)) if not kept]
     assert skipped == [2, 3, 6, 7], "of layers 0 to 5, layers 1 and 3"
     assert [index for index, kept in enumerate(odd_layers_skipped(10)) if not kept] == [2, 3, 6, 7]
-    assert SwiftSearch(SwiftOptions(), 12).propose() == odd_layers_skipped(12)
+    assert SwiftSearch(12, skip_ratio=0.45).propose() == odd_layers_skipped(12)
 
 
 @pytest.mark.parametrize(("num_layers", "ratio", "size"), [(32, 0.45, 27), (40, 0.5, 38), (4, 0.45, 1)])
 def test_all_others_have_the_same_size_and_keep_the_first_and_last_layer(
     num_layers: int, ratio: float, size: int
 ) -> None:
-    search = SwiftSearch(SwiftOptions(skip_ratio=ratio, suggest_every=5), 2 * num_layers)
+    search = SwiftSearch(2 * num_layers, skip_ratio=ratio, suggest_every=5)
     rng = random.Random(0)
     _scores(search, [0.1])
     for _ in range(12):
@@ -61,14 +61,14 @@ def test_all_others_have_the_same_size_and_keep_the_first_and_last_layer(
 
 
 def test_only_a_higher_score_is_a_gain() -> None:
-    search = SwiftSearch(SwiftOptions(), 16)
+    search = SwiftSearch(16, skip_ratio=0.45)
     assert _scores(search, [0.5, 0.4, 0.5, 0.6]) == [True, False, False, True]
     assert search.best_score == 0.6
     assert search.best != odd_layers_skipped(16)
 
 
 def test_it_ends_above_the_wanted_score_and_not_at_it() -> None:
-    search = SwiftSearch(SwiftOptions(max_score=0.75), 16)
+    search = SwiftSearch(16, skip_ratio=0.45, max_score=0.75)
     _scores(search, [0.75])
     assert search.end is None
     _scores(search, [0.76])
@@ -76,7 +76,7 @@ def test_it_ends_above_the_wanted_score_and_not_at_it() -> None:
 
 
 def test_it_ends_after_so_many_tries_without_gain() -> None:
-    search = SwiftSearch(SwiftOptions(max_tries_without_gain=4), 16)
+    search = SwiftSearch(16, skip_ratio=0.45, max_tries_without_gain=4)
     _scores(search, [0.1, 0.1, 0.1, 0.1, 0.2, 0.2, 0.2, 0.2])
     assert search.end is None
     _scores(search, [0.1])
@@ -84,23 +84,16 @@ def test_it_ends_after_so_many_tries_without_gain() -> None:
 
 
 def test_it_ends_after_so_many_tries_in_all() -> None:
-    search = SwiftSearch(SwiftOptions(max_tries=6), 16)
+    search = SwiftSearch(16, skip_ratio=0.45, max_tries=6)
     _scores(search, [0.1, 0.2, 0.3, 0.4, 0.5])
     assert search.end is None
     _scores(search, [0.6])
     assert search.end == "6 sets were tried"
 
 
-def test_the_defaults_are_the_papers() -> None:
-    options = SwiftOptions()
-    assert (options.max_score, options.max_tries_without_gain, options.max_tries) == (0.95, 300, 1000)
-    assert (options.suggest_every, options.threshold, options.skip_ratio) == (25, 0.8, 0.45)
-    assert SpeculationOptions(strategy="swift").num_tap_tokens == options.context_window == 32
-
-
 def test_where_nothing_is_left_to_skip_it_says_so() -> None:
     with pytest.raises(ConfigError, match=r"'skip_ratio' 0\.2 leaves none to skip"):
-        SwiftSearch(SwiftOptions(skip_ratio=0.2), 8)
+        SwiftSearch(8, skip_ratio=0.2)
 
 
 def test_one_set_a_round_is_tried_and_the_best_drafts() -> None:
@@ -173,7 +166,8 @@ def test_greedy_tokens_stay_the_same_in_one_process_and_over_two_stages() -> Non
     options = SpeculationOptions(
         strategy="swift",
         max_draft_tokens=6,
-        swift={"context_window": 8, "threshold": 0.05, "suggest_every": 4},  # type: ignore[arg-type]
+        num_search_tokens=8,
+        draft_threshold=0.05,
     )
     stats = require_lossless(lambda: Swift(options, latency()), max_tokens=40)
     for one in stats:
@@ -199,7 +193,7 @@ def test_a_loaded_engine_finds_a_set_that_is_right_more_often_than_not(gate: boo
         max_model_len=1024,
         kv_cache_tokens=2048,
         profile_cache=str(profiles),
-        speculation={"strategy": "swift", "gate": gate, "swift": {"context_window": 16}},  # type: ignore[arg-type]
+        speculation={"strategy": "swift", "gate": gate, "num_search_tokens": 16},  # type: ignore[arg-type]
     )
     prompts = demo_prompts(2, 12)
     engine = load_engine(config)

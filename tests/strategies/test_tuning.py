@@ -7,6 +7,7 @@ from operator import ne
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -149,10 +150,10 @@ def test_over_shards_features_are_the_same() -> None:
 
 def test_each_domain_gets_its_plan_and_its_anchors() -> None:
     domains = {"law": ragged_prompts([30, 20, 25, 31], seed=1), "code": ragged_prompts([40, 18], seed=2)}
-    options = TuningOptions(num_tries=3, max_tokens=12, num_anchors=3)
+    options = TuningOptions(num_tries=3, max_tokens=12)
     engine = _engine()
     saved = tune_domains(engine, domains, options, model=MODEL)
-    assert [(plan.domain, len(plan.anchors)) for plan in saved.plans] == [("law", 3), ("code", 2)]
+    assert [(plan.domain, len(plan.anchors)) for plan in saved.plans] == [("law", 4), ("code", 2)]
     for plan in saved.plans:
         features = features_of(engine, domains[plan.domain])
         directions = [np.asarray(feature) / np.linalg.norm(feature) for feature in features]
@@ -206,19 +207,20 @@ def test_what_was_tuned_is_what_self_sd_and_knn_ssd_draft_by(tmp_path: Path) -> 
         )
 
     tuned = tune_domains(
-        load_engine(config(strategy="static", skip=(0,)), with_tokenizer=False),
+        load_engine(config(strategy="static", skip=(0,), draft_threshold=0.05), with_tokenizer=False),
         {"some": known.prompts},
-        TuningOptions(num_tries=6, max_tokens=16, threshold=0.05),
+        TuningOptions(num_tries=6, max_tokens=16),
         model=ModelIdentity.of(config(), 8),
     )
-    SavedPlans(model=tuned.model, plans=(*tuned.plans, saved_plan("", [1]))).save(file)
-    for strategy, group in (("self-sd", "self_sd"), ("knn-ssd", "knn_ssd")):
-        options: dict[str, Any] = {"strategy": strategy, "warm_start": str(file), "gate": False}
-        options[group] = {"threshold": 0.05} | ({"reject_distance": 2.0} if strategy == "knn-ssd" else {})
-        engine = load_engine(config(**options), with_tokenizer=False)
+    some = msgspec.structs.replace(tuned.plans[0], radius=2.0)
+    SavedPlans(model=tuned.model, plans=(some, saved_plan("", [1]))).save(file)
+    for strategy in ("self-sd", "knn-ssd"):
+        engine = load_engine(
+            config(strategy=strategy, warm_start=str(file), gate=False, draft_threshold=0.05), with_tokenizer=False
+        )
         outputs = complete(engine, known.prompts, SamplingParams(temperature=0, max_tokens=16))
         assert tokens_of(outputs) == known.expected
         assert engine.stats.num_draft_tokens > 0
         expected = saved_plan("", [1]) if strategy == "self-sd" else tuned.plans[0]
         assert engine.stats.plans[0].plan.choices == expected.choices
-    assert SavedPlans.load(file, ModelIdentity.of(config(), 8)).of_domain("some") == tuned.plans[0]
+    assert SavedPlans.load(file, ModelIdentity.of(config(), 8)).of_domain("some") == some

@@ -20,6 +20,7 @@ _LONGEST_MATCH = 32  # tokens that are compared at most
 _COMPARABLE = 0.5  # share of the longest match that other places must match to count as support
 _MAX_UNSORTED = 4096
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+_NGRAM = 3  # tokens that must match where a draft is looked up
 # Tokens that must match in `auto`, which learns the acceptance for each length of match.
 _SHORTEST_MATCH = 1
 
@@ -168,4 +169,4 @@ def lookup_index(options: SpeculationOptions) -> LookupIndex | None:
     """Return the index of a new sequence; None for a strategy that looks nothing up."""
     if options.strategy not in ("auto", "lookup"):
         return None
-    return LookupIndex(options.lookup_ngram, _SHORTEST_MATCH if options.strategy == "auto" else None)
+    return LookupIndex(_NGRAM, _SHORTEST_MATCH if options.strategy == "auto" else None)

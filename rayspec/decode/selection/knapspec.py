@@ -33,6 +33,12 @@ from rayspec.types import Plan, PlanRecord, no_draft
 
 logger = logging.getLogger(__name__)
 
+# Limits of the search. Budgets are saved time in units of total / resolution.
+_RESOLUTION = 128
+_MAX_STATES = 16  # states kept a row; more is finer and slower
+_MIN_COSINE = 0.5  # states less similar to the target are dropped
+_MAX_SKIPPED_SHARE = 0.75  # of the model's time
+
 _CONTEXT_GRID = 64  # tokens; predicted rates are cached in steps of this many, since they change little between
 
 
@@ -278,24 +284,23 @@ class KnapSpec:
         ]
 
     def _max_saved(self, state: BatchState, savings: Sequence[Mapping[Choice, int]]) -> int:
-        """Return the most units that a draft may save: all weight transfers and `max_skipped_share` of the compute."""
+        """Return the most units that a draft may save: all weight transfers and a share of the compute."""
         total = sum(each.get(SKIP, 0) for each in savings)
         seconds = self._latency.sublayers_s(rows=state.batch, context=state.context, batch=state.batch)
         total_s = float(seconds.sum())
         computing_share = 1 - sum(self._latency.transfer_s) / total_s
-        least_share = computing_share * (1 - self._options.knapsack.max_skipped_share)
+        least_share = computing_share * (1 - _MAX_SKIPPED_SHARE)
         return total - int(total * least_share)
 
     def question(self, state: BatchState) -> Knapsack:
         """Return the question of a search."""
-        options, seconds = self._options.knapsack, self._seconds_by_choice(state)
-        savings = quantize(seconds, options.resolution)
+        savings = quantize(self._seconds_by_choice(state), _RESOLUTION)
         return Knapsack(
-            num_tokens=options.num_tap_tokens,
+            num_tokens=self._options.num_tap_tokens,
             savings=savings,
             max_saved=self._max_saved(state, savings),
-            min_similarity=options.min_cosine,
-            max_states=options.max_states,
+            min_similarity=_MIN_COSINE,
+            max_states=_MAX_STATES,
             also=uniform_patterns(savings),
         )
 
@@ -325,7 +330,7 @@ class KnapSpec:
         if previous is not None and all(one.choices != previous.choices for one in self._candidates):
             self._candidates.append(previous)
         self._budget.spend(found.seconds)
-        self._is_provisional = found.num_tokens < self._options.knapsack.num_tap_tokens
+        self._is_provisional = found.num_tokens < self._options.num_tap_tokens
         return self._decide(state, self._reason, found.seconds)
 
     def _review(self, state: BatchState) -> PlanRecord | None:
