@@ -44,7 +44,7 @@ class _Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] in _MOVED:
             ctx.fail(f"command '{args[0]}' is not in the package any more: run `{_MOVED[args[0]]}` in a checkout")
-        replaced = REPLACED["SpeculationOptions"] | (REPLACED["TuningOptions"] if args[:1] == ["tune"] else {})
+        replaced = {**REPLACED["SpeculationOptions"], **(REPLACED["TuningOptions"] if args[:1] == ["tune"] else {})}
         for flag in (arg.partition("=")[0] for arg in args if arg.startswith("--")):
             if (remedy := replaced.get(flag.removeprefix("--").replace("-", "_"))) is not None:
                 ctx.fail(f"option {flag!r} {remedy}")
