@@ -153,9 +153,10 @@ def decompose(model: PreTrainedModel, *, layers: range | None = None) -> Decompo
         _require_croppable_attention(config)
         trunk, all_layers = trunk_and_layers(model)
         own = {number: all_layers[number] for number in (range(len(all_layers)) if layers is None else layers)}
-        layout = _matching_layout(next(iter(own.values())), config)
         numbers = _distinct_layers(own, config)
-        parts = _with_shapes(model, _assemble(model, trunk, own, layout), numbers)
+        parts = _assemble(model, trunk, own)
+        calls = _attention_calls(model, parts, numbers)
+        parts = replace(parts, shapes={number: _shape(config, number, calls[number]) for number in own})
         _check_layers(model, trunk, parts, list(numbers))
         _check_masks(model, trunk, parts, list(numbers))
         _check_ends(model, trunk, parts)
@@ -194,7 +195,8 @@ def _hiding(window: int | None, config: PretrainedConfig) -> int | None:
 
 def max_positions(config: PretrainedConfig) -> int | None:
     """Return the longest context whose rotary embedding is independent of the rest of the batch; None if unknown or
-    unlimited."""
+    unlimited. Of a model with several parts, the language model's."""
+    config = config.get_text_config(decoder=True)
     changes = rope_change(config)
     longest: int | None = changes[1] if changes else getattr(config, "max_position_embeddings", None)
     return longest if longest is not None and longest > 0 else None
@@ -214,7 +216,7 @@ def rope_change(config: PretrainedConfig) -> tuple[str, int] | None:
 
 def why_context_ends(config: PretrainedConfig) -> str:
     """Say in words why `max_positions` is the longest context."""
-    change = rope_change(config)
+    change = rope_change(config.get_text_config(decoder=True))
     if change is None:
         return f"the model ends at {max_positions(config)}"
     kind, limit = change
@@ -254,8 +256,9 @@ def _matching_layout(layer: nn.Module, config: PretrainedConfig) -> NormLayout:
     raise UnsupportedModelError(f"{config.model_type}: unknown arrangement of norms {sorted(norms)}")
 
 
-def _assemble(model: PreTrainedModel, trunk: Any, layers: Mapping[int, Any], layout: NormLayout) -> Decomposition:
+def _assemble(model: PreTrainedModel, trunk: Any, layers: Mapping[int, Any]) -> Decomposition:
     config = model.config
+    layout = _matching_layout(next(iter(layers.values())), config)
     typed_rope = all(isinstance(v, dict) for v in (getattr(config, "rope_parameters", None) or {"": None}).values())
     sublayers: list[Sublayer] = []
     for number, layer in layers.items():
@@ -291,24 +294,40 @@ def _assemble(model: PreTrainedModel, trunk: Any, layers: Mapping[int, Any], lay
     )
 
 
-def _with_shapes(model: PreTrainedModel, parts: Decomposition, numbers: Mapping[int, Sequence[int]]) -> Decomposition:
-    """Return the parts with the shapes of keys and values that the layers pass to their attention calls. numbers: see
-    `_distinct_layers`."""
+@torch.inference_mode()
+def attention_calls(model: PreTrainedModel) -> dict[int, list[LayerShape]]:
+    """Return the keys and values that each layer passes to its attention calls, in a model that may be without weights
+    (on the meta device). Raises UnsupportedModelError for a model that does not split, as far as that shows without
+    weights: `decompose` has the last word. Errors of the model's own code are not caught."""
+    _require_croppable_attention(model.config)
+    trunk, layers = trunk_and_layers(model)
+    own = dict(enumerate(layers))
+    return _attention_calls(model, _assemble(model, trunk, own), _distinct_layers(own, model.config))
+
+
+def _attention_calls(
+    model: PreTrainedModel, parts: Decomposition, numbers: Mapping[int, Sequence[int]]
+) -> dict[int, list[LayerShape]]:
+    """Return what each layer passes to its attention calls. numbers: see `_distinct_layers`."""
     hidden = random_hidden(parts)
-    shapes: dict[int, LayerShape] = {}
+    calls: dict[int, list[LayerShape]] = {}
     for number, alike in numbers.items():
         rows = RecordedCalls(torch.arange(hidden.shape[1], device=parts.device))
         parts.rotate(hidden, rows)
         with _attention_implementation(model, IMPLEMENTATION):
             run([one for one in parts.sublayers if one.layer == number and one.kind == "attention"], hidden, rows)
-        sizes = {(call.key_dim, call.value_dim) for call in rows.calls}
-        if len(sizes) != 1:
-            raise UnsupportedModelError(
-                f"{model.config.model_type}: layer {number} calls attention with {len(sizes)} sizes of heads, not one"
-            )
-        shape = LayerShape(sum(call.num_heads for call in rows.calls), *sizes.pop())
-        shapes |= dict.fromkeys(alike, shape)
-    return replace(parts, shapes={number: shapes[number] for number in sorted(shapes)})
+        calls |= dict.fromkeys(alike, rows.calls)
+    return calls
+
+
+def _shape(config: PretrainedConfig, number: int, calls: Sequence[LayerShape]) -> LayerShape:
+    """Return the shape of the keys and values of all calls of a layer together."""
+    sizes = {(call.key_dim, call.value_dim) for call in calls}
+    if len(sizes) != 1:
+        raise UnsupportedModelError(
+            f"{config.model_type}: layer {number} calls attention with {len(sizes)} sizes of heads, not one"
+        )
+    return LayerShape(sum(call.num_heads for call in calls), *sizes.pop())
 
 
 def _check_layers(model: PreTrainedModel, trunk: Any, parts: Decomposition, numbers: Sequence[int]) -> None:

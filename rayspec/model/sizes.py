@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -12,9 +12,9 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
 from rayspec.choices import Weights
-from rayspec.model.architecture import LAYOUTS, MLP_NAMES, window_of
+from rayspec.model.architecture import LAYOUTS, MLP_NAMES, attention_calls, trunk_and_layers, window_of
 from rayspec.model.bodies import matrices_of
-from rayspec.model.configs import in_one_line, read_config
+from rayspec.model.configs import in_one_line
 from rayspec.model.kv_arena import LayerShape, bytes_per_slot
 from rayspec.model.quantised import num_bytes
 from rayspec.types import ConfigError, UnsupportedModelError
@@ -80,11 +80,6 @@ class ModelSizes:
         return self.norm_bytes + (0 if shared else self.head_bytes)
 
 
-def load_config(source: str) -> PretrainedConfig:
-    """Load the config of a folder, a path to a config.json, or a hub id. Raises the errors of `read_config`."""
-    return read_config(source)
-
-
 def quantisation_of(model: PretrainedConfig, settings: Mapping[str, Any] | None = None) -> Quantization | None:
     """Return "int8" if a quantised linear weight takes one byte (fp8 too), "int4" for half a byte, None if unquantised.
 
@@ -119,11 +114,13 @@ def model_sizes(
     Raises UnsupportedModelError if transformers has no causal LM for the config or the model has no list of layers, and
     ConfigError for a `tensor` that does not divide the attention heads.
     """
-    num_heads = int(getattr(config, "num_attention_heads", 1))
+    text = config.get_text_config(decoder=True)
+    num_heads = int(getattr(text, "num_attention_heads", 1))
     if tensor < 1 or num_heads % tensor:
         raise ConfigError(f"option 'tensor' is {tensor}: it must divide the model's {num_heads} attention heads")
     model = _meta_model(config)
     layers = _decoder_layers(model, config)
+    calls, splits = _keys_and_values(model, layers, text)
     head = list(model.get_output_embeddings().parameters())
     known = {id(parameter) for parameter in (*layers.parameters(), *head)}
     tied = any(parameter is model.get_input_embeddings().weight for parameter in head)
@@ -139,15 +136,20 @@ def model_sizes(
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         embedding_bytes=whole.weigh(parameter for parameter in ends if parameter.ndim > 1),
         layers=tuple(
-            replace(
-                _layer_sizes(layer, config, in_layers, dtype),
+            LayerSizes(
+                sublayer_bytes=tuple(map(in_layers.weigh, _sublayer_parameters(layer, splits=splits))),
                 copy_bytes=sum(
                     _copy_bytes(block, kind, weights, dtype, tensor)
                     for kind, block in _blocks(layer)
                     for weights in (draft_weights if quantization is None else ())
                 ),
+                # Ranks share the heads of a call. Each has at least one.
+                kv_bytes_per_token=bytes_per_slot(
+                    [LayerShape(math.ceil(call.num_heads / tensor), call.key_dim, call.value_dim) for call in own], dtype
+                ),
+                window=window_of(getattr(layer, "self_attn", None), text),
             )
-            for layer in layers
+            for layer, own in zip(layers, calls, strict=True)
         ),
         norm_bytes=whole.weigh(parameter for parameter in ends if parameter.ndim == 1),
         head_bytes=whole.weigh(head),
@@ -223,32 +225,45 @@ def _meta_model(config: PretrainedConfig) -> Any:
     return model
 
 
-def _decoder_layers(model: nn.Module, config: PretrainedConfig) -> nn.ModuleList:
-    count = getattr(config, "num_hidden_layers", None)
-    for module in model.modules():
+def _decoder_layers(model: Any, config: PretrainedConfig) -> nn.ModuleList:
+    """Return the decoder layers of the language model, which may be a part of the model."""
+    count = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
+    for module in [*model.get_decoder().modules(), *model.modules()]:
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise UnsupportedModelError(f"{config.model_type}: no list of {count} decoder layers")
 
 
-def _layer_sizes(layer: nn.Module, config: PretrainedConfig, scale: _Scale, dtype: torch.dtype) -> LayerSizes:
-    attention = getattr(layer, "self_attn", None)
-    if not getattr(config, "num_attention_heads", None):
-        raise UnsupportedModelError(f"{config.model_type}: its layers have no attention heads, so no keys and values")
-    num_heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-    dim = int(getattr(attention, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    return LayerSizes(
-        sublayer_bytes=tuple(map(scale.weigh, _sublayer_parameters(layer))),
-        kv_bytes_per_token=bytes_per_slot([LayerShape(math.ceil(num_heads / scale.num_ranks), dim, dim)], dtype),
-        window=window_of(attention, config),
-    )
+def _keys_and_values(
+    model: Any, layers: nn.ModuleList, text: PretrainedConfig
+) -> tuple[Sequence[Sequence[LayerShape]], bool]:
+    """Return the keys and values that each layer caches, one shape for each of its attention calls, and whether the
+    model splits.
+
+    They are what the layers pass to attention, as an engine sees it when it has loaded the model. In a model that does
+    not split, or that cannot run without numbers, each layer has one call with the heads that the config names.
+    """
+    try:
+        found = attention_calls(model)
+        return [found[number] for number in range(len(layers))], True
+    except UnsupportedModelError:
+        splits = False
+    except (AttributeError, TypeError, KeyError, RuntimeError, ValueError):  # as a rotary embedding that rescales
+        splits = True
+    if not getattr(text, "num_attention_heads", None):
+        raise UnsupportedModelError(f"{text.model_type}: its layers have no attention heads, so no keys and values")
+    num_heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+    usual_dim = text.hidden_size // text.num_attention_heads
+    dims = [int(getattr(getattr(layer, "self_attn", None), "head_dim", None) or usual_dim) for layer in layers]
+    return [[LayerShape(num_heads, dim, dim)] for dim in dims], splits
 
 
-def _sublayer_parameters(layer: nn.Module) -> list[list[nn.Parameter]]:
-    """Return the parameters of attention and of MLP, or of the whole layer as one list if its layout is unknown."""
+def _sublayer_parameters(layer: nn.Module, *, splits: bool) -> list[list[nn.Parameter]]:
+    """Return the parameters of attention and of MLP, or of the whole layer as one list if its layout is unknown or the
+    model does not split."""
     norms = {name for name, _ in layer.named_children() if name.endswith("norm")}
     layout = next((layout for layout in LAYOUTS if set(layout.names) == norms), None)
-    if layout is None or not hasattr(layer, "self_attn"):
+    if not splits or layout is None or not hasattr(layer, "self_attn"):
         return [list(layer.parameters())]
     of_attention = ("self_attn", layout.pre_attention, layout.post_attention)
     split: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])

@@ -28,13 +28,13 @@ def placement(*, model: Model, asked: GivenFlags, json: Json = None) -> None:
     Exit code 1 if it does not fit.
     """
     # These imports load torch, which other commands need not wait for.
-    from rayspec.model.sizes import load_config  # noqa: PLC0415
+    from rayspec.model.configs import read_config  # noqa: PLC0415
     from rayspec.ops.plan.choice import place_best  # noqa: PLC0415
     from rayspec.ops.plan.placement import placements_table, save_placements  # noqa: PLC0415
 
     with clean_exit():
         options = PlacementOptions(**asked)
-        found = place_best(load_config(_place(model)), options)
+        found = place_best(read_config(_place(model)), options)
         output_console().print(placements_table(found), highlight=False)
         if json is not None:
             save_placements(found, json)
@@ -49,12 +49,12 @@ def plan(*, model: Model, asked: GivenFlags, json: Json = None) -> None:
     Exit code 1 if nothing fits.
     """
     # These imports load torch, which other commands need not wait for.
-    from rayspec.model.sizes import load_config  # noqa: PLC0415
+    from rayspec.model.configs import read_config  # noqa: PLC0415
     from rayspec.ops.plan.report import make_plan, plan_table, save_plan  # noqa: PLC0415
 
     with clean_exit():
         options = PlanOptions(**asked)
-        report = make_plan(load_config(_place(model)), options)
+        report = make_plan(read_config(_place(model)), options)
         # Not cropped: flags to paste may be longer than a line.
         output_console().print(plan_table(report), highlight=False, markup=False, crop=False)
         if json is not None:

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, PretrainedConfig
+from transformers import AutoConfig, Gemma3Config, LlamaConfig, PretrainedConfig
 
 from rayspec.model.bodies import bytes_of_copies, fuse
 from rayspec.model.kv_arena import bytes_per_slot
-from rayspec.model.sizes import load_config, model_sizes, quantised_bytes
+from rayspec.model.configs import read_config
+from rayspec.model.sizes import model_sizes, quantised_bytes
 from rayspec.types import CheckpointError, ConfigError, UnsupportedModelError
-from tests.families import FAMILIES, WHOLE_FAMILIES, WINDOW, checkpoint, modules_of, reference
+from tests.families import FAMILIES, HARD_FAMILIES, WHOLE_FAMILIES, WINDOW, checkpoint, modules_of, reference
 
 BF16 = torch.bfloat16
 
@@ -53,9 +54,9 @@ def test_405b_has_its_published_size_within_seconds() -> None:
     assert sum(layer.kv_bytes_per_token for layer in sizes.layers) == 504 * 1024
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *HARD_FAMILIES])
 def test_sublayers_weigh_what_the_loaded_ones_do(family: str) -> None:
-    sizes = model_sizes(load_config(checkpoint(family)), dtype=torch.float32)
+    sizes = model_sizes(read_config(checkpoint(family)), dtype=torch.float32)
     parts = modules_of(checkpoint(family))
     assert sizes.splits
     weights = [
@@ -68,12 +69,12 @@ def test_sublayers_weigh_what_the_loaded_ones_do(family: str) -> None:
     shapes = [bytes_per_slot([shape], torch.float32) for shape in parts.shapes.values()]
     assert [layer.kv_bytes_per_token for layer in sizes.layers] == shapes
     assert [layer.window for layer in sizes.layers] == [parts.windows.get(number) for number in range(4)]
-    assert sizes.window == FAMILIES[family].get("sliding_window")
+    assert sizes.window == FAMILIES.get(family, {}).get("sliding_window")
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *WHOLE_FAMILIES])
 def test_nothing_is_left_out_or_counted_twice(family: str) -> None:
-    sizes = model_sizes(load_config(checkpoint(family)), dtype=torch.float32)
+    sizes = model_sizes(read_config(checkpoint(family)), dtype=torch.float32)
     assert sizes.num_parameters == sum(p.numel() for p in reference(checkpoint(family)).parameters())
     assert _total(sizes) == 4 * sizes.num_parameters
     assert sizes.splits == (family in FAMILIES)
@@ -112,6 +113,32 @@ def test_a_tensor_rank_has_its_share_and_all_norms() -> None:
     assert many.layers[0].kv_bytes_per_token == whole.layers[0].kv_bytes_per_token // 8  # one head at least
 
 
+def test_each_attention_call_has_a_head_on_every_rank() -> None:
+    """DiffLlama calls attention twice in a layer, so it keeps twice the heads that its config names."""
+    config = read_config(checkpoint("diffllama"))
+    whole, rank = (model_sizes(config, dtype=BF16, tensor=tensor).layers[0] for tensor in (1, 4))
+    assert (config.num_key_value_heads, rank.kv_bytes_per_token) == (2, whole.kv_bytes_per_token // 2)
+
+
+def test_a_rotary_embedding_that_rescales_hides_no_layer() -> None:
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    plain, rescaled = (llama(64, 2, 8, 96), llama(64, 2, 8, 96))
+    rescaled.rope_parameters = dynamic
+    assert model_sizes(rescaled, dtype=BF16) == model_sizes(plain, dtype=BF16)
+
+
+def test_a_model_with_an_image_tower_has_the_layers_of_its_language_model() -> None:
+    text = AutoConfig.from_pretrained(checkpoint("gemma3_text"))
+    tower = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
+    config = Gemma3Config(text_config=text.to_dict(), vision_config=tower | {"image_size": 28, "patch_size": 14})
+    whole, alone = (model_sizes(each, dtype=BF16) for each in (config, text))
+    assert not whole.splits, "it decodes plainly, and no stage can hold a part of it"
+    assert [layer.weight_bytes for layer in whole.layers] == [layer.weight_bytes for layer in alone.layers]
+    assert [layer.kv_bytes_per_token for layer in whole.layers] == [layer.kv_bytes_per_token for layer in alone.layers]
+    assert whole.num_parameters > alone.num_parameters
+    assert _total(whole) == 2 * whole.num_parameters
+
+
 @pytest.mark.parametrize("tensor", [0, -1, 3])
 def test_tensor_must_divide_the_heads(tensor: int) -> None:
     with pytest.raises(ConfigError, match=f"'tensor' is {tensor}: it must divide the model's 64 attention heads"):
@@ -119,7 +146,7 @@ def test_tensor_must_divide_the_heads(tensor: int) -> None:
 
 
 def test_a_window_limits_what_is_read_and_not_what_is_kept() -> None:
-    sliding, full = model_sizes(load_config(checkpoint("gemma2")), dtype=BF16).layers[:2]
+    sliding, full = model_sizes(read_config(checkpoint("gemma2")), dtype=BF16).layers[:2]
     assert sliding.kv_bytes_per_token == full.kv_bytes_per_token
     assert sliding.kv_bytes_read(1000) == WINDOW * sliding.kv_bytes_per_token
     assert full.kv_bytes_read(1000) == 1000 * full.kv_bytes_per_token
@@ -128,19 +155,19 @@ def test_a_window_limits_what_is_read_and_not_what_is_kept() -> None:
 
 def test_a_config_is_a_folder_or_a_file() -> None:
     folder = Path(checkpoint("llama"))
-    configs = [load_config(str(path)) for path in (folder, folder / "config.json")]
+    configs = [read_config(str(path)) for path in (folder, folder / "config.json")]
     assert model_sizes(configs[0], dtype=BF16) == model_sizes(configs[1], dtype=BF16)
 
 
 def test_what_is_no_config_is_a_checkpoint_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-type"}), encoding="utf-8")
     with pytest.raises(CheckpointError, match="could not be read"):
-        load_config(str(tmp_path))
+        read_config(str(tmp_path))
     with pytest.raises(ConfigError, match="no such folder"):
-        load_config(str(tmp_path / "absent"))
+        read_config(str(tmp_path / "absent"))
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
     with pytest.raises(CheckpointError, match="could not be read"):
-        load_config(str(tmp_path / "config.json"))
+        read_config(str(tmp_path / "config.json"))
 
 
 def test_what_is_no_causal_lm_is_unsupported() -> None:
@@ -156,7 +183,7 @@ def _total(sizes: object) -> int:
 def test_copies_weigh_what_the_loaded_ones_do(family: str) -> None:
     fused = fuse(modules_of(checkpoint(family)), quantised=["int8", "int4"])
     for weights, num_bytes in bytes_of_copies(fused).items():
-        sizes = quantised_bytes(load_config(checkpoint(family)), weights, dtype=torch.float32)
+        sizes = quantised_bytes(read_config(checkpoint(family)), weights, dtype=torch.float32)
         assert sum(sizes) == num_bytes
         assert [bool(size) for size in sizes] == [bool(sublayer.quantised) for sublayer in fused.sublayers]
 

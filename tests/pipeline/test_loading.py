@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from rayspec.config import EngineConfig, ParallelOptions
-from rayspec.model.sizes import load_config, model_sizes, quantised_bytes
+from rayspec.model.configs import read_config
+from rayspec.model.sizes import model_sizes, quantised_bytes
 from rayspec.pipeline.loading import _costs, _sizes, balanced_cut
 from rayspec.pipeline.replica import spans_of
 from rayspec.planning.latency import LatencyModel, Measurement
@@ -92,14 +93,14 @@ def test_the_head_counts_as_part_of_the_last_stage() -> None:
 def layer_bytes(*, stages: int = 2, tensor: int = 1, **options: Any) -> list[int]:
     model, parallel = checkpoint("qwen3_moe"), ParallelOptions(stages=stages, tensor=tensor)
     config = EngineConfig(model=model, dtype="float32", parallel=parallel, **options)
-    costs = _costs(config, parallel, _sizes(config, parallel, load_config(model)), 128)
+    costs = _costs(config, parallel, _sizes(config, parallel, read_config(model)), 128)
     return [layer.weight_bytes for layer in costs.layers]
 
 
 def copy_bytes(*kinds: str, tensor: int = 1) -> list[int]:
     """By layer of the same model."""
     found = [
-        quantised_bytes(load_config(checkpoint("qwen3_moe")), kind, dtype=torch.float32, tensor=tensor)  # type: ignore[arg-type]
+        quantised_bytes(read_config(checkpoint("qwen3_moe")), kind, dtype=torch.float32, tensor=tensor)  # type: ignore[arg-type]
         for kind in kinds
     ]
     return [sum(each[2 * layer] + each[2 * layer + 1] for each in found) for layer in range(4)]
@@ -107,7 +108,7 @@ def copy_bytes(*kinds: str, tensor: int = 1) -> list[int]:
 
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_layers_weigh_what_they_and_the_copies_for_their_drafts_do(tensor: int) -> None:
-    sizes = model_sizes(load_config(checkpoint("qwen3_moe")), dtype=torch.float32, tensor=tensor)
+    sizes = model_sizes(read_config(checkpoint("qwen3_moe")), dtype=torch.float32, tensor=tensor)
     weights = [layer.weight_bytes for layer in sizes.layers]
     int4, both = copy_bytes("int4", tensor=tensor), copy_bytes("int4", "int8", tensor=tensor)
     with_int8 = {"speculation": {"choices": ("int8", "int4", "skip")}}

@@ -16,7 +16,8 @@ from rayspec.decode.stages import SpanRunner
 from rayspec.decode.work import Chunk, Move, Pass, Prefill, Round
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.rows import RowSpan, one_run
-from rayspec.model.sizes import load_config, quantised_bytes
+from rayspec.model.configs import read_config
+from rayspec.model.sizes import quantised_bytes
 from rayspec.pipeline import ranks
 from rayspec.pipeline import shard as shard_module
 from rayspec.pipeline.messages import (
@@ -203,7 +204,7 @@ def loaded(**speculation: Any) -> Loaded:
 
 def test_a_shard_says_what_its_copies_weigh_and_by_what_they_run() -> None:
     plain, copied = loaded(strategy="ar"), loaded(choices=("int4", "pages"))
-    copies = quantised_bytes(load_config(checkpoint("qwen3_moe")), "int4", dtype=torch.float32)
+    copies = quantised_bytes(read_config(checkpoint("qwen3_moe")), "int4", dtype=torch.float32)
     assert copied.weight_bytes - plain.weight_bytes == sum(copies[:4]) > 0
     attention = ("full", "int4", "pages", "int4+pages")
     assert copied.ways == [attention, ("full",), attention, ("full", "int4")]

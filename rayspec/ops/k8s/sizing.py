@@ -13,7 +13,8 @@ from transformers import PretrainedConfig
 from rayspec import demo
 from rayspec.config import SpeculationOptions
 from rayspec.model.architecture import max_positions, why_context_ends
-from rayspec.model.sizes import load_config, model_sizes
+from rayspec.model.configs import read_config
+from rayspec.model.sizes import model_sizes
 from rayspec.ops.k8s.options import RenderOptions
 from rayspec.ops.plan.choice import place_best
 from rayspec.ops.plan.gpus import Gpu, are_ranks_alike, parse_gpus
@@ -97,7 +98,7 @@ class ClusterPlan:
 
 def plan_cluster(options: RenderOptions) -> ClusterPlan:
     """Plan the pods of a model. Raises ConfigError if it does not fit, CheckpointError for an unreadable config."""
-    config = load_config(
+    config = read_config(
         demo.model_path(options.model) if options.model in demo.BUNDLED else options.sizes_from or options.model
     )
     limit = max_positions(config)

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from rayspec import demo
 from rayspec.cli import app
-from rayspec.model.sizes import load_config, quantised_bytes
+from rayspec.model.configs import read_config
+from rayspec.model.sizes import quantised_bytes
 from rayspec.ops.k8s.network import network_policy
 from rayspec.ops.k8s.options import RenderOptions, read_render_options
 from rayspec.ops.k8s.render import manifests, render
@@ -72,7 +73,7 @@ def test_a_pod_of_cpus_has_memory_for_the_copies_that_drafts_run_by() -> None:
         (DEMO, ["int4"]),
         ({"model": "demo", "context": 1024, "gpus": "1xH100-80G", "stages": 1}, []),
     ):
-        config = load_config(str(demo.model_path()))
+        config = read_config(str(demo.model_path()))
         dtype = placed_dtype("auto", config)
         alone = place(config, PlacementOptions(gpus="1xA-80G@1000", context=1024))
         found, without = (
