@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 _ROWS, _COLUMNS = 128, 512
 _NUM_REPEATS = 4
 # Times as fast must float32 be. Processors with AVX2 only are above 3, those with AVX-512 below 1.3.
-_CLEARLY_FASTER = 1.5
+CLEARLY_FASTER = 1.5
 
 
 def in_fast_dtype(model: PreTrainedModel, config: EngineConfig) -> PreTrainedModel:
@@ -32,7 +32,7 @@ def in_fast_dtype(model: PreTrainedModel, config: EngineConfig) -> PreTrainedMod
     is_quantised = getattr(model, "hf_quantizer", None) is not None
     if config.dtype != "auto" or model.device.type != "cpu" or config.offload is not None or is_quantised:
         return model
-    if dtype not in (torch.bfloat16, torch.float16) or (gain := gain_of_float32(dtype)) < _CLEARLY_FASTER:
+    if dtype not in (torch.bfloat16, torch.float16) or (gain := gain_of_float32(dtype)) < CLEARLY_FASTER:
         return model
     name = str(dtype).removeprefix("torch.")
     found = f"this CPU ({cpu_class()}) multiplies matrices {gain:.1f} times as fast in float32 as in {name}"

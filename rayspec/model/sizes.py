@@ -12,7 +12,7 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
 from rayspec.choices import Weights
-from rayspec.model.architecture import LAYOUTS, MLP_NAMES, attention_calls, trunk_and_layers, window_of
+from rayspec.model.architecture import LAYOUTS, MLP_NAMES, attention_calls, window_of
 from rayspec.model.bodies import matrices_of
 from rayspec.model.configs import in_one_line
 from rayspec.model.kv_arena import LayerShape, bytes_per_slot
@@ -145,7 +145,8 @@ def model_sizes(
                 ),
                 # Ranks share the heads of a call. Each has at least one.
                 kv_bytes_per_token=bytes_per_slot(
-                    [LayerShape(math.ceil(call.num_heads / tensor), call.key_dim, call.value_dim) for call in own], dtype
+                    [LayerShape(math.ceil(call.num_heads / tensor), call.key_dim, call.value_dim) for call in own],
+                    dtype,
                 ),
                 window=window_of(getattr(layer, "self_attn", None), text),
             )

@@ -44,7 +44,7 @@ def load_pipeline(config: EngineConfig, *, with_tokenizer: bool = True, shard_ty
     sizes = _sizes(config, options, model)
     if not sizes.splits:
         raise UnsupportedModelError(
-            f"{model.model_type}: its layers do not split into attention and MLP, so it cannot be cut into stages: "
+            f"{model.model_type}: it does not split into attention and MLP sublayers, so it cannot be cut into stages: "
             "remove option 'parallel'"
         )
     max_model_len = resolve_max_model_len(config, model)

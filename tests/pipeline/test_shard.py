@@ -14,9 +14,9 @@ from rayspec.config import EngineConfig
 from rayspec.decode.runner import Runner
 from rayspec.decode.stages import SpanRunner
 from rayspec.decode.work import Chunk, Move, Pass, Prefill, Round
+from rayspec.model.configs import read_config
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.rows import RowSpan, one_run
-from rayspec.model.configs import read_config
 from rayspec.model.sizes import quantised_bytes
 from rayspec.pipeline import ranks
 from rayspec.pipeline import shard as shard_module

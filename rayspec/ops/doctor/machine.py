@@ -33,9 +33,6 @@ _FEW_FILES, _ENOUGH_FILES = 1024, 65536
 # Programs that listen at these ports by default.
 PORTS = {6379: "Ray's head", 8265: "Ray's dashboard", 10001: "Ray's client server", 8000: "rayspec serve"}
 _CONNECT_TIMEOUT_S = 0.2
-_MEANINGS = dict.fromkeys(("AMX", "AVX-512 BF16", "Arm BF16"), "bfloat16 is fast") | {
-    "AVX2": "bfloat16 is slow, dtype auto takes float32 where memory allows"
-}
 
 
 def check_python(version: str | None = None) -> Finding:
@@ -71,10 +68,8 @@ def installed_version(name: str) -> str | None:
 
 
 def check_cpu() -> Finding:
-    """Name the processor, the cores that this process may use, and what its instructions mean for data types."""
-    kind = cpu_class()
-    meaning = _MEANINGS.get(kind, "dtype auto takes float32 if bfloat16 is much slower")
-    return ok("CPU", f"{cpu_name()}, {num_cores()} cores; {kind}: {meaning}")
+    """Name the processor, the cores that this process may use, and its instructions for matrix products."""
+    return ok("CPU", f"{cpu_name()}, {num_cores()} cores, {cpu_class()}")
 
 
 def check_memory(bytes_free: int | None = None) -> Finding:

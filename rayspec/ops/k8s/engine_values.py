@@ -12,7 +12,7 @@ def engine_values(options: RenderOptions, plan: ClusterPlan) -> dict[str, Any]:
     """Return the options of EngineConfig, without model and parallel."""
     values: dict[str, Any] = {
         "device": "cpu" if options.cpus is not None else "cuda",
-        "max_model_len": options.context,
+        "max_model_len": plan.placement.options.num_tokens,
         "max_num_seqs": plan.concurrency,
     }
     if options.dtype != "auto":

@@ -13,7 +13,7 @@ from typing_extensions import Self
 from rayspec.config import DType, Options
 from rayspec.demo import BUNDLED
 from rayspec.ops.plan.gpus import gpus_of_a_node
-from rayspec.ops.plan.options import Quantization
+from rayspec.ops.plan.options import CONTEXT_HELP, Quantization
 from rayspec.serve.options import read_options_file
 from rayspec.types import ConfigError
 
@@ -61,7 +61,7 @@ class RenderOptions(Options):
     tensor: int | None = Field(
         None, ge=1, description="GPUs that share each stage; none: 1, without stages as rayspec plan has it"
     )
-    context: int = Field(16384, ge=2, description="tokens of a sequence, prompt and output")
+    context: int | None = Field(None, ge=2, description=CONTEXT_HELP)
     concurrency: int = Field(32, ge=1, description="sequences at once, of what gpus are of")
     quantization: Quantization | None = Field(None, description="of the checkpoint's linears, for their sizes")
     dtype: DType = Field("auto", description="of the weights")

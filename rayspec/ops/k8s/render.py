@@ -65,7 +65,7 @@ def _header(options: RenderOptions, plan: ClusterPlan) -> str:
     lines = [
         "Made by `rayspec k8s`: change the options and render again, rather than numbers here.",
         f"{options.model}: {placement.num_parameters / 1e9:.2f} billion parameters in {placement.dtype}.",
-        f"{plan.concurrency} sequences of {options.context} tokens at once, on each copy of it.",
+        f"{plan.concurrency} sequences of {plan.placement.options.num_tokens} tokens at once, on each copy of it.",
         f"Layout: {placement.choice}.",
         *(_stage_line(plan, number) for number in range(plan.num_stages)),
         *(_pod_line(shape) for shape in plan.pods),

@@ -12,7 +12,6 @@ from transformers import PretrainedConfig
 
 from rayspec import demo
 from rayspec.config import SpeculationOptions
-from rayspec.model.architecture import max_positions, why_context_ends
 from rayspec.model.configs import read_config
 from rayspec.model.sizes import model_sizes
 from rayspec.ops.k8s.options import RenderOptions
@@ -101,9 +100,6 @@ def plan_cluster(options: RenderOptions) -> ClusterPlan:
     config = read_config(
         demo.model_path(options.model) if options.model in demo.BUNDLED else options.sizes_from or options.model
     )
-    limit = max_positions(config)
-    if limit is not None and options.context > limit:
-        raise ConfigError(f"option 'context' is {options.context}, {why_context_ends(config)}: lower it")
     placement = _placed(config, options)
     _check_fit(placement, options)
     num_copies = options.replicas or placement.num_copies
@@ -180,7 +176,9 @@ def _copies_in_memory(config: PretrainedConfig, placement: Placement) -> int:
     so share one copy. Each rank has its own copy of weights that differ from the files: weights of another dtype, and
     experts, which transformers merges during loading."""
     as_in_files = placed_dtype("auto", config) == getattr(torch, placement.dtype)
-    has_experts = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts"))
+    has_experts = any(
+        getattr(config.get_text_config(decoder=True), name, None) for name in ("num_experts", "num_local_experts")
+    )
     return 1 if as_in_files and not has_experts else placement.options.num_ranks
 
 

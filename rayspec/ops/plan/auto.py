@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from transformers import PretrainedConfig
 
 from rayspec.config import EngineConfig, ParallelOptions
+from rayspec.decode.loading import resolve_max_model_len
 from rayspec.model.sizes import quantisation_of
 from rayspec.model.weights import load_config
 from rayspec.ops.plan.choice import rank_layouts
@@ -15,6 +16,7 @@ from rayspec.ops.plan.found import found_gpus
 from rayspec.ops.plan.gpus import Gpu, gpus_spec
 from rayspec.ops.plan.layouts import Layout
 from rayspec.ops.plan.options import PlanOptions
+from rayspec.ops.plan.placement import usual_context
 from rayspec.types import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -46,7 +48,7 @@ def laid_out(
         if best.fits:
             logger.info("on %s: %s", options.gpus, best.title)
             sequences = config.max_num_seqs if keep_max_num_seqs else best.groups[0].concurrency
-            return config.replace(parallel=_parallel(best), max_model_len=options.context, max_num_seqs=sequences)
+            return config.replace(parallel=_parallel(best), max_model_len=options.num_tokens, max_num_seqs=sequences)
     raise ConfigError(
         f"option 'parallel' is 'auto': {best.missing_bytes / 2**30:.1f} GiB are missing on {options.gpus}, even with "
         f"{best.title}; use more GPUs, a shorter max_model_len, fewer max_num_seqs or quantized weights"
@@ -58,7 +60,7 @@ def plan_options(
 ) -> PlanOptions:
     """Return the options of the equivalent `rayspec plan`."""
     usual = PlanOptions.model_fields
-    context = config.max_model_len or min(usual["context"].default, model.get_text_config().max_position_embeddings)
+    context = usual_context(model) if config.max_model_len is None else resolve_max_model_len(config, model)
     return PlanOptions(
         gpus=gpus_spec([gpu for node in nodes for gpu in node]),
         gpus_per_node=min(map(len, nodes)),

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 from rayspec.ops.plan.forecast import Forecast, Forecaster
 from rayspec.ops.plan.layouts import Layout, layouts
 from rayspec.ops.plan.options import Goal, PlacementOptions, PlanOptions
-from rayspec.ops.plan.placement import Placement, place
+from rayspec.ops.plan.placement import Placement, for_model, place
 from rayspec.planning.latency import LatencyModel
 
 
@@ -34,7 +34,9 @@ def rank_layouts(
     profile: LatencyModel | None = None,
     max_replicas: int | None = None,
 ) -> Ranking:
-    """Rank layouts by `options.goal`. profile: of the model on one GPU; None: rooflines. Raises as `layouts`."""
+    """Rank layouts by `options.goal`. profile: of the model on one GPU; None: rooflines. Raises as `layouts` and
+    `for_model`."""
+    options = for_model(options, config)
     forecaster = Forecaster(config, options, profile)
     found = list(layouts(config, options, max_replicas=max_replicas))
     candidates = [forecaster.candidate(layout) for layout in found if layout.fits]
@@ -58,6 +60,7 @@ def place_best(
     its share. There is one placement or, if copies are on different kinds of GPUs, one for each kind of copy. Raises as
     `place`.
     """
+    options = for_model(options, config)
     if options.names_layout:
         return (place(config, options),)
     layout = rank_layouts(config, _plan_options(options, gpus_per_node), max_replicas=max_replicas).best
@@ -68,7 +71,7 @@ def place_best(
 
 
 def _plan_options(options: PlacementOptions, gpus_per_node: int | None) -> PlanOptions:
-    context = max(2, options.context)
+    context = max(2, options.num_tokens)
     usual: int = PlanOptions.model_fields["output_tokens"].default
     return PlanOptions(
         gpus=options.gpus,

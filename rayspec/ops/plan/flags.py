@@ -42,7 +42,7 @@ def flags_of(layout: Layout, options: PlanOptions) -> Flags:
 
 
 def _engine(layout: Layout, options: PlanOptions) -> dict[str, Any]:
-    values: dict[str, Any] = {"max_model_len": options.context, "max_num_seqs": layout.groups[0].concurrency}
+    values: dict[str, Any] = {"max_model_len": options.num_tokens, "max_num_seqs": layout.groups[0].concurrency}
     if options.max_num_batched_tokens != EngineConfig.model_fields["max_num_batched_tokens"].default:
         values["max_num_batched_tokens"] = options.max_num_batched_tokens
     return values | _dtype(options)
@@ -65,7 +65,7 @@ def _copy(layout: Layout, options: PlanOptions) -> dict[str, Any]:
         "gpus": gpus_spec(group.gpus),
         "stages": layout.stages,
         "tensor": layout.tensor,
-        "context": options.context,
+        "context": options.num_tokens,
         "concurrency": group.concurrency,
     }
     if options.quantization is not None:

@@ -133,14 +133,14 @@ class Forecaster:
         options, size = self._options, layout.tensor
         ranks = [group.gpus[first : first + size] for first in range(0, len(group.gpus), size)]
         cut = Cut(
-            config=self._config,
+            config=self._config.get_text_config(decoder=True),
             sizes=layout.sizes,
             layers=[stage.layers for stage in group.placement.stages],
             gpus=[min(members, key=lambda gpu: gpu.bandwidth_gb_s) for members in ranks],
             tensor=layout.tensor,
             quantization=options.quantization,
             itemsize=getattr(torch, group.placement.dtype).itemsize,
-            context=options.context,
+            context=options.num_tokens,
             hop_s=options.hop_us / 1e6,
             all_reduce_s=options.all_reduce_us / 1e6,
         )
@@ -154,7 +154,7 @@ class Forecaster:
             [choices],
             [acceptance],
             latency,
-            context=options.context,
+            context=options.num_tokens,
             batch=math.ceil(group.concurrency / _num_cohorts(group, group.concurrency)),
             max_draft_tokens=options.max_draft_tokens,
             min_gain=-1.0,
@@ -194,7 +194,7 @@ class Forecaster:
         return simulate(
             case.predicted.decode,
             Workload(
-                prompt_tokens=options.context - options.output_tokens,
+                prompt_tokens=options.num_tokens - options.output_tokens,
                 output_tokens=output_tokens,
                 concurrency=concurrency,
                 chunk_tokens=options.max_num_batched_tokens,

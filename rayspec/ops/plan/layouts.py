@@ -71,7 +71,8 @@ class Layout:
 
 def layouts(config: PretrainedConfig, options: PlanOptions, *, max_replicas: int | None = None) -> Iterator[Layout]:
     """Yield for each tensor-parallel degree one replica with as many stages as the GPUs allow, two with half as many,
-    and so on; and one replica with the fewest stages that fit. The other layouts may not fit, see `Layout.fits`.
+    and so on; and one replica with the fewest stages that fit. The other layouts may not fit, see `Layout.fits`. A
+    model that does not split has one stage and one rank.
 
     max_replicas: limit, which may leave GPUs unused; None: as many replicas as the GPUs allow.
 
@@ -91,7 +92,12 @@ def layouts(config: PretrainedConfig, options: PlanOptions, *, max_replicas: int
         )
         maker = _Maker(gpus, sizes, dtype, tensor, options)
         num_groups = len(gpus) // tensor
-        stages = {min(num_groups // replicas, len(sizes.layers)) for replicas in range(1, num_groups + 1)}
+        if sizes.splits:
+            stages = {min(num_groups // replicas, len(sizes.layers)) for replicas in range(1, num_groups + 1)}
+        elif tensor > 1:
+            break
+        else:
+            stages = {1}
         for count in sorted(stages):
             most = num_groups // count if max_replicas is None else min(num_groups // count, max_replicas)
             yield maker.layout(count, min(most, options.concurrency))
@@ -102,12 +108,13 @@ def layouts(config: PretrainedConfig, options: PlanOptions, *, max_replicas: int
 
 def _tensor_degrees(config: PretrainedConfig, gpus: Sequence[Gpu], gpus_per_node: int) -> list[int]:
     """Return powers of two that divide the attention heads and keep each stage on one node and one kind of GPU."""
+    num_heads = int(getattr(config.get_text_config(decoder=True), "num_attention_heads", 1))
     most = min(len(gpus), gpus_per_node)
     powers = itertools.takewhile(lambda degree: degree <= most, (2**power for power in itertools.count()))
     return [
         degree
         for degree in powers
-        if int(config.num_attention_heads) % degree == 0
+        if num_heads % degree == 0
         and (gpus_per_node % degree == 0 or len(gpus) <= gpus_per_node)
         and are_ranks_alike(gpus, degree)
     ]
@@ -145,7 +152,7 @@ class _Maker:
             gpus=gpus_spec(gpus),
             stages=stages,
             tensor=self.tensor,
-            context=options.context,
+            context=options.num_tokens,
             concurrency=concurrency,
             quantization=options.quantization,
             draft_weights=options.draft_weights,

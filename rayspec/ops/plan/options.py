@@ -14,47 +14,54 @@ from rayspec.ops.plan.gpus import gpus_of_a_node
 Goal = Literal["throughput", "latency", "cost"]
 Quantization = Literal["fp8", "int8", "int4"]
 DraftWeights = Literal["int8", "int4"]
-_GPUS_HELP = "in order, as 8xH100-80G, 2x8xH100 (two nodes), 4xH200,4xA100-80G or 2xNEW-96G@4000 (GB/s)"
-_QUANTIZATION_HELP = "of the layers' linears"
-_DTYPE_HELP = "of the weights"
-_DRAFT_WEIGHTS_HELP = "copies of the weights that drafts run by, which take memory, as int8"
-
+DEFAULT_CONTEXT = 16384
+CONTEXT_HELP = f"tokens of a sequence, prompt and output; without it {DEFAULT_CONTEXT}, or the model's if that is less"
 # Rates of published self-speculative decoders that skip about half of the sublayers; KnapSpec's best are .94 to .97.
 PUBLISHED_ACCEPTANCE = (0.85, 0.90, 0.95)
 
 
-def _split(value: Any) -> Any:
-    return value.split(",") if isinstance(value, str) else value
+class LoadOptions(Options):
+    """GPUs, the form of the weights, and the load, which determines the size of the KV cache.
+
+    context: tokens of a complete sequence. None until `rayspec.ops.plan.placement.for_model` has set it.
+    """
+
+    gpus: str = Field(
+        description="in order, as 8xH100-80G, 2x8xH100 (two nodes), 4xH200,4xA100-80G or 2xNEW-96G@4000 (GB/s)"
+    )
+    context: int | None = Field(None, ge=1, description=CONTEXT_HELP)
+    concurrency: int = Field(32, ge=1, description="sequences at once, over all copies that rayspec plan recommends")
+    quantization: Quantization | None = Field(None, description="of the layers' linears")
+    draft_weights: tuple[DraftWeights, ...] = Field(
+        (), description="copies of the weights that drafts run by, which take memory, as int8"
+    )
+    dtype: DType = Field("auto", description="of the weights")
+
+    @field_validator("draft_weights", "layers", mode="before", check_fields=False)
+    @classmethod
+    def _values_with_commas(cls, value: Any) -> Any:
+        return value.split(",") if isinstance(value, str) else value
+
+    @property
+    def num_tokens(self) -> int:
+        """`context`, once it is set."""
+        assert self.context is not None, "for_model sets the context"
+        return self.context
 
 
-class PlacementOptions(Options):
-    """A placement to compute. `context` and `concurrency` determine the size of the KV cache.
+class PlacementOptions(LoadOptions):
+    """A placement to compute.
 
     stages, tensor, layers: where all are None, `rayspec plan` chooses the layout.
     """
 
-    gpus: str = Field(description=_GPUS_HELP)
     stages: int | None = Field(
         None,
         ge=1,
         description="pipeline stages; without stages, tensor and layers: as rayspec plan recommends",
     )
     tensor: int | None = Field(None, ge=1, description="GPUs that share each stage")
-    context: int = Field(16384, ge=1, description="tokens of a sequence, for the KV cache")
-    concurrency: int = Field(
-        32,
-        ge=1,
-        description="sequences at once, for the KV cache; over all copies that rayspec plan recommends",
-    )
-    quantization: Quantization | None = Field(None, description=_QUANTIZATION_HELP)
-    draft_weights: tuple[DraftWeights, ...] = Field((), description=_DRAFT_WEIGHTS_HELP)
-    dtype: DType = Field("auto", description=_DTYPE_HELP)
     layers: tuple[int, ...] | None = Field(None, description="layers of each stage, as 20,30,30")
-
-    @field_validator("layers", "draft_weights", mode="before")
-    @classmethod
-    def _values_with_commas(cls, value: Any) -> Any:
-        return _split(value)
 
     @model_validator(mode="after")
     def _ranks_can_split_weights(self) -> Self:
@@ -74,23 +81,17 @@ class PlacementOptions(Options):
         return self.tensor or 1
 
 
-class PlanOptions(Options):
+class PlanOptions(LoadOptions):
     """A cluster, a load, and a goal.
 
-    context: tokens of a complete sequence, of which `output_tokens` are the answer. acceptance: accepted share of draft
-    tokens; None: the range of published values. skip: share of the layers that drafts leave out. price: dollars per GPU
-    hour. profile: a file that `rayspec profile` has saved, of this model on one such GPU. gpus_per_node: limit on
-    tensor-parallel ranks; None: the smallest node that `gpus` names, else 8.
+    output_tokens: tokens of the answer, which `context` includes. acceptance: accepted share of draft tokens; None: the
+    range of published values. skip: share of the layers that drafts leave out. price: dollars per GPU hour. profile: a
+    file that `rayspec profile` has saved, of this model on one such GPU. gpus_per_node: limit on tensor-parallel ranks;
+    None: the smallest node that `gpus` names, else 8.
     """
 
-    gpus: str = Field(description=_GPUS_HELP)
-    context: int = Field(16384, ge=2, description="tokens of a sequence in the end")
-    output_tokens: int = Field(256, ge=1, description="of these, the answer's")
-    concurrency: int = Field(32, ge=1, description="sequences at once, over all replicas")
+    output_tokens: int = Field(256, ge=1, description="of the context, the answer's")
     goal: Goal = Field("throughput", description="what counts; latency is of a request alone")
-    quantization: Quantization | None = Field(None, description=_QUANTIZATION_HELP)
-    draft_weights: tuple[DraftWeights, ...] = Field((), description=_DRAFT_WEIGHTS_HELP)
-    dtype: DType = Field("auto", description=_DTYPE_HELP)
     profile: Path | None = Field(None, description="measured on one such GPU, as `rayspec profile` has saved it")
     acceptance: float | None = Field(
         None, ge=0, le=1, description="of draft tokens; without it, the range that others have published"
@@ -106,17 +107,12 @@ class PlanOptions(Options):
     )
     seed: int = 0
 
-    @field_validator("draft_weights", mode="before")
-    @classmethod
-    def _values_with_commas(cls, value: Any) -> Any:
-        return _split(value)
-
     @model_validator(mode="after")
     def _answers_fit(self) -> Self:
-        if self.output_tokens >= self.context:
+        if self.context is not None and self.output_tokens >= self.context:
             raise ValueError(
-                f"option 'output_tokens' is {self.output_tokens}, and context {self.context}, which holds prompt and "
-                "answer: raise that"
+                f"option 'output_tokens' is {self.output_tokens}, and the context {self.context} tokens, which hold "
+                "prompt and answer: lower output_tokens"
             )
         return self
 

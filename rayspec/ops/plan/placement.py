@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Group
@@ -19,10 +19,11 @@ from transformers import PretrainedConfig
 
 from rayspec.config import DType, EngineConfig, ParallelOptions
 from rayspec.decode.loading import cache_size
+from rayspec.model.architecture import max_positions, why_context_ends
 from rayspec.model.kv_arena import CacheSize
 from rayspec.model.sizes import ModelSizes, model_sizes
 from rayspec.ops.plan.gpus import RESERVED_BYTES, RESERVED_SHARE, Gpu, parse_gpus
-from rayspec.ops.plan.options import PlacementOptions
+from rayspec.ops.plan.options import DEFAULT_CONTEXT, LoadOptions, PlacementOptions
 from rayspec.planning.partition import (
     Device,
     LayerCost,
@@ -33,9 +34,10 @@ from rayspec.planning.partition import (
     shortfalls,
     stage_costs,
 )
-from rayspec.types import ConfigError
+from rayspec.types import ConfigError, UnsupportedModelError
 
 _GB, _GIB = 10**9, 2**30
+AnyLoad = TypeVar("AnyLoad", bound=LoadOptions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,14 +69,30 @@ class Placement:
         return sum(stage.seconds for stage in self.stages)
 
 
+def for_model(options: AnyLoad, config: PretrainedConfig) -> AnyLoad:
+    """Return the options with a context that the model has. Raises ConfigError for a longer one."""
+    limit = max_positions(config)
+    if options.context is None:
+        return options.replace(context=usual_context(config))
+    if limit is not None and options.context > limit:
+        raise ConfigError(f"option 'context' is {options.context}, {why_context_ends(config)}: lower it")
+    return options
+
+
+def usual_context(config: PretrainedConfig) -> int:
+    """Return the context where none is named: the model's, but at most `DEFAULT_CONTEXT`."""
+    return min(DEFAULT_CONTEXT, max_positions(config) or DEFAULT_CONTEXT)
+
+
 def place(config: PretrainedConfig, options: PlacementOptions) -> Placement:
     """Place a model: stage i runs on `tensor` GPUs from number i * tensor. Without `stages` and `layers`, the number of
     stages is the smallest that fits. `tensor` is 1 by default. `rayspec.ops.plan.choice.place_best` asks the planner
     for both.
 
     Where nothing fits, layers are spread by time alone, and `missing_bytes` is the shortage. Raises ConfigError for
-    GPUs that are unknown or too few, and the errors of `model_sizes` and `partition`.
+    GPUs that are unknown or too few, and the errors of `for_model`, `model_sizes` and `partition`.
     """
+    options = for_model(options, config)
     dtype = placed_dtype(options.dtype, config)
     sizes = model_sizes(
         config,
@@ -87,9 +105,14 @@ def place(config: PretrainedConfig, options: PlacementOptions) -> Placement:
 
 
 def place_sizes(sizes: ModelSizes, dtype: torch.dtype, options: PlacementOptions) -> Placement:
-    """Place a model of known sizes, as `place` does. sizes: of one of `options.num_ranks` ranks."""
+    """Place a model of known sizes, as `place` does. options: with a context. sizes: of one of the `num_ranks`."""
     groups = _tensor_groups(parse_gpus(options.gpus), options.num_ranks)
     num_stages, choice = _num_stages(sizes, groups, options)
+    if not sizes.splits and num_stages * options.num_ranks > 1:
+        raise UnsupportedModelError(
+            "the model does not split into attention and MLP sublayers, so one GPU holds all of it: set options "
+            "'stages' and 'tensor' to 1"
+        )
     costs, devices = _costs(sizes, groups[:num_stages], options)
     spread = devices
     if bytes_missing(costs, devices):
@@ -129,7 +152,7 @@ def _placement_table(placement: Placement) -> Group:
         )
     return Group(
         f"{placement.num_parameters / 1e9:.2f} billion parameters in {_format(placement)}, KV cache of "
-        f"{options.concurrency} sequences of {options.context} tokens{copies}",
+        f"{options.concurrency} sequences of {options.num_tokens} tokens{copies}",
         table,
         f"{placement.choice}; GiB are of each GPU, of whose memory {RESERVED_SHARE:.0%} and "
         f"{RESERVED_BYTES / _GIB:.0f} GiB are kept for activations and the CUDA context",
@@ -207,7 +230,7 @@ def _num_stages(
                 "more GPUs"
             )
         return asked, f"{asked} stages as asked"
-    most = min(len(groups), len(sizes.layers))
+    most = min(len(groups), len(sizes.layers)) if sizes.splits else 1
     for count in range(1, most + 1):
         if not bytes_missing(*_costs(sizes, groups[:count], options)):
             return count, f"{count} of up to {most} stages, the fewest that fit with tensor {options.num_ranks}"
@@ -230,7 +253,7 @@ def _costs(
         cost(
             layer.weight_bytes + layer.copy_bytes,
             kv_bytes=layer.kv_bytes_per_token * size.slots_of(layer.window),
-            bytes_read=layer.weight_bytes + layer.kv_bytes_read(options.context) * options.concurrency,
+            bytes_read=layer.weight_bytes + layer.kv_bytes_read(options.num_tokens) * options.concurrency,
         )
         for layer in sizes.layers
     )
@@ -244,7 +267,7 @@ def _cache_size(sizes: ModelSizes, num_stages: int, options: PlacementOptions) -
     config = EngineConfig(
         model="planned", max_num_seqs=options.concurrency, parallel=ParallelOptions(stages=num_stages)
     )
-    return cache_size(config, options.context * options.concurrency, sizes.window)
+    return cache_size(config, options.num_tokens * options.concurrency, sizes.window)
 
 
 def _sublayers(layers: range) -> range:

@@ -19,6 +19,7 @@ from rayspec.ops.plan.forecast import EFFICIENCIES, PROFILE_ERROR, Forecast, For
 from rayspec.ops.plan.latency import load_profile
 from rayspec.ops.plan.layouts import Layout
 from rayspec.ops.plan.options import PlanOptions
+from rayspec.ops.plan.placement import for_model
 
 _GIB = 2**30
 _NUM_SHOWN = 8
@@ -46,6 +47,7 @@ class PlanReport:
 
 def make_plan(config: PretrainedConfig, options: PlanOptions) -> PlanReport:
     """Rank all layouts, and compute ranges for the shown ones. Raises ConfigError, UnsupportedModelError."""
+    options = for_model(options, config)
     profile, key = load_profile(options.profile) if options.profile else (None, {})
     ranking = rank_layouts(config, options, profile=profile)
     forecaster = Forecaster(config, options, profile)
@@ -85,7 +87,7 @@ def _heading(report: PlanReport) -> str:
     options, best = report.options, report.candidates[0].layout
     return (
         f"recommended for {options.goal}: {best.title}; for {options.concurrency} sequences at once, of "
-        f"{options.context} tokens with an answer of {options.output_tokens}"
+        f"{options.num_tokens} tokens with an answer of {options.output_tokens}"
     )
 
 

@@ -4,7 +4,12 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from rayspec.config import EngineConfig
+from rayspec.model import fast_dtype
+from rayspec.ops.doctor.examine import examine
 from rayspec.ops.doctor.findings import Finding
 from rayspec.ops.doctor.machine import (
     check_memory,
@@ -18,6 +23,7 @@ from rayspec.ops.doctor.machine import (
     machine_findings,
     used_share,
 )
+from tests.families import checkpoint
 
 GIB = 2**30
 
@@ -79,3 +85,15 @@ def test_a_port_in_use_is_named() -> None:
 def test_a_folder_that_is_not_there_yet_is_on_the_disk_of_the_one_above(tmp_path: Path) -> None:
     assert used_share(str(tmp_path / "a" / "b")) == pytest.approx(used_share(str(tmp_path)), abs=0.01)
     assert check_ray_folder(str(tmp_path / ("x" * 40))).status == "problem"
+
+
+@pytest.mark.parametrize(("gain", "dtype"), [(0.7, torch.bfloat16), (3.3, torch.float32)])
+def test_the_dtype_is_the_one_that_auto_takes(gain: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the measurement that decides, whatever instructions the processor has."""
+    monkeypatch.setattr(fast_dtype, "gain_of_float32", lambda _: gain)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("llama"), dtype=torch.bfloat16)
+    assert fast_dtype.in_fast_dtype(model, EngineConfig(model="m", device="cpu")).dtype == dtype
+    (found,) = [finding.found for finding in examine() if finding.name == "dtype on the CPU"]
+    assert f"float32 is {gain} times as fast" in found
+    assert ("takes float32" in found) == (dtype == torch.float32)
+    assert not any("dtype" in finding.name for finding in examine(quick=True)), "it measures nothing"

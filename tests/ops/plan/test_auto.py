@@ -9,6 +9,7 @@ from transformers import LlamaConfig
 
 from rayspec import LLM, demo
 from rayspec.config import EngineConfig, ParallelOptions
+from rayspec.decode.loading import resolve_max_model_len
 from rayspec.ops.plan.auto import laid_out
 from rayspec.ops.plan.choice import rank_layouts
 from rayspec.ops.plan.found import found_gpus
@@ -38,6 +39,23 @@ def test_the_layout_is_the_planners(model: LlamaConfig, gpus: str, count: int) -
     best = rank_layouts(model, PlanOptions(gpus=spec)).best
     assert chosen.parallel == ParallelOptions(stages=best.stages, tensor=best.tensor, replicas=best.replicas)
     assert (chosen.max_num_seqs, chosen.max_model_len) == (best.groups[0].concurrency, 16384)
+
+
+@pytest.mark.parametrize(
+    ("rope", "longest"),
+    [(None, 8192), ({"rope_type": "longrope", "original_max_position_embeddings": 4096, "factor": 2.0}, 4096)],
+)
+def test_the_context_is_one_that_the_model_has(rope: dict[str, Any] | None, longest: int) -> None:
+    """Such a rotary embedding changes with the length of the batch beyond its original context."""
+    model = llama(1024, 6, 8, 4096)
+    model.max_position_embeddings = 8192
+    if rope is not None:
+        factors = {name: [1.0] * 64 for name in ("short_factor", "long_factor")}
+        model.rope_parameters = rope | factors | {"rope_theta": 1e4}
+    chosen = laid_out(config(), model, nodes("1xH100"), keep_max_num_seqs=False)
+    assert chosen.max_model_len == resolve_max_model_len(config(), model) == longest
+    with pytest.raises(ConfigError, match=f"'max_model_len' is {longest + 1}"):
+        laid_out(config(max_model_len=longest + 1), model, nodes("1xH100"), keep_max_num_seqs=False)
 
 
 def test_one_gpu_needs_no_other_process() -> None:

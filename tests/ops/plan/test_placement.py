@@ -31,6 +31,7 @@ def llama(hidden: int, layers: int, heads: int, inter: int) -> LlamaConfig:
         num_key_value_heads=8,
         intermediate_size=inter,
         vocab_size=128256,
+        max_position_embeddings=131072,
         tie_word_embeddings=False,
         dtype="bfloat16",
     )
@@ -145,6 +146,15 @@ def test_some_memory_is_reserved() -> None:
     assert tiny.device.bytes_free == 0
 
 
+def test_the_context_is_one_that_the_model_has() -> None:
+    config = llama(64, 4, 8, 96)
+    for limit, usual in ((131072, 16384), (8192, 8192)):
+        config.max_position_embeddings = limit
+        assert placed(config, "1xL4").options.context == usual
+    with pytest.raises(ConfigError, match="option 'context' is 16384, the model ends at 8192: lower it"):
+        placed(config, "1xL4", context=16384)
+
+
 def test_pinned_layers_win_even_where_they_do_not_fit() -> None:
     found = placed(LLAMA_70B, "4xH200", layers="70,10", concurrency=1)
     assert num_layers(found) == [70, 10]
@@ -217,6 +227,9 @@ def test_a_model_that_does_not_split_has_no_sublayers(run: Run, tmp_path: Path) 
     result = run("--model", checkpoint("gpt2"), "--gpus", "L4", "--json", "p.json")
     assert result.exit_code == 0, result.output
     assert json.loads((tmp_path / "p.json").read_text(encoding="utf-8"))["stages"][0]["sublayers"] is None
+    refused = run("--model", checkpoint("gpt2"), "--gpus", "2xL4", "--stages", "2")
+    assert refused.exit_code == 1
+    assert "does not split into attention and MLP sublayers" in refused.stderr
 
 
 def test_wrong_usage_is_one_line_and_code_2(run: Run) -> None:

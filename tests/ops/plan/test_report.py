@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig
+from transformers import AutoConfig, Gemma3Config, LlamaConfig
 from typer.testing import CliRunner
 
 from benchmarks.pipeline import parse_cases, run_pipeline_bench
@@ -41,6 +41,7 @@ def llama(hidden: int, layers: int, heads: int, inter: int) -> LlamaConfig:
         num_key_value_heads=8,
         intermediate_size=inter,
         vocab_size=128256,
+        max_position_embeddings=131072,
         tie_word_embeddings=False,
         dtype="bfloat16",
     )
@@ -304,7 +305,7 @@ def test_a_profile_of_something_else_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"output_tokens": 512}, "'output_tokens' is 512, and context 512"),
+        ({"output_tokens": 512}, "'output_tokens' is 512, and the context 512 tokens"),
         ({"goal": "money"}, "'goal' is 'money'"),
         ({"acceptance": 1.5}, "'acceptance' is 1.5"),
         ({"price": 0}, "'price' is 0"),
@@ -338,6 +339,29 @@ def test_the_command_recommends_and_saves(run: Run, tmp_path: Path) -> None:
     assert saved["candidates"][0]["plain"]["dollars_per_million_tokens"] > 0
     assert run(*arguments, "--json", "out/p.json").exit_code == 0
     assert run(*arguments, "--acceptance", 2).exit_code == 2
+
+
+def test_what_is_recommended_is_a_context_that_the_model_has(run: Run) -> None:
+    demo = ("--model", "demo", "--gpus", "1xL4", "--concurrency", 4)
+    result = run(*demo)
+    assert result.exit_code == 0, result.output
+    assert "of 8192 tokens" in result.stdout
+    assert "--max-model-len 8192" in result.stdout
+    refused = run(*demo, "--context", 16384)
+    assert refused.exit_code == 2
+    assert "option 'context' is 16384, the model ends at 8192: lower it" in refused.stderr
+
+
+def test_a_model_with_an_image_tower_is_planned_whole(run: Run, tmp_path: Path) -> None:
+    """Its config has the numbers of its language model in a part. It cannot be cut into stages."""
+    text = AutoConfig.from_pretrained(checkpoint("gemma3_text")).to_dict()
+    tower = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    Gemma3Config(text_config=text, vision_config=tower | {"image_size": 28, "patch_size": 14}).save_pretrained(tmp_path)
+    result = run("--model", tmp_path, "--gpus", "4xL4", "--concurrency", 8, "--output-tokens", 16, "--json", "p.json")
+    assert result.exit_code == 0, result.output
+    saved = json.loads((tmp_path / "p.json").read_text(encoding="utf-8"))
+    assert [(one["stages"], one["tensor"], one["replicas"]) for one in saved["candidates"]] == [(1, 1, 4)]
+    assert saved["candidates"][0]["drafted"] is None
 
 
 def test_the_command_fails_where_nothing_fits(run: Run, tmp_path: Path) -> None:
