@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from ray._private import utils, worker
 
-from rayspec.pipeline import session
+from rayspec import ray_session as session
 from rayspec.ray_session import _handler_of_ray, _signals_wait
 from tests.exhaustive import few_of
 

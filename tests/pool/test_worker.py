@@ -23,7 +23,7 @@ from rayspec.command.settings import make_settings
 from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.decode.progress import Progress
-from rayspec.pipeline import stopped
+from rayspec.pool import stopped
 from rayspec.pool.worker import (
     EngineWorker,
     RemoteEngine,
