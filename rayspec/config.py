@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import pydantic
 from pydantic import Field, field_validator, model_validator
@@ -492,3 +492,33 @@ class EngineConfig(Options):
         """Number of tokens with a tap (see SpeculationOptions), over all sequences."""
         speculation = self.speculation
         return speculation.num_tap_tokens * (self.max_num_seqs if speculation.strategy == "knn-ssd" else 1)
+
+
+class EngineKeywords(TypedDict, total=False):
+    """The keywords of `LLM(model, ...)`: the options of `EngineConfig` beside `model`. Groups may be mappings.
+
+    parallel: "auto" takes the layout that `rayspec plan` recommends.
+    """
+
+    tokenizer: str | None
+    revision: str | None
+    trust_remote_code: bool
+    dtype: DType
+    device: str
+    num_threads: int | None
+    quantization_config: dict[str, Any] | None
+    generation_config: OfCheckpoint
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_cache_tokens: int | None
+    kv_cache_share: float | None
+    enable_prefix_caching: bool
+    deterministic: bool
+    cuda_kernels: CudaKernels
+    cuda_graphs: CudaGraphs
+    speculation: SpeculationOptions | Mapping[str, Any]
+    offload: OffloadOptions | Mapping[str, Any] | None
+    parallel: ParallelOptions | Mapping[str, Any] | Literal["auto"] | None
+    remeasure: bool
+    profile_cache: str | None

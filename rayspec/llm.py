@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
-from typing_extensions import Self
+from typing_extensions import Self, Unpack
 
 from rayspec import demo
-from rayspec.config import EngineConfig, SamplingParams
+from rayspec.config import EngineConfig, EngineKeywords, SamplingParams
 from rayspec.decode.chat import chat_template, conversation_tokens
 from rayspec.decode.engine import Engine
 from rayspec.decode.engine_loop import EngineDeadError, EngineLoop
@@ -62,7 +62,7 @@ class LLM:
     call, such as KeyboardInterrupt, aborts the requests of that call only.
     """
 
-    def __init__(self, model: str, **options: Any) -> None:
+    def __init__(self, model: str, **options: Unpack[EngineKeywords]) -> None:
         path = demo.local_path(model)
         config = _config_of(path, options)
         self._resources = ExitStack()

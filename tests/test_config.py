@@ -1,13 +1,21 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
 from rayspec import config as config_module
 from rayspec.choices import FULL, SKIP
-from rayspec.config import REPLACED, EngineConfig, LookaheadOptions, Options, SamplingParams, SpeculationOptions
+from rayspec.config import (
+    REPLACED,
+    EngineConfig,
+    EngineKeywords,
+    LookaheadOptions,
+    Options,
+    SamplingParams,
+    SpeculationOptions,
+)
 from rayspec.generation import DecodingParams
 from rayspec.types import ConfigError
 
@@ -236,3 +244,14 @@ def test_graphs_that_were_asked_for_are_not_dropped_in_silence(way: str, name: s
     with pytest.raises(ConfigError, match=f"'cuda_graphs' '{way}' does not work with option '{name}'.*auto"):
         config(cuda_graphs=way, **other)
     assert config(**other).cuda_graphs == "auto"
+
+
+def test_the_keywords_of_llm_are_the_options_of_the_engine() -> None:
+    keywords, options = get_type_hints(EngineKeywords), get_type_hints(EngineConfig)
+    assert keywords.keys() == EngineConfig.model_fields.keys() - {"model"}
+    groups = {"speculation", "offload", "parallel"}
+    assert {name: kind for name, kind in keywords.items() if name not in groups} == {
+        name: options[name] for name in keywords if name not in groups
+    }
+    for name in groups:
+        assert set(get_args(options[name]) or (options[name],)) < set(get_args(keywords[name]))

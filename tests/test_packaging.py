@@ -38,6 +38,10 @@ def test_importing_rayspec_brings_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_an_interpreter_completes_the_public_names() -> None:
+    assert set(rayspec.__all__) <= set(dir(rayspec))
+
+
 def test_the_processes_that_only_pass_rows_and_requests_on_need_no_torch() -> None:
     """The driver of a job and the process that `rayspec serve` runs. torch takes 4 s and 300 MB."""
     code = "import sys, rayspec.batch.job, rayspec.serve.run; sys.exit('torch' in sys.modules)"
