@@ -265,7 +265,11 @@ def version() -> None:
     """Print the versions of rayspec and of its main dependencies."""
     print(f"rayspec {rayspec.__version__}")  # noqa: T201 - a command's output
     for name in ("torch", "transformers", "ray", "pyarrow"):
-        print(f"{name} {metadata.version(name)}")  # noqa: T201 - a command's output
+        try:
+            found = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found = "is not installed"
+        print(f"{name} {found}")  # noqa: T201 - a command's output
 
 
 class _Job:

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
+
+# Packages that `pip install rayspec` leaves out, and the extra that brings each.
+_EXTRAS = {
+    **dict.fromkeys(("ray", "zmq"), "ray"),
+    **dict.fromkeys(("aiohttp", "fastapi", "h11", "starlette", "uvicorn"), "serve"),
+    "deepspeed": "deepspeed",
+    "matplotlib": "plots",
+    "triton": "cuda",
+}
 
 
 class RayspecError(Exception):
@@ -75,3 +86,17 @@ class TransportError(RayspecError):
     """A message could not be sent, was malformed, or is missing."""
 
     kind = "transport"
+
+
+@contextmanager
+def naming_the_extra() -> Iterator[None]:
+    """Raise ConfigError for a missing package that an extra of rayspec brings. The error names the extra."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        if name not in _EXTRAS:
+            raise
+        raise ConfigError(
+            f"package {name!r} is not installed here: run `pip install 'rayspec[{_EXTRAS[name]}]'`"
+        ) from error

@@ -26,6 +26,7 @@ from rayspec.decode.chat import chat_template, conversation_tokens
 from rayspec.decode.engine import Engine
 from rayspec.decode.engine_loop import EngineDeadError, EngineLoop
 from rayspec.decode.stages import StageLostError
+from rayspec.errors import naming_the_extra
 from rayspec.local_engine import load_engine
 from rayspec.model.weights import load_tokenizer
 from rayspec.types import ConfigError, EngineStats, Request, RequestError, RequestOutput
@@ -182,8 +183,9 @@ class LLM:
 
     def _pipeline(self, config: EngineConfig) -> Engine | Replicas:
         # Imported here, so that a model in one process never needs Ray.
-        from rayspec.pipeline.loading import load_pipeline  # noqa: PLC0415
-        from rayspec.ray_session import ray_session  # noqa: PLC0415
+        with naming_the_extra():
+            from rayspec.pipeline.loading import load_pipeline  # noqa: PLC0415
+            from rayspec.ray_session import ray_session  # noqa: PLC0415
 
         with ExitStack() as resources:
             resources.enter_context(ray_session())

@@ -48,6 +48,36 @@ def test_the_processes_that_only_pass_rows_and_requests_on_need_no_torch() -> No
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_llm_needs_no_package_of_an_extra_and_names_the_extra_where_it_does() -> None:
+    """As in an environment without the extras: their packages cannot be imported."""
+    code = """
+import sys
+from importlib.machinery import PathFinder
+
+WITHOUT = {"ray", "zmq", "aiohttp", "fastapi", "starlette", "uvicorn", "matplotlib", "deepspeed", "pyarrow"}
+
+class Found(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in WITHOUT else super().find_spec(name, path, target)
+
+sys.meta_path = [Found if finder is PathFinder else finder for finder in sys.meta_path]
+from rayspec import LLM, SamplingParams
+with LLM("demo", dtype="float32", num_threads=1, max_model_len=256, kv_cache_tokens=512) as llm:
+    (output,) = llm.generate("one two three", SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+    print(len(output.outputs[0].token_ids))
+try:
+    LLM("demo", parallel={"stages": 2})
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    first, second = done.stdout.splitlines()
+    assert first == "4"
+    assert second.startswith("ConfigError package ")
+    assert second.endswith("run `pip install 'rayspec[ray]'`")
+
+
 def test_the_bundled_model_is_small_and_whole() -> None:
     files = {path.name: path.stat().st_size for path in Path(demo.model_path()).iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= files.keys()

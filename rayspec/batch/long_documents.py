@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-import numpy as np
 from pydantic import Field, field_validator
 
 from rayspec.batch.rows import Row, Usage
@@ -176,6 +175,8 @@ class TokenizedText:
     def __init__(self, tokenizer: Any, text: str) -> None:
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         self._text = text
+        import numpy as np  # noqa: PLC0415 - commands that do not split documents need no numpy
+
         self._offsets = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
 
     def __len__(self) -> int:

@@ -17,7 +17,6 @@ from pydantic_core import PydanticUndefined
 
 from rayspec.command.settings import Settings, make_settings
 from rayspec.config import EngineConfig, Options, ParallelOptions, SamplingParams, SpeculationOptions
-from rayspec.model.sources import check_name
 
 _ENGINE_PANEL, _SPECULATION_PANEL, _PARALLEL_PANEL, _SAMPLING_PANEL = "Engine", "Speculation", "Shards", "Sampling"
 _PANELS = ((EngineConfig, _ENGINE_PANEL), (SpeculationOptions, _SPECULATION_PANEL), (ParallelOptions, _PARALLEL_PANEL))
@@ -39,6 +38,8 @@ class Asked:
 
     def settings(self) -> Settings:
         """Merge and validate the options. The names of model and tokenizer are checked too. Raises ConfigError."""
+        from rayspec.model.sources import check_name  # noqa: PLC0415 - brings the hub's client, which help does not need
+
         settings = make_settings(file=self.file, overrides=self.overrides, flags=self.flags, sampling=self.sampling)
         is_elsewhere = _RAY_ADDRESS in os.environ  # machines of the cluster load the model; they may have other folders
         check_name(settings.engine.model, is_elsewhere=is_elsewhere)

@@ -13,6 +13,7 @@ from typing import NoReturn
 from rich.console import Console
 
 from rayspec.command.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USAGE
+from rayspec.errors import naming_the_extra
 from rayspec.types import ConfigError, RayspecError
 
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
@@ -42,7 +43,8 @@ def clean_exit() -> Iterator[None]:
     before = signal.getsignal(signal.SIGTERM)
     exit_on_sigterm()
     try:
-        yield
+        with naming_the_extra():
+            yield
     except ConfigError as error:
         _fail(error, EXIT_USAGE)
     except RayspecError as error:
