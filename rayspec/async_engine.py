@@ -13,7 +13,7 @@ import rayspec
 from rayspec.config import SamplingParams
 from rayspec.decode.chat import chat_template, conversation_tokens
 from rayspec.decode.engine_loop import EngineDeadError
-from rayspec.decode.pieces import PieceQueue
+from rayspec.decode.output import PieceQueue
 from rayspec.decode.progress import Progress
 from rayspec.pipeline.ray_stages import RayStages, StageUse
 from rayspec.pool.pool import Replicas

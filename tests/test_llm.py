@@ -21,8 +21,8 @@ from transformers import GenerationConfig
 
 from rayspec import LLM, SamplingParams, demo
 from rayspec.decode.engine_loop import EngineDeadError
+from rayspec.decode.output import NewOutput
 from rayspec.decode.stages import StageLostError
-from rayspec.decode.unread import UnreadOutput
 from rayspec.types import (
     CheckpointError,
     ConfigError,
@@ -301,7 +301,7 @@ def test_an_exception_of_the_engine_reaches_all_callers() -> None:
     with LLM("demo", speculation=STATIC, **OPTIONS) as one:
         advance, failure, barrier = one.engine.advance, RuntimeError("the device is gone"), threading.Barrier(3)
 
-        def fail_with_three() -> list[UnreadOutput]:
+        def fail_with_three() -> list[NewOutput]:
             if one.engine.num_unfinished == 3:
                 raise failure
             return advance()

@@ -1,25 +1,71 @@
-"""The engine: continuous batching of requests through rounds of draft, verify, accept, commit."""
+"""The engine: continuous batching of requests through rounds of draft, verify, accept, commit.
+
+Sequences are divided into cohorts, each of which is scheduled and run together. A model in one process has one cohort.
+In a pipeline several have work under way at once, so that no stage waits.
+"""
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
 from rayspec.config import EngineConfig
-from rayspec.decode.cohorts import Cohorts
+from rayspec.decode.output import NewOutput
 from rayspec.decode.progress import Progress
 from rayspec.decode.requests import Requests, Vocabulary
-from rayspec.decode.round_planner import RoundPlanner
-from rayspec.decode.scheduler import Scheduler
+from rayspec.decode.round_planner import PlannedRound, RoundPlanner
+from rayspec.decode.scheduler import Scheduler, moves_to_path
 from rayspec.decode.selection.base import Selector
+from rayspec.decode.sequence import SequenceState
 from rayspec.decode.stages import StageLostError, Stages, StagesReplacedError
-from rayspec.decode.unread import UnreadOutput
+from rayspec.decode.stopwatch import TimeShares
+from rayspec.decode.work import (
+    Committed,
+    Move,
+    Prefill,
+    PrefillResult,
+    Result,
+    RoundResult,
+    SamplerSpec,
+    Work,
+    num_rows,
+)
 from rayspec.generation import GenerationDefaults
+from rayspec.model.rows import slots_between
 from rayspec.planning.latency import LatencyModel
-from rayspec.types import EngineLoad, EngineStats, Request, RequestOutput
+from rayspec.planning.prefill_pace import PrefillPace
+from rayspec.types import (
+    EngineLoad,
+    EngineStats,
+    NonFiniteLogitsError,
+    OutOfMemoryError,
+    RayspecError,
+    Request,
+    RequestOutput,
+)
+
+# The most consecutive rounds of a cohort that may have prompt chunks in their pass.
+_MOST_MIXED = 3
+
+
+@dataclass(slots=True)
+class _WorkUnderWay:
+    """prefilled: the sequences of the work's chunks. planned: None for a prefill. share_s: the work's share of the time
+    in seconds; None until the work is done."""
+
+    cohort: int
+    work: Work
+    future: Future[Result]
+    prefilled: Sequence[SequenceState]
+    planned: PlannedRound | None
+    share_s: float | None = None
 
 
 class Engine:
@@ -63,14 +109,11 @@ class Engine:
             stats=self.stats,
             clock=clock,
         )
-        self._cohorts = Cohorts(
-            stages=stages,
-            scheduler=scheduler,
-            planner=self._planner,
-            stats=self.stats,
-            clock=clock,
-            may_mix=not config.deterministic,
-        )
+        self._under_way: list[_WorkUnderWay] = []
+        self._work_ids = itertools.count(1)
+        self._time_shares = TimeShares(clock)
+        self._pace = PrefillPace()
+        self._num_mixed: Counter[int] = Counter()  # for each cohort: rounds with chunks since its last round without
 
     @property
     def defaults(self) -> GenerationDefaults:
@@ -87,7 +130,7 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether a request is unfinished, or work of an aborted request is still under way."""
-        return bool(self._requests) or not self._cohorts.is_idle
+        return bool(self._requests) or bool(self._under_way)
 
     @property
     def num_unfinished(self) -> int:
@@ -119,11 +162,12 @@ class Engine:
         tokens outside the vocabulary, or cannot fit into the KV cache."""
         live = self._requests.admit(request)
         for sequence in live.sequences:
-            self._cohorts.add(sequence)
+            self._open(sequence)
+            self._scheduler.add(sequence)
         self._requests.add(live)
         self.stats.num_prompt_tokens += len(live.prompt_token_ids)
 
-    def abort(self, request_id: str) -> UnreadOutput | None:
+    def abort(self, request_id: str) -> NewOutput | None:
         """End a request now and free its resources. Return its output so far, or None for an unknown id."""
         if request_id not in self._requests:
             return None
@@ -131,30 +175,33 @@ class Engine:
         for sequence in live.sequences:
             if not sequence.finished:
                 sequence.finish_reason = "abort"
-                self._cohorts.retire(sequence)
+                self._retire(sequence)
         return self._requests.finish(live)
 
     def abort_all(self) -> list[RequestOutput]:
         """Abort all requests and return their outputs so far."""
-        return [output.read() for name in self._requests.ids if (output := self.abort(name)) is not None]
+        return [output.decoded() for name in self._requests.ids if (output := self.abort(name)) is not None]
 
     def step(self) -> list[RequestOutput]:
         """Call `advance` and decode the texts of its outputs."""
-        return [output.read() for output in self.advance()]
+        return [output.decoded() for output in self.advance()]
 
-    def advance(self) -> list[UnreadOutput]:
-        """Start every cohort that has no work under way, wait until some work is done, and commit it. Return the
-        outputs of finished requests and the new output of streaming requests. If the model is lost for good, every
-        request finishes with StageLostError."""
+    def advance(self) -> list[NewOutput]:
+        """Start the next work of every cohort that has none under way, wait until some work is done, and commit it.
+        Return the outputs of finished requests and the new output of streaming requests. If the model is lost for good,
+        every request finishes with StageLostError."""
         started = self._clock()
         try:
-            self._cohorts.start()
+            for cohort in range(self.stages.num_cohorts):
+                if not self._is_busy(cohort):
+                    self._start(cohort)
             self.stages.wait()
-            self._cohorts.commit_done()
+            for done in [one for one in self._under_way if self._is_done(one)]:
+                self._commit(done)
         except StagesReplacedError:
-            self._cohorts.replay()
+            self._replay()
         except StageLostError as error:
-            self._cohorts.fail_all(error)
+            self._fail_all(error)
         self.stats.total_s += self._clock() - started
         return self._requests.outputs()
 
@@ -163,10 +210,10 @@ class Engine:
         because the work itself detects a lost stage. It fails with StageLostError if a stage is lost for good."""
         answered: Future[None] = Future()
         try:
-            if self._cohorts.is_idle:
+            if not self._under_way:
                 self.stages.check()
         except StagesReplacedError:
-            self._cohorts.replay()
+            self._replay()
         except StageLostError as error:
             answered.set_exception(error)
             return answered
@@ -179,3 +226,194 @@ class Engine:
             self.abort_all()
         finally:
             self.stages.shutdown()
+
+    def _start(self, cohort: int) -> None:
+        """Schedule the next step of the cohort, choose the drafts of its round, and run its work."""
+        busy = {one.cohort for one in self._under_way}
+        step = self._scheduler.schedule(cohort, busy, partial(self._num_beside, cohort))
+        self.stats.num_preemptions += len(step.preempted)
+        for sequence in step.preempted:
+            self._planner.forget(sequence)
+        for sequence in step.admitted:
+            self.stats.num_cached_tokens += sequence.num_computed
+            if sequence.metrics.num_preemptions == sequence.metrics.num_replays == 0:
+                sequence.metrics.num_cached_tokens = sequence.num_computed
+        # In deterministic mode no pass has both: the shape of a chunk must not depend on other sequences.
+        mixes = bool(step.chunks and step.decode) and not self.config.deterministic
+        self._num_mixed[cohort] = self._num_mixed[cohort] + 1 if mixes else 0
+        if step.chunks and not mixes:
+            self._run(cohort, Prefill(id=next(self._work_ids), chunks=step.chunks), step.prefill)
+        if step.decode:
+            planned = self._planner.plan(next(self._work_ids), step.decode, step.chunks if mixes else ())
+            self._run(cohort, planned.work, step.prefill if mixes else (), planned)
+
+    def _num_beside(self, cohort: int, most: int, streams: bool) -> int:
+        """Return how many prompt tokens to run together with a round of the cohort. After a few such rounds return 0:
+        selectors learn only from the time of a round without chunks."""
+        if self._num_mixed[cohort] >= _MOST_MIXED:
+            return 0
+        return self._pace.num_rows(most) if streams else most
+
+    def _run(
+        self, cohort: int, work: Work, prefilled: Sequence[SequenceState], planned: PlannedRound | None = None
+    ) -> None:
+        """Run the work and measure its time. In one process it is finished at once, and so its time ends here, before
+        the next work begins."""
+        self._time_shares.begin(work.id)
+        started = _WorkUnderWay(cohort, work, self.stages.start(work), prefilled, planned)
+        self._under_way.append(started)
+        self._is_done(started)
+
+    def _is_busy(self, cohort: int) -> bool:
+        return any(one.cohort == cohort for one in self._under_way)
+
+    def _is_done(self, one: _WorkUnderWay) -> bool:
+        if one.share_s is None and one.future.done():
+            one.share_s = self._time_shares.end(one.work.id)
+        return one.share_s is not None
+
+    def _commit(self, done: _WorkUnderWay) -> None:
+        """Commit the result of finished work to its sequences, and release those that are finished. If the work ran out
+        of memory, the sequences of its chunks fail, or else the youngest of the round; the engine goes on."""
+        self._under_way.remove(done)
+        share_s = done.share_s or 0.0
+        has_round = done.planned is not None
+        if not has_round:
+            self.stats.prefill_s += share_s
+        try:
+            result = done.future.result()
+        except OutOfMemoryError as error:
+            for sequence in done.prefilled or (done.planned.sequences[-1:] if done.planned else ()):
+                self._fail(sequence, error)
+        else:
+            self._pace.observe(share_s, num_chunk_rows=num_rows(done.work.chunks), has_round=has_round)
+            self._commit_chunks(done, result.committed if isinstance(result, PrefillResult) else result.prefilled)
+            if isinstance(result, RoundResult) and done.planned is not None:
+                self._commit_round(done.planned, result)
+        if not self._is_busy(done.cohort):
+            for sequence in self._scheduler.members(done.cohort):
+                if sequence.finished:
+                    self._release(sequence)
+
+    def _commit_chunks(self, done: _WorkUnderWay, committed: Sequence[Committed | None]) -> None:
+        for sequence, chunk, one in zip(done.prefilled, done.work.chunks, committed, strict=True):
+            sequence.note_computed(sequence.num_computed + chunk.rows.num_rows)
+            self.stats.num_prefilled_tokens += chunk.rows.num_rows
+            if one is not None:
+                self._commit_tokens(sequence, one)
+
+    def _commit_round(self, planned: PlannedRound, result: RoundResult) -> None:
+        num_tokens = 0
+        for sequence, committed, drafted, num_accepted in zip(
+            planned.sequences, result.committed, result.drafts, result.num_accepted, strict=True
+        ):
+            num_draft_tokens = len(drafted.token_ids)
+            for counts in (sequence.metrics, self.stats):
+                counts.num_rounds += 1
+                counts.num_draft_tokens += num_draft_tokens
+                counts.num_accepted_tokens += num_accepted
+                counts.num_plain_rounds += num_draft_tokens == 0
+            if num_draft_tokens:
+                lengths = self.stats.accepted_lengths
+                lengths[num_accepted] = lengths.get(num_accepted, 0) + 1
+            num_tokens += self._commit_tokens(sequence, committed)
+        self.stats.draft_s += result.draft_s
+        self.stats.verify_s += result.verify_s
+        self.stats.prefill_s += result.queued_s + result.prefill_s
+        # Pages of finished sequences may be free already, but nothing is scheduled before the moves are done.
+        if moves := _moves_of_branches(planned, result):
+            self.stages.move(moves)
+        self._planner.learn(planned, result, num_tokens)
+
+    def _commit_tokens(self, sequence: SequenceState, committed: Committed) -> int:
+        """Append the target's tokens to the sequence. Return how many were taken."""
+        if sequence.finish_reason == "abort":  # while it was under way
+            return 0
+        if not committed.finite:
+            self._fail(
+                sequence,
+                NonFiniteLogitsError(
+                    f"the model gave NaN or infinite logits after {sequence.num_tokens} tokens: "
+                    "the weights are damaged or overflow in this dtype; try bfloat16 or float32"
+                ),
+            )
+            return 0
+        num_tokens = sequence.commit(committed.token_ids, committed.logprobs)
+        self.stats.num_generated_tokens += num_tokens
+        if sequence.metrics.first_token_s is None:
+            sequence.metrics.first_token_s = self._clock()
+        sequence.num_computed = sequence.num_tokens - 1
+        if sequence.finished:
+            self._retire(sequence)
+        return num_tokens
+
+    def _open(self, sequence: SequenceState) -> None:
+        if sequence.lookup is None:
+            sequence.lookup = self._planner.lookup_index()
+        self.stages.open(
+            SamplerSpec(
+                sequence_id=sequence.sequence_id,
+                params=sequence.params,
+                seed=sequence.seed,
+                prompt_token_ids=sequence.token_ids[: sequence.num_prompt_tokens],
+                output_token_ids=sequence.output_token_ids,
+                eos_token_ids=tuple(sequence.eos_token_ids),
+                lookup=sequence.lookup,
+            )
+        )
+
+    def _fail(self, sequence: SequenceState, error: RayspecError) -> None:
+        if not sequence.finished:
+            sequence.fail(error)
+            self._retire(sequence)
+
+    def _retire(self, sequence: SequenceState) -> None:
+        """Release a finished sequence: now, or once its cohort's work is done, because rows under way write into its
+        pages."""
+        sequence.metrics.finished_s = self._clock()
+        self._planner.forget(sequence)
+        if not sequence.table.pages or not self._is_busy(sequence.cohort):
+            self._release(sequence)
+
+    def _release(self, sequence: SequenceState) -> None:
+        self._scheduler.remove(sequence)
+        self.stages.close(sequence.sequence_id)
+
+    def _replay(self) -> None:
+        """Open every sequence again after the stages have lost their state; later steps prefill the committed
+        tokens."""
+        lost = self._give_up_work()
+        self._scheduler.restart()
+        self._planner.forget_all()
+        for sequence in lost:
+            if sequence.finished:
+                self._scheduler.remove(sequence)
+            else:
+                self._open(sequence)
+                sequence.metrics.num_replays += 1
+        self.stats.num_replays += 1
+
+    def _fail_all(self, error: StageLostError) -> None:
+        for sequence in self._give_up_work():
+            if not sequence.finished:
+                sequence.fail(error)
+            self._scheduler.remove(sequence)
+            sequence.metrics.finished_s = self._clock()
+
+    def _give_up_work(self) -> list[SequenceState]:
+        """Forget all work under way and return all sequences."""
+        self._under_way.clear()
+        self._time_shares.clear()
+        return [*self._scheduler.running, *self._scheduler.waiting]
+
+
+def _moves_of_branches(planned: PlannedRound, result: RoundResult) -> list[Move]:
+    """Return the moves of keys and values of accepted branches to the slots of their positions."""
+    moves: list[Move] = []
+    for entry, path in zip(planned.work.entries, result.paths, strict=False):
+        if path:
+            first, end = entry.length - 1, entry.length + max(path)
+            moves.extend(moves_to_path(slots_between(entry.runs, first, end), path))
+            windowed = moves_to_path(slots_between(entry.windowed, first, end), path) if entry.windowed else ()
+            moves.extend(replace(move, in_windowed_store=True) for move in windowed)
+    return moves

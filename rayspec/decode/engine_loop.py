@@ -9,11 +9,20 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from rayspec.decode.delivery import Delivery
-from rayspec.decode.unread import UnreadOutput
-from rayspec.types import RayspecError, Request, RequestError, RequestOutput
+from rayspec.decode.output import NewOutput
+from rayspec.types import EngineLoad, EngineStats, RayspecError, Request, RequestError, RequestOutput
+
+if TYPE_CHECKING:  # the endpoint's ingress imports this module, but none of these
+    from transformers import PreTrainedTokenizerBase
+
+    from rayspec.config import EngineConfig
+    from rayspec.decode.engine import Engine
+    from rayspec.decode.progress import Progress
+    from rayspec.decode.stages import StageUse
+    from rayspec.generation import GenerationDefaults
+    from rayspec.planning.latency import LatencyModel
 
 
 class EngineDeadError(RayspecError):
@@ -22,23 +31,78 @@ class EngineDeadError(RayspecError):
     kind = "engine_dead"
 
 
-class Steps(Protocol):
-    """The methods of an engine that the loop calls."""
-
-    @property
-    def has_unfinished(self) -> bool: ...
-
-    def add(self, request: Request) -> None: ...
-
-    def abort(self, request_id: str) -> object: ...
-
-    def advance(self) -> list[UnreadOutput]: ...
-
-    def ping(self) -> Future[None]: ...
-
-
 # Receives new output of a streaming request. Called on the loop's delivery thread: it must be quick and must not raise.
 Listener = Callable[[RequestOutput], None]
+
+
+class Client(Protocol):
+    """An engine as its callers see it: in this process, in stages, or a pool of engines. Any thread may use it."""
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine that runs in this process; None for a pool, whose engines are in other processes."""
+
+    @property
+    def config(self) -> EngineConfig:
+        """The options in force, defaults resolved."""
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None: ...
+
+    @property
+    def max_model_len(self) -> int:
+        """The most prompt and output tokens of a request together."""
+
+    @property
+    def defaults(self) -> GenerationDefaults:
+        """The checkpoint's defaults of sampling parameters."""
+
+    @property
+    def latency(self) -> LatencyModel | None:
+        """The latency model; None if it was not needed."""
+
+    @property
+    def stats(self) -> EngineStats: ...
+
+    @property
+    def load(self) -> EngineLoad: ...
+
+    @property
+    def progress(self) -> Progress:
+        """Whether the thread that runs the engine is stuck."""
+
+    @property
+    def num_wanted(self) -> int:
+        """Number of requests that keeps the engine, or all engines, busy."""
+
+    @property
+    def is_recovering(self) -> bool:
+        """Whether lost shards are being replaced, or no engine of a pool is up. Meanwhile there is no progress. If
+        recovery fails, the engine ends by itself."""
+
+    def stage_use(self) -> Sequence[StageUse]:
+        """Return how busy the stages of a pipeline were since the last call; empty without a pipeline, and for a
+        pool."""
+
+    @property
+    def death(self) -> EngineDeadError | None:
+        """Why the engine has ended; None while it runs."""
+
+    def submit(self, request: Request, listener: Listener | None = None) -> Future[RequestOutput]:
+        """Submit one request, see `EngineLoop`. Raises EngineDeadError."""
+
+    def submit_all(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Future[RequestOutput]]:
+        """Submit requests at once and return a future for each. Raises EngineDeadError."""
+
+    def ping(self) -> Future[None]:
+        """Return a future that is done when the engine, or all engines that are up, and their processes have
+        answered."""
+
+    def stop(self) -> None:
+        """Take no more requests. Unfinished requests fail with EngineDeadError."""
+
+    def shutdown(self) -> None:
+        """Stop, and end the processes that hold the model, if there are any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +150,8 @@ class EngineLoop:
     cause; every later `submit` raises it. While the loop has no work, its owner may use the engine directly.
     """
 
-    def __init__(self, engine: Steps) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
         self._inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._request_ids = itertools.count()
         self._waiting: dict[str, _Arrival] = {}
@@ -96,7 +160,51 @@ class EngineLoop:
         self._death: EngineDeadError | None = None
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._delivery = Delivery()
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # of the delivery thread
+        self._deliverer = threading.Thread(target=self._deliver_all, name="rayspec-delivery", daemon=True)
+
+    @property
+    def config(self) -> EngineConfig:
+        return self.engine.config
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        return self.engine.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        return self.engine.max_model_len
+
+    @property
+    def defaults(self) -> GenerationDefaults:
+        return self.engine.defaults
+
+    @property
+    def latency(self) -> LatencyModel | None:
+        return self.engine.latency
+
+    @property
+    def stats(self) -> EngineStats:
+        return self.engine.stats
+
+    @property
+    def load(self) -> EngineLoad:
+        return self.engine.load
+
+    @property
+    def progress(self) -> Progress:
+        return self.engine.progress
+
+    @property
+    def num_wanted(self) -> int:
+        return self.engine.num_wanted
+
+    @property
+    def is_recovering(self) -> bool:
+        return self.engine.stages.is_recovering
+
+    def stage_use(self) -> Sequence[StageUse]:
+        return self.engine.stages.recent_use()
 
     @property
     def death(self) -> EngineDeadError | None:
@@ -131,10 +239,15 @@ class EngineLoop:
                 self._death = self._death or EngineDeadError("the engine has ended: it was stopped")
                 return
         self._inbox.put(_Stop())
-        for one in (thread, self._delivery.thread):
+        for one in (thread, self._deliverer):
             if one is threading.current_thread():  # a garbage collection may run on any thread
                 return
             one.join(timeout_s)
+
+    def shutdown(self) -> None:
+        """Stop, then shut the engine down."""
+        self.stop()
+        self.engine.shutdown()
 
     def _arrival(self, request: Request, listener: Listener | None) -> _Arrival:
         request_id = str(next(self._request_ids))
@@ -152,7 +265,7 @@ class EngineLoop:
                 raise _another(self._death)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._supervise, name="rayspec-engine", daemon=True)
-                self._delivery.thread.start()
+                self._deliverer.start()
                 self._thread.start()
             elif not self._thread.is_alive():
                 raise EngineDeadError(
@@ -169,13 +282,13 @@ class EngineLoop:
         with self._lock:
             self._death = death
         self._fail_all(death)
-        self._delivery.end()
+        self._jobs.put(None)
 
     def _run(self) -> None:
         while self._take_items():
-            outputs = self._engine.advance()
+            outputs = self.engine.advance()
             # Read before delivery: a caller that has all its outputs may use the engine directly.
-            self._has_work = self._engine.has_unfinished
+            self._has_work = self.engine.has_unfinished
             self._deliver(outputs)
 
     def _take_items(self) -> bool:
@@ -185,7 +298,9 @@ class EngineLoop:
                 case _Stop():
                     return False
                 case _Cancelled(request_id):
-                    self._abort(request_id)
+                    if self._waiting.pop(request_id, None) is not None:
+                        self.engine.abort(request_id)
+                        self._has_work = self.engine.has_unfinished
                 case _Ping() as ping:
                     self._answer(ping)
                 case _Failure(cause):
@@ -195,54 +310,52 @@ class EngineLoop:
         return True
 
     def _admit(self, arrivals: Sequence[_Arrival]) -> None:
+        """Give the requests to the engine. A request that it refuses has an output with the error."""
         self._waiting |= {arrival.request.request_id: arrival for arrival in arrivals}
-        refused = [output for one in arrivals if (output := self._refusal(one)) is not None]
-        self._has_work = self._engine.has_unfinished
+        refused = []
+        for arrival in arrivals:
+            try:
+                self.engine.add(arrival.request)
+            except RequestError as error:
+                refused.append(NewOutput(RequestOutput.refused(arrival.request, error)))
+        self._has_work = self.engine.has_unfinished
         self._deliver(refused)
-
-    def _refusal(self, arrival: _Arrival) -> UnreadOutput | None:
-        """Give the request to the engine. Return the output with the error if it refuses, else None."""
-        try:
-            self._engine.add(arrival.request)
-        except RequestError as error:
-            return UnreadOutput.of(RequestOutput.refused(arrival.request, error))
-        return None
-
-    def _abort(self, request_id: str) -> None:
-        if self._waiting.pop(request_id, None) is not None:
-            self._engine.abort(request_id)
-            self._has_work = self._engine.has_unfinished
 
     def _answer(self, ping: _Ping) -> None:
         self._ping = ping
-        answer = self._engine.ping()
+        answer = self.engine.ping()
         self._ping = None
-        self._delivery.put(partial(answer.add_done_callback, partial(_pass_on, ping.future)))
+        self._jobs.put(partial(answer.add_done_callback, partial(_pass_on, ping.future)))
 
-    def _deliver(self, outputs: Iterable[UnreadOutput]) -> None:
+    def _deliver(self, outputs: Iterable[NewOutput]) -> None:
         for output in outputs:
             arrival = self._waiting.get(output.request_id)
             if arrival is None:
                 continue
             if output.finished:
                 del self._waiting[output.request_id]
-            self._delivery.put(partial(self._hand_over, arrival, output))
+            self._jobs.put(partial(self._hand_over, arrival, output))
 
-    def _hand_over(self, arrival: _Arrival, unread: UnreadOutput) -> None:
-        """Settle the future, or call the listener, on the delivery thread. An exception here ends the loop."""
+    def _deliver_all(self) -> None:
+        """Run the jobs of the delivery thread in order, so that the engine's thread does not wait for callers."""
+        while (job := self._jobs.get()) is not None:
+            job()
+
+    def _hand_over(self, arrival: _Arrival, new: NewOutput) -> None:
+        """Decode the texts, then settle the future or call the listener. An exception here ends the loop."""
         try:
             if arrival.future.cancelled():
                 return
-            output = unread.read()
+            is_last, output = new.finished, new.decoded()
             output.request_id = arrival.name
-            if not unread.finished and arrival.listener is not None:
+            if not is_last and arrival.listener is not None:
                 arrival.listener(output)
         except BaseException as error:  # noqa: BLE001 - the loop reports it
             self._inbox.put(_Failure(error))
-            if unread.finished:
+            if new.finished:
                 _settle(arrival.future, None, _death_by(error))
             return
-        if unread.finished:
+        if is_last:
             _settle(arrival.future, output)
 
     def _fail_all(self, death: EngineDeadError) -> None:
@@ -255,7 +368,7 @@ class EngineLoop:
                 case tuple() as arrivals:
                     unsettled.extend(arrivals)
         for one in unsettled:
-            self._delivery.put(partial(_settle, one.future, None, _another(death)))
+            self._jobs.put(partial(_settle, one.future, None, _another(death)))
 
 
 def _death_by(cause: BaseException) -> EngineDeadError:

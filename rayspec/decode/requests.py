@@ -7,20 +7,17 @@ import operator
 import reprlib
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from rayspec.decode.output import Detokenizer, NewOutput, TokenTexts
 from rayspec.decode.processing import check_tokens
-from rayspec.decode.sequence import Detokenizer, SequenceState
-from rayspec.decode.token_texts import TokenTexts
-from rayspec.decode.unread import UnreadCompletion, UnreadOutput
+from rayspec.decode.sequence import SequenceState
 from rayspec.generation import GenerationDefaults
 from rayspec.prompts import text_tokens
 from rayspec.types import (
-    CompletionOutput,
     EmptyPromptError,
     InvalidTokenError,
     OutOfMemoryError,
@@ -58,17 +55,15 @@ def admitted_tokens(
 def prompt_tokens(request: Request, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
     """Return the prompt's tokens, without a check of their range. Raises RequestError if the prompt is invalid."""
     if request.prompt_token_ids is not None:
-        return _whole_numbers(request.prompt_token_ids)
+        if not isinstance(request.prompt_token_ids, Iterable):
+            raise RequestError(
+                f"prompt_token_ids is {reprlib.repr(request.prompt_token_ids)}: give a list of token ids"
+            )
+        return [_whole_number(token) for token in request.prompt_token_ids]
     prompt: Any = request.prompt
     if isinstance(prompt, str) and tokenizer is None:
         raise RequestError("the prompt is a text and the engine has no tokenizer: give `prompt_token_ids`")
     return text_tokens(prompt, tokenizer)
-
-
-def _whole_numbers(token_ids: Any) -> list[int]:
-    if not isinstance(token_ids, Iterable):
-        raise RequestError(f"prompt_token_ids is {reprlib.repr(token_ids)}: give a list of token ids")
-    return [_whole_number(token) for token in token_ids]
 
 
 def _whole_number(token: Any) -> int:
@@ -160,47 +155,34 @@ class Requests:
     def add(self, live: LiveRequest) -> None:
         self._live[live.request.request_id] = live
 
-    def outputs(self) -> list[UnreadOutput]:
+    def outputs(self) -> list[NewOutput]:
         """Return and forget the finished requests, and return the new output of streaming requests."""
         outputs = []
         for live in list(self._live.values()):
             if live.finished:
                 outputs.append(self.finish(live))
-            elif live.request.stream and (new := _new_outputs(live)):
-                outputs.append(self._output(live, new))
+            elif live.request.stream and any(sequence.has_new_output for sequence in live.sequences):
+                outputs.append(self._new_output(live))
         return outputs
 
-    def finish(self, live: LiveRequest) -> UnreadOutput:
+    def finish(self, live: LiveRequest) -> NewOutput:
         """Return the last output of the request and forget the request."""
         del self._live[live.request.request_id]
-        streams = live.request.stream
-        return self._output(live, _new_outputs(live) if streams else [one.output() for one in live.sequences])
+        return self._new_output(live)
 
-    def _output(self, live: LiveRequest, completions: Sequence[UnreadCompletion]) -> UnreadOutput:
+    def _new_output(self, live: LiveRequest) -> NewOutput:
+        new = [(one, sequence) for sequence in live.sequences if (one := sequence.take_new_output()) is not None]
         output = RequestOutput(
             request_id=live.request.request_id,
             prompt=live.request.prompt,
             prompt_token_ids=tuple(live.prompt_token_ids),
-            outputs=[],
+            outputs=[one for one, _ in new],
             finished=live.finished,
             metrics=_summed([sequence.metrics for sequence in live.sequences]),
             error=next((sequence.error for sequence in live.sequences if sequence.error), None),
         )
-        return UnreadOutput(output.request_id, output.finished, partial(self._read, output, completions))
-
-    def _read(self, output: RequestOutput, completions: Sequence[UnreadCompletion]) -> RequestOutput:
-        return replace(output, outputs=[self._with_texts(one.read()) for one in completions])
-
-    def _with_texts(self, output: CompletionOutput) -> CompletionOutput:
-        """Return the completion with the text of each token in its log-probabilities."""
-        texts = self._texts
-        if texts is None or output.logprobs is None:
-            return output
-        rows = [
-            {token_id: replace(one, decoded_token=texts.text(token_id)) for token_id, one in row.items()}
-            for row in output.logprobs
-        ]
-        return replace(output, logprobs=rows)
+        detokenizers = [None if sequence.params.stop else sequence.detokenizer for _, sequence in new]
+        return NewOutput(output, detokenizers, self._texts)
 
     def _new_sequence(self, live: LiveRequest, index: int) -> SequenceState:
         num_prompt_tokens = len(live.prompt_token_ids)
@@ -212,7 +194,7 @@ class Requests:
             sequence_id=f"{next(self._sequence_ids)}/{live.request.request_id}/{index}",
             index=index,
             params=params,
-            seed=_signed(seed + index * _SEED_STRIDE),
+            seed=(seed + index * _SEED_STRIDE + 2**63) % 2**64 - 2**63,  # as a signed 64-bit integer
             token_ids=list(live.prompt_token_ids),
             num_prompt_tokens=num_prompt_tokens,
             max_total_tokens=num_prompt_tokens + params.max_tokens,
@@ -227,15 +209,6 @@ class Requests:
                 "raise kv_cache_tokens or lower max_tokens"
             )
         return sequence
-
-
-def _new_outputs(live: LiveRequest) -> list[UnreadCompletion]:
-    return [new for sequence in live.sequences if (new := sequence.take_new_output()) is not None]
-
-
-def _signed(seed: int) -> int:
-    """Wrap a seed into the signed 64-bit range."""
-    return (seed + 2**63) % 2**64 - 2**63
 
 
 def _summed(metrics: Sequence[RequestMetrics]) -> RequestMetrics:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 
 from rayspec.config import SpeculationOptions
 from rayspec.decode.drafting.lookahead import Guess
@@ -15,12 +17,37 @@ from rayspec.decode.search import Answer, Question
 from rayspec.decode.selection.base import BatchState, Selector
 from rayspec.decode.sequence import SequenceState
 from rayspec.decode.stages import Stages
-from rayspec.decode.taps import TapLog
-from rayspec.decode.work import Chunk, Round, RoundEntry, RoundResult
+from rayspec.decode.work import Chunk, Round, RoundEntry, RoundResult, TappedToken
 from rayspec.planning.answer_length import AnswerLength
 from rayspec.types import EngineStats, Plan
 
 _MAX_PLAN_RECORDS = 1024
+
+
+class TapLog:
+    """The last tapped tokens whose sequences have kept their places in the KV cache.
+
+    A dropped token keeps its place in the log until new tokens push it out, as its states do in the stages. So every
+    token in the log still has its states there.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._places: deque[TappedToken | None] = deque(maxlen=capacity)
+
+    @property
+    def tokens(self) -> list[TappedToken]:
+        return [token for token in self._places if token is not None]
+
+    def add(self, tokens: Iterable[TappedToken]) -> None:
+        self._places.extend(tokens)
+
+    def drop(self, sequence_id: str) -> None:
+        kept = [token if token and token.sequence_id != sequence_id else None for token in self._places]
+        self._places = deque(kept, maxlen=self.capacity)
+
+    def clear(self) -> None:
+        self._places.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,21 +104,24 @@ class RoundPlanner:
         return PlannedRound(work, sequences, state, started)
 
     def learn(self, planned: PlannedRound, result: RoundResult, num_tokens: int) -> None:
-        """Log the taps of a finished round, and tell the selector its result. num_tokens: number of committed tokens.
-        The selector learns nothing from a round with chunks, because the round's own time is then unknown."""
+        """Log the taps of a finished round, tell the selector its result, and let the selector improve its plan.
+        num_tokens: number of committed tokens. The selector learns nothing from a round with chunks, because the
+        round's own time is then unknown."""
         self.taps.add(planned.work.taps)
         num_ends = sum(sequence.finish_reason == "stop" for sequence in planned.sequences)
         self._answer_length.observe(num_tokens=num_tokens, num_ends=num_ends)
-        for sequence in planned.sequences:
+        for sequence, probed in itertools.zip_longest(planned.sequences, result.probed):
+            if sequence.lookahead is not None and planned.work.plan.lookahead:
+                sequence.lookahead.observe(probed or ())
             if sequence.finished:
                 self.taps.drop(sequence.sequence_id)
-        if planned.work.chunks:
-            return
-        if num_tokens or not all(committed.finite for committed in result.committed):
+        committed_any = num_tokens or not all(committed.finite for committed in result.committed)
+        if committed_any and not planned.work.chunks:
             seconds = self._clock() - planned.started - result.queued_s
             self.selector.observe(planned.state, planned.work.plan, result, num_tokens, seconds)
+        self._improve(planned.state)
 
-    def improve(self, state: BatchState) -> None:
+    def _improve(self, state: BatchState) -> None:
         started = self._clock()
         record = self.selector.improve(state, self._search)
         if record is not None:
@@ -108,13 +138,11 @@ class RoundPlanner:
     def forget(self, sequence: SequenceState) -> None:
         """Drop the sequence's taps and cancel the search, because the sequence leaves its place in the KV cache."""
         self.taps.drop(sequence.sequence_id)
-        self.cancel_search()
+        if self._searching is not None:
+            self._searching.cancel()
 
     def forget_all(self) -> None:
         self.taps.clear()
-        self.cancel_search()
-
-    def cancel_search(self) -> None:
         if self._searching is not None:
             self._searching.cancel()
 
@@ -133,12 +161,13 @@ class RoundPlanner:
         chosen = tokens[-question.num_tokens :]
         rows = [sequences[token.sequence_id].rows(token.position, 1) for token in chosen]
         self._searching = self._stages.search(chosen, rows, question)
-        self._searching.add_done_callback(self._count_search)
-        return self._searching
 
-    def _count_search(self, search: Future[Answer]) -> None:
-        if not search.cancelled() and search.exception() is None:
-            self._searched_s += search.result().seconds
+        def count(search: Future[Answer]) -> None:
+            if not search.cancelled() and search.exception() is None:
+                self._searched_s += search.result().seconds
+
+        self._searching.add_done_callback(count)
+        return self._searching
 
     def _batch_state(self, sequences: Sequence[SequenceState]) -> BatchState:
         outstanding = sum(
@@ -151,11 +180,8 @@ class RoundPlanner:
             elapsed_s=self._stats.total_s,
             num_outstanding_tokens=outstanding,
             sequence_ids=[sequence.sequence_id for sequence in sequences],
-            proposals=cache(partial(self._proposals, sequences)),
+            proposals=cache(lambda: [sequence.proposal(self._options.max_draft_tokens) for sequence in sequences]),
         )
-
-    def _proposals(self, sequences: Sequence[SequenceState]) -> list[Proposal]:
-        return [sequence.proposal(self._options.max_draft_tokens) for sequence in sequences]
 
     def _entry(self, sequence: SequenceState, proposal: Proposal, num_looked_up: int, plan: Plan) -> RoundEntry:
         num_free = sequence.table.capacity - sequence.num_tokens

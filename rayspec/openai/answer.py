@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 from msgspec import UNSET, UnsetType
 
 from rayspec.config import SamplingParams
-from rayspec.decode.token_texts import TokenTexts
+from rayspec.decode.output import TokenTexts
 from rayspec.openai.chunks import Chunk, chunks_of, has_end
 from rayspec.openai.errors import InvalidRequestError
 from rayspec.openai.models import check_served

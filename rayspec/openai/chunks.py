@@ -8,7 +8,7 @@ from typing import Literal, TypeVar
 
 from msgspec import UNSET, UnsetType
 
-from rayspec.decode.token_texts import TextOffsets, TokenTexts
+from rayspec.decode.output import TextOffsets, TokenTexts
 from rayspec.openai.logprobs import ChatLogprobs, chat_logprobs, completion_logprobs
 from rayspec.openai.requests import ChatRequest, CompletionRequest, Request
 from rayspec.openai.responses import (

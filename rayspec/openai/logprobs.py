@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rayspec.decode.token_texts import TextOffsets, TokenTexts
+from rayspec.decode.output import TextOffsets, TokenTexts
 from rayspec.types import CompletionOutput, Logprob
 
 _LEAST_LOGPROB = -9999.0  # what OpenAI writes for "very unlikely"; JSON has no minus infinity

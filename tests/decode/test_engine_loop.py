@@ -10,8 +10,8 @@ import pytest
 
 from rayspec.config import SamplingParams
 from rayspec.decode.engine_loop import EngineDeadError, EngineLoop
+from rayspec.decode.output import NewOutput
 from rayspec.decode.stages import StageLostError
-from rayspec.decode.unread import UnreadOutput
 from rayspec.types import EmptyPromptError, Request, RequestOutput
 
 WAIT_S = 10.0
@@ -71,7 +71,7 @@ class CountingEngine:
             answered.set_result(None)
         return answered
 
-    def advance(self) -> list[UnreadOutput]:
+    def advance(self) -> list[NewOutput]:
         self.may_step.wait(WAIT_S)
         self.num_steps += 1
         self.num_idle_steps += not self.left
@@ -83,7 +83,7 @@ class CountingEngine:
         for name in done:
             del self.left[name]
         return [
-            UnreadOutput(name, name in done, partial(self._read, name, name in done))
+            NewOutput(name, name in done, partial(self._read, name, name in done))
             for name in [*done, *(self.streams & self.left.keys())]
         ]
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import pytest
 
 from rayspec.decode.engine_loop import EngineDeadError
-from rayspec.decode.pieces import PieceQueue, joined
+from rayspec.decode.output import PieceQueue, joined
 from rayspec.types import CompletionOutput, Logprob, OutOfMemoryError, RequestOutput
 
 T = TypeVar("T")

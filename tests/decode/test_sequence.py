@@ -11,7 +11,8 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rayspec import demo
-from rayspec.decode.sequence import Detokenizer, SequenceState, _Beginning
+from rayspec.decode.output import Detokenizer, StopString
+from rayspec.decode.sequence import SequenceState
 from rayspec.generation import DecodingParams
 from rayspec.types import CompletionOutput, Logprob, RequestError
 
@@ -326,7 +327,7 @@ def test_only_what_a_stop_string_may_begin_with_is_held_back() -> None:
 
 @given(st.text("ab", min_size=1, max_size=8), st.lists(st.text("abc", max_size=5), max_size=12))
 def test_the_beginning_of_a_stop_string_is_the_longest(stop: str, texts: list[str]) -> None:
-    beginning, whole = _Beginning(stop), ""
+    beginning, whole = StopString(stop), ""
     for text in texts:
         beginning.push(text)
         whole += text

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from rayspec.decode.taps import TapLog
+from rayspec.decode.round_planner import TapLog
 from rayspec.decode.work import TappedToken
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from rayspec.decode.token_texts import TextOffsets, TokenTexts
+from rayspec.decode.output import TextOffsets, TokenTexts
 from tests.demo_model import demo_tokenizer
 
 

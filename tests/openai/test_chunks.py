@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rayspec.decode.token_texts import TokenTexts
+from rayspec.decode.output import TokenTexts
 from rayspec.openai.chunks import ChatChunks, CompletionChunks, chunks_of, has_end
 from rayspec.openai.encoding import plain_body
 from rayspec.openai.requests import ChatRequest, CompletionRequest

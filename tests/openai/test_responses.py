@@ -9,7 +9,7 @@ import openai.types as official
 import openai.types.chat as official_chat
 from openai.types.completion_usage import PromptTokensDetails
 
-from rayspec.decode.token_texts import TokenTexts
+from rayspec.decode.output import TokenTexts
 from rayspec.openai.encoding import plain_body
 from rayspec.openai.requests import ChatRequest, CompletionRequest
 from rayspec.openai.responses import ChatCompletion, Completion, Stamp

@@ -16,9 +16,9 @@ from transformers import PreTrainedTokenizerBase
 
 import rayspec
 from rayspec.config import EngineConfig
+from rayspec.decode.output import NewOutput
 from rayspec.decode.progress import Progress
 from rayspec.decode.requests import LiveRequest, Requests, Vocabulary
-from rayspec.decode.unread import UnreadOutput
 from rayspec.local_engine import load_tokenizer
 from rayspec.serve.model_server import ModelServer
 from rayspec.serve.options import LLMConfig
@@ -71,7 +71,7 @@ class PacedEngine:
                 sequence.finish_reason = "abort"
             self._requests.finish(live)
 
-    def advance(self) -> list[UnreadOutput]:
+    def advance(self) -> list[NewOutput]:
         time.sleep(max(0.0, self._next_s - time.perf_counter()))
         self._next_s = max(self._next_s + self._period_s, time.perf_counter())
         for name in self._requests.ids:

@@ -1,0 +1,342 @@
+"""Outputs on their way to callers: texts of tokens, stop strings, and the parts of a stream. No torch.
+
+The engine's thread makes a `NewOutput` of tokens. Another thread decodes its texts, so that the engine can go on. Only
+stop strings need the text at once: the engine's thread decodes the text of a sequence that has any.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import re
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from rayspec.types import CompletionOutput, RequestOutput
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rayspec.generation import DecodingParams
+
+
+class StopString:
+    """How much of the beginning of a stop string ends a growing text (Knuth, Morris, Pratt): each character costs the
+    same, however long text and string are."""
+
+    def __init__(self, stop: str) -> None:
+        self._stop = stop
+        self._borders = [0]  # of the string's first 1, 2, ... characters: their longest beginning that also ends them
+        self.length = 0
+
+    def push(self, text: str) -> None:
+        for character in text:
+            self.length = self._next(self.length, character)
+            if self.length == len(self._stop):  # no end of the text that is the whole string is a beginning of it
+                self.length = self._borders[self.length - 1]
+
+    def _next(self, length: int, character: str) -> int:
+        while length and self._stop[length] != character:
+            length = self._borders[length - 1]
+        length += self._stop[length] == character
+        while len(self._borders) < length:
+            border = self._next(self._borders[-1], self._stop[len(self._borders)])
+            self._borders.append(border)
+        return length
+
+
+class Detokenizer:
+    """Decodes the growing tokens of a sequence, and detects its stop strings. What `take` has returned is the beginning
+    of the text wherever the output ends. So it never splits a character, nor a run of byte tokens, as sentencepiece has
+    them: if one of their bytes fits no character, the whole run becomes replacement characters.
+
+    It belongs to one thread: with stop strings to the engine's, else to the thread that delivers outputs.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, params: DecodingParams) -> None:
+        self._tokenizer = tokenizer
+        self._params = params
+        self._token_ids: list[int] = []
+        self._text = ""  # does not change any more
+        self._tail = ""  # text of whole characters after it, if no later token changes it
+        self._bytes = bytearray()  # after the tail: byte tokens that are no whole character yet
+        self._num_grown = 0  # tokens that `_grow` has processed
+        self._num_shown = 0  # tokens whose text is in _text
+        self._window = 0  # first token that is decoded again, because spaces depend on the tokens before
+        self._num_taken = 0  # characters that `take` has returned
+        self._is_stopped = False  # at a stop string; `_text` ends there
+        self._stops = [StopString(stop) for stop in params.stop]
+
+    def text_of(self, new: CompletionOutput) -> str:
+        """Add the tokens of a sequence without stop strings and return their text, see `take`. A token that ends the
+        sequence has no text unless `include_stop_str_in_output`."""
+        has_end = new.finish_reason == "stop" and not self._params.include_stop_str_in_output
+        self._token_ids.extend(new.token_ids[:-1] if has_end else new.token_ids)
+        return self.take(finished=new.finished)
+
+    def push(self, token_id: int, *, may_stop: bool) -> str | None:
+        """Add a token of a sequence with stop strings. Return the stop string that it completed, if any; the text then
+        ends there."""
+        self._token_ids.append(token_id)
+        settled = len(self._text)
+        length = settled + len(self._tail)
+        self._grow()
+        for each in self._stops:
+            each.push(self._text[settled:])
+        text = self._text + self._tail
+        starts = [(text.find(stop, max(0, length - len(stop) + 1)), stop) for stop in self._params.stop]
+        found = [(position, stop) for position, stop in starts if position >= 0]
+        if not found or not may_stop or len(text) == length:
+            return None
+        position, stop = min(found)
+        self._text = text[: position + (len(stop) if self._params.include_stop_str_in_output else 0)]
+        self._is_stopped = True
+        return stop
+
+    def take(self, *, finished: bool) -> str:
+        """Return the new text since the last call; unless `finished`, without an end that later tokens may change and
+        without one that may be the beginning of a stop string."""
+        if self._is_stopped:
+            text = self._text
+        elif finished:
+            text = self._decode(self._token_ids)
+        else:
+            while self._num_grown < len(self._token_ids):
+                self._grow()
+            text = self._text[: len(self._text) - max((stop.length for stop in self._stops), default=0)]
+        taken, self._num_taken = self._num_taken, max(self._num_taken, len(text))
+        return text[taken:]
+
+    def _grow(self) -> None:
+        """Decode one more token into the text, or into its tail if a later token may still change what it says."""
+        piece = self._tokenizer.convert_ids_to_tokens(self._token_ids[self._num_grown])
+        byte = _byte_of(piece) if isinstance(piece, str) else None
+        self._num_grown += 1
+        if byte is not None:
+            self._bytes.append(byte)
+            with suppress(UnicodeDecodeError):
+                self._tail += self._bytes.decode()
+                self._bytes.clear()
+            return
+        shown = self._decode(self._token_ids[self._window : self._num_shown])
+        grown = self._decode(self._token_ids[self._window : self._num_grown])
+        is_skipped = bool(self._tail or self._bytes) and grown == self._decode(
+            self._token_ids[self._window : self._num_grown - 1]
+        )  # such a token does not end a run of byte tokens
+        if len(grown) > len(shown) and not is_skipped and not grown.endswith("\N{REPLACEMENT CHARACTER}"):
+            self._text, self._tail = self._text + grown[len(shown) :], ""
+            self._bytes.clear()
+            self._window, self._num_shown = self._num_shown, self._num_grown
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._params.skip_special_tokens)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, slots=True)
+class NewOutput:
+    """New output of a request, with texts still to decode. detokenizers: of each completion; None if it has its text.
+    texts: of the tokens in log-probabilities; None if the engine has no tokenizer."""
+
+    output: RequestOutput
+    detokenizers: Sequence[Detokenizer | None] = ()
+    texts: TokenTexts | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self.output.request_id
+
+    @property
+    def finished(self) -> bool:
+        return self.output.finished
+
+    def decoded(self) -> RequestOutput:
+        """Return the output with its texts. May be called once, on any thread; for a stream, in the order of the
+        outputs."""
+        for completion, detokenizer in zip(self.output.outputs, self.detokenizers, strict=True):
+            if detokenizer is not None:
+                completion.text = detokenizer.text_of(completion)
+            if self.texts is not None and completion.logprobs is not None:
+                completion.logprobs = [
+                    {token_id: replace(one, decoded_token=self.texts.text(token_id)) for token_id, one in row.items()}
+                    for row in completion.logprobs
+                ]
+        return self.output
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTexts:
+    """The text of each single token as it stands inside a running text. A token that is part of a character has the
+    text "bytes:\\xe4", as in OpenAI's API, so that two such tokens differ."""
+
+    tokenizer: PreTrainedTokenizerBase
+    _known: dict[int, tuple[str, list[int] | None]] = field(default_factory=dict, init=False)
+
+    def text(self, token_id: int) -> str:
+        return self._look_up(token_id)[0]
+
+    def utf8(self, token_id: int) -> list[int] | None:
+        return self._look_up(token_id)[1]
+
+    def _look_up(self, token_id: int) -> tuple[str, list[int] | None]:
+        if token_id not in self._known:
+            self._known[token_id] = self._read(token_id)
+        return self._known[token_id]
+
+    def _read(self, token_id: int) -> tuple[str, list[int] | None]:
+        # Decoded after itself, because sentencepiece drops a token's space at the start of a text.
+        text = self._decode([token_id, token_id])[len(self._decode([token_id])) :]
+        if "\N{REPLACEMENT CHARACTER}" not in text:
+            return text, list(text.encode())
+        piece = self.tokenizer.convert_ids_to_tokens(token_id)
+        content = _bytes_of_piece(piece) if isinstance(piece, str) else None
+        return (text if content is None else _text_of_bytes(content)), content
+
+    def _decode(self, token_ids: list[int]) -> str:
+        try:
+            return str(self.tokenizer.decode(token_ids, skip_special_tokens=False))
+        except (IndexError, OverflowError):  # some tokenizers raise for an id of the model that is no token
+            return ""
+
+
+class TextOffsets:
+    """Tracks the character offsets of tokens in a growing text.
+
+    skip_special: whether the text was decoded without special tokens.
+    """
+
+    def __init__(self, texts: TokenTexts, *, skip_special: bool) -> None:
+        self._texts = texts
+        self._without = frozenset(texts.tokenizer.all_special_ids) if skip_special else frozenset()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # as tokenizers do
+        self._num_characters = 0
+
+    def of(self, token_ids: Iterable[int]) -> list[int]:
+        """Return, for each of the next tokens, how many whole characters of the text precede it."""
+        return [self._pass(token_id) for token_id in token_ids]
+
+    def _pass(self, token_id: int) -> int:
+        offset = self._num_characters
+        if token_id not in self._without:
+            self._num_characters += len(self._decoder.decode(bytes(self._texts.utf8(token_id) or ())))
+        return offset
+
+
+def _text_of_bytes(content: list[int]) -> str:
+    """Decode the bytes, or write them as "bytes:..." if they are a part of a character. Bytes of U+FFFD itself
+    decode."""
+    try:
+        return bytes(content).decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+
+
+def _byte_of(piece: str) -> int | None:
+    """Return the byte that a vocabulary entry of sentencepiece stands for, as "<0xE4>"; None for other entries."""
+    found = re.fullmatch(r"<0x([0-9A-F]{2})>", piece)
+    return int(found[1], 16) if found else None
+
+
+def _bytes_of_piece(piece: str) -> list[int] | None:
+    """Return the bytes of a vocabulary entry, or None. In GPT-2's encoding each character stands for a byte."""
+    byte = _byte_of(piece)
+    if byte is not None:
+        return [byte]
+    # Imported here, because the endpoint's ingress imports this module but never calls this function.
+    from transformers.convert_slow_tokenizer import bytes_to_unicode  # noqa: PLC0415
+
+    of_character = {character: byte for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
+    return [of_character[character] for character in piece] if set(piece) <= set(of_character) else None
+
+
+class PieceQueue:
+    """Queue for the pieces of one request. Any thread may put pieces; one coroutine of the event loop that created the
+    queue reads them.
+
+    interval_s: minimum seconds between two readings; pieces that arrive meanwhile are joined. The first piece and the
+    end of the output do not wait. With 0, only pieces that arrive while the reader is busy are joined.
+    """
+
+    def __init__(self, interval_s: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._interval_s = interval_s
+        self._due_s = 0.0  # by the event loop's clock
+        self._arrived: deque[RequestOutput | Future[RequestOutput]] = deque()
+        self._is_announced = False
+        self._ready = asyncio.Event()
+
+    def put(self, piece: RequestOutput) -> None:
+        self._arrived.append(piece)
+        if not self._is_announced:  # `_take` resets it before it reads, so every piece is announced
+            self._is_announced = True
+            self._call(self._announce)
+
+    def end(self, outcome: Future[RequestOutput]) -> None:
+        """Put the end of the output. outcome: a future that is done and holds the last piece or an error."""
+        self._arrived.append(outcome)
+        self._call(self._ready.set)
+
+    async def read(self) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the pieces, joined, and then the last. Raises the outcome's exception after all earlier pieces. Pieces
+        before a failed output are not joined to it."""
+        while True:
+            pieces, outcome = await self._take()
+            if outcome is None:
+                yield joined(pieces)
+                continue
+            if pieces and (outcome.exception() is not None or outcome.result().error is not None):
+                yield joined(pieces)
+                pieces = []
+            yield joined([*pieces, outcome.result()])
+            return
+
+    async def _take(self) -> tuple[list[RequestOutput], Future[RequestOutput] | None]:
+        """Wait for at least one item. Return all pieces that have arrived and, if it has arrived, the outcome."""
+        while True:
+            await self._ready.wait()
+            self._ready.clear()
+            self._is_announced = False
+            pieces: list[RequestOutput] = []
+            while self._arrived:
+                item = self._arrived.popleft()
+                if isinstance(item, Future):
+                    return pieces, item
+                pieces.append(item)
+            if pieces:
+                self._due_s = self._loop.time() + self._interval_s
+                return pieces, None
+
+    def _announce(self) -> None:
+        if self._loop.time() >= self._due_s:
+            self._ready.set()
+        else:
+            self._loop.call_at(self._due_s, self._ready.set)
+
+    def _call(self, tell: Callable[[], None]) -> None:
+        with suppress(RuntimeError):  # the event loop has ended, and with it the reader
+            self._loop.call_soon_threadsafe(tell)
+
+
+def joined(pieces: Sequence[RequestOutput]) -> RequestOutput:
+    """Join successive pieces of a request into one."""
+    if len(pieces) == 1:
+        return pieces[0]
+    parts: dict[int, list[CompletionOutput]] = {}
+    for piece in pieces:
+        for one in piece.outputs:
+            parts.setdefault(one.index, []).append(one)
+    return replace(pieces[-1], outputs=[_joined_completion(each) for each in parts.values()])
+
+
+def _joined_completion(parts: Sequence[CompletionOutput]) -> CompletionOutput:
+    if len(parts) == 1:
+        return parts[0]
+    return replace(
+        parts[-1],
+        text="".join(one.text for one in parts),
+        token_ids=tuple(token_id for one in parts for token_id in one.token_ids),
+        logprobs=[row for one in parts for row in one.logprobs or ()] or None,
+    )
