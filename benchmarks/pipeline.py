@@ -122,11 +122,11 @@ def _prompts(llm: rayspec.LLM, options: BenchOptions) -> list[list[int]]:
 
 
 def _engine_of(llm: rayspec.LLM) -> Engine:
-    if not isinstance(llm.engine, Engine):
+    if llm.client.engine is None:
         raise ConfigError(
             f"option 'replicas' is {llm.config.parallel!r}: one replica is measured at a time, leave it 1"
         )
-    return llm.engine
+    return llm.client.engine
 
 
 def _strategies(options: BenchOptions) -> tuple[str, ...]:

@@ -157,15 +157,15 @@ def profile(
         if cluster and config.parallel is None:
             config = config.replace(parallel=ParallelOptions())
         with load_llm(config) as llm:
-            if llm.engine.latency is None:
+            if llm.client.latency is None:
                 raise ConfigError(
                     f"model {settings.engine.model!r} runs with strategy {llm.config.speculation.strategy!r}, which "
                     "needs no profile: use --strategy knapspec, with a model whose layers split into sublayers"
                 )
             console = output_console()
-            console.print(latency_table(llm.engine.latency, max_context=llm.engine.max_model_len))
+            console.print(latency_table(llm.client.latency, max_context=llm.client.max_model_len))
             if config.parallel is not None:
-                console.print(stage_table(llm.engine.latency))
+                console.print(stage_table(llm.client.latency))
 
 
 @app.command()
@@ -297,7 +297,7 @@ class _Job:
         sampling = self._settings.sampling
         with load_llm(self._settings.engine) as llm:
             exit_on_sigterm()
-            room = fitting_prompt_tokens(llm.engine.max_model_len, sampling) if truncate else None
+            room = fitting_prompt_tokens(llm.client.max_model_len, sampling) if truncate else None
             prompts = PromptBuilder(llm=llm, params=sampling, template=template, chat=chat, max_prompt_tokens=room)
             rows = itertools.islice(read_documents(self._inputs, columns), limit)
             config, report, is_written = self._settings.resolved(llm.config), RunReport(), True

@@ -23,8 +23,7 @@ from typing_extensions import Self, Unpack
 from rayspec import demo
 from rayspec.config import EngineConfig, EngineKeywords, SamplingParams
 from rayspec.decode.chat import chat_template, conversation_tokens
-from rayspec.decode.engine import Engine
-from rayspec.decode.engine_loop import EngineDeadError, EngineLoop
+from rayspec.decode.engine_loop import Client, EngineDeadError, EngineLoop
 from rayspec.decode.stages import StageLostError
 from rayspec.errors import naming_the_extra
 from rayspec.local_engine import load_engine
@@ -32,7 +31,7 @@ from rayspec.model.weights import load_tokenizer
 from rayspec.types import ConfigError, EngineStats, Request, RequestError, RequestOutput
 
 if TYPE_CHECKING:
-    from rayspec.pool.pool import Replicas
+    from rayspec.decode.engine import Engine
 
 Prompt = str | Mapping[str, Any]
 Message = Mapping[str, Any]
@@ -67,27 +66,30 @@ class LLM:
         path = demo.local_path(model)
         config = _config_of(path, options)
         self._resources = ExitStack()
-        self.engine: Engine | Replicas = load_engine(config) if config.parallel is None else self._pipeline(config)
-        self._tokenizer = _for_callers(self.engine.tokenizer)
-        self._loop: EngineLoop | Replicas = EngineLoop(self.engine) if isinstance(self.engine, Engine) else self.engine
+        self.client: Client = EngineLoop(load_engine(config)) if config.parallel is None else self._with_ray(config)
+        # A copy of a fast tokenizer, which keeps the settings of a call, such as truncation: the engine has its own.
+        own = self.client.tokenizer
+        self._tokenizer = copy.deepcopy(own) if own is not None and own.is_fast else own
         self._request_numbers = itertools.count(1)
         self._shutdown_lock = threading.RLock()
         self._is_shut_down = False
-        weakref.finalize(self, self._loop.stop)  # else the thread would keep the model in memory
+        weakref.finalize(self, self.client.stop)  # else the thread would keep the model in memory
 
     @property
     def config(self) -> EngineConfig:
         """The options in force, defaults resolved."""
-        return self.engine.config
+        return self.client.config
 
     @property
     def stats(self) -> EngineStats:
-        return self.engine.stats
+        return self.client.stats
 
     @property
-    def loop(self) -> EngineLoop | Replicas:
-        """The thread that runs the engine, or the replicas. All calls submit their requests here."""
-        return self._loop
+    def engine(self) -> Engine:
+        """The engine that this process runs. Raises ConfigError for several replicas, which are in other processes."""
+        if self.client.engine is None:
+            raise ConfigError("the engines of several replicas are in other processes: use `client`, or replicas=1")
+        return self.client.engine
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -141,7 +143,7 @@ class LLM:
     @property
     def default_sampling_params(self) -> SamplingParams:
         """The parameters of a call that gives none: the checkpoint's, its `max_new_tokens` included."""
-        max_new_tokens = self.engine.defaults.max_new_tokens
+        max_new_tokens = self.client.defaults.max_new_tokens
         return SamplingParams() if max_new_tokens is None else SamplingParams(max_tokens=max_new_tokens)
 
     def chat_tokens(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
@@ -149,10 +151,10 @@ class LLM:
         no chat template."""
         if not self.tokenizer.chat_template:
             raise ConfigError(f"the tokenizer of {self.config.model!r} has no chat template: use generate()")
-        assert self.engine.tokenizer is not None
+        assert self.client.tokenizer is not None
         return conversation_tokens(
             messages,
-            self.engine.tokenizer,
+            self.client.tokenizer,
             chat_template(self.tokenizer),
             add_generation_prompt=add_generation_prompt,
         )
@@ -175,28 +177,32 @@ class LLM:
         """
         with self._shutdown_lock:
             self._is_shut_down = True
-            self._loop.stop()
             try:
-                self.engine.shutdown()
+                self.client.shutdown()
             finally:
                 self._resources.close()
 
-    def _pipeline(self, config: EngineConfig) -> Engine | Replicas:
+    def _with_ray(self, config: EngineConfig) -> Client:
         # Imported here, so that a model in one process never needs Ray.
         with naming_the_extra():
             from rayspec.pipeline.loading import load_pipeline  # noqa: PLC0415
+            from rayspec.pool.pool import Replicas  # noqa: PLC0415
             from rayspec.ray_session import ray_session  # noqa: PLC0415
+            from rayspec.request_engine import RequestEngineFactory  # noqa: PLC0415
 
+        client: Client
         with ExitStack() as resources:
             resources.enter_context(ray_session())
-            is_one = config.parallel is None or config.parallel.replicas == 1
-            engine = load_pipeline(config) if is_one else _replicas(config)
+            if config.parallel is None or config.parallel.replicas == 1:
+                client = EngineLoop(load_pipeline(config))
+            else:
+                client = Replicas(RequestEngineFactory(config), load_tokenizer(config))
             # At exit this hook runs before the hook of Ray, which was registered earlier.
             end = partial(_shut_down, weakref.ref(self))
             atexit.register(end)
             resources.callback(atexit.unregister, end)
             self._resources = resources.pop_all()
-        return engine
+        return client
 
     def __enter__(self) -> Self:
         return self
@@ -258,7 +264,7 @@ class LLM:
         running: dict[Future[RequestOutput], Request] = {}
         try:
             while True:
-                taken = list(itertools.islice(source, self.engine.num_wanted - len(running)))
+                taken = list(itertools.islice(source, self.client.num_wanted - len(running)))
                 running |= zip(self._submit(taken, arrived), taken, strict=True)
                 if not running:
                     return
@@ -273,7 +279,7 @@ class LLM:
     ) -> list[Future[RequestOutput]]:
         """Submit requests. arrived: receives the new output of streaming requests, and the futures that are done."""
         try:
-            futures = self._loop.submit_all(requests, arrived.put)
+            futures = self.client.submit_all(requests, arrived.put)
         except EngineDeadError as death:
             if not isinstance(death.__cause__, StageLostError):
                 raise
@@ -285,12 +291,6 @@ class LLM:
     def _require_open(self) -> None:
         if self._is_shut_down:
             raise ConfigError(f"this LLM of {self.config.model!r} has been shut down: load the model again")
-
-
-def _for_callers(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase | None:
-    """Return a copy of a fast tokenizer for callers. A fast tokenizer keeps the settings of a call, such as truncation,
-    and they would affect the engine's thread."""
-    return copy.deepcopy(tokenizer) if tokenizer is not None and tokenizer.is_fast else tokenizer
 
 
 def _shut_down(llm: weakref.ref[LLM]) -> None:
@@ -307,13 +307,6 @@ def _config_of(model: str, options: Mapping[str, Any]) -> EngineConfig:
 
     config = EngineConfig(model=model, **{**options, "parallel": None})
     return with_layout(config, keep_max_num_seqs="max_num_seqs" in options)
-
-
-def _replicas(config: EngineConfig) -> Replicas:
-    from rayspec.pool.pool import Replicas  # noqa: PLC0415
-    from rayspec.request_engine import RequestEngineFactory  # noqa: PLC0415
-
-    return Replicas(RequestEngineFactory(config), load_tokenizer(config))
 
 
 def _failed(error: Exception) -> Future[RequestOutput]:

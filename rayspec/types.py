@@ -220,7 +220,7 @@ class EngineLoad:
 class Logprob:
     """Log-probability of one token under the model's raw distribution, and its rank (1 = most likely).
 
-    decoded_token: text of the token (`decode.token_texts`); set in outputs of an engine with a tokenizer.
+    decoded_token: text of the token (`decode.output.TokenTexts`); set in outputs of an engine with a tokenizer.
     """
 
     logprob: float

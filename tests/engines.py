@@ -377,7 +377,7 @@ def require_idle(engine: Engine) -> None:
         assert scheduler.windowed.pool.num_free == scheduler.windowed.pool.num_pages
     assert not scheduler.waiting
     assert not scheduler.running
-    assert engine._cohorts.is_idle
+    assert not engine._under_way
     head = getattr(engine.stages, "head", None)
     assert head is None or not head._samplers
     stats = engine.stats

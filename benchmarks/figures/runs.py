@@ -147,9 +147,9 @@ def write(llm: rayspec.LLM, contender: TimedSelector, prompt: Prompt, *, max_tok
 
 def local_engine(llm: rayspec.LLM) -> Engine:
     """Return the engine. Raises ConfigError for several replicas."""
-    if not isinstance(llm.engine, Engine):
+    if llm.client.engine is None:
         raise ConfigError("option 'parallel' is set: figures are of an engine in one process, leave it out")
-    return llm.engine
+    return llm.client.engine
 
 
 def latency_of(llm: rayspec.LLM) -> LatencyModel:

@@ -137,9 +137,9 @@ def _workloads(llm: rayspec.LLM, options: BenchOptions, say: Say) -> list[Worklo
 
 
 def _one_engine(llm: rayspec.LLM) -> Engine:
-    if not isinstance(llm.engine, Engine):
+    if llm.client.engine is None:
         raise ConfigError("option 'replicas' is more than 1: one replica is measured at a time, leave it out")
-    return llm.engine
+    return llm.client.engine
 
 
 def _compare(

@@ -316,7 +316,7 @@ class EngineLoop:
         for arrival in arrivals:
             try:
                 self.engine.add(arrival.request)
-            except RequestError as error:
+            except RequestError as error:  # noqa: PERF203 - the others run
                 refused.append(NewOutput(RequestOutput.refused(arrival.request, error)))
         self._has_work = self.engine.has_unfinished
         self._deliver(refused)

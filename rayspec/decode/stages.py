@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
@@ -138,6 +139,20 @@ class StageLostError(RayspecError):
     kind = "stage_lost"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageUse:
+    """How busy a stage was since the last query. num_passes: passes that it ran; 0 if unknown."""
+
+    name: str
+    busy_s: float
+    elapsed_s: float
+    num_passes: int = 0
+
+    @property
+    def idle_share(self) -> float:
+        return 1.0 - self.busy_s / self.elapsed_s if self.elapsed_s > 0 else 0.0
+
+
 class Stages(Protocol):
     """The model, in one process or many. Sequences are opened once, then prefilled and taken through rounds.
 
@@ -156,6 +171,10 @@ class Stages(Protocol):
     def num_cohorts(self) -> int:
         """How many batches of sequences should have work under way at once, so that no stage waits."""
 
+    @property
+    def is_recovering(self) -> bool:
+        """Whether lost processes of the model are being replaced. Any thread may read it."""
+
     def open(self, spec: SamplerSpec) -> None: ...
 
     def close(self, sequence_id: str) -> None:
@@ -171,6 +190,9 @@ class Stages(Protocol):
 
     def check(self) -> None:
         """Return when all processes of the model have answered. Only allowed while no work is under way."""
+
+    def recent_use(self) -> Sequence[StageUse]:
+        """Return how busy each process was since the last call; empty for a model in this process."""
 
     def search(self, tokens: Sequence[TappedToken], rows: Sequence[RowSpan], question: Question) -> Future[Answer]:
         """Answer a question about tapped tokens. rows: the row of each token. The slots that it sees must keep their
@@ -204,6 +226,7 @@ class LocalStages:
     """The whole model in this process."""
 
     num_cohorts = 1
+    is_recovering = False
 
     def __init__(
         self,
@@ -250,6 +273,9 @@ class LocalStages:
 
     def check(self) -> None:
         """Return at once: there is no other process to ask."""
+
+    def recent_use(self) -> Sequence[StageUse]:
+        return ()
 
     def search(self, tokens: Sequence[TappedToken], rows: Sequence[RowSpan], question: Question) -> Future[Answer]:
         started, num_sublayers = time.perf_counter(), self.num_sublayers

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from rayspec.decode.progress import Progress
 from rayspec.decode.sampling import Rows, TokenSampler, finite_rows, target_tokens, top_logprobs
 from rayspec.decode.search import Answer, Question
-from rayspec.decode.stages import done
+from rayspec.decode.stages import StageUse, done
 from rayspec.decode.stopwatch import Stopwatch, queued_s, seconds
 from rayspec.decode.work import (
     Chunk,
@@ -209,6 +209,7 @@ class WholeModelStages:
         self._states: dict[str, GenerateState] = {}
 
     num_cohorts = 1
+    is_recovering = False
 
     @property
     def num_sublayers(self) -> int:
@@ -242,6 +243,9 @@ class WholeModelStages:
 
     def check(self) -> None:
         """Return at once: there is no other process to ask."""
+
+    def recent_use(self) -> Sequence[StageUse]:
+        return ()
 
     def search(self, tokens: Sequence[TappedToken], rows: Sequence[RowSpan], question: Question) -> Future[Answer]:
         raise NotImplementedError("a model that does not split into sublayers has no plans")

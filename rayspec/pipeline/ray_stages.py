@@ -13,7 +13,7 @@ from typing import NoReturn
 from rayspec.choices import Choice
 from rayspec.decode.progress import Progress
 from rayspec.decode.search import Answer, Question
-from rayspec.decode.stages import StageLostError, StagesReplacedError
+from rayspec.decode.stages import StageLostError, StagesReplacedError, StageUse
 from rayspec.decode.work import Move, Prefill, Result, SamplerSpec, TappedToken, Work
 from rayspec.errors import TransportError
 from rayspec.model.rows import RowSpan
@@ -63,20 +63,6 @@ _CONNECT_TIMEOUT_S = 30.0
 _MOVE_TIMEOUT_S = 60.0
 _PROFILE_TIMEOUT_S = 600.0
 _SEARCH_TIMEOUT_S = 60.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageUse:
-    """How busy a stage was since the last query. num_passes: passes that it ran; 0 if unknown."""
-
-    name: str
-    busy_s: float
-    elapsed_s: float
-    num_passes: int = 0
-
-    @property
-    def idle_share(self) -> float:
-        return 1.0 - self.busy_s / self.elapsed_s if self.elapsed_s > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rayspec.config import EngineConfig
 from rayspec.decode.engine_loop import EngineDeadError, Listener
 from rayspec.decode.progress import Progress
+from rayspec.decode.stages import StageUse
 from rayspec.generation import GenerationDefaults
 from rayspec.planning.latency import LatencyModel
 from rayspec.pool.calls import Callback
@@ -137,6 +138,7 @@ class Replicas:
     def __init__(self, factory: EngineFactory, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """Wait until one replica is up; the others follow. factory: its items are requests. Raises EngineDeadError, and
         the error of a replica that fails to load."""
+        self.engine = None
         self.tokenizer = tokenizer
         self.progress = Progress()  # without tasks: the supervisor asks each replica for its own
         options = factory.engine.parallel
@@ -189,6 +191,10 @@ class Replicas:
     def is_recovering(self) -> bool:
         """True while no replica is up."""
         return self._pool.num_up == 0
+
+    def stage_use(self) -> Sequence[StageUse]:
+        """Return nothing: the stages of replicas are in other processes."""
+        return ()
 
     @property
     def death(self) -> EngineDeadError | None:

@@ -14,7 +14,7 @@ from ray.util.metrics import Counter, Gauge, Histogram
 from typing_extensions import Self
 
 from rayspec.choices import SKIP, Choice
-from rayspec.pipeline.ray_stages import StageUse
+from rayspec.decode.stages import StageUse
 from rayspec.serve.metric_table import METRICS, MetricSpec
 from rayspec.types import EngineLoad, EngineStats, RayspecError, RequestOutput
 

@@ -159,7 +159,7 @@ def test_abort_at_any_time_frees_what_was_held_and_disturbs_nobody(num_steps: in
         outputs |= {output.request_id: output for output in engine.step()}
     unread = engine.abort(victim)
     assert unread is not None
-    aborted = unread.read()
+    aborted = unread.decoded()
     assert aborted.finished
     assert aborted.error is None
     assert aborted.outputs[0].finish_reason == "abort"
@@ -196,7 +196,7 @@ def test_streams_add_up_to_what_is_not_streamed(seed: int) -> None:
         pieces.take(engine.step())
     aborted = engine.abort("2")
     assert aborted is not None
-    pieces.take([aborted.read()])
+    pieces.take([aborted.decoded()])
     while engine.has_unfinished:
         pieces.take(engine.step())
     require_idle(engine)

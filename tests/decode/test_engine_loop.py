@@ -3,8 +3,11 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
+from typing import Any, cast
 
 import pytest
 
@@ -83,16 +86,31 @@ class CountingEngine:
         for name in done:
             del self.left[name]
         return [
-            NewOutput(name, name in done, partial(self._read, name, name in done))
+            _Counted(
+                RequestOutput(request_id=name, prompt=name, prompt_token_ids=(), outputs=[], finished=name in done),
+                read=partial(self._read, name),
+            )
             for name in [*done, *(self.streams & self.left.keys())]
         ]
 
-    def _read(self, name: str, finished: bool) -> RequestOutput:
+    def _read(self, name: str) -> None:
         self.readers.add(threading.current_thread().name)
         self.may_read.wait(WAIT_S)
         if self.prompts[name] == "unreadable":
             raise self.failure
-        return RequestOutput(request_id=name, prompt=name, prompt_token_ids=(), outputs=[], finished=finished)
+
+
+@dataclass(frozen=True)
+class _Counted(NewOutput):
+    read: Callable[[], None] = lambda: None
+
+    def decoded(self) -> RequestOutput:
+        self.read()
+        return self.output
+
+
+def loop_of(engine: CountingEngine) -> EngineLoop:
+    return EngineLoop(cast("Any", engine))
 
 
 def names_of(futures: list[Future[RequestOutput]]) -> list[str]:
@@ -101,7 +119,7 @@ def names_of(futures: list[Future[RequestOutput]]) -> list[str]:
 
 def test_requests_from_many_threads_run_together() -> None:
     engine = CountingEngine()
-    loop = EngineLoop(engine)
+    loop = loop_of(engine)
     engine.may_step.clear()
     futures: list[Future[RequestOutput]] = []
     threads = [
@@ -120,7 +138,7 @@ def test_requests_from_many_threads_run_together() -> None:
 
 def test_the_loop_sleeps_without_work_and_wakes_for_it() -> None:
     engine = CountingEngine()
-    loop = EngineLoop(engine)
+    loop = loop_of(engine)
     assert names_of([loop.submit(request("first"))]) == ["first"]
     assert loop.death is None
     time.sleep(0.05)
@@ -130,7 +148,7 @@ def test_the_loop_sleeps_without_work_and_wakes_for_it() -> None:
 
 
 def test_a_refused_request_is_an_output_with_an_error() -> None:
-    loop = EngineLoop(CountingEngine())
+    loop = loop_of(CountingEngine())
     bad, good = loop.submit(request("bad")), loop.submit(request("good"))
     assert bad.result(WAIT_S).error is not None
     assert good.result(WAIT_S).error is None
@@ -139,7 +157,7 @@ def test_a_refused_request_is_an_output_with_an_error() -> None:
 
 def test_two_callers_may_use_the_same_id() -> None:
     engine = CountingEngine()
-    loop = EngineLoop(engine)
+    loop = loop_of(engine)
     engine.may_step.clear()
     first, second = loop.submit(request("same", num_steps=5)), loop.submit(request("same", num_steps=1))
     engine.may_step.set()
@@ -152,7 +170,7 @@ def test_two_callers_may_use_the_same_id() -> None:
 
 def test_requests_that_are_submitted_together_are_admitted_together() -> None:
     engine = CountingEngine()
-    loop = EngineLoop(engine)
+    loop = loop_of(engine)
     assert names_of(loop.submit_all([request(f"r{n}", num_steps=1) for n in range(50)])) == [f"r{n}" for n in range(50)]
     assert engine.num_steps == 1
     assert loop.submit_all([]) == []
@@ -164,7 +182,7 @@ def test_the_thread_starts_with_the_first_request_and_ends_with_the_loop() -> No
         return sum(thread.name == "rayspec-engine" for thread in threading.enumerate())
 
     before = num_threads()
-    loop = EngineLoop(CountingEngine())
+    loop = loop_of(CountingEngine())
     assert num_threads() == before
     assert names_of([loop.submit(request("first"))]) == ["first"]
     assert num_threads() == before + 1
@@ -174,7 +192,7 @@ def test_the_thread_starts_with_the_first_request_and_ends_with_the_loop() -> No
 
 
 def test_a_loop_that_was_stopped_before_its_first_request_takes_none() -> None:
-    loop = EngineLoop(CountingEngine())
+    loop = loop_of(CountingEngine())
     loop.stop()
     assert loop.death is not None
     with pytest.raises(EngineDeadError, match="it was stopped"):
@@ -184,7 +202,7 @@ def test_a_loop_that_was_stopped_before_its_first_request_takes_none() -> None:
 def test_who_has_all_outputs_may_use_the_engine_directly() -> None:
     """Even at once: in a callback, while the loop waits for work."""
     engine = CountingEngine()
-    loop = EngineLoop(engine)
+    loop = loop_of(engine)
     added = threading.Event()
 
     def use_directly(_: Future[RequestOutput]) -> None:
@@ -207,7 +225,7 @@ def test_who_has_all_outputs_may_use_the_engine_directly() -> None:
 
 def test_cancelling_a_future_aborts_its_request() -> None:
     engine = CountingEngine()
-    loop = EngineLoop(engine)
+    loop = loop_of(engine)
     endless, short = loop.submit(request("endless", num_steps=10**9)), loop.submit(request("short", num_steps=50))
     assert short.result(WAIT_S).finished
     assert endless.cancel()
@@ -218,7 +236,7 @@ def test_cancelling_a_future_aborts_its_request() -> None:
 
 def test_when_the_engine_dies_everyone_who_waits_is_told_why() -> None:
     engine = CountingEngine()
-    loop = EngineLoop(engine)
+    loop = loop_of(engine)
     engine.may_step.clear()
     futures = [loop.submit(request(name, num_steps=1000)) for name in ("a", "b", "bomb", "c")]
     engine.may_step.set()
@@ -235,7 +253,7 @@ def test_when_the_engine_dies_everyone_who_waits_is_told_why() -> None:
 def test_nobody_waits_for_an_engine_that_has_died(bad: str, failure: BaseException) -> None:
     engine = CountingEngine()
     engine.failure = failure
-    loop = EngineLoop(engine)
+    loop = loop_of(engine)
     for future in loop.submit_all([request(name, num_steps=1000) for name in ("a", bad, "b")]):
         with pytest.raises(EngineDeadError, match="the device is gone") as caught:
             future.result(WAIT_S)
@@ -247,13 +265,13 @@ def test_a_ping_that_ends_the_engine_is_answered() -> None:
     engine = CountingEngine()
     engine.broken = True
     with pytest.raises(EngineDeadError, match="the device is gone"):
-        EngineLoop(engine).ping().result(WAIT_S)
+        loop_of(engine).ping().result(WAIT_S)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_in_a_forked_process_nobody_waits_for_a_thread_that_is_not_there() -> None:
-    loop = EngineLoop(CountingEngine())
+    loop = loop_of(CountingEngine())
     assert names_of([loop.submit(request("first"))]) == ["first"]
     child = os.fork()
     if child == 0:
@@ -268,7 +286,7 @@ def test_in_a_forked_process_nobody_waits_for_a_thread_that_is_not_there() -> No
 
 
 def test_stopping_fails_what_is_unfinished() -> None:
-    loop = EngineLoop(CountingEngine())
+    loop = loop_of(CountingEngine())
     future = loop.submit(request("endless", num_steps=10**9))
     loop.stop()
     with pytest.raises(EngineDeadError, match="it was stopped"):
@@ -276,7 +294,7 @@ def test_stopping_fails_what_is_unfinished() -> None:
 
 
 def test_a_stream_is_told_piece_by_piece_and_ends_with_its_future() -> None:
-    loop = EngineLoop(CountingEngine())
+    loop = loop_of(CountingEngine())
     pieces: list[RequestOutput] = []
     last = loop.submit(request("stream", num_steps=5, stream=True), pieces.append).result(WAIT_S)
     assert [piece.finished for piece in pieces] == [False] * 4
@@ -286,7 +304,7 @@ def test_a_stream_is_told_piece_by_piece_and_ends_with_its_future() -> None:
 
 def test_a_stream_that_nobody_waits_for_any_more_is_aborted() -> None:
     engine = CountingEngine()
-    loop = EngineLoop(engine)
+    loop = loop_of(engine)
     told = threading.Event()
     endless = loop.submit(request("endless", num_steps=10**9, stream=True), lambda _: told.set())
     assert told.wait(WAIT_S)
@@ -298,7 +316,7 @@ def test_a_stream_that_nobody_waits_for_any_more_is_aborted() -> None:
 
 def test_the_engine_goes_on_while_texts_are_made() -> None:
     engine = CountingEngine()
-    loop = EngineLoop(engine)
+    loop = loop_of(engine)
     engine.may_read.clear()
     pieces: list[RequestOutput] = []
     stream = loop.submit(request("stream", num_steps=5, stream=True), pieces.append)
@@ -320,7 +338,7 @@ def test_the_engine_goes_on_while_texts_are_made() -> None:
 
 def test_what_came_before_the_end_is_delivered_before_it() -> None:
     engine = CountingEngine()
-    loop = EngineLoop(engine)
+    loop = loop_of(engine)
     engine.may_read.clear()
     heard: list[str] = []
     short, endless = request("short", num_steps=3), request("endless", num_steps=10**9, stream=True)
@@ -339,7 +357,7 @@ def test_what_came_before_the_end_is_delivered_before_it() -> None:
 
 def test_a_text_that_cannot_be_made_ends_the_loop() -> None:
     engine = CountingEngine()
-    loop = EngineLoop(engine)
+    loop = loop_of(engine)
     for future in loop.submit_all([request("unreadable", num_steps=2), request("endless", num_steps=10**9)]):
         with pytest.raises(EngineDeadError, match="the device is gone") as caught:
             future.result(WAIT_S)
@@ -348,7 +366,7 @@ def test_a_text_that_cannot_be_made_ends_the_loop() -> None:
 
 
 def test_a_listener_that_raises_ends_the_loop() -> None:
-    loop = EngineLoop(CountingEngine())
+    loop = loop_of(CountingEngine())
 
     def broken(_: RequestOutput) -> None:
         raise RuntimeError("nobody listens")
@@ -362,7 +380,7 @@ def test_a_listener_that_raises_ends_the_loop() -> None:
 @pytest.mark.parametrize("busy", [False, True])
 def test_a_ping_is_answered_when_the_loop_comes_round(busy: bool) -> None:
     engine = CountingEngine()
-    loop = EngineLoop(engine)
+    loop = loop_of(engine)
     if busy:
         loop.submit(request("endless", num_steps=10**9))
     loop.ping().result(WAIT_S)
@@ -378,7 +396,7 @@ def test_a_ping_is_answered_when_the_loop_comes_round(busy: bool) -> None:
 
 def test_a_ping_to_a_stuck_loop_is_not_answered_until_it_goes_on() -> None:
     engine = CountingEngine()
-    loop = EngineLoop(engine)
+    loop = loop_of(engine)
     engine.may_step.clear()
     loop.submit(request("endless", num_steps=10**9))
     time.sleep(0.05)

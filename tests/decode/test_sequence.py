@@ -59,6 +59,22 @@ def _sequence(
     )
 
 
+def _new_output(sequence: SequenceState) -> CompletionOutput | None:
+    """What is new of the sequence, with its text, as a request's output has it."""
+    new = sequence.take_new_output()
+    if new is not None and sequence.detokenizer is not None and not sequence.params.stop:
+        new.text = sequence.detokenizer.text_of(new)
+    return new
+
+
+def _output(sequence: SequenceState) -> CompletionOutput:
+    """All of a sequence's output, which ends here."""
+    sequence.finish_reason = sequence.finish_reason or "length"
+    output = _new_output(sequence)
+    assert output is not None
+    return output
+
+
 TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), min_size=1, max_size=30)
 EMOJI = "The fee is 5 €, naïve 👩‍👩‍👧‍👦 and 日本語 🎉 done."
 
@@ -68,7 +84,7 @@ def test_text_is_what_the_tokens_say(text: str) -> None:
     sequence = _sequence()
     tokens = _encode(text)
     sequence.commit(tokens)
-    assert sequence.output().read().text == _tokenizer().decode(tokens)
+    assert _output(sequence).text == _tokenizer().decode(tokens)
 
 
 @given(TEXTS, st.data())
@@ -80,7 +96,7 @@ def test_a_stop_string_ends_the_text_wherever_tokens_end(text: str, data: st.Dat
     for include in (False, True):
         sequence = _sequence(stop=[stop], include_stop_str_in_output=include)
         num_taken = sequence.commit(_encode(text))
-        output = sequence.output().read()
+        output = _output(sequence)
         at = whole.index(stop)
         assert output.text == whole[: at + (len(stop) if include else 0)]
         assert output.finish_reason == "stop"
@@ -100,36 +116,22 @@ def test_a_stop_string_is_found_across_commits_of_any_size() -> None:
             taken += sequence.commit(tokens[at : at + size])
             if sequence.finished:
                 break
-        assert sequence.output().read().text == EMOJI.split("日本語", maxsplit=1)[0]
+        assert _output(sequence).text == EMOJI.split("日本語", maxsplit=1)[0]
         assert taken == len(sequence.output_token_ids) < len(tokens)
 
 
 def test_of_several_stop_strings_the_earliest_counts() -> None:
     sequence = _sequence(stop=["done", "naïve", "fee is 5"])
     sequence.commit(_encode(EMOJI))
-    assert sequence.output().read().text == "The "
+    assert _output(sequence).text == "The "
     assert sequence.stop_reason == "fee is 5"
 
 
 def test_text_with_a_stop_string_pending_is_complete_without_it() -> None:
     sequence = _sequence(stop=["done for good"], max_tokens=len(_encode(EMOJI)))
     sequence.commit(_encode(EMOJI))
-    output = sequence.output().read()
+    output = _output(sequence)
     assert (output.finish_reason, output.text) == ("length", EMOJI)
-
-
-def test_a_snapshot_never_cuts_a_character() -> None:
-    tokens = _encode(EMOJI)
-    assert any("\N{REPLACEMENT CHARACTER}" in _tokenizer().decode(tokens[:count]) for count in range(len(tokens)))
-    sequence = _sequence()
-    shown = ""
-    for token in tokens:
-        sequence.commit([token])
-        text = sequence.output().read().text
-        assert "\N{REPLACEMENT CHARACTER}" not in text
-        assert text.startswith(shown)
-        shown = text
-    assert shown == EMOJI
 
 
 def test_min_tokens_holds_stop_strings_back_and_keeps_their_text() -> None:
@@ -138,14 +140,14 @@ def test_min_tokens_holds_stop_strings_back_and_keeps_their_text() -> None:
     sequence = _sequence(stop=["stop"], min_tokens=len(_encode("one stop two")))
     sequence.commit(tokens)
     assert sequence.output_token_ids == second
-    assert sequence.output().read().text == "one stop two "
+    assert _output(sequence).text == "one stop two "
 
 
 def test_tokens_after_the_end_are_not_taken() -> None:
     words = _encode("some words and more of them")
     sequence = _sequence()
     assert sequence.commit([*words, EOS, *words]) == len(words) + 1
-    output = sequence.output().read()
+    output = _output(sequence)
     assert (output.finish_reason, output.stop_reason) == ("stop", None)
     assert output.token_ids == (*words, EOS)
     assert output.text == "some words and more of them", "special tokens are not text"
@@ -185,7 +187,7 @@ def test_logprobs_stay_with_their_tokens() -> None:
     rows = [{token: Logprob(logprob=-float(token), rank=1)} for token in (5, 6, EOS, 8)]
     sequence = _sequence(logprobs=0)
     sequence.commit([5, 6, EOS, 8], rows)
-    output = sequence.output().read()
+    output = _output(sequence)
     assert output.logprobs == rows[:3]
     assert output.cumulative_logprob == -(5 + 6 + EOS)
 
@@ -194,8 +196,8 @@ def test_an_error_keeps_what_there_is() -> None:
     sequence = _sequence()
     sequence.commit([5, 6])
     sequence.fail(RequestError("broken"))
-    assert sequence.output().read().finish_reason == "error"
-    assert sequence.output().read().token_ids == (5, 6)
+    output = _output(sequence)
+    assert (output.finish_reason, output.token_ids) == ("error", (5, 6))
 
 
 def test_a_short_stop_string_that_was_held_back_does_not_count_later() -> None:
@@ -204,22 +206,23 @@ def test_a_short_stop_string_that_was_held_back_does_not_count_later() -> None:
     assert not sequence.finished
 
 
-def _streamed(tokens: list[int], pieces: list[int], **params: Any) -> tuple[SequenceState, list[CompletionOutput]]:
-    """The sequence, and what it told after each of the commits of so many tokens."""
-    sequence = _sequence(**params)
-    told: list[CompletionOutput] = []
+def _streamed(
+    tokens: list[int], pieces: list[int], **params: Any
+) -> tuple[SequenceState, CompletionOutput, list[CompletionOutput]]:
+    """A sequence after commits of so many tokens, its output, and what a stream of it told after each commit."""
+    whole, stream, told = _sequence(**params), _sequence(**params), []
     for num_tokens in pieces:
-        if sequence.finished:
+        if stream.finished:
             break
         now, tokens = tokens[:num_tokens], tokens[num_tokens:]
         rows = [{token: Logprob(logprob=-float(token), rank=1)} for token in now]
-        sequence.commit(now, rows if params.get("logprobs") is not None else ())
-        told += [new.read() for new in [sequence.take_new_output()] if new is not None]
-    if not sequence.finished:
-        sequence.finish_reason = "length"
-        told += [new.read() for new in [sequence.take_new_output()] if new is not None]
-    assert sequence.take_new_output() is None, "after the end there is nothing new"
-    return sequence, told
+        for sequence in (whole, stream):
+            sequence.commit(now, rows if params.get("logprobs") is not None else ())
+        told += [new for new in [_new_output(stream)] if new is not None]
+    if not stream.finished:
+        told.append(_output(stream))
+    assert stream.take_new_output() is None, "after the end there is nothing new"
+    return stream, _output(whole), told
 
 
 @given(TEXTS, st.data())
@@ -231,8 +234,7 @@ def test_what_streams_adds_up_to_the_output(text: str, data: st.DataObject) -> N
         whole[at : at + length] for at, length in data.draw(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 6))))
     ]
     stops = [stop for stop in stops if stop][:4]
-    sequence, told = _streamed(tokens, pieces, stop=stops, logprobs=1)
-    output = sequence.output().read()
+    _, output, told = _streamed(tokens, pieces, stop=stops, logprobs=1)
     assert "".join(one.text for one in told) == output.text
     assert [token for one in told for token in one.token_ids] == list(output.token_ids)
     assert [row for one in told for row in one.logprobs or []] == output.logprobs
@@ -254,9 +256,9 @@ def test_the_stream_is_what_the_whole_text_says_wherever_it_ends(name: str, data
     # The second stop string never comes; that there is one changes when tokens are decoded.
     for stop in ((), ("never there",)):
         options = {"tokenizer": tokenizer, "eos": -1, "stop": stop, "skip_special_tokens": skip_special_tokens}
-        sequence, told = _streamed(tokens, pieces, **options)
+        _, output, told = _streamed(tokens, pieces, **options)
         whole = tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
-        assert "".join(one.text for one in told) == sequence.output().read().text == whole
+        assert "".join(one.text for one in told) == output.text == whole
 
 
 def test_a_stop_string_of_byte_tokens_ends_the_text_at_its_last_byte() -> None:
@@ -264,7 +266,7 @@ def test_a_stop_string_of_byte_tokens_ends_the_text_at_its_last_byte() -> None:
     for stop, num_tokens, text in (("\n", 2, "the"), ("京", 8, "the\n東"), ("東京", 8, "the\n"), ("京a", 9, "the\n東")):
         sequence = _sequence(tokenizer=_byte_fallback(), eos=-1, stop=[stop])
         assert sequence.commit(tokens) == num_tokens
-        assert sequence.output().read().text == text
+        assert _output(sequence).text == text
 
 
 def test_a_long_run_of_byte_tokens_costs_no_more_than_its_length() -> None:
@@ -273,9 +275,8 @@ def test_a_long_run_of_byte_tokens_costs_no_more_than_its_length() -> None:
         started = time.thread_time()
         for _ in range(10_000):
             sequence.commit([ord("\n")])
-            new = sequence.take_new_output()
+            new = _new_output(sequence)
             assert new is not None
-            new.read()
         assert time.thread_time() - started < 2.0
 
 
@@ -288,8 +289,7 @@ def test_the_text_of_the_token_that_ends_a_sequence_is_dropped_unless_asked_for(
     for params in ({"stop_token_ids": [end]}, {"eos": end}):
         options = {"stop": stop, "include_stop_str_in_output": include} | params
         for pieces in ([1] * 20, [20]):
-            sequence, told = _streamed([*words, end, *words], pieces, **options)
-            output = sequence.output().read()
+            _, output, told = _streamed([*words, end, *words], pieces, **options)
             assert output.token_ids == (*words, end)
             assert "".join(one.text for one in told) == output.text == "some words" + "!" * include
 
@@ -298,12 +298,12 @@ def test_a_token_that_would_complete_a_stop_string_ends_the_sequence_as_a_token(
     words, (end,) = _encode("some words"), _encode("!")
     sequence = _sequence(stop=["words!"], stop_token_ids=[end])
     sequence.commit([*words, end])
-    assert (sequence.stop_reason, sequence.output().read().text) == (end, "some words")
+    assert (sequence.stop_reason, _output(sequence).text) == (end, "some words")
 
 
 def test_text_comes_as_soon_as_it_is_certain() -> None:
     tokens = _encode(EMOJI)
-    _, told = _streamed(tokens, [1] * len(tokens))
+    _, _, told = _streamed(tokens, [1] * len(tokens))
     assert len([one for one in told if one.text]) > len(EMOJI) / 4
     for one in told:
         assert "\N{REPLACEMENT CHARACTER}" not in one.text
@@ -312,17 +312,15 @@ def test_text_comes_as_soon_as_it_is_certain() -> None:
 def test_only_what_a_stop_string_may_begin_with_is_held_back() -> None:
     tokens = _encode("one two three")
     sequence = _sequence(stop=["three days"])
+    told = ""
     for token in tokens:
         sequence.commit([token])
-        unread = sequence.take_new_output()
-        assert unread is not None
-        news = unread.read()
-    assert sequence.output().read().text == "one two three"
-    assert news.text != "three"
+        told += getattr(_new_output(sequence), "text", "")
+    assert told == "one two "
     sequence.commit(_encode(" weeks"))
-    rest = sequence.take_new_output()
+    rest = _new_output(sequence)
     assert rest is not None
-    assert rest.read().text.startswith("three w")
+    assert rest.text.startswith("three w")
 
 
 @given(st.text("ab", min_size=1, max_size=8), st.lists(st.text("abc", max_size=5), max_size=12))
@@ -343,4 +341,4 @@ def test_long_stop_strings_cost_no_more_than_short_ones() -> None:
         sequence.commit([token_id])
         sequence.take_new_output()
     assert time.thread_time() - start_s < 1.5
-    assert sequence.output().read().text.startswith("abab")
+    assert _output(sequence).text.startswith("abab")

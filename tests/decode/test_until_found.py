@@ -79,7 +79,7 @@ def test_engine_and_head_share_an_index_made_while_the_prompt_is_read() -> None:
     parts, prompt = parts_of(checkpoint("llama")), [index % 50 + 3 for index in range(100)]
     engine = engine_with(parts, LookingUp(4, len(parts.sublayers)), max_num_batched_tokens=32)
     engine.add(Request(request_id="a", prompt_token_ids=prompt, params=SamplingParams(temperature=0, max_tokens=40)))
-    (sequence,) = engine._cohorts._sequences()
+    (sequence,) = engine._scheduler.waiting
     assert sequence.lookup is not None
     assert isinstance(engine.stages, LocalStages)
     num_indexed = []

@@ -146,7 +146,7 @@ def test_requests_come_late_and_are_aborted_in_flight() -> None:
                 victim = rng.choice(sorted(victims & under_way))
                 unread = run.engine.abort(victim)
                 assert unread is not None
-                aborted = unread.read()
+                aborted = unread.decoded()
                 assert aborted.outputs[0].finish_reason == "abort"
                 num_aborted_tokens += len(aborted.outputs[0].token_ids)
                 victims.discard(victim)

@@ -53,8 +53,8 @@ def expected(prompts: list[dict[str, Sequence[int]]]) -> list[list[int]]:
 
 
 def replicas_of(llm: LLM) -> Replicas:
-    assert isinstance(llm.engine, Replicas)
-    return llm.engine
+    assert isinstance(llm.client, Replicas)
+    return llm.client
 
 
 def wait_until_whole(llm: LLM) -> None:
@@ -73,7 +73,7 @@ def engine_processes() -> list[int]:
 
 def kill_one_when_both_work(llm: LLM) -> threading.Thread:
     def kill() -> None:
-        while llm.engine.load.num_running < 2:
+        while llm.client.load.num_running < 2:
             time.sleep(0.01)
         os.kill(engine_processes()[0], signal.SIGKILL)
 
@@ -88,7 +88,7 @@ def test_replicas_answer_as_one_engine_does_and_share_the_requests(
     before = llm.stats.num_generated_tokens
     assert tokens_of(llm.generate(prompts, LONG)) == expected
     assert llm.stats.num_generated_tokens - before == 6 * 100
-    assert (llm.engine.num_wanted, llm.config.parallel.replicas if llm.config.parallel else 0) == (16, 2)
+    assert (llm.client.num_wanted, llm.config.parallel.replicas if llm.config.parallel else 0) == (16, 2)
     assert len(engine_processes()) == 2
 
 
@@ -143,7 +143,7 @@ def test_a_bad_prompt_is_its_own_fault_and_an_aborted_request_ends(llm: LLM, pro
     assert isinstance(next(stream), RequestOutput)
     stream.close()
     deadline = time.monotonic() + 20
-    while llm.engine.load.num_running:
+    while llm.client.load.num_running:
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -171,7 +171,7 @@ def test_errors_of_loading_are_the_users_and_after_shutdown_nothing_is_left() ->
     with pytest.raises(ConfigError, match="has been shut down"):
         llm.generate("a")
     with pytest.raises(EngineDeadError, match="it was stopped"):
-        llm.loop.submit_all([])
+        llm.client.submit_all([])
     deadline = time.monotonic() + 20
     while Counter(engine_processes()) != before:
         assert time.monotonic() < deadline

@@ -9,6 +9,7 @@ import time
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +20,7 @@ from rayspec.config import EngineConfig
 from rayspec.decode.output import NewOutput
 from rayspec.decode.progress import Progress
 from rayspec.decode.requests import LiveRequest, Requests, Vocabulary
+from rayspec.generation import GenerationDefaults
 from rayspec.local_engine import load_tokenizer
 from rayspec.serve.model_server import ModelServer
 from rayspec.serve.options import LLMConfig
@@ -33,8 +35,8 @@ class PacedEngine:
     round. tokens_per_s: ticks per second; None: as many as there can be."""
 
     max_model_len = _MAX_MODEL_LEN
-    max_new_tokens = None
-    stages = None
+    defaults = GenerationDefaults()
+    stages = SimpleNamespace(is_recovering=False, recent_use=lambda: ())
 
     def __init__(self, config: EngineConfig, tokens_per_s: float | None = TOKENS_PER_S) -> None:
         self.config = config
@@ -113,4 +115,4 @@ class PacedModelServer(ModelServer):
 def _paced(tokens_per_s: float | None = TOKENS_PER_S) -> AbstractContextManager[Any]:
     """An LLM that is made meanwhile has such an engine."""
     load_engine = partial(PacedEngine, tokens_per_s=tokens_per_s)
-    return patch.multiple("rayspec.llm", load_engine=load_engine, Engine=PacedEngine)
+    return patch.multiple("rayspec.llm", load_engine=load_engine)

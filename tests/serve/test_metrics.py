@@ -19,7 +19,7 @@ from rayspec.choices import FULL, SKIP, Choices, choices_of
 from rayspec.command.loading import load_llm
 from rayspec.command.settings import make_settings
 from rayspec.decode.selection.base import FixedPlan
-from rayspec.pipeline.ray_stages import StageUse
+from rayspec.decode.stages import StageUse
 from rayspec.serve.metered import MeteredEngine
 from rayspec.serve.metric_table import METRICS, UNREACHABLE_NODES
 from rayspec.serve.metrics import EngineMetrics, keep_updated
