@@ -88,7 +88,7 @@ async def stream(
 ) -> AsyncGenerator[Part, None]:
     """Run a request like `respond`, and yield the response in parts as it is generated. There is at least one part.
 
-    interval_s: shortest time between two outputs of a prompt, see `decode.output.PieceQueue`. An error of the request raises
+    interval_s: shortest time between two outputs of a prompt, see `PieceQueue`. An error of the request raises
     before the first part, a later error after the parts that precede it. Closing the generator, or cancelling the wait
     for a part, ends all prompts.
     """
