@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import torch
 from torch import Tensor
 from typing_extensions import Self
@@ -448,7 +449,7 @@ def plant_trees(
 
     def started(work: Work) -> Future[Result]:
         if isinstance(work, Round) and not work.plan.lookahead:
-            work = replace(work, entries=[planted(entry) for entry in work.entries])
+            work = msgspec.structs.replace(work, entries=[planted(entry) for entry in work.entries])
         return start(work)
 
     engine.stages.start = started  # type: ignore[method-assign]

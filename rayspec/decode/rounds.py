@@ -15,6 +15,7 @@ import itertools
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -102,7 +103,7 @@ def _round(work: Round, head: Head, stopwatch: Stopwatch) -> Generator[Pass, Ten
     if len(logits) > len(work.entries) and not all(verdict.is_finite for verdict in verdicts):
         # A drafted token may be the cause, and its row spoils the other rows of its sequence: verify without drafts.
         entries = [replace(entry, max_draft_tokens=0, looked_up=(), parents=(), num_probes=0) for entry in work.entries]
-        return (yield from _round(replace(work, entries=entries, num_taps=0), head, stopwatch))
+        return (yield from _round(msgspec.structs.replace(work, entries=entries, num_taps=0), head, stopwatch))
     head.note_taps(verify.taps, logits)
     committed = head.commit(logits, rows, verdicts)
     ended = stopwatch.mark()

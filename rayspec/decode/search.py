@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -26,8 +27,7 @@ from rayspec.planning.knapsack import Expansion, follow, solve
 _SUBLAYERS = 2  # sublayers per layer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Knapsack:
+class Knapsack(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Asks which drafts are most similar to the target. The fields are arguments of `knapsack.solve`. also: further
     drafts to try in any case. Answered by Found."""
 
@@ -39,8 +39,7 @@ class Knapsack:
     also: Sequence[Choices] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerKnapsack:
+class LayerKnapsack(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Asks for the most similar draft that skips n whole layers, for each n up to `num_skipped`: exactly the recurrence
     of CLaSp. Answered by Found, whose first draft skips nothing."""
 
@@ -48,23 +47,20 @@ class LayerKnapsack:
     num_skipped: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class Trial(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Asks how drafts with these sublayer choices would have done. Answered by Found, in the order of `patterns`."""
 
     num_tokens: int
     patterns: Sequence[Choices]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cosine:
+class Cosine(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Asks for the cosine between the target's states before and after each sublayer. Answered by Cosines."""
 
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Feature:
+class Feature(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Asks for a vector that describes the text: the mean of the target's last states. Answered by Features."""
 
     num_tokens: int
@@ -84,8 +80,7 @@ class FoundDraft:
     missed_confidence: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(msgspec.Struct, frozen=True, tag=True):
     """Drafts judged on `num_tokens` tapped tokens. seconds: time that the answer took."""
 
     drafts: Sequence[FoundDraft]
@@ -93,8 +88,7 @@ class Found:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Cosines:
+class Cosines(msgspec.Struct, frozen=True, tag=True):
     """cosines: for each sublayer, the cosine between the target's states before and after it, a mean over the
     tokens."""
 
@@ -102,8 +96,7 @@ class Cosines:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Features:
+class Features(msgspec.Struct, frozen=True, tag=True):
     """vector: [hidden_size], the mean over the tokens of the target's last states, after the final norm."""
 
     vector: Sequence[float]

@@ -2,6 +2,8 @@
 
 A sequence is opened with a `SamplerSpec`. Its prompt runs in a `Prefill` of chunks; then `Round`s draft, verify and
 accept tokens. A `Round` is a few `Pass`es, each one forward over packed rows. The results are `Committed` tokens.
+These records are also what a pipeline sends (`pipeline/messages.py`). Those of which a field may hold one of several
+are tagged Structs.
 """
 
 from __future__ import annotations
@@ -9,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
+
+import msgspec
 
 from rayspec.choices import SKIP, Choices
 from rayspec.decode.drafting.lookup import LookupIndex
@@ -150,8 +154,7 @@ def num_rows(chunks: Sequence[Chunk]) -> int:
     return sum(chunk.rows.num_rows for chunk in chunks)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prefill:
+class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Prefill chunks, and choose the token after each chunk with `sample`."""
 
     id: int
@@ -162,8 +165,7 @@ class Prefill:
         return num_rows(self.chunks)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
+class Round(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Draft, verify and accept for several sequences at once. chunks: prompt chunks to prefill in the verify pass.
     num_taps: how many entries, from the first, have their newest token tapped. That token is committed regardless of
     the draft. A tap is a token's hidden states at all sublayer boundaries."""
@@ -202,15 +204,13 @@ class Committed:
     finite: bool
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillResult:
+class PrefillResult(msgspec.Struct, frozen=True, tag=True):
     """committed: for each chunk, the token after it, or None if the chunk does not sample."""
 
     committed: Sequence[Committed | None]
 
 
-@dataclass(frozen=True, slots=True)
-class RoundResult:
+class RoundResult(msgspec.Struct, frozen=True, tag=True):
     """The result of a round. Lists have an item per entry unless noted. draft_s, verify_s: seconds on the device.
 
     paths: rows of the accepted tokens, where row 0 is the newest token's row; empty unless a branch was accepted, whose

@@ -33,7 +33,6 @@ from rayspec.pipeline.messages import (
     Measure,
     Measured,
     Message,
-    Named,
     Operation,
     Profile,
     Profiled,
@@ -130,7 +129,7 @@ class Coordinator:
         try:
             search.begin()
             num_sublayers = self._spec.spans[-1][1]
-            found = answer(message.question.value, search, num_sublayers=num_sublayers, started=started)
+            found = answer(message.question, search, num_sublayers=num_sublayers, started=started)
         except SearchFailedError as error:
             return Searched(
                 epoch=post.epoch, search_id=message.search_id, version=self._num_answers, answer=None, reason=str(error)
@@ -138,7 +137,7 @@ class Coordinator:
         finally:
             search.end()
         self._num_answers += 1
-        return Searched(epoch=post.epoch, search_id=message.search_id, version=self._num_answers, answer=Named(found))
+        return Searched(epoch=post.epoch, search_id=message.search_id, version=self._num_answers, answer=found)
 
     def _profile(self, post: Post) -> Profiled:
         stages = measured_stages(post, [stage_name(stage) for stage in range(len(self._spec.spans))])

@@ -7,37 +7,14 @@ epochs are dropped on arrival.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import msgspec
 
 from rayspec.choices import FULL, Choice
 from rayspec.decode.drafting.lookup import LookupIndex
-from rayspec.decode.search import (
-    Answer,
-    Cosine,
-    Cosines,
-    Feature,
-    Features,
-    Found,
-    Knapsack,
-    LayerKnapsack,
-    Question,
-    Trial,
-)
-from rayspec.decode.work import (
-    Chunk,
-    Move,
-    Pass,
-    Prefill,
-    PrefillResult,
-    Round,
-    RoundEntry,
-    RoundResult,
-    SamplerSpec,
-    TappedToken,
-    Work,
-)
+from rayspec.decode.search import Answer, Question
+from rayspec.decode.work import KeepDrafting, Move, Pass, Result, SamplerSpec, TappedToken, Work
 from rayspec.errors import TransportError
 from rayspec.generation import DecodingParams
 from rayspec.model.rows import RowSpan
@@ -45,22 +22,6 @@ from rayspec.planning.acceptance import DraftWhileWorth
 from rayspec.planning.latency import Measurement
 from rayspec.planning.lookup import DraftUntilFound
 from rayspec.planning.stopping import DraftWhileSure
-from rayspec.types import Plan
-
-T = TypeVar("T")
-
-
-class Named(Generic[T]):
-    """A value of one of several types. The name of its type is sent with it."""
-
-    def __init__(self, value: T) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Named) and bool(self.value == other.value)
-
-    def __hash__(self) -> int:
-        return hash(self.value)
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -89,56 +50,13 @@ class Connected(Message, frozen=True, kw_only=True):
     link_error: str = ""
 
 
-class WireRound(msgspec.Struct, frozen=True, kw_only=True):
-    """A `Round` as it is sent. Its id and its chunks are in Begin."""
-
-    entries: Sequence[RoundEntry]
-    plan: Plan
-    keep_drafting: Named[Any] | None
-    num_taps: int
-
-
 class Begin(Message, frozen=True, kw_only=True):
-    """Engine to the first stage: start some work (`chunks` of a prefill, a round, or both). opened: sequences that this
-    work is the first to name. closed: sequences that have ended since the Begin before."""
+    """Engine to the first stage, and with the first pass on to the stage with the head: start some work. opened:
+    sequences that this work is the first to name. closed: sequences that have ended since the Begin before."""
 
-    work_id: int
-    chunks: Sequence[Chunk] = ()
-    round: WireRound | None = None
+    work: Work
     opened: Sequence[SamplerSpec] = ()
     closed: Sequence[str] = ()
-
-    @classmethod
-    def of(cls, epoch: int, work: Work, opened: Sequence[SamplerSpec], closed: Sequence[str]) -> Begin:
-        """Make the message for some work. Raises TypeError for a drafting rule that cannot be serialised."""
-        if isinstance(work, Prefill):
-            return cls(epoch=epoch, work_id=work.id, chunks=work.chunks, opened=opened, closed=closed)
-        rule = work.keep_drafting
-        if rule is not None and not isinstance(rule, _RULES):
-            raise TypeError(
-                f"{rule!r} cannot be sent to the stage that drafts: use DraftWhileWorth, DraftUntilFound or "
-                "DraftWhileSure"
-            )
-        sent = WireRound(
-            entries=work.entries,
-            plan=work.plan,
-            keep_drafting=None if rule is None else Named(rule),
-            num_taps=work.num_taps,
-        )
-        return cls(epoch=epoch, work_id=work.id, chunks=work.chunks, round=sent, opened=opened, closed=closed)
-
-    @property
-    def work(self) -> Work:
-        if self.round is None:
-            return Prefill(id=self.work_id, chunks=self.chunks)
-        return Round(
-            id=self.work_id,
-            entries=self.round.entries,
-            plan=self.round.plan,
-            keep_drafting=None if self.round.keep_drafting is None else self.round.keep_drafting.value,
-            num_taps=self.round.num_taps,
-            chunks=self.chunks,
-        )
 
 
 class Forward(Message, frozen=True, kw_only=True):
@@ -150,11 +68,10 @@ class Forward(Message, frozen=True, kw_only=True):
 
 
 class Done(Message, frozen=True, kw_only=True):
-    """Last stage to the engine: the result of some work, either of a prefill or of a round."""
+    """Last stage to the engine: the result of some work."""
 
     work_id: int
-    prefill: PrefillResult | None = None
-    round: RoundResult | None = None
+    result: Result
 
 
 class Failed(Message, frozen=True, kw_only=True):
@@ -257,7 +174,7 @@ class Search(Message, frozen=True, kw_only=True):
     search_id: int
     tokens: Sequence[TappedToken]
     rows: Sequence[RowSpan]
-    question: Named[Question]
+    question: Question
 
 
 class Searched(Message, frozen=True, kw_only=True):
@@ -265,7 +182,7 @@ class Searched(Message, frozen=True, kw_only=True):
 
     search_id: int
     version: int
-    answer: Named[Answer] | None
+    answer: Answer | None
     reason: str = ""
 
 
@@ -390,31 +307,25 @@ AnyMessage: TypeAlias = (
 )  # fmt: skip
 
 
-_RULES = (DraftWhileWorth, DraftUntilFound, DraftWhileSure)
-_QUESTIONS = (Knapsack, LayerKnapsack, Trial, Cosine, Feature)
-_ANSWERS = (Found, Cosines, Features)
-_NAMED: dict[str, Any] = {kind.__name__: kind for kind in (*_RULES, *_QUESTIONS, *_ANSWERS)}
-
-
 def _to_wire(value: Any) -> Any:
     """Encode a value of a type that msgspec does not know."""
     if isinstance(value, DecodingParams):
         return value.model_dump(exclude_defaults=True)
     if isinstance(value, LookupIndex):  # the other process makes its own, from the sequence's tokens
         return value.ngram, value.shortest
-    assert isinstance(value, Named)
-    return type(value.value).__name__, value.value
+    raise TypeError(
+        f"{value!r} cannot be sent to another process; a rule of drafting must be DraftWhileWorth, DraftUntilFound or "
+        "DraftWhileSure"
+    )
 
 
-def _from_wire(kind: type, value: Any) -> Any:
+def _from_wire(kind: Any, value: Any) -> Any:
     if kind is DecodingParams:
         return DecodingParams(**value)
     if kind is LookupIndex:
         return LookupIndex(*value)
-    name, fields = value
-    if name not in _NAMED:
-        raise ValueError(f"there is no {name!r}")
-    return Named(msgspec.convert(fields, _NAMED[name]))
+    assert kind == KeepDrafting, kind
+    return msgspec.convert(value, DraftWhileWorth | DraftUntilFound | DraftWhileSure)
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_to_wire)

@@ -31,7 +31,6 @@ from rayspec.pipeline.messages import (
     Message,
     Moved,
     Moves,
-    Named,
     Peers,
     Ping,
     Profile,
@@ -134,7 +133,7 @@ class RayStages:
         closed, self._closed = self._closed, []
         future: Future[Result] = Future()
         self._work[work.id] = future
-        self._send(stage_name(0), Begin.of(self._epoch, work, opened, closed))
+        self._send(stage_name(0), Begin(epoch=self._epoch, work=work, opened=opened, closed=closed))
         return future
 
     def wait(self) -> None:
@@ -156,7 +155,7 @@ class RayStages:
             return future
         search_id = next(self._search_ids)
         self._searches[search_id] = _Searching(future, time.monotonic() + _SEARCH_TIMEOUT_S)
-        search = Search(epoch=self._epoch, search_id=search_id, tokens=tokens, rows=rows, question=Named(question))
+        search = Search(epoch=self._epoch, search_id=search_id, tokens=tokens, rows=rows, question=question)
         self._send(COORDINATOR, search)
         return future
 
@@ -239,9 +238,7 @@ class RayStages:
     def _handle(self, sender: str, message: AnyMessage) -> None:
         match message:
             case Done():
-                result = message.prefill or message.round
-                assert result is not None
-                self._work.pop(message.work_id).set_result(result)
+                self._work.pop(message.work_id).set_result(message.result)
             case Failed():
                 self._work.pop(message.work_id).set_exception(OutOfMemoryError(message.reason))
             case Searched():
@@ -258,7 +255,7 @@ class RayStages:
         if message.answer is None:
             searching.future.set_exception(RayspecError(message.reason))
         else:
-            searching.future.set_result(message.answer.value)
+            searching.future.set_result(message.answer)
 
     def _ask(self, message: Message, answer: type[Message], timeout_s: float) -> dict[str, AnyMessage]:
         """Send a message to every stage and return the answers by name. Other messages are handled meanwhile."""

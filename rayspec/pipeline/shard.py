@@ -34,6 +34,7 @@ from rayspec.decode.loading import (
 from rayspec.decode.profile import BUDGET_S, measurements
 from rayspec.decode.runner import Runner, ways_of
 from rayspec.decode.stages import SpanRunner
+from rayspec.decode.work import Prefill
 from rayspec.errors import TransportError
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.bodies import bytes_of_copies, fuse
@@ -342,7 +343,7 @@ class Shard:
 def _patience_s(message: Message) -> float:
     if isinstance(message, Seek | Expand):
         return _SEARCH_PATIENCE_S
-    is_prefill = isinstance(message, Begin) and message.round is None
+    is_prefill = isinstance(message, Begin) and isinstance(message.work, Prefill)
     if is_prefill or (isinstance(message, Forward) and not message.work.fixed_shape):
         return _PREFILL_PATIENCE_S
     return 0.0

@@ -15,7 +15,7 @@ from rayspec.decode.rounds import first_pass, script
 from rayspec.decode.search import PlanSearch
 from rayspec.decode.stages import SpanRunner, out_of_memory
 from rayspec.decode.stopwatch import Stopwatch
-from rayspec.decode.work import Pass, PrefillResult, Result, TapsGoneError
+from rayspec.decode.work import Pass, Result, TapsGoneError
 from rayspec.pipeline.messages import (
     Agreement,
     Begin,
@@ -172,7 +172,7 @@ class StageWorker:
             onward = passes.send(hidden)
         except StopIteration as end:
             del self._scripts[work.round_id]
-            return Outgoing(ENGINE, _done(epoch, work.round_id, end.value))
+            return Outgoing(ENGINE, Done(epoch=epoch, work_id=work.round_id, result=end.value))
         return Outgoing(stage_name(0), Forward(epoch=epoch, work=onward))
 
     def _enter(self, begin: Begin) -> None:
@@ -183,7 +183,7 @@ class StageWorker:
             self._head.open(spec)
         passes = script(begin.work, self._head, self._stopwatch)
         next(passes)  # the first stage has run that one already
-        self._scripts[begin.work_id] = passes
+        self._scripts[begin.work.id] = passes
 
     def _search(self, message: Seek | Shipped | Expand, tensors: Sequence[Tensor]) -> Iterator[Outgoing]:
         if isinstance(message, Seek):
@@ -246,9 +246,3 @@ def _apply(operation: Operation, seeking: _Seeking) -> list[float]:
         case Drop():
             del batches[operation.source]
     return []
-
-
-def _done(epoch: int, work_id: int, result: Result) -> Done:
-    if isinstance(result, PrefillResult):
-        return Done(epoch=epoch, work_id=work_id, prefill=result)
-    return Done(epoch=epoch, work_id=work_id, round=result)

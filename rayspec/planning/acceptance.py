@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -174,8 +175,7 @@ def worth_drafting(survival: ArrayLike, acceptance: ArrayLike, *, rate: float, s
     return takes_part & (float(surplus[takes_part].sum()) > rate * step_s)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftWhileWorth:
+class DraftWhileWorth(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """`worth_drafting` as a serializable rule, which can be sent to the process that drafts.
 
     curve: acceptance of a drafted token by its confidence. usual: acceptance of a token not drafted yet. rate, step_s,

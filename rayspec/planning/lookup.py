@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate, takewhile
 from operator import mul
 
+import msgspec
 import numpy as np
 
 from rayspec.planning.acceptance import DraftWhileWorth
@@ -100,8 +101,7 @@ def best_lookup(
     return max(rounds, key=lambda one: one.rate)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftUntilFound:
+class DraftUntilFound(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A serializable rule for drafts that may continue with looked-up tokens. It can be sent where drafts are made.
 
     worth: whether the model drafts one more token if no looked-up tokens are taken. by_class: see `LookupRecord`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -55,8 +56,7 @@ def expected_draft(acceptance: ArrayLike, max_length: int, rule: StopRule) -> Ex
     return ExpectedDraft(np.cumsum(drafted, 0).T, np.cumsum(kept, 0).T)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftWhileSure:
+class DraftWhileSure(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Continue a draft until its last token's probability is below `threshold`: the rule of other self-speculative
     decoders. The rule is serializable, and can be sent to the process that drafts."""
 

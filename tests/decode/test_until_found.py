@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from rayspec import demo
@@ -33,7 +33,7 @@ class LookingUp(TravellingPlans):
         self.num_right = 0
 
     def keep_drafting(self, state: BatchState) -> Any:
-        draft_while = replace(WORTH, rate=self._rng.random(), step_s=0.1)
+        draft_while = msgspec.structs.replace(WORTH, rate=self._rng.random(), step_s=0.1)
         if self._rng.random() < 0.2:
             return draft_while
         return DraftUntilFound(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import pytest
 import torch
 
@@ -225,7 +225,9 @@ def test_stages_answer_as_one_process_does(question: Question, num_stages: int) 
         wait_for(run, future)
         answered = future.result()
         assert 0 < answered.seconds < 30
-        assert answered == replace(answer_here(run, path, tokens, rows, question), seconds=answered.seconds)
+        assert answered == msgspec.structs.replace(
+            answer_here(run, path, tokens, rows, question), seconds=answered.seconds
+        )
         run.engine.stages.wait()
         for shard in run.replica.parts.values():
             assert shard._worker._seeking is None

@@ -39,8 +39,8 @@ from rayspec.types import no_draft
 from tests.families import VOCAB_SIZE, checkpoint, parts_of
 
 SECRET = Secret.generate()
-PREFILL = Begin.of(1, Prefill(id=1, chunks=[Chunk("a", RowSpan(one_run(0, 1000), 0, 1), [1], sample=True)]), [], [])
-ROUND = Begin.of(1, Round(id=2, entries=[], plan=no_draft(8, "test")), [], [])
+PREFILL = Begin(epoch=1, work=Prefill(id=1, chunks=[Chunk("a", RowSpan(one_run(0, 1000), 0, 1), [1], sample=True)]))
+ROUND = Begin(epoch=1, work=Round(id=2, entries=[], plan=no_draft(8, "test")))
 
 
 def a_pass(*, fixed_shape: bool, round_id: int = 1) -> Pass:
@@ -94,8 +94,8 @@ class _Clock:
 def test_nobody_waits_for_ever_and_equals_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = _Clock()
     monkeypatch.setattr(shard_module, "time", clock)
-    later = Begin.of(1, Round(id=3, entries=[], plan=no_draft(8, "test")), [], [])
-    last = Begin.of(1, Round(id=4, entries=[], plan=no_draft(8, "test")), [], [])
+    later = Begin(epoch=1, work=Round(id=3, entries=[], plan=no_draft(8, "test")))
+    last = Begin(epoch=1, work=Round(id=4, entries=[], plan=no_draft(8, "test")))
     seek = Seek(epoch=1, search_id=1, tokens=[], rows=[])
     letters = [(0.0, seek), (0.0, PREFILL), (0.0, ROUND), (0.0, later), (0.05, last), (0.2, ROUND)]
     one = Shard(spec())

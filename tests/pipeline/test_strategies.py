@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rayspec.config import SamplingParams
+from rayspec.decode.work import Round
 from rayspec.pipeline.messages import Begin, Searched
 from rayspec.planning.stopping import DraftWhileSure
 from tests.engines import complete, tokens_of
@@ -24,6 +25,6 @@ def test_two_stages_have_the_tokens_of_plain_decoding(strategy: str) -> None:
         answers = [message for _, message in run.loop.delivered if isinstance(message, Searched)]
         assert any(message.answer is not None for message in answers)
         begins = [message for _, message in run.loop.delivered if isinstance(message, Begin)]
-        rules = [begin.round.keep_drafting for begin in begins if begin.round and begin.round.keep_drafting]
-        assert any(isinstance(rule.value, DraftWhileSure) for rule in rules)
+        rules = [begin.work.keep_drafting for begin in begins if isinstance(begin.work, Round)]
+        assert any(isinstance(rule, DraftWhileSure) for rule in rules)
         run.require_clean()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import msgspec
+
 from rayspec.config import SpeculationOptions
 from rayspec.decode.selection.base import BatchState, Search
 from rayspec.decode.selection.knapspec import Candidate, KnapSpec
@@ -173,4 +175,4 @@ class Auto:
 def _of_the_model(result: RoundResult) -> RoundResult:
     """Return the round's result, counting only accepted tokens that the model drafted."""
     accepted = zip(result.num_accepted, result.drafts, strict=True)
-    return replace(result, num_accepted=[min(count, one.num_drafted) for count, one in accepted])
+    return msgspec.structs.replace(result, num_accepted=[min(count, one.num_drafted) for count, one in accepted])

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -428,4 +429,6 @@ def fastest_draft(savings: Sequence[Mapping[Choice, int]], max_saved: int) -> Ch
 
 def smaller(question: Knapsack) -> Knapsack:
     """Return the question with half of the tokens and half of the states, so about a quarter of the work."""
-    return replace(question, num_tokens=-(-question.num_tokens // 2), max_states=max(question.max_states // 2, 2))
+    return msgspec.structs.replace(
+        question, num_tokens=-(-question.num_tokens // 2), max_states=max(question.max_states // 2, 2)
+    )
