@@ -80,8 +80,8 @@ def doctor(
 
     Exit code 1 if there is a problem.
     """
-    from rayspec.ops.doctor.examine import examine  # noqa: PLC0415 - others need not wait for it
     from rayspec.ops.doctor.findings import findings_table, has_problems, save_findings  # noqa: PLC0415
+    from rayspec.ops.doctor.machine import examine  # noqa: PLC0415 - others need not wait for it
 
     with clean_exit():
         findings = examine(model=model, address=address, quick=quick)

@@ -1,11 +1,17 @@
-"""Checks of a Ray cluster: each node, the agreement between nodes, and the network between them."""
+"""Checks of a Ray cluster: each node, the agreement between nodes, and the network between them.
+
+What runs on the nodes imports torch and transformers only where it needs them.
+"""
 
 from __future__ import annotations
 
 import itertools
 import logging
+import platform
 import secrets
 import socket
+import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,18 +24,30 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rayspec.config import EngineConfig
 from rayspec.ops.doctor.findings import Finding, ok, problem, skipped, warning
-from rayspec.ops.doctor.gpus import check_gpus, check_nccl
-from rayspec.ops.doctor.model_files import check_model
-from rayspec.ops.doctor.nodes import NodeFacts, describe_node
-from rayspec.ops.doctor.peers import Peer
-from rayspec.ops.doctor.ranks import Rank
+from rayspec.ops.doctor.machine import (
+    Gpus,
+    check_gpus,
+    check_memory,
+    check_nccl,
+    check_open_files,
+    check_packages,
+    check_ray_folder,
+    check_shared_memory,
+    inspect_gpus,
+    installed_version,
+)
+from rayspec.ops.doctor.model_files import ModelFiles, check_model, look_at_model
 from rayspec.pipeline.placement import discard
 
 _NODE_TIMEOUT_S = 120.0
 _ALL_REDUCE_TIMEOUT_S = 60.0
 _SLOW_S = 0.01  # of a round trip
 _CONNECT_TIMEOUT_S = 3.0
+_CALL_TIMEOUT_S = 5.0
+_NUM_CALLS = 3
+_PACKAGES = ("rayspec", "ray", "torch", "transformers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +59,104 @@ class Node:
     num_gpus: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFacts:
+    """Facts that a node reports about itself. versions: of Python and of packages that must be the same on all nodes.
+    findings: checks of this node alone. model: None where no model is checked. fingerprint: of the model's weights, ""
+    if unreadable."""
+
+    versions: Mapping[str, str]
+    gpus: Gpus
+    findings: tuple[Finding, ...]
+    model: ModelFiles | None
+    fingerprint: str
+
+
 @dataclass(frozen=True, slots=True)
 class NoAnswer:
     """Why a node, or something on it, gave no answer."""
 
     reason: str
+
+
+def describe_node(model: str | None) -> NodeFacts:
+    """Collect the facts of the node that runs this function."""
+    files = look_at_model(model) if model is not None else None
+    fingerprint = ""
+    if files is not None and files.folder is not None and not files.errors:
+        from rayspec.model.fingerprint import weights_fingerprint  # noqa: PLC0415
+
+        fingerprint = weights_fingerprint(EngineConfig(model=files.folder))
+    return NodeFacts(
+        versions={"python": platform.python_version()} | {name: installed_version(name) or "-" for name in _PACKAGES},
+        gpus=inspect_gpus(hidden_too=True),
+        findings=(check_packages(), check_memory(), check_shared_memory(), check_ray_folder(), check_open_files()),
+        model=files,
+        fingerprint=fingerprint,
+    )
+
+
+class Peer:
+    """Listens at its node's address, at a port that the system chooses, and calls others.
+
+    It greets with a token, so that no other program is mistaken for a peer.
+    """
+
+    def __init__(self, token: bytes, host: str | None = None) -> None:
+        """Begin to listen. host: address to listen at; None: the node's address in Ray."""
+        self._token = token
+        host = host or str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._place: tuple[str, int] = (host, self._listener.getsockname()[1])
+        threading.Thread(target=self._greet, daemon=True).start()
+
+    def where(self) -> tuple[str, int]:
+        return self._place
+
+    def call(self, place: tuple[str, int]) -> float | str:
+        """Return the seconds of the fastest of several round trips, or an error message."""
+        times = []
+        try:
+            for _ in range(_NUM_CALLS):
+                started = time.perf_counter()
+                with socket.create_connection(place, timeout=_CALL_TIMEOUT_S) as line, line.makefile("rb") as received:
+                    times.append(time.perf_counter() - started)
+                    if received.read(len(self._token)) != self._token:
+                        return "something else answers there"
+        except OSError as error:
+            return str(error)
+        return min(times)
+
+    def _greet(self) -> None:
+        while True:
+            line, _ = self._listener.accept()
+            with line:
+                line.sendall(self._token)
+
+
+def free_meeting_place() -> str:
+    """Return an address of the node that runs this function, where ranks can meet."""
+    from rayspec.pipeline.tensor_parallel import free_address  # noqa: PLC0415
+    from rayspec.pipeline.transport import node_address  # noqa: PLC0415
+
+    return free_address(node_address())
+
+
+def add_up(rank: int, size: int, address: str, device: str) -> float:
+    """Return the sum of 1, 2, ... over all ranks, from an all-reduce by NCCL on "cuda" or by gloo on "cpu". Raises
+    torch's errors."""
+    import torch  # noqa: PLC0415
+    from torch import distributed  # noqa: PLC0415
+
+    from rayspec.pipeline.tensor_parallel import RankGroup  # noqa: PLC0415
+
+    RankGroup(rank=rank, size=size, address=address, device=device).join(_ALL_REDUCE_TIMEOUT_S)
+    try:
+        number = torch.full((1024,), float(rank + 1), device=device)
+        distributed.all_reduce(number)
+        return float(number.mean().item())
+    finally:
+        distributed.destroy_process_group()
 
 
 def cluster_findings(address: str, model: str | None) -> list[Finding]:
@@ -64,7 +175,8 @@ def cluster_findings(address: str, model: str | None) -> list[Finding]:
 
 def alive_nodes() -> list[Node]:
     """Return the nodes that are alive, named by address and, if needed, a number. Ray must be initialised."""
-    alive = sorted((each for each in _ray_nodes() if each["Alive"]), key=itemgetter("NodeManagerAddress"))
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    alive = sorted((each for each in nodes if each["Alive"]), key=itemgetter("NodeManagerAddress"))
     num_alike = Counter(each["NodeManagerAddress"] for each in alive)
     numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
 
@@ -81,23 +193,32 @@ def alive_nodes() -> list[Node]:
     ]
 
 
-def _ray_nodes() -> list[dict[str, Any]]:
-    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    return nodes
-
-
-def check_agreement(facts: Mapping[str, NodeFacts]) -> list[Finding]:
-    """Check that all nodes have the same Python, Ray, torch, transformers and rayspec. facts: by node."""
+def check_agreement(facts: Mapping[str, NodeFacts], *, with_model: bool = False) -> list[Finding]:
+    """Check that all nodes have the same Python, Ray, torch, transformers and rayspec, and the same weights of a model.
+    facts: by node."""
     findings = []
     for package in sorted({name for one in facts.values() for name in one.versions}):
-        where = _nodes_by({node: one.versions.get(package, "-") for node, one in facts.items()})
-        name = f"{package} on all nodes"
-        if len(where) == 1:
-            findings.append(ok(name, next(iter(where))))
-        else:
-            found = "; ".join(f"{version} on {', '.join(nodes)}" for version, nodes in sorted(where.items()))
-            findings.append(problem(name, found, "install the same version everywhere, best by the same image"))
+        versions = {node: one.versions.get(package, "-") for node, one in facts.items()}
+        remedy = "install the same version everywhere, best by the same image"
+        findings.append(_same(f"{package} on all nodes", versions, remedy))
+    prints = {node: one.fingerprint for node, one in facts.items()}
+    if with_model and not any(prints.values()):
+        findings.append(skipped("model on all nodes", "no node has its files"))
+    elif with_model:
+        remedy = "put the same files on every node, or the model on a volume that all of them mount"
+        findings.append(_same("model on all nodes", prints, remedy))
     return findings
+
+
+def _same(name: str, values: Mapping[str, str], remedy: str) -> Finding:
+    """Check that all nodes have the same value. values: by node."""
+    where: dict[str, list[str]] = defaultdict(list)
+    for node, value in values.items():
+        where[value].append(node)
+    if len(where) == 1:
+        return ok(name, next(iter(where)))
+    found = "; ".join(f"{value or 'none'} on {', '.join(nodes)}" for value, nodes in sorted(where.items()))
+    return problem(name, found, remedy)
 
 
 def check_counted_gpus(node: Node, facts: NodeFacts) -> Finding:
@@ -114,33 +235,16 @@ def check_counted_gpus(node: Node, facts: NodeFacts) -> Finding:
     return warning(f"{node.name}: GPUs in Ray", found, f"{remedy}, unless some are meant for others")
 
 
-def check_fingerprints(facts: Mapping[str, NodeFacts]) -> Finding:
-    """Check that all nodes have the same weights."""
-    where = _nodes_by({node: one.fingerprint for node, one in facts.items()})
-    name = "model on all nodes"
-    if not any(where):
-        return skipped(name, "no node has its files")
-    if len(where) == 1:
-        return ok(name, f"fingerprint {next(iter(where))}")
-    found = "; ".join(f"{print_ or 'none'} on {', '.join(nodes)}" for print_, nodes in sorted(where.items()))
-    return problem(name, found, "put the same files on every node, or the model on a volume that all of them mount")
-
-
-def _nodes_by(values: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the nodes that have each value. values: by node."""
-    where: dict[str, list[str]] = defaultdict(list)
-    for node, value in values.items():
-        where[value].append(node)
-    return where
-
-
 def check_reach(nodes: Sequence[Node]) -> Finding:
     """Check TCP from every node to every other node, at ports that the system chooses, as for shards."""
     name = "nodes reach one another"
     if len(nodes) < 2:
         return skipped(name, "one node")
-    secret = secrets.token_bytes(32)
-    peers = {node.name: _pinned(Peer, node, secret) for node in nodes}
+    token = secrets.token_bytes(32)
+    peers = {
+        node.name: ray.remote(Peer).options(num_cpus=0, scheduling_strategy=_affinity(node)).remote(token)
+        for node in nodes
+    }
     try:
         places = _answers({node: peer.where.remote() for node, peer in peers.items()})
         calls = {
@@ -175,21 +279,16 @@ def check_all_reduce(nodes: Sequence[Node], *, device: str = "cuda") -> Finding:
     having = [node for node in nodes if node.num_gpus > 0 or device == "cpu"]
     if len(having) < 2:
         return skipped(name, "fewer than two nodes with GPUs" if having else "no GPU")
-    ranks = [_pinned(Rank, node, num_gpus=num_gpus) for node in having]
-    try:
-        (place,) = _answers({"place": ranks[0].meeting_place.remote()}).values()
-        if isinstance(place, NoAnswer):
-            return warning(name, f"{having[0].name}: {place.reason}", "try again when its GPUs are free")
-        size = len(ranks)
-        sums = _answers(
-            {
-                node.name: rank.add_up.remote(index, size, place, device, _ALL_REDUCE_TIMEOUT_S)
-                for index, (node, rank) in enumerate(zip(having, ranks, strict=True))
-            }
-        )
-    finally:
-        for rank in ranks:
-            discard(rank)
+    (place,) = _answers({"place": _task(free_meeting_place, having[0])}).values()
+    if isinstance(place, NoAnswer):
+        return problem(name, f"{having[0].name}: {place.reason}", "is rayspec installed there?")
+    size = len(having)
+    sums = _answers(
+        {
+            node.name: _task(add_up, node, rank, size, place, device, num_gpus=num_gpus)
+            for rank, node in enumerate(having)
+        }
+    )
     wrong = [
         f"{node}: {answer.reason if isinstance(answer, NoAnswer) else f'the sum is {answer}'}"
         for node, answer in sums.items()
@@ -211,19 +310,13 @@ def _findings(nodes: Sequence[Node], model: str | None) -> list[Finding]:
             remedy = "is rayspec installed there, in the environment that Ray was started in?"
             findings.append(problem(node.name, one.reason, remedy))
         else:
-            findings += _of_node(node, one)
-    findings += check_agreement(facts)
-    findings += [check_fingerprints(facts)] if model is not None else []
+            own = [*one.findings, check_gpus(one.gpus), check_nccl(one.gpus)]
+            own += [check_model(one.model)] if one.model is not None else []
+            findings += [replace(finding, name=f"{node.name}: {finding.name}") for finding in own]
+            findings.append(check_counted_gpus(node, one))
+    findings += check_agreement(facts, with_model=model is not None)
     reachable = [node for node in nodes if node.name in facts]
     return [*findings, check_reach(reachable), check_all_reduce(reachable)]
-
-
-def _of_node(node: Node, facts: NodeFacts) -> Iterator[Finding]:
-    own = [*facts.findings, check_gpus(facts.gpus), check_nccl(facts.gpus)]
-    own += [check_model(facts.model)] if facts.model is not None else []
-    for finding in own:
-        yield replace(finding, name=f"{node.name}: {finding.name}")
-    yield check_counted_gpus(node, facts)
 
 
 def _listens(address: str) -> bool:
@@ -254,15 +347,9 @@ def _affinity(node: Node) -> NodeAffinitySchedulingStrategy:
     return NodeAffinitySchedulingStrategy(node.node_id, soft=False)
 
 
-def _task(function: Callable[..., object], node: Node, *arguments: object) -> Any:
-    return (
-        ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=_affinity(node)).remote(*arguments)
-    )
-
-
-def _pinned(kind: type, node: Node, *arguments: object, num_gpus: float = 0.0) -> Any:
-    options = {"num_cpus": 0, "num_gpus": num_gpus, "scheduling_strategy": _affinity(node)}
-    return ray.remote(kind).options(**options).remote(*arguments)
+def _task(function: Callable[..., object], node: Node, *arguments: object, num_gpus: float = 0.0) -> Any:
+    options = {"num_cpus": 0, "num_gpus": num_gpus, "max_retries": 0, "scheduling_strategy": _affinity(node)}
+    return ray.remote(function).options(**options).remote(*arguments)
 
 
 def _answers(references: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -1,14 +1,19 @@
-"""Checks of this machine, without torch and ray. Arguments of a check replace the values that it would measure."""
+"""Checks of this machine, and the entry point of all checks. Arguments of a check replace the values that it would
+measure. Neither torch nor ray is imported for `--quick`: GPUs are looked at in processes of their own."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import resource
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -16,7 +21,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from rayspec.machine import bytes_available, bytes_in_total, cpu_class, cpu_name, num_cores
-from rayspec.ops.doctor.findings import Finding, ok, problem, warning
+from rayspec.ops.doctor.findings import Finding, ok, problem, skipped, warning
 
 _GIB = 2**30
 _PACKAGE = "rayspec"
@@ -33,6 +38,14 @@ _FEW_FILES, _ENOUGH_FILES = 1024, 65536
 # Programs that listen at these ports by default.
 PORTS = {6379: "Ray's head", 8265: "Ray's dashboard", 10001: "Ray's client server", 8000: "rayspec serve"}
 _CONNECT_TIMEOUT_S = 0.2
+_LOOK_TIMEOUT_S = 60.0
+_QUERY = ["--query-gpu=name,driver_version", "--format=csv,noheader"]
+_TORCH = """
+import json, torch
+nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+print(json.dumps([torch.cuda.device_count(), torch.__version__, torch.version.cuda, nccl]))
+"""
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def check_python(version: str | None = None) -> Finding:
@@ -97,43 +110,28 @@ def check_shared_memory(num_bytes: int | None = None, memory: int | None = None)
     )
 
 
-def check_ray_folder(folder: str | None = None) -> Finding:
-    """Check the folder where Ray keeps sockets, logs and objects that do not fit the memory."""
-    place = folder or ray_folder()
-    return judge_ray_folder(place, used_share(place), writable=os.access(_existing(place), os.W_OK))
-
-
-def ray_folder() -> str:
-    return os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
-
-
-def judge_ray_folder(folder: str, used: float, *, writable: bool = True) -> Finding:
-    """Judge Ray's folder by its path and its disk. used: used share of the disk."""
-    found = f"{folder}, whose disk is {used:.0%} full"
-    if not writable:
-        return problem("Ray's folder", f"{folder}, which cannot be written", "RAY_TMPDIR with a folder that can be")
-    if len(folder) > _LONGEST_RAY_FOLDER:
+def check_ray_folder(folder: str | None = None, *, used: float | None = None, writable: bool | None = None) -> Finding:
+    """Check the folder where Ray keeps sockets, logs and objects that do not fit the memory. used: share of its disk. A
+    missing folder stands for its nearest existing parent."""
+    place = folder or os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    existing = Path(place).absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if used is None:
+        usage = shutil.disk_usage(existing)
+        used = 1 - usage.free / usage.total
+    if not (os.access(existing, os.W_OK) if writable is None else writable):
+        return problem("Ray's folder", f"{place}, which cannot be written", "RAY_TMPDIR with a folder that can be")
+    found = f"{place}, whose disk is {used:.0%} full"
+    if len(place) > _LONGEST_RAY_FOLDER:
         remedy = f"RAY_TMPDIR with a path of at most {_LONGEST_RAY_FOLDER} characters: those of sockets are limited"
-        return problem("Ray's folder", f"{found}; the path has {len(folder)} characters", remedy)
+        return problem("Ray's folder", f"{found}; the path has {len(place)} characters", remedy)
     remedy = "free some space, or set RAY_TMPDIR to a folder on another disk"
     if used >= _FULL:
         return problem("Ray's folder", found, f"{remedy}: Ray puts no objects there any more")
     if used >= _NEARLY_FULL:
         return warning("Ray's folder", found, f"{remedy}: at {_FULL:.0%} Ray puts no objects there any more")
     return ok("Ray's folder", found)
-
-
-def used_share(folder: str) -> float:
-    """Return the used share of the disk of a folder. A missing folder stands for its nearest existing parent."""
-    usage = shutil.disk_usage(_existing(folder))
-    return 1 - usage.free / usage.total
-
-
-def _existing(folder: str) -> Path:
-    place = Path(folder).absolute()
-    while not place.exists():
-        place = place.parent
-    return place
 
 
 def check_open_files(limit: int | None = None) -> Finding:
@@ -149,27 +147,128 @@ def check_open_files(limit: int | None = None) -> Finding:
 
 def check_ports(ports: Mapping[int, str] | None = None) -> Finding:
     """Check that nothing listens yet at the default ports."""
-    taken = [f"{port} ({name})" for port, name in (PORTS if ports is None else ports).items() if answers(port)]
+    taken = []
+    for port, name in (PORTS if ports is None else ports).items():
+        with socket.socket() as caller:
+            caller.settimeout(_CONNECT_TIMEOUT_S)
+            if caller.connect_ex(("127.0.0.1", port)) == 0:
+                taken.append(f"{port} ({name})")
     if not taken:
         return ok("ports", "all free that are used by default")
     remedy = "all is well if these are your own Ray and endpoint; otherwise end what listens there, or choose others"
     return warning("ports", f"taken: {', '.join(taken)}", remedy)
 
 
-def answers(port: int) -> bool:
-    with socket.socket() as caller:
-        caller.settimeout(_CONNECT_TIMEOUT_S)
-        return caller.connect_ex(("127.0.0.1", port)) == 0
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpus:
+    """GPUs of a machine. names, driver: from nvidia-smi. num_usable, torch, cuda, has_nccl: from torch; `cuda` is None
+    in CPU builds. error: why the query of nvidia-smi or torch failed."""
+
+    names: tuple[str, ...] = ()
+    driver: str = ""
+    num_usable: int = 0
+    torch: str = ""
+    cuda: str | None = None
+    has_nccl: bool = False
+    error: str = ""
 
 
-def machine_findings() -> Sequence[Finding]:
-    return [
-        check_python(),
-        check_packages(),
-        check_cpu(),
-        check_memory(),
-        check_shared_memory(),
-        check_ray_folder(),
-        check_open_files(),
-        check_ports(),
-    ]
+def inspect_gpus(*, hidden_too: bool = False) -> Gpus:
+    """Query the driver and, where there is a GPU, torch. hidden_too: include GPUs that CUDA_VISIBLE_DEVICES hides; Ray
+    sets that variable in tasks that reserve no GPU."""
+    smi = shutil.which("nvidia-smi")
+    if smi is None:
+        return Gpus()
+    environment = {name: value for name, value in os.environ.items() if not (hidden_too and name == _VISIBLE)}
+    try:
+        rows = [line.split(", ") for line in _run([smi, *_QUERY], environment).splitlines() if line.strip()]
+        if not rows:
+            return Gpus()
+        seen = Gpus(names=tuple(row[0] for row in rows), driver=rows[0][1])
+    except (OSError, subprocess.SubprocessError, IndexError) as error:
+        return Gpus(error=f"nvidia-smi: {_reason(error)}")
+    try:
+        count, version, cuda, nccl = json.loads(_run([sys.executable, "-c", _TORCH], environment).splitlines()[-1])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        return Gpus(names=seen.names, driver=seen.driver, error=f"torch: {_reason(error)}")
+    return Gpus(names=seen.names, driver=seen.driver, num_usable=count, torch=version, cuda=cuda, has_nccl=nccl)
+
+
+def check_gpus(gpus: Gpus) -> Finding:
+    """Check that torch can use all GPUs of the driver."""
+    if not gpus.names and not gpus.error:
+        return skipped("GPUs", "no GPU")
+    if not gpus.names:
+        return problem("GPUs", gpus.error, "reinstall the NVIDIA driver; in a container, its toolkit and --gpus all")
+    found = f"{len(gpus.names)} x {'/'.join(dict.fromkeys(gpus.names))}, driver {gpus.driver}"
+    if gpus.error:
+        return problem("GPUs", f"{found}; {gpus.error}", "reinstall torch")
+    if gpus.cuda is None:
+        return problem("GPUs", f"{found}; torch {gpus.torch} is a build for the CPU", "install torch's build for CUDA")
+    found += f", torch {gpus.torch} for CUDA {gpus.cuda}"
+    if gpus.num_usable == 0:
+        remedy = f"update the driver to one for CUDA {gpus.cuda}, or install torch for an older CUDA; unset {_VISIBLE}"
+        return problem("GPUs", f"{found}, which can use none of them", remedy)
+    if gpus.num_usable < len(gpus.names):
+        return warning(
+            "GPUs", f"{found}, which sees {gpus.num_usable} of them", f"unset {_VISIBLE}, unless it is meant"
+        )
+    return ok("GPUs", found)
+
+
+def check_nccl(gpus: Gpus) -> Finding:
+    """Check that torch includes NCCL."""
+    if not gpus.names:
+        return skipped("NCCL", "no GPU")
+    if gpus.has_nccl:
+        return ok("NCCL", "in torch")
+    return problem("NCCL", f"torch {gpus.torch} has none", "install torch's build for CUDA: shards on GPUs need NCCL")
+
+
+def _run(command: Sequence[str], environment: Mapping[str, str]) -> str:
+    done = subprocess.run(  # noqa: S603 - nvidia-smi as found on PATH, and this very Python
+        command, env=dict(environment), capture_output=True, text=True, check=True, timeout=_LOOK_TIMEOUT_S
+    )
+    return done.stdout
+
+
+def _reason(error: Exception) -> str:
+    """Return the last line of the process's errors, or of the exception."""
+    said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
+    return next((line for line in reversed(str(said).splitlines()) if line.strip()), type(error).__name__)
+
+
+def examine(*, model: str | None = None, address: str | None = None, quick: bool = False) -> list[Finding]:
+    """Run all checks that apply. model: a folder, a hub id, or "demo".
+
+    address: address of a cluster, in the form of ray.init; None: RAY_ADDRESS. quick: check only this machine, measure
+    nothing, and take less than three seconds if it has no GPU.
+    """
+    gpus = inspect_gpus()
+    checks = (check_python, check_packages, check_cpu, check_memory, check_shared_memory, check_ray_folder)
+    findings = [*(check() for check in checks), check_open_files(), check_ports(), check_gpus(gpus), check_nccl(gpus)]
+    # The imports below load torch, ray or the hub's client, which the checks above need not wait for.
+    if model is not None:
+        from rayspec.ops.doctor.model_files import check_model, look_at_model  # noqa: PLC0415
+
+        findings.append(check_model(look_at_model(model)))
+    if quick:
+        return findings
+    findings.append(_check_dtype())
+    where = address or os.environ.get("RAY_ADDRESS")
+    if where is None:
+        return [*findings, skipped("cluster", "none named: --address auto, host:port or ray://host:10001")]
+    from rayspec.ops.doctor.cluster import cluster_findings  # noqa: PLC0415
+
+    return [*findings, *cluster_findings(where, model)]
+
+
+def _check_dtype() -> Finding:
+    """Say which data type `dtype: auto` takes on this CPU, by the measurement that decides it."""
+    import torch  # noqa: PLC0415
+
+    from rayspec.model.fast_dtype import CLEARLY_FASTER, gain_of_float32  # noqa: PLC0415
+
+    gain = gain_of_float32(torch.bfloat16)
+    taken = "float32, if the memory allows" if gain >= CLEARLY_FASTER else "the checkpoint's data type"
+    return ok("dtype on the CPU", f"float32 is {gain:.1f} times as fast as bfloat16: dtype auto takes {taken}")

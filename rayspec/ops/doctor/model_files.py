@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -19,7 +19,6 @@ _INDEX = "*.index.json"
 _WEIGHTS = ("*.safetensors", "*.bin")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _LONGEST_HEADER = 100 * 2**20  # the limit of the safetensors library
-_AGAIN = "fetch the model again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,29 +38,42 @@ def look_at_model(model: str) -> ModelFiles:
     """Inspect the files of a model. model: a folder, a hub id, or "demo"."""
     place = Path(demo.local_path(model))
     if not place.is_dir():
-        cached = _cached(model)
-        if isinstance(cached, str):
-            return ModelFiles(model=model, folder=None, num_bytes=0, bytes_free=_bytes_free(), errors=(cached,))
-        if cached is None:
-            return ModelFiles(model=model, folder=None, num_bytes=0, bytes_free=_bytes_free(), errors=())
-        place = cached
-    weights = _weights(place)
-    errors = [*_config_errors(place), *_missing(place), *filter(None, map(_damage, weights))]
+        cache = Path(HF_HUB_CACHE)
+        while not cache.exists():
+            cache = cache.parent
+        absent = ModelFiles(model=model, folder=None, num_bytes=0, bytes_free=shutil.disk_usage(cache).free, errors=())
+        if model.startswith((".", "/", "~")):
+            return replace(absent, errors=("no such folder",))
+        try:
+            place = Path(snapshot_download(model, local_files_only=True))
+        except LocalEntryNotFoundError:
+            return absent
+        except HFValidationError as error:
+            return replace(absent, errors=(f"neither a folder nor a hub id: {error}",))
+    weights: list[Path] = next((found for kind in _WEIGHTS if (found := sorted(place.glob(kind)))), [])
+    errors = [*_index_errors(place), *filter(None, map(_damage, weights))]
     errors += [] if weights else [f"no weights ({' or '.join(_WEIGHTS)})"]
-    notes = [] if any((place / name).exists() for name in _TOKENIZERS) else ["no tokenizer"]
+    try:
+        json.loads((place / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        errors.insert(0, "no config.json")
+    except (OSError, ValueError) as error:
+        errors.insert(0, f"config.json cannot be read: {error}")
     return ModelFiles(
         model=model,
         folder=str(place),
         num_bytes=sum(path.stat().st_size for path in weights if path.exists()),
         bytes_free=shutil.disk_usage(place).free,
         errors=tuple(errors),
-        notes=tuple(notes),
+        notes=() if any((place / name).exists() for name in _TOKENIZERS) else ("no tokenizer",),
     )
 
 
 def check_model(files: ModelFiles) -> Finding:
     if files.errors:
-        return problem("model files", f"{files.folder or files.model}: {'; '.join(files.errors)}", _AGAIN)
+        return problem(
+            "model files", f"{files.folder or files.model}: {'; '.join(files.errors)}", "fetch the model again"
+        )
     if files.folder is None:
         return warning(
             "model files",
@@ -74,41 +86,7 @@ def check_model(files: ModelFiles) -> Finding:
     return ok("model files", found)
 
 
-def _cached(model: str) -> Path | str | None:
-    """Return the model's folder in the hub's cache, None if it is not cached, or an error message for a bad name."""
-    if model.startswith((".", "/", "~")):
-        return "no such folder"
-    try:
-        return Path(snapshot_download(model, local_files_only=True))
-    except LocalEntryNotFoundError:
-        return None
-    except HFValidationError as error:
-        return f"neither a folder nor a hub id: {error}"
-
-
-def _bytes_free() -> int:
-    """Return the free bytes on the disk of the hub's cache."""
-    place = Path(HF_HUB_CACHE)
-    while not place.exists():
-        place = place.parent
-    return shutil.disk_usage(place).free
-
-
-def _config_errors(folder: Path) -> list[str]:
-    try:
-        json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return ["no config.json"]
-    except (OSError, ValueError) as error:
-        return [f"config.json cannot be read: {error}"]
-    return []
-
-
-def _weights(folder: Path) -> list[Path]:
-    return next((found for kind in _WEIGHTS if (found := sorted(folder.glob(kind)))), [])
-
-
-def _missing(folder: Path) -> list[str]:
+def _index_errors(folder: Path) -> list[str]:
     """Return errors for missing files that an index of the weights names, and for unreadable indexes."""
     errors = []
     for index in sorted(folder.glob(_INDEX)):

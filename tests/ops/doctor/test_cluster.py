@@ -15,18 +15,17 @@ from typer.testing import CliRunner
 from rayspec.cli import app
 from rayspec.ops.doctor.cluster import (
     Node,
+    NodeFacts,
+    Peer,
     check_agreement,
     check_counted_gpus,
-    check_fingerprints,
     cluster_findings,
+    describe_node,
 )
-from rayspec.ops.doctor.gpus import Gpus
-from rayspec.ops.doctor.nodes import NodeFacts, describe_node
-from rayspec.ops.doctor.peers import Peer
+from rayspec.ops.doctor.machine import Gpus
 from tests.families import checkpoint
 
 FACTS = NodeFacts(
-    address="10.0.0.1",
     versions={"python": "3.11.7", "ray": "2.60.0"},
     gpus=Gpus(names=("A", "A"), num_usable=2),
     findings=(),
@@ -53,13 +52,19 @@ def test_ray_must_count_the_gpus_that_can_be_used(counted: int, usable: int, sta
     assert status in {"ok", "skipped"} or "--num-gpus 2" in finding.remedy
 
 
-def test_nodes_must_have_the_same_weights() -> None:
-    assert check_fingerprints({"a": FACTS, "b": FACTS}).status == "ok"
-    differing = check_fingerprints({"a": FACTS, "b": replace(FACTS, fingerprint="")})
-    assert differing.status == "problem"
-    assert differing.found == "none on b; abc on a"
-    assert check_fingerprints({"a": replace(FACTS, fingerprint="")}).status == "skipped"
-    assert check_fingerprints({}).status == "skipped", "no node has answered"
+@pytest.mark.parametrize(
+    ("prints", "status", "found"),
+    [
+        (("abc", "abc"), "ok", "abc"),
+        (("abc", ""), "problem", "none on b; abc on a"),
+        (("", ""), "skipped", "no node has its files"),
+        ((), "skipped", "no node has its files"),
+    ],
+)
+def test_nodes_must_have_the_same_weights(prints: tuple[str, ...], status: str, found: str) -> None:
+    facts = {node: replace(FACTS, fingerprint=mark) for node, mark in zip("ab", prints, strict=False)}
+    *_, finding = check_agreement(facts, with_model=True)
+    assert (finding.name, finding.status, finding.found) == ("model on all nodes", status, found)
 
 
 @pytest.mark.parametrize("scheme", ["ray://", ""])
@@ -71,7 +76,7 @@ def test_a_cluster_that_is_not_there_is_a_problem_and_no_traceback(scheme: str) 
     assert f"nothing answers at {scheme}127.0.0.1:{port}" in finding.found
 
 
-def test_peers_answer_those_that_know_the_secret() -> None:
+def test_a_peer_is_told_from_another_program() -> None:
     ours, stranger = Peer(b"x" * 32, "127.0.0.1"), Peer(b"y" * 32, "127.0.0.1")
     took = ours.call(ours.where())
     assert isinstance(took, float)
@@ -105,7 +110,7 @@ def test_the_command_is_quick_and_says_what_it_found(tmp_path: Path) -> None:
 
 def test_quick_needs_neither_torch_nor_ray() -> None:
     code = (
-        "import sys; from rayspec.ops.doctor.examine import examine; examine(model='demo', quick=True); "
+        "import sys; from rayspec.ops.doctor.machine import examine; examine(model='demo', quick=True); "
         "sys.exit(bool({'torch', 'ray', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

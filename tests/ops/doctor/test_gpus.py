@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rayspec.ops.doctor.gpus import Gpus, check_gpus, check_nccl, inspect_gpus
+from rayspec.ops.doctor.machine import Gpus, check_gpus, check_nccl, inspect_gpus
 
 TWO = Gpus(names=("H100", "H100"), driver="570.1", num_usable=2, torch="2.13.0", cuda="12.8", has_nccl=True)
 
