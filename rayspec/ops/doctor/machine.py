@@ -196,10 +196,9 @@ def inspect_gpus(*, hidden_too: bool = False) -> Gpus:
 
 def check_gpus(gpus: Gpus) -> Finding:
     """Check that torch can use all GPUs of the driver."""
-    if not gpus.names and not gpus.error:
-        return skipped("GPUs", "no GPU")
     if not gpus.names:
-        return problem("GPUs", gpus.error, "reinstall the NVIDIA driver; in a container, its toolkit and --gpus all")
+        remedy = "reinstall the NVIDIA driver; in a container, its toolkit and --gpus all"
+        return problem("GPUs", gpus.error, remedy) if gpus.error else skipped("GPUs", "no GPU")
     found = f"{len(gpus.names)} x {'/'.join(dict.fromkeys(gpus.names))}, driver {gpus.driver}"
     if gpus.error:
         return problem("GPUs", f"{found}; {gpus.error}", "reinstall torch")
@@ -210,9 +209,8 @@ def check_gpus(gpus: Gpus) -> Finding:
         remedy = f"update the driver to one for CUDA {gpus.cuda}, or install torch for an older CUDA; unset {_VISIBLE}"
         return problem("GPUs", f"{found}, which can use none of them", remedy)
     if gpus.num_usable < len(gpus.names):
-        return warning(
-            "GPUs", f"{found}, which sees {gpus.num_usable} of them", f"unset {_VISIBLE}, unless it is meant"
-        )
+        found += f", which sees {gpus.num_usable} of them"
+        return warning("GPUs", found, f"unset {_VISIBLE}, unless it is meant")
     return ok("GPUs", found)
 
 

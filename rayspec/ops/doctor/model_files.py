@@ -71,9 +71,8 @@ def look_at_model(model: str) -> ModelFiles:
 
 def check_model(files: ModelFiles) -> Finding:
     if files.errors:
-        return problem(
-            "model files", f"{files.folder or files.model}: {'; '.join(files.errors)}", "fetch the model again"
-        )
+        found = f"{files.folder or files.model}: {'; '.join(files.errors)}"
+        return problem("model files", found, "fetch the model again")
     if files.folder is None:
         return warning(
             "model files",
