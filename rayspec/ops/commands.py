@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,8 @@ import typer
 from rayspec import demo
 from rayspec.command.exit_codes import EXIT_FAILED
 from rayspec.command.terminal import clean_exit, output_console
+from rayspec.ops.doctor import machine
+from rayspec.ops.doctor.findings import Finding, findings_table, has_problems, save_findings, skipped
 from rayspec.ops.option_flags import GivenFlags, with_flags
 from rayspec.ops.plan.options import PlacementOptions, PlanOptions
 
@@ -80,7 +83,6 @@ def doctor(
 
     Exit code 1 if there is a problem.
     """
-    from rayspec.ops.doctor.findings import findings_table, has_problems, save_findings  # noqa: PLC0415
     from rayspec.ops.doctor.machine import examine  # noqa: PLC0415 - others need not wait for it
 
     with clean_exit():
@@ -89,3 +91,26 @@ def doctor(
         if json is not None:
             save_findings(findings, json)
     raise typer.Exit(EXIT_FAILED if has_problems(findings) else 0)
+
+
+def examine(*, model: str | None = None, address: str | None = None, quick: bool = False) -> list[Finding]:
+    """Run all checks of `rayspec doctor` that apply. model: a folder, a hub id, or "demo".
+
+    address: address of a cluster, in the form of ray.init; None: RAY_ADDRESS. quick: check only this machine, measure
+    nothing, and take less than three seconds if it has no GPU.
+    """
+    findings = machine.check_machine()
+    # The imports below load torch, ray or the hub's client, which the checks above need not wait for.
+    if model is not None:
+        from rayspec.ops.doctor.model_files import check_model, look_at_model  # noqa: PLC0415
+
+        findings.append(check_model(look_at_model(model)))
+    if quick:
+        return findings
+    findings.append(machine.check_dtype())
+    where = address or os.environ.get("RAY_ADDRESS")
+    if where is None:
+        return [*findings, skipped("cluster", "none named: --address auto, host:port or ray://host:10001")]
+    from rayspec.ops.doctor.cluster import cluster_findings  # noqa: PLC0415
+
+    return [*findings, *cluster_findings(where, model)]

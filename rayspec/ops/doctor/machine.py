@@ -1,5 +1,5 @@
-"""Checks of this machine, and the entry point of all checks. Arguments of a check replace the values that it would
-measure. Neither torch nor ray is imported for `--quick`: GPUs are looked at in processes of their own."""
+"""Checks of this machine, without torch and ray but for `check_dtype`. Arguments of a check replace the values that it
+would measure. GPUs are looked at in processes of their own."""
 
 from __future__ import annotations
 
@@ -236,34 +236,16 @@ def _reason(error: Exception) -> str:
     return next((line for line in reversed(str(said).splitlines()) if line.strip()), type(error).__name__)
 
 
-def examine(*, model: str | None = None, address: str | None = None, quick: bool = False) -> list[Finding]:
-    """Run all checks that apply. model: a folder, a hub id, or "demo".
-
-    address: address of a cluster, in the form of ray.init; None: RAY_ADDRESS. quick: check only this machine, measure
-    nothing, and take less than three seconds if it has no GPU.
-    """
+def check_machine() -> list[Finding]:
+    """Run the checks that need neither torch nor ray."""
     gpus = inspect_gpus()
     checks = (check_python, check_packages, check_cpu, check_memory, check_shared_memory, check_ray_folder)
-    findings = [*(check() for check in checks), check_open_files(), check_ports(), check_gpus(gpus), check_nccl(gpus)]
-    # The imports below load torch, ray or the hub's client, which the checks above need not wait for.
-    if model is not None:
-        from rayspec.ops.doctor.model_files import check_model, look_at_model  # noqa: PLC0415
-
-        findings.append(check_model(look_at_model(model)))
-    if quick:
-        return findings
-    findings.append(_check_dtype())
-    where = address or os.environ.get("RAY_ADDRESS")
-    if where is None:
-        return [*findings, skipped("cluster", "none named: --address auto, host:port or ray://host:10001")]
-    from rayspec.ops.doctor.cluster import cluster_findings  # noqa: PLC0415
-
-    return [*findings, *cluster_findings(where, model)]
+    return [*(check() for check in checks), check_open_files(), check_ports(), check_gpus(gpus), check_nccl(gpus)]
 
 
-def _check_dtype() -> Finding:
+def check_dtype() -> Finding:
     """Say which data type `dtype: auto` takes on this CPU, by the measurement that decides it."""
-    import torch  # noqa: PLC0415
+    import torch  # noqa: PLC0415 - other checks need not wait for torch and transformers
 
     from rayspec.model.fast_dtype import CLEARLY_FASTER, gain_of_float32  # noqa: PLC0415
 

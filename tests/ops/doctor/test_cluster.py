@@ -110,7 +110,7 @@ def test_the_command_is_quick_and_says_what_it_found(tmp_path: Path) -> None:
 
 def test_quick_needs_neither_torch_nor_ray() -> None:
     code = (
-        "import sys; from rayspec.ops.doctor.machine import examine; examine(model='demo', quick=True); "
+        "import sys; from rayspec.ops.commands import examine; examine(model='demo', quick=True); "
         "sys.exit(bool({'torch', 'ray', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from rayspec.config import EngineConfig
 from rayspec.model import fast_dtype
+from rayspec.ops.commands import examine
 from rayspec.ops.doctor.findings import Finding
 from rayspec.ops.doctor.machine import (
     check_memory,
@@ -18,7 +19,6 @@ from rayspec.ops.doctor.machine import (
     check_python,
     check_ray_folder,
     check_shared_memory,
-    examine,
 )
 from tests.families import checkpoint
 
