@@ -83,8 +83,6 @@ def doctor(
 
     Exit code 1 if there is a problem.
     """
-    from rayspec.ops.doctor.machine import examine  # noqa: PLC0415 - others need not wait for it
-
     with clean_exit():
         findings = examine(model=model, address=address, quick=quick)
         output_console().print(findings_table(findings))

@@ -241,7 +241,7 @@ def check_reach(nodes: Sequence[Node]) -> Finding:
     if len(nodes) < 2:
         return skipped(name, "one node")
     token = secrets.token_bytes(32)
-    peers = {
+    peers: dict[str, Any] = {
         node.name: ray.remote(Peer).options(num_cpus=0, scheduling_strategy=_affinity(node)).remote(token)
         for node in nodes
     }

@@ -70,9 +70,8 @@ def check_packages(requirements: Iterable[str] | None = None) -> Finding:
                 lacking.append(f"{wanted.name} is {version}, not {wanted.specifier}")
     if lacking:
         return problem("packages", "; ".join(lacking), f"pip install --upgrade {_PACKAGE}, with its constraints.txt")
-    return ok(
-        "packages", ", ".join(f"{name} {installed_version(name) or 'is not installed'}" for name in _SHOWN_PACKAGES)
-    )
+    shown = (f"{name} {installed_version(name) or 'is not installed'}" for name in _SHOWN_PACKAGES)
+    return ok("packages", ", ".join(shown))
 
 
 def installed_version(name: str) -> str | None:
